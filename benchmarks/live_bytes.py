@@ -1,0 +1,54 @@
+"""Peak bytes of live tensors in a step, counted by torch's CPU allocator.
+
+Every CPU tensor's storage comes from c10's CPU allocator, whoever asks: ATen, autograd, a workspace inside an operator,
+and Inductor's generated code, which never meets the dispatcher and so is invisible to a TorchDispatchMode. The profiler
+reports each allocation and release there with the running total, counting from the moment it starts; started before the
+first tensor is made, the total is the bytes of all live storages, each once. Memory owned by others (numpy arrays,
+oneDNN's scratch) is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_MARK = "live_bytes.measured"
+
+
+def peak(setup: Callable[[], Callable[[], None]]) -> dict[str, int]:
+    """{"peak_bytes", "before_bytes"} of one call of what `setup()` returns: the highest total, the total at its start.
+
+    `setup` makes every tensor that should count (parameters, optimizer state) and warms up. Call it once, first thing
+    in a fresh process: a tensor older than the profiler is not in the totals.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run = setup()
+        with torch.profiler.record_function(_MARK):
+            run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return peak_of_trace(events)
+
+
+def peak_of_trace(events: list[dict]) -> dict[str, int]:
+    """The same from the events of a Chrome trace; raises ValueError where the measured step allocated nothing."""
+    (mark,) = [e for e in events if e.get("name") == _MARK and e.get("ph") == "X"]
+    start, end = mark["ts"], mark["ts"] + mark["dur"]
+    # The sort is by time alone: events of one microsecond keep the order in which they were recorded.
+    totals = sorted(
+        ((e["ts"], e["args"]["Total Allocated"]) for e in events if e["name"] == "[memory]"), key=lambda x: x[0]
+    )
+    before = [total for ts, total in totals if ts < start]
+    during = [total for ts, total in totals if start <= ts <= end]
+    if not during:
+        raise ValueError(
+            "no allocation was recorded in the measured step; is it run on the CPU by torch in this thread?"
+        )
+    before_bytes = before[-1] if before else 0
+    return {"peak_bytes": max(before_bytes, *during), "before_bytes": before_bytes}

@@ -1,0 +1,55 @@
+"""fzero's own step: `make_train_step` with a mesh of one process, ZeRO stage 0, fused AdamW.
+
+fp32, or bf16 with fp32 master weights. The switch `onednn` is set for the whole process by the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import fzero
+from fzero import models, optim, precision, pytree
+from peers import problem
+
+SWITCHES = frozenset({"onednn"})
+
+
+def make(
+    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, switches: frozenset[str]
+) -> Callable[[dict[str, np.ndarray]], float]:
+    """A training step from these weights: batch -> loss before the update."""
+    problem.reject_unknown_switches("fzero", switches, SWITCHES)
+    model = models.llama(
+        models.LlamaConfig(
+            vocab_size=config.vocab_size,
+            d_model=config.d_model,
+            n_layers=config.n_layers,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            d_ff=config.d_ff,
+            max_len=config.max_len,
+            norm_eps=config.norm_eps,
+            rope_theta=config.rope_theta,
+            tied=False,
+        )
+    )
+    mesh = fzero.one_process()
+    policy = {"fp32": precision.fp32, "bf16": precision.bf16}[dtype]()
+    tx = optim.adamw(
+        problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY
+    )
+    plan = fzero.zero_plan(0, model, mesh)
+    train_step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, remat="none", jit=True)
+    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy)
+    given = {name: torch.tensor(weights[name]).to(p.dtype) for name, p in pytree.named_leaves(state.params).items()}
+    state = state._replace(params=pytree.from_named(given, state.params))
+
+    def step(batch: dict[str, np.ndarray]) -> float:
+        nonlocal state
+        state, metrics = train_step(state, {name: torch.from_numpy(x) for name, x in batch.items()})
+        return float(metrics.loss)
+
+    return step

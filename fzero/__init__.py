@@ -1,0 +1,52 @@
+"""fzero: ZeRO-style large-model training as pure functions over parameter pytrees.
+
+Names load when first used, so that `fzero --help` does not wait for torch.
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "Mesh": "sharding",
+    "Metrics": "train",
+    "Model": "models",
+    "Plan": "sharding",
+    "Policy": "precision",
+    "Remat": "autodiff",
+    "Spec": "sharding",
+    "TrainState": "train",
+    "init_state": "train",
+    "jit": "compile",
+    "make_eval_step": "train",
+    "make_mesh": "sharding",
+    "make_train_step": "train",
+    "one_process": "sharding",
+    "remat": "autodiff",
+    "stack": "streaming",
+    "zero_plan": "sharding",
+}
+_MODULES = (
+    "autodiff",
+    "checkpoint",
+    "config",
+    "data",
+    "kernels",
+    "models",
+    "optim",
+    "precision",
+    "pytree",
+    "random",
+    "sharding",
+    "train",
+)
+
+__all__ = [*_HOME, *(name for name in _MODULES if name not in _HOME)]  # noqa: PLE0604
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"fzero.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"fzero.{name}")
+    raise AttributeError(f"module 'fzero' has no attribute {name!r}")

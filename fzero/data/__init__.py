@@ -1,0 +1,19 @@
+"""Text in, batches out: prepare a corpus once, then draw batches as a pure function of (seed, step)."""
+
+from fzero.data.prepare import describe, prepare
+from fzero.data.stream import TokenStream, eval_batches, prefetch
+from fzero.data.tokenizers import Tokenizer, load_tokenizer
+from fzero.data.tokens import Tokens, open_tokens, read_meta
+
+__all__ = [
+    "TokenStream",
+    "Tokenizer",
+    "Tokens",
+    "describe",
+    "eval_batches",
+    "load_tokenizer",
+    "open_tokens",
+    "prefetch",
+    "prepare",
+    "read_meta",
+]

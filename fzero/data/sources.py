@@ -1,0 +1,180 @@
+"""Where documents come from: files, folders, standard input and Python's own standard library, as one stream of texts.
+
+A .txt or .py file is one document, a line of a .jsonl file is one; a name that ends in .gz is decompressed on the way.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+SUFFIXES = (".txt", ".jsonl", ".py")
+ALLOWED = (
+    f"sources are files ({', '.join(SUFFIXES)}, each plain or .gz), folders of those, '-' (standard input, one text), "
+    "'-.jsonl' (standard input, one document a line) and 'stdlib' (the source files of Python's standard library)"
+)
+
+
+class SourceFile(NamedTuple):
+    name: str  # for messages
+    path: Path
+    jsonl: bool
+    gz: bool
+    named: bool  # by the user: an error if it is no text; one found in a folder is left out and counted
+    unique: bool = False  # leave out a file whose content another unique file had
+
+
+class Document(NamedTuple):
+    origin: str  # "file" or "file:line"
+    text: str
+    problem: str = ""  # why it is left out: "empty", "binary", "not UTF-8", "duplicate"; "" when it is good
+
+
+def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
+    """The files behind `sources`, in reading order; standard input is copied to the folder `spool`, since a corpus is
+    read twice.
+
+    Folders are searched recursively, sorted by path, without hidden files and folders. Raises ValueError for a source
+    that does not exist, is of another kind, or is a folder with no file to read.
+    """
+    files = []
+    for source in map(str, sources):
+        path = Path(source)
+        if source in ("-", "-.jsonl"):
+            if any(file.name == "standard input" for file in files):
+                raise ValueError(f"{source}: standard input is named twice; it can be read once")
+            files.append(_spool_stdin(spool / "stdin", jsonl=source != "-"))
+        elif source == "stdlib":
+            root = Path(sysconfig.get_path("stdlib"))
+            found = _in_folder(root, (".py",), exclude=("site-packages", "dist-packages"))
+            if not found:
+                raise ValueError(
+                    f"stdlib: no .py file in {root}; this Python has its library elsewhere: name files or folders"
+                )
+            files += [file._replace(name=f"stdlib/{file.path.relative_to(root)}", unique=True) for file in found]
+        elif path.is_dir():
+            found = _in_folder(path, SUFFIXES)
+            if not found:
+                raise ValueError(f"{source}: no {', '.join(SUFFIXES)} file (plain or .gz) in this folder")
+            files += found
+        elif not path.exists():
+            raise ValueError(f"{source}: no such file or folder; {ALLOWED}")
+        elif _suffix(path) not in SUFFIXES:
+            raise ValueError(f"{source}: cannot read a file of this kind; {ALLOWED}")
+        else:
+            files.append(SourceFile(source, path, _suffix(path) == ".jsonl", path.suffix == ".gz", named=True))
+    return files
+
+
+def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Document]:
+    """All documents of `files` in order, one in memory at a time, the ones to leave out included with their problem.
+
+    Raises ValueError naming the file for one named by the user that is empty or no UTF-8 text, and, wherever it lies,
+    for a damaged .gz; naming file and line for a .jsonl line that is not an object with a string at `text_key`.
+    """
+    seen: set[bytes] = set()
+    for file in files:
+        for document in _json_lines(file, text_key) if file.jsonl else _whole_file(file):
+            if file.unique and not document.problem:
+                digest = hashlib.sha256(document.text.encode()).digest()
+                if digest in seen:
+                    document = document._replace(problem="duplicate")
+                seen.add(digest)
+            yield document
+
+
+def _in_folder(root: Path, suffixes: Sequence[str], exclude: Sequence[str] = ()) -> list[SourceFile]:
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in exclude]
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    return [
+        SourceFile(str(path), path, _suffix(path) == ".jsonl", path.suffix == ".gz", named=False)
+        for path in sorted(paths, key=lambda path: path.relative_to(root).parts)
+        if _suffix(path) in suffixes
+    ]
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def _spool_stdin(path: Path, jsonl: bool) -> SourceFile:
+    with path.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    with path.open("rb") as file:
+        is_gz = file.read(2) == b"\x1f\x8b"
+    return SourceFile("standard input", path, jsonl, is_gz, named=True)
+
+
+@contextlib.contextmanager
+def _open(file: SourceFile) -> Iterator[IO[bytes]]:
+    try:
+        with gzip.open(file.path, "rb") if file.gz else file.path.open("rb") as stream:
+            yield stream
+    except (OSError, EOFError, zlib.error) as error:
+        what = "not a sound gzip file" if file.gz else "cannot be read"
+        raise ValueError(f"{file.name}: {what} ({error}); replace it or leave it out") from None
+
+
+def _whole_file(file: SourceFile) -> Iterator[Document]:
+    with _open(file) as stream:
+        data = stream.read()
+    text, problem = "", "empty" if not data else "binary" if b"\0" in data else ""
+    if not problem:
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            problem = "not UTF-8"
+    if problem and file.named:
+        what = {
+            "empty": "is empty",
+            "binary": "contains NUL bytes: it is binary, not text",
+            "not UTF-8": "is not UTF-8 text",
+        }
+        raise ValueError(f"{file.name}: {what[problem]}; convert it to UTF-8 text or leave it out")
+    yield Document(file.name, text, problem)
+
+
+def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
+    records = 0
+    with _open(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                records += 1
+                text = _json_text(line, f"{file.name}:{number}", text_key)
+                yield Document(f"{file.name}:{number}", text, "" if text else "empty")
+    if not records:
+        if file.named:
+            raise ValueError(f"{file.name}: is empty; wanted one JSON object a line")
+        yield Document(file.name, "", "empty")
+
+
+def _json_text(line: bytes, origin: str, text_key: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{origin}: is not UTF-8 text; convert it or leave it out") from None
+    except ValueError as error:
+        raise ValueError(f"{origin}: not JSON ({error}); wanted one object a line") from None
+    if not isinstance(record, dict) or text_key not in record:
+        have = (
+            f"an object with the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        )
+        raise ValueError(
+            f"{origin}: wanted an object with the key {text_key!r}, found {have}; name the right key with --text-key"
+        )
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise ValueError(f"{origin}: the value of {text_key!r} is a {type(text).__name__}, wanted a string")
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in set(text)):
+        raise ValueError(f"{origin}: {text_key!r} contains a NUL or half a surrogate pair, which is no text; remove it")
+    return text

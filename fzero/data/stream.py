@@ -1,0 +1,171 @@
+"""Batches as a pure function of (seed, step): the only state of the data is a number, the samples seen so far."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fzero import random
+from fzero.data.tokens import Tokens
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """Shuffled windows of a packed corpus; `batch_at` and `samples_at` depend on these values and their arguments only.
+
+    Window w holds the tokens w T .. w T + T of the documents laid end to end, so every token but the first is a target
+    once in an epoch (the last (N - 1) mod T tokens never are). Sample n is window permutation(n mod S) of epoch n //
+    S, where S = (N - 1) // T windows and the permutation is drawn from (seed, epoch): within an epoch no window comes
+    twice, whatever the batch sizes.
+
+    A batch is a dict:
+        tokens     int64 [B, T]  the inputs
+        targets    int64 [B, T]  the tokens one position later
+        documents  int32 [B, T]  0 at first, one more at each later document start: attend within equal numbers only
+        mask       bool  [B, T]  the targets that count: False where the target is the first token of the next document,
+                                 which nothing before it tells; the end of a document is to be predicted and counts
+
+    Raises ValueError for a size below 1, and when the corpus is shorter than one window.
+    """
+
+    tokens: Tokens
+    seq_len: int  # T
+    batch: int  # B
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch}: wanted at least 1 sequence a step")
+        _windows(self.tokens, self.seq_len)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """S, the number of windows."""
+        return len(_windows(self.tokens, self.seq_len))
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of `step`: samples step * batch up to (step + 1) * batch."""
+        return self.samples_at(step * self.batch, self.batch)
+
+    def samples_at(self, first: int, count: int) -> Batch:
+        """The samples `first` .. first + count - 1 of the run as one batch; [count, T] in place of [B, T].
+
+        A run which has seen n samples goes on with samples_at(n, any count), and a rank asks for its own part of a
+        step.
+        """
+        if first < 0 or count < 1:
+            raise ValueError(f"samples_at({first}, {count}): wanted first >= 0 and count >= 1")
+        per_epoch = self.samples_per_epoch
+        windows = []
+        for epoch in range(first // per_epoch, (first + count - 1) // per_epoch + 1):
+            start = epoch * per_epoch
+            index = torch.arange(max(first - start, 0), min(first + count - start, per_epoch))
+            windows.append(random.permutation(random.fold_in(random.key(self.seed), epoch), per_epoch, index))
+        return _assemble(self.tokens, self.seq_len, torch.cat(windows).numpy())
+
+
+def eval_batches(tokens: Tokens, seq_len: int, batch: int, max_windows: int | None = None) -> Iterator[Batch]:
+    """The batches of min(max_windows, S) windows, unshuffled, the same ones every time; None means all S.
+
+    The windows are evenly spaced over the corpus, because its first ones can all be one document. The last batch is
+    filled up to [batch, T] with windows whose mask is all False: every batch has one shape, and sums of losses and
+    counts stay right.
+
+    Raises ValueError as TokenStream does.
+    """
+    if batch < 1 or (max_windows is not None and max_windows < 1):
+        raise ValueError(f"batch={batch}, max_windows={max_windows}: wanted at least 1 of each")
+    available = len(_windows(tokens, seq_len))
+    count = available if max_windows is None else min(max_windows, available)
+
+    def batch_from(first: int) -> Batch:
+        number = np.arange(first, first + batch)
+        out = _assemble(tokens, seq_len, np.minimum(number, count - 1) * available // count)
+        return out | {"mask": out["mask"] & torch.from_numpy(number < count)[:, None]}
+
+    return map(batch_from, range(0, count, batch))
+
+
+def prefetch(
+    batch_at: Callable[[int], Any], first_step: int = 0, depth: int = 2
+) -> Generator[tuple[int, Any], None, None]:
+    """The pairs (step, batch_at(step)) for step = first_step, first_step + 1, ..., which one background thread keeps
+    ready, up to `depth` ahead (one more may be in the making).
+
+    An exception of batch_at is raised here, at its step, after the batches before it. Closing the generator ends the
+    thread; `contextlib.closing` does it, and so does leaving the last reference or the program.
+
+    >>> with contextlib.closing(prefetch(stream.batch_at, first_step=10)) as batches:
+    ...     for step, batch in batches: ...
+    """
+    if depth < 1:
+        raise ValueError(f"depth={depth}: wanted at least 1 batch ahead")
+    return _prefetch(batch_at, first_step, depth)
+
+
+def _prefetch(batch_at: Callable[[int], Any], step: int, depth: int) -> Generator[tuple[int, Any], None, None]:
+    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def wanted() -> bool:
+        # A daemon thread would be killed inside a torch operation when the program ends, which aborts the process; an
+        # ordinary one would keep a program that never closed the generator from ending. So: ordinary, and it looks.
+        return not stop.is_set() and threading.main_thread().is_alive()
+
+    def work(step: int) -> None:
+        error = None
+        while error is None and wanted():
+            try:
+                batch = batch_at(step)
+            except BaseException as caught:  # raised again in the consumer
+                batch, error = None, caught
+            while wanted():
+                with contextlib.suppress(queue.Full):
+                    ready.put((batch, error), timeout=0.05)
+                    break
+            step += 1
+
+    thread = threading.Thread(target=work, args=(step,), name="fzero-prefetch")
+    thread.start()
+    try:
+        while True:
+            batch, error = ready.get()
+            if error is not None:
+                raise error
+            yield step, batch
+            step += 1
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _windows(tokens: Tokens, seq_len: int) -> np.ndarray:
+    """[S, T + 1]: a view of the token file, window w starting at token w T; raises ValueError when S would be 0."""
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len}: wanted at least 1 token")
+    if len(tokens.tokens) < seq_len + 1:
+        raise ValueError(
+            f"{tokens.name}: {len(tokens.tokens)} tokens are fewer than one window of seq_len + 1 = {seq_len + 1}; "
+            f"use seq_len <= {max(len(tokens.tokens) - 1, 1)} or a larger corpus"
+        )
+    return np.lib.stride_tricks.sliding_window_view(tokens.tokens, seq_len + 1)[::seq_len]
+
+
+def _assemble(tokens: Tokens, seq_len: int, windows: np.ndarray) -> Batch:
+    ids = torch.from_numpy(_windows(tokens, seq_len)[windows].astype(np.int64))
+    positions = windows[:, None] * seq_len + np.arange(seq_len + 1)
+    document = torch.from_numpy(np.searchsorted(tokens.docs, positions, side="right"))  # [B, T + 1], numbered from 1
+    return {
+        "tokens": ids[:, :-1].contiguous(),
+        "targets": ids[:, 1:].contiguous(),
+        "documents": (document[:, :-1] - document[:, :1]).int(),
+        "mask": document[:, 1:] == document[:, :-1],
+    }

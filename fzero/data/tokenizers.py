@@ -1,0 +1,155 @@
+"""Three tokenizers behind one small value: bytes, any Hugging Face tokenizer.json, and a BPE trained on the corpus.
+
+The `tokenizers` library is imported where it is used: the byte tokenizer, and start-up, do without it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fzero.data.tokens import PREPARE_AGAIN, read_meta, token_dtype
+
+USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
+
+
+class Tokenizer(NamedTuple):
+    name: str  # "bytes", "bpe:4096" or the name given to a tokenizer.json
+    vocab_size: int  # one more than the largest id
+    eos: int  # the id that ends a document; encode never returns it
+    encode: Callable[[str], np.ndarray]  # text -> [N] ids, no token added, in the smallest dtype that holds them
+    decode: Callable[[Sequence[int]], str]  # ids -> text; eos ids are left out
+    json: str = ""  # the content of tokenizer.json; "" for bytes
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tokenizer whose ids are the UTF-8 bytes: vocab_size 256, eos = 0 (NUL, which text does not contain).
+
+    `encode` raises ValueError on text with a NUL. `decode` shows bytes that are not UTF-8 (a model writes some) as
+    U+FFFD.
+
+    >>> byte_tokenizer().encode("né").tolist()
+    [110, 195, 169]
+    """
+
+    def encode(text: str) -> np.ndarray:
+        if "\0" in text:
+            raise ValueError(
+                "text contains a NUL character, which ends a document here; remove it or use another tokenizer"
+            )
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(i for i in _as_list(ids) if i != 0).decode("utf-8", errors="replace")
+
+    return Tokenizer("bytes", 256, 0, encode, decode)
+
+
+def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokenizer:
+    """The tokenizer that a Hugging Face tokenizer.json describes; `json` is its content, `name` names it in messages.
+
+    `eos` is the end-of-document token by its text or id; None takes the one of USUAL_EOS that the vocabulary has.
+    Special tokens written out in a text are encoded as the ordinary characters they are, and the file's own padding,
+    truncation and added beginning tokens are not applied: a document is its text, then eos.
+
+    Raises ValueError when the content does not parse, when eos is not in the vocabulary, or None and not exactly one
+    usual name is.
+    """
+    from tokenizers import Tokenizer as Library
+
+    try:
+        library = Library.from_str(json)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{name}: not a Hugging Face tokenizer.json ({error})") from None
+    library.no_padding()
+    library.no_truncation()
+    library.encode_special_tokens = True
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    eos_id = eos if isinstance(eos, int) else _find_eos(vocabulary, name, eos)
+    vocab_size = max(vocabulary.values()) + 1  # not the count: a vocabulary may have holes
+    dtype = token_dtype(vocab_size)
+
+    def encode(text: str) -> np.ndarray:
+        ids = np.array(library.encode(text, add_special_tokens=False).ids, dtype)
+        if (ids == eos_id).any():
+            raise ValueError(
+                f"text contains {library.id_to_token(eos_id)!r}, the end-of-document token of {name}; "
+                "remove it from the text or choose another token with --eos"
+            )
+        return ids
+
+    def decode(ids: Sequence[int]) -> str:
+        return library.decode([i for i in _as_list(ids) if i != eos_id], skip_special_tokens=False)
+
+    return Tokenizer(name, vocab_size, eos_id, encode, decode, json)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` tokens, eos (default <|endoftext|>) included, trained on `texts`.
+
+    Raises ValueError for vocab_size < 257 (256 bytes and eos), and when the texts have too few repeated pairs for so
+    many tokens.
+
+    Ref: Sennrich et al. 2016, arXiv:1508.07909, section 3.2; over bytes: Radford et al. 2019 (GPT-2), section 2.2.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    name = f"bpe:{vocab_size}"
+    if vocab_size < 257:
+        raise ValueError(f"{name}: a byte-level BPE needs at least 257 tokens (256 bytes and the end of a document)")
+    eos = USUAL_EOS[0] if eos is None else eos
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[eos], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(texts, trainer)
+    if (found := library.get_vocab_size()) != vocab_size:
+        raise ValueError(f"{name}: this corpus yields only {found} tokens; use bpe:{found} or smaller, or more text")
+    return json_tokenizer(library.to_str(), name, eos)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer with which the prepared corpus in `folder` was written.
+
+    Raises ValueError when meta.json or tokenizer.json is missing or damaged.
+    """
+    meta = read_meta(folder)
+    path = Path(folder) / "tokenizer.json"
+    tokenizer = byte_tokenizer()
+    if meta["tokenizer"] != "bytes":
+        if not path.is_file():
+            raise ValueError(
+                f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; {PREPARE_AGAIN}"
+            )
+        tokenizer = json_tokenizer(path.read_text(encoding="utf-8"), str(path), meta["eos"])
+    if (tokenizer.vocab_size, tokenizer.eos) != (meta["vocab_size"], meta["eos"]):
+        raise ValueError(
+            f"{path}: vocab_size={tokenizer.vocab_size}, eos={tokenizer.eos}, but meta.json says vocab_size="
+            f"{meta['vocab_size']}, eos={meta['eos']}: not the tokenizer of this corpus; {PREPARE_AGAIN}"
+        )
+    return tokenizer._replace(name=meta["tokenizer"])
+
+
+def _find_eos(vocabulary: dict[str, int], name: str, eos: str | None) -> int:
+    if eos is not None:
+        if eos not in vocabulary:
+            raise ValueError(
+                f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is with --eos"
+            )
+        return vocabulary[eos]
+    found = [token for token in USUAL_EOS if token in vocabulary]
+    if len(found) != 1:
+        raise ValueError(
+            f"{name}: which token ends a document? Of the usual {', '.join(USUAL_EOS)} it has "
+            f"{', '.join(found) or 'none'}; name the one to use with --eos"
+        )
+    return vocabulary[found[0]]
+
+
+def _as_list(ids: Any) -> list[int]:
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)

@@ -1,0 +1,102 @@
+"""The token-file format and its reader.
+
+A prepared corpus is a folder:
+
+    meta.json               format, version, tokenizer, eos, vocab_size, dtype, counts per split, source of the text
+    train.bin  val.bin      the tokens of all documents one after the other, little-endian uint8, uint16 or uint32
+    train.docs val.docs     little-endian uint64: where each document starts in the .bin, then the number of tokens
+    tokenizer.json          when the tokenizer is not bytes
+
+Every document ends with the end-of-document token `eos`, which occurs nowhere else. Nothing is loaded: both files are
+memory-mapped.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FORMAT, VERSION, SPLITS = "fzero-tokens", 1, ("train", "val")
+PREPARE_AGAIN = "prepare the corpus again (fzero data prepare)"
+
+
+class Tokens(NamedTuple):
+    """One split of a corpus."""
+
+    name: str  # for messages: the .bin file, or anything for arrays made by hand
+    tokens: np.ndarray  # [N] uint8, uint16 or uint32
+    docs: np.ndarray  # [documents + 1] int64: the start of each document, then N
+    vocab_size: int
+    eos: int
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest little-endian unsigned dtype that holds the ids 0 .. vocab_size - 1."""
+    return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def read_meta(folder: str | Path) -> dict[str, Any]:
+    """The checked content of `folder`/meta.json.
+
+    Raises ValueError naming the file when it is missing, is not JSON, is of another format or version, or lacks an
+    entry.
+    """
+    path = Path(folder) / "meta.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; {folder} is not a prepared corpus: make one with fzero data prepare")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); {PREPARE_AGAIN}") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ValueError(f'{path}: its "format" is not "{FORMAT}"; {folder} is not a corpus prepared by fzero')
+    if meta.get("version") != VERSION:
+        raise ValueError(f"{path}: version {meta.get('version')}, this fzero reads version {VERSION}; {PREPARE_AGAIN}")
+    try:
+        vocab_size, eos, dtype = meta["vocab_size"], meta["eos"], meta["dtype"]
+        counts = [meta["splits"][split][what] for split in SPLITS for what in ("tokens", "documents")]
+        sound = all(type(n) is int and n > 0 for n in [vocab_size, *counts]) and isinstance(meta["tokenizer"], str)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: the entry {error} is missing; {PREPARE_AGAIN}") from None
+    if not sound or type(eos) is not int or not 0 <= eos < vocab_size or dtype != token_dtype(vocab_size).name:
+        raise ValueError(
+            f"{path}: damaged: vocab_size={vocab_size}, eos={eos}, dtype={dtype}, tokens and documents {counts}; "
+            f"wanted positive counts, 0 <= eos < vocab_size and the smallest dtype that holds them; {PREPARE_AGAIN}"
+        )
+    return meta
+
+
+def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
+    """The memory-mapped `split` ("train" or "val") of the prepared corpus in `folder`.
+
+    Raises ValueError naming the file when one is missing, is shorter or longer than meta.json says, or when the
+    document offsets do not rise from 0 to the number of tokens. The token values are not scanned.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: a corpus has the splits {', '.join(SPLITS)}")
+    meta = read_meta(folder)
+    counts = meta["splits"][split]
+    bin_path, docs_path = Path(folder) / f"{split}.bin", Path(folder) / f"{split}.docs"
+    tokens = _map(bin_path, token_dtype(meta["vocab_size"]), counts["tokens"])
+    # Offsets stay below 2^63: read as int64, since numpy turns uint64 mixed with int64 into a float64 copy of the file.
+    docs = _map(docs_path, np.dtype("<i8"), counts["documents"] + 1)
+    rising = bool((docs[1:] > docs[:-1]).all())
+    if docs[0] != 0 or docs[-1] != len(tokens) or not rising:
+        raise ValueError(
+            f"{docs_path}: document offsets must rise from 0 to the {len(tokens)} tokens of {bin_path.name}; "
+            f"they run from {docs[0]} to {docs[-1]}, each above the one before: {rising}; {PREPARE_AGAIN}"
+        )
+    return Tokens(str(bin_path), tokens, docs, meta["vocab_size"], meta["eos"])
+
+
+def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file, but meta.json promises it; {PREPARE_AGAIN}")
+    have, want = path.stat().st_size, count * dtype.itemsize
+    if have != want:
+        what = "empty" if have == 0 else "truncated" if have < want else "too long"
+        raise ValueError(
+            f"{path}: {what}: {have} bytes, meta.json says {count} x {dtype.name} = {want}; {PREPARE_AGAIN}"
+        )
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))

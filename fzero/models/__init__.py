@@ -1,0 +1,32 @@
+"""The reference models: pure functions over parameter trees."""
+
+from fzero.models.base import Batch, Cache, Ctx, Loss, Model, init_params, logits, loss, num_params
+from fzero.models.gpt2 import GPT2Config, gpt2
+from fzero.models.layers import RopeScaling
+from fzero.models.llama import LlamaConfig, MoEConfig, llama
+from fzero.models.mlp import MLPConfig, mlp
+from fzero.models.presets import PRESETS, ModelConfig, build, preset
+
+__all__ = [
+    "PRESETS",
+    "Batch",
+    "Cache",
+    "Ctx",
+    "GPT2Config",
+    "LlamaConfig",
+    "Loss",
+    "MLPConfig",
+    "MoEConfig",
+    "Model",
+    "ModelConfig",
+    "RopeScaling",
+    "build",
+    "gpt2",
+    "init_params",
+    "llama",
+    "logits",
+    "loss",
+    "mlp",
+    "num_params",
+    "preset",
+]

@@ -1,0 +1,129 @@
+"""A layered model as a value: pure functions over a parameter tree, with the blocks stacked on a leading L."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fzero import random
+from fzero.autodiff import Remat
+from fzero.kernels.cross_entropy import linear_cross_entropy
+from fzero.pytree import Tree
+from fzero.sharding import Mesh, Rules, one_process
+from fzero.streaming import stack
+
+Batch = dict[
+    str, Tensor
+]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
+
+
+class MakeLeaf(Protocol):
+    """`make(name, shape, std, mean=0.0)` gives a leaf: normal values, or the constant `mean` where std is 0."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Any: ...
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions seen so far; a block writes the new ones in place behind them."""
+
+    k: Tensor  # [B, S, G, K]
+    v: Tensor  # [B, S, G, K]
+    length: int  # positions filled before this call
+
+
+class Ctx(NamedTuple):
+    """What the functions of a model need beside parameters and activations. Tensors in it are not differentiated."""
+
+    mesh: Mesh = one_process()
+    dtype: torch.dtype = torch.float32  # of the computation
+    compiled: bool = False
+    remat: Remat = Remat()
+    layer: Tensor | tuple = ()  # int64 scalar, inside a block
+    key: Tensor | tuple = ()  # dropout's; () turns dropout off
+    first: Tensor | int = 0  # number of the batch's first sequence within the step's global batch
+    documents: Tensor | tuple = ()  # int [B, T]; () where a sequence is one document
+    cache: Cache | tuple = ()
+
+
+class Loss(NamedTuple):
+    """Sums over the tokens that count, not normalised: there is one division in the program, by the global num_tokens."""
+
+    total: Tensor  # the objective, in nats
+    num_tokens: Tensor
+    extra: dict[str, Tensor] = {}  # noqa: RUF012  (sums to be reported beside it; never mutated)
+
+
+class Model(NamedTuple):
+    """A layered model: ZeRO-3, offload, remat and pipelines all work layer by layer. x is a tensor [B, T, D] or a tree of them."""
+
+    config: Any
+    init: Callable[[MakeLeaf], Tree]  # blocks are stacked on a leading L dim
+    embed: Callable[[Tree, Batch, Ctx], Any]  # tokens -> x
+    block: Callable[[Tree, Any, Ctx], Any]  # x -> x, with one layer's slice of params["blocks"]
+    head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> sums, local, not normalised
+    logits: Callable[[Tree, Any, Ctx], Tensor]  # x -> [B, T, V], for sampling
+    rules: Rules[str]  # leaf names -> Spec texts
+
+
+def init_params(
+    model: Model, key: Tensor, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Tree:
+    """The initial parameters: a leaf's element depends on the key, the leaf's name and the element's global index only."""
+
+    def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
+        if std == 0.0:
+            return torch.full(shape, mean, dtype=dtype, device=device)
+        return random.normal(random.fold_in(key, name), shape, mean, std, dtype=dtype).to(device)
+
+    return model.init(make)
+
+
+def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx) -> Any:
+    """The activations behind the last block."""
+    ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", 0))
+    x = model.embed(params, batch, ctx)
+    inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
+    return stack(model.block, params["blocks"], x, inner, remat=ctx.remat, compiled=ctx.compiled)
+
+
+def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx) -> Loss:
+    """The loss of a batch: embed, the stack of blocks, head."""
+    check_batch(model, batch)
+    return model.head(params, transform(model, params, batch, ctx), batch, ctx)
+
+
+def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008
+    """All logits [B, T, V] of a batch: for tests and short sequences."""
+    return model.logits(params, transform(model, params, batch, ctx), ctx)
+
+
+def check_batch(model: Model, batch: Batch) -> None:
+    """Raise ValueError where a batch does not fit the model: a missing entry, a shape, a sequence too long."""
+    for name in ("tokens", "targets"):
+        if name not in batch:
+            raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
+    shape = batch["tokens"].shape
+    for name in ("tokens", "targets", "mask", "documents"):
+        if name in batch and batch[name].shape != shape:
+            raise ValueError(
+                f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree"
+            )
+    if shape[-1] > model.config.max_len:
+        raise ValueError(f"the sequences have {shape[-1]} tokens and the model takes {model.config.max_len} (max_len)")
+
+
+def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """(cross entropy summed over the tokens that count, their number) of normed activations x [B, T, D] and w [V, D]."""
+    targets = batch["targets"].reshape(-1)
+    mask = batch["mask"].reshape(-1) if "mask" in batch else torch.ones_like(targets, dtype=torch.bool)
+    return linear_cross_entropy(x.reshape(-1, x.shape[-1]), w, targets, mask, compiled=ctx.compiled), mask.sum()
+
+
+def num_params(model: Model) -> int:
+    """The number of parameters."""
+    count: list[int] = []
+    model.init(lambda name, shape, std, mean=0.0: count.append(torch.Size(shape).numel()))
+    return sum(count)

@@ -1,0 +1,123 @@
+"""GPT-2: learned positions, LayerNorm before each half, tanh GELU, tied head (Radford et al. 2019, section 2.3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fzero.kernels.attention import Pattern
+from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.layers import document_positions, dropout, embed_tokens, layer_norm, linear, self_attention
+from fzero.pytree import Tree
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes of a GPT-2. Attention probabilities are not dropped out; embeddings and residual branches are, at rate `dropout`."""
+
+    vocab_size: int = 50257
+    max_len: int = 1024
+    d_model: int = 768
+    n_layers: int = 12
+    n_heads: int = 12
+    d_ff: int = 3072
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    tied: bool = True
+    init_std: float = 0.02
+    pattern: str = "full"  # attention pattern, see Pattern.parse
+
+    def __post_init__(self) -> None:
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model is {self.d_model}, not divisible by n_heads={self.n_heads}")
+        Pattern.parse(self.pattern)
+
+
+RULES = (
+    (r"^embed/tokens$|^head/w$", "[V/tp, D]"),
+    (r"^embed/positions$", "[T, D]"),
+    (r"/attn/w_[qkv]$", "[L/pp, D, H/tp]"),
+    (r"/attn/b_[qkv]$", "[L/pp, H/tp]"),
+    (r"/attn/w_o$", "[L/pp, H/tp, D]"),
+    (r"/mlp/w_in$", "[L/pp, D, F/tp]"),
+    (r"/mlp/b_in$", "[L/pp, F/tp]"),
+    (r"/mlp/w_out$", "[L/pp, F/tp, D]"),
+    (r"^blocks/", "[L/pp, D]"),
+    (r"^head/norm/", "[D]"),
+)
+
+
+def gpt2(config: GPT2Config) -> Model:
+    """The GPT-2 of these sizes, as a Model."""
+    c, pattern = config, Pattern.parse(config.pattern)
+    std, out_std = c.init_std, c.init_std / math.sqrt(2 * c.n_layers)  # residual branches: section 2.3
+
+    def init(make: MakeLeaf) -> Tree:
+        def norm(name: str, *shape: int) -> Tree:
+            return {"scale": make(f"{name}/scale", shape, 0.0, 1.0), "bias": make(f"{name}/bias", shape, 0.0)}
+
+        def dense(name: str, w: str, b: str, size_in: int, size_out: int, std: float) -> Tree:
+            return {
+                w: make(f"{name}/{w}", (c.n_layers, size_in, size_out), std),
+                b: make(f"{name}/{b}", (c.n_layers, size_out), 0.0),
+            }
+
+        d = c.d_model
+        attn = [dense("blocks/attn", f"w_{n}", f"b_{n}", d, d, out_std if n == "o" else std) for n in "qkvo"]
+        tree = {
+            "embed": {
+                "tokens": make("embed/tokens", (c.vocab_size, d), std),
+                "positions": make("embed/positions", (c.max_len, d), std / 2),
+            },
+            "blocks": {
+                "ln_1": norm("blocks/ln_1", c.n_layers, d),
+                "attn": {name: leaf for part in attn for name, leaf in part.items()},
+                "ln_2": norm("blocks/ln_2", c.n_layers, d),
+                "mlp": {
+                    **dense("blocks/mlp", "w_in", "b_in", d, c.d_ff, std),
+                    **dense("blocks/mlp", "w_out", "b_out", c.d_ff, d, out_std),
+                },
+            },
+            "head": {"norm": norm("head/norm", d)},
+        }
+        if not c.tied:
+            tree["head"]["w"] = make("head/w", (c.vocab_size, d), std)
+        return tree
+
+    def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
+        x = embed_tokens(params["embed"]["tokens"], batch, ctx)
+        table = params["embed"]["positions"].to(ctx.dtype)
+        if isinstance(ctx.documents, tuple):
+            length = ctx.cache.length if ctx.cache else 0
+            x = x + table[length : length + x.shape[1]]
+        else:
+            x = x + F.embedding(document_positions(ctx.documents), table)
+        return dropout(x, c.dropout, "embed", ctx)
+
+    def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+        h = layer_norm(x, **p["ln_1"], eps=c.norm_eps)
+        h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_heads, pattern=pattern)
+        x = x + dropout(h, c.dropout, "attn", ctx)
+        h = layer_norm(x, **p["ln_2"], eps=c.norm_eps)
+        h = linear(
+            F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"]), approximate="tanh"),
+            p["mlp"]["w_out"],
+            p["mlp"]["b_out"],
+        )
+        return x + dropout(h, c.dropout, "mlp", ctx)
+
+    def normed(params: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
+        return layer_norm(x, **params["head"]["norm"], eps=c.norm_eps), w
+
+    def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
+        return Loss(*token_loss(*normed(params, x), batch, ctx))
+
+    def logits(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+        x, w = normed(params, x)
+        return x @ w.to(x.dtype).T
+
+    return Model(config, init, embed, block, head, logits, RULES)

@@ -1,0 +1,77 @@
+"""Optimizers as values: pure transformations of gradients, and schedules as pure functions of the step."""
+
+from fzero.optim.accumulate import AccumulateState, accumulate
+from fzero.optim.adafactor import AdafactorState, adafactor
+from fzero.optim.adamw import AdamState, adam, adamw
+from fzero.optim.base import (
+    GradientTransformation,
+    Schedule,
+    apply_in_place,
+    apply_updates,
+    by_label,
+    chain,
+)
+from fzero.optim.clip import clip_by_global_norm, clip_by_value, global_norm
+from fzero.optim.ema import ema_init, ema_update
+from fzero.optim.lamb import LambState, lamb
+from fzero.optim.lion import LionState, lion
+from fzero.optim.muon import MuonState, muon, newton_schulz
+from fzero.optim.rules import add_decayed_weights, decay_matrices, scale_by_rules
+from fzero.optim.schedules import (
+    constant,
+    cosine,
+    exponential,
+    inverse_sqrt,
+    join,
+    linear,
+    one_cycle,
+    polynomial,
+    warmup,
+    warmup_cosine,
+    wsd,
+)
+from fzero.optim.sgd import SGDState, sgd
+
+__all__ = [
+    "AccumulateState",
+    "AdafactorState",
+    "AdamState",
+    "GradientTransformation",
+    "LambState",
+    "LionState",
+    "MuonState",
+    "SGDState",
+    "Schedule",
+    "accumulate",
+    "adafactor",
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "apply_in_place",
+    "apply_updates",
+    "by_label",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "constant",
+    "cosine",
+    "decay_matrices",
+    "ema_init",
+    "ema_update",
+    "exponential",
+    "global_norm",
+    "inverse_sqrt",
+    "join",
+    "lamb",
+    "linear",
+    "lion",
+    "muon",
+    "newton_schulz",
+    "one_cycle",
+    "polynomial",
+    "scale_by_rules",
+    "sgd",
+    "warmup",
+    "warmup_cosine",
+    "wsd",
+]

@@ -1,0 +1,69 @@
+"""Gradient accumulation as a transformation around another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fzero import pytree
+from fzero.optim.base import GradientTransformation, apply_in_place
+from fzero.pytree import Tree
+from fzero.sharding.spec import Spec
+
+
+class AccumulateState(NamedTuple):
+    """State of `accumulate`."""
+
+    count: torch.Tensor  # int64 0-dim: gradients in the sum, 0 .. every - 1
+    sum: Tree  # of the gradients since the last step, like the params
+    inner: Tree  # state of the inner transformation
+
+
+def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | None = None) -> GradientTransformation:
+    """`tx` on the mean of each `every` gradients; the updates between are zero.
+
+    The sum is kept in `dtype` (None: the param's dtype). `tx` sees one step per `every`, so its schedules count those.
+    The pure form runs `tx` at each gradient and selects, so that it works under vmap; `apply` runs it only when its
+    turn comes.
+    Raises ValueError when every is not an int >= 1.
+    """
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"accumulate: every is {every!r}; it must be an int >= 1")
+
+    def init(params: Tree) -> AccumulateState:
+        zeros = pytree.map(lambda p: torch.zeros_like(p, dtype=dtype), params)
+        leaves = pytree.leaves(params)
+        count = torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+        return AccumulateState(count, zeros, tx.init(params))
+
+    def update(grads: Tree, state: AccumulateState, params: Tree) -> tuple[Tree, AccumulateState]:
+        total = pytree.map(lambda s, g: (s + g).to(s.dtype), state.sum, grads)
+        done = state.count + 1 == every
+        updates, inner = tx.update(pytree.map(lambda s: s / every, total), state.inner, params)
+        return (
+            pytree.map(lambda u: torch.where(done, u, torch.zeros_like(u)), updates),
+            AccumulateState(
+                (state.count + 1) % every,
+                pytree.map(lambda s: torch.where(done, torch.zeros_like(s), s), total),
+                pytree.map(lambda new, old: torch.where(done, new, old), inner, state.inner),
+            ),
+        )
+
+    @torch.no_grad()
+    def apply(grads: Tree, state: AccumulateState, params: Tree) -> tuple[Tree, AccumulateState]:
+        total = pytree.map(lambda s, g: s.add_(g), state.sum, grads)
+        count = state.count + 1
+        if int(count) < every:
+            return params, AccumulateState(count, total, state.inner)
+        mean = pytree.map(lambda s: s.div_(every), total)
+        params, inner = apply_in_place(tx, mean, state.inner, params)
+        return params, AccumulateState(torch.zeros_like(count), pytree.map(lambda s: s.zero_(), total), inner)
+
+    return GradientTransformation(
+        init=init,
+        update=update,
+        spec=lambda specs: AccumulateState(Spec(), specs, tx.spec(specs)),
+        needs=tx.needs,
+        apply=apply,
+    )

@@ -1,0 +1,200 @@
+"""From the update of one leaf to a whole GradientTransformation.
+
+An optimizer states its equation once, for one leaf, out of place. From that follow the pure `update`, and the forms
+that reuse buffers: they walk over pieces of a leaf (flat stretches where the equation is elementwise, layers where it
+is not), so that their temporaries have the size of a piece and not of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import pytree
+from fzero.optim.base import GradientTransformation, name_tree, overwrite
+from fzero.pytree import Tree
+from fzero.sharding.spec import Spec
+
+# Elements of a piece: its temporaries stay in a CPU's cache; large enough that a GPU is not bound by launches.
+_PIECE = {"cpu": 1 << 18}
+_PIECE_ELSEWHERE = 1 << 23
+
+
+class Slot(NamedTuple):
+    """One tree of the state: what it holds for a param, and where that lives."""
+
+    init: Callable[[str, Tensor], Tensor]  # (name, param) -> its initial value
+    spec: Callable[[str, Spec], Spec]  # (name, spec of the param) -> its spec
+
+
+class Row(NamedTuple):
+    """What belongs to one leaf."""
+
+    name: str
+    g: Tensor
+    slots: tuple[Tensor, ...]
+    p: Tensor
+
+
+# (g, slots, p, scalars, info of the whole leaf) -> (update, new slots), tensors all in one floating dtype
+Step = Callable[[Tensor, tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Any], tuple[Tensor, tuple[Tensor, ...]]]
+
+
+def moment(state_dtype: torch.dtype | None) -> Slot:
+    """A slot of zeros in the param's shape, in `state_dtype` (None: the param's dtype)."""
+    return Slot(lambda name, p: torch.zeros_like(p, dtype=state_dtype), lambda name, spec: spec)
+
+
+def layer_dims(owner: str, stacked: str | None, name: str, x: Tensor) -> int:
+    """How many leading dims of leaf `name` count layers: 1 where the regex `stacked` is found in the name, else 0."""
+    if stacked is None or re.search(stacked, name) is None:
+        return 0
+    if x.dim() == 0:
+        raise ValueError(
+            f"{owner}: {name} has no dim to count layers, yet stacked={stacked!r} matches it; change `stacked`"
+        )
+    return 1
+
+
+def layer_norm2(x: Tensor, lead: int) -> Tensor:
+    """The 2-norm of each layer of `x`, over all dims but the first `lead`; the reduced dims are kept with size 1."""
+    dims = tuple(range(lead, x.dim()))
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
+
+
+def safe_sqrt(x: Tensor) -> Tensor:
+    """sqrt(x) for x >= 0, whose derivative at 0 is 0: a gradient that is exactly 0 would else give 0 * inf = NaN."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x * 0.0)  # NaN stays NaN
+
+
+def flat_pieces(name: str, tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Views of equal stretches of tensors of one shape: small pieces whatever the strides."""
+    first = tensors[0]
+    most = _PIECE.get(first.device.type, _PIECE_ELSEWHERE)
+    if first.numel() <= most:
+        yield tensors
+    elif all(t.is_contiguous() for t in tensors):
+        yield from zip(*(t.view(-1).split(most) for t in tensors))
+    elif first.shape[0] == 1:
+        yield from flat_pieces(name, [t[0] for t in tensors])
+    else:
+        for part in zip(*(t.split(max(1, most * first.shape[0] // first.numel())) for t in tensors)):
+            yield from flat_pieces(name, part)
+
+
+def layer_pieces(stacked: str | None) -> Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]]:
+    """Cuts a leaf whose name `stacked` matches into views of one layer (the leading dim kept); others stay whole."""
+
+    def pieces(name: str, tensors: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
+        return zip(*(t.split(1) for t in tensors)) if layer_dims("layers", stacked, name, tensors[0]) else [tensors]
+
+    return pieces
+
+
+def rows_of(grads: Tree, columns: Sequence[Tree], params: Tree) -> list[Row]:
+    """The leaves of the trees side by side; raises ValueError naming leaves that one tree has and another lacks."""
+    g = pytree.leaves(pytree.from_named(pytree.named_leaves(grads), params))
+    slots = [pytree.leaves(pytree.from_named(pytree.named_leaves(c), params)) for c in columns]
+    named = pytree.named_leaves(params)
+    return [Row(n, g[i], tuple(s[i] for s in slots), p) for i, (n, p) in enumerate(named.items())]
+
+
+def run_step(step: Step, g: Tensor, slots: Sequence[Tensor], p: Tensor, scalars: Sequence[Tensor], info: Any) -> tuple:
+    """`step` in the widest of the dtypes, at least float32; new slots are rounded once, to their own dtype."""
+    dtype = torch.float32
+    for x in (g, *slots, p):
+        dtype = torch.promote_types(dtype, x.dtype)
+    u, new = step(
+        g.to(dtype), tuple(s.to(dtype) for s in slots), p.to(dtype), tuple(x.to(dtype) for x in scalars), info
+    )
+    return u, tuple(n.to(s.dtype) for n, s in zip(new, slots))
+
+
+def apply_rows(rows: Sequence[Row], step: Step, scalars: Sequence[Tensor], info: Callable, pieces: Callable) -> None:
+    """Add the update to each param and overwrite its slots, piece by piece."""
+    for row in rows:
+        said = info(row.name, row.p)
+        for g, *slots, p in pieces(row.name, (row.g, *row.slots, row.p)):
+            u, new = run_step(step, g, slots, p, scalars, said)
+            p.add_(u)
+            for slot, value in zip(slots, new):
+                slot.copy_(value)
+
+
+def leafwise(
+    state_type: type,
+    slots: Sequence[Slot],
+    scalars: Callable[[Tensor], tuple[Tensor, ...]],
+    step: Step,
+    *,
+    info: Callable[[str, Tensor], Any] = lambda name, p: None,
+    pieces: Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]] = flat_pieces,
+    needs: str = "elementwise",
+    check: Callable[[Tree], None] = lambda params: None,
+) -> GradientTransformation:
+    """The transformation that does `step` on every leaf; its state is `state_type(count, a tree per slot, then ()s)`.
+
+    scalars: (count of steps made before) -> float64 0-dim tensors that `step` is given, cast to the leaf's computing
+    dtype.
+    info: (name, param) -> what `step` must know of the whole leaf (it sees pieces of it when buffers are reused).
+    pieces: how a leaf may be cut without changing what `step` computes.
+    check: raises ValueError in `init` for params that the optimizer cannot take.
+    """
+    spare = ((),) * (len(state_type._fields) - 1 - len(slots))
+
+    def init(params: Tree) -> Tree:
+        check(params)
+        leaves = pytree.leaves(params)
+        count = torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+        for name, p in pytree.named_leaves(params).items():
+            info(name, p)
+        return state_type(count, *(pytree.map_named(slot.init, params) for slot in slots), *spare)
+
+    def spec(specs: Tree) -> Tree:
+        return state_type(Spec(), *(pytree.map_named(slot.spec, specs) for slot in slots), *spare)
+
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        rows, now = rows_of(grads, state[1 : 1 + len(slots)], params), scalars(state.count)
+        done = [run_step(step, r.g, r.slots, r.p, now, info(r.name, r.p)) for r in rows]
+        treedef = pytree.flatten(params)[1]
+        columns = (pytree.unflatten([new[i] for _, new in done], treedef) for i in range(len(slots)))
+        return pytree.unflatten([u for u, _ in done], treedef), state_type(state.count + 1, *columns, *spare)
+
+    @torch.no_grad()
+    def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        columns, now = state[1 : 1 + len(slots)], scalars(state.count)
+        rows_of(grads, columns, params)  # refuses trees that do not match
+
+        def one(name: str, g: Tensor, p: Tensor, *kept: Tensor) -> Tensor:
+            dtype, said = torch.float32, info(name, p)
+            for x in (g, *kept, p):
+                dtype = torch.promote_types(dtype, x.dtype)
+            out = g if g.dtype == dtype else torch.empty_like(g, dtype=dtype)
+            for to, from_, part, *old in pieces(name, (out, g, p, *kept)):
+                u, new = run_step(step, from_, old, part, now, said)
+                to.copy_(u)
+                for slot, value in zip(old, new):
+                    slot.copy_(value)
+            return out
+
+        updates = overwrite(one, name_tree(params), grads, params, *columns)
+        return updates, state_type(state.count + 1, *columns, *spare)
+
+    @torch.no_grad()
+    def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        columns = state[1 : 1 + len(slots)]
+        apply_rows(rows_of(grads, columns, params), step, scalars(state.count), info, pieces)
+        return params, state_type(state.count + 1, *columns, *spare)
+
+    return GradientTransformation(init, update, spec, needs, donate, apply)
+
+
+def rms_of(norm: Tensor, x: Tensor, lead: int) -> Tensor:
+    """The root mean square of each layer of `x`, given its 2-norm."""
+    return norm / math.sqrt(max(1, math.prod(x.shape[lead:])))

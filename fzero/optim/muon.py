@@ -1,0 +1,126 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz iterations, for the weight matrices of hidden layers."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
+from fzero.optim.rules import Mask, check_mask, masked
+from fzero.pytree import Tree
+
+# Jordan et al. 2024, section "Design considerations": the steepest slope at 0 for which five steps keep singular values
+# near 1.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class MuonState(NamedTuple):
+    """State of `muon`."""
+
+    count: Tensor  # int64 0-dim: steps made
+    momentum: Tree  # B, like the params
+
+
+def newton_schulz(
+    x: Tensor,
+    steps: int = 5,
+    *,
+    dtype: torch.dtype | None = None,
+    coefficients: tuple[float, ...] = COEFFICIENTS,
+    eps: float = 1e-7,
+) -> Tensor:
+    """Nearly the orthogonal factor U Vᵀ of each matrix x = U S Vᵀ over the last two dims.
+
+    X = x / max(||x||, eps);  then `steps` times:  A = X Xᵀ;  X = a X + (b A + c A²) X, on the wide form of the matrix.
+    The result has `dtype`, in which it is computed (None: that of x).
+    """
+    a, b, c = coefficients
+    x = x.to(dtype or x.dtype)
+    shape, tall = x.shape, x.shape[-2] > x.shape[-1]
+    # One batch dim, for baddbmm: it rounds once where a product and a sum would round twice.
+    x = x.reshape(math.prod(shape[:-2]), *shape[-2:])
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(shape)
+
+
+def muon(
+    lr: float | Tensor | Schedule = 1e-3,
+    momentum: float = 0.95,
+    *,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    mask: Mask = None,
+    adjust: str = "original",
+    layout: str = "in_out",
+    ns_steps: int = 5,
+    ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+    ns_eps: float = 1e-7,
+    ns_dtype: torch.dtype = torch.float32,
+    stacked: str | None = r"^blocks/",
+    state_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Muon with the meaning of torch.optim.Muon, on the last two dims of each leaf; the dims before them are a batch.
+
+    B = μ B + (1 - μ) g;  O = newton_schulz((1 - μ) g + μ B) with Nesterov, else newton_schulz(B);  u = -lr s O - lr λ
+    p.
+
+    adjust: "original" is s = √max(1, out/in); "match_rms_adamw" is s = 0.2 √max(out, in), with which AdamW's lr and
+    decay serve.
+    layout: "in_out" for weights [in, out] (x @ w, the models here), "out_in" for those of torch.nn.Linear, as
+    torch.optim.Muon takes.
+    ns_dtype: of the iterations; float32 unless asked (torch: bfloat16 always, which fast bfloat16 matrix units reward).
+    mask: which leaves decay. state_dtype: of B, None for the param's.
+    Raises ValueError for a leaf that is not a matrix (a stacked bias [L, D] is L vectors; give it another optimizer by
+    `by_label`), an unknown adjust or layout, and numbers out of range.
+
+    Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
+    scalable for LLM training", arXiv:2502.16982, section 2.2.
+    """
+    check_number("muon", lr=lr, weight_decay=weight_decay, ns_eps=ns_eps)
+    check_number("muon", high=1.0, momentum=momentum)
+    check_number("muon", low=1, high=100, ns_steps=ns_steps)
+    if adjust not in ("original", "match_rms_adamw"):
+        raise ValueError(f"muon: adjust is {adjust!r}; it must be 'original' or 'match_rms_adamw'")
+    if layout not in ("in_out", "out_in"):
+        raise ValueError(
+            f"muon: layout is {layout!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]"
+        )
+    decays = masked(mask)
+
+    def info(name: str, p: Tensor) -> tuple[float, float]:
+        if p.dim() - layer_dims("muon", stacked, name, p) < 2:
+            kind = "a stack of vectors" if p.dim() == 2 else "no matrix"
+            raise ValueError(
+                f"muon: {name} of shape {tuple(p.shape)} is {kind}; give it another optimizer: "
+                "by_label({'muon': ..., 'adamw': ...}, rules)"
+            )
+        d_in, d_out = p.shape[-2:] if layout == "in_out" else (p.shape[-1], p.shape[-2])
+        scale = math.sqrt(max(1.0, d_out / d_in)) if adjust == "original" else 0.2 * math.sqrt(max(d_out, d_in))
+        return scale, weight_decay if decays(name, p) else 0.0
+
+    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, said: tuple[float, float]) -> tuple[Tensor, tuple]:
+        (rate,), (b,), (scale, decay) = scalars, slots, said
+        b = b + (1 - momentum) * (g - b)
+        direction = g + momentum * (b - g) if nesterov else b
+        o = newton_schulz(direction, ns_steps, dtype=ns_dtype, coefficients=ns_coefficients, eps=ns_eps).to(g.dtype)
+        u = -(rate * scale) * o
+        return u - (rate * decay) * p if decay else u, (b,)
+
+    return leafwise(
+        MuonState,
+        [moment(state_dtype)],
+        lambda count: (lr_at(lr, count),),
+        step,
+        info=info,
+        pieces=layer_pieces(stacked),
+        needs="matrix",
+        check=check_mask("muon", mask),
+    )

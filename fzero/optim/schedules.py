@@ -1,0 +1,206 @@
+"""Schedules: pure functions of the step, such as learning rates.
+
+A schedule takes the number of steps made before (an int, or an integer tensor of any shape) and returns a float64
+tensor of that shape; 0-dim for an int. Values (peak, start, end) may be tensors, so that schedules can be batched by
+torch.func.vmap too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.optim.base import Schedule
+
+Value = float | Tensor
+
+
+def _time(step: Tensor | int) -> Tensor:
+    return step.to(torch.float64) if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float64)
+
+
+def _fraction(step: Tensor | int, steps: int) -> Tensor:
+    return (_time(step) / steps).clamp(0.0, 1.0)
+
+
+def _check_steps(owner: str, low: int, **steps: int) -> None:
+    for name, value in steps.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"{owner}: {name} is {value!r}; it must be a whole number of steps >= {low}")
+
+
+def _check_values(owner: str, **values: Value) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and not (isinstance(value, (int, float)) and math.isfinite(value)):
+            raise ValueError(f"{owner}: {name} is {value!r}; it must be a finite number")
+
+
+def constant(value: Value) -> Schedule:
+    """`value` at every step."""
+    _check_values("constant", value=value)
+    return lambda step: torch.zeros_like(_time(step)) + value
+
+
+def linear(start: Value, end: Value, steps: int) -> Schedule:
+    """start + (end - start) t / steps, and `end` after `steps` steps."""
+    _check_steps("linear", 1, steps=steps)
+    _check_values("linear", start=start, end=end)
+    return lambda step: start + (end - start) * _fraction(step, steps)
+
+
+def polynomial(start: Value, end: Value, steps: int, power: float) -> Schedule:
+    """end + (start - end) (1 - t / steps)^power, and `end` after `steps` steps."""
+    _check_steps("polynomial", 1, steps=steps)
+    _check_values("polynomial", start=start, end=end, power=power)
+    if not power > 0:
+        raise ValueError(f"polynomial: power is {power!r}; it must be > 0")
+    return lambda step: end + (start - end) * (1 - _fraction(step, steps)) ** power
+
+
+def cosine(start: Value, steps: int, end: Value = 0.0) -> Schedule:
+    """end + (start - end) (1 + cos(π t / steps)) / 2, and `end` after `steps` steps.
+
+    Ref: Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983, equation 5, without restarts.
+    """
+    _check_steps("cosine", 1, steps=steps)
+    _check_values("cosine", start=start, end=end)
+    return lambda step: end + (start - end) * (1 + torch.cos(math.pi * _fraction(step, steps))) / 2
+
+
+def exponential(start: Value, rate: float, steps: int) -> Schedule:
+    """start rate^(t / steps): multiplied by `rate` every `steps` steps, without an end."""
+    _check_steps("exponential", 1, steps=steps)
+    _check_values("exponential", start=start, rate=rate)
+    if not rate > 0:
+        raise ValueError(f"exponential: rate is {rate!r}; it must be > 0")
+    return lambda step: start * torch.exp(_time(step) / steps * math.log(rate))
+
+
+def inverse_sqrt(start: Value, scale: int) -> Schedule:
+    """start √(scale / (t + scale)).
+
+    `warmup(inverse_sqrt(peak, w), w)` is peak min(t / w, √(w / t)), the schedule of Vaswani et al. 2017,
+    arXiv:1706.03762, section 5.3.
+    """
+    _check_steps("inverse_sqrt", 1, scale=scale)
+    _check_values("inverse_sqrt", start=start)
+    return lambda step: start * (scale / (_time(step).clamp(min=0.0) + scale)).sqrt()
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """The first schedule before boundaries[0], then the second, and so on; each counts from its own first step.
+
+    Raises ValueError unless there is one boundary fewer than schedules and the boundaries are >= 0 and ascend.
+    """
+    if len(boundaries) != len(schedules) - 1:
+        raise ValueError(
+            f"join: {len(schedules)} schedules and {len(boundaries)} boundaries; "
+            "there must be one boundary between each two schedules"
+        )
+    for i, boundary in enumerate(boundaries):
+        _check_steps("join", 0, **{f"boundaries[{i}]": boundary})
+    if list(boundaries) != sorted(boundaries):
+        raise ValueError(f"join: boundaries are {list(boundaries)}; they must ascend")
+
+    def schedule(step: Tensor | int) -> Tensor:
+        t = _time(step)
+        value = schedules[0](t)
+        for after, boundary in zip(schedules[1:], boundaries):
+            value = torch.where(t < boundary, value, after(t - boundary))
+        return value
+
+    return schedule
+
+
+def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
+    """Linear from `start` at step 0 to `schedule(0)` at step `steps`, from where `schedule` runs, counting from 0."""
+    _check_steps("warmup", 0, steps=steps)
+    _check_values("warmup", start=start)
+    if steps == 0:
+        return schedule
+
+    def rise(step: Tensor | int) -> Tensor:
+        x = _fraction(step, steps)
+        return start + (schedule(torch.zeros_like(x)) - start) * x
+
+    return join([rise, schedule], [steps])
+
+
+def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) -> Schedule:
+    """Linear from 0 to `peak` in `warmup_steps`, then a cosine to `end` at step `steps` of the whole run.
+
+    Raises ValueError when the warmup is not shorter than the run.
+    """
+    _check_steps("warmup_cosine", 0, warmup_steps=warmup_steps)
+    _check_steps("warmup_cosine", 1, steps=steps)
+    if warmup_steps >= steps:
+        raise ValueError(
+            f"warmup_cosine: warmup_steps={warmup_steps} leaves nothing of steps={steps}; it must be smaller"
+        )
+    return warmup(cosine(peak, steps - warmup_steps, end), warmup_steps)
+
+
+def one_cycle(peak: Value, steps: int, rise: float = 0.3, start_div: float = 25.0, end_div: float = 1e4) -> Schedule:
+    """A cosine from peak / start_div to `peak` at rise · steps, then one to peak / (start_div · end_div) at `steps`.
+
+    Raises ValueError when `rise` is outside (0, 1) or a divisor is not positive.
+    Differs from torch.optim.lr_scheduler.OneCycleLR: its phases end one step earlier (at rise · steps - 1 and steps -
+    1).
+    Ref: Smith and Topin 2018, "Super-convergence", arXiv:1708.07120.
+    """
+    _check_steps("one_cycle", 1, steps=steps)
+    _check_values("one_cycle", peak=peak, rise=rise, start_div=start_div, end_div=end_div)
+    if not 0 < rise < 1:
+        raise ValueError(f"one_cycle: rise is {rise!r}; it must be a fraction of the steps in (0, 1)")
+    if not (start_div > 0 and end_div > 0):
+        raise ValueError(f"one_cycle: start_div is {start_div!r} and end_div is {end_div!r}; both must be > 0")
+    low, top = peak / start_div, rise * steps
+
+    def schedule(step: Tensor | int) -> Tensor:
+        t = _time(step)
+        up = low + (peak - low) * (1 - torch.cos(math.pi * (t / top).clamp(0.0, 1.0))) / 2
+        x = ((t - top) / (steps - top)).clamp(0.0, 1.0)
+        down = low / end_div + (peak - low / end_div) * (1 + torch.cos(math.pi * x)) / 2
+        return torch.where(t < top, up, down)
+
+    return schedule
+
+
+# The part of peak - end that is left when the fraction x of the decay is over.
+_DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: 1 - x,
+    "sqrt": lambda x: 1 - x.sqrt(),
+    "cosine": lambda x: (1 + torch.cos(math.pi * x)) / 2,
+}
+
+
+def wsd(
+    peak: Value, steps: int, warmup_steps: int, decay_steps: int, *, end: Value = 0.0, decay: str = "linear"
+) -> Schedule:
+    """Warmup, stable, decay: linear from 0 to `peak`, `peak`, and over the last `decay_steps` of `steps` down to `end`.
+
+    With x the fraction of the decay that is over, what is left of peak - end is 1 - x ("linear"), 1 - √x ("sqrt") or
+    (1 + cos πx) / 2 ("cosine").
+    Raises ValueError when warmup and decay are longer than the run, and for an unknown decay.
+    Ref: Hu et al. 2024, "MiniCPM", arXiv:2404.06395, section 4; Hägele et al. 2024, arXiv:2405.18392, for 1 - √x.
+    """
+    _check_steps("wsd", 1, steps=steps)
+    _check_steps("wsd", 0, warmup_steps=warmup_steps, decay_steps=decay_steps)
+    _check_values("wsd", peak=peak, end=end)
+    if warmup_steps + decay_steps > steps:
+        raise ValueError(
+            f"wsd: warmup_steps={warmup_steps} and decay_steps={decay_steps} are longer than steps={steps}; "
+            f"shorten one by {warmup_steps + decay_steps - steps}"
+        )
+    if decay not in _DECAYS:
+        raise ValueError(f"wsd: decay is {decay!r}; it must be one of {', '.join(_DECAYS)}")
+    if decay_steps == 0:
+        return warmup(constant(peak), warmup_steps)
+
+    def fall(step: Tensor | int) -> Tensor:
+        return end + (peak - end) * _DECAYS[decay](_fraction(step, decay_steps))
+
+    return join([warmup(constant(peak), warmup_steps), fall], [steps - decay_steps])

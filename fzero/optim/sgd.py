@@ -1,0 +1,63 @@
+"""Stochastic gradient descent with momentum, Nesterov's form of it, and L2 weight decay."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.leafwise import leafwise, moment
+from fzero.optim.rules import Mask, check_mask, masked
+from fzero.pytree import Tree
+
+
+class SGDState(NamedTuple):
+    """State of `sgd`."""
+
+    count: Tensor  # int64 0-dim: steps made
+    momentum: Tree  # B, like the params; () without momentum
+
+
+def sgd(
+    lr: float | Tensor | Schedule,
+    momentum: float = 0.0,
+    *,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    mask: Mask = None,
+    state_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Stochastic gradient descent, as torch.optim.SGD without dampening.
+
+    g = g + λ p;  B = μ B + g;  u = -lr (g + μ B) with Nesterov, -lr B with momentum, -lr g without.
+
+    mask: which leaves decay (a regex over names, a predicate (name, leaf), None for all). state_dtype: of B, None for
+    the param's.
+    Raises ValueError for numbers out of range and for Nesterov without momentum.
+
+    Ref: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", section 2.
+    """
+    check_number("sgd", lr=lr, weight_decay=weight_decay)
+    check_number("sgd", high=1.0, momentum=momentum)
+    if nesterov and momentum == 0:
+        raise ValueError("sgd: nesterov=True needs a momentum; give momentum in (0, 1), such as 0.9")
+    decays = masked(mask)
+
+    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, decay: Any) -> tuple[Tensor, tuple]:
+        (rate,) = scalars
+        g = g + decay * p if decay else g
+        if momentum == 0:
+            return -rate * g, ()
+        b = momentum * slots[0] + g
+        return -rate * (g + momentum * b if nesterov else b), (b,)
+
+    return leafwise(
+        SGDState,
+        [moment(state_dtype)] if momentum else [],
+        lambda count: (lr_at(lr, count),),
+        step,
+        info=lambda name, p: weight_decay if decays(name, p) else 0.0,
+        check=check_mask("sgd", mask),
+    )

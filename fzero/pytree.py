@@ -1,0 +1,99 @@
+"""Trees of tensors and the names of their leaves.
+
+A tree is nested dicts, lists, tuples and NamedTuples; everything else (None too) is a leaf. A leaf is named by the path to it:
+`params["blocks"]["attn"]["w_q"]` is `"blocks/attn/w_q"`. This is the only file that imports torch.utils._pytree, so that trees here
+and trees under torch.func are flattened alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils import _pytree
+
+Tree = Any
+TreeDef = _pytree.TreeSpec
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """The leaves of `tree`, in flatten order."""
+    return _pytree.tree_leaves(tree)
+
+
+def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
+    """The leaves of `tree` and the structure that `unflatten` needs."""
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Iterable[Any], treedef: TreeDef) -> Tree:
+    """The tree of structure `treedef` with these leaves: the inverse of `flatten`."""
+    return _pytree.tree_unflatten(leaves, treedef)
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """A tree of `fn(leaf, *leaves of rest)`; raises ValueError where `rest` has another structure."""
+    return _pytree.tree_map(fn, tree, *rest)
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise AssertionError(f"a tree path of unknown kind: {key!r}")
+
+
+def named_leaves(tree: Tree) -> dict[str, Any]:
+    """`{name: leaf}` in flatten order."""
+    pairs, _ = _pytree.tree_flatten_with_path(tree)
+    return {"/".join(_key_name(k) for k in path): leaf for path, leaf in pairs}
+
+
+def names(tree: Tree) -> list[str]:
+    """The names of the leaves, in flatten order."""
+    return list(named_leaves(tree))
+
+
+def map_named(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """A tree of `fn(name, leaf, *leaves of rest)`."""
+    return map(fn, unflatten(names(tree), flatten(tree)[1]), tree, *rest)
+
+
+def from_named(named: dict[str, Any], like: Tree) -> Tree:
+    """The tree of the structure of `like` whose leaves are `named`: the inverse of `named_leaves`.
+
+    Raises ValueError naming the missing and the extra leaves.
+    """
+    wanted = names(like)
+    missing = [n for n in wanted if n not in named]
+    extra = sorted(set(named) - set(wanted))
+    if missing or extra:
+        said = []
+        if missing:
+            said.append(
+                f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            )
+        if extra:
+            said.append("extra " + ", ".join(f"{n}{nearest(n, missing or wanted)}" for n in extra[:5]))
+        raise ValueError(f"the leaves do not match the tree: {'; '.join(said)}")
+    return unflatten([named[n] for n in wanted], flatten(like)[1])
+
+
+def split(tree: Tree, select: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`(chosen, rest)`: flat dicts by leaf name of the leaves for which `select(name, leaf)` is true, and of the others."""
+    chosen, rest = {}, {}
+    for name, leaf in named_leaves(tree).items():
+        (chosen if select(name, leaf) else rest)[name] = leaf
+    return chosen, rest
+
+
+def merge(chosen: dict[str, Any], rest: dict[str, Any], like: Tree) -> Tree:
+    """The tree of the structure of `like` put together from two flat dicts: the inverse of `split`."""
+    return from_named({**chosen, **rest}, like)
+
+
+def nearest(name: str, among: Iterable[str]) -> str:
+    """` (did you mean X?)` where X is the name in `among` nearest to `name`, or nothing when none is near."""
+    close = difflib.get_close_matches(name, list(among), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,20 @@
+"""Where every leaf lives: meshes, specs, rules and plans as values."""
+
+from fzero.sharding.mesh import AXES, Axis, Mesh, make_mesh, one_process
+from fzero.sharding.rules import Rules, match_rules
+from fzero.sharding.spec import Spec
+from fzero.sharding.zero import ZERO, Plan, zero_plan
+
+__all__ = [
+    "AXES",
+    "ZERO",
+    "Axis",
+    "Mesh",
+    "Plan",
+    "Rules",
+    "Spec",
+    "make_mesh",
+    "match_rules",
+    "one_process",
+    "zero_plan",
+]

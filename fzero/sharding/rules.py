@@ -1,0 +1,41 @@
+"""Ordered rules over leaf names: the first match wins; an unmatched leaf and an unused rule both raise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+from fzero.pytree import nearest
+
+Value = TypeVar("Value")
+Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)
+
+
+def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules") -> dict[str, Value]:
+    """`{leaf name: value of the first rule whose regex is found in it}`.
+
+    Raises ValueError naming `what` and: a leaf that no rule matches, a rule that is the first match of no leaf, a bad regex.
+    """
+    try:
+        compiled = [(re.compile(pattern), value) for pattern, value in rules]
+    except re.error as error:
+        raise ValueError(f"{what}: {error.pattern!r} is not a regular expression: {error}") from None
+    matched: dict[str, Value] = {}
+    used: set[int] = set()
+    for name in names:
+        for i, (pattern, value) in enumerate(compiled):
+            if pattern.search(name):
+                matched[name] = value
+                used.add(i)
+                break
+        else:
+            raise ValueError(
+                f"{what}: no rule matches leaf {name!r}{nearest(name, [p for p, _ in rules])}; add a rule, or a last one ('.*', ...)"
+            )
+    for i, (pattern, _) in enumerate(rules):
+        if i not in used:
+            raise ValueError(
+                f"{what}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it"
+            )
+    return matched

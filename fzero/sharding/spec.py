@@ -1,0 +1,57 @@
+"""A Spec says, for one leaf, which mesh axes shard which tensor dim, over which axes a sum is owed, and in which memory it rests."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MEMORIES = ("device", "host", "nvme")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Per tensor dim the mesh axes that shard it, outermost first (a leaf in trees; a trailing dim that is not named is whole).
+
+    `Spec()` is replicated. The text form is `"[L/pp, D/tp+dp, F] +cp @host"`: dims by letter, axes behind the slash, sums owed behind
+    `+`, memory behind `@`.
+    """
+
+    dims: tuple[tuple[str, ...], ...] = ()
+    partial: frozenset[str] = frozenset()
+    memory: str = "device"
+
+    def __post_init__(self) -> None:
+        # None, "dp" and ("tp", "dp") are all accepted for a dim; one form is kept.
+        dims = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in self.dims)
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "partial", frozenset(self.partial))
+        used = [axis for d in dims for axis in d]
+        for axis in used:
+            if used.count(axis) > 1 or axis in self.partial:
+                raise ValueError(f"spec {self}: axis {axis!r} appears twice; an axis shards one dim or is owed, once")
+        if self.memory not in MEMORIES:
+            raise ValueError(f"spec {self}: memory is {self.memory!r}; it must be one of {', '.join(MEMORIES)}")
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """The Spec of a text such as `"[L/pp, D/tp+dp, F] +cp @host"`; raises ValueError showing the text where it is none."""
+        form = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s*\+\w+)*)(?:\s*@(\w+))?\s*", text)
+        if form is None:
+            raise ValueError(f"spec {text!r} is not of the form '[L/pp, D/tp+dp, F] +cp @host'")
+        dims = []
+        for dim in form[1].split(",") if form[1].strip() else []:
+            part = re.fullmatch(r"\s*\w+(?:/(\w+(?:\+\w+)*))?\s*", dim)
+            if part is None:
+                raise ValueError(f"spec {text!r}: dim {dim.strip()!r} is not of the form 'D' or 'D/tp+dp'")
+            dims.append(tuple(part[1].split("+")) if part[1] else ())
+        return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), form[3] or "device")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that shard any dim."""
+        return tuple(axis for d in self.dims for axis in d)
+
+    def __str__(self) -> str:
+        dims = ", ".join("·" + ("/" + "+".join(d) if d else "") for d in self.dims)
+        owed = "".join(f" +{axis}" for axis in sorted(self.partial))
+        return f"[{dims}]{owed}" + (f" @{self.memory}" if self.memory != "device" else "")
