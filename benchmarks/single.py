@@ -190,9 +190,7 @@ def machine() -> dict[str, Any]:
         found = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
         found = {k.strip(): v.strip() for k, v in found.items()}
         model = f"{found.get('model name', model)} (family {found.get('cpu family')}, model {found.get('model')})"
-    described = subprocess.run(
-        ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
-    )
+    described = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
     return {
         "cpu": model,
         "cores": os.cpu_count(),
@@ -243,9 +241,7 @@ def main() -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         command = shlex.join(["python", "benchmarks/single.py", *sys.argv[1:]])
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(
-            json.dumps({"command": command, "date": now, "machine": machine(), "runs": runs}, indent=1) + "\n"
-        )
+        args.out.write_text(json.dumps({"command": command, "date": now, "machine": machine(), "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

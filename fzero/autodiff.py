@@ -31,9 +31,7 @@ class Remat:
         """The policy of a text: "none", "full", "every:K" (K layers) or "selective:F" (keep at most the fraction F of residuals)."""
         form = re.fullmatch(r"(none|full)|every:(\d+)|selective:(\d*\.?\d+)", text)
         if form is None:
-            raise ValueError(
-                f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5"
-            )
+            raise ValueError(f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5")
         if form[1]:
             return cls(every=int(form[1] == "full"))
         policy = cls(every=int(form[2])) if form[2] else cls(budget=float(form[3]))

@@ -63,9 +63,7 @@ def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor],
         return make_fx(named, decomposition_table=select_decomp_table())(primals, tangents)
 
 
-def _compile(
-    graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False
-) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """The compiled graph, called with a list of inputs which it empties, so that they are freed when last used."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -89,9 +87,7 @@ class VjpPair(NamedTuple):
 
     primal: Callable[[Sequence[Tensor]], list[Tensor]]  # inputs -> outputs
     forward: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Any]]]  # inputs -> (outputs, residuals)
-    backward: Callable[
-        [list[Any], Sequence[Tensor]], list[Tensor]
-    ]  # (residuals, cotangents) -> gradients of the first n inputs
+    backward: Callable[[list[Any], Sequence[Tensor]], list[Tensor]]  # (residuals, cotangents) -> gradients of the first n inputs
 
 
 def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0) -> VjpPair:

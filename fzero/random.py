@@ -154,9 +154,7 @@ def truncated_normal(
     return _elements(value, key, shape, dtype, first, index)
 
 
-def bernoulli(
-    key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None
-) -> Tensor:
+def bernoulli(key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None) -> Tensor:
     """Bool values, true with probability `p` (to within 2^-32): word < p 2^32."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"bernoulli: p is {p}; it must be in [0, 1]")

@@ -65,9 +65,7 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
 
 
 @functools.lru_cache(maxsize=256)
-def _pair(
-    block: Block, layer_def: Any, x_def: Any, ctx_def: Any, static: tuple, compiled: bool, budget: float
-) -> VjpPair:
+def _pair(block: Block, layer_def: Any, x_def: Any, ctx_def: Any, static: tuple, compiled: bool, budget: float) -> VjpPair:
     """The pair of the block as a function of tensors: (layer's leaves, x's leaves, layer number, ctx's tensors) -> x's leaves."""
     n, m = layer_def.num_leaves, x_def.num_leaves
 

@@ -87,14 +87,10 @@ def expect_like(like: Tree, params: Tree) -> None:
     pytree.from_named(given, like)
     for name, leaf in wanted.items():
         if leaf.shape != given[name].shape:
-            raise ValueError(
-                f"{name}: the plan was made for shape {list(leaf.shape)} and the leaf has {list(given[name].shape)}"
-            )
+            raise ValueError(f"{name}: the plan was made for shape {list(leaf.shape)} and the leaf has {list(given[name].shape)}")
 
 
-def make_loss(
-    loss_fn: base.Model | LossFn, policy: Policy, mesh: Mesh, remat: Remat, compiled: bool
-) -> Callable[..., base.Loss]:
+def make_loss(loss_fn: base.Model | LossFn, policy: Policy, mesh: Mesh, remat: Remat, compiled: bool) -> Callable[..., base.Loss]:
     """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch).
 
     A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the loss of a step is
@@ -102,9 +98,7 @@ def make_loss(
     """
     if isinstance(loss_fn, base.Model):
         ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, remat=remat)
-        return lambda params, batch, key, first: base.loss(
-            loss_fn, params, {**batch, "first": first}, ctx._replace(key=key)
-        )
+        return lambda params, batch, key, first: base.loss(loss_fn, params, {**batch, "first": first}, ctx._replace(key=key))
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
         out = loss_fn(pytree.map(lambda leaf: leaf.to(policy.compute), params), batch)
@@ -144,9 +138,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if donate and transforms():
-            raise ValueError(
-                "a train step under a torch.func transform overwrites its input; make it with donate=False"
-            )
+            raise ValueError("a train step under a torch.func transform overwrites its input; make it with donate=False")
         expect_policy(policy, state, ema_decay)
         key = random.fold_in(random.fold_in(state.key, "dropout"), state.step) if dropout else ()
         size, parts = split_batch(batch, micro_batches)
@@ -169,9 +161,7 @@ def make_train_step(
                 else:
                     pytree.map(lambda total, g: total.add_(g), grads, part_grads)
                 del part_grads
-            total = pytree.map(
-                lambda *leaves: sum(leaves), *(out._replace(num_tokens=out.num_tokens + 0) for out in sums)
-            )
+            total = pytree.map(lambda *leaves: sum(leaves), *(out._replace(num_tokens=out.num_tokens + 0) for out in sums))
             tokens = total.num_tokens.clamp(min=1)
             wide = torch.promote_types(total.total.dtype, torch.float32)
             inverse = seed_divisor / (tokens.to(wide) * scale)
@@ -246,9 +236,7 @@ def split_batch(batch: Any, micro_batches: int) -> tuple[int, list[Any]]:
     named = pytree.named_leaves(batch)
     for name, leaf in named.items():
         if leaf.shape[0] % micro_batches:
-            raise ValueError(
-                f"batch[{name!r}] has {leaf.shape[0]} rows, not divisible by micro_batches={micro_batches}"
-            )
+            raise ValueError(f"batch[{name!r}] has {leaf.shape[0]} rows, not divisible by micro_batches={micro_batches}")
     rows = {leaf.shape[0] // micro_batches for leaf in named.values()}
     if len(rows) != 1:
         raise ValueError(f"the batch's leaves have {sorted(r * micro_batches for r in rows)} rows; they must agree")
@@ -265,9 +253,7 @@ def expect_policy(policy: Policy, state: TrainState, ema_decay: float) -> None:
     """Raise ValueError where the state was made for another policy, or lacks the average that the step is to keep."""
     for name, leaf in pytree.named_leaves(state.params).items():
         if leaf.dtype != policy.param:
-            raise ValueError(
-                f"{name} is {leaf.dtype} and the step's policy {policy.name} has {policy.param}; give init_state that policy"
-            )
+            raise ValueError(f"{name} is {leaf.dtype} and the step's policy {policy.name} has {policy.param}; give init_state that policy")
     if bool(pytree.leaves(state.master)) != policy.has_master or bool(state.scaler) != bool(policy.loss_scale):
         raise ValueError(f"the state was not made for the step's policy {policy.name}; give init_state that policy")
     if ema_decay and "ema" not in state.extra:

@@ -175,9 +175,7 @@ def test_batches_agree_with_the_token_file_read_plainly(corpus):
     tokens, seq_len = data.open_tokens(corpus), 5
     plain, starts = tokens.tokens.tolist(), set(tokens.docs.tolist())
     batches = list(data.eval_batches(tokens, seq_len, 4))
-    rows, masks, numbers = (
-        list(itertools.chain(*(batch[name].tolist() for batch in batches))) for name in ("tokens", "mask", "documents")
-    )
+    rows, masks, numbers = (list(itertools.chain(*(batch[name].tolist() for batch in batches))) for name in ("tokens", "mask", "documents"))
     count = (len(plain) - 1) // seq_len
     assert len(starts) > 20 and 0 <= len(rows) - count < 4
     for at, row, mask, number in zip(range(0, count * seq_len, seq_len), rows, masks, numbers):

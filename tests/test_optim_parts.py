@@ -1,4 +1,4 @@
-"""What each piece of `fzero.optim` promises by itself: chains, labels, clipping, rules, accumulation, averages, arguments."""
+"""What each piece of `fzero.optim` promises by itself: chains, labels, clipping, rules, accumulation, averages."""
 
 import pytest
 import torch
@@ -93,9 +93,7 @@ def test_clip_does_not_hide_a_bad_gradient(bad):
     grads = {"a": torch.tensor([bad, 1.0]), "b": torch.ones(2)}
     clipped, _ = optim.clip_by_global_norm(1.0).update(grads, (), {})
     assert clipped["a"][0].isnan()
-    assert (
-        optim.clip_by_value(1.0).update({"a": torch.tensor([float("nan"), -3.0])}, (), {})[0]["a"].tolist()[1] == -1.0
-    )
+    assert optim.clip_by_value(1.0).update({"a": torch.tensor([float("nan"), -3.0])}, (), {})[0]["a"].tolist()[1] == -1.0
     assert optim.clip_by_value(1.0).update({"a": torch.tensor([float("nan")])}, (), {})[0]["a"].isnan().all()
 
 

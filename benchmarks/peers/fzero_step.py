@@ -38,9 +38,7 @@ def make(
     )
     mesh = fzero.one_process()
     policy = {"fp32": precision.fp32, "bf16": precision.bf16}[dtype]()
-    tx = optim.adamw(
-        problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY
-    )
+    tx = optim.adamw(problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY)
     plan = fzero.zero_plan(0, model, mesh)
     train_step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, remat="none", jit=True)
     state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy)

@@ -86,9 +86,7 @@ def make(
     return step
 
 
-def planned_bytes(
-    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, batch: dict[str, np.ndarray]
-) -> int:
+def planned_bytes(weights: dict[str, np.ndarray], config: problem.Config, dtype: str, batch: dict[str, np.ndarray]) -> int:
     """Peak bytes of the step as XLA planned them: arguments + outputs - donated + temporaries."""
     update, params, opt_state = build(weights, config, dtype)
     plan = update.lower(params, opt_state, as_int32(batch)).compile().memory_analysis()

@@ -74,9 +74,7 @@ def prepare(
     if not sources:
         raise ValueError(f"no source given; {ALLOWED}")
     if not 0.0 < val_fraction < 1.0:
-        raise ValueError(
-            f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02"
-        )
+        raise ValueError(f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02")
     if os.path.lexists(out):
         raise ValueError(f"{out}: already exists; name another folder or remove this one first")
     _check_tokenizer(str(tokenizer), eos)
@@ -148,9 +146,7 @@ def _look(files: Sequence[SourceFile], text_key: str, seed: int, val_fraction: f
         raise ValueError(f"{first}: no text to prepare ({left_out}); give files with text")
     if lowest == highest and longest < 2:
         raise ValueError(f"{first}: one character cannot be split into training and validation; give more text")
-    return Corpus(
-        files, text_key, seed, val_fraction, documents, text_bytes, whole.hexdigest(), dict(skipped), lowest, highest
-    )
+    return Corpus(files, text_key, seed, val_fraction, documents, text_bytes, whole.hexdigest(), dict(skipped), lowest, highest)
 
 
 def _draw(data: bytes, seed: int) -> int:
@@ -177,9 +173,7 @@ def _parts(corpus: Corpus) -> Iterator[tuple[str, str, str]]:
         else:
             yield "train", text, document.origin
     if whole.hexdigest() != corpus.sha256:
-        raise ValueError(
-            f"{corpus.files[0].name}: the sources changed while they were read; prepare again when nothing writes"
-        )
+        raise ValueError(f"{corpus.files[0].name}: the sources changed while they were read; prepare again when nothing writes")
 
 
 def _check_tokenizer(spec: str, eos: str | None) -> None:
@@ -190,13 +184,9 @@ def _check_tokenizer(spec: str, eos: str | None) -> None:
             raise ValueError(f"eos={eos!r}: the byte tokenizer always ends a document with id 0 (NUL); leave --eos out")
     elif kind == "bpe":
         if not size.isdecimal() or int(size) < 257:
-            raise ValueError(
-                f"tokenizer={spec!r}: wanted bpe:N with a number of tokens N of at least 257, such as bpe:4096"
-            )
+            raise ValueError(f"tokenizer={spec!r}: wanted bpe:N with a number of tokens N of at least 257, such as bpe:4096")
     elif not _tokenizer_json(spec).is_file():
-        raise ValueError(
-            f"tokenizer={spec!r}: no such file; wanted bytes, bpe:N or the path of a Hugging Face tokenizer.json"
-        )
+        raise ValueError(f"tokenizer={spec!r}: no such file; wanted bytes, bpe:N or the path of a Hugging Face tokenizer.json")
 
 
 def _tokenizer_json(spec: str) -> Path:
@@ -222,9 +212,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, dict
     end = np.array([tokenizer.eos], dtype).tobytes()
     counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
     with ExitStack() as stack:
-        bins, docs = (
-            {s: stack.enter_context((folder / f"{s}.{x}").open("wb")) for s in SPLITS} for x in ("bin", "docs")
-        )
+        bins, docs = ({s: stack.enter_context((folder / f"{s}.{x}").open("wb")) for s in SPLITS} for x in ("bin", "docs"))
         for split, text, origin in _parts(corpus):
             try:
                 ids = tokenizer.encode(text)

@@ -56,9 +56,7 @@ def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
             root = Path(sysconfig.get_path("stdlib"))
             found = _in_folder(root, (".py",), exclude=("site-packages", "dist-packages"))
             if not found:
-                raise ValueError(
-                    f"stdlib: no .py file in {root}; this Python has its library elsewhere: name files or folders"
-                )
+                raise ValueError(f"stdlib: no .py file in {root}; this Python has its library elsewhere: name files or folders")
             files += [file._replace(name=f"stdlib/{file.path.relative_to(root)}", unique=True) for file in found]
         elif path.is_dir():
             found = _in_folder(path, SUFFIXES)
@@ -166,12 +164,8 @@ def _json_text(line: bytes, origin: str, text_key: str) -> str:
     except ValueError as error:
         raise ValueError(f"{origin}: not JSON ({error}); wanted one object a line") from None
     if not isinstance(record, dict) or text_key not in record:
-        have = (
-            f"an object with the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        )
-        raise ValueError(
-            f"{origin}: wanted an object with the key {text_key!r}, found {have}; name the right key with --text-key"
-        )
+        have = f"an object with the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise ValueError(f"{origin}: wanted an object with the key {text_key!r}, found {have}; name the right key with --text-key")
     text = record[text_key]
     if not isinstance(text, str):
         raise ValueError(f"{origin}: the value of {text_key!r} is a {type(text).__name__}, wanted a string")

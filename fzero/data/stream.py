@@ -94,9 +94,7 @@ def eval_batches(tokens: Tokens, seq_len: int, batch: int, max_windows: int | No
     return map(batch_from, range(0, count, batch))
 
 
-def prefetch(
-    batch_at: Callable[[int], Any], first_step: int = 0, depth: int = 2
-) -> Generator[tuple[int, Any], None, None]:
+def prefetch(batch_at: Callable[[int], Any], first_step: int = 0, depth: int = 2) -> Generator[tuple[int, Any], None, None]:
     """The pairs (step, batch_at(step)) for step = first_step, first_step + 1, ..., which one background thread keeps
     ready, up to `depth` ahead (one more may be in the making).
 

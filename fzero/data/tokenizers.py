@@ -35,9 +35,7 @@ def byte_tokenizer() -> Tokenizer:
 
     def encode(text: str) -> np.ndarray:
         if "\0" in text:
-            raise ValueError(
-                "text contains a NUL character, which ends a document here; remove it or use another tokenizer"
-            )
+            raise ValueError("text contains a NUL character, which ends a document here; remove it or use another tokenizer")
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(ids: Sequence[int]) -> str:
@@ -104,9 +102,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> 
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[eos], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[eos], initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator(texts, trainer)
     if (found := library.get_vocab_size()) != vocab_size:
         raise ValueError(f"{name}: this corpus yields only {found} tokens; use bpe:{found} or smaller, or more text")
@@ -123,9 +119,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     tokenizer = byte_tokenizer()
     if meta["tokenizer"] != "bytes":
         if not path.is_file():
-            raise ValueError(
-                f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; {PREPARE_AGAIN}"
-            )
+            raise ValueError(f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; {PREPARE_AGAIN}")
         tokenizer = json_tokenizer(path.read_text(encoding="utf-8"), str(path), meta["eos"])
     if (tokenizer.vocab_size, tokenizer.eos) != (meta["vocab_size"], meta["eos"]):
         raise ValueError(
@@ -138,9 +132,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def _find_eos(vocabulary: dict[str, int], name: str, eos: str | None) -> int:
     if eos is not None:
         if eos not in vocabulary:
-            raise ValueError(
-                f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is with --eos"
-            )
+            raise ValueError(f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is with --eos")
         return vocabulary[eos]
     found = [token for token in USUAL_EOS if token in vocabulary]
     if len(found) != 1:

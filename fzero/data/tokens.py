@@ -96,7 +96,5 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     have, want = path.stat().st_size, count * dtype.itemsize
     if have != want:
         what = "empty" if have == 0 else "truncated" if have < want else "too long"
-        raise ValueError(
-            f"{path}: {what}: {have} bytes, meta.json says {count} x {dtype.name} = {want}; {PREPARE_AGAIN}"
-        )
+        raise ValueError(f"{path}: {what}: {have} bytes, meta.json says {count} x {dtype.name} = {want}; {PREPARE_AGAIN}")
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))

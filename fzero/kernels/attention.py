@@ -133,9 +133,7 @@ def _blocks(t: int, pattern: Pattern) -> list[tuple[int, int, int]]:
     return [(i, min(i + size, t), pattern.first_key(i)) for i in range(0, t, size)]
 
 
-def _scores(
-    q: Tensor, k: Tensor, block: tuple[int, int, int], pattern: Pattern, documents: Tensor | None, scale: float
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: tuple[int, int, int], pattern: Pattern, documents: Tensor | None, scale: float) -> Tensor:
     """Masked scores [B G, R, queries, keys] of one block, in float32 or wider."""
     start, end, first = block
     s = torch.matmul(q[:, :, start:end].flatten(1, 2), k[:, first:end].transpose(1, 2))
@@ -172,9 +170,7 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         q, k, v, out, lse, *documents = ctx.saved_tensors
-        grads = _BlockedBackward.apply(
-            q, k, v, out, lse, grad, documents[0] if documents else None, ctx.pattern, ctx.scale
-        )
+        grads = _BlockedBackward.apply(q, k, v, out, lse, grad, documents[0] if documents else None, ctx.pattern, ctx.scale)
         return *grads, None, None, None
 
 
@@ -202,9 +198,7 @@ class _BlockedBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "blocked attention is differentiable once by .backward(); use torch.func.grad of grad"
-        )
+        raise NotImplementedError("blocked attention is differentiable once by .backward(); use torch.func.grad of grad")
 
 
 def attention(

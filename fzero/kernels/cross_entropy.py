@@ -127,9 +127,7 @@ class _ChunkedBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "chunked cross entropy is differentiable once by .backward(); use torch.func.grad of grad"
-        )
+        raise NotImplementedError("chunked cross entropy is differentiable once by .backward(); use torch.func.grad of grad")
 
 
 def linear_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor, *, compiled: bool = True) -> Tensor:

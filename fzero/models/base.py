@@ -15,9 +15,7 @@ from fzero.pytree import Tree
 from fzero.sharding import Mesh, Rules, one_process
 from fzero.streaming import stack
 
-Batch = dict[
-    str, Tensor
-]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
+Batch = dict[str, Tensor]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
 
 
 class MakeLeaf(Protocol):
@@ -68,9 +66,7 @@ class Model(NamedTuple):
     rules: Rules[str]  # leaf names -> Spec texts
 
 
-def init_params(
-    model: Model, key: Tensor, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> Tree:
+def init_params(model: Model, key: Tensor, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Tree:
     """The initial parameters: a leaf's element depends on the key, the leaf's name and the element's global index only."""
 
     def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
@@ -108,9 +104,7 @@ def check_batch(model: Model, batch: Batch) -> None:
     shape = batch["tokens"].shape
     for name in ("tokens", "targets", "mask", "documents"):
         if name in batch and batch[name].shape != shape:
-            raise ValueError(
-                f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree"
-            )
+            raise ValueError(f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree")
     if shape[-1] > model.config.max_len:
         raise ValueError(f"the sequences have {shape[-1]} tokens and the model takes {model.config.max_len} (max_len)")
 

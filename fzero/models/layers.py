@@ -68,18 +68,14 @@ class RopeScaling:
     original_max_len: int = 8192
 
 
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
-) -> Tensor:
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:
     """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's factor."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
     frequency = 1.0 / (theta**exponent)
     if scaling is None:
         return frequency
     wavelength = 2.0 * math.pi / frequency
-    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     between = (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
     low = wavelength > scaling.original_max_len / scaling.low_freq_factor
     high = wavelength < scaling.original_max_len / scaling.high_freq_factor

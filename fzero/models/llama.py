@@ -149,9 +149,7 @@ def llama(config: LlamaConfig) -> Model:
 
     def attend(p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         h = rms_norm(x, p["norm_1"]["scale"], c.norm_eps)
-        h = self_attention(
-            p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies
-        )
+        h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies)
         x = x + dropout(h, c.dropout, "attn", ctx)
         return x, rms_norm(x, p["norm_2"]["scale"], c.norm_eps)
 

@@ -75,9 +75,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 def preset(name: str) -> ModelConfig:
     """The sizes of a named model; raises ValueError naming the nearest preset."""
     if name not in PRESETS:
-        raise ValueError(
-            f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}"
-        )
+        raise ValueError(f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 

@@ -82,9 +82,7 @@ def adam_scalars(lr: float | Tensor | Schedule, b1: float, b2: float, count: Ten
     return lr_at(lr, count), 1 - b1**t, (1 - b2**t).sqrt()
 
 
-def _adam_step(
-    g: Tensor, slots: tuple, scalars: tuple, b1: float, b2: float, eps: float
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _adam_step(g: Tensor, slots: tuple, scalars: tuple, b1: float, b2: float, eps: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     (rate, correct1, root_correct2), (m, v) = scalars, slots
     m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
     return -(rate / correct1) * (m / (safe_sqrt(v) / root_correct2 + eps)), (m, v)

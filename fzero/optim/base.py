@@ -170,9 +170,7 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
             )
     for label in transforms:
         if label not in [given for _, given in rules]:
-            raise ValueError(
-                f"by_label: transformation {label!r} has no leaf: no rule gives its label; add a rule or remove it"
-            )
+            raise ValueError(f"by_label: transformation {label!r} has no leaf: no rule gives its label; add a rule or remove it")
 
     def parts(tree: Tree) -> dict[str, dict[str, Any]]:
         named = pytree.named_leaves(tree)

@@ -24,9 +24,7 @@ def global_norm(tree: Tree) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
 
 
-def clip_by_global_norm(
-    max_norm: float | Tensor, norm: Callable[[Tree], Tensor] = global_norm
-) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float | Tensor, norm: Callable[[Tree], Tensor] = global_norm) -> GradientTransformation:
     """Scale all updates by min(1, max_norm / ||updates||).
 
     norm: the norm of the whole tree; give one that sums over the axes which shard a leaf where the updates are shards.

@@ -55,9 +55,7 @@ def layer_dims(owner: str, stacked: str | None, name: str, x: Tensor) -> int:
     if stacked is None or re.search(stacked, name) is None:
         return 0
     if x.dim() == 0:
-        raise ValueError(
-            f"{owner}: {name} has no dim to count layers, yet stacked={stacked!r} matches it; change `stacked`"
-        )
+        raise ValueError(f"{owner}: {name} has no dim to count layers, yet stacked={stacked!r} matches it; change `stacked`")
     return 1
 
 
@@ -110,9 +108,7 @@ def run_step(step: Step, g: Tensor, slots: Sequence[Tensor], p: Tensor, scalars:
     dtype = torch.float32
     for x in (g, *slots, p):
         dtype = torch.promote_types(dtype, x.dtype)
-    u, new = step(
-        g.to(dtype), tuple(s.to(dtype) for s in slots), p.to(dtype), tuple(x.to(dtype) for x in scalars), info
-    )
+    u, new = step(g.to(dtype), tuple(s.to(dtype) for s in slots), p.to(dtype), tuple(x.to(dtype) for x in scalars), info)
     return u, tuple(n.to(s.dtype) for n, s in zip(new, slots))
 
 

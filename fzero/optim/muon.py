@@ -90,9 +90,7 @@ def muon(
     if adjust not in ("original", "match_rms_adamw"):
         raise ValueError(f"muon: adjust is {adjust!r}; it must be 'original' or 'match_rms_adamw'")
     if layout not in ("in_out", "out_in"):
-        raise ValueError(
-            f"muon: layout is {layout!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]"
-        )
+        raise ValueError(f"muon: layout is {layout!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]")
     decays = masked(mask)
 
     def info(name: str, p: Tensor) -> tuple[float, float]:

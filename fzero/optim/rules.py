@@ -39,9 +39,7 @@ def check_mask(owner: str, mask: Mask) -> Callable[[Tree], None]:
     def check(params: Tree) -> None:
         names = pytree.names(params)
         if isinstance(mask, str) and names and not any(re.search(mask, n) for n in names):
-            raise ValueError(
-                f"{owner}: mask {mask!r} matches no leaf{nearest(mask, names)}; use mask=None to decay every leaf"
-            )
+            raise ValueError(f"{owner}: mask {mask!r} matches no leaf{nearest(mask, names)}; use mask=None to decay every leaf")
 
     if isinstance(mask, str):
         try:
@@ -104,8 +102,7 @@ def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformat
             if p.dim() == 0 or len(factor) != p.shape[0]:
                 shape = tuple(p.shape)
                 raise ValueError(
-                    f"scale_by_rules: {name} has shape {shape} and is given {len(factor)} factors; "
-                    "give one per layer of its leading dim"
+                    f"scale_by_rules: {name} has shape {shape} and is given {len(factor)} factors; give one per layer of its leading dim"
                 )
             values = torch.as_tensor(factor, dtype=torch.float64).to(p.device)
             found[name] = values.reshape(-1, *[1] * (p.dim() - 1))

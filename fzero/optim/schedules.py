@@ -97,8 +97,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """
     if len(boundaries) != len(schedules) - 1:
         raise ValueError(
-            f"join: {len(schedules)} schedules and {len(boundaries)} boundaries; "
-            "there must be one boundary between each two schedules"
+            f"join: {len(schedules)} schedules and {len(boundaries)} boundaries; there must be one boundary between each two schedules"
         )
     for i, boundary in enumerate(boundaries):
         _check_steps("join", 0, **{f"boundaries[{i}]": boundary})
@@ -137,9 +136,7 @@ def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) 
     _check_steps("warmup_cosine", 0, warmup_steps=warmup_steps)
     _check_steps("warmup_cosine", 1, steps=steps)
     if warmup_steps >= steps:
-        raise ValueError(
-            f"warmup_cosine: warmup_steps={warmup_steps} leaves nothing of steps={steps}; it must be smaller"
-        )
+        raise ValueError(f"warmup_cosine: warmup_steps={warmup_steps} leaves nothing of steps={steps}; it must be smaller")
     return warmup(cosine(peak, steps - warmup_steps, end), warmup_steps)
 
 
@@ -177,9 +174,7 @@ _DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def wsd(
-    peak: Value, steps: int, warmup_steps: int, decay_steps: int, *, end: Value = 0.0, decay: str = "linear"
-) -> Schedule:
+def wsd(peak: Value, steps: int, warmup_steps: int, decay_steps: int, *, end: Value = 0.0, decay: str = "linear") -> Schedule:
     """Warmup, stable, decay: linear from 0 to `peak`, `peak`, and over the last `decay_steps` of `steps` down to `end`.
 
     With x the fraction of the decay that is over, what is left of peak - end is 1 - x ("linear"), 1 - √x ("sqrt") or

@@ -66,9 +66,7 @@ def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
             raise ValueError(f"mesh: axis {name} has size {size!r}; a size is a whole number of at least 1")
     world = math.prod(sizes.values())
     if world != 1:
-        raise ValueError(
-            f"mesh {sizes} asks for {world} processes and this version runs in 1; make every axis 1, or leave the mesh out"
-        )
+        raise ValueError(f"mesh {sizes} asks for {world} processes and this version runs in 1; make every axis 1, or leave the mesh out")
     return Mesh(tuple(Axis(name) for name in AXES))
 
 

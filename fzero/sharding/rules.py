@@ -35,7 +35,5 @@ def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules
             )
     for i, (pattern, _) in enumerate(rules):
         if i not in used:
-            raise ValueError(
-                f"{what}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it"
-            )
+            raise ValueError(f"{what}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it")
     return matched
