@@ -40,10 +40,9 @@ def make(
     policy = {"fp32": precision.fp32, "bf16": precision.bf16}[dtype]()
     tx = optim.adamw(problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY)
     plan = fzero.zero_plan(0, model, mesh)
-    train_step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, remat="none", jit=True)
-    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy)
-    given = {name: torch.tensor(weights[name]).to(p.dtype) for name, p in pytree.named_leaves(state.params).items()}
-    state = state._replace(params=pytree.from_named(given, state.params))
+    train_step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, compiled=True)
+    params = pytree.from_named({name: torch.tensor(w) for name, w in weights.items()}, plan.like)
+    state = fzero.init_state(params, tx, plan, mesh, seed=0, policy=policy)
 
     def step(batch: dict[str, np.ndarray]) -> float:
         nonlocal state
