@@ -29,7 +29,7 @@ class Remat:
     @classmethod
     def parse(cls, text: str) -> Remat:
         """The policy of a text: "none", "full", "every:K" (K layers) or "selective:F" (keep at most the fraction F of residuals)."""
-        form = re.fullmatch(r"(none|full)|every:(\d+)|selective:(\d*\.?\d+)", text)
+        form = re.fullmatch(r"(none|full)|every:(\d+)|selective:(\d*\.?\d+(?:e-\d+)?)", text)
         if form is None:
             raise ValueError(f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5")
         if form[1]:
@@ -42,7 +42,7 @@ class Remat:
     def __str__(self) -> str:
         if self.every:
             return "full" if self.every == 1 else f"every:{self.every}"
-        return "none" if self.budget == 1.0 else f"selective:{self.budget:g}"
+        return "none" if self.budget == 1.0 else f"selective:{self.budget}"
 
 
 def transforms() -> list[str]:

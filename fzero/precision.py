@@ -51,7 +51,8 @@ def update_scaler(config: LossScale, state: ScalerState, overflow: Tensor) -> Sc
     good = torch.where(overflow, 0, state.good_steps + 1)
     rises = ~overflow & (good % config.window == 0)
     fallen = (state.scale / config.factor).clamp(min=config.floor)
-    scale = torch.where(falls, fallen, torch.where(rises, state.scale * config.factor, state.scale))
+    risen = (state.scale * config.factor).clamp(max=2.0**127)  # from infinity a scale could not fall again
+    scale = torch.where(falls, fallen, torch.where(rises, risen, state.scale))
     spent = torch.where(overflow & ~falls, state.hysteresis - 1, state.hysteresis)
     return ScalerState(scale, good, torch.where(rises, config.hysteresis, spent))
 

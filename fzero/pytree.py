@@ -45,9 +45,14 @@ def _key_name(key: Any) -> str:
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:
-    """`{name: leaf}` in flatten order."""
-    pairs, _ = _pytree.tree_flatten_with_path(tree)
-    return {"/".join(_key_name(k) for k in path): leaf for path, leaf in pairs}
+    """`{name: leaf}` in flatten order; raises ValueError where two leaves have one name."""
+    named: dict[str, Any] = {}
+    for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
+        name = "/".join(_key_name(k) for k in path)
+        if name in named:
+            raise ValueError(f"two leaves of the tree are called {name!r}; rename one")
+        named[name] = leaf
+    return named
 
 
 def names(tree: Tree) -> list[str]:

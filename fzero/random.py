@@ -56,7 +56,9 @@ _FOLD_INT, _FOLD_NAME, _SPLIT, _DRAW, _ROUND = 1, 2, 3, 0, 4
 
 
 def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
-    """A new key from a key and an integer (a tensor too, in [0, 2^63)) or a name."""
+    """A new key from a key and an integer in [0, 2^63) (a tensor too) or a name."""
+    if isinstance(data, int) and not 0 <= data < 1 << 63:
+        raise ValueError(f"fold_in: {data} is outside [0, 2^63)")
     if isinstance(data, str):
         lo, hi = _hash_words(data)
         purpose = _FOLD_NAME
@@ -177,8 +179,8 @@ def permutation(key: Tensor, n: int, index: Tensor) -> Tensor:
     A Feistel network of six Philox rounds over 2 ceil(log2(n) / 2) bits; what lands outside range(n) is mapped on until it lands
     inside (cycle walking; Black & Rogaway 2002, "Ciphers with arbitrary finite domains", method 2).
     """
-    if n < 1:
-        raise ValueError(f"permutation: n is {n}; it must be at least 1")
+    if not 1 <= n <= 1 << 62:
+        raise ValueError(f"permutation: n is {n}; it must be in [1, 2^62]")
     if index.numel() and not (0 <= int(index.min()) and int(index.max()) < n):
         raise ValueError(f"permutation: an index is outside range({n})")
     half = max(1, ((n - 1).bit_length() + 1) // 2)

@@ -6,6 +6,7 @@ which dtype, recomputed or compiled is data that the step is made with; nothing 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +17,11 @@ from fzero import pytree, random
 from fzero.autodiff import Remat, transforms
 from fzero.models import base
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates, ema_init, ema_update, global_norm
+from fzero.optim.base import name_tree, overwrite
 from fzero.precision import Policy, ScalerState, fp32, init_scaler, overflow_at_floor, update_scaler
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan
+from fzero.sharding.zero import shapes_of
 
 LossFn = Callable[[Tree, Any], Any]
 
@@ -130,8 +133,11 @@ def make_train_step(
     ema_decay: the average's memory; the state must have been made with `ema=True`.
     The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
     were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on.
-    Raises ValueError where the batch does not divide, FloatingPointError at the floor of the loss scale (see LossScale).
+    Raises ValueError where the batch does not divide, the state was made for another plan or policy, or the plan for another model;
+    FloatingPointError at the floor of the loss scale (see LossScale).
     """
+    if isinstance(loss_fn, base.Model):
+        expect_like(plan.like, shapes_of(loss_fn))
     remat = Remat.parse(remat) if isinstance(remat, str) else remat
     loss = make_loss(loss_fn, policy, mesh, remat, compiled)
     dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
@@ -139,7 +145,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if donate and transforms():
             raise ValueError("a train step under a torch.func transform overwrites its input; make it with donate=False")
-        expect_policy(policy, state, ema_decay)
+        expect_state(plan, policy, state, ema_decay)
         key = random.fold_in(random.fold_in(state.key, "dropout"), state.step) if dropout else ()
         size, parts = split_batch(batch, micro_batches)
         scale = state.scaler.scale if policy.loss_scale else torch.ones(())
@@ -149,7 +155,8 @@ def make_train_step(
             # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.
             return out.total * (scale / seed_divisor), out
 
-        with torch.no_grad():
+        # A pure step may itself be differentiated: through the gradient, the update, and several steps.
+        with torch.no_grad() if donate else contextlib.nullcontext():
             grads: Tree = ()
             sums: list[base.Loss] = []
             seed_divisor = positions(parts[0]) if policy.loss_scale else 1
@@ -158,14 +165,20 @@ def make_train_step(
                 sums.append(out)
                 if i == 0:
                     grads = pytree.map(lambda g: g.to(policy.accumulate), part_grads) if len(parts) > 1 else part_grads
+                elif donate:
+                    grads = overwrite(lambda name, total, g: total.add_(g), name_tree(grads), grads, part_grads)
                 else:
-                    pytree.map(lambda total, g: total.add_(g), grads, part_grads)
+                    grads = pytree.map(torch.add, grads, part_grads)
                 del part_grads
             total = pytree.map(lambda *leaves: sum(leaves), *(out._replace(num_tokens=out.num_tokens + 0) for out in sums))
             tokens = total.num_tokens.clamp(min=1)
             wide = torch.promote_types(total.total.dtype, torch.float32)
             inverse = seed_divisor / (tokens.to(wide) * scale)
-            grads = pytree.map(lambda g: g.to(policy.accumulate).mul_(inverse), grads)
+            grads = pytree.map(lambda g: g.to(policy.accumulate), grads)
+            if donate:
+                grads = overwrite(lambda name, g: g.mul_(inverse), name_tree(grads), grads)
+            else:
+                grads = pytree.map(lambda g: g * inverse, grads)
             grad_norm = global_norm(grads)
             skipped = ~torch.isfinite(grad_norm)
             metrics = Metrics(
@@ -249,8 +262,9 @@ def positions(part: Any) -> int:
     return max(1, pytree.leaves(part)[0].numel())
 
 
-def expect_policy(policy: Policy, state: TrainState, ema_decay: float) -> None:
-    """Raise ValueError where the state was made for another policy, or lacks the average that the step is to keep."""
+def expect_state(plan: Plan, policy: Policy, state: TrainState, ema_decay: float) -> None:
+    """Raise ValueError where the state was made for another plan or policy, or lacks the average that the step is to keep."""
+    expect_like(plan.like, state.params)
     for name, leaf in pytree.named_leaves(state.params).items():
         if leaf.dtype != policy.param:
             raise ValueError(f"{name} is {leaf.dtype} and the step's policy {policy.name} has {policy.param}; give init_state that policy")

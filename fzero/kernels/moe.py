@@ -28,10 +28,11 @@ def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Rows of x [N, D] times their group's w [E, D, F]: group e is rows ends[e - 1] to ends[e] (int32 [E], rising to N).
 
-    torch._grouped_mm where it serves (float32 and bfloat16, differentiated at most once); elsewhere every group times every row,
-    masked: exact, and E times the work.
+    torch._grouped_mm where it serves (float32 and bfloat16, D and F multiples of 16 bytes, differentiated at most once); elsewhere
+    every group times every row, masked: exact, and E times the work.
     """
-    if first_order() and x.dtype in (torch.float32, torch.bfloat16):
+    aligned = all(size * x.element_size() % 16 == 0 for size in w.shape[1:])
+    if first_order() and aligned and x.dtype in (torch.float32, torch.bfloat16):
         return torch._grouped_mm(x, w, offs=ends)
     group = (torch.arange(x.shape[0], device=x.device)[:, None] >= ends[None, :]).sum(-1)
     return sum(torch.where((group == e)[:, None], x @ w[e], 0.0) for e in range(w.shape[0]))

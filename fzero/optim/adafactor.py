@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ def adafactor(
     decays = masked(mask)
 
     def info(name: str, p: Tensor) -> Leaf:
-        lead = layer_dims("adafactor", stacked, name, p)
+        lead = layer_dims("adafactor", stacked, name, p.dim())
         small = torch.finfo(p.dtype).eps if eps1 is None else eps1
         return Leaf(lead, p.dim() - lead >= 2, small, weight_decay if decays(name, p) else 0.0)
 
@@ -92,30 +93,9 @@ def adafactor(
         u = -(alpha / (rms_of(layer_norm2(u, leaf.lead), u, leaf.lead) / clip).clamp(min=1.0)) * u
         return u - (rate * leaf.decay) * p if leaf.decay else u, (row, col)
 
-    def row_init(name: str, p: Tensor) -> Tensor:
-        return p.new_zeros(p.shape[:-1] if info(name, p).factored else p.shape, dtype=state_dtype)
-
-    def col_init(name: str, p: Tensor) -> Tensor:
-        leaf = info(name, p)
-        shape = (*p.shape[:-2], p.shape[-1]) if leaf.factored else p.shape[: leaf.lead]
-        return p.new_zeros(shape, dtype=state_dtype)
-
-    # By the number of dims named; Spec() stays Spec() whatever the leaf.
-    def spec_lead(name: str, spec: Spec) -> int:
-        return layer_dims("adafactor", stacked, name, torch.empty((0,) * len(spec.dims))) if spec.dims else 0
-
-    def row_spec(name: str, spec: Spec) -> Spec:
-        factored = len(spec.dims) - spec_lead(name, spec) >= 2
-        return replace(spec, dims=spec.dims[:-1] if factored else spec.dims)
-
-    def col_spec(name: str, spec: Spec) -> Spec:
-        lead = spec_lead(name, spec)
-        factored = len(spec.dims) - lead >= 2
-        return replace(spec, dims=(*spec.dims[:-2], spec.dims[-1]) if factored else spec.dims[:lead])
-
     return leafwise(
         AdafactorState,
-        [Slot(row_init, row_spec), Slot(col_init, col_spec)],
+        [_slot(_row_dims, stacked, state_dtype), _slot(_col_dims, stacked, state_dtype)],
         scalars,
         step,
         info=info,
@@ -123,3 +103,24 @@ def adafactor(
         needs="matrix",
         check=check_mask("adafactor", mask),
     )
+
+
+# Of the sizes of a leaf's dims, or of its spec's dims, those that row and col have.
+def _row_dims(dims: tuple, lead: int) -> tuple:
+    return dims[:-1] if len(dims) - lead >= 2 else dims
+
+
+def _col_dims(dims: tuple, lead: int) -> tuple:
+    return (*dims[:-2], dims[-1]) if len(dims) - lead >= 2 else dims[:lead]
+
+
+def _slot(kept: Callable[[tuple, int], tuple], stacked: str | None, state_dtype: torch.dtype | None) -> Slot:
+    def init(name: str, p: Tensor) -> Tensor:
+        return p.new_zeros(kept(tuple(p.shape), layer_dims("adafactor", stacked, name, p.dim())), dtype=state_dtype)
+
+    def spec(name: str, spec: Spec) -> Spec:
+        # Spec() is replicated whatever the number of dims.
+        lead = layer_dims("adafactor", stacked, name, len(spec.dims)) if spec.dims else 0
+        return replace(spec, dims=kept(spec.dims, lead))
+
+    return Slot(init, spec)

@@ -159,7 +159,7 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
     Raises ValueError for a label without a transformation, a transformation without a rule or without a leaf, a leaf
     that no rule matches and a rule that is the first match of no leaf.
 
-    >>> by_label({"muon": muon(0.02), "adamw": adamw(3e-4)}, ((r"^blocks/.*/w_", "muon"), (".*", "adamw")))
+    >>> tx = by_label({"muon": muon(0.02), "adamw": adamw(3e-4)}, ((r"^blocks/.*/w_", "muon"), (".*", "adamw")))
     """
     transforms = dict(transforms)
     for pattern, label in rules:

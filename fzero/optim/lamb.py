@@ -62,7 +62,7 @@ def lamb(
         [moment(state_dtype)] * 2,
         lambda count: adam_scalars(lr, b1, b2, count),
         step,
-        info=lambda name, p: (weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p)),
+        info=lambda name, p: (weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p.dim())),
         pieces=layer_pieces(stacked),
         needs="matrix",
         check=check_mask("lamb", mask),

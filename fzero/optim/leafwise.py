@@ -50,11 +50,11 @@ def moment(state_dtype: torch.dtype | None) -> Slot:
     return Slot(lambda name, p: torch.zeros_like(p, dtype=state_dtype), lambda name, spec: spec)
 
 
-def layer_dims(owner: str, stacked: str | None, name: str, x: Tensor) -> int:
-    """How many leading dims of leaf `name` count layers: 1 where the regex `stacked` is found in the name, else 0."""
+def layer_dims(owner: str, stacked: str | None, name: str, dims: int) -> int:
+    """How many of the leading dims of leaf `name` count layers: 1 where the regex `stacked` is found in it, else 0."""
     if stacked is None or re.search(stacked, name) is None:
         return 0
-    if x.dim() == 0:
+    if dims == 0:
         raise ValueError(f"{owner}: {name} has no dim to count layers, yet stacked={stacked!r} matches it; change `stacked`")
     return 1
 
@@ -90,7 +90,7 @@ def layer_pieces(stacked: str | None) -> Callable[[str, Sequence[Tensor]], Itera
     """Cuts a leaf whose name `stacked` matches into views of one layer (the leading dim kept); others stay whole."""
 
     def pieces(name: str, tensors: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
-        return zip(*(t.split(1) for t in tensors)) if layer_dims("layers", stacked, name, tensors[0]) else [tensors]
+        return zip(*(t.split(1) for t in tensors)) if layer_dims("layers", stacked, name, tensors[0].dim()) else [tensors]
 
     return pieces
 

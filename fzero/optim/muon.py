@@ -94,7 +94,7 @@ def muon(
     decays = masked(mask)
 
     def info(name: str, p: Tensor) -> tuple[float, float]:
-        if p.dim() - layer_dims("muon", stacked, name, p) < 2:
+        if p.dim() - layer_dims("muon", stacked, name, p.dim()) < 2:
             kind = "a stack of vectors" if p.dim() == 2 else "no matrix"
             raise ValueError(
                 f"muon: {name} of shape {tuple(p.shape)} is {kind}; give it another optimizer: "

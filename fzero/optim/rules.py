@@ -89,7 +89,7 @@ def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformat
     Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, and a sequence of
     another length than the leaf's leading dim.
 
-    >>> scale_by_rules(((r"^embed/", 0.1), (r"^blocks/", [0.8**3, 0.8**2, 0.8, 1.0]), (".*", 1.0)))
+    >>> tx = scale_by_rules(((r"^embed/", 0.1), (r"^blocks/", [0.8**3, 0.8**2, 0.8, 1.0]), (".*", 1.0)))
     """
 
     def factors(params: Tree) -> dict[str, Tensor | float]:

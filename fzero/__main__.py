@@ -1,0 +1,5 @@
+"""`python -m fzero` is `fzero`."""
+
+from fzero.cli import main
+
+main()

@@ -1,0 +1,275 @@
+"""The command line: parses, calls, and turns every mistake into one line on stderr and exit code 2.
+
+Nothing heavy is imported before a command runs, so that `fzero --help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from fzero import __version__
+
+FOLDER = click.Path(path_type=Path)
+# Flags of `pretrain` that say a value of the config.
+SHORTHANDS = {
+    "model": "preset",
+    "data": "data.path",
+    "seq_len": "data.seq_len",
+    "steps": "train.steps",
+    "batch": "train.batch",
+    "micro_batch": "train.micro_batch",
+    "lr": "optim.lr",
+    "seed": "train.seed",
+    "precision": "precision.policy",
+    "remat": "train.remat",
+    "zero": "zero",
+}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="fzero")
+@click.option("--traceback", is_flag=True, help="Show where an error came from (also: FZERO_TRACEBACK=1).")
+def cli(traceback: bool) -> None:
+    """fzero trains large models as pure functions. `fzero pretrain` alone trains a small one on Python's standard library."""
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0, or 2 with one line on stderr for a mistake, or 130 for Ctrl-C."""
+    args = list(sys.argv[1:] if args is None else args)
+    show = os.environ.get("FZERO_TRACEBACK", "0") not in ("", "0") or "--traceback" in args
+    try:
+        code = cli.main(args, prog_name="fzero", standalone_mode=False)
+    except click.ClickException as error:
+        sys.exit(fail(error.format_message()))
+    except (KeyboardInterrupt, click.Abort):
+        print("fzero: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, FloatingPointError, OSError, MemoryError) as error:
+        if show:
+            raise
+        sys.exit(fail(str(error) or type(error).__name__))
+    except RuntimeError as error:
+        if show or "allocate" not in str(error):  # torch says so where memory ends
+            raise
+        sys.exit(fail(f"out of memory ({error}); a smaller --micro-batch, --seq-len or model needs less"))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str) -> int:
+    """Print the one line of an error; returns the exit code."""
+    print("fzero: error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+@cli.command()
+@click.option("--model", metavar="PRESET", help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ...")
+@click.option("--config", "config_file", type=FOLDER, metavar="RUN.TOML", help="What differs from the preset, or a run's config.json.")
+@click.option("--set", "settings", multiple=True, metavar="A.B=C", help="One value of the config, such as optim.name=muon. Repeatable.")
+@click.option("--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default).")
+@click.option("--steps", type=int, help="Steps of the whole run; the schedule follows from them.")
+@click.option("--stop-at", type=int, help="End after this step, resumably; the schedule is that of the whole run.")
+@click.option("--batch", type=int, help="Sequences a step.")
+@click.option("--micro-batch", type=int, help="Sequences at a time; divides the batch.")
+@click.option("--seq-len", type=int, help="Tokens of a sequence.")
+@click.option("--lr", type=float, help="The peak of the learning rate.")
+@click.option("--seed", type=int, help="Of parameters, dropout and the order of the data.")
+@click.option("--precision", help="auto, fp32, bf16, fp16 or fp64.")
+@click.option("--remat", help="none, full, every:K or selective:F.")
+@click.option("--mesh", help="Axis sizes, such as dp=1.")
+@click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
+@click.option("--out", type=FOLDER, metavar="RUN", help="The run folder; without it the first free runs/PRESET-N.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out, by its own config.")
+@click.option("--init", type=FOLDER, metavar="RUN", help="Begin with the weights (and sizes) of this run or import.")
+@click.option("--peak-tflops", type=float, help="What MFU is a fraction of; without it the measured rate.")
+@click.option("--sample", metavar="TEXT", help="Prompt of the text written at the end ('' for none).")
+def pretrain(
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    out: Path | None,
+    resume: bool,
+    init: Path | None,
+    stop_at: int | None,
+    peak_tflops: float | None,
+    sample: str | None,
+    mesh: str | None,
+    **flags: Any,
+) -> int:
+    """Train a model; the run folder holds its config, metrics, checkpoints and pictures."""
+    given = {name: value for name, value in {**flags, "mesh": mesh, "config": config_file, "init": init}.items() if value is not None}
+    if stop_at is not None and stop_at < 1:
+        raise ValueError(f"--stop-at is {stop_at}; it must be at least 1")
+    if peak_tflops is not None and not peak_tflops > 0:
+        raise ValueError(f"--peak-tflops is {peak_tflops}; it must be above 0")
+    if resume and (given or settings):
+        named = [f"--{name.replace('_', '-')}" for name in given] + ["--set"] * bool(settings)
+        raise ValueError(f"--resume goes on with the run's own config; leave out {', '.join(named)}, or start a new run without --resume")
+    if resume and out is None:
+        raise ValueError("--resume needs the run folder: --out RUN")
+
+    from fzero import pretrain as run
+    from fzero import runs
+
+    text = {} if sample is None else {"sample": sample}
+    peak = 1e12 * (peak_tflops or 0.0)
+    with bar_or_lines() as (bar, line):
+        options = run.Options(stop_at=stop_at, peak_flops=peak, bar=bar, say=line, **text)
+        if resume:
+            stopped = run.resume(out, options=options)
+        else:
+            table = table_of(config_file, settings, mesh, flags)
+            config = config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
+            grow = "vocab_size" not in table.get("model", {}) and init is None
+            folder = out or runs.free_folder(config.preset or "model")
+            stopped = run.start(config, folder, grow_vocabulary=grow, init=init, options=options)
+    import signal
+
+    return 130 if stopped == signal.SIGINT else 0
+
+
+def table_of(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """The table that the flags of `pretrain` say: the file, changed by --set, changed by the other flags."""
+    from fzero import tables
+
+    table = tables.read_table(config_file) if config_file else {}
+    said: dict[str, str] = {}
+
+    def put(flag: str, key: str, value: Any) -> None:
+        if key in said:
+            raise ValueError(f"{flag} and {said[key]} both set {key}; give one of them")
+        said[key] = flag
+        tables.put(table, key, value)
+
+    for setting in settings:
+        put(f"--set {setting}", *tables.parse_setting(setting))
+    for name, key in SHORTHANDS.items():
+        if flags[name] is not None:
+            put(f"--{name.replace('_', '-')}", key, flags[name])
+    for part in mesh.split(",") if mesh else ():
+        axis, _, size = part.partition("=")
+        if not size.isdecimal():
+            raise ValueError(f"--mesh {mesh!r} is not of the form dp=4,tp=2")
+        put("--mesh", f"mesh.{axis.strip()}", int(size))
+    return table
+
+
+def config_of(table: dict[str, Any], init: Path | None, *, from_json: bool) -> Any:
+    """The RunConfig of a table, around the sizes of the run `init` where that is given."""
+    from fzero import config, runs
+
+    if init is None:
+        value = config.from_table(table)
+    else:
+        if "model" in table or "preset" in table:
+            raise ValueError("--init brings the model's sizes; leave out --model and model.*")
+        old = runs.read_config(init)
+        value = config.from_table({**table, "preset": old.preset}, old.model)
+    if not from_json:  # the config.json of a run holds every number, used or not
+        config.refuse_unused(value, table)
+    return value
+
+
+def bar_or_lines() -> Any:
+    """A context of (whether to show a progress bar, how to print a line): the bar where stderr is a terminal."""
+    import contextlib
+
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext((False, say))
+    from tqdm import tqdm
+
+    return contextlib.nullcontext((True, lambda line: tqdm.write(line, file=sys.stdout)))
+
+
+@cli.command()
+@click.argument("run", type=FOLDER)
+@click.option("--prompt", required=True, help="The text to go on with.")
+@click.option("--tokens", type=int, default=200, show_default=True, help="How many to write.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Choose among so many; 0: all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Choose among the likeliest that add up to this.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed writes the same text.")
+@click.option("--ema", is_flag=True, help="Use the average of the weights.")
+def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, ema: bool) -> None:
+    """Let the model of a run (or an import) write text."""
+    import torch
+
+    from fzero import random, runs
+    from fzero.sample import generate
+
+    trained = runs.load(run, ema=ema)
+    tokenizer = runs.read_tokenizer(run)
+    for line in trained.warnings:
+        print(line, file=sys.stderr)
+    ids = torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None]
+    out = generate(
+        trained.model,
+        trained.params,
+        ids,
+        tokens,
+        random.key(seed),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        vocab_size=tokenizer.vocab_size,
+        eos=tokenizer.eos,
+    )
+    say(tokenizer.decode(out[0].tolist()))
+
+
+@cli.group(name="data")
+def data_group() -> None:
+    """Corpora."""
+
+
+@data_group.command()
+@click.argument("sources", nargs=-1)
+@click.option("--out", type=FOLDER, required=True, metavar="FOLDER", help="The new folder of the corpus.")
+@click.option("--tokenizer", default="bytes", show_default=True, help="bytes, bpe:N, or the path of a tokenizer.json.")
+@click.option("--val-fraction", type=float, default=0.02, show_default=True, help="The part of the documents kept for validation.")
+@click.option("--eos", help="The end-of-document token of a tokenizer.json.")
+@click.option("--text-key", default="text", show_default=True, help="Where a .jsonl line has its text.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of validation documents.")
+def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
+    """Turn text (files, folders, '-', stdlib) into a corpus of token files."""
+    from fzero import data
+
+    say(data.describe(data.prepare(list(sources), out, **options)))
+
+
+@cli.command(name="import")
+@click.argument("hf_folder", type=FOLDER)
+@click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The new run folder.")
+def import_command(hf_folder: Path, out: Path) -> None:
+    """Make a run folder of a GPT-2, Llama or Mixtral that Hugging Face transformers saved."""
+    from fzero import exchange
+
+    say(exchange.import_hf(hf_folder, out))
+
+
+@cli.command()
+@click.argument("run", type=FOLDER)
+@click.option("--out", type=FOLDER, required=True, metavar="HF_FOLDER", help="The new folder.")
+@click.option("--ema", is_flag=True, help="Export the average of the weights.")
+def export(run: Path, out: Path, ema: bool) -> None:
+    """Write the model of a run as Hugging Face transformers reads it."""
+    from fzero import exchange
+
+    say(exchange.export_hf(run, out, ema=ema))
+
+
+@cli.command()
+def doctor() -> None:
+    """Show what this machine has and what fzero will use."""
+    from fzero import doctor as machine
+
+    say(machine.diagnose())

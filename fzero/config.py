@@ -1,0 +1,355 @@
+"""The configuration of a run as a value: frozen dataclasses, tables in, JSON out and back exactly, presets as functions.
+
+A table (of a TOML or JSON file, or of `--set`) names a preset and what differs from it. Everything that can be seen to be wrong from the
+numbers alone is refused here, before anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import typing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fzero import models
+from fzero.autodiff import Remat
+from fzero.data.tokens import read_meta
+from fzero.models import GPT2Config, LlamaConfig, MLPConfig, ModelConfig, MoEConfig
+from fzero.precision import LossScale
+from fzero.pytree import nearest
+from fzero.sharding import AXES
+from fzero.tables import Table, flat, parse_json, show, typed
+
+DEFAULT_PRESET = "llama-tiny"
+FAMILIES: dict[str, type] = {"gpt2": GPT2Config, "llama": LlamaConfig, "mixtral": MoEConfig, "mlp": MLPConfig}
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on."""
+
+    path: str = "stdlib"  # a prepared corpus, or text to prepare once: a file, a folder, "stdlib"
+    tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
+    seq_len: int = 256
+    within_documents: bool = True  # a token attends to its own document only
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the run as a fraction of its peak. Which numbers count depends on the name: see SCHEDULES."""
+
+    name: str = "cosine"
+    warmup_steps: int = 0  # linear from 0
+    end: float = 0.1  # the fraction at the last step
+    power: float = 1.0
+    decay_steps: int = 0  # the last steps of the run, in which wsd decays
+    decay: str = "linear"
+    rise: float = 0.3  # fraction of the steps until the peak
+
+
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": ("warmup_steps",),
+    "linear": ("warmup_steps", "end"),
+    "cosine": ("warmup_steps", "end"),
+    "polynomial": ("warmup_steps", "end", "power"),
+    "exponential": ("warmup_steps", "end"),
+    "inverse_sqrt": ("warmup_steps",),
+    "one_cycle": ("rise",),
+    "wsd": ("warmup_steps", "end", "decay_steps", "decay"),
+}
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimizer. Which numbers count depends on the name: see OPTIMIZERS. Weight decay is of matrices only."""
+
+    name: str = "adamw"
+    lr: float = 3e-3  # the schedule's peak
+    lr_rest: float = 0.0  # muon: AdamW's peak, for what is no matrix of a block
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.0
+    nesterov: bool = False
+    adjust: str = "original"  # how muon scales an update with the matrix's shape
+    clip: float = 1.0  # largest norm of the gradient; 0: as it is
+    schedule: Schedule = Schedule()
+
+
+ADAM = ("lr", "weight_decay", "beta1", "beta2", "eps")
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": ADAM,
+    "adam": ADAM,
+    "lamb": ADAM,
+    "lion": ADAM[:-1],
+    "sgd": ("lr", "weight_decay", "momentum", "nesterov"),
+    "adafactor": ("lr", "weight_decay"),
+    "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How numbers are kept and multiplied. "auto" is decided on the machine at the start of a run and recorded."""
+
+    policy: str = "auto"  # bf16 where bf16 products are faster than fp32 ones, else fp32
+    fp32_matmul: str = "auto"  # onednn: its split of a float32 product into bfloat16 ones, where that is as exact and faster
+    loss_scale: LossScale = field(default_factory=LossScale)  # of fp16
+
+
+@dataclass(frozen=True)
+class Train:
+    """The loop. `batch` sequences a step are made of pieces of `micro_batch`; an interval of 0 is never."""
+
+    steps: int = 1000
+    batch: int = 16
+    micro_batch: int = 4
+    seed: int = 0
+    remat: str = "none"
+    compiled: str | bool = "auto"  # auto: where there is a compiler
+    ema_decay: float = 0.0  # 0: no average of the weights
+    eval_every: int = 100
+    eval_batches: int = 16  # micro-batches of an evaluation; 0: the whole validation split
+    checkpoint_every: int = 500
+    keep_last: int = 2  # checkpoints; 0: all
+    log_every: int = 20
+    memory_check: bool = True
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run. Raises ValueError naming the key, its value, what is allowed and the fix."""
+
+    preset: str = ""  # whose numbers were the start of these; "" for none
+    model: ModelConfig = field(default_factory=MLPConfig)
+    data: Data = Data()
+    optim: Optim = Optim()
+    precision: Precision = Precision()
+    train: Train = Train()
+    mesh: dict[str, int] = field(default_factory=dict)
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+# Numbers: the smallest, and whether the value may be that; the bound above, which it may not be.
+INF = math.inf
+POSITIVE, COUNT, RATE, FRACTION = (0.0, False, INF), (0, True, INF), (0.0, True, INF), (0.0, True, 1.0)
+SIZE = (1, True, INF)
+BOUNDS: dict[str, tuple[float, bool, float]] = {
+    **{f"model.{n}": SIZE for n in ("vocab_size", "max_len", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "n_experts")},
+    **{f"model.{n}": RATE for n in ("init_std", "balance_coef", "z_coef", "capacity_factor", "head_dim")},
+    **{"model.dropout": FRACTION, "model.norm_eps": POSITIVE, "model.rope_theta": POSITIVE, "data.seq_len": SIZE, "optim.lr": RATE},
+    **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
+    **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
+    **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
+    **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
+    **{f"train.{n}": SIZE for n in ("steps", "batch", "micro_batch", "log_every")},
+    **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last")},
+    **{"train.seed": (0, True, 2**64), "train.ema_decay": FRACTION, "zero": (0, True, 4)},
+}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "optim.name": tuple(OPTIMIZERS),
+    "optim.adjust": ("original", "match_rms_adamw"),
+    "optim.schedule.name": tuple(SCHEDULES),
+    "optim.schedule.decay": ("linear", "sqrt", "cosine"),
+    "precision.policy": ("auto", "fp32", "bf16", "fp16", "fp64"),
+    "precision.fp32_matmul": ("auto", "default", "onednn"),
+    "train.compiled": ("auto", True, False),
+}
+
+
+# -- presets
+
+
+def optimizer_defaults(name: str) -> Optim:
+    """The optimizer of that name with numbers that serve small models; raises ValueError for an unknown name."""
+    check_leaf("optim.name", name)
+    numbers: dict[str, dict[str, Any]] = {
+        "adamw": {},
+        "adam": {"weight_decay": 0.0},
+        "lamb": {"lr": 1e-2, "eps": 1e-6},
+        "lion": {"lr": 3e-4, "weight_decay": 1.0, "beta2": 0.99},
+        "sgd": {"lr": 0.3, "weight_decay": 0.0, "momentum": 0.9},
+        "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
+        "muon": {"lr": 0.02, "lr_rest": 3e-3, "momentum": 0.95, "nesterov": True},
+    }
+    return Optim(name=name, **numbers[name])
+
+
+#                           steps, batch, micro-batch, seq_len
+SMALL_RUNS: dict[str, tuple[int, int, int, int]] = {
+    "mlp-tiny": (200, 16, 4, 64),
+    "gpt2-tiny": (600, 32, 8, 256),
+    "llama-tiny": (600, 32, 8, 256),
+    "mixtral-tiny": (600, 32, 8, 256),
+    "llama-small": (2000, 32, 8, 512),
+}
+LARGE_RUN = (50_000, 256, 1, 4096)
+
+
+def recipe(name: str, model: ModelConfig | None = None, *, steps: int | None = None, optimizer: str = "adamw") -> RunConfig:
+    """The whole run of a model preset (or of `model`, under the name ""), for `steps` steps; warmup follows from them.
+
+    Raises ValueError naming the nearest preset.
+    """
+    model = models.preset(name) if model is None else model
+    usual, batch, micro_batch, seq_len = SMALL_RUNS.get(name, LARGE_RUN)
+    steps = usual if steps is None else steps
+    check_leaf("train.steps", steps)
+    optim = optimizer_defaults(optimizer)
+    if name not in SMALL_RUNS:
+        optim = replace(optim, lr=optim.lr / 10, lr_rest=optim.lr_rest / 10)
+    optim = replace(optim, schedule=Schedule(warmup_steps=min(steps // 10, 2000)))
+    return RunConfig(
+        preset=name,
+        model=model,
+        data=Data(seq_len=min(seq_len, model.max_len)),
+        optim=optim,
+        train=Train(steps=steps, batch=batch, micro_batch=micro_batch),
+    )
+
+
+# -- tables in and out
+
+
+def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
+    """The RunConfig of a table: its `preset` (default: llama-tiny, or `model`'s own sizes), changed where the table says.
+
+    `model.family` (gpt2, llama, mixtral, mlp) starts from a family's default sizes where `preset` is "".
+    Raises ValueError for an unknown key (with the nearest), a wrong type, a value out of range, and values that do not go together.
+    """
+    train, optim, sizes = (table.get(name) if isinstance(table.get(name), dict) else {} for name in ("train", "optim", "model"))
+    name = typed("preset", table.get("preset", "" if model is not None else DEFAULT_PRESET), str)
+    if not name and model is None:
+        family = sizes.get("family", "")
+        if family not in FAMILIES:
+            raise ValueError(f"model.family is {family!r}{nearest(str(family), FAMILIES)}; it must be one of {', '.join(FAMILIES)}")
+        model = FAMILIES[family]()
+    steps, optimizer = (typed(f"{a}.{b}", t[b], kind) if b in t else None for a, t, b, kind in (
+        ("train", train, "steps", int), ("optim", optim, "name", str)))  # fmt: skip
+    base = recipe(name, model, steps=steps, optimizer=optimizer or "adamw")
+    given = sizes.get("family", family_of(base.model))
+    if given != family_of(base.model):
+        raise ValueError(f"model.family is {given!r} and {name or 'the model'} is of family {family_of(base.model)}; leave one of them out")
+    rest = {key: value for key, value in table.items() if key != "preset"}
+    if sizes:
+        rest["model"] = {key: value for key, value in sizes.items() if key != "family"}
+    return updated(base, rest)
+
+
+def family_of(model: ModelConfig) -> str:
+    """The family's name of a model config."""
+    return next(name for name, kind in FAMILIES.items() if type(model) is kind)
+
+
+def updated(value: Any, table: Table, where: str = "") -> Any:
+    """The dataclass `value` with the fields in `table`, checked one by one and then together."""
+    hints = typing.get_type_hints(type(value))
+    changes: dict[str, Any] = {}
+    for key, new in table.items():
+        name = f"{where}{key}"
+        if key not in hints:
+            keys = ", ".join([*hints, *(["family"] if where == "model." else [])])
+            raise ValueError(f"unknown key {name!r}{nearest(key, hints)}; the keys {f'of {where[:-1]} ' if where else ''}are {keys}")
+        hint, old = hints[key], getattr(value, key)
+        kind = next((k for k in typing.get_args(hint) if dataclasses.is_dataclass(k)), None)
+        if new is None and type(None) in typing.get_args(hint):
+            changes[key] = None
+        elif dataclasses.is_dataclass(old) or (kind and name != "model"):
+            if not isinstance(new, dict):
+                raise ValueError(f"{name} is {new!r}; it must be a table of {', '.join(f.name for f in dataclasses.fields(old or kind))}")
+            changes[key] = updated(kind() if old is None else old, new, f"{name}.")
+        else:
+            changes[key] = typed(name, new, hint)
+            check_leaf(name, changes[key])
+    try:
+        return replace(value, **changes)
+    except ValueError as error:
+        raise ValueError(f"{where[:-1]}: {error}" if where in ("model.", "precision.loss_scale.") else str(error)) from None
+
+
+def check_leaf(name: str, value: Any) -> None:
+    """Raise ValueError where one value is out of its range or not among its choices."""
+    if name in CHOICES and value not in CHOICES[name]:
+        said = [str(choice).lower() if isinstance(choice, bool) else choice for choice in CHOICES[name]]
+        raise ValueError(f"{name} is {value!r}{nearest(str(value), said)}; it must be one of {', '.join(said)}")
+    if name in BOUNDS:
+        low, included, high = BOUNDS[name]
+        if not (low <= value if included else low < value) or not value < high:
+            above = "" if high == INF else f" and below {high:g}"
+            raise ValueError(f"{name} is {value!r}; it must be {'at least' if included else 'above'} {low:g}{above}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number")
+
+
+def to_table(config: RunConfig) -> Table:
+    """The table of every value of `config`, the inverse of `from_table`."""
+    table = dataclasses.asdict(config)
+    return {**table, "model": {"family": family_of(config.model), **table["model"]}}
+
+
+def to_json(config: RunConfig) -> str:
+    """The JSON text of `config`; `from_json` reads it back equal."""
+    return json.dumps(to_table(config), indent=2) + "\n"
+
+
+def from_json(text: str, name: str = "config.json") -> RunConfig:
+    """The RunConfig of a JSON text; raises ValueError naming the file where it is not JSON or not a config."""
+    return from_table(parse_json(text, name))
+
+
+# -- what goes together
+
+
+def validate(config: RunConfig) -> None:
+    """Raise ValueError for the first thing in `config` that is wrong whatever the data and the machine."""
+    for name, value in flat(to_table(config)):
+        check_leaf(name, value)
+    c, t = config, config.train
+    if t.batch % t.micro_batch:
+        sizes = [m for m in range(1, t.batch + 1) if t.batch % m == 0]
+        raise ValueError(f"train.micro_batch is {t.micro_batch} and does not divide train.batch={t.batch}; use one of {show(sizes)}")
+    if c.data.seq_len > c.model.max_len:
+        raise ValueError(f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make one fit the other")
+    Remat.parse(t.remat)
+    s = c.optim.schedule
+    if s.warmup_steps >= t.steps:
+        raise ValueError(f"optim.schedule.warmup_steps is {s.warmup_steps}; it must be below train.steps={t.steps}")
+    if s.name == "wsd" and not 1 <= s.decay_steps <= t.steps - s.warmup_steps:
+        left = t.steps - s.warmup_steps
+        raise ValueError(f"optim.schedule.decay_steps is {s.decay_steps}; wsd needs 1 to {left} (train.steps - warmup_steps)")
+    if s.name == "exponential" and s.end == 0:
+        raise ValueError("optim.schedule.end is 0.0; an exponential never ends there: use a fraction above 0, or linear")
+    if c.optim.nesterov and c.optim.momentum == 0:
+        raise ValueError("optim.nesterov is true and optim.momentum is 0; give a momentum, such as 0.9")
+    for axis, size in c.mesh.items():
+        if axis not in AXES or size < 1:
+            near = "" if axis in AXES else nearest(axis, AXES)
+            raise ValueError(f"mesh.{axis} is {size}{near}; the axes are {', '.join(AXES)}, each of size 1 or more")
+
+
+def refuse_unused(config: RunConfig, table: Table) -> None:
+    """Raise ValueError where `table`, as somebody wrote it, sets a number that the chosen optimizer or schedule does not have."""
+    optim = table.get("optim", {})
+    for where, given, kind, uses in (
+        ("optim", optim, config.optim.name, {*OPTIMIZERS[config.optim.name], "name", "clip", "schedule"}),
+        ("optim.schedule", optim.get("schedule", {}), config.optim.schedule.name, {*SCHEDULES[config.optim.schedule.name], "name"}),
+    ):
+        for key in given:
+            if key not in uses:
+                raise ValueError(f"{where}.{key} does nothing with {kind}, which has {', '.join(sorted(uses - {'name'}))}; leave it out")
+
+
+def check_vocabulary(config: RunConfig, corpus: str | Path) -> None:
+    """Raise ValueError where the prepared corpus has tokens that the model does not."""
+    size = read_meta(corpus)["vocab_size"]
+    if size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {config.model.vocab_size} and the corpus has {size} tokens; add --set model.vocab_size={size}"
+        )

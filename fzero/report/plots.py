@@ -1,0 +1,63 @@
+"""Pictures of a run, as PNG: loss and throughput over the tokens seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's colours, which colour-blind readers tell apart and which differ in grey.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#9A9A9A"
+Rows = Sequence[dict[str, Any]]
+
+
+def loss(rows: Rows, path: str | Path, title: str = "") -> None:
+    """Write the picture of training and validation loss of the rows of metrics.jsonl to `path`."""
+    known = [row for row in rows if row["loss"] is not None]
+    figure, axes = _figure(title)
+    tokens, values = [row["tokens"] for row in known], [row["loss"] for row in known]
+    axes.plot(tokens, values, color=GREY, linewidth=0.7, label="training, each step")
+    axes.plot(tokens, smooth(values), color=BLUE, linewidth=1.8, label="training, mean of the last tenth at most")
+    seen = [row for row in rows if row.get("val_loss") is not None]
+    if seen:
+        last = f"validation (last: {seen[-1]['val_loss']:.3f})"
+        axes.plot([row["tokens"] for row in seen], [row["val_loss"] for row in seen], "o--", color=ORANGE, markersize=4, label=last)
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def throughput(rows: Rows, path: str | Path, title: str = "") -> None:
+    """Write the picture of tokens per second and model FLOPs utilisation of the rows of metrics.jsonl to `path`."""
+    figure, axes = _figure(title)
+    tokens = [row["tokens"] for row in rows]
+    lines = axes.plot(tokens, [row["tokens_per_s"] for row in rows], color=BLUE, linewidth=1.2, label="tokens/s")
+    axes.set_ylabel("throughput (tokens/s)")
+    axes.set_ylim(bottom=0)
+    other = axes.twinx()
+    lines += other.plot(tokens, [100 * row["mfu"] for row in rows], color=GREEN, linewidth=1.2, linestyle="--", label="MFU")
+    other.set_ylabel("model FLOPs utilisation (%)")
+    other.set_ylim(bottom=0)
+    axes.legend(handles=lines, frameon=False, loc="lower right")
+    figure.savefig(path)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """At each place the mean of the values up to it, over a window of a tenth of them, at most 50."""
+    window = max(1, min(50, len(values) // 10))
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    # Figure without pyplot: no display, no global state, nothing to close.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel("tokens seen")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:,.4g}M")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes

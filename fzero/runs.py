@@ -1,0 +1,159 @@
+"""A run folder: what `fzero pretrain` leaves behind, and what sampling, exporting and resuming read.
+
+config.json       the resolved config: every value, read back equal
+environment.json  versions, machine, command, corpus and tokenizer
+metrics.jsonl     one JSON object a line and step
+checkpoints/      see fzero/checkpoint.py
+tokenizer.json    where the tokenizer is not bytes
+data/             the corpus, where the run prepared its own
+loss.png  throughput.png  tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import fzero
+from fzero import checkpoint, config, models, pytree
+from fzero.config import RunConfig
+from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
+from fzero.models import Model
+from fzero.pytree import Tree
+from fzero.sharding.zero import shapes_of
+
+CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS, TOKENIZER, DATA = (
+    "config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "tokenizer.json",
+    "data",
+)
+
+
+def free_folder(name: str, among: Path = Path("runs")) -> Path:
+    """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
+    return next(path for i in count(1) if not (path := among / f"{name}-{i}").exists())
+
+
+def expect_free(folder: Path) -> None:
+    """Raise ValueError where `folder` holds anything: a run never writes over one."""
+    if folder.is_dir() and any(folder.iterdir()):
+        fix = "go on with it by --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
+        raise ValueError(f"{folder}: exists and is not empty; {fix} (--out)")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")
+
+
+def create(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **environment: Any) -> None:
+    """Write config.json, environment.json and tokenizer.json into `folder`; config.json last: with it the folder is a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer and tokenizer.json:
+        (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8")
+    here = {
+        "fzero": fzero.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "command": sys.argv,
+        "tokenizer": tokenizer.name if tokenizer else "",
+        "eos": tokenizer.eos if tokenizer else -1,
+        **environment,
+    }
+    (folder / ENVIRONMENT).write_text(json.dumps(here, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(config.to_json(value), encoding="utf-8")
+
+
+def read_config(folder: Path) -> RunConfig:
+    """The config of the run in `folder`; raises ValueError where it is no run."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {CONFIG}")
+    return config.from_json(path.read_text(encoding="utf-8"), str(path))
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """What was recorded about the machine, the corpus and the tokenizer."""
+    path = folder / ENVIRONMENT
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
+    return config.parse_json(path.read_text(encoding="utf-8"), str(path))
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of the run; raises ValueError where it has none (an import without tokenizer.json)."""
+    said = read_environment(folder)
+    if said["tokenizer"] == "bytes":
+        return byte_tokenizer()
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; this run has no tokenizer, so there is no text to read or write")
+    return json_tokenizer(path.read_text(encoding="utf-8"), str(path), said["eos"])._replace(name=said["tokenizer"])
+
+
+def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl, in order of steps; a last line that a kill cut short is left out."""
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number}: not JSON ({error})") from None
+
+
+def cut_metrics(folder: Path, step: int) -> None:
+    """Leave the rows up to `step` in metrics.jsonl, so that a resumed run writes each step once."""
+    rows = [row for row in read_metrics(folder) if row["step"] <= step]
+    partial = folder / f"{METRICS}.partial"
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(partial, folder / METRICS)
+
+
+class Trained(NamedTuple):
+    """The weights of a run."""
+
+    config: RunConfig
+    model: Model
+    params: Tree
+    step: int
+    warnings: list[str]  # checkpoints passed over because they are damaged
+
+
+def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
+    """The newest sound weights of the run in `folder`, checked.
+
+    wide: the master weights where the run has them. ema: the average of the weights.
+    Raises ValueError where there is no run, no sound checkpoint, or no average.
+    """
+    value = read_config(folder)
+    path, damaged = checkpoint.newest_sound(folder / CHECKPOINTS)
+    record = checkpoint.manifest(path)
+    model = models.build(value.model)
+    held = {name.partition("/")[0] for name in record["leaves"]} | {
+        "extra/ema" for name in record["leaves"] if name.startswith("extra/ema/")
+    }
+    if ema and "extra/ema" not in held:
+        raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
+    prefix = "extra/ema/" if ema else "master/" if wide and "master" in held else "params/"
+    leaves = checkpoint.restore_leaves(path, lambda name: name.startswith(prefix))
+    params = pytree.from_named({name.removeprefix(prefix): leaf for name, leaf in leaves.items()}, shapes_of(model))
+    return Trained(value, model, params, record["step"], [f"passed over {bad}: {why}" for bad, why in damaged])
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy tokenizer.json from folder to folder, where there is one."""
+    if (source / TOKENIZER).is_file():
+        shutil.copyfile(source / TOKENIZER, target / TOKENIZER)

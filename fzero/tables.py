@@ -1,0 +1,93 @@
+"""Nested tables of plain values: TOML and JSON files, settings `a.b=c`, and the types of values."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Table = dict[str, Any]
+
+
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def typed(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint` (a whole number serves as a float); raises ValueError naming key, value and what is allowed."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if typing.get_origin(hint) is dict:
+        if isinstance(value, dict) and all(type(size) is int for size in value.values()):
+            return dict(value)
+        raise ValueError(f"{name} is {value!r}; it must be a table of whole numbers, such as {{dp = 1}}")
+    if type(value) not in kinds:
+        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(KINDS[kind] for kind in kinds)}")
+    return value
+
+
+def parse_json(text: str, name: str) -> Table:
+    """The table of a JSON text."""
+    try:
+        table = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: not JSON ({error})") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{name}: holds a {type(table).__name__}; a config is a JSON object")
+    return table
+
+
+def read_table(path: str | Path) -> Table:
+    """The table of a .toml or .json file; raises ValueError naming the file."""
+    path = Path(path)
+    if path.suffix not in (".toml", ".json"):
+        raise ValueError(f"{path}: a config is a .toml file, or the config.json of a run")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text) if path.suffix == ".toml" else parse_json(text, str(path))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not {path.suffix[1:].upper()} ({error})") from None
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """(`a.b`, value) of a text `a.b=value`: the value in TOML syntax, or a bare word as a text."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise ValueError(f"--set {text!r} is not of the form a.b=value, such as train.steps=100")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        if re.fullmatch(r"[\w./:+-]+", value):
+            return key, value
+        raise ValueError(f"--set {text!r}: {value!r} is not a TOML value; a text with spaces goes in quotes") from None
+
+
+def put(table: Table, key: str, value: Any) -> None:
+    """Set `a.b` in nested tables, in place; raises ValueError where `a` is no table."""
+    *parents, last = key.split(".")
+    for i, name in enumerate(parents):
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"{key}: {'.'.join(parents[: i + 1])} is {table!r}, not a table")
+    table[last] = value
+
+
+def flat(table: Table, where: str = "") -> Iterable[tuple[str, Any]]:
+    """The pairs (`a.b`, value) of nested tables."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
+
+
+def show(values: list[int]) -> str:
+    """A short list in words."""
+    return ", ".join(map(str, values)) if len(values) <= 8 else f"{', '.join(map(str, values[:7]))}, ..., {values[-1]}"

@@ -1,0 +1,10 @@
+"""What holds for every test: one thread, as tests run side by side and small tensors are slower on several."""
+
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    # Raised once by PyTorch's own decompositions, which the first torch.func.jvp of a process imports.
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -1,0 +1,120 @@
+"""What the laws are applied to: tiny models, optimizers, batches, and how they are run."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import fzero
+from fzero import models, optim, precision, pytree, random
+from fzero.train import TrainState
+
+F64 = torch.float64
+FP64 = precision.fp64()
+MESH = fzero.one_process()
+V, D, L, T, ROWS = 17, 8, 3, 6, 8
+
+
+class Case(NamedTuple):
+    """Something to train: a Model, or a plain loss function and its parameters."""
+
+    loss_fn: Any
+    source: Any  # what init_state is given: the Model, or the parameter tree
+
+
+def plain_loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss function as a user writes it: two of its leaves share one gradient, and that of a third is one element expanded."""
+    x = params["embed"]["tokens"][batch["tokens"]] * params["blocks"]["scale"].sum(0)
+    for a, b in zip(params["blocks"]["w_a"], params["blocks"]["w_b"]):
+        x = x + torch.tanh(x @ (a + b))
+    logits = x @ params["head"]["w"].T
+    nats = torch.logsumexp(logits, -1) - torch.gather(logits, -1, batch["targets"][..., None])[..., 0]
+    num_tokens = batch["mask"].sum()
+    return (nats * batch["mask"]).sum() + 0.1 * num_tokens.to(nats.dtype) * params["head"]["offset"].sum(), num_tokens
+
+
+def plain_params() -> Any:
+    shapes = {"embed": {"tokens": (V, D)}, "blocks": {"w_a": (2, D, D), "w_b": (2, D, D), "scale": (2, D)}, "head": {"w": (V, D)}}
+    shapes["head"]["offset"] = (3,)
+    key = random.key(7)
+    draw = lambda name, shape: 0.5 * random.normal(random.fold_in(key, name), shape, dtype=F64)  # noqa: E731
+    return {top: {name: draw(f"{top}/{name}", shape) for name, shape in group.items()} for top, group in shapes.items()}
+
+
+def config_of(kind: str, *, dropout: float = 0.1, **changes: Any) -> Any:
+    """Sizes of a tiny model; the initial weights are wide so that a mistake in any part shows."""
+    sizes = {"vocab_size": V, "max_len": 16, "d_model": D, "n_layers": L, "d_ff": 12}
+    if kind == "mlp":
+        return models.MLPConfig(**{**sizes, **changes})
+    sizes |= {"n_heads": 2, "dropout": dropout, "init_std": 0.5}
+    if kind == "gpt2":
+        return models.GPT2Config(**{**sizes, **changes})
+    sizes |= {"n_kv_heads": 1}
+    if kind == "llama":
+        return models.LlamaConfig(**{**sizes, "rope_scaling": models.RopeScaling(8.0, 1.0, 4.0, 16), "tied": True, **changes})
+    sizes |= {"n_experts": 3, "top_k": 2, "capacity_factor": 1.0 if kind == "moe capacity" else 0.0}
+    return models.MoEConfig(**{**sizes, **changes})
+
+
+MODELS = ("gpt2", "llama", "moe dropless", "moe capacity", "mlp")
+CASES = (*MODELS, "plain function")
+
+
+def case_of(name: str, **changes: Any) -> Case:
+    if name == "plain function":
+        return Case(plain_loss, plain_params())
+    model = models.build(config_of(name, **changes))
+    return Case(model, model)
+
+
+def muon_and_adamw(lr: Any) -> optim.GradientTransformation:
+    parts = {"muon": optim.muon(lr, ns_dtype=F64), "adamw": optim.adamw(lr)}
+    return optim.by_label(parts, ((r"^blocks/(.*/)?w_", "muon"), (".*", "adamw")))
+
+
+# name -> (rate -> transformation, trees of the parameters' size in its state)
+OPTIMIZERS: dict[str, tuple[Callable[[Any], optim.GradientTransformation], int | None]] = {
+    "sgd": (lambda lr: optim.sgd(lr), 0),
+    "sgd momentum": (lambda lr: optim.sgd(lr, 0.9, nesterov=True, weight_decay=0.1), 1),
+    "adamw": (lambda lr: optim.adamw(lr, weight_decay=0.1, mask=optim.decay_matrices), 2),
+    "adam": (lambda lr: optim.adam(lr, eps=1e-6), 2),  # above the rounding of gradients that are 0, as those of GPT-2's key biases
+    "lion": (lambda lr: optim.lion(lr, weight_decay=0.1), 1),
+    "lamb": (lambda lr: optim.lamb(lr, weight_decay=0.1), 2),
+    "adafactor": (lambda lr: optim.adafactor(lr), None),
+    "muon by label": (muon_and_adamw, None),
+    "clip and adamw": (lambda lr: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(lr, weight_decay=0.1)), 2),
+}
+
+
+def batch_of(seed: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
+    """Packed sequences with an uneven mask; rows 2 and 3 (a micro-batch of two) and row 5 count no token at all."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, T, generator=g) < 0.7
+    mask[2:4], mask[5:6] = False, False
+    mask[0], mask[1, 1:] = True, False
+    starts = torch.rand(rows, T, generator=g) < 0.3
+    tokens, targets = (torch.randint(0, V, (rows, T), generator=g) for _ in range(2))
+    return {"tokens": tokens, "targets": targets, "mask": mask, "documents": starts.int().cumsum(1)}
+
+
+def make(case: Case, tx: optim.GradientTransformation, **options: Any) -> tuple[Callable, TrainState]:
+    """A train step and the state before the first step; `ema` follows from ema_decay."""
+    plan = fzero.zero_plan(0, case.source, MESH)
+    policy = options.setdefault("policy", FP64)
+    state = fzero.init_state(case.source, tx, plan, MESH, seed=3, policy=policy, ema=bool(options.get("ema_decay")))
+    return fzero.make_train_step(case.loss_fn, tx, plan, MESH, **options), state
+
+
+def run(case: Case, tx: optim.GradientTransformation, steps: int = 3, **options: Any) -> tuple[TrainState, list[Any]]:
+    """The state and all metrics after some steps, the parameters having moved."""
+    step, state = make(case, tx, **options)
+    start, log = clone(state.params), []
+    for i in range(steps):
+        state, metrics = step(state, batch_of(i))
+        log.append(metrics)
+    assert max(float((a - b).abs().max()) for a, b in zip(pytree.leaves(start), pytree.leaves(state.params))) > 1e-3, "nothing moved"
+    return state, log
+
+
+def clone(tree: Any) -> Any:
+    return pytree.map(torch.clone, tree)

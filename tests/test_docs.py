@@ -1,0 +1,115 @@
+"""Every example in README.md and docs/ runs: python blocks of a page in one namespace, bash blocks with this environment's commands."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
+KINDS = {"python", "bash", "console", "text", "toml", "json"}  # the first two are executed
+
+
+class Block(NamedTuple):
+    kind: str
+    line: int  # of its first line of code
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page; raises ValueError for a fence without an end or of an unknown kind."""
+    blocks, kind, start, lines = [], None, 0, []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        fence = re.fullmatch(r"\s*```(\w*)\s*", line)
+        if fence is None:
+            lines.append(line)
+        elif kind is None:
+            kind, start, lines = fence[1], number + 1, []
+            if kind not in KINDS:
+                raise ValueError(f"{page.name}:{number}: a block of kind {kind!r}; it must be one of {', '.join(sorted(KINDS))}")
+        else:
+            blocks.append(Block(kind, start, "\n".join(lines) + "\n"))
+            kind = None
+    if kind is not None:
+        raise ValueError(f"{page.name}:{start - 1}: the block has no end")
+    return blocks
+
+
+def missing(block: Block) -> str:
+    """The package that the block says it needs and that is not there, or nothing."""
+    needs = re.match(r"# needs: ([\w.]+)", block.code)
+    return needs[1] if needs and importlib.util.find_spec(needs[1]) is None else ""
+
+
+def run_python(block: Block, page: Path, namespace: dict) -> None:
+    # Empty lines in front, so that a traceback shows the line of the page.
+    code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+    exec(code, namespace)
+
+
+def run_bash(block: Block, page: Path, folder: Path) -> None:
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def run_page(page: Path, folder: Path) -> list[str]:
+    """Run the page's blocks in order; returns what was left out, and why. A failure names page and line."""
+    namespace, left_out = {"__name__": "__docs__"}, []
+    for block in blocks_of(page):
+        if missing(block):
+            left_out.append(f"{page.name}:{block.line}: needs {missing(block)}, which is not installed")
+            continue
+        try:
+            if block.kind == "python":
+                run_python(block, page, namespace)
+            elif block.kind == "bash":
+                run_bash(block, page, folder)
+        except Exception as error:
+            raise AssertionError(f"{page.name}:{block.line}: the {block.kind} block fails: {type(error).__name__}: {error}") from error
+    return left_out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    left_out = run_page(page, tmp_path)
+    if left_out:
+        pytest.skip("; ".join(left_out))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "match"),
+    [
+        ("# t\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", AssertionError, r"page.md:8: the python block"),
+        ("```bash\ntrue\nfalse | cat\n```\n", AssertionError, r"page.md:2: the bash block.*exit code 1"),
+        ("```bash\necho $NOT_SET_ANYWHERE\n```\n", AssertionError, r"page.md:2"),
+        ("```pyhton\n1 / 0\n```\n", ValueError, r"page.md:1: a block of kind 'pyhton'"),
+        ("```\ntext\n```\n", ValueError, r"page.md:1: a block of kind ''"),
+        ("```python\nx = 1\n", ValueError, r"page.md:1: the block has no end"),
+    ],
+)
+def test_a_failing_block_is_named_by_page_and_line(text, error, match, tmp_path):
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises(error, match=match):
+        run_page(tmp_path / "page.md", tmp_path)
+
+
+def test_what_runs_and_what_does_not(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = [1]\n```\n```console\n$ no-such-command\n```\n```python\n# needs: no_such_package\nx.append(2)\n```\n")
+    (left_out,) = run_page(page, tmp_path)
+    assert left_out == "page.md:8: needs no_such_package, which is not installed"
+    page.write_text("```bash\npython -c 'import fzero'\necho made > here.txt\n```\n")
+    assert run_page(page, tmp_path) == [] and (tmp_path / "here.txt").read_text() == "made\n"
+
+
+def test_every_page_runs_something():
+    assert len(PAGES) >= 3
+    for page in PAGES:
+        assert any(block.kind in ("python", "bash") for block in blocks_of(page)), f"{page.name} has no example"

@@ -1,0 +1,411 @@
+"""Models from and to `transformers` (fzero/huggingface.py): it is the independent implementation of GPT-2, Llama and Mixtral."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import copy
+import dataclasses
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from close import assert_same
+from safetensors.torch import load_file, save_file
+
+from fzero import pytree
+from fzero.huggingface import like, load_hf, save_hf
+from fzero.models import Ctx, GPT2Config, LlamaConfig, MLPConfig, MoEConfig, build, logits, loss, preset
+
+hf = pytest.importorskip("transformers", reason="transformers is not installed; it is the reference these tests compare with")
+
+V, T = 61, 24
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+SMALL = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # logits far from uniform
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT2 = {
+    "vocab_size": V,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MIXTRAL = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+CASES = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-untied-wide": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 72, "activation_function": "gelu_pytorch_tanh"}),
+    "llama": ("Llama", SMALL),
+    "llama-tied-scaled": ("Llama", {**SMALL, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 1000.0}),
+    "llama-head-dim": ("Llama", {**SMALL, "head_dim": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral-window": ("Mixtral", {**MIXTRAL, "sliding_window": 7, "num_experts_per_tok": 1}),
+}
+CLASS = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Mixtral": "MixtralForCausalLM"}
+OURS = {"GPT2": GPT2Config, "Llama": LlamaConfig, "Mixtral": MoEConfig}
+
+
+def theirs(case):
+    """A randomly initialised model of transformers; norms and biases too are drawn, so that none of them goes unseen."""
+    kind, sizes = CASES[case]
+    torch.manual_seed(0)
+    model = getattr(hf, CLASS[kind])(getattr(hf, f"{kind}Config")(**sizes)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def save(model, folder, **options):
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """case -> (their model, the folder it was saved to), each made once."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            model = theirs(case)
+            made[case] = model, save(model, tmp_path_factory.mktemp(case) / "model")
+        return made[case]
+
+    return get
+
+
+def copy_of(folder, to, **entries):
+    """A copy of a saved model with some entries of its config.json replaced."""
+    shutil.copytree(folder, to)
+    file = to / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+    return to
+
+
+def tokens(rows):
+    return torch.randint(0, V, (rows, T), generator=torch.Generator().manual_seed(1))
+
+
+def batch_of(ids):
+    """Next-token targets as transformers takes them: the last position has none."""
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, -1] = False
+    return {"tokens": ids, "targets": ids.roll(-1, 1), "mask": mask}
+
+
+def relative(actual, expected):
+    """The largest error relative to the largest element."""
+    assert actual.shape == expected.shape
+    largest = expected.abs().max()
+    assert largest > 0
+    return float((actual - expected).abs().max() / largest)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_every_gradient_equal_theirs(case, saved, tmp_path):
+    model, folder = saved(case)
+    config, params = load_hf(folder)
+    kind = CASES[case][0]
+    assert type(config) is OURS[kind]
+    ours = build(config)
+    ids = tokens(3)
+    with torch.no_grad():
+        assert relative(logits(ours, params, {"tokens": ids}, Ctx()), model(input_ids=ids).logits) < 1e-5
+
+    # One sequence: transformers takes Mixtral's auxiliary loss of the whole batch, fzero of each sequence.
+    ids = ids[:1] if kind == "Mixtral" else ids
+    model = copy.deepcopy(model)
+    out = model(input_ids=ids, labels=ids, use_cache=False, **({"output_router_logits": True} if kind == "Mixtral" else {}))
+    out.loss.backward()
+
+    def mean_loss(params):
+        total, num_tokens, _ = loss(ours, params, batch_of(ids), Ctx())
+        return total / num_tokens
+
+    grads, value = torch.func.grad_and_value(mean_loss)(params)
+    expected_loss = float(out.loss.detach())
+    assert abs(float(value) - expected_loss) < 1e-5 * expected_loss
+    if kind == "Mixtral":
+        assert float(out.aux_loss.detach()) > 0.1  # it is part of what is compared
+
+    # Their gradients, saved as a model's weights, come through the same tables.
+    named = {name: p.grad.contiguous() for name, p in model.named_parameters()}
+    graded = copy_of(folder, tmp_path / "grads")
+    save_file(named, graded / "model.safetensors")
+    expected = pytree.named_leaves(load_hf(graded)[1])
+    got = pytree.named_leaves(grads)
+    assert list(got) == list(expected) == list(like(config))
+    errors = {name: relative(got[name], expected[name]) for name in got if expected[name].abs().max() > 1e-6}
+    # A key's bias moves all scores of a query alike: its gradient is zero but for rounding, in both.
+    assert set(got) - set(errors) <= {"blocks/attn/b_k"}
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_we_export_transformers_loads_with_the_same_logits(case, saved, tmp_path):
+    model, folder = saved(case)
+    config, params = load_hf(folder)
+    ids = tokens(2)
+    for name, shard_bytes in (("whole", 10**9), ("sharded", 6000)):
+        path = save_hf(tmp_path / name, config, params, max_shard_bytes=shard_bytes)
+        assert (path / "model.safetensors.index.json").exists() == (name == "sharded")
+        assert (path / "model.safetensors").exists() == (name == "whole")
+        again, said = getattr(hf, CLASS[CASES[case][0]]).from_pretrained(path, output_loading_info=True)
+        assert not any(said.values()), said
+        with torch.no_grad():
+            # The same weights; the sums may go another way, by where in memory a weight lies.
+            assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
+            assert relative(again.eval()(input_ids=ids).logits, model(input_ids=ids).logits) < 1e-6
+        assert again.config.tie_word_embeddings == config.tied
+        config_again, params_again = load_hf(path)
+        assert config_again == config
+        assert_same(params_again, params)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_we_export_holds_their_tensors_under_their_names(case, saved, tmp_path):
+    _, folder = saved(case)
+    path = save_hf(tmp_path / "out", *load_hf(folder))
+    assert_same(dict(sorted(load_file(path / "model.safetensors").items())), dict(sorted(load_file(folder / "model.safetensors").items())))
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "mixtral"])
+def test_sharded_folders_read_as_whole_ones(case, saved, tmp_path):
+    model, folder = saved(case)
+    shards = save(model, tmp_path / "shards", max_shard_size="12KB")
+    assert len(list(shards.glob("model-*.safetensors"))) > 2
+    assert_same(load_hf(shards)[1], load_hf(folder)[1])
+
+
+def test_shards_stay_below_the_limit(saved, tmp_path):
+    path = save_hf(tmp_path / "out", *load_hf(saved("llama")[1]), max_shard_bytes=20_000)
+    sizes = [sum(t.nbytes for t in load_file(file).values()) for file in path.glob("*.safetensors")]
+    assert len(sizes) > 2 and max(sizes) <= 20_000
+    assert json.loads((path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == sum(sizes)
+
+
+def test_mixtral_with_fused_experts(saved, tmp_path):
+    model, folder = saved("mixtral")
+    fused = save(model, tmp_path / "fused", save_original_format=False)
+    assert any("gate_up_proj" in name for name in load_file(fused / "model.safetensors"))
+    assert_same(load_hf(fused)[1], load_hf(folder)[1])
+
+
+def test_gpt2_as_first_published_has_no_prefix_but_mask_buffers(saved, tmp_path):
+    _, folder = saved("gpt2")
+    old = copy_of(folder, tmp_path / "old")
+    weights = {name.removeprefix("transformer."): t for name, t in load_file(folder / "model.safetensors").items()}
+    for layer in range(2):
+        weights[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
+    save_file(weights, old / "model.safetensors")
+    assert_same(load_hf(old)[1], load_hf(folder)[1])
+
+
+@pytest.mark.parametrize("rope", ["scaled", "default"])
+def test_rope_in_the_spelling_of_transformers_4(rope, saved, tmp_path):
+    _, folder = saved("llama-tied-scaled")
+    scaling = {**LLAMA3} if rope == "scaled" else None
+    old = copy_of(folder, tmp_path / "old", rope_parameters=None, rope_theta=1000.0, rope_scaling=scaling)
+    config = load_hf(old)[0]
+    expected = load_hf(folder)[0] if scaling else dataclasses.replace(load_hf(folder)[0], rope_scaling=None)
+    assert config == expected and config.rope_theta == 1000.0
+    # And our export is read by either spelling.
+    written = json.loads((save_hf(tmp_path / "out", *load_hf(old)) / "config.json").read_text())
+    for gone in ({"rope_parameters"}, {"rope_theta", "rope_scaling"}):
+        kept = {name: value for name, value in written.items() if name not in gone}
+        known = hf.LlamaConfig(**kept).rope_parameters
+        assert known["rope_theta"] == 1000.0 and known["rope_type"] == ("llama3" if scaling else "default")
+        assert known.get("factor") == (4.0 if scaling else None)
+
+
+def test_configs_say_what_the_model_is(saved):
+    assert load_hf(saved("gpt2-untied-wide")[1])[0] == GPT2Config(
+        vocab_size=V, max_len=64, d_model=32, n_layers=2, n_heads=4, d_ff=72, dropout=0.1, tied=False, init_std=0.2
+    )
+    config = load_hf(saved("mixtral-window")[1])[0]
+    assert (config.pattern, config.top_k, config.n_experts, config.balance_coef, config.z_coef) == ("window:7", 1, 4, 0.5, 0.0)
+    assert load_hf(saved("llama")[1])[0].head_dim == 0 and load_hf(saved("llama-head-dim")[1])[0].head_dim == 12
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b", "llama2-70b", "mixtral-8x7b"])
+def test_presets_have_the_tensors_of_their_model(name, tmp_path):
+    """Names and shapes of the real sizes, without the memory."""
+    from fzero.huggingface import _full_name, places, their_shape
+    from fzero.huggingface_names import write_config
+
+    content, family = write_config(preset(name))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(tmp_path))
+    leaves = like(preset(name))
+    # As transformers holds them: the last layout.
+    got = {
+        _full_name(family, there): their_shape(row, leaves[row.ours].shape[len(index) :])
+        for row in family.layouts[-1]
+        if row.ours in leaves
+        for there, index in places(row, leaves[row.ours].shape)
+    }
+    assert got == {name: list(p.shape) for name, p in model.named_parameters()}
+
+
+def test_dtypes_are_kept_or_converted_on_the_way(saved, tmp_path):
+    model, folder = saved("llama")
+    half = save(copy.deepcopy(model).to(torch.bfloat16), tmp_path / "half")
+    params = load_hf(half)[1]
+    assert {leaf.dtype for leaf in pytree.leaves(params)} == {torch.bfloat16}
+    assert_same(load_hf(folder, dtype=torch.bfloat16)[1], params)
+    path = save_hf(tmp_path / "out", *load_hf(half))
+    assert hf.LlamaForCausalLM.from_pretrained(path).dtype == torch.bfloat16
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].half()
+    mixed = copy_of(folder, tmp_path / "mixed")
+    save_file(weights, mixed / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is torch\.float16 and other layers torch\.float32"):
+        load_hf(mixed)
+    assert load_hf(mixed, dtype=torch.float32)[1]["blocks"]["mlp"]["w_up"].dtype == torch.float32
+
+
+def test_parameters_own_their_memory(saved, tmp_path):
+    _, folder = saved("llama")
+    own = copy_of(folder, tmp_path / "own")
+    params = load_hf(own)[1]
+    before = pytree.map(torch.clone, params)
+    with open(own / "model.safetensors", "r+b") as f:
+        f.seek(4096)
+        f.write(b"\xff" * 4096)
+    assert_same(params, before)
+
+
+def test_the_tokenizer_travels_along(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<|endoftext|>": 0, "hello": 1, "world": 2, "[UNK]": 3}
+    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = dataclasses.replace(preset("llama-tiny"), vocab_size=4, d_model=16, n_layers=1, d_ff=8)
+    params = build(config).init(lambda name, shape, std, mean=0.0: torch.zeros(shape))
+    path = save_hf(tmp_path / "out", config, params, tokenizer=tmp_path, eos=0)
+    assert hf.AutoTokenizer.from_pretrained(path)("hello world")["input_ids"] == [1, 2]
+    assert hf.AutoConfig.from_pretrained(path).eos_token_id == 0
+    with pytest.raises(ValueError, match=r"nothing\.json: no such file"):
+        save_hf(tmp_path / "other", config, params, tokenizer=tmp_path / "nothing.json")
+    assert not (tmp_path / "other").exists()
+
+
+BAD_CONFIGS = {
+    "architecture": ("gpt2", {"architectures": ["BertModel"]}, "architectures is ['BertModel']"),
+    "no architecture": ("gpt2", {"architectures": None}, "fzero reads GPT2LMHeadModel"),
+    "activation": ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
+    "two rates": ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop is 0.3 and resid_pdrop is 0.1"),
+    "layer scaling": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    "bias": ("llama", {"attention_bias": True}, "attention_bias is True"),
+    "mlp bias": ("llama", {"mlp_bias": True}, "mlp_bias is True"),
+    "quantized": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+    "rope type": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+    "old rope type": ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+    "rope per layer": ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters differ between layers"),
+    "rope incomplete": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+        "low_freq_factor of the llama3",
+    ),
+    "partial rope": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "text for a size": ("llama", {"hidden_size": "32"}, "hidden_size is '32'; it must be of type int"),
+    "null for a size": ("llama", {"num_hidden_layers": None}, "num_hidden_layers is None"),
+    "another size": (
+        "llama",
+        {"intermediate_size": 41},
+        "tensor model.layers.0.mlp.gate_proj.weight has shape [40, 32], config.json asks for [41, 32]",
+    ),
+    "more layers": (
+        "llama",
+        {"num_hidden_layers": 3},
+        "tensors are missing for a LlamaForCausalLM of these sizes: model.layers.2.input_layernorm",
+    ),
+    "fewer layers": (
+        "llama",
+        {"num_hidden_layers": 1},
+        "tensors are unexpected for a LlamaForCausalLM of these sizes: model.layers.1.input_layernorm",
+    ),
+    "falsely tied": ("llama", {"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight"),
+    "falsely untied": ("gpt2", {"tie_word_embeddings": False}, "tensors are missing for a GPT2LMHeadModel of these sizes: lm_head.weight"),
+    "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+    "experts": ("mixtral", {"num_local_experts": 3}, "tensors are unexpected"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CONFIGS)
+def test_a_config_that_fzero_cannot_follow_is_refused_by_name(what, saved, tmp_path):
+    case, entries, said = BAD_CONFIGS[what]
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        load_hf(copy_of(saved(case)[1], tmp_path / "bad", **entries))
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_folders_that_are_not_whole_models(saved, tmp_path):
+    model, folder = saved("llama")
+
+    def refused(path, said):
+        with pytest.raises(ValueError, match=re.escape(said)) as error:
+            load_hf(path)
+        assert "\n" not in str(error.value)
+
+    refused(tmp_path / "nowhere", "config.json: no such file")
+    no_weights = copy_of(folder, tmp_path / "none")
+    (no_weights / "model.safetensors").unlink()
+    refused(no_weights, "neither model.safetensors nor model.safetensors.index.json")
+    cut = copy_of(folder, tmp_path / "cut")
+    with open(cut / "model.safetensors", "r+b") as f:
+        f.truncate(9000)
+    refused(cut, "model.safetensors: damaged")
+    shards = save(model, tmp_path / "shards", max_shard_size="12KB")
+    sorted(shards.glob("model-00002-*"))[0].unlink()
+    refused(shards, "no such file, but model.safetensors.index.json names it")
+    text = copy_of(folder, tmp_path / "text")
+    (text / "config.json").write_text("{")
+    refused(text, "config.json: not JSON")
+    whole = copy_of(folder, tmp_path / "int")
+    weights = load_file(whole / "model.safetensors")
+    save_file({**weights, "model.norm.weight": torch.ones(32, dtype=torch.int8)}, whole / "model.safetensors")
+    refused(whole, "tensor model.norm.weight is torch.int8")
+    save_file({**weights, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, whole / "model.safetensors")
+    refused(whole, "tensors are unexpected for a LlamaForCausalLM of these sizes: model.layers.0.self_attn.q_proj.bias")
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(saved, tmp_path):
+    config, params = load_hf(saved("mixtral")[1])
+
+    def refused(config, params, said, folder=tmp_path / "out"):
+        with pytest.raises(ValueError, match=re.escape(said)) as error:
+            save_hf(folder, config, params)
+        assert "\n" not in str(error.value)
+
+    refused(dataclasses.replace(config, pattern="local:4"), params, "pattern is 'local:4', which MixtralForCausalLM does not compute")
+    refused(dataclasses.replace(config, capacity_factor=1.5), params, "capacity_factor is 1.5")
+    refused(dataclasses.replace(config, d_ff=41), params, "blocks/moe/w_gate has shape [2, 4, 32, 40]; the config says [2, 4, 32, 41]")
+    refused(dataclasses.replace(config, tied=True), params, "extra head/w")
+    refused(MLPConfig(), {}, "a model of MLPConfig has no architecture in transformers")
+    llama, weights = load_hf(saved("llama")[1])
+    refused(dataclasses.replace(llama, pattern="window:4"), weights, "pattern is 'window:4', which LlamaForCausalLM does not compute")
+    refused(llama, {**weights, "head": {**weights["head"], "w": weights["head"]["w"].long()}}, "head/w is torch.int64")
+    assert list(tmp_path.iterdir()) == []
+    refused(llama, weights, "already exists", folder=tmp_path)

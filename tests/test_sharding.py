@@ -1,0 +1,168 @@
+"""Specs, rules, meshes and plans."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fzero import pytree
+from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, make_mesh, match_rules, one_process, zero_plan
+
+# ---- Spec -----------------------------------------------------------------------------------------------------------
+
+
+def test_spec_of_a_text():
+    spec = Spec.parse("[L/pp, D/tp+dp, F] +cp +ep @host")
+    assert spec == Spec((("pp",), ("tp", "dp"), ()), frozenset({"cp", "ep"}), "host")
+    assert spec.axes == ("pp", "tp", "dp")
+    assert str(spec) == "[·/pp, ·/tp+dp, ·] +cp +ep @host"
+    for text in ("[]", "[ ]", " [] "):
+        assert Spec.parse(text) == Spec() and str(Spec()) == "[]"
+    assert Spec.parse("[V, D]") == Spec(((), ()))
+    assert Spec.parse("[V/tp,D]+dp@nvme") == Spec((("tp",), ()), {"dp"}, "nvme")
+
+
+def test_spec_has_one_form_and_is_a_leaf():
+    assert Spec(("dp", None, ("tp", "cp"))) == Spec((("dp",), (), ("tp", "cp")))
+    assert len({Spec(("dp",), ["tp"]), Spec((("dp",),), frozenset({"tp"}))}) == 1
+    assert pytree.leaves({"w": Spec(("dp",))}) == [Spec(("dp",))]
+
+
+@pytest.mark.parametrize("text", ("", "V, D", "[V, D", "[V, D] cp", "[V] @host +dp", "[V] @", "[V] +", "[V]]"))
+def test_spec_refuses_what_is_not_of_the_form(text):
+    with pytest.raises(ValueError, match=re.escape(f"spec {text!r} is not of the form")):
+        Spec.parse(text)
+
+
+@pytest.mark.parametrize("dim", ("V/", "/tp", "V/tp+", "V tp", "V/tp/dp", ""))
+def test_spec_names_the_dim_that_is_wrong(dim):
+    with pytest.raises(ValueError, match=re.escape(f"dim {dim!r} is not of the form")):
+        Spec.parse(f"[D, {dim}]")
+
+
+def test_spec_refuses_an_axis_twice_and_an_unknown_memory():
+    for text in ("[V/dp, D/dp]", "[V/dp+dp]", "[V/dp] +dp"):
+        with pytest.raises(ValueError, match="axis 'dp' appears twice"):
+            Spec.parse(text)
+    with pytest.raises(ValueError, match="memory is 'disk'; it must be one of device, host, nvme"):
+        Spec.parse("[V] @disk")
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+NAMES = ["embed/tokens", "blocks/attn/w_q", "blocks/attn/b_q"]
+
+
+def test_the_first_rule_that_is_found_in_the_name_wins():
+    rules = (("w_q$", 1), ("^blocks", 2), (".*", 3))
+    assert match_rules(rules, NAMES) == {"embed/tokens": 3, "blocks/attn/w_q": 1, "blocks/attn/b_q": 2}
+
+
+def test_a_leaf_that_no_rule_matches_is_named():
+    with pytest.raises(ValueError, match=r"^my rules: no rule matches leaf 'blocks/attn/b_q' \(did you mean blocks/attn/w_q\?\)"):
+        match_rules((("embed/tokens", 1), ("blocks/attn/w_q", 2)), NAMES, what="my rules")
+
+
+def test_a_rule_that_is_first_for_no_leaf_is_named():
+    with pytest.raises(ValueError, match=r"rule 'embed/token_s' matches no leaf first \(did you mean embed/tokens\?\)"):
+        match_rules((("embed/token_s", 1), (".*", 2)), NAMES)
+    with pytest.raises(ValueError, match="rule 'w_q' matches no leaf first"):
+        match_rules((("blocks", 1), ("w_q", 2), (".*", 3)), NAMES)
+
+
+def test_a_rule_that_is_no_regex_is_named():
+    with pytest.raises(ValueError, match=r"my rules: '\(blocks' is not a regular expression: missing \)"):
+        match_rules((("(blocks", 1), (".*", 2)), NAMES, what="my rules")
+
+
+# ---- mesh -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_axis_of_a_mesh_of_one_process_is_an_identity():
+    mesh = one_process()
+    assert mesh == make_mesh() == make_mesh({"dp": 1, "tp": 1}) and hash(mesh) == hash(make_mesh())
+    assert [mesh[name] for name in AXES] == [Axis(name, 1, 0, None) for name in AXES]
+    assert mesh.size == 1 and str(mesh) == "Mesh(one process)"
+    assert str(Mesh((Axis("dp", 4), Axis("tp", 2)))) == "Mesh(dp=4, tp=2)" and Mesh((Axis("dp", 4), Axis("tp", 2))).size == 8
+
+
+def test_mesh_errors_name_the_axis():
+    with pytest.raises(ValueError, match=r"no axis 'ddp'; its axes are dp, rp, tp, pp, cp, ep \(did you mean dp\?\)"):
+        one_process()["ddp"]
+    with pytest.raises(ValueError, match=r"unknown axis 'tpp'.*\(did you mean tp\?\)"):
+        make_mesh({"tpp": 1})
+    for size in (0, -1, 1.0, "2"):
+        with pytest.raises(ValueError, match=f"axis dp has size {size!r}"):
+            make_mesh({"dp": size})
+    with pytest.raises(ValueError, match=r"asks for 8 processes"):
+        make_mesh({"dp": 4, "tp": 2})
+
+
+# ---- plan -----------------------------------------------------------------------------------------------------------
+
+PARAMS = {"embed": {"tokens": torch.zeros(8, 6)}, "blocks": {"w": torch.zeros(3, 4, 5), "odd": torch.zeros(3, 7)}, "t": torch.zeros(())}
+AT_4 = Mesh(tuple(Axis(name, 4 if name == "dp" else 1) for name in AXES))
+WHOLE = {"embed/tokens": "[·, ·]", "blocks/w": "[·, ·, ·]", "blocks/odd": "[·, ·]", "t": "[]"}
+# Dim 0, or dim 1 behind the layers; 7 is not divisible by 4 and a scalar has nothing to divide.
+SHARDED = {**WHOLE, "embed/tokens": "[·/dp, ·]", "blocks/w": "[·, ·/dp, ·]"}
+
+
+def texts(tree):
+    return {name: str(spec) for name, spec in pytree.named_leaves(tree).items()}
+
+
+@pytest.mark.parametrize("stage, params, grads, opt", [(0, 0, 0, 0), (1, 0, 0, 1), (2, 0, 1, 1), (3, 1, 1, 1)])
+def test_a_stage_is_what_the_paper_shards(stage, params, grads, opt):
+    plan = zero_plan(stage, PARAMS, AT_4)
+    assert plan.stage == stage and texts(plan.compute) == WHOLE
+    rows = [texts(tree) for tree in (plan.params, plan.grads, plan.opt)]
+    assert rows == [SHARDED if sharded else WHOLE for sharded in (params, grads, opt)]
+    assert ZERO[stage] == (bool(params), bool(grads), bool(opt))
+    assert all(leaf.device.type == "meta" for leaf in pytree.leaves(plan.like))
+    assert {n: tuple(x.shape) for n, x in pytree.named_leaves(plan.like).items()} == {
+        n: tuple(x.shape) for n, x in pytree.named_leaves(PARAMS).items()
+    }
+
+
+def test_a_plan_at_one_process_and_over_another_axis():
+    assert texts(zero_plan(3, PARAMS, one_process()).params) == {**SHARDED, "blocks/odd": "[·, ·/dp]"}
+    assert texts(zero_plan(3, PARAMS, one_process(), over="rp").params)["embed/tokens"] == "[·/rp, ·]"
+
+
+class Small(NamedTuple):
+    """The two fields of a Model that a plan needs."""
+
+    init: object
+    rules: object
+
+
+def make(leaf):
+    return {"embed": leaf("embed", (8, 6), 1.0), "blocks": {"w": leaf("w", (3, 4, 5), 1.0)}}
+
+
+def test_a_model_brings_its_own_rules_and_zero_comes_behind_them():
+    plan = zero_plan(3, Small(make, (("embed", "[V/tp, D]"), ("blocks/w", "[L/pp, D, F/tp] @host"))), AT_4)
+    assert texts(plan.compute) == {"embed": "[·/tp, ·]", "blocks/w": "[·/pp, ·, ·/tp] @host"}
+    assert texts(plan.params) == {"embed": "[·/tp+dp, ·]", "blocks/w": "[·/pp, ·/dp, ·/tp] @host"}
+
+
+def test_plan_errors():
+    for stage in (4, -1, "3"):
+        with pytest.raises(ValueError, match=re.escape(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")):
+            zero_plan(stage, PARAMS, one_process())
+    with pytest.raises(ValueError, match="no axis 'data'"):
+        zero_plan(1, PARAMS, one_process(), over="data")
+    with pytest.raises(ValueError, match=r"embed: its spec \[·\] has 1 dims and the leaf has 2"):
+        zero_plan(1, Small(make, (("embed", "[V]"), (".*", "[L, D, F]"))), AT_4)
+    with pytest.raises(ValueError, match="the model's sharding rules: no rule matches leaf 'blocks/w'"):
+        zero_plan(1, Small(make, (("embed", "[V, D]"),)), AT_4)
+
+
+def test_a_printed_plan_shows_every_leaf():
+    lines = str(zero_plan(2, PARAMS, AT_4)).splitlines()
+    assert lines[0] == "ZeRO stage 2, 130 parameters"  # 8 6 + 3 4 5 + 3 7 + 1
+    rows = {line.split()[0]: re.split(r" {2,}", line) for line in lines[1:]}
+    assert rows["leaf"] == ["leaf", "shape", "elements", "compute", "params", "grads", "optimizer"]
+    assert rows["embed/tokens"] == ["embed/tokens", "8×6", "48", "[·, ·]", "[·, ·]", "[·/dp, ·]", "[·/dp, ·]"]
+    assert rows["t"][1:3] == ["scalar", "1"] and set(rows) == {"leaf", *WHOLE}

@@ -1,0 +1,352 @@
+"""Planted mistakes, each with the law that must catch it. A mistake that survives means that a law has no teeth."""
+
+from importlib import import_module
+
+import laws
+import pytest
+import torch
+from law_cases import CASES, OPTIMIZERS, case_of
+
+from fzero import models, optim, precision, pytree, streaming, train
+from fzero.kernels import attention, cross_entropy, moe
+from fzero.models import base, layers
+from fzero.optim import leafwise
+
+# The packages export functions of these names.
+gpt2, llama, adamw = (import_module(f"fzero.{name}") for name in ("models.gpt2", "models.llama", "optim.adamw"))
+
+TEETH = {}
+
+
+def caught_by(*laws_that_catch):
+    """Registers a mistake: a function that plants it with monkeypatch. Each law must hold before, and raise AssertionError after."""
+
+    def register(plant):
+        for name, law in laws_that_catch:
+            TEETH[f"{plant.__name__} [{name}]"] = (plant, law)
+        return plant
+
+    return register
+
+
+def micro_batches(case, optimizer="sgd"):
+    return f"micro_batches {case}", lambda: laws.micro_batches(case_of(case), OPTIMIZERS[optimizer][0](0.05))
+
+
+def one_normalisation(case):
+    return f"one_normalisation {case}", lambda: laws.one_normalisation(case_of(case))
+
+
+def donation(case, optimizer):
+    return f"donation {optimizer}", lambda: laws.donation(case_of(case), OPTIMIZERS[optimizer][0](0.05))
+
+
+def transaction(optimizer="adamw", donate=True):
+    return f"transaction {optimizer}", lambda: laws.transaction(case_of("mlp"), OPTIMIZERS[optimizer][0](0.05), donate=donate)
+
+
+def of_model(law, model):
+    return f"{law.__name__} {model}", lambda: law(model)
+
+
+def remat(model):
+    return f"remat {model}", lambda: laws.remat(case_of(model))
+
+
+MASTER = ("master_weights", lambda: laws.master_weights(precision.bf16()))
+
+
+def wrap(monkeypatch, owner, name, change):
+    """Replaces owner.name by change(the original)."""
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+
+
+def wrong_loss(monkeypatch, change):
+    """Plants change(out, first) on what the step's loss returns for the micro-batch whose first sequence is `first`."""
+
+    def outer(original):
+        def make_loss(*args):
+            loss = original(*args)
+            return lambda params, batch, key, first: change(loss(params, batch, key, first), first)
+
+        return make_loss
+
+    wrap(monkeypatch, train, "make_loss", outer)
+
+
+# ---- sums and normalisation ------------------------------------------------------------------------------------------
+
+
+@caught_by(*(micro_batches(case) for case in CASES))
+def doubled_gradient_in_the_second_micro_batch(monkeypatch):
+    wrong_loss(monkeypatch, lambda out, first: out._replace(total=2 * out.total - out.total.detach()) if first else out)
+
+
+@caught_by(*(one_normalisation(case) for case in CASES))
+def doubled_gradient_everywhere(monkeypatch):
+    wrong_loss(monkeypatch, lambda out, first: out._replace(total=2 * out.total - out.total.detach()))
+
+
+@caught_by(micro_batches("mlp"), one_normalisation("llama"), one_normalisation("plain function"))
+def mean_of_the_micro_batches_means(monkeypatch):
+    def local_mean(out, first):
+        return out._replace(total=out.total / out.num_tokens.clamp(min=1), num_tokens=torch.ones_like(out.num_tokens))
+
+    wrong_loss(monkeypatch, local_mean)
+
+
+@caught_by(one_normalisation("mlp"), one_normalisation("gpt2"))
+def division_by_positions_in_place_of_tokens(monkeypatch):
+    wrong_loss(monkeypatch, lambda out, first: out._replace(num_tokens=out.num_tokens * 0 + 48))
+
+
+@caught_by(of_model(laws.as_written, "llama"), of_model(laws.as_written, "mlp"))
+def mask_forgotten_in_the_loss(monkeypatch):
+    wrap(monkeypatch, base, "linear_cross_entropy", lambda f: lambda x, w, t, mask, **o: f(x, w, t, torch.ones_like(mask), **o))
+
+
+@caught_by(one_normalisation("plain function"))
+def scaling_in_place_where_two_leaves_share_a_gradient(monkeypatch):
+    monkeypatch.setattr(train, "overwrite", lambda change, names, grads, *rest: pytree.map(change, names, grads, *rest))
+    # Without this the expanded gradient is refused by torch, before the shared one is seen.
+    wrap(monkeypatch, torch.func, "grad", lambda f: lambda *a, **o: lambda *b: expanded(f(*a, **o)(*b)))
+
+
+def expanded(out):
+    return pytree.map(lambda g: g.contiguous(), out[0]), out[1]  # what is shared stays shared
+
+
+@caught_by(micro_batches("gpt2"), micro_batches("llama"), micro_batches("moe dropless"))
+def dropout_without_the_offset_of_the_micro_batch(monkeypatch):
+    for module in (gpt2, llama):
+        wrap(monkeypatch, module, "dropout", lambda f: lambda x, rate, name, ctx: f(x, rate, name, ctx._replace(first=0)))
+
+
+@caught_by(micro_batches("moe dropless"))
+def balance_loss_of_the_batch_in_place_of_the_sequence(monkeypatch):
+    def head(original):
+        def built(config):
+            model = original(config)
+
+            def mixed(params, x, batch, ctx):
+                x = {**x, **{n: x[n].mean(0, keepdim=True).expand(x[n].shape) for n in ("load", "prob")}}
+                return model.head(params, x, batch, ctx)
+
+            return model._replace(head=mixed)
+
+        return built
+
+    wrap(monkeypatch, models.presets, "llama", head)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+@caught_by(*(of_model(law, m) for law in (laws.causal, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
+def causal_mask_forgotten(monkeypatch):
+    monkeypatch.setattr(attention.Pattern, "sees", lambda self, query, key: (key >= 0) | (query >= 0))
+
+
+def everywhere(documents):
+    return None if documents is None else torch.zeros_like(documents)
+
+
+@caught_by(*(of_model(law, m) for law in (laws.documents, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
+def document_mask_forgotten(monkeypatch):
+    wrap(monkeypatch, attention, "visible", lambda f: lambda pattern, query, key, documents: f(pattern, query, key, everywhere(documents)))
+
+
+@caught_by(*(of_model(laws.as_written, m) for m in ("llama", "moe dropless", "moe capacity")))
+def layer_norm_in_place_of_rms_norm(monkeypatch):
+    monkeypatch.setattr(llama, "rms_norm", lambda x, scale, eps: layers.layer_norm(x, scale, torch.zeros_like(scale), eps))
+
+
+@caught_by(of_model(laws.as_written, "llama"), of_model(laws.as_written, "moe dropless"))
+def rope_positions_off_by_one_for_keys(monkeypatch):
+    # Two query heads share one key head here: what has one head is a key.
+    wrap(monkeypatch, layers, "rope", lambda f: lambda x, positions, *a: f(x, positions + (x.shape[2] == 1), *a))
+
+
+@caught_by(of_model(laws.as_written, "llama"))
+def rope_scaling_forgotten(monkeypatch):
+    wrap(monkeypatch, layers, "rope_frequencies", lambda f: lambda k, theta, scaling, device=None: f(k, theta, None, device))
+
+
+@caught_by(of_model(laws.as_written, "gpt2"), of_model(laws.documents, "gpt2"))
+def learned_positions_that_do_not_restart(monkeypatch):
+    monkeypatch.setattr(gpt2, "document_positions", lambda d: torch.arange(d.shape[-1]).expand(d.shape))
+
+
+@caught_by(*(of_model(laws.as_written, m) for m in ("moe dropless", "moe capacity")))
+def expert_weights_not_renormalised(monkeypatch):
+    def route(logits, top_k):
+        probabilities = torch.softmax(logits, -1)
+        weights, ids = torch.topk(probabilities, top_k, dim=-1)
+        return ids, weights, probabilities
+
+    monkeypatch.setattr(moe, "route", route)
+
+
+@caught_by(of_model(laws.as_written, "moe capacity"))
+def capacity_forgotten(monkeypatch):
+    wrap(monkeypatch, moe, "capacity", lambda f: lambda p, x, ids, weights, factor: f(p, x, ids, weights, 100.0))
+
+
+@caught_by(one_normalisation("mlp"), one_normalisation("llama"))
+def gradient_of_the_softmax_without_its_target(monkeypatch):
+    def loss_and_gradient(logits, targets, mask):
+        loss, m, total = cross_entropy._losses(logits, targets, mask)
+        return loss, torch.where(mask[:, None], torch.exp(logits - m) / total, 0.0)
+
+    monkeypatch.setattr(cross_entropy, "_loss_and_gradient", loss_and_gradient)
+
+
+@caught_by(*(one_normalisation(case) for case in ("gpt2", "llama", "moe dropless")))
+def attention_backward_without_the_normalisation_of_rows(monkeypatch):
+    wrap(monkeypatch, attention._BlockedBackward, "forward", lambda f: lambda q, k, v, out, *a: f(q, k, v, out * 0, *a))
+
+
+# ---- remat and streaming ---------------------------------------------------------------------------------------------
+
+
+@caught_by(remat("mlp"), remat("llama"))
+def recomputation_with_another_layer(monkeypatch):
+    inside = []
+
+    def backward(original):
+        def run(self, tensors, grads):
+            inside.append(self.every)
+            out = original(self, tensors, grads)
+            inside.pop()
+            return out
+
+        return run
+
+    wrap(monkeypatch, streaming._Run, "backward", backward)
+    wrong = lambda f: lambda self, i, *rest: f(self, max(i - 1, 0) if inside and inside[-1] else i, *rest)  # noqa: E731
+    wrap(monkeypatch, streaming._Run, "inputs", wrong)
+
+
+@caught_by(remat("mlp"), remat("gpt2"))
+def residuals_of_the_first_layer_first(monkeypatch):
+    class Queue(list):
+        def pop(self, at=0):
+            return super().pop(at)
+
+    wrap(monkeypatch, streaming._Run, "__init__", lambda f: lambda self, *a: f(self, *a, kept=Queue()))
+
+
+# ---- optimizers and the state ----------------------------------------------------------------------------------------
+
+
+@caught_by(donation("mlp", "adamw"), donation("mlp", "adam"))
+def bias_correction_missing(monkeypatch):
+    monkeypatch.setattr(
+        adamw, "adam_scalars", lambda lr, b1, b2, count: (adamw.lr_at(lr, count), *[torch.ones((), dtype=torch.float64)] * 2)
+    )
+
+
+@caught_by(donation("mlp", "lion"), donation("plain function", "sgd momentum"))
+def donated_slots_not_written(monkeypatch):
+    def outer(original):
+        return lambda rows, *rest: original([row._replace(slots=tuple(s.clone() for s in row.slots)) for row in rows], *rest)
+
+    wrap(monkeypatch, leafwise, "apply_rows", outer)
+
+
+@caught_by(donation("mlp", "clip and adamw"))
+def clip_left_out_when_donated(monkeypatch):
+    wrap(monkeypatch, train, "apply_in_place", lambda f: lambda tx, g, s, p: f(tx, pytree.map(lambda x: x * 1e-3, g), s, p))
+
+
+@caught_by(donation("mlp", "sgd"))
+def average_left_out_when_donated(monkeypatch):
+    wrap(monkeypatch, train, "update_donated", lambda f: lambda tx, policy, g, state, skipped, decay: f(tx, policy, g, state, skipped, 0.0))
+
+
+def advance_optimizer(original):
+    def update(tx, policy, grads, state, skipped, decay):
+        if not bool(skipped):
+            return original(tx, policy, grads, state, skipped, decay)
+        zeros = pytree.map(torch.zeros_like, grads)
+        moved = original(tx, policy, zeros, pytree.map(torch.clone, state), torch.tensor(False), decay)
+        return state._replace(opt_state=moved.opt_state)
+
+    return update
+
+
+@caught_by(transaction("adamw"), transaction("clip and adamw"), transaction("muon by label"))
+def skipped_step_that_advances_the_optimizer(monkeypatch):
+    wrap(monkeypatch, train, "update_donated", advance_optimizer)
+
+
+@caught_by(transaction("sgd"), transaction("lion", donate=False))
+def overflow_not_looked_at(monkeypatch):
+    for name in ("update_donated", "update_pure"):
+        wrap(monkeypatch, train, name, lambda f: lambda tx, policy, g, state, bad, decay: f(tx, policy, g, state, bad & False, decay))
+
+
+@caught_by(("overflow mlp", lambda: laws.overflow(case_of("mlp"), donate=True)))
+def scale_that_does_not_fall(monkeypatch):
+    wrap(monkeypatch, train, "update_scaler", lambda f: lambda config, state, overflow: f(config, state, overflow & False))
+
+
+@caught_by(MASTER)
+def master_weights_not_used(monkeypatch):
+    def outer(original):
+        def update(tx, policy, grads, state, skipped, decay):
+            narrow = pytree.map(lambda p, m: p.to(m.dtype), state.params, state.master)
+            return original(tx, policy, grads, state._replace(master=narrow), skipped, decay)
+
+        return update
+
+    for name in ("update_donated", "update_pure"):
+        wrap(monkeypatch, train, name, outer)
+
+
+@caught_by(("purity mlp", lambda: laws.purity(case_of("mlp"), optim.adamw(0.05))))
+def pure_step_that_writes_into_its_input(monkeypatch):
+    wrap(monkeypatch, train, "update_pure", lambda f: train.update_donated)
+
+
+@caught_by(("resume mlp", lambda: laws.resume(case_of("mlp"), optim.adamw(0.05))))
+def state_outside_the_state(monkeypatch):
+    calls = []
+
+    def outer(original):
+        def apply(*args):
+            calls.append(1)
+            return original(args[0], pytree.map(lambda g: g * (1 + 0.1 * len(calls)), args[1]), *args[2:])
+
+        return apply
+
+    wrap(monkeypatch, train, "apply_in_place", outer)
+
+
+@caught_by(*(of_model(laws.init_depends_on_names, m) for m in ("gpt2", "llama", "mlp")))
+def initial_values_drawn_one_after_the_other(monkeypatch):
+    def init_params(model, key, dtype=torch.float32, device="cpu"):
+        generator = torch.Generator().manual_seed(int(key[0]))
+        draw = lambda name, shape, std, mean=0.0: mean + std * torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
+        return model.init(draw)
+
+    monkeypatch.setattr(base, "init_params", init_params)
+
+
+@caught_by(("state_layout", lambda: laws.state_layout(case_of("mlp"), optim.adamw(0.05))))
+def spec_of_the_second_moment_forgotten(monkeypatch):
+    monkeypatch.setattr(adamw, "moment", lambda dtype: leafwise.moment(dtype)._replace(spec=lambda name, spec: ()))
+
+
+@caught_by(("cost bf16 adamw", lambda: laws.cost(case_of("mlp"), "adamw", precision.bf16())))
+def moments_in_another_dtype(monkeypatch):
+    wrap(monkeypatch, adamw, "moment", lambda f: lambda dtype: f(torch.float64))
+
+
+@pytest.mark.parametrize("name", TEETH)
+def test_planted_mistake_is_caught(name, monkeypatch):
+    plant, law = TEETH[name]
+    law()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        law()
