@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Remat:
         if form[1]:
             return cls(every=int(form[1] == "full"))
         policy = cls(every=int(form[2])) if form[2] else cls(budget=float(form[3]))
-        if form[2] and policy.every < 1 or not 0.0 <= policy.budget <= 1.0:
+        if (form[2] and policy.every < 1) or not 0.0 <= policy.budget <= 1.0:
             raise ValueError(f"remat is {text!r}; K must be at least 1 and F in [0, 1]")
         return policy
 
@@ -59,6 +60,16 @@ def first_order() -> bool:
 def needs_grad(*tensors: Tensor) -> bool:
     """Whether the result of a computation on `tensors` will be differentiated in reverse mode."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def expect_closed(f: Callable[..., Any], what: str) -> None:
+    """Raise ValueError where `f` itself closes over a tensor that is to be differentiated or batched: a Function would drop it."""
+    for name, cell in zip(getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()):
+        if cell == types.CellType():
+            continue  # not assigned yet
+        for leaf in pytree.leaves(cell.cell_contents):
+            if isinstance(leaf, Tensor) and (needs_grad(leaf) or torch._C._functorch.is_functorch_wrapped_tensor(leaf)):
+                raise ValueError(f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an argument")
 
 
 def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Callable[..., Any]:
@@ -113,9 +124,11 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f` with nothing kept for its backward pass but its inputs: the backward pass runs `f` again.
 
     `f` takes and returns trees. The result has the same values and gradients (bitwise) and composes with grad, vjp, jvp and vmap.
+    Raises ValueError where `f` closes over a tensor that is differentiated: it must be an argument.
     """
 
     def remat_f(*args: Any) -> Any:
+        expect_closed(f, "remat")
         flat, treedef = pytree.flatten(args)
         at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         out_def: list[Any] = []

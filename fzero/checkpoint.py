@@ -275,8 +275,8 @@ def manifest(path: str | Path) -> dict[str, Any]:
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
         digest = body.pop("sha256", None)
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file}: damaged: not JSON ({error})") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file}: damaged: not a JSON object ({error})") from None
     if body.get("format") != FORMAT or digest != _digest(body):
         raise ValueError(f"{file}: damaged, or not a manifest of fzero: its checksum does not agree with its content")
     if body["version"] != VERSION:

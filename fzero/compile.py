@@ -113,7 +113,10 @@ def _eager_pair(f: Flat, n: int) -> VjpPair:
     def backward(residuals: list[Any], cotangents: Sequence[Tensor]) -> list[Tensor]:
         out, leaves = residuals
         residuals.clear()
-        outs, cots = zip(*((o, c) for o, c in zip(out, cotangents) if o.requires_grad))
+        live = [i for i, o in enumerate(out) if o.requires_grad]
+        if not live:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        outs, cots = ([values[i] for i in live] for values in (out, cotangents))
         return list(torch.autograd.grad(outs, leaves, cots, allow_unused=True, materialize_grads=True))
 
     return VjpPair(primal, forward, backward)
@@ -183,7 +186,8 @@ def jit(f: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [flat[i] for i in at]
         if transforms() or needs_grad(*tensors) or not have_compiler():
             return f(*args)
-        static = tuple((i, leaf) for i, leaf in enumerate(flat) if not isinstance(leaf, Tensor))
+        # With its type, as 1, 1.0 and True are equal.
+        static = tuple((i, type(leaf), leaf) for i, leaf in enumerate(flat) if not isinstance(leaf, Tensor))
         signature = (treedef, static, _signature(tensors))
         if signature not in cache:
             cache[signature] = _compile_whole(f, flat, at, treedef)

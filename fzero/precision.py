@@ -100,7 +100,7 @@ def bf16() -> Policy:
     return Policy("bf16", param=torch.bfloat16, compute=torch.bfloat16)
 
 
-def fp16(loss_scale: LossScale = LossScale()) -> Policy:  # noqa: B008
+def fp16(loss_scale: LossScale = LossScale()) -> Policy:
     """As bf16 with float16 in its place, and a dynamic loss scale."""
     return Policy("fp16", param=torch.float16, compute=torch.float16, loss_scale=loss_scale)
 

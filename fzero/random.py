@@ -181,7 +181,7 @@ def permutation(key: Tensor, n: int, index: Tensor) -> Tensor:
     """
     if not 1 <= n <= 1 << 62:
         raise ValueError(f"permutation: n is {n}; it must be in [1, 2^62]")
-    if index.numel() and not (0 <= int(index.min()) and int(index.max()) < n):
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < n):
         raise ValueError(f"permutation: an index is outside range({n})")
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

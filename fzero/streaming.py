@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero import pytree
-from fzero.autodiff import Remat, first_order, needs_grad
+from fzero.autodiff import Remat, expect_closed, first_order, needs_grad
 from fzero.compile import VjpPair, vjp_pair
 from fzero.pytree import Tree
 
@@ -50,12 +50,15 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     """
     if not first_order():
         return reference(block, layers, x, ctx)
+    expect_closed(block, "stack")
     layer_leaves, layer_def = pytree.flatten(layers)
     x_leaves, x_def = pytree.flatten(x)
     ctx_leaves, ctx_def = pytree.flatten(ctx._replace(layer=()))
-    static = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in ctx_leaves)
+    # () for a tensor; the type beside a value, as 1, 1.0 and True are equal.
+    static = tuple(() if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in ctx_leaves)
     ctx_tensors = [leaf for leaf in ctx_leaves if isinstance(leaf, Tensor)]
-    assert not needs_grad(*ctx_tensors), "a tensor in ctx is to be differentiated; pass it in x"
+    if needs_grad(*ctx_tensors):
+        raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
     pair = _pair(block, layer_def, x_def, ctx_def, static, compiled, remat.budget)
     run = _Run(pair, len(layer_leaves), len(x_leaves), depth(layers), remat.every)
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
@@ -71,7 +74,7 @@ def _pair(block: Block, layer_def: Any, x_def: Any, ctx_def: Any, static: tuple,
 
     def flat_block(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors[n + m + 1 :])
-        ctx = pytree.unflatten([next(rest) if leaf is None else leaf for leaf in static], ctx_def)
+        ctx = pytree.unflatten([leaf[1] if leaf else next(rest) for leaf in static], ctx_def)
         params, x = pytree.unflatten(tensors[:n], layer_def), pytree.unflatten(tensors[n : n + m], x_def)
         return pytree.leaves(block(params, x, ctx._replace(layer=tensors[n + m])))
 
@@ -137,7 +140,8 @@ class _Run:
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(run.forward(tensors))
+        # Autograd cannot save an input that is also an output: what passes through all layers becomes a view.
+        return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run.forward(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

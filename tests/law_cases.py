@@ -25,8 +25,8 @@ class Case(NamedTuple):
 def plain_loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A loss function as a user writes it: two of its leaves share one gradient, and that of a third is one element expanded."""
     x = params["embed"]["tokens"][batch["tokens"]] * params["blocks"]["scale"].sum(0)
-    for a, b in zip(params["blocks"]["w_a"], params["blocks"]["w_b"]):
-        x = x + torch.tanh(x @ (a + b))
+    for w in params["blocks"]["w_a"] + params["blocks"]["w_b"]:
+        x = x + torch.tanh(x @ w)
     logits = x @ params["head"]["w"].T
     nats = torch.logsumexp(logits, -1) - torch.gather(logits, -1, batch["targets"][..., None])[..., 0]
     num_tokens = batch["mask"].sum()

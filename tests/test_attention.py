@@ -63,7 +63,9 @@ def by_hand(q, k, v, pattern, documents=None, scale=None):
     return out
 
 
-@pytest.mark.parametrize("pattern", [FULL, *(Pattern(k, 3, 1 if k == "fixed" else 0) for k in ("window", "local", "strided", "fixed"))], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [FULL, *(Pattern(k, 3, 1 if k == "fixed" else 0) for k in ("window", "local", "strided", "fixed"))], ids=str
+)
 def test_reference_is_the_definition(pattern):
     q, k, v = inputs(2, 11, 4, 2, 3)
     assert_close(attn.reference(q, k, v, pattern=pattern), by_hand(q, k, v, pattern), rtol=1e-12, atol=1e-14)

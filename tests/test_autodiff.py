@@ -139,6 +139,22 @@ def test_remat_takes_arguments_that_are_no_tensors():
     assert_same(grad(lambda x: sum(t.sum() for t in remat(g)(x, 3, index, "pick")))(x), expected)
 
 
+def test_remat_refuses_a_closure_over_what_is_differentiated():
+    """Its gradient would silently be zero."""
+    t = torch.tensor(2.0, dtype=F64)
+    for use in (grad, torch.func.jacfwd, lambda fn: torch.vmap(fn)):
+        with pytest.raises(ValueError, match="remat: the function closes over 'w', a tensor that is differentiated; pass it as an argument"):
+            use(lambda w: remat(lambda x: x * w)(t))(torch.stack((t, t)) if use is not grad else t)
+    leaf = {"w": t.clone().requires_grad_()}
+    with pytest.raises(ValueError, match="closes over 'leaf'"):
+        remat(lambda x: x * leaf["w"])(t)
+    with torch.no_grad():
+        remat(lambda x: x * leaf["w"])(t)
+    # A constant may be closed over, also one not assigned yet.
+    assert_same(grad(remat(lambda x: x * t + (0.0 if x is t else later)))(t), t)
+    later = 1.0
+
+
 # ---- what is around the caller --------------------------------------------------------------------------------------
 
 
@@ -186,10 +202,16 @@ def test_remat_texts_round_trip(text):
 
 
 def test_remat_texts_that_mean_the_same():
-    assert Remat.parse("every:1") == Remat.parse("full") and Remat.parse("selective:1") == Remat() and Remat.parse("selective:.5").budget == 0.5
+    assert (
+        Remat.parse("every:1") == Remat.parse("full")
+        and Remat.parse("selective:1") == Remat()
+        and Remat.parse("selective:.5").budget == 0.5
+    )
 
 
-@pytest.mark.parametrize("text", ("", "None", "half", "every", "every:", "every:-1", "every:1.5", "full:2", "selective", "selective:-0.5", "none "))
+@pytest.mark.parametrize(
+    "text", ("", "None", "half", "every", "every:", "every:-1", "every:1.5", "full:2", "selective", "selective:-0.5", "none ")
+)
 def test_remat_refuses_other_texts(text):
     with pytest.raises(ValueError, match=f"remat is {text!r}; it must be none, full, every:K or selective:F"):
         Remat.parse(text)

@@ -86,7 +86,7 @@ def test_a_second_backward_pass_through_the_same_graph(chunks):
     for scale in (2.0, 3.0, 1.0):
         got = torch.autograd.grad(loss, (x, w), torch.tensor(scale, dtype=F64), retain_graph=True)
         assert_close(got, (scale * expected["dx"], scale * expected["dw"]), rtol=1e-12, atol=1e-14)
-    out, vjp = torch.func.vjp(lambda x, w: eager(x, w, targets, mask), x.detach(), w.detach())
+    _, vjp = torch.func.vjp(lambda x, w: eager(x, w, targets, mask), x.detach(), w.detach())
     for scale in (1.0, -0.5):
         assert_close(vjp(torch.tensor(scale, dtype=F64)), (scale * expected["dx"], scale * expected["dw"]), rtol=1e-12, atol=1e-14)
 

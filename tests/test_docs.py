@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from fzero import models
+
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
 KINDS = {"python", "bash", "console", "text", "toml", "json"}  # the first two are executed
@@ -113,3 +115,18 @@ def test_every_page_runs_something():
     assert len(PAGES) >= 3
     for page in PAGES:
         assert any(block.kind in ("python", "bash") for block in blocks_of(page)), f"{page.name} has no example"
+
+
+def test_the_table_of_presets_says_what_the_models_are():
+    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
+    table = {name: [cell.strip().replace(",", "") for cell in cells.split("|")] for name, cells in rows if name in models.PRESETS}
+    assert list(table) == list(models.PRESETS)
+    for name, (count, layers, width, heads, d_ff, vocab, max_len) in table.items():
+        config = models.preset(name)
+        sizes = (config.n_layers, config.d_model, config.vocab_size, config.max_len)
+        assert int(count) == models.num_params(models.build(config)), name
+        assert tuple(int(cell) for cell in (layers, width, vocab, max_len)) == sizes, name
+        assert int(d_ff.split(" x ")[-1]) == config.d_ff, name
+        if heads != "-":
+            q, *kv = (int(cell) for cell in heads.split(" / "))
+            assert (q, *kv) == ((config.n_heads, config.n_kv_heads) if kv else (config.n_heads,)), name

@@ -19,7 +19,8 @@ GROUPS = (
     ("optim", "offload", "models", "streaming"),
     ("train", "precision"),
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),
-    ("program", "runs", "sample", "pretrain", "doctor"),
+    ("program", "runs", "sample", "doctor"),
+    ("pretrain", "exchange"),
     ("cli", "__main__"),
 )
 GROUP = {name: i for i, names in enumerate(GROUPS) for name in names}
@@ -56,7 +57,9 @@ def used(path):
 
 def test_the_parser_sees_imports_inside_functions(tmp_path):
     source = tmp_path / "some.py"
-    source.write_text("import torch\ndef f():\n    from fzero import pytree\n    from fzero.sharding.spec import Spec\n    import fzero.train as t\n")
+    source.write_text(
+        "import torch\ndef f():\n    from fzero import pytree\n    from fzero.sharding.spec import Spec\n    import fzero.train as t\n"
+    )
     assert [name for name, _ in imported(source)] == ["torch", "fzero.pytree", "fzero.sharding.spec", "fzero.train"]
 
 
@@ -97,7 +100,7 @@ def test_only_pytree_imports_torch_pytrees(path):
     names = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute) and node.attr == "_pytree"]
     named = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.alias) and node.name.endswith("pytree")]
     mine = path == ROOT / "pytree.py"
-    assert mine or not users and not names and all(node.name == "pytree" for node in named)
+    assert mine or (not users and not names and all(node.name == "pytree" for node in named))
 
 
 def after_import(module):

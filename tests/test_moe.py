@@ -39,7 +39,11 @@ def by_hand(p, x, ids, weights, kept=None):
 
 
 def value_and_grads(form, p, x, ids, weights):
-    leaves = {**{n: w.clone().requires_grad_() for n, w in p.items()}, "x": x.clone().requires_grad_(), "weights": weights.clone().requires_grad_()}
+    leaves = {
+        **{n: w.clone().requires_grad_() for n, w in p.items()},
+        "x": x.clone().requires_grad_(),
+        "weights": weights.clone().requires_grad_(),
+    }
     out = form({n: leaves[n] for n in p}, leaves["x"], ids, leaves["weights"])
     (out * torch.cos(torch.arange(out.numel(), dtype=F64)).reshape(out.shape).to(out.dtype)).sum().backward()
     return {"out": out.detach(), **{n: leaf.grad for n, leaf in leaves.items()}}
@@ -72,7 +76,20 @@ def test_dropless_is_the_sum_over_choices():
     assert_close(value_and_grads(moe.dropless, *args), value_and_grads(by_hand, *args), rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("sizes", ({}, {"d": 8, "f": 16}, {"f": 12}, {"d": 5, "f": 7}, {"e": 7, "t": 2, "f": 8}, {"b": 1, "t": 1, "f": 8}, {"f": 8, "k": 1}, {"f": 8, "k": 3}), ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    (
+        {},
+        {"d": 8, "f": 16},
+        {"f": 12},
+        {"d": 5, "f": 7},
+        {"e": 7, "t": 2, "f": 8},
+        {"b": 1, "t": 1, "f": 8},
+        {"f": 8, "k": 1},
+        {"f": 8, "k": 3},
+    ),
+    ids=str,
+)
 def test_the_grouped_product_equals_the_masked_one(sizes):
     args = inputs(**sizes)
     exact = value_and_grads(moe.dropless, *args)

@@ -33,7 +33,10 @@ def test_flatten_and_unflatten_are_inverse():
 
 def test_map_takes_the_leaves_of_further_trees_by_key():
     assert pytree.map(lambda a, b: a - b, {"x": 5, "y": [7]}, {"y": [1], "x": 2}) == {"x": 3, "y": [6]}
-    assert pytree.map_named(lambda name, a, b: f"{name}={a}{b}", {"x": 5, "y": [7]}, {"x": "a", "y": ["b"]}) == {"x": "x=5a", "y": ["y/0=7b"]}
+    assert pytree.map_named(lambda name, a, b: f"{name}={a}{b}", {"x": 5, "y": [7]}, {"x": "a", "y": ["b"]}) == {
+        "x": "x=5a",
+        "y": ["y/0=7b"],
+    }
 
 
 def test_map_refuses_another_structure():

@@ -155,7 +155,7 @@ def test_one_sided_truncation_stays_inside_and_follows_its_law():
 
 def test_bits_are_balanced_and_words_uncorrelated():
     w = random.bits(KEY, (NUM,))
-    assert 0 <= int(w.min()) and int(w.max()) < 1 << 32
+    assert int(w.min()) >= 0 and int(w.max()) < 1 << 32
     ones = ((w[:, None] >> torch.arange(32)) & 1).to(F64).mean(0)
     assert float((ones - 0.5).abs().max()) < 4.5 * 0.5 / math.sqrt(NUM)
     u = random._uniform01(w) - 0.5
@@ -251,7 +251,7 @@ def test_permutation_is_a_bijection_and_its_slices_agree(n):
 def test_permutation_of_a_huge_range_is_drawn_in_slices():
     n = (1 << 61) + 7
     image = random.permutation(KEY, n, torch.tensor([0, 1, 2, n - 2, n - 1]))
-    assert 0 <= int(image.min()) and int(image.max()) < n and len(set(image.tolist())) == 5
+    assert int(image.min()) >= 0 and int(image.max()) < n and len(set(image.tolist())) == 5
 
 
 def test_every_image_is_equally_likely():

@@ -201,15 +201,23 @@ class _BlockedBackward(torch.autograd.Function):
         raise NotImplementedError("blocked attention is differentiable once by .backward(); use torch.func.grad of grad")
 
 
+def fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    """`reference` without pattern or documents, by torch's own fused kernel; equal queries and keys in number."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    pattern: Pattern = FULL,
-    documents: Tensor | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """`reference`, in the fastest form that serves: blocked where it is differentiated at most once and T = S > 1."""
-    form = blocked if first_order() and q.shape[1] == k.shape[1] > 1 else reference
-    return form(q, k, v, pattern=pattern, documents=documents, scale=scale)
+    """`reference`, in the fastest form that serves where it is differentiated at most once and T = S > 1.
+
+    Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more beyond.
+    """
+    t = q.shape[1]
+    if not first_order() or t != k.shape[1] or t == 1:
+        return reference(q, k, v, pattern=pattern, documents=documents, scale=scale)
+    if pattern == FULL and documents is None and (t > MIN_BLOCK * MAX_BLOCKS or q.device.type == "cuda"):
+        return fused(q, k, v, scale=scale)
+    return blocked(q, k, v, pattern=pattern, documents=documents, scale=scale)

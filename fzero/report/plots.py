@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 # Okabe and Ito's colours, which colour-blind readers tell apart and which differ in grey.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#9A9A9A"
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#9A9A9A"
 Rows = Sequence[dict[str, Any]]
 
 
@@ -30,15 +30,16 @@ def loss(rows: Rows, path: str | Path, title: str = "") -> None:
 def throughput(rows: Rows, path: str | Path, title: str = "") -> None:
     """Write the picture of tokens per second and model FLOPs utilisation of the rows of metrics.jsonl to `path`."""
     figure, axes = _figure(title)
-    tokens = [row["tokens"] for row in rows]
-    lines = axes.plot(tokens, [row["tokens_per_s"] for row in rows], color=BLUE, linewidth=1.2, label="tokens/s")
+    tokens, rate = [row["tokens"] for row in rows], [row["tokens_per_s"] for row in rows]
+    axes.plot(tokens, rate, color=GREY, linewidth=0.7, label="each step")
+    axes.plot(tokens, smooth(rate), color=BLUE, linewidth=1.8, label="mean of the last tenth at most")
     axes.set_ylabel("throughput (tokens/s)")
     axes.set_ylim(bottom=0)
-    other = axes.twinx()
-    lines += other.plot(tokens, [100 * row["mfu"] for row in rows], color=GREEN, linewidth=1.2, linestyle="--", label="MFU")
+    # One curve with two scales: MFU is the throughput times a constant of the model and the machine.
+    percent = 100 * rows[-1]["mfu"] / rows[-1]["tokens_per_s"]
+    other = axes.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent))
     other.set_ylabel("model FLOPs utilisation (%)")
-    other.set_ylim(bottom=0)
-    axes.legend(handles=lines, frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)
 
 

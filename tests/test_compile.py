@@ -1,0 +1,192 @@
+"""jit and vjp_pair: the same numbers compiled, one program for each signature, and the function itself where it must be."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from close import assert_close, assert_same
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from fzero import compile as fzero_compile
+from fzero.compile import jit, vjp_pair
+
+F64 = torch.float64
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def counting(f):
+    """`f`, and the list of its runs: a compiled program does not run it."""
+    runs = []
+
+    def counted(*args):
+        runs.append(1)
+        return f(*args)
+
+    return counted, runs
+
+
+# ---- jit ------------------------------------------------------------------------------------------------------------
+
+
+def test_jit_is_the_function_and_compiles_once_for_a_signature():
+    def f(tree, power, flag):
+        y = torch.tanh(tree["a"] @ tree["b"][0]) ** power
+        return {"y": y, "parts": (y.sum(), tree["a"] if flag == "keep" else -tree["a"])}
+
+    counted, runs = counting(f)
+    fast = jit(counted)
+    small = {"a": draw(3, 4), "b": [draw(4, 2)]}
+    for seed, flag in ((0, "keep"), (1, "keep"), (2, "other"), (3, "keep")):
+        tree = {"a": draw(3, 4, seed=seed), "b": [draw(4, 2, seed=seed + 9)]}
+        assert_close(fast(tree, 2, flag), f(tree, 2, flag), rtol=1e-13, atol=1e-15)
+    per_program = len(runs) // 2
+    assert len(runs) == 2 * per_program and per_program >= 1  # "keep" and "other"
+    # Another shape and other strides: a program each, and none is taken for another.
+    before = len(runs)
+    for a in (draw(5, 4), draw(4, 3).T):
+        tree = {**small, "a": a}
+        assert_close(fast(tree, 2, "keep"), f(tree, 2, "keep"), rtol=1e-13, atol=1e-15)
+    assert len(runs) == before + 2 * per_program
+
+
+def test_jit_tells_apart_dtypes_and_static_values_that_are_equal():
+    fast = jit(lambda x, scale: x * scale)
+    for x in (torch.tensor([2, 3]), torch.tensor([2.5, 3.0])):
+        for scale in (2, 2.0) if x.dtype == torch.int64 else (2,):
+            assert_same(fast(x, scale), x * scale)
+
+
+def test_jit_under_transforms_is_the_function():
+    def f(x):
+        return (torch.sin(x) ** 2).sum()
+
+    counted, runs = counting(f)
+    fast, x = jit(counted), draw(3, 4)
+    assert_same(torch.func.grad(fast)(x), torch.func.grad(f)(x))
+    assert_same(torch.vmap(fast)(x), torch.vmap(f)(x))
+    assert_same(torch.func.jvp(fast, (x,), (x,)), torch.func.jvp(f, (x,), (x,)))
+    leaf = x.clone().requires_grad_()
+    fast(leaf).backward()
+    assert_same(leaf.grad, torch.func.grad(f)(x))
+    assert len(runs) == 4
+
+
+def test_jit_of_a_gradient_holds_the_backward_pass():
+    """Here the transform is inside: what is compiled is forward, backward and all."""
+
+    def f(w, x):
+        return torch.func.grad_and_value(lambda w: (torch.tanh(x @ w) ** 2).sum())(w)
+
+    w, x = draw(4, 2), draw(3, 4, seed=1)
+    counted, runs = counting(f)
+    fast = jit(counted)
+    assert_close(fast(w, x), f(w, x), rtol=1e-12, atol=1e-15)
+    traced = len(runs)
+    assert_close(fast(2 * w, x), f(2 * w, x), rtol=1e-12, atol=1e-15)
+    assert len(runs) == traced
+
+
+def test_jit_refuses_a_branch_on_a_value():
+    with pytest.raises(DataDependentOutputException):
+        jit(lambda x: x if x.sum() > 0 else -x)(draw(2))
+
+
+# ---- vjp_pair -------------------------------------------------------------------------------------------------------
+
+
+def pair_function(w, x, table):
+    """Two outputs of two differentiated inputs and an integer one."""
+    h = torch.tanh(x @ w)
+    return h[table], (h * x.sum(-1, keepdim=True)).sum()
+
+
+@pytest.mark.parametrize("options", ({"compiled": False}, {"compiled": False, "budget": 0.3}, {"compiled": True}), ids=str)
+def test_vjp_pair(options):
+    w, x, table = draw(4, 5), draw(3, 4, seed=1), torch.tensor([2, 0])
+    pair = vjp_pair(pair_function, 2, **options)
+    expected, vjp = torch.func.vjp(lambda w, x: pair_function(w, x, table), w, x)
+    cotangents = (torch.cos(expected[0]), torch.tensor(0.3, dtype=F64))
+    assert_close(list(pair.primal([w, x, table])), list(expected), rtol=1e-12)
+    for _ in range(2):
+        out, residuals = pair.forward([w, x, table])
+        assert_close(list(out), list(expected), rtol=1e-12)
+        assert not any(t.requires_grad for t in out) and residuals
+        grads = pair.backward(residuals, [c.clone() for c in cotangents])
+        assert_close(list(grads), list(vjp(cotangents)), rtol=1e-12, atol=1e-15)
+        assert residuals == []  # taken out, so that each is freed when last used
+    # A cotangent with other strides than those traced.
+    out, residuals = pair.forward([w, x, table])
+    turned = cotangents[0].T.contiguous().T
+    assert_close(list(pair.backward(residuals, [turned, cotangents[1]])), list(vjp(cotangents)), rtol=1e-12, atol=1e-15)
+
+
+def test_vjp_pair_traces_once_for_a_signature():
+    counted, runs = counting(lambda w, x: (torch.sin(x @ w),))
+    pair = vjp_pair(counted, 1, compiled=False, budget=0.5)
+    pair.forward([draw(4, 5), draw(3, 4)])
+    traced = len(runs)
+    pair.forward([draw(4, 5, seed=1), draw(3, 4)])
+    pair.primal([draw(4, 5, seed=2), draw(3, 4)])
+    assert len(runs) == traced
+    pair.forward([draw(4, 5), draw(2, 4)])
+    assert len(runs) == 2 * traced
+
+
+def test_a_budget_keeps_fewer_residuals():
+    def deep(w, x):
+        for _ in range(4):
+            x = torch.sin(torch.tanh(x @ w) * x)
+        return (x,)
+
+    def kept(budget):
+        _, residuals = vjp_pair(deep, 2, compiled=False, budget=budget).forward([draw(16, 16), draw(8, 16)])
+        return sum(r.numel() for r in residuals if isinstance(r, torch.Tensor))
+
+    assert kept(0.0) < kept(0.2) < kept(0.999)
+    assert kept(0.0) <= 16 * 16 + 8 * 16  # nothing but the inputs
+
+
+# ---- no compiler ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    fzero_compile.have_compiler.cache_clear()
+    yield
+    fzero_compile.have_compiler.cache_clear()
+
+
+def test_without_a_compiler_one_warning_and_the_same_numbers(no_compiler):
+    def f(x):
+        return torch.sin(x).sum(0)
+
+    x = draw(3, 4)
+    counted, runs = counting(f)
+    fast = jit(counted)
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler .* is on PATH") as caught:
+        assert_same(fast(x), f(x))
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(fast(x), f(x))
+        assert len(runs) == 2
+        pair = vjp_pair(lambda w, x: (torch.tanh(x @ w),), 2, compiled=True)
+        w = draw(4, 2)
+        out, residuals = pair.forward([w, x])
+        expected, vjp = torch.func.vjp(lambda w, x: torch.tanh(x @ w), w, x)
+        assert_close(out[0], expected, rtol=1e-13)
+        assert_close(list(pair.backward(residuals, [expected])), list(vjp(expected)), rtol=1e-12, atol=1e-15)
+
+
+def test_any_one_compiler_serves(monkeypatch):
+    for name in ("g++", "clang++", "c++"):
+        monkeypatch.setattr(shutil, "which", lambda wanted, name=name: f"/bin/{name}" if wanted == name else None)
+        fzero_compile.have_compiler.cache_clear()
+        assert fzero_compile.have_compiler()
+    monkeypatch.undo()
+    fzero_compile.have_compiler.cache_clear()

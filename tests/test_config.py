@@ -1,0 +1,231 @@
+"""A config is a value: it goes to JSON and back exactly, and says early and plainly what is wrong."""
+
+import dataclasses
+import json
+import tomllib
+
+import pytest
+import torch
+
+from fzero import config, models, program, tables
+from fzero.config import RunConfig, from_json, from_table, recipe, refuse_unused, to_json, to_table
+
+
+@pytest.mark.parametrize("name", models.PRESETS)
+def test_every_preset_goes_to_json_and_back(name):
+    run = recipe(name)
+    assert from_json(to_json(run)) == run
+    assert run.preset == name and run.model == models.preset(name)
+    assert run.train.batch // run.train.micro_batch >= 4
+
+
+@pytest.mark.parametrize("name", config.OPTIMIZERS)
+def test_every_optimizer_goes_to_json_and_back(name):
+    run = recipe("llama-tiny", optimizer=name)
+    assert run.optim.name == name and from_json(to_json(run)) == run
+
+
+def test_floats_keep_every_bit():
+    run = from_table({"optim": {"lr": 0.1 + 0.2, "eps": 5e-324}})
+    back = from_json(to_json(run))
+    assert back.optim.lr.hex() == (0.1 + 0.2).hex() and back.optim.eps == 5e-324
+
+
+def test_a_table_changes_what_it_names_and_nothing_else():
+    text = """
+    preset = "mixtral-tiny"
+    zero = 1
+    [model]
+    n_layers = 2
+    rope_scaling = {factor = 4}
+    [optim]
+    name = "muon"
+    lr = 1
+    [optim.schedule]
+    name = "wsd"
+    decay_steps = 5
+    [train]
+    steps = 30
+    compiled = false
+    [mesh]
+    dp = 1
+    """
+    run = from_table(tomllib.loads(text))
+    base = recipe("mixtral-tiny", steps=30, optimizer="muon")
+    assert run.model == dataclasses.replace(base.model, n_layers=2, rope_scaling=models.RopeScaling(factor=4.0))
+    assert run.optim == dataclasses.replace(
+        base.optim, lr=1.0, schedule=dataclasses.replace(base.optim.schedule, name="wsd", decay_steps=5)
+    )
+    assert run.train == dataclasses.replace(base.train, compiled=False) and run.data == base.data
+    assert run.zero == 1 and run.mesh == {"dp": 1}
+    assert type(run.optim.lr) is float
+    assert from_json(to_json(run)) == run
+    assert from_table(to_table(run)) == run
+
+
+def test_a_family_without_a_preset():
+    run = from_table({"preset": "", "model": {"family": "gpt2", "n_layers": 1}})
+    assert run.model == models.GPT2Config(n_layers=1) and from_json(to_json(run)) == run
+
+
+def test_warmup_follows_from_the_steps():
+    assert recipe("llama-tiny", steps=5).optim.schedule.warmup_steps == 0
+    assert recipe("llama-tiny", steps=1000).optim.schedule.warmup_steps == 100
+
+
+WRONG = {
+    "unknown key": ({"train": {"stepz": 3}}, "unknown key 'train.stepz' (did you mean steps?)"),
+    "unknown table": ({"modle": {}}, "unknown key 'modle' (did you mean model?)"),
+    "deep unknown key": ({"model": {"rope_scaling": {"factr": 2}}}, "'model.rope_scaling.factr' (did you mean factor?)"),
+    "text for a number": ({"train": {"steps": "ten"}}, "train.steps is 'ten'; it must be a whole number"),
+    "float for an int": ({"train": {"batch": 2.5}}, "train.batch is 2.5; it must be a whole number"),
+    "bool for a float": ({"optim": {"lr": True}}, "optim.lr is True; it must be a number"),
+    "number for a table": ({"train": 3}, "train is 3; it must be a table of steps"),
+    "text for a model": ({"model": "llama-tiny"}, "model is 'llama-tiny'; it must be a table of vocab_size"),
+    "no steps": ({"train": {"steps": 0}}, "train.steps is 0; it must be at least 1"),
+    "nan": ({"optim": {"lr": float("nan")}}, "optim.lr is nan"),
+    "infinite": ({"optim": {"clip": float("inf")}}, "optim.clip is inf"),
+    "preset": ({"preset": "llama-tin"}, "'llama-tin' is not a preset (did you mean llama-tiny?)"),
+    "family": ({"preset": "", "model": {"family": "lama"}}, "model.family is 'lama' (did you mean llama?)"),
+    "family of the preset": ({"model": {"family": "gpt2"}}, "model.family is 'gpt2' and llama-tiny is of family llama"),
+    "no heads": ({"model": {"n_heads": 0}}, "model.n_heads is 0; it must be at least 1"),
+    "heads": ({"model": {"n_heads": 3}}, "model: d_model is 256, not divisible by n_heads=3"),
+    "optimizer": ({"optim": {"name": "adamv"}}, "optim.name is 'adamv' (did you mean adam?)"),
+    "schedule": ({"optim": {"schedule": {"name": "cosin"}}}, "optim.schedule.name is 'cosin' (did you mean cosine?)"),
+    "unused number": ({"optim": {"momentum": 0.9}}, "optim.momentum does nothing with adamw"),
+    "unused in the schedule": ({"optim": {"schedule": {"power": 2.0}}}, "optim.schedule.power does nothing with cosine"),
+    "policy": ({"precision": {"policy": "float16"}}, "precision.policy is 'float16'"),
+    "loss scale": ({"precision": {"loss_scale": {"floor": -1}}}, "precision.loss_scale: "),
+    "remat": ({"train": {"remat": "some"}}, "remat is 'some'"),
+    "compiled": ({"train": {"compiled": "yes"}}, "train.compiled is 'yes'; it must be one of auto, true, false"),
+    "micro-batch": ({"train": {"batch": 10, "micro_batch": 4}}, "train.micro_batch is 4 and does not divide train.batch=10; use one of 1, 2, 5, 10"),
+    "sequence": ({"data": {"seq_len": 5000}}, "data.seq_len is 5000 and the model takes 1024"),
+    "warmup": ({"train": {"steps": 5}, "optim": {"schedule": {"warmup_steps": 7}}}, "warmup_steps is 7; it must be below train.steps=5"),
+    "decay": ({"optim": {"schedule": {"name": "wsd"}}}, "optim.schedule.decay_steps is 0; wsd needs 1 to"),
+    "nesterov": ({"optim": {"name": "sgd", "momentum": 0.0, "nesterov": True}}, "optim.nesterov is true and optim.momentum is 0"),
+    "stage": ({"zero": 4}, "zero is 4; it must be at least 0 and below 4"),
+    "axis": ({"mesh": {"dq": 2}}, "mesh.dq is 2 (did you mean dp?)"),
+    "axis size": ({"mesh": {"dp": 0}}, "mesh.dp is 0; the axes are dp"),
+    "mesh": ({"mesh": 2}, "mesh is 2; it must be a table of whole numbers"),
+    "seed": ({"train": {"seed": -1}}, "train.seed is -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_before_anything_runs(name):
+    table, message = WRONG[name]
+    with pytest.raises(ValueError) as caught:
+        refuse_unused(from_table(table), table)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_made_in_python_is_checked_too():
+    with pytest.raises(ValueError, match="micro_batch is 3 and does not divide"):
+        RunConfig(train=config.Train(batch=4, micro_batch=3))
+    with pytest.raises(ValueError, match="optim.lr is -1.0"):
+        RunConfig(optim=config.Optim(lr=-1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [
+        ("train.steps=5", ("train.steps", 5)),
+        ("optim.lr = 1e-3", ("optim.lr", 1e-3)),
+        ("train.compiled=false", ("train.compiled", False)),
+        ("optim.name=muon", ("optim.name", "muon")),
+        ('optim.name="muon"', ("optim.name", "muon")),
+        ("train.remat=every:2", ("train.remat", "every:2")),
+        ("mesh={dp = 2}", ("mesh", {"dp": 2})),
+    ],
+)
+def test_settings(text, pair):
+    key, value = tables.parse_setting(text)
+    assert (key, value) == pair and type(value) is type(pair[1])
+
+
+@pytest.mark.parametrize("text", ["train.steps", "=5", "a b=c", "train.steps=1 2", "x=[1,"])
+def test_settings_that_are_none(text):
+    with pytest.raises(ValueError, match="--set"):
+        tables.parse_setting(text)
+
+
+def test_files(tmp_path):
+    (tmp_path / "run.toml").write_text("zero = 1\n")
+    (tmp_path / "bad.toml").write_text("zero = \n")
+    (tmp_path / "bad.json").write_text("[1]")
+    (tmp_path / "run.yaml").write_text("zero: 1")
+    assert tables.read_table(tmp_path / "run.toml") == {"zero": 1}
+    for name, message in {
+        "bad.toml": "not TOML",
+        "bad.json": "holds a list",
+        "run.yaml": "is a .toml file",
+        "no.toml": "no such file",
+    }.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            tables.read_table(tmp_path / name)
+        assert name in str(caught.value)
+
+
+# -- what a config means
+
+
+def settled(table):
+    return program.settled(from_table(table), policy="fp32", fp32_matmul="default", compiled=False)
+
+
+@pytest.mark.parametrize("name", config.SCHEDULES)
+def test_schedules_start_peak_and_end_as_they_say(name):
+    numbers = {"name": name} | ({"decay_steps": 50} if name == "wsd" else {}) | ({} if name == "one_cycle" else {"warmup_steps": 10})
+    numbers |= {"end": 0.25} if "end" in config.SCHEDULES[name] else {}
+    run = from_table({"train": {"steps": 100}, "optim": {"lr": 2.0, "schedule": numbers}})
+    rate = program.make_schedule(run.optim, run.optim.lr, 100)
+    values = [float(rate(step)) for step in range(101)]
+    assert max(values) == pytest.approx(2.0)
+    assert values[0] < 0.2
+    if "end" in config.SCHEDULES[name]:
+        assert values[100] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("optimizer", config.OPTIMIZERS)
+@pytest.mark.parametrize("preset", ["mlp-tiny", "mixtral-tiny"])
+def test_state_bytes_are_those_of_the_state(preset, optimizer):
+    sizes = {"mlp-tiny": {}, "mixtral-tiny": {"d_model": 32, "d_ff": 16, "n_layers": 2, "vocab_size": 64}}[preset]
+    made = program.build(settled({"preset": preset, "model": sizes, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}))
+    state = program.first_state(made)
+    parts = (state.params, state.master, state.opt_state, state.extra)
+    assert program.memory_needed(made).state == program.tree_bytes(parts)
+
+
+def test_muon_is_for_the_matrices_of_blocks():
+    run = from_table({"preset": "mixtral-tiny", "model": {"n_layers": 1}, "optim": {"name": "muon", "clip": 0.0}, "train": {"steps": 20}})
+    model = models.build(run.model)
+    state = program.make_optimizer(run.optim, 20).init(models.init_params(model, torch.tensor([0, 0])))
+    moments = {label: sorted(part.momentum if label == "muon" else part.m) for label, part in state.items()}
+    assert moments["muon"] == [f"blocks/attn/w_{n}" for n in "koqv"] + [f"blocks/moe/w_{n}" for n in ("down", "gate", "up")]
+    assert "blocks/moe/router" in moments["adamw"] and "embed/tokens" in moments["adamw"]
+
+
+def test_flops_of_a_token():
+    """Against the sum over the matrices that a token meets, written out."""
+    sizes = {"vocab_size": 64, "max_len": 32, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
+    made = program.build(settled({"preset": "", "model": {"family": "llama", **sizes}, "data": {"seq_len": 32}}))
+    layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
+    norms = 3 * 2 * 16 + 16
+    assert program.flop_per_token(made) == 6 * (3 * layer + 64 * 16 + norms) + 12 * 3 * 32 * 16
+
+
+def test_a_model_too_large_for_the_memory_is_refused():
+    made = program.build(settled({"preset": "llama-70b"}))
+    with pytest.raises(
+        ValueError, match=r"llama-70b \(70.6B parameters\) needs .* GB .* 16.0 GB are available; the largest preset .* llama-"
+    ) as error:
+        program.check_memory(made, 16 * 10**9)
+    assert "\n" not in str(error.value)
+    allowed = dataclasses.replace(made.config, train=dataclasses.replace(made.config.train, memory_check=False))
+    program.check_memory(made._replace(config=allowed), 16 * 10**9)
+    program.check_memory(program.build(settled({})), 16 * 10**9)
+
+
+def test_json_is_plain():
+    assert json.loads(to_json(recipe("mlp-tiny")))["model"]["family"] == "mlp"
