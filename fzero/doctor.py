@@ -18,7 +18,7 @@ from fzero.compile import have_compiler
 from fzero.config import RunConfig
 from fzero.program import gigabytes, settled
 
-GEMM = 1024  # rows, columns and inner size of the products that are timed
+GEMM = 1024  # side of the square products that are timed
 MAX_ERROR = 1e-6  # of a float32 product, relative to its float64 value
 OPTIONAL = {
     "tensorboard": "logging beside metrics.jsonl",
@@ -49,14 +49,21 @@ def available_bytes() -> int:
 
 
 def gemm_rate(dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """The FLOP/s of the fastest of the square products [1024, 1024] in `dtype` made in `seconds` (at least three)."""
-    a = torch.ones(GEMM, GEMM, dtype=dtype)
-    best, start, runs = float("inf"), time.perf_counter(), 0
-    while runs < 3 or time.perf_counter() - start < seconds:
+    """The FLOP/s of the fastest of the square products made in `seconds`, of side 1024, or less where one would take too long."""
+
+    def time_of(side: int) -> float:
+        a = torch.ones(side, side, dtype=dtype)
         before = time.perf_counter()
         a @ a
-        best, runs = min(best, time.perf_counter() - before), runs + 1
-    return 2.0 * GEMM**3 / best
+        return time.perf_counter() - before
+
+    side = GEMM
+    while side > 64 and time_of(side // 8) * 8**3 > seconds:
+        side //= 2
+    start, best = time.perf_counter(), time_of(side)
+    while time.perf_counter() - start < seconds:
+        best = min(best, time_of(side))
+    return 2.0 * side**3 / best
 
 
 def fp32_error() -> float:

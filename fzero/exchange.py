@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ def import_hf(source: Path, out: Path) -> str:
         runs.create(out, value, tokenizer, imported=str(source.resolve()))
         checkpoint.save(out / runs.CHECKPOINTS, {"params": params}, step=0, config=to_table(value))
     except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        if there:
-            out.mkdir()
+        runs.clear(out, keep=there)
         raise
     count = sum(leaf.numel() for leaf in pytree.leaves(params))
     text = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"

@@ -28,6 +28,8 @@ from fzero.models import build
 from fzero.pytree import Tree
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 # ---- both directions ----
 
 
@@ -134,7 +136,7 @@ def _open_tensors(folder: Path, family: Family, stack: ExitStack) -> dict[str, t
 
 def _expect(folder: Path, family: Family, rows: tuple[Row, ...], leaves: dict[str, Tensor], files: dict[str, tuple[Any, str]]) -> None:
     wanted = {name for row in rows for name, _ in places(row, leaves[row.ours].shape)}
-    missing = [_full_name(family, name) for name in sorted(wanted - set(files))]
+    missing = [full_name(family, name) for name in sorted(wanted - set(files))]
     extra = [files[name][1] for name in sorted(set(files) - wanted - {"lm_head.weight"})]
     for what, names in (("are missing", missing), ("are unexpected", extra)):
         if names:
@@ -142,7 +144,8 @@ def _expect(folder: Path, family: Family, rows: tuple[Row, ...], leaves: dict[st
             raise ValueError(f"{folder}: tensors {what} for a {family.architecture} of these sizes: {', '.join(names[:5])}{more}")
 
 
-def _full_name(family: Family, name: str) -> str:
+def full_name(family: Family, name: str) -> str:
+    """The name in a file of transformers, from the one in the rows."""
     return name if name.startswith("lm_head.") else family.prefix + name
 
 
@@ -221,7 +224,7 @@ def _tensors(family: Family, rows: list[Row], named: dict[str, Tensor]) -> dict[
             whole = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
             return whole.transpose(-1, -2) if transposed else whole
 
-        entries[_full_name(family, name)] = (parts[0].dtype, tuple(their_shape(row, parts[0].shape)), give)
+        entries[full_name(family, name)] = (parts[0].dtype, tuple(their_shape(row, parts[0].shape)), give)
     return entries
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import signal
 import sysconfig
 import time
@@ -79,9 +78,7 @@ def start(config: RunConfig, folder: Path, *, grow_vocabulary: bool = True, init
             flop_per_token=flop_per_token(program),
         )
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        if there:
-            folder.mkdir()
+        runs.clear(folder, keep=there)
         raise
     for line in [*(weights.warnings if weights else []), *lines]:
         options.say(line)
@@ -140,7 +137,7 @@ def finish(program: Program, state: TrainState, folder: Path, corpus: Path, opti
         title = f"{config.preset or 'model'}, {num_params(program):,} parameters, {config.precision.policy}"
         plots.loss(rows, folder / "loss.png", title)
         plots.throughput(rows, folder / "throughput.png", title)
-    if stopped or step < config.train.steps:
+    if step < config.train.steps:
         say(f"stopped after step {step} of {config.train.steps}; go on with: fzero pretrain --out {folder} --resume")
         return stopped
     last = next((row for row in reversed(rows) if "val_loss" in row), {})
@@ -150,7 +147,7 @@ def finish(program: Program, state: TrainState, folder: Path, corpus: Path, opti
     if options.sample:
         say(f"a sample (fzero sample {folder} --prompt ...):\n")
         say(sample_text(program, state, folder, options.sample))
-    return 0
+    return stopped
 
 
 def train(program: Program, state: TrainState, folder: Path, corpus: Path, until: int, options: Options) -> tuple[TrainState, int]:

@@ -55,6 +55,17 @@ def expect_free(folder: Path) -> None:
         raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")
 
 
+def clear(folder: Path, *, keep: bool) -> None:
+    """Remove what is in `folder`, which was free before, and the folder itself unless `keep`."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    if folder.is_dir() and not keep:
+        folder.rmdir()
+
+
 def create(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **environment: Any) -> None:
     """Write config.json, environment.json and tokenizer.json into `folder`; config.json last: with it the folder is a run."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,9 +162,3 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
     leaves = checkpoint.restore_leaves(path, lambda name: name.startswith(prefix))
     params = pytree.from_named({name.removeprefix(prefix): leaf for name, leaf in leaves.items()}, shapes_of(model))
     return Trained(value, model, params, record["step"], [f"passed over {bad}: {why}" for bad, why in damaged])
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy tokenizer.json from folder to folder, where there is one."""
-    if (source / TOKENIZER).is_file():
-        shutil.copyfile(source / TOKENIZER, target / TOKENIZER)

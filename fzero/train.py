@@ -165,20 +165,14 @@ def make_train_step(
                 sums.append(out)
                 if i == 0:
                     grads = pytree.map(lambda g: g.to(policy.accumulate), part_grads) if len(parts) > 1 else part_grads
-                elif donate:
-                    grads = overwrite(lambda name, total, g: total.add_(g), name_tree(grads), grads, part_grads)
                 else:
-                    grads = pytree.map(torch.add, grads, part_grads)
+                    grads = add(grads, part_grads, donate)
                 del part_grads
             total = pytree.map(lambda *leaves: sum(leaves), *(out._replace(num_tokens=out.num_tokens + 0) for out in sums))
-            tokens = total.num_tokens.clamp(min=1)
+            tokens = torch.where(total.num_tokens == 0, 1, total.num_tokens)  # a count may be a sum of weights, below 1
             wide = torch.promote_types(total.total.dtype, torch.float32)
             inverse = seed_divisor / (tokens.to(wide) * scale)
-            grads = pytree.map(lambda g: g.to(policy.accumulate), grads)
-            if donate:
-                grads = overwrite(lambda name, g: g.mul_(inverse), name_tree(grads), grads)
-            else:
-                grads = pytree.map(lambda g: g * inverse, grads)
+            grads = scale_by(pytree.map(lambda g: g.to(policy.accumulate), grads), inverse, donate)
             grad_norm = global_norm(grads)
             skipped = ~torch.isfinite(grad_norm)
             metrics = Metrics(
@@ -198,6 +192,20 @@ def make_train_step(
             return update(tx, policy, grads, moved, skipped, ema_decay), metrics
 
     return train_step
+
+
+def add(total: Tree, grads: Tree, donate: bool) -> Tree:
+    """total + grads; in the buffers of `total` where it is donated, but never twice in one that two of its leaves share."""
+    if donate:
+        return overwrite(lambda name, a, b: a.add_(b), name_tree(total), total, grads)
+    return pytree.map(torch.add, total, grads)
+
+
+def scale_by(grads: Tree, factor: Tensor, donate: bool) -> Tree:
+    """grads * factor; in the buffers of `grads` where they are donated, as in `add`."""
+    if donate:
+        return overwrite(lambda name, g: g.mul_(factor), name_tree(grads), grads)
+    return pytree.map(lambda g: g * factor, grads)
 
 
 def update_donated(

@@ -58,6 +58,31 @@ def one_normalisation(case: Case) -> None:
         assert int(metrics.num_tokens) == int(batch["mask"].sum())
 
 
+def weights_are_counts(scale: float) -> None:
+    """A step does not change when all weights of a weighted loss are multiplied by one number, however small."""
+    case, results = case_of("plain function"), []
+    for by in (1.0, scale):
+        step, state = make(case, optim.sgd(0.3), micro_batches=2)
+        batch = batch_of(0)
+        results.append(step(state, {**batch, "mask": by * batch["mask"].to(F64)}))
+    (params, metrics), (scaled_params, scaled) = ((state.params, metrics) for state, metrics in results)
+    assert_close(scaled_params, params, rtol=1e-10, atol=1e-12)
+    assert_close(scaled.loss, metrics.loss, rtol=1e-10)
+
+
+def evaluation(case: Case) -> None:
+    """An evaluation is the sums of the loss without dropout, which add up over the parts of a batch; it changes nothing."""
+    _, state = make(case, optim.sgd(0.3))
+    evaluate, batch, before = fzero.make_eval_step(case.loss_fn, MESH, policy=FP64), batch_of(0), clone(state.params)
+    whole = evaluate(state.params, batch)
+    parts = [evaluate(state.params, pytree.map(lambda x, i=i: x[i : i + 2], batch)) for i in range(0, ROWS, 2)]
+    assert_close(sum(part.total for part in parts), whole.total, rtol=1e-12)
+    assert sum(int(part.num_tokens) for part in parts) == int(whole.num_tokens) == int(batch["mask"].sum())
+    if isinstance(case.loss_fn, base.Model):
+        assert_close(whole.total, base.loss(case.loss_fn, state.params, batch, base.Ctx(dtype=F64)).total, rtol=1e-12)
+    assert_same(state.params, before)
+
+
 def remat(case: Case) -> None:
     """Recomputation gives the bits of none; the selective policies run a traced program, equal among themselves and within 1e-10."""
     none, _ = run(case, optim.sgd(0.3), 2, remat="none")

@@ -143,16 +143,22 @@ def test_remat_refuses_a_closure_over_what_is_differentiated():
     """Its gradient would silently be zero."""
     t = torch.tensor(2.0, dtype=F64)
     for use in (grad, torch.func.jacfwd, lambda fn: torch.vmap(fn)):
-        with pytest.raises(ValueError, match="remat: the function closes over 'w', a tensor that is differentiated; pass it as an argument"):
+        with pytest.raises(
+            ValueError, match="remat: the function closes over 'w', a tensor that is differentiated; pass it as an argument"
+        ):
             use(lambda w: remat(lambda x: x * w)(t))(torch.stack((t, t)) if use is not grad else t)
     leaf = {"w": t.clone().requires_grad_()}
     with pytest.raises(ValueError, match="closes over 'leaf'"):
         remat(lambda x: x * leaf["w"])(t)
     with torch.no_grad():
         remat(lambda x: x * leaf["w"])(t)
-    # A constant may be closed over, also one not assigned yet.
-    assert_same(grad(remat(lambda x: x * t + (0.0 if x is t else later)))(t), t)
-    later = 1.0
+    # A constant may be closed over, and a function that is still to be made.
+    closing = remat(lambda x: later(x * t))
+
+    def later(x):
+        return x
+
+    assert_same(grad(closing)(t), t)
 
 
 # ---- what is around the caller --------------------------------------------------------------------------------------

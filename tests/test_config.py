@@ -98,7 +98,7 @@ WRONG = {
     "loss scale": ({"precision": {"loss_scale": {"floor": -1}}}, "precision.loss_scale: "),
     "remat": ({"train": {"remat": "some"}}, "remat is 'some'"),
     "compiled": ({"train": {"compiled": "yes"}}, "train.compiled is 'yes'; it must be one of auto, true, false"),
-    "micro-batch": ({"train": {"batch": 10, "micro_batch": 4}}, "train.micro_batch is 4 and does not divide train.batch=10; use one of 1, 2, 5, 10"),
+    "micro-batch": ({"train": {"batch": 10, "micro_batch": 4}}, "train.micro_batch is 4 and does not divide train.batch=10; use one"),
     "sequence": ({"data": {"seq_len": 5000}}, "data.seq_len is 5000 and the model takes 1024"),
     "warmup": ({"train": {"steps": 5}, "optim": {"schedule": {"warmup_steps": 7}}}, "warmup_steps is 7; it must be below train.steps=5"),
     "decay": ({"optim": {"schedule": {"name": "wsd"}}}, "optim.schedule.decay_steps is 0; wsd needs 1 to"),
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_said_before_anything_runs(name):
 def test_a_config_made_in_python_is_checked_too():
     with pytest.raises(ValueError, match="micro_batch is 3 and does not divide"):
         RunConfig(train=config.Train(batch=4, micro_batch=3))
-    with pytest.raises(ValueError, match="optim.lr is -1.0"):
+    with pytest.raises(ValueError, match=r"optim\.lr is -1\.0"):
         RunConfig(optim=config.Optim(lr=-1.0))
 
 
@@ -156,12 +156,8 @@ def test_files(tmp_path):
     (tmp_path / "bad.json").write_text("[1]")
     (tmp_path / "run.yaml").write_text("zero: 1")
     assert tables.read_table(tmp_path / "run.toml") == {"zero": 1}
-    for name, message in {
-        "bad.toml": "not TOML",
-        "bad.json": "holds a list",
-        "run.yaml": "is a .toml file",
-        "no.toml": "no such file",
-    }.items():
+    wrong = {"bad.toml": "not TOML", "bad.json": "holds a list", "run.yaml": "is a .toml file", "no.toml": "no such file"}
+    for name, message in wrong.items():
         with pytest.raises(ValueError, match=message) as caught:
             tables.read_table(tmp_path / name)
         assert name in str(caught.value)
@@ -217,9 +213,8 @@ def test_flops_of_a_token():
 
 def test_a_model_too_large_for_the_memory_is_refused():
     made = program.build(settled({"preset": "llama-70b"}))
-    with pytest.raises(
-        ValueError, match=r"llama-70b \(70.6B parameters\) needs .* GB .* 16.0 GB are available; the largest preset .* llama-"
-    ) as error:
+    said = r"llama-70b \(70.6B parameters\) needs .* GB .* 16.0 GB are available; the largest preset .* llama-"
+    with pytest.raises(ValueError, match=said) as error:
         program.check_memory(made, 16 * 10**9)
     assert "\n" not in str(error.value)
     allowed = dataclasses.replace(made.config, train=dataclasses.replace(made.config.train, memory_check=False))

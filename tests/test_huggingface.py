@@ -217,6 +217,16 @@ def test_gpt2_as_first_published_has_no_prefix_but_mask_buffers(saved, tmp_path)
     assert_same(load_hf(old)[1], load_hf(folder)[1])
 
 
+def test_a_tied_head_may_be_stored_too(saved, tmp_path):
+    _, folder = saved("llama-tied-scaled")
+    both = copy_of(folder, tmp_path / "both")
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, both / "model.safetensors")
+    config, params = load_hf(both)
+    assert config.tied and "w" not in params["head"]
+    assert_same(params, load_hf(folder)[1])
+
+
 @pytest.mark.parametrize("rope", ["scaled", "default"])
 def test_rope_in_the_spelling_of_transformers_4(rope, saved, tmp_path):
     _, folder = saved("llama-tied-scaled")
@@ -246,7 +256,7 @@ def test_configs_say_what_the_model_is(saved):
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b", "llama2-70b", "mixtral-8x7b"])
 def test_presets_have_the_tensors_of_their_model(name, tmp_path):
     """Names and shapes of the real sizes, without the memory."""
-    from fzero.huggingface import _full_name, places, their_shape
+    from fzero.huggingface import full_name, places, their_shape
     from fzero.huggingface_names import write_config
 
     content, family = write_config(preset(name))
@@ -257,7 +267,7 @@ def test_presets_have_the_tensors_of_their_model(name, tmp_path):
     leaves = like(preset(name))
     # As transformers holds them: the last layout.
     got = {
-        _full_name(family, there): their_shape(row, leaves[row.ours].shape[len(index) :])
+        full_name(family, there): their_shape(row, leaves[row.ours].shape[len(index) :])
         for row in family.layouts[-1]
         if row.ours in leaves
         for there, index in places(row, leaves[row.ours].shape)

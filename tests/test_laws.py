@@ -29,6 +29,25 @@ def test_one_normalisation(case):
     laws.one_normalisation(case_of(case))
 
 
+@pytest.mark.parametrize("scale", [1e-3, 30.0])
+def test_weights_are_counts(scale):
+    laws.weights_are_counts(scale)
+
+
+@every_case
+def test_evaluation(case):
+    laws.evaluation(case_of(case))
+
+
+@both_forms
+def test_a_batch_without_a_token_has_no_loss_and_no_gradient(donate):
+    step, state = make(case_of("gpt2"), tx_of("sgd"), donate=donate, micro_batches=2)
+    batch, before = batch_of(0), pytree.map(torch.clone, state.params)
+    state, metrics = step(state, {**batch, "mask": torch.zeros_like(batch["mask"])})
+    assert (float(metrics.loss), float(metrics.grad_norm), int(metrics.num_tokens), bool(metrics.skipped)) == (0.0, 0.0, 0, False)
+    assert all(torch.equal(a, b) for a, b in zip(pytree.leaves(state.params), pytree.leaves(before)))
+
+
 @every_model
 def test_remat(model):
     laws.remat(case_of(model))

@@ -187,6 +187,18 @@ def test_logarithm():
     assert_close(random._log(x), torch.tensor([math.log(float(v)) for v in x], dtype=F64), rtol=1e-14, atol=1e-15)
 
 
+def test_uniform_values_are_exact_and_symmetric_in_the_open_interval():
+    words = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
+    u = random._uniform01(words)
+    assert_same(u, torch.tensor([2.0**-33, 3 * 2.0**-33, 0.5 - 2.0**-33, 0.5 + 2.0**-33, 1.0 - 2.0**-33], dtype=F64))
+    assert_same(random.uniform(KEY, (9,), dtype=F64), random._uniform01(random.bits(KEY, (9,))))
+
+
+def test_truncated_values_are_inside_where_the_distribution_function_is_flat():
+    z = random.truncated_normal(KEY, (2000,), low=8.0, high=8.01, dtype=F64)
+    assert float(z.min()) >= 8.0 and float(z.max()) <= 8.01
+
+
 def test_truncation_bounds_in_the_wrong_order_are_refused():
     with pytest.raises(ValueError, match=r"low is 1\.0 and high is 1\.0"):
         random.truncated_normal(KEY, (2,), low=1.0, high=1.0)

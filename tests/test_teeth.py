@@ -1,13 +1,14 @@
 """Planted mistakes, each with the law that must catch it. A mistake that survives means that a law has no teeth."""
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import laws
 import pytest
 import torch
 from law_cases import CASES, OPTIMIZERS, case_of
 
-from fzero import models, optim, precision, pytree, streaming, train
+from fzero import models, optim, precision, pytree, random, streaming, train
 from fzero.kernels import attention, cross_entropy, moe
 from fzero.models import base, layers
 from fzero.optim import leafwise
@@ -93,6 +94,17 @@ def mean_of_the_micro_batches_means(monkeypatch):
         return out._replace(total=out.total / out.num_tokens.clamp(min=1), num_tokens=torch.ones_like(out.num_tokens))
 
     wrong_loss(monkeypatch, local_mean)
+
+
+@caught_by(("weights_are_counts", lambda: laws.weights_are_counts(1e-3)))
+def count_of_at_least_one(monkeypatch):
+    wrong_loss(monkeypatch, lambda out, first: out._replace(num_tokens=out.num_tokens.clamp(min=1)))
+
+
+@caught_by(("evaluation llama", lambda: laws.evaluation(case_of("llama"))))
+def dropout_in_the_evaluation(monkeypatch):
+    keyed = lambda f: lambda model, params, batch, ctx: f(model, params, batch, ctx._replace(key=random.key(0)))  # noqa: E731
+    monkeypatch.setattr(train, "base", SimpleNamespace(**{**vars(base), "loss": keyed(base.loss)}))
 
 
 @caught_by(one_normalisation("mlp"), one_normalisation("gpt2"))
