@@ -40,7 +40,7 @@ _MODULES = (
     "train",
 )
 
-__all__ = [*_HOME, *(name for name in _MODULES if name not in _HOME)]  # noqa: PLE0604
+__all__ = [*_HOME, *(name for name in _MODULES if name not in _HOME)]
 __version__ = "0.1.0"
 
 

@@ -84,6 +84,34 @@ def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Ca
     return of_some
 
 
+class Backward(torch.autograd.Function):
+    """`Backward.apply(what, run, *tensors)`: the tuple `run(*tensors)`, computed below functorch, as a backward pass does it.
+
+    It batches (jacrev batches cotangents) by a loop. Differentiating it raises NotImplementedError naming `what`: under torch.func,
+    what has such a backward pass uses its reference for higher orders.
+    """
+
+    @staticmethod
+    def forward(what: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.what = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{ctx.what}: .backward() differentiates it once; for second derivatives use torch.func.grad of grad")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], what: str, run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
+        outs = []
+        for i in range(info.batch_size):
+            row = (t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[2:]))
+            outs.append(Backward.apply(what, run, *row))
+        return tuple(torch.stack(parts) for parts in zip(*outs)), (0,) * len(outs[0])
+
+
 class _Remat(torch.autograd.Function):
     @staticmethod
     def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:

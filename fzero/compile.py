@@ -52,7 +52,12 @@ def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor],
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with mode:
-        graph = make_fx(f)(primals, tangents)
+        try:
+            graph = make_fx(f)(primals, tangents)
+        except AssertionError as error:
+            if "convert all Tensors to FakeTensors" not in str(error):
+                raise
+            raise ValueError("the function to be compiled closes over a tensor; pass it as an argument") from error
         # In a second pass, as functionalize cannot pass through a Function, and the first has executed them all.
         functional = torch.func.functionalize(graph, remove="mutations")
 

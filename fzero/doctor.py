@@ -9,7 +9,9 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,22 +50,37 @@ def available_bytes() -> int:
     return min(limits)
 
 
-def gemm_rate(dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """The FLOP/s of the fastest of the square products made in `seconds`, of side 1024, or less where one would take too long."""
+def gemm_rate(dtype: torch.dtype, mode: str | None = None) -> float:
+    """The FLOP/s of square products in `dtype`, float32 ones made by `mode` (None: as they are now); see gemm_rates."""
+    return gemm_rates([(dtype, mode or fp32_matmul())])[0]
 
-    def time_of(side: int) -> float:
-        a = torch.ones(side, side, dtype=dtype)
-        before = time.perf_counter()
+
+def gemm_rates(kinds: Sequence[tuple[torch.dtype, str]], seconds: float = 0.2) -> list[float]:
+    """The FLOP/s of the fastest square product of each kind (dtype, way of float32), made in turn for `seconds` each.
+
+    In turn, since the speed of a shared machine changes from one moment to the next. The side is 1024, or less where one product would
+    take too long.
+    """
+    before = fp32_matmul()
+
+    def time_of(kind: tuple[torch.dtype, str], side: int) -> float:
+        a = torch.ones(side, side, dtype=kind[0])
+        set_fp32_matmul(kind[1])
+        start = time.perf_counter()
         a @ a
-        return time.perf_counter() - before
+        return time.perf_counter() - start
 
-    side = GEMM
-    while side > 64 and time_of(side // 8) * 8**3 > seconds:
-        side //= 2
-    start, best = time.perf_counter(), time_of(side)
-    while time.perf_counter() - start < seconds:
-        best = min(best, time_of(side))
-    return 2.0 * side**3 / best
+    sides = []
+    for kind in kinds:
+        side = GEMM
+        while side > 64 and time_of(kind, side // 8) * 8**3 > seconds:
+            side //= 2
+        sides.append(side)
+    best, begin = [float("inf")] * len(kinds), time.perf_counter()
+    while time.perf_counter() - begin < seconds * len(kinds) or float("inf") in best:
+        best = [min(least, time_of(kind, side)) for least, kind, side in zip(best, kinds, sides)]
+    set_fp32_matmul(before)
+    return [2.0 * side**3 / least for side, least in zip(sides, best)]
 
 
 def fp32_error() -> float:
@@ -74,13 +91,25 @@ def fp32_error() -> float:
     return float((a @ a.T - exact).norm() / exact.norm())
 
 
+def onednn_switch() -> Any:
+    """Where torch keeps the switch for float32 products by oneDNN; None where it has none."""
+    switch = getattr(torch.backends.mkldnn, "matmul", None)
+    return switch if torch.backends.mkldnn.is_available() and hasattr(switch, "fp32_precision") else None
+
+
+def fp32_matmul() -> str:
+    """How the process makes float32 products now: default or onednn."""
+    switch = onednn_switch()
+    return "onednn" if switch is not None and switch.fp32_precision == "bf16" else "default"
+
+
 def set_fp32_matmul(mode: str) -> None:
     """Have float32 products made the "default" way, or by oneDNN from bfloat16 parts ("onednn"). For the whole process.
 
     Raises ValueError where this torch has no such switch.
     """
-    switch = getattr(torch.backends.mkldnn, "matmul", None)
-    if mode == "onednn" and not (torch.backends.mkldnn.is_available() and hasattr(switch, "fp32_precision")):
+    switch = onednn_switch()
+    if mode == "onednn" and switch is None:
         raise ValueError(f"precision.fp32_matmul is 'onednn' and torch {torch.__version__} has no such switch here; use default")
     if switch is not None:
         switch.fp32_precision = "bf16" if mode == "onednn" else "none"
@@ -95,14 +124,11 @@ def choose_fp32_matmul(wanted: str) -> tuple[str, str]:
     set_fp32_matmul("default")
     if wanted == "default":
         return wanted, "fp32 products: torch's default, as asked"
-    plain = gemm_rate(torch.float32)
-    try:
-        set_fp32_matmul("onednn")
-    except ValueError as error:
-        if wanted == "onednn":
-            raise
-        return "default", f"fp32 products: torch's default ({error})"
-    error, rate = fp32_error(), gemm_rate(torch.float32)
+    if wanted == "auto" and onednn_switch() is None:
+        return "default", "fp32 products: torch's default (oneDNN's switch is not here)"
+    set_fp32_matmul("onednn")
+    error = fp32_error()
+    plain, rate = gemm_rates([(torch.float32, "default"), (torch.float32, "onednn")])
     said = f"oneDNN's: error {error:.1e}, {rate / 1e9:.0f} GFLOP/s; default: {plain / 1e9:.0f} GFLOP/s"
     if wanted == "onednn" and error >= MAX_ERROR:
         set_fp32_matmul("default")
@@ -120,8 +146,7 @@ def settle(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     policy, mode, lines = config.precision.policy, config.precision.fp32_matmul, []
     if policy == "auto":
-        set_fp32_matmul("default")
-        bf16, fp32 = gemm_rate(torch.bfloat16), gemm_rate(torch.float32)
+        bf16, fp32 = gemm_rates([(torch.bfloat16, "default"), (torch.float32, "default")])
         policy = "bf16" if bf16 > fp32 else "fp32"
         lines.append(f"precision: {policy} (products here: bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s)")
     if mode == "auto" and policy != "fp32":
@@ -159,8 +184,8 @@ def diagnose() -> str:
     found.append(("compiler", compiler() or "none (g++ or clang++)"))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found.append(("GPU", gpu))
-    rates = {name: gemm_rate(dtype) / 1e9 for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
-    found.append(("products", ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in rates.items())))
+    fp32, bf16 = gemm_rates([(torch.float32, "default"), (torch.bfloat16, "default")])
+    found.append(("products", f"fp32 {fp32 / 1e9:.0f} GFLOP/s, bf16 {bf16 / 1e9:.0f} GFLOP/s"))
     for name, use in OPTIONAL.items():
         found.append((name, ("here" if importlib.util.find_spec(name) else "not here") + f": {use}"))
     config, _ = settle(RunConfig())

@@ -53,6 +53,8 @@ def start(config: RunConfig, folder: Path, *, grow_vocabulary: bool = True, init
     there = folder.exists()
     weights = runs.load(init, wide=True) if init else None
     config, lines = doctor.settle(config)
+    if config.data.path != "stdlib":
+        config = replace(config, data=replace(config.data, path=str(Path(config.data.path).absolute())))
     program = build(config)
     check_memory(program, doctor.available_bytes())
     try:
@@ -157,7 +159,7 @@ def train(program: Program, state: TrainState, folder: Path, corpus: Path, until
     """
     config, t = program.config, program.config.train
     stream, evaluate = open_data(config, corpus)
-    bytes_per_token = mean_bytes(corpus)
+    bytes_per_token, flop = mean_bytes(corpus), flop_per_token(program)
     first, cursor, skipped, saved = int(state.step), int(state.data_cursor), 0, int(state.step)
 
     def batch_at(step: int) -> data.stream.Batch:
@@ -181,7 +183,7 @@ def train(program: Program, state: TrainState, folder: Path, corpus: Path, until
             step += 1
             spent = time.perf_counter() - begin
             rate = t.batch * config.data.seq_len / spent
-            mfu = rate * flop_per_token(program) / options.peak_flops
+            mfu = rate * flop / options.peak_flops
             row |= {"tokens": step * t.batch * config.data.seq_len, "step_s": spent, "data_s": waited, "tokens_per_s": rate, "mfu": mfu}
             if step == t.steps or (t.eval_every and step % t.eval_every == 0):
                 row |= evaluate_all(program, state, evaluate, bytes_per_token)

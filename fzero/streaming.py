@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero import pytree
-from fzero.autodiff import Remat, expect_closed, first_order, needs_grad
+from fzero.autodiff import Backward, Remat, expect_closed, first_order, needs_grad
 from fzero.compile import VjpPair, vjp_pair
 from fzero.pytree import Tree
 
@@ -150,21 +150,6 @@ class _Stack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out = _StackBackward.apply(ctx.run, len(grads), *grads, *ctx.saved_tensors)
+        run, m = ctx.run, len(grads)
+        out = Backward.apply("stack", lambda *tensors: tuple(run.backward(tensors[m:], tensors[:m])), *grads, *ctx.saved_tensors)
         return None, *out, *(None for _ in ctx.saved_tensors[len(out) :])
-
-
-class _StackBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(run: _Run, m: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(run.backward(tensors[m:], tensors[:m]))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "stack's backward pass is differentiable once by .backward(); for second derivatives use torch.func.grad of grad"
-        )

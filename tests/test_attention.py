@@ -162,6 +162,23 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(dtype):
         assert_at_most_twice_the_error(ours, plain, exact)
 
 
+@pytest.mark.parametrize("t", (2, 129, 300))
+def test_fused_is_the_reference(t):
+    tensors = inputs(2, t, 4, 2, 8)
+    for options in ({}, {"scale": 0.2}):
+        expected = gradients(attn.reference, tensors, **options)
+        assert_close(gradients(attn.fused, tensors, **options), expected, rtol=1e-11, atol=1e-13)
+
+
+def test_long_sequences_are_the_reference():
+    """Beyond the blocks' reach the form is another one; with a pattern or documents it is not."""
+    t = attn.MIN_BLOCK * attn.MAX_BLOCKS + 1
+    tensors = inputs(1, t, 2, 1, 4)
+    for options in ({}, {"pattern": Pattern("window", 50)}, {"documents": documents_of(1, t)}):
+        expected = gradients(attn.reference, tensors, **options)
+        assert_close(gradients(attn.attention, tensors, **options), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_large_scores_stay_finite():
     q, k, v = inputs(1, 130, 1, 1, 4, torch.float32)
     out = gradients(attn.blocked, [200.0 * q, 200.0 * k, v])

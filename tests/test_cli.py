@@ -1,5 +1,6 @@
 """The command line as a new user meets it: runs, resumes, and one clear line for every mistake."""
 
+import contextlib
 import json
 import os
 import signal
@@ -373,3 +374,22 @@ def test_a_gradient_that_stays_not_finite_ends_the_run(fz, monkeypatch):
 def test_tracebacks_on_request():
     with pytest.raises(ValueError, match="is not a preset"):
         cli.main(["--traceback", "pretrain", "--model", "none"])
+
+
+def test_a_terminal_has_a_progress_bar(fz, monkeypatch):
+    monkeypatch.setattr(cli, "bar_or_lines", lambda: contextlib.nullcontext((True, cli.say)))
+    code, out, err = fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run")
+    assert code == 0 and "step 4/8" not in out
+    assert "8/8" in err and "loss " in err and "val " in err and "tokens/s" in err and "MFU" in err
+
+
+def test_tensorboard_has_the_same_numbers(fz):
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run", "--stop-at", "3"))
+    ok(fz("pretrain", "--resume", *PEAK, "--sample", "", "--out", "run"))
+    board = EventAccumulator("run/tensorboard")
+    board.Reload()
+    written = list(runs.read_metrics(Path("run")))
+    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(row["step"], pytest.approx(row["loss"])) for row in written]

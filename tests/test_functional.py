@@ -187,3 +187,17 @@ def test_vmap_over_states_skips_only_the_one_that_overflows():
     assert new.opt_state.count.tolist() == [1, 0, 1, 1] and new.step.tolist() == [1] * 4
     assert torch.equal(new.params["embed"]["tokens"][1], four.params["embed"]["tokens"][1])
     assert not torch.equal(new.params["embed"]["tokens"][2], four.params["embed"]["tokens"][2])
+
+
+@every_model
+def test_jacobian_by_reverse_mode_equals_that_by_forward_mode(model):
+    model, batch = case_of(model).loss_fn, batch_of(0)
+    params = base.init_params(model, random.key(0), F64)
+    blocks = pytree.named_leaves(params["blocks"])
+    name, leaf = next((n, leaf) for n, leaf in blocks.items() if "scale" in n)  # small: a column of the Jacobian is a pass
+
+    def logits_of(scale):
+        changed = {**params, "blocks": pytree.from_named({**blocks, name: scale}, params["blocks"])}
+        return base.logits(model, changed, batch, base.Ctx(dtype=F64))[0, :2, :3]
+
+    assert_close(torch.func.jacrev(logits_of)(leaf), torch.func.jacfwd(logits_of)(leaf), rtol=1e-8, atol=1e-10)

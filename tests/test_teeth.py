@@ -215,7 +215,7 @@ def gradient_of_the_softmax_without_its_target(monkeypatch):
 
 @caught_by(*(one_normalisation(case) for case in ("gpt2", "llama", "moe dropless")))
 def attention_backward_without_the_normalisation_of_rows(monkeypatch):
-    wrap(monkeypatch, attention._BlockedBackward, "forward", lambda f: lambda q, k, v, out, *a: f(q, k, v, out * 0, *a))
+    wrap(monkeypatch, attention, "_blocked_backward", lambda f: lambda pattern, scale, q, k, v, out, *a: f(pattern, scale, q, k, v, out * 0, *a))
 
 
 # ---- remat and streaming ---------------------------------------------------------------------------------------------

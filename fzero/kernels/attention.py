@@ -11,6 +11,7 @@ Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, 
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fzero.autodiff import first_order
+from fzero.autodiff import Backward, first_order
 
 MIN_BLOCK, MAX_BLOCKS = 128, 8
 
@@ -170,35 +171,26 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         q, k, v, out, lse, *documents = ctx.saved_tensors
-        grads = _BlockedBackward.apply(q, k, v, out, lse, grad, documents[0] if documents else None, ctx.pattern, ctx.scale)
+        run = functools.partial(_blocked_backward, ctx.pattern, ctx.scale)
+        grads = Backward.apply("blocked attention", run, q, k, v, out, lse, grad, *documents)
         return *grads, None, None, None
 
 
-class _BlockedBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(q, k, v, out, lse, grad, documents, pattern, scale):
-        delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-        dqs = []
-        dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-        for block in _blocks(q.shape[2], pattern):
-            start, end, first = block
-            s = _scores(q, k, block, pattern, documents, scale)
-            p = torch.exp(s - lse[:, :, start:end, None])
-            g = grad[:, :, start:end].flatten(1, 2)
-            dp = torch.matmul(g, v[:, first:end].transpose(1, 2)).view(p.shape)
-            ds = (p * (dp - delta[:, :, start:end, None]) * scale).to(q.dtype).flatten(1, 2)
-            dv[:, first:end] += torch.matmul(p.to(g.dtype).flatten(1, 2).transpose(1, 2), g)
-            dk[:, first:end] += torch.matmul(ds.transpose(1, 2), q[:, :, start:end].flatten(1, 2))
-            dqs.append(torch.matmul(ds, k[:, first:end]).view(q.shape[0], q.shape[1], end - start, -1))
-        return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("blocked attention is differentiable once by .backward(); use torch.func.grad of grad")
+def _blocked_backward(pattern, scale, q, k, v, out, lse, grad, documents=None):
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    dqs = []
+    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    for block in _blocks(q.shape[2], pattern):
+        start, end, first = block
+        s = _scores(q, k, block, pattern, documents, scale)
+        p = torch.exp(s - lse[:, :, start:end, None])
+        g = grad[:, :, start:end].flatten(1, 2)
+        dp = torch.matmul(g, v[:, first:end].transpose(1, 2)).view(p.shape)
+        ds = (p * (dp - delta[:, :, start:end, None]) * scale).to(q.dtype).flatten(1, 2)
+        dv[:, first:end] += torch.matmul(p.to(g.dtype).flatten(1, 2).transpose(1, 2), g)
+        dk[:, first:end] += torch.matmul(ds.transpose(1, 2), q[:, :, start:end].flatten(1, 2))
+        dqs.append(torch.matmul(ds, k[:, first:end]).view(q.shape[0], q.shape[1], end - start, -1))
+    return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:

@@ -11,13 +11,14 @@ Shapes: x [N, D], w [V, D], targets int64 [N], mask bool [N]; the loss is a floa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.autodiff import first_order, needs_grad
+from fzero.autodiff import Backward, first_order, needs_grad
 from fzero.compile import jit
 
 CHUNK_ELEMENTS = 1 << 24  # logits alive at once: 64 MB in float32
@@ -112,24 +113,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # dtype and shape of w travel with it: a gradient that is not wanted comes back as an empty tensor.
-        dx, dw = _ChunkedBackward.apply(ctx.box, grad, *ctx.saved_tensors)
+        dx, dw = Backward.apply("chunked cross entropy", functools.partial(_gradients, ctx.box), grad, *ctx.saved_tensors)
         return None, dx if ctx.box.wants_x else None, dw if ctx.box.wants_w else None, None, None
 
 
-class _ChunkedBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(box: _Box, grad: Tensor, x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        dx, dw = box.gradients.pop() if box.gradients else _run(box, x, w, targets, mask)[1:]
-        return tuple(t.new_empty(0) if d is None else d.mul_(grad) for d, t in ((dx, x), (dw, w)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("chunked cross entropy is differentiable once by .backward(); use torch.func.grad of grad")
+def _gradients(box: _Box, grad: Tensor, x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dw) of the forward pass, or made again; one that is not wanted is empty."""
+    dx, dw = box.gradients.pop() if box.gradients else _run(box, x, w, targets, mask)[1:]
+    return tuple(t.new_empty(0) if d is None else d.mul_(grad) for d, t in ((dx, x), (dw, w)))
 
 
 def linear_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor, *, compiled: bool = True) -> Tensor:
