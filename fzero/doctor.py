@@ -50,17 +50,20 @@ def available_bytes() -> int:
     return min(limits)
 
 
-def gemm_rate(dtype: torch.dtype, mode: str | None = None) -> float:
-    """The FLOP/s of square products in `dtype`, float32 ones made by `mode` (None: as they are now); see gemm_rates."""
-    return gemm_rates([(dtype, mode or fp32_matmul())])[0]
+def gemm_rate(dtype: torch.dtype) -> float:
+    """The FLOP/s of square products in `dtype` on all threads (on one, where others keep the rest busy); see gemm_rates."""
+    kinds = [(dtype, fp32_matmul())]
+    return max(gemm_rates(kinds, torch.get_num_threads())[0], gemm_rates(kinds, 1)[0])
 
 
-def gemm_rates(kinds: Sequence[tuple[torch.dtype, str]], seconds: float = 0.2) -> list[float]:
+def gemm_rates(kinds: Sequence[tuple[torch.dtype, str]], threads: int = 1, seconds: float = 0.2) -> list[float]:
     """The FLOP/s of the fastest square product of each kind (dtype, way of float32), made in turn for `seconds` each.
 
-    In turn, since the speed of a shared machine changes from one moment to the next. The side is 1024, or less where one product would
-    take too long.
+    In turn and on one thread, so that a comparison does not depend on who else uses the machine: while another process has one of two
+    cores, a product on two threads can take a hundred times as long. The side is 1024, or less where one product would take too long.
     """
+    all_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
     before = fp32_matmul()
 
     def time_of(kind: tuple[torch.dtype, str], side: int) -> float:
@@ -73,13 +76,15 @@ def gemm_rates(kinds: Sequence[tuple[torch.dtype, str]], seconds: float = 0.2) -
     sides = []
     for kind in kinds:
         side = GEMM
-        while side > 64 and time_of(kind, side // 8) * 8**3 > seconds:
+        # The second of two: the first also prepares the kernel.
+        while side > 64 and [time_of(kind, side // 8) for _ in range(2)][1] * 8**3 > seconds:
             side //= 2
         sides.append(side)
     best, begin = [float("inf")] * len(kinds), time.perf_counter()
     while time.perf_counter() - begin < seconds * len(kinds) or float("inf") in best:
         best = [min(least, time_of(kind, side)) for least, kind, side in zip(best, kinds, sides)]
     set_fp32_matmul(before)
+    torch.set_num_threads(all_threads)
     return [2.0 * side**3 / least for side, least in zip(sides, best)]
 
 
@@ -129,7 +134,7 @@ def choose_fp32_matmul(wanted: str) -> tuple[str, str]:
     set_fp32_matmul("onednn")
     error = fp32_error()
     plain, rate = gemm_rates([(torch.float32, "default"), (torch.float32, "onednn")])
-    said = f"oneDNN's: error {error:.1e}, {rate / 1e9:.0f} GFLOP/s; default: {plain / 1e9:.0f} GFLOP/s"
+    said = f"oneDNN's: error {error:.1e}, {rate / 1e9:.0f} GFLOP/s on one thread; default: {plain / 1e9:.0f}"
     if wanted == "onednn" and error >= MAX_ERROR:
         set_fp32_matmul("default")
         raise ValueError(f"precision.fp32_matmul is 'onednn' and its error here is {error:.1e}, above {MAX_ERROR:g}; use default")
@@ -148,7 +153,7 @@ def settle(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if policy == "auto":
         bf16, fp32 = gemm_rates([(torch.bfloat16, "default"), (torch.float32, "default")])
         policy = "bf16" if bf16 > fp32 else "fp32"
-        lines.append(f"precision: {policy} (products here: bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s)")
+        lines.append(f"precision: {policy} (products on one thread: bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s)")
     if mode == "auto" and policy != "fp32":
         mode = "default"  # hardly a product is float32 then
         set_fp32_matmul(mode)
@@ -184,8 +189,8 @@ def diagnose() -> str:
     found.append(("compiler", compiler() or "none (g++ or clang++)"))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found.append(("GPU", gpu))
-    fp32, bf16 = gemm_rates([(torch.float32, "default"), (torch.bfloat16, "default")])
-    found.append(("products", f"fp32 {fp32 / 1e9:.0f} GFLOP/s, bf16 {bf16 / 1e9:.0f} GFLOP/s"))
+    rates = [f"{name} {gemm_rate(dtype) / 1e9:.0f} GFLOP/s" for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))]
+    found.append(("products", ", ".join(rates)))
     for name, use in OPTIONAL.items():
         found.append((name, ("here" if importlib.util.find_spec(name) else "not here") + f": {use}"))
     config, _ = settle(RunConfig())

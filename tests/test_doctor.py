@@ -16,7 +16,7 @@ def switch():
 def settle(monkeypatch, table, *, fp32=1e9, bf16=1e9, onednn=1e9, error=1e-7, compiler="g++"):
     """The settled config on a machine of these rates (FLOP/s)."""
 
-    def rates(kinds, seconds=0.2):
+    def rates(kinds, threads=1, seconds=0.2):
         known = {(torch.bfloat16, "default"): bf16, (torch.float32, "default"): fp32, (torch.float32, "onednn"): onednn}
         return [known[kind] for kind in kinds]
 
@@ -63,7 +63,7 @@ def test_the_probe_sees_an_inexact_product():
 
 def test_rates_and_memory_are_plausible():
     doctor.set_fp32_matmul("onednn")
-    for rate in doctor.gemm_rates([(torch.float32, "default"), (torch.bfloat16, "default"), (torch.float16, "default")], 0.02):
+    for rate in doctor.gemm_rates([(torch.float32, "default"), (torch.bfloat16, "default"), (torch.float16, "default")], 1, 0.02):
         assert 1e7 < rate < 1e15
     assert doctor.fp32_matmul() == "onednn"  # as it was
     assert 1e7 < doctor.available_bytes() < 1e15
