@@ -166,7 +166,8 @@ def _split_programs(
         return [*out, *vjp(tuple(tangents))]
 
     graph = _trace(joint, primals, cotangents, mode)
-    with functorch_config.patch(activation_memory_budget=budget, cse=False):
+    # Merged with the forward pass, what a backward pass recomputes on purpose (scores, activations) would be kept instead.
+    with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
         graphs = min_cut_rematerialization_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
     if compiled:
         forward, backward = (_compile(g, mode, backward=i == 1) for i, g in enumerate(graphs))
