@@ -177,7 +177,7 @@ def optimizer_defaults(name: str) -> Optim:
         "lion": {"lr": 3e-4, "weight_decay": 1.0, "beta2": 0.99},
         "sgd": {"lr": 0.3, "weight_decay": 0.0, "momentum": 0.9},
         "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
-        "muon": {"lr": 0.02, "lr_rest": 3e-3, "momentum": 0.95, "nesterov": True},
+        "muon": {"lr": 0.02, "lr_rest": 3e-3, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True},
     }
     return Optim(name=name, **numbers[name])
 
@@ -185,27 +185,29 @@ def optimizer_defaults(name: str) -> Optim:
 #                           steps, batch, micro-batch, seq_len
 SMALL_RUNS: dict[str, tuple[int, int, int, int]] = {
     "mlp-tiny": (200, 16, 4, 64),
-    "gpt2-tiny": (600, 32, 8, 256),
-    "llama-tiny": (600, 32, 8, 256),
-    "mixtral-tiny": (600, 32, 8, 256),
-    "llama-small": (2000, 32, 8, 512),
+    "gpt2-tiny": (400, 16, 4, 256),
+    "llama-tiny": (400, 16, 4, 256),
+    "mixtral-tiny": (400, 16, 4, 256),
+    "llama-small": (2000, 32, 4, 512),
 }
 LARGE_RUN = (50_000, 256, 1, 4096)
 
 
-def recipe(name: str, model: ModelConfig | None = None, *, steps: int | None = None, optimizer: str = "adamw") -> RunConfig:
+def recipe(name: str, model: ModelConfig | None = None, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
     """The whole run of a model preset (or of `model`, under the name ""), for `steps` steps; warmup follows from them.
 
+    Small models are trained with Muon, to a rate of 0; large ones by the usual recipe, AdamW to a tenth of its rate.
     Raises ValueError naming the nearest preset.
     """
     model = models.preset(name) if model is None else model
     usual, batch, micro_batch, seq_len = SMALL_RUNS.get(name, LARGE_RUN)
     steps = usual if steps is None else steps
+    small = name in SMALL_RUNS
     check_leaf("train.steps", steps)
-    optim = optimizer_defaults(optimizer)
-    if name not in SMALL_RUNS:
+    optim = optimizer_defaults(optimizer or ("muon" if small else "adamw"))
+    if not small:
         optim = replace(optim, lr=optim.lr / 10, lr_rest=optim.lr_rest / 10)
-    optim = replace(optim, schedule=Schedule(warmup_steps=min(steps // 10, 2000)))
+    optim = replace(optim, schedule=Schedule(warmup_steps=min(steps // 20, 2000), end=0.0 if small else 0.1))
     return RunConfig(
         preset=name,
         model=model,
@@ -233,7 +235,7 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
         model = FAMILIES[family]()
     steps, optimizer = (typed(f"{a}.{b}", t[b], kind) if b in t else None for a, t, b, kind in (
         ("train", train, "steps", int), ("optim", optim, "name", str)))  # fmt: skip
-    base = recipe(name, model, steps=steps, optimizer=optimizer or "adamw")
+    base = recipe(name, model, steps=steps, optimizer=optimizer)
     given = sizes.get("family", family_of(base.model))
     if given != family_of(base.model):
         raise ValueError(f"model.family is {given!r} and {name or 'the model'} is of family {family_of(base.model)}; leave one of them out")

@@ -105,9 +105,9 @@ def make_loss(loss_fn: base.Model | LossFn, policy: Policy, mesh: Mesh, remat: R
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
         out = loss_fn(pytree.map(lambda leaf: leaf.to(policy.compute), params), batch)
-        if isinstance(out, base.Loss):
-            return out
-        return base.Loss(*out) if isinstance(out, tuple) else base.Loss(out, torch.ones_like(out.detach()))
+        out = out if isinstance(out, tuple) else (out, torch.ones_like(out.detach()))
+        total, num_tokens, *extra = out
+        return base.Loss(total, torch.as_tensor(num_tokens), *extra)
 
     return plain
 
@@ -150,29 +150,20 @@ def make_train_step(
         size, parts = split_batch(batch, micro_batches)
         scale = state.scaler.scale if policy.loss_scale else torch.ones(())
 
+        # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.
+        seed_divisor = positions(parts[0]) if policy.loss_scale else 1
+
         def objective(params: Tree, part: Any, first: int) -> tuple[Tensor, base.Loss]:
             out = loss(params, part, key, first)
-            # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.
             return out.total * (scale / seed_divisor), out
 
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext():
-            grads: Tree = ()
-            sums: list[base.Loss] = []
-            seed_divisor = positions(parts[0]) if policy.loss_scale else 1
-            for i, part in enumerate(parts):
-                part_grads, out = torch.func.grad(objective, has_aux=True)(state.params, part, i * size)
-                sums.append(out)
-                if i == 0:
-                    grads = pytree.map(lambda g: g.to(policy.accumulate), part_grads) if len(parts) > 1 else part_grads
-                else:
-                    grads = add(grads, part_grads, donate)
-                del part_grads
-            total = pytree.map(lambda *leaves: sum(leaves), *(out._replace(num_tokens=out.num_tokens + 0) for out in sums))
+            grads, total = sum_over_parts(objective, state.params, parts, size, policy.accumulate, donate)
             tokens = torch.where(total.num_tokens == 0, 1, total.num_tokens)  # a count may be a sum of weights, below 1
             wide = torch.promote_types(total.total.dtype, torch.float32)
             inverse = seed_divisor / (tokens.to(wide) * scale)
-            grads = scale_by(pytree.map(lambda g: g.to(policy.accumulate), grads), inverse, donate)
+            grads = scale_by(grads, inverse, donate)
             grad_norm = global_norm(grads)
             skipped = ~torch.isfinite(grad_norm)
             metrics = Metrics(
@@ -192,6 +183,20 @@ def make_train_step(
             return update(tx, policy, grads, moved, skipped, ema_decay), metrics
 
     return train_step
+
+
+def sum_over_parts(
+    objective: Callable[..., tuple[Tensor, base.Loss]], params: Tree, parts: list[Any], size: int, dtype: torch.dtype, donate: bool
+) -> tuple[Tree, base.Loss]:
+    """(gradients in `dtype`, losses), each summed over the micro-batches, which are numbered by their first row."""
+    gradient = torch.func.grad(objective, has_aux=True)
+    grads, total = gradient(params, parts[0], 0)
+    grads = pytree.map(lambda g: g.to(dtype), grads)
+    for i, part in enumerate(parts[1:], 1):
+        part_grads, out = gradient(params, part, i * size)
+        grads, total = add(grads, part_grads, donate), pytree.map(torch.add, total, out)
+        del part_grads
+    return grads, total
 
 
 def add(total: Tree, grads: Tree, donate: bool) -> Tree:

@@ -70,7 +70,7 @@ def test_a_family_without_a_preset():
 
 def test_warmup_follows_from_the_steps():
     assert recipe("llama-tiny", steps=5).optim.schedule.warmup_steps == 0
-    assert recipe("llama-tiny", steps=1000).optim.schedule.warmup_steps == 100
+    assert recipe("llama-tiny", steps=1000).optim.schedule.warmup_steps == 50
 
 
 WRONG = {
