@@ -79,7 +79,7 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
     graph.recompile()
     joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    # Inductor's own shape padding and layout guesses are for CUDA; the seed of its generator is never used: keys are inputs.
+    # No generator of Inductor's is ever used: keys are inputs.
     with tracing(TracingContext(mode)), config.patch(fallback_random=True):
         return compile_fx_inner(graph, examples, is_backward=backward)
 

@@ -148,7 +148,7 @@ def balance_loss_of_the_batch_in_place_of_the_sequence(monkeypatch):
 
         return built
 
-    wrap(monkeypatch, models.presets, "llama", head)
+    monkeypatch.setitem(models.presets.BUILDERS, models.MoEConfig, head(models.mixtral))
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 from fzero.models.base import Batch, Cache, Ctx, Loss, Model, init_params, logits, loss, num_params
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.layers import RopeScaling
-from fzero.models.llama import LlamaConfig, MoEConfig, llama
+from fzero.models.llama import LlamaConfig, llama
 from fzero.models.mlp import MLPConfig, mlp
+from fzero.models.moe import MoEConfig, mixtral
 from fzero.models.presets import PRESETS, ModelConfig, build, preset
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "llama",
     "logits",
     "loss",
+    "mixtral",
     "mlp",
     "num_params",
     "preset",

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from fzero.models.base import Model
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.layers import RopeScaling
-from fzero.models.llama import LlamaConfig, MoEConfig, llama
+from fzero.models.llama import LlamaConfig, llama
 from fzero.models.mlp import MLPConfig, mlp
+from fzero.models.moe import MoEConfig, mixtral
 from fzero.pytree import nearest
 
 ModelConfig = GPT2Config | LlamaConfig | MoEConfig | MLPConfig
@@ -79,8 +80,9 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]()
 
 
+BUILDERS: dict[type, Callable[[ModelConfig], Model]] = {GPT2Config: gpt2, LlamaConfig: llama, MoEConfig: mixtral, MLPConfig: mlp}
+
+
 def build(config: ModelConfig) -> Model:
     """The Model of these sizes."""
-    if isinstance(config, GPT2Config):
-        return gpt2(config)
-    return mlp(config) if isinstance(config, MLPConfig) else llama(config)
+    return BUILDERS[type(config)](config)
