@@ -191,7 +191,12 @@ def sum_over_parts(
     """(gradients in `dtype`, losses), each summed over the micro-batches, which are numbered by their first row."""
     gradient = torch.func.grad(objective, has_aux=True)
     grads, total = gradient(params, parts[0], 0)
-    grads = pytree.map(lambda g: g.to(dtype), grads)
+    leaves, treedef = pytree.flatten(grads)
+    del grads
+    for i in range(len(leaves)):
+        leaves[i] = leaves[i].to(dtype)  # one by one, so that each is freed as it is converted
+    grads = pytree.unflatten(leaves, treedef)
+    del leaves
     for i, part in enumerate(parts[1:], 1):
         part_grads, out = gradient(params, part, i * size)
         grads, total = add(grads, part_grads, donate), pytree.map(torch.add, total, out)

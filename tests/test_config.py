@@ -92,7 +92,7 @@ WRONG = {
     "heads": ({"model": {"n_heads": 3}}, "model: d_model is 256, not divisible by n_heads=3"),
     "optimizer": ({"optim": {"name": "adamv"}}, "optim.name is 'adamv' (did you mean adam?)"),
     "schedule": ({"optim": {"schedule": {"name": "cosin"}}}, "optim.schedule.name is 'cosin' (did you mean cosine?)"),
-    "unused number": ({"optim": {"momentum": 0.9}}, "optim.momentum does nothing with adamw"),
+    "unused number": ({"optim": {"name": "adamw", "momentum": 0.9}}, "optim.momentum does nothing with adamw"),
     "unused in the schedule": ({"optim": {"schedule": {"power": 2.0}}}, "optim.schedule.power does nothing with cosine"),
     "policy": ({"precision": {"policy": "float16"}}, "precision.policy is 'float16'"),
     "loss scale": ({"precision": {"loss_scale": {"floor": -1}}}, "precision.loss_scale: "),

@@ -29,7 +29,7 @@ def value_and_grads(form, x, w, targets, mask, scale=1.7):
 
 @pytest.fixture(params=(V * 4, V * 100, 1), ids=("6 chunks", "1 chunk", "1 token a chunk"))
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(ce, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(ce, "CHUNK_BYTES", 8 * request.param)
 
 
 def test_reference_is_torch_s_cross_entropy():
@@ -134,7 +134,7 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(dtype, compiled, monkeyp
     plain = value_and_grads(ce.reference, x, w, targets, mask, scale=1.0)
     gradients = [{n: t[n] for n in ("dx", "dw")} for t in (plain, exact)]
     for elements in (64 * 64, 64 * 192) if compiled else (64 * 2, 64 * 64, 64 * 192):  # 2 tokens at a time: 96 partial sums
-        monkeypatch.setattr(ce, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(ce, "CHUNK_BYTES", elements * dtype.itemsize)
         got = value_and_grads(form, x, w, targets, mask, scale=1.0)
         assert_at_most_twice_the_error({n: got[n] for n in ("dx", "dw")}, *gradients)
         # A sum of some hundred terms may by luck come out nearly exact in one order: its bound is of the size of a rounding.
@@ -152,7 +152,7 @@ def test_weights_wider_than_activations():
 
 def test_compiled_in_float64_with_many_chunks(monkeypatch):
     x, w, targets, mask = inputs()
-    monkeypatch.setattr(ce, "CHUNK_ELEMENTS", V * 10)
+    monkeypatch.setattr(ce, "CHUNK_BYTES", 8 * V * 10)
     form = ce.linear_cross_entropy
     assert_close(value_and_grads(form, x, w, targets, mask), value_and_grads(ce.reference, x, w, targets, mask), rtol=1e-11, atol=1e-13)
     assert_close(form(x, w, targets, mask), ce.reference(x, w, targets, mask), rtol=1e-12)

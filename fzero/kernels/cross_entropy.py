@@ -21,7 +21,7 @@ from torch import Tensor
 from fzero.autodiff import Backward, first_order, needs_grad
 from fzero.compile import jit
 
-CHUNK_ELEMENTS = 1 << 24  # logits alive at once: 64 MB in float32
+CHUNK_BYTES = 1 << 25  # of logits alive at once
 
 
 def reference(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
@@ -32,28 +32,36 @@ def reference(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, torch.logsumexp(logits, -1) - at_target, 0.0).sum()
 
 
-def _losses(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, maximum, sum of exponentials) of a chunk; the latter two [n, 1]."""
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss [n, 1] of each token, log-sum-exp [n, 1]) of a chunk, in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     m = logits.amax(-1, keepdim=True)
-    total = torch.exp(logits - m).sum(-1, keepdim=True)
-    loss = (m + torch.log(total) - torch.gather(logits, -1, targets[:, None]))[:, 0]
-    return torch.where(mask, loss, 0.0).sum(), m, total
+    lse = m + torch.log(torch.exp(logits - m).sum(-1, keepdim=True))
+    return lse - torch.gather(logits, -1, targets[:, None]), lse
 
 
 def _loss_only(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    return _losses(logits, targets, mask)[0]
+    return torch.where(mask[:, None], _losses(logits, targets)[0], 0.0).sum()
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_softmax(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, softmax - 1 at the target [n, 1], softmax [n, V]), both in the dtype of the logits and 0 where a token does not count."""
+    losses, lse = _losses(logits, targets)
+    mask = mask[:, None]
+    softmax = torch.exp(logits.to(lse.dtype) - torch.where(mask, lse, float("inf")))
+    at_target = torch.where(mask, torch.expm1(-losses), 0.0)
+    return torch.where(mask, losses, 0.0).sum(), at_target.to(logits.dtype), softmax.to(logits.dtype)
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, mask: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
     """(loss, its gradient by the logits, in their dtype)."""
-    loss, m, total = _losses(logits, targets, mask)
-    p = torch.exp(logits.to(m.dtype) - m) / total
-    hit = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    return loss, torch.where(mask[:, None], p - hit.to(m.dtype), 0.0).to(logits.dtype)
+    loss, at_target, gradient = (_compiled_loss_and_softmax if compiled else _loss_and_softmax)(logits, targets, mask)
+    # One element a row, afterwards: comparing every column with the target would cost about as much as the softmax.
+    gradient[torch.arange(targets.shape[0], device=targets.device), targets] = at_target[:, 0]
+    return loss, gradient
 
 
-_compiled_loss_only, _compiled_loss_and_gradient = jit(_loss_only), jit(_loss_and_gradient)
+_compiled_loss_only, _compiled_loss_and_softmax = jit(_loss_only), jit(_loss_and_softmax)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class _Box:
 
 
 def _run(box: _Box, x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    rows = max(1, CHUNK_ELEMENTS // w.shape[0])
+    rows = max(1, CHUNK_BYTES // (x.dtype.itemsize * w.shape[0]))
     weight = w.to(x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x.device)
@@ -79,8 +87,7 @@ def _run(box: _Box, x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> tupl
         if not (box.wants_x or box.wants_w):
             loss = loss + (_compiled_loss_only if box.compiled else _loss_only)(logits, targets[part], mask[part])
             continue
-        both = _compiled_loss_and_gradient if box.compiled else _loss_and_gradient
-        chunk_loss, dlogits = both(logits, targets[part], mask[part])
+        chunk_loss, dlogits = _loss_and_gradient(logits, targets[part], mask[part], box.compiled)
         loss = loss + chunk_loss
         del logits
         if dx is not None:
@@ -126,7 +133,8 @@ def _gradients(box: _Box, grad: Tensor, x: Tensor, w: Tensor, targets: Tensor, m
 def linear_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor, *, compiled: bool = True) -> Tensor:
     """`reference`, in the fastest form that serves: chunked where it is differentiated at most once.
 
-    compiled: whether the softmax of a chunk runs compiled. Peak memory beside the gradients: 2^24 logits, or those of one token.
+    compiled: whether the softmax of a chunk runs compiled.
+    Peak memory beside the gradients: 32 MB of logits and as much of their gradient, or those of one token.
     """
     if not first_order():
         return reference(x, w, targets, mask)
