@@ -77,7 +77,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], optim.GradientTransformation], int |
     "sgd": (lambda lr: optim.sgd(lr), 0),
     "sgd momentum": (lambda lr: optim.sgd(lr, 0.9, nesterov=True, weight_decay=0.1), 1),
     "adamw": (lambda lr: optim.adamw(lr, weight_decay=0.1, mask=optim.decay_matrices), 2),
-    "adam": (lambda lr: optim.adam(lr, eps=1e-6), 2),  # above the rounding of gradients that are 0, as those of GPT-2's key biases
+    "adam": (lambda lr: optim.adam(lr, eps=1e-5), 2),  # above the rounding of gradients that are 0, as those of GPT-2's key biases
     "lion": (lambda lr: optim.lion(lr, weight_decay=0.1), 1),
     "lamb": (lambda lr: optim.lamb(lr, weight_decay=0.1), 2),
     "adafactor": (lambda lr: optim.adafactor(lr), None),
