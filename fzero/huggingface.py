@@ -26,6 +26,7 @@ from fzero.checkpoint import Entry, write_safetensors
 from fzero.huggingface_names import Family, Row, find_family, read_config, write_config
 from fzero.models import build
 from fzero.pytree import Tree
+from fzero.tables import parse_json
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -152,13 +153,7 @@ def full_name(family: Family, name: str) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a model folder has a config.json and model.safetensors")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return content
+    return parse_json(path.read_bytes(), str(path))
 
 
 # ---- export ----

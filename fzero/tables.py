@@ -31,14 +31,14 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def parse_json(text: str, name: str) -> Table:
-    """The table of a JSON text."""
+def parse_json(text: str | bytes, name: str) -> Table:
+    """The table of a JSON text; raises ValueError naming the file `name` where it is not JSON, or not an object."""
     try:
         table = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{name}: not JSON ({error})") from None
     if not isinstance(table, dict):
-        raise ValueError(f"{name}: holds a {type(table).__name__}; a config is a JSON object")
+        raise ValueError(f"{name}: not a JSON object, but a {type(table).__name__}")
     return table
 
 

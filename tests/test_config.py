@@ -156,7 +156,7 @@ def test_files(tmp_path):
     (tmp_path / "bad.json").write_text("[1]")
     (tmp_path / "run.yaml").write_text("zero: 1")
     assert tables.read_table(tmp_path / "run.toml") == {"zero": 1}
-    wrong = {"bad.toml": "not TOML", "bad.json": "holds a list", "run.yaml": "is a .toml file", "no.toml": "no such file"}
+    wrong = {"bad.toml": "not TOML", "bad.json": "not a JSON object, but a list", "run.yaml": "is a .toml file", "no.toml": "no such file"}
     for name, message in wrong.items():
         with pytest.raises(ValueError, match=message) as caught:
             tables.read_table(tmp_path / name)

@@ -164,3 +164,12 @@ def test_logits_of_any_size():
     exact = value_and_grads(ce.reference, 1000.0 * x.double(), w.double(), targets, mask)
     assert all(bool(t.isfinite().all()) for t in got.values())
     assert_close(got["loss"], exact["loss"], rtol=1e-5)
+
+
+def test_the_gradient_of_w_is_summed_over_chunks_wider_than_bfloat16(monkeypatch):
+    n = 2000  # a bfloat16 sum of halves stops growing at 128
+    monkeypatch.setattr(ce, "CHUNK_BYTES", 1)
+    x, w = torch.ones(n, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
+    targets, mask = torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)
+    dw = value_and_grads(eager, x, w, targets, mask, scale=1.0)["dw"]
+    assert dw.flatten().tolist() == [-n / 2, n / 2]
