@@ -16,91 +16,20 @@ import argparse
 import dataclasses
 import datetime
 import json
-import math
 import os
-import platform
 import shlex
-import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from peers import problem
+from turns import Group, columns, machine, sitting
 
-HERE = Path(__file__).resolve().parent
 CONTENDERS = {
     "fp32": ("fzero+onednn", "eager", "compile", "jax", "eager+onednn", "compile+onednn"),
     "bf16": ("fzero", "eager", "compile", "jax", "eager+all-bf16", "compile+all-bf16"),
 }
-# Largest relative difference between two contenders' losses, at every warm-up step: the first shows that they are one
-# model, the later ones the same gradients and AdamW. bf16 programs round at different places, hence the wider figure.
-LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 SKIPPABLE = ("jax",)  # not needed by fzero, so often absent; another absence is an error
-
-
-class Worker:
-    """A contender's process: `ask` sends a line and waits for the reply; ValueError where the process refuses."""
-
-    def __init__(self, contender: str, order: dict[str, Any]):
-        name, *switches = contender.split("+")
-        self.contender = contender
-        threads = str(order["threads"])
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "KINETO_LOG_LEVEL": "6"},
-        )
-        self.first = self.ask({"name": name, "switches": switches} | order)
-
-    def ask(self, value: Any) -> dict[str, Any]:
-        self.process.stdin.write(json.dumps(value) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise ValueError(f"{self.contender}: its process ended with code {self.process.wait()}; its error is above")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ValueError(f"{self.contender}: {answer['error']}")
-        if "absent" in answer and self.contender not in SKIPPABLE:
-            raise ValueError(f"{self.contender}: {answer['absent']}; install it, or leave it out of --contenders")
-        return answer
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
-
-
-def disagreement(losses: dict[str, list[float]], dtype: str) -> str:
-    """What is wrong with the warm-up losses, or "" where they agree within LOSS_TOLERANCE."""
-    for i, at_step in enumerate(zip(*losses.values())):
-        low, high = min(at_step), max(at_step)
-        if not all(map(math.isfinite, at_step)) or high - low > LOSS_TOLERANCE[dtype] * low:
-            table = "\n".join(f"  {name:20} {loss:.8f}" for name, loss in zip(losses, at_step))
-            allowed = f"allowed {LOSS_TOLERANCE[dtype]:.0e} ({dtype})"
-            return f"losses of step {i + 1} differ by {(high - low) / low:.1e}, {allowed}:\n{table}"
-    return ""
-
-
-def summary(name: str, ours: list[float], rows: list[dict], tokens: int) -> dict[str, Any]:
-    """Figures of one contender; `ours_is_x_faster` are quotients of steps of the same round."""
-    times = [row["step_s"] for row in rows]
-    ratios = [theirs / our for theirs, our in zip(times, ours)]
-    median = statistics.median(times)
-    return {
-        "contender": name,
-        "step_s": times,
-        "min_s": min(times),
-        "median_s": median,
-        "spread": (max(times) - min(times)) / median,
-        "tokens_per_s_best": tokens / min(times),
-        "tokens_per_s_median": tokens / median,
-        "ours_is_x_faster": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-        "rss_peak_bytes": rows[-1]["rss_peak_bytes"],
-    }
 
 
 def compare(config_name: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -111,46 +40,29 @@ def compare(config_name: str, dtype: str, args: argparse.Namespace) -> dict[str,
         "dtype": dtype,
         "batch": args.batch,
         "threads": args.threads,
+        "cores": args.threads,
+        "rank": 0,
+        "ranks": 1,
         "warmup": args.warmup,
         "seed": args.seed,
     }
-    contenders = args.contenders.split(",") if args.contenders else CONTENDERS[dtype]
-    workers: dict[str, Worker] = {}
-    skipped, steps = {}, {}
     load_before = os.getloadavg()
-    try:
-        for name in contenders:
-            print(f"{config_name} {dtype}: warming up {name}", file=sys.stderr)
-            worker = Worker(name, order | {"mode": "time"})
-            workers[name] = worker
-            if "absent" in worker.first:
-                skipped[name] = worker.first["absent"]
-                workers.pop(name).close()
-        losses = {name: w.first["losses"] for name, w in workers.items()}
-        if problem_found := disagreement(losses, dtype):
-            raise ValueError(f"{config_name}: {problem_found}")
-        steps = {name: [] for name in workers}
-        for i in range(args.repeats):
-            for name, worker in workers.items():
-                steps[name].append(worker.ask(args.warmup + i))
-    finally:
-        for worker in workers.values():
-            worker.close()
-    first = next(iter(steps))
-    ours = [row["step_s"] for row in steps[first]]
-    tokens = args.batch * config.max_len
-    results = [summary(name, ours, rows, tokens) | workers[name].first for name, rows in steps.items()]
-    for row in results:
-        print(f"{config_name} {dtype}: memory of {row['contender']}", file=sys.stderr)
-        counter = Worker(row["contender"], order | {"mode": "live"})
-        row["live"] = counter.first
-        counter.close()
+    results, skipped = sitting(
+        args.contenders.split(",") if args.contenders else CONTENDERS[dtype],
+        lambda name, mode: Group(name, [order | {"mode": mode}]),
+        title=f"{config_name} {dtype}",
+        dtype=dtype,
+        warmup=args.warmup,
+        repeats=args.repeats,
+        tokens=args.batch * config.max_len,
+        skippable=SKIPPABLE,
+    )
     return {
         "config_name": config_name,
         **order,
-        "tokens_per_step": tokens,
+        "tokens_per_step": args.batch * config.max_len,
         "repeats": args.repeats,
-        "baseline": first,
+        "baseline": results[0]["contender"],
         "skipped": skipped,
         "load_average": {"before": load_before, "after": os.getloadavg()},
         "results": results,
@@ -163,41 +75,12 @@ def table(run: dict[str, Any]) -> str:
     lines = [
         f"{run['config_name']} {run['dtype']}, {run['batch']} x {length} tokens, {run['threads']} threads, "
         f"{run['repeats']} rounds; ratios are to {run['baseline']} (above 1: it is faster, or needs less)",
-        f"{'contender':18}{'min s':>9}{'median s':>10}{'spread':>8}{'tok/s':>9}  {'speed ratio [min, max]':24}"
-        f"{'live MB':>9}{'ratio':>7}{'RSS MB':>9}",
+        *columns(run["results"]),
     ]
-    base = run["results"][0]["live"]["peak_bytes"]
-    for r in run["results"]:
-        x = r["ours_is_x_faster"]
-        ratio = f"{x['median']:.3f} [{x['min']:.3f}, {x['max']:.3f}]"
-        live = r["live"]["peak_bytes"]
-        rss = f"{r['rss_peak_bytes'] / 1e6:9.1f}" if r["rss_peak_bytes"] else f"{'-':>9}"
-        lines.append(
-            f"{r['contender']:18}{r['min_s']:9.4f}{r['median_s']:10.4f}{r['spread']:8.1%}{r['tokens_per_s_median']:9.0f}"
-            f"  {ratio:24}{live / 1e6:9.1f}{live / base:7.2f}{rss}"
-        )
     lines += [f"{name:18}skipped: {why}" for name, why in run["skipped"].items()]
     if any(r["contender"] == "jax" for r in run["results"]):
         lines.append("live MB of jax: XLA's plan of the compiled step; of the others: counted by torch's allocator")
     return "\n".join(lines)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on besides the programs: CPU, cores, Python, operating system, commit."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
-        found = {k.strip(): v.strip() for k, v in found.items()}
-        model = f"{found.get('model name', model)} (family {found.get('cpu family')}, model {found.get('model')})"
-    described = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "commit": described.stdout.strip() or "unknown",
-    }
 
 
 def parse() -> argparse.Namespace:
@@ -231,8 +114,8 @@ def main() -> None:
         if args.profile:
             fixed = {"config": dataclasses.asdict(problem.CONFIGS[config_name]), "dtype": dtype, "mode": "profile"}
             given = {name: getattr(args, name) for name in ("batch", "threads", "warmup", "seed")}
-            worker = Worker(args.profile, fixed | given)
-            print(f"{config_name} {dtype} {args.profile}\n{worker.first['table']}")
+            worker = Group(args.profile, [fixed | given | {"cores": args.threads, "rank": 0, "ranks": 1}])
+            print(f"{config_name} {dtype} {args.profile}\n{worker.first[0]['table']}")
             worker.close()
         else:
             runs.append(compare(config_name, dtype, args))

@@ -1,4 +1,4 @@
-"""One contender in its own process, driven by `benchmarks/single.py` over stdin and stdout.
+"""One contender, or one rank of it, in its own process, driven by `single.py` or `zero.py` over stdin and stdout.
 
 A process each, because the switches, thread pools, compile caches and the memory high-water mark belong to a process.
 The first line in is the order (JSON); then, in mode "time", each further line is a batch number and is answered by one
@@ -8,14 +8,29 @@ JSON line.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from peers import problem
+
+MODULES = {
+    "fzero": "fzero_step",
+    "eager": "torch_module",
+    "compile": "torch_module",
+    "jax": "jax_step",
+    "fzero-STAGE": "fzero_zero",
+    "ddp": "ddp",
+    "fsdp2": "fsdp2",
+    "deepspeed-STAGE": "deepspeed_zero",
+    "jax-fsdp": "jax_fsdp",
+}
+JAX = ("jax", "jax-fsdp")
 
 
 def rss_peak_bytes() -> int | None:
@@ -51,26 +66,29 @@ def use_onednn() -> dict[str, float]:
     return {"onednn_relative_error": error}
 
 
+def peer(name: str) -> ModuleType:
+    """The module of the contender; ImportError where its library is absent."""
+    base, _, stage = name.rpartition("-")
+    key = f"{base}-STAGE" if stage.isdecimal() else name
+    if key not in MODULES:
+        raise ValueError(f"no contender {name!r}; there are {', '.join(MODULES)}")
+    return importlib.import_module(f"peers.{MODULES[key]}")
+
+
 def maker(name: str) -> Callable:
-    """`make` of the contender; ImportError where its library is absent."""
-    if name == "fzero":
-        from peers import fzero_step
-
-        return fzero_step.make
+    """`make` of the contender, bound to what its name says besides the library."""
+    make = peer(name).make
+    _, _, stage = name.rpartition("-")
+    if stage.isdecimal():
+        return functools.partial(make, stage=int(stage))
     if name in ("eager", "compile"):
-        from peers import torch_module
-
-        return functools.partial(torch_module.make, compiled=name == "compile")
-    if name == "jax":
-        from peers import jax_step
-
-        return jax_step.make
-    raise ValueError(f"no contender {name!r}; there are fzero, eager, compile, jax")
+        return functools.partial(make, compiled=name == "compile")
+    return make
 
 
 def prepare(order: dict) -> dict:
     """Facts about this process, once its threads and switches are set."""
-    if order["name"] == "jax":
+    if order["name"] in JAX:
         import jax
         import optax
 
@@ -79,12 +97,17 @@ def prepare(order: dict) -> dict:
 
     torch.set_num_threads(order["threads"])
     facts = use_onednn() if "onednn" in order["switches"] else {}
-    return {"versions": {"torch": torch.__version__}} | facts
+    versions = {"torch": torch.__version__}
+    if order["name"].startswith("deepspeed"):
+        import deepspeed
+
+        versions["deepspeed"] = deepspeed.__version__
+    return {"versions": versions} | facts
 
 
 def profiled(make_step: Callable, batch_at: Callable, order: dict) -> str:
     """Two tables of one step after warm-up: operators grouped by kind, and the operators by their own time."""
-    if order["name"] == "jax":
+    if order["name"] in JAX:
         raise ValueError("--profile reads torch's profiler, which does not see JAX; use another contender")
     import torch
     import torch._inductor.config as inductor
@@ -117,11 +140,10 @@ def profiled(make_step: Callable, batch_at: Callable, order: dict) -> str:
 
 def live(make_step: Callable, batch_at: Callable, order: dict) -> dict:
     """Peak bytes of one step after warm-up, with the method by which they were counted."""
-    if order["name"] == "jax":
-        from peers import jax_step
-
+    if order["name"] in JAX:
         config = problem.Config(**order["config"])
-        planned = jax_step.planned_bytes(problem.weights(config, order["seed"]), config, order["dtype"], batch_at(0))
+        weights = problem.weights(config, order["seed"])
+        planned = peer(order["name"]).planned_bytes(weights, config, order["dtype"], batch_at(0))
         return {"peak_bytes": planned, "method": "XLA memory_analysis"}
     import live_bytes
 
@@ -144,15 +166,15 @@ def timed(make_step: Callable, batch_at: Callable, order: dict, reply: Callable[
     reply(facts | {"losses": losses, "setup_s": setup_s, "rss_without_setup": reset_rss_peak()})
     for line in sys.stdin:
         batch = batch_at(int(line))
-        start = time.perf_counter()
+        begin = time.perf_counter()  # one clock for all processes of the machine
         loss = step(batch)
-        reply({"step_s": time.perf_counter() - start, "loss": loss, "rss_peak_bytes": rss_peak_bytes()})
+        reply({"begin_s": begin, "end_s": time.perf_counter(), "loss": loss, "rss_peak_bytes": rss_peak_bytes()})
 
 
 def serve(order: dict, reply: Callable[[dict], None]) -> None:
     """Do what the order says; ValueError where its contender cannot."""
     if hasattr(os, "sched_setaffinity"):  # before any import: XLA sizes its thread pool by it
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["threads"]])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["cores"]])
     try:
         make = maker(order["name"])
     except ImportError as error:
@@ -160,7 +182,10 @@ def serve(order: dict, reply: Callable[[dict], None]) -> None:
         return
     facts = prepare(order)
     config = problem.Config(**order["config"])
-    batch_at = functools.partial(problem.batch_at, config, order["batch"], order["seed"])
+
+    def batch_at(step: int) -> dict:
+        batch = problem.batch_at(config, order["batch"], order["seed"], step)
+        return problem.rows_of_rank(batch, order["rank"], order["ranks"])
 
     def make_step() -> Callable:
         return make(problem.weights(config, order["seed"]), config, order["dtype"], frozenset(order["switches"]))

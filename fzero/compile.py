@@ -9,6 +9,7 @@ Ref: torch.fx.experimental.proxy_tensor.make_fx; Zhao et al. 2023, "Recompute wi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import warnings
@@ -84,40 +85,104 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
         return compile_fx_inner(graph, examples, is_backward=backward)
 
 
+class Dropped(NamedTuple):
+    """In place of a residual: a view of an input that the backward pass is given again."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The view of the input given now, which has the strides of the one dropped."""
+        given = inputs[self.index]
+        return given.as_strided(self.size, self.stride, given.storage_offset() + self.offset)
+
+
+class Residuals(list):
+    """What a forward pass keeps for the backward pass, and the numbers of the dropped inputs that the latter needs again."""
+
+    def __init__(self, values: Sequence[Any], needs: set[int]):
+        super().__init__(values)
+        self.needs = needs
+
+
+def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], Any]:
+    """A function that replaces a tensor in the storage of one of `inputs` by Dropped, and notes its number in `needs`."""
+    at = {t.untyped_storage()._cdata: (i, t.storage_offset(), t.dtype) for i, t in enumerate(inputs)}
+
+    def drop(t: Tensor) -> Any:
+        index, base, dtype = at.get(t.untyped_storage()._cdata, (None, 0, None))
+        if index is None or t.dtype != dtype:
+            return t
+        needs.add(index)
+        return Dropped(index, t.size(), t.stride(), t.storage_offset() - base)
+
+    return drop
+
+
 class VjpPair(NamedTuple):
     """A function of tensors and its vector-Jacobian product, sharing residuals.
 
-    Residuals are for `backward` alone, once: it empties the list and frees each when last used.
+    Residuals are for `backward` alone, once: it empties the list and frees each when last used. With `drop` they do not hold the first
+    `drop` inputs, each alone in its storage: where `residuals.needs` is not empty, `backward` must be given those inputs again.
     """
 
     primal: Callable[[Sequence[Tensor]], list[Tensor]]  # inputs -> outputs
-    forward: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Any]]]  # inputs -> (outputs, residuals)
-    backward: Callable[[list[Any], Sequence[Tensor]], list[Tensor]]  # (residuals, cotangents) -> gradients of the first n inputs
+    forward: Callable[..., tuple[list[Tensor], Residuals]]  # (inputs, drop=0) -> (outputs, residuals)
+    backward: Callable[..., list[Tensor]]  # (residuals, cotangents, dropped inputs=()) -> gradients of inputs[skip:n]
 
 
-def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0) -> VjpPair:
-    """The pair of `f` for the gradients of its first `n` inputs.
+def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int = 0) -> VjpPair:
+    """The pair of `f` for the gradients of its first `n` inputs, without the first `skip` of those.
 
     compiled: trace forward and backward jointly, split and compile them, once for each signature of the inputs.
     budget: fraction of the residuals that may be kept (see Remat), also where nothing is compiled.
     """
-    return _traced_pair(f, n, compiled, budget) if compiled or budget < 1.0 else _eager_pair(f, n)
+    return _traced_pair(f, n, compiled, budget, skip) if compiled or budget < 1.0 else _eager_pair(f, n, skip)
 
 
-def _eager_pair(f: Flat, n: int) -> VjpPair:
+class _Given(torch.autograd.Function):
+    """A tensor that takes part in a graph in place of `like`, which has no memory: a leaf of a graph is held as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
     def primal(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             return list(f(*inputs))
 
-    def forward(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_(i < n) for i, t in enumerate(inputs)]
-            out = f(*leaves)
-        return [o.detach() for o in out], [out, leaves[:n]]
+    def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
+        needs: set[int] = set()
+        given: list[Sequence[Tensor]] = []
+        keep = _dropper(inputs[:drop], needs)
 
-    def backward(residuals: list[Any], cotangents: Sequence[Tensor]) -> list[Tensor]:
-        out, leaves = residuals
+        def take(kept: Any) -> Tensor:
+            return kept.of(given[0]) if isinstance(kept, Dropped) else kept
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, take) if drop else contextlib.nullcontext():
+            leaves, args = [], []
+            for i, t in enumerate(inputs):
+                if skip <= i < n:
+                    leaves.append((t.new_zeros(()).expand(t.shape) if i < drop else t.detach()).requires_grad_())
+                    args.append(_Given.apply(leaves[-1], t) if i < drop else leaves[-1])
+                else:
+                    args.append(t.detach())
+            out = f(*args)
+        del args, t
+        return [o.detach() for o in out], Residuals([out, leaves, given], needs)
+
+    def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Tensor]:
+        out, leaves, given = residuals
         residuals.clear()
+        given.append(dropped)
         live = [i for i, o in enumerate(out) if o.requires_grad]
         if not live:
             return [torch.zeros_like(leaf) for leaf in leaves]
@@ -127,20 +192,23 @@ def _eager_pair(f: Flat, n: int) -> VjpPair:
     return VjpPair(primal, forward, backward)
 
 
-def _traced_pair(f: Flat, n: int, compiled: bool, budget: float) -> VjpPair:
+def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> VjpPair:
     programs: dict[Any, tuple[Callable, Callable, int]] = {}
 
-    def forward(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
         signature = _signature(inputs)
         if signature not in programs:
-            programs[signature] = _split_programs(f, n, inputs, compiled and have_compiler(), budget)
+            programs[signature] = _split_programs(f, range(skip, n), inputs, compiled and have_compiler(), budget)
         run_fw, run_bw, num_outs = programs[signature]
-        out = run_fw(list(inputs))
-        return list(out[:num_outs]), [run_bw, *out[num_outs:]]
+        out, needs = run_fw(list(inputs)), set()
+        keep = _dropper(inputs[:drop], needs)
+        saved = [keep(t) if isinstance(t, Tensor) else t for t in out[num_outs:]]
+        return list(out[:num_outs]), Residuals([run_bw, *saved], needs)
 
-    def backward(residuals: list[Any], cotangents: Sequence[Tensor]) -> list[Tensor]:
+    def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Tensor]:
         run_bw, *saved = residuals
         residuals.clear()
+        saved = [t.of(dropped) if isinstance(t, Dropped) else t for t in saved]
         saved.extend(c.contiguous() for c in cotangents)
         return list(run_bw(saved))
 
@@ -148,7 +216,7 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float) -> VjpPair:
 
 
 def _split_programs(
-    f: Flat, n: int, inputs: Sequence[Tensor], compiled: bool, budget: float
+    f: Flat, wanted: range, inputs: Sequence[Tensor], compiled: bool, budget: float
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Callable[[list[Tensor]], Sequence[Tensor]], int]:
     """(forward, backward, number of outputs): forward gives outputs and residuals, backward takes residuals and cotangents."""
     from torch._functorch import config as functorch_config
@@ -162,7 +230,8 @@ def _split_programs(
     primals = _fakes(inputs, mode)
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
-        out, vjp = torch.func.vjp(lambda *first: tuple(f(*first, *primals[n:])), *primals[:n])
+        before, behind = primals[: wanted.start], primals[wanted.stop :]
+        out, vjp = torch.func.vjp(lambda *some: tuple(f(*before, *some, *behind)), *primals[wanted.start : wanted.stop])
         return [*out, *vjp(tuple(tangents))]
 
     graph = _trace(joint, primals, cotangents, mode)

@@ -83,6 +83,18 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
     return unflatten([named[n] for n in wanted], flatten(like)[1])
 
 
+def nest(named: dict[str, Any]) -> dict[str, Any]:
+    """The tree of nested dicts whose leaves have these names: the inverse of `named_leaves` for such a tree."""
+    tree: dict[str, Any] = {}
+    for name, leaf in named.items():
+        *path, last = name.split("/")
+        at = tree
+        for key in path:
+            at = at.setdefault(key, {})
+        at[last] = leaf
+    return tree
+
+
 def split(tree: Tree, select: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
     """`(chosen, rest)`: flat dicts by leaf name of the leaves for which `select(name, leaf)` is true, and of the others."""
     chosen, rest = {}, {}

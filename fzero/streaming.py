@@ -54,102 +54,178 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     layer_leaves, layer_def = pytree.flatten(layers)
     x_leaves, x_def = pytree.flatten(x)
     ctx_leaves, ctx_def = pytree.flatten(ctx._replace(layer=()))
-    # () for a tensor; the type beside a value, as 1, 1.0 and True are equal.
-    static = tuple(() if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in ctx_leaves)
+    static = statics(ctx_leaves)
     ctx_tensors = [leaf for leaf in ctx_leaves if isinstance(leaf, Tensor)]
     if needs_grad(*ctx_tensors):
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
-    pair = _pair(block, layer_def, x_def, ctx_def, static, compiled, remat.budget)
-    run = _Run(pair, len(layer_leaves), len(x_leaves), depth(layers), remat.every)
+    pair, _ = part_pair("block", block, layer_def, x_def, ctx_def, static, compiled, remat.budget)
+    run = Run(pair, depth(layers), remat.every)
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
+    counts = len(layer_leaves), len(x_leaves)
     if needs_grad(*tensors):
-        return pytree.unflatten(_Stack.apply(run, *tensors), x_def)
-    return pytree.unflatten(run.primal(tensors), x_def)
+        return pytree.unflatten(_Stack.apply(run, counts, *tensors), x_def)
+    return pytree.unflatten(run.primal(*_views(counts, tensors)), x_def)
+
+
+def statics(leaves: Sequence[Any]) -> tuple:
+    """What a program is specialised for: () for a tensor, and the type beside another value, as 1, 1.0 and True are equal."""
+    return tuple(() if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+
+
+def _detached(loss: Any) -> Any:
+    """The loss with its total alone to be differentiated."""
+    return loss._replace(extra={name: value.detach() for name, value in loss.extra.items()})
+
+
+# How the functions of a model are called: f, parameters, x, what is not differentiated, number of the layer.
+CALLS: dict[str, Callable[..., Any]] = {
+    "embed": lambda f, params, x, extra, layer: f(params, extra[1], extra[0]),
+    "block": lambda f, params, x, ctx, layer: f(params, x, ctx._replace(layer=layer)),
+    "head": lambda f, params, x, extra, layer: _detached(f(params, x, extra[1], extra[0])),
+}
 
 
 @functools.lru_cache(maxsize=256)
-def _pair(block: Block, layer_def: Any, x_def: Any, ctx_def: Any, static: tuple, compiled: bool, budget: float) -> VjpPair:
-    """The pair of the block as a function of tensors: (layer's leaves, x's leaves, layer number, ctx's tensors) -> x's leaves."""
-    n, m = layer_def.num_leaves, x_def.num_leaves
+def part_pair(
+    kind: str,
+    f: Callable[..., Any],
+    params_def: Any,
+    x_def: Any,
+    extra_def: Any,
+    static: tuple,
+    compiled: bool,
+    budget: float = 1.0,
+    skip: int = 0,
+) -> tuple[VjpPair, list[Any]]:
+    """The pair of a model's function `f` (see CALLS) on tensors, and a list that holds the structure of its result once it has run.
 
-    def flat_block(*tensors: Tensor) -> list[Tensor]:
+    Its inputs: parameters, leaves of x, number of the layer, tensors of `extra`. params_def: their structure, or their names.
+    The first `skip` parameters get no gradient.
+    """
+    n, m = len(params_def) if isinstance(params_def, tuple) else params_def.num_leaves, x_def.num_leaves
+    out_def: list[Any] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors[n + m + 1 :])
-        ctx = pytree.unflatten([leaf[1] if leaf else next(rest) for leaf in static], ctx_def)
-        params, x = pytree.unflatten(tensors[:n], layer_def), pytree.unflatten(tensors[n : n + m], x_def)
-        return pytree.leaves(block(params, x, ctx._replace(layer=tensors[n + m])))
+        extra = pytree.unflatten([leaf[1] if leaf else next(rest) for leaf in static], extra_def)
+        if isinstance(params_def, tuple):
+            params = pytree.nest(dict(zip(params_def, tensors)))
+        else:
+            params = pytree.unflatten(tensors[:n], params_def)
+        x = pytree.unflatten(tensors[n : n + m], x_def)
+        out, treedef = pytree.flatten(CALLS[kind](f, params, x, extra, tensors[n + m]))
+        out_def[:] = [treedef]
+        return out
 
-    return vjp_pair(flat_block, n + m, compiled=compiled, budget=budget)
+    return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip), out_def
+
+
+Fetch = Callable[[int], Sequence[Tensor]]  # number of a layer -> its parameters
+Put = Callable[[int, list[Tensor]], None]  # takes the gradients of a layer's parameters
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One application of the stack. Tensors are flat: n stacked leaves, m leaves of x, then those of ctx."""
+class Run:
+    """One application of a stack of layers. Where parameters come from and where their gradients go is the caller's."""
 
     pair: VjpPair
-    n: int
-    m: int
     depth: int
     every: int  # 0: residuals are kept; k: the input of each k-th layer
+    drop: bool = False  # parameters are not kept with the residuals, and fetched again
     # From the forward pass to the backward pass, outside autograd's own saving: what is taken out is freed at once.
     kept: list[Any] = field(default_factory=list)
 
-    def inputs(self, i: int, tensors: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
-        params = [leaf[i] for leaf in tensors[: self.n]]
-        return [*params, *x, torch.tensor(i, device=params[0].device), *tensors[self.n + self.m :]]
+    def inputs(self, i: int, params: Sequence[Tensor], x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs of the pair at layer i."""
+        return [*params, *x, torch.tensor(i, device=params[0].device), *extra]
 
-    def primal(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        x = list(tensors[self.n : self.n + self.m])
+    def primal(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """The leaves of x behind the last layer."""
         for i in range(self.depth):
-            x = self.pair.primal(self.inputs(i, tensors, x))
-        return x
+            x = self.pair.primal(self.inputs(i, fetch(i), x, extra))
+        return list(x)
 
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        x = list(tensors[self.n : self.n + self.m])
+    def forward(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """The same, keeping what the backward pass needs."""
         for i in range(self.depth):
             if self.every and i % self.every == 0:
                 self.kept.append(x)
-            x, residuals = self.pair.forward(self.inputs(i, tensors, x))
+            params = fetch(i)
+            x, residuals = self.pair.forward(self.inputs(i, params, x, extra), self.drop * len(params))
             if not self.every:
                 self.kept.append(residuals)
-        return x
+            del params, residuals
+        return list(x)
 
-    def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        if not self.kept:  # a second backward pass through the same graph
-            self.forward(tensors)
-        layer_grads = [torch.empty_like(leaf) for leaf in tensors[: self.n]]
-        grads = list(grads)
+    def order(self) -> list[int]:
+        """The layers that `backward` fetches, in order."""
+        if not self.every:
+            return [*reversed(range(self.depth))] if self.drop else []
+        starts = reversed(range(0, self.depth, self.every))
+        segments = [range(start, min(start + self.every, self.depth)) for start in starts]
+        return [i for s in segments for i in (*s, *(reversed(s[:-1]) if self.drop else ()))]
+
+    def backward(self, fetch: Fetch, put: Put, grads: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the leaves of x; those of the parameters are handed to `put`, last layer first."""
         segment: list[Any] = []
+        m = len(grads)
         for i in reversed(range(self.depth)):
+            again = self.drop
             if not self.every:
                 residuals = self.kept.pop()
-            else:
-                if not segment:
-                    x = self.kept.pop()
-                    for j in range(i - i % self.every, i + 1):
-                        x, kept = self.pair.forward(self.inputs(j, tensors, x))
-                        segment.append(kept)
-                    del x
+            elif segment:
                 residuals = segment.pop()
-            out = self.pair.backward(residuals, grads)
-            for whole, grad in zip(layer_grads, out):
-                whole[i].copy_(grad)
-            grads = out[self.n :]
-        return [*layer_grads, *grads]
+            else:
+                x, again = self.kept.pop(), False  # the last of a segment is differentiated at once: it keeps its parameters
+                for j in range(i - i % self.every, i + 1):
+                    params = fetch(j)
+                    x, kept = self.pair.forward(self.inputs(j, params, x, extra), self.drop * (j < i) * len(params))
+                    segment.append(kept)
+                    del params
+                residuals = segment.pop()
+                del x, kept
+            params = fetch(i) if again else ()
+            out = self.pair.backward(residuals, grads, params)
+            del params, residuals
+            grads = out[len(out) - m :]
+            del out[len(out) - m :]
+            put(i, out)
+        return list(grads)
+
+
+def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, Sequence[Tensor], Sequence[Tensor]]:
+    """(the layers of stacked leaves, the leaves of x, the tensors of ctx)."""
+    n, m = counts
+    return lambda i: [leaf[i] for leaf in tensors[:n]], tensors[n : n + m], tensors[n + m :]
 
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(run: Run, counts: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
         # Autograd cannot save an input that is also an output: what passes through all layers becomes a view.
-        return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run.forward(tensors))
+        return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run.forward(*_views(counts, tensors)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.run = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
+        ctx.run, ctx.counts = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        run, m = ctx.run, len(grads)
-        out = Backward.apply("stack", lambda *tensors: tuple(run.backward(tensors[m:], tensors[:m])), *grads, *ctx.saved_tensors)
-        return None, *out, *(None for _ in ctx.saved_tensors[len(out) :])
+        run, counts, m = ctx.run, ctx.counts, len(grads)
+
+        def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
+            fetch, x, extra = _views(counts, tensors[m:])
+            if not run.kept:  # a second backward pass through the same graph
+                run.forward(fetch, x, extra)
+            stacked = [torch.empty_like(leaf) for leaf in tensors[m : m + counts[0]]]
+
+            def put(i: int, layer_grads: list[Tensor]) -> None:
+                for whole, grad in zip(stacked, layer_grads):
+                    whole[i].copy_(grad)
+
+            x_grads = run.backward(fetch, put, tensors[:m], extra)
+            return *stacked, *x_grads
+
+        out = Backward.apply("stack", backward, *grads, *ctx.saved_tensors)
+        return None, None, *out, *(None for _ in ctx.saved_tensors[len(out) :])

@@ -7,21 +7,27 @@ which dtype, recomputed or compiled is data that the step is made with; nothing 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero import pytree, random
-from fzero.autodiff import Remat, transforms
+from fzero.autodiff import Remat, needs_grad, transforms
+from fzero.gradients import Streamed, functional, put_whole, sum_losses, whole_params
 from fzero.models import base
-from fzero.optim import GradientTransformation, apply_in_place, apply_updates, ema_init, ema_update, global_norm
+from fzero.optim import GradientTransformation, ema_init
 from fzero.optim.base import name_tree, overwrite
+from fzero.optim.layout import sharded
 from fzero.precision import Policy, ScalerState, fp32, init_scaler, overflow_at_floor, update_scaler
 from fzero.pytree import Tree
-from fzero.sharding import Mesh, Plan
+from fzero.sharding import Mesh, Plan, Spec
+from fzero.sharding.draw import window
+from fzero.sharding.fetch import fetch_tree
+from fzero.sharding.reduce import Reducer
 from fzero.sharding.zero import shapes_of
+from fzero.update import own, update_donated, update_pure
 
 LossFn = Callable[[Tree, Any], Any]
 
@@ -31,7 +37,7 @@ class TrainState(NamedTuple):
 
     step: Tensor  # int64 scalar: steps made, skipped ones among them
     params: Tree  # in policy.param
-    master: Tree  # the same in policy.state, or ()
+    master: Tree  # the trained ones in policy.state, in the optimizer's layout, or ()
     opt_state: Tree
     scaler: ScalerState | tuple
     key: Tensor  # int64 [2]
@@ -61,55 +67,109 @@ def init_state(
     ema: bool = False,
     device: torch.device | str = "cpu",
 ) -> TrainState:
-    """The state before the first step. The parameters are drawn from the seed (or key) for a Model, and are taken for a tree.
+    """This rank's state before the first step. Parameters are drawn from the seed (or key) for a Model, and taken from a whole tree.
 
-    `policy` must be the step's; `ema` keeps averaged weights, for a step made with `ema_decay`. Mesh and plan say where leaves rest: on
-    a mesh of one process, whole.
+    `policy` must be the step's; `ema` keeps averaged weights, for a step made with `ema_decay`. A rank draws or copies its own shards
+    only, so that nothing larger is ever held: the same elements on every mesh.
     """
     key = seed if isinstance(seed, Tensor) else random.key(seed)
-    if isinstance(model, base.Model):
-        whole = base.init_params(model, random.fold_in(key, "init"), policy.state, device)
+    drawn = isinstance(model, base.Model)
+    expect_shapes(plan, shapes_of(model))
+    opt, masters = pytree.named_leaves(plan.opt), {}
+
+    def keep(name: str, leaf: Tensor) -> Tensor:
+        if policy.has_master and name not in plan.frozen:
+            masters[name] = part_of(leaf, plan, mesh, name) if drawn else whole_part(leaf, opt[name], mesh)
+            masters[name] = masters[name].to(policy.state, copy=True)
+        rest = leaf if drawn else whole_part(leaf, pytree.named_leaves(plan.params)[name], mesh)
+        return rest.to(policy.param, copy=not drawn)
+
+    if drawn:
+        init_key = random.fold_in(key, "init")
+        params = base.init_params(model, init_key, policy.state, device, plan=plan, mesh=mesh, then=keep)
     else:
-        whole = pytree.map(lambda leaf: leaf.to(policy.state, copy=True), model)
-    expect_like(plan.like, whole)
+        params = pytree.map_named(keep, model)
+    master = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else ()
+    target = master if policy.has_master else own(plan, mesh, params)
     return TrainState(
         step=torch.tensor(0),
-        params=pytree.map(lambda leaf: leaf.to(policy.param), whole),
-        master=whole if policy.has_master else (),
-        opt_state=tx.init(whole),
+        params=params,
+        master=master,
+        opt_state=tx.init(target),
         scaler=init_scaler(policy.loss_scale) if policy.loss_scale else (),
         key=key,
         data_cursor=torch.tensor(0),
-        extra={"ema": ema_init(whole)} if ema else {},
+        extra={"ema": ema_init(target)} if ema else {},
     )
 
 
-def expect_like(like: Tree, params: Tree) -> None:
-    """Raise ValueError naming the first leaf of `params` that is missing, extra or of another shape than in `like`."""
-    wanted, given = pytree.named_leaves(like), pytree.named_leaves(params)
-    pytree.from_named(given, like)
+def part_of(leaf: Tensor, plan: Plan, mesh: Mesh, name: str) -> Tensor:
+    """The part that this rank updates of its leaf at rest."""
+    return pytree.leaves(own(plan._replace(frozen=frozenset()), mesh, {name: leaf}))[0]
+
+
+def whole_part(leaf: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
+    """This rank's slice, a view, of a whole leaf."""
+    for dim, (start, size) in enumerate(zip(*window(tuple(leaf.shape), spec, mesh))):
+        leaf = leaf.narrow(dim, start, size)
+    return leaf
+
+
+def state_specs(plan: Plan, tx: GradientTransformation, policy: Policy, *, ema: bool = False) -> TrainState:
+    """The state with a Spec in place of each tensor: how the states of the ranks make up one, whatever the mesh."""
+    trained = plan.trained(plan.opt)
+    scaler = init_scaler(policy.loss_scale) if policy.loss_scale else ()
+    return TrainState(
+        step=Spec(),
+        params=pytree.map(lambda spec: Spec(spec.dims), plan.params),
+        master=trained if policy.has_master else (),
+        opt_state=tx.spec(trained),
+        scaler=pytree.map(lambda _: Spec(), scaler),
+        key=Spec(),
+        data_cursor=Spec(),
+        extra={"ema": trained} if ema else {},
+    )
+
+
+def expect_shapes(plan: Plan, given: Tree, mesh: Mesh | None = None) -> None:
+    """Raise ValueError naming the first leaf of `given` that is missing, extra or of another shape than the plan's.
+
+    mesh: the leaves are this rank's shards at rest.
+    """
+    wanted, leaves = pytree.named_leaves(plan.like), pytree.named_leaves(given)
+    specs = pytree.named_leaves(plan.params)
+    pytree.from_named(leaves, plan.like)
     for name, leaf in wanted.items():
-        if leaf.shape != given[name].shape:
-            raise ValueError(f"{name}: the plan was made for shape {list(leaf.shape)} and the leaf has {list(given[name].shape)}")
+        shape = tuple(leaf.shape) if mesh is None else window(tuple(leaf.shape), specs[name], mesh)[1]
+        if tuple(leaves[name].shape) != shape:
+            raise ValueError(f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}")
 
 
-def make_loss(loss_fn: base.Model | LossFn, policy: Policy, mesh: Mesh, remat: Remat, compiled: bool) -> Callable[..., base.Loss]:
-    """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch).
+def make_loss(
+    loss_fn: base.Model | LossFn, policy: Policy, plan: Plan | None, mesh: Mesh, remat: Remat, compiled: bool
+) -> Callable[..., base.Loss]:
+    """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
 
     A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the loss of a step is
-    the mean over its micro-batches. It is given the parameters in policy.compute. `key` is () for no dropout.
+    the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, remat=remat)
-        return lambda params, batch, key, first: base.loss(loss_fn, params, {**batch, "first": first}, ctx._replace(key=key))
+        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, remat=remat, sequence=plan is not None and plan.sequence)
+        return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
-        out = loss_fn(pytree.map(lambda leaf: leaf.to(policy.compute), params), batch)
-        out = out if isinstance(out, tuple) else (out, torch.ones_like(out.detach()))
-        total, num_tokens, *extra = out
-        return base.Loss(total, torch.as_tensor(num_tokens), *extra)
+        whole = params if plan is None or mesh.size == 1 else fetch_tree(params, plan, mesh)
+        return call_plain(loss_fn, whole, batch, policy)
 
     return plain
+
+
+def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> base.Loss:
+    """The Loss of a plain function of whole parameters."""
+    out = loss_fn(pytree.map(lambda leaf: leaf.to(policy.compute), params), batch)
+    out = out if isinstance(out, tuple) else (out, torch.ones_like(out.detach()))
+    total, num_tokens, *extra = out
+    return base.Loss(total, torch.as_tensor(num_tokens), *extra)
 
 
 def make_train_step(
@@ -124,48 +184,55 @@ def make_train_step(
     compiled: bool = False,
     donate: bool = True,
     ema_decay: float = 0.0,
+    prefetch: int = 1,
+    skip_nonfinite: bool = True,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, Metrics)` of one training step.
 
-    micro_batches: equal parts of the batch (along the first dim of its leaves) whose gradients are summed one after the other.
+    On a mesh the batch is this rank's rows of the global batch (see `rows_of`), the same on the ranks of tp.
+    micro_batches: equal parts of this rank's batch (along the first dim of its leaves) whose gradients are summed one after the other.
     donate: the buffers of the state are overwritten by the new state's; False leaves them valid, and only then does the step compose
     with torch.func (vmap over states, grad through steps).
     ema_decay: the average's memory; the state must have been made with `ema=True`.
+    prefetch: layers whose parameters are gathered ahead of use at stage 3, so that prefetch + 1 layers are whole at a time.
     The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
-    were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on.
-    Raises ValueError where the batch does not divide, the state was made for another plan or policy, or the plan for another model;
-    FloatingPointError at the floor of the loss scale (see LossScale).
+    were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on. skip_nonfinite=False updates whatever comes,
+    and waits for no value.
+    The first call makes sure that all ranks run the same program: RankError says where two differ.
+    Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
+    or the optimizer would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).
     """
-    if isinstance(loss_fn, base.Model):
-        expect_like(plan.like, shapes_of(loss_fn))
+    expect_plan(loss_fn, tx, plan, mesh)
     remat = Remat.parse(remat) if isinstance(remat, str) else remat
-    loss = make_loss(loss_fn, policy, mesh, remat, compiled)
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
     dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
+    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, prefetch)
+    layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    unchecked = [mesh] if mesh.size > 1 else []
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if donate and transforms():
             raise ValueError("a train step under a torch.func transform overwrites its input; make it with donate=False")
-        expect_state(plan, policy, state, ema_decay)
+        expect_state(plan, policy, mesh, state, ema_decay)
         key = random.fold_in(random.fold_in(state.key, "dropout"), state.step) if dropout else ()
         size, parts = split_batch(batch, micro_batches)
         scale = state.scaler.scale if policy.loss_scale else torch.ones(())
-
         # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.
         seed_divisor = positions(parts[0]) if policy.loss_scale else 1
-
-        def objective(params: Tree, part: Any, first: int) -> tuple[Tensor, base.Loss]:
-            out = loss(params, part, key, first)
-            return out.total * (scale / seed_divisor), out
-
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
-        with torch.no_grad() if donate else contextlib.nullcontext():
-            grads, total = sum_over_parts(objective, state.params, parts, size, policy.accumulate, donate)
+        with contextlib.ExitStack() as stack:
+            if donate:
+                stack.enter_context(torch.no_grad())
+            if unchecked:
+                stack.enter_context(unchecked.pop().checked())
+            grads, total = gradient(state, parts, size, key, scale / seed_divisor)
             tokens = torch.where(total.num_tokens == 0, 1, total.num_tokens)  # a count may be a sum of weights, below 1
             wide = torch.promote_types(total.total.dtype, torch.float32)
-            inverse = seed_divisor / (tokens.to(wide) * scale)
-            grads = scale_by(grads, inverse, donate)
-            grad_norm = global_norm(grads)
-            skipped = ~torch.isfinite(grad_norm)
+            grads = scale_by(grads, seed_divisor / (tokens.to(wide) * scale), donate)
+            with mesh.ledger.phase("metrics"):
+                grad_norm = layout.norm(grads)
+            skipped = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros((), dtype=torch.bool)
             metrics = Metrics(
                 total.total.to(wide) / tokens,
                 total.num_tokens,
@@ -176,39 +243,59 @@ def make_train_step(
             )
             moved = state._replace(
                 step=state.step + 1,
-                data_cursor=state.data_cursor + size * micro_batches,
+                data_cursor=state.data_cursor + size * micro_batches * mesh.data_size,
                 scaler=move_scaler(policy, state.scaler, skipped),
             )
             update = update_donated if donate else update_pure
-            return update(tx, policy, grads, moved, skipped, ema_decay), metrics
+            with mesh.ledger.phase("update"):
+                return update(tx, policy, plan, mesh, grads, moved, skipped if skip_nonfinite else None, ema_decay), metrics
 
     return train_step
 
 
-def sum_over_parts(
-    objective: Callable[..., tuple[Tensor, base.Loss]], params: Tree, parts: list[Any], size: int, dtype: torch.dtype, donate: bool
-) -> tuple[Tree, base.Loss]:
-    """(gradients in `dtype`, losses), each summed over the micro-batches, which are numbered by their first row."""
-    gradient = torch.func.grad(objective, has_aux=True)
-    grads, total = gradient(params, parts[0], 0)
-    leaves, treedef = pytree.flatten(grads)
-    del grads
-    for i in range(len(leaves)):
-        leaves[i] = leaves[i].to(dtype)  # one by one, so that each is freed as it is converted
-    grads = pytree.unflatten(leaves, treedef)
-    del leaves
-    for i, part in enumerate(parts[1:], 1):
-        part_grads, out = gradient(params, part, i * size)
-        grads, total = add(grads, part_grads, donate), pytree.map(torch.add, total, out)
-        del part_grads
-    return grads, total
+def make_gradient(
+    loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, policy: Policy, remat: Remat, compiled: bool, prefetch: int
+) -> Callable[..., tuple[Tree, base.Loss]]:
+    """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
 
+    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part.
+    """
+    loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled)
+    ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, sequence=plan.sequence)
+    streamed = Streamed(loss_fn, plan, mesh, ctx, remat, prefetch) if isinstance(loss_fn, base.Model) else None
 
-def add(total: Tree, grads: Tree, donate: bool) -> Tree:
-    """total + grads; in the buffers of `total` where it is donated, but never twice in one that two of its leaves share."""
-    if donate:
-        return overwrite(lambda name, a, b: a.add_(b), name_tree(total), total, grads)
-    return pytree.map(torch.add, total, grads)
+    def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
+        return call_plain(loss_fn, params, part, policy)
+
+    def pure(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, list[base.Loss]]:
+        grads, losses = functional(loss, params, plan, parts, firsts, key, seed)
+        grads = pytree.map(lambda g: g.to(policy.accumulate), grads)
+        return own(plan, mesh, plan.whole(grads, params)), losses
+
+    def plain(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor, reducer: Reducer) -> list[base.Loss]:
+        losses = []
+        for j, part in enumerate(parts):
+            grads, out = functional(call, whole_params(params, plan, mesh), plan, [part], firsts[j : j + 1], key, seed)
+            put_whole(reducer, grads, last=j == len(parts) - 1)
+            losses += out
+        return losses
+
+    def gradient(state: TrainState, parts: list[Any], size: int, key: Any, seed: Tensor) -> tuple[Tree, base.Loss]:
+        firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
+        if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
+            grads, losses = pure(state.params, parts, firsts, key, seed)
+            return grads, sum_losses(losses, mesh)
+        reducer = Reducer(plan, mesh, policy.reduce, policy.accumulate, len(parts))
+        if streamed is None:
+            losses = plain(state.params, parts, firsts, key, seed, reducer)
+        else:
+            losses = [
+                streamed.backward(state.params, part, key, torch.tensor(first), seed, reducer, last=j == len(parts) - 1)
+                for j, (part, first) in enumerate(zip(parts, firsts))
+            ]
+        return reducer.sums(plan.trained(plan.like)), sum_losses(losses, mesh)
+
+    return gradient
 
 
 def scale_by(grads: Tree, factor: Tensor, donate: bool) -> Tree:
@@ -216,37 +303,6 @@ def scale_by(grads: Tree, factor: Tensor, donate: bool) -> Tree:
     if donate:
         return overwrite(lambda name, g: g.mul_(factor), name_tree(grads), grads)
     return pytree.map(lambda g: g * factor, grads)
-
-
-def update_donated(
-    tx: GradientTransformation, policy: Policy, grads: Tree, state: TrainState, skipped: Tensor, ema_decay: float
-) -> TrainState:
-    """The state after the optimizer's update, in the buffers of `state`; `state` itself where the step is skipped."""
-    if bool(skipped):
-        return state
-    target, opt_state = apply_in_place(tx, grads, state.opt_state, state.master if policy.has_master else state.params)
-    params, master, extra = target, (), state.extra
-    if policy.has_master:
-        params, master = pytree.map(lambda p, m: p.copy_(m), state.params, target), target
-    if ema_decay:
-        extra = {**extra, "ema": ema_update(extra["ema"], target, ema_decay)}
-    return state._replace(params=params, master=master, opt_state=opt_state, extra=extra)
-
-
-def update_pure(
-    tx: GradientTransformation, policy: Policy, grads: Tree, state: TrainState, skipped: Tensor, ema_decay: float
-) -> TrainState:
-    """The same as a pure function, which chooses by torch.where: it composes with vmap and grad."""
-    before = state.master if policy.has_master else state.params
-    updates, opt_state = tx.update(grads, state.opt_state, before)
-    target = apply_updates(before, updates)
-    params, master, extra = target, (), state.extra
-    if policy.has_master:
-        params, master = pytree.map(lambda m: m.to(policy.param), target), target
-    if ema_decay:
-        extra = {**extra, "ema": ema_update(extra["ema"], target, ema_decay)}
-    new = state._replace(params=params, master=master, opt_state=opt_state, extra=extra)
-    return pytree.map(lambda a, b: torch.where(skipped, a, b), state, new)
 
 
 def move_scaler(policy: Policy, scaler: ScalerState | tuple, skipped: Tensor) -> ScalerState | tuple:
@@ -280,9 +336,61 @@ def positions(part: Any) -> int:
     return max(1, pytree.leaves(part)[0].numel())
 
 
-def expect_state(plan: Plan, policy: Policy, state: TrainState, ema_decay: float) -> None:
+def split_batch(batch: Any, micro_batches: int) -> tuple[int, list[Any]]:
+    """(rows of a part, the batch's equal parts along the first dim of its leaves)."""
+    named = pytree.named_leaves(batch)
+    for name, leaf in named.items():
+        if leaf.shape[0] % micro_batches:
+            raise ValueError(f"batch[{name!r}] has {leaf.shape[0]} rows, not divisible by micro_batches={micro_batches}")
+    rows = {leaf.shape[0] // micro_batches for leaf in named.values()}
+    if len(rows) != 1:
+        raise ValueError(f"the batch's leaves have {sorted(r * micro_batches for r in rows)} rows; they must agree")
+    size = rows.pop()
+    return size, [pytree.map(lambda leaf, i=i: leaf[i * size : (i + 1) * size], batch) for i in range(micro_batches)]
+
+
+def positions(part: Any) -> int:
+    """The number of elements of the first leaf of a batch: known before its tokens are counted."""
+    return max(1, pytree.leaves(part)[0].numel())
+
+
+def rows_of(mesh: Mesh, rows: int, micro_batches: int = 1) -> list[int]:
+    """The rows of a global batch of `rows` that are this rank's, in the order in which its step takes them.
+
+    The batch is cut into micro_batches x (data ranks) parts; part m goes to data rank m mod R, so that the parts which all ranks work on
+    at one time are neighbours. Raises ValueError where that does not divide.
+    """
+    parts = micro_batches * mesh.data_size
+    if rows % parts:
+        raise ValueError(f"a batch of {rows} rows cannot be cut into {micro_batches} micro-batches for each of {mesh.data_size} data ranks")
+    size = rows // parts
+    return [(j * mesh.data_size + mesh.data_rank) * size + i for j in range(micro_batches) for i in range(size)]
+
+
+def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
+    """This rank's rows of a global batch, for its train step."""
+    rows = torch.tensor(rows_of(mesh, pytree.leaves(batch)[0].shape[0], micro_batches))
+    return pytree.map(lambda leaf: leaf[rows], batch)
+
+
+def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan, mesh: Mesh) -> None:
+    """Raise ValueError where the plan was made for another model or mesh, or the optimizer needs whole leaves that the plan cuts."""
+    if isinstance(loss_fn, base.Model):
+        expect_shapes(plan, shapes_of(loss_fn))
+    sizes: Mapping[str, int] = {axis.name: axis.size for axis in mesh.axes}
+    if dict(plan.sizes) != dict(sizes):
+        raise ValueError(f"the plan was made for the mesh {dict(plan.sizes)} and the step is for {dict(sizes)}; make the plan with this mesh")
+    cut = [n for n, spec in pytree.named_leaves(plan.opt).items() if any(sizes[axis] > 1 for axis in spec.axes) and n not in plan.frozen]
+    if tx.needs != "elementwise" and cut:
+        raise ValueError(
+            f"the optimizer needs whole leaves (needs={tx.needs!r}) and the plan cuts {cut[0]} and {len(cut) - 1} more; "
+            "make it with layout=fzero.optim.sharded(plan.opt, mesh, like=plan.like)"
+        )
+
+
+def expect_state(plan: Plan, policy: Policy, mesh: Mesh, state: TrainState, ema_decay: float) -> None:
     """Raise ValueError where the state was made for another plan or policy, or lacks the average that the step is to keep."""
-    expect_like(plan.like, state.params)
+    expect_shapes(plan, state.params, mesh)
     for name, leaf in pytree.named_leaves(state.params).items():
         if leaf.dtype != policy.param:
             raise ValueError(f"{name} is {leaf.dtype} and the step's policy {policy.name} has {policy.param}; give init_state that policy")
@@ -296,14 +404,24 @@ def make_eval_step(
     loss_fn: base.Model | LossFn,
     mesh: Mesh,
     *,
+    plan: Plan | None = None,
     policy: Policy = fp32(),  # noqa: B008
     compiled: bool = False,
+    prefetch: int = 1,
 ) -> Callable[[Tree, Any], base.Loss]:
-    """The function `(params, batch) -> Loss` without dropout: sums, to be added up over batches and divided once."""
-    loss = make_loss(loss_fn, policy, mesh, Remat(), compiled)
+    """The function `(params, batch) -> Loss` without dropout: this rank's sums, to be added up over batches and data ranks.
+
+    plan: how the parameters rest (None: whole). All ranks of the mesh must call it together.
+    """
+    if plan is None or not isinstance(loss_fn, base.Model):
+        loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled)
+    else:
+        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, sequence=plan.sequence)
+        loss = Streamed(loss_fn, plan, mesh, ctx, Remat(), prefetch).forward
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Any) -> base.Loss:
-        return loss(params, batch, (), 0)
+        with mesh.ledger.phase("evaluate"):
+            return loss(params, batch, (), 0)
 
     return eval_step

@@ -14,10 +14,13 @@ ROOT = Path(fzero.__file__).parent
 # A module imports only from its own group or an earlier one.
 GROUPS = (
     ("pytree", "random"),
+    ("ledger", "rollcall"),
+    ("links", "operators"),
     ("collectives",),
     ("autodiff", "compile", "sharding", "kernels"),
     ("optim", "offload", "models", "streaming"),
-    ("train", "precision"),
+    ("precision", "gradients", "update"),
+    ("train",),
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),
     ("program", "runs", "sample", "doctor"),
     ("pretrain", "exchange"),

@@ -19,7 +19,6 @@ def test_chain_feeds_updates_on_and_needs_the_strongest():
     assert tx.needs == "elementwise"
     assert optim.chain(optim.sgd(0.1), optim.lamb(0.1)).needs == "matrix"
     assert optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(0.1)).needs == "tree"
-    assert optim.clip_by_global_norm(1.0, norm=lambda tree: optim.global_norm(tree)).needs == "elementwise"
     assert muon_for_matrices(0.1).needs == "matrix"
 
 
@@ -203,7 +202,7 @@ def test_ema_follows_its_equation_and_is_a_copy():
         (lambda: optim.adafactor(0.1, clip=0.5), "adafactor: clip is 0.5"),
         (lambda: optim.adafactor(0.1, beta2_decay=0.8), "adafactor: beta2_decay is 0.8"),
         (lambda: optim.muon(0.1, adjust="match"), "muon: adjust is 'match'"),
-        (lambda: optim.muon(0.1, layout="io"), "muon: layout is 'io'"),
+        (lambda: optim.muon(0.1, weights="io"), "muon: weights is 'io'"),
         (lambda: optim.muon(0.1, ns_steps=0), "muon: ns_steps is 0"),
         (lambda: optim.clip_by_global_norm(-1.0), "clip_by_global_norm: max_norm is -1.0"),
         (lambda: optim.clip_by_value(float("inf")), "clip_by_value: max_value is inf"),

@@ -110,7 +110,7 @@ def test_muon_in_bfloat16(adjust, nesterov, form):
     params = make_params(MATRICES)
     options = {"lr": 0.02, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
     expected = torchs(lambda p: torch.optim.Muon(p, adjust_lr_fn=adjust, **options), params)
-    tx = optim.muon(adjust=adjust, layout="out_in", ns_dtype=torch.bfloat16, **options)
+    tx = optim.muon(adjust=adjust, weights="out_in", ns_dtype=torch.bfloat16, **options)
     assert_close(ours(tx, params, form), expected)
 
 
@@ -118,7 +118,7 @@ def test_muon_of_weights_in_out_is_that_of_their_transposes():
     params = make_params({"tall": (8, 5), "wide": (5, 8)})
     turned = {n: p.mT.contiguous() for n, p in params.items()}
     for adjust in ("original", "match_rms_adamw"):
-        there = optim.muon(0.02, layout="out_in", adjust=adjust, ns_dtype=F64)
+        there = optim.muon(0.02, weights="out_in", adjust=adjust, ns_dtype=F64)
         here = optim.muon(0.02, adjust=adjust, ns_dtype=F64)
         grads = {n: gradient(n, p, 0) for n, p in params.items()}
         expected, _ = there.update({n: g.mT for n, g in grads.items()}, there.init(turned), turned)
@@ -162,7 +162,7 @@ def test_a_stacked_leaf_is_one_parameter_of_torch_for_each_layer(name, form):
     if name == "adafactor":
         tx, make = optim.adafactor(0.1), lambda p: torch.optim.Adafactor(p, lr=0.1)
     else:
-        tx, make = optim.muon(0.1, layout="out_in", ns_dtype=torch.bfloat16), lambda p: torch.optim.Muon(p, lr=0.1)
+        tx, make = optim.muon(0.1, weights="out_in", ns_dtype=torch.bfloat16), lambda p: torch.optim.Muon(p, lr=0.1)
     leaves = {n: [layer.clone().requires_grad_() for layer in p] for n, p in stacked.items()}
     optimizer = make([layer for layers in leaves.values() for layer in layers])
     state = tx.init(tree)

@@ -12,6 +12,7 @@ import torch
 
 import fzero
 from fzero import models, optim, precision, pytree
+from fzero.sharding import Mesh
 from peers import problem
 
 SWITCHES = frozenset({"onednn"})
@@ -22,6 +23,13 @@ def make(
 ) -> Callable[[dict[str, np.ndarray]], float]:
     """A training step from these weights: batch -> loss before the update."""
     problem.reject_unknown_switches("fzero", switches, SWITCHES)
+    return on_mesh(weights, config, dtype, 0, fzero.one_process())
+
+
+def on_mesh(
+    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, stage: int, mesh: Mesh
+) -> Callable[[dict[str, np.ndarray]], float]:
+    """The step on a mesh at a ZeRO stage: this rank's rows -> the loss of all ranks' rows before the update."""
     model = models.llama(
         models.LlamaConfig(
             vocab_size=config.vocab_size,
@@ -36,13 +44,13 @@ def make(
             tied=False,
         )
     )
-    mesh = fzero.one_process()
     policy = {"fp32": precision.fp32, "bf16": precision.bf16}[dtype]()
     tx = optim.adamw(problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY)
-    plan = fzero.zero_plan(0, model, mesh)
+    plan = fzero.zero_plan(stage, model, mesh)
     train_step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, compiled=True)
     params = pytree.from_named({name: torch.tensor(w) for name, w in weights.items()}, plan.like)
     state = fzero.init_state(params, tx, plan, mesh, seed=0, policy=policy)
+    del params  # the state keeps its own, or its shards
 
     def step(batch: dict[str, np.ndarray]) -> float:
         nonlocal state

@@ -29,7 +29,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def loss_fn(params: dict[str, jax.Array], batch: dict[str, jax.Array], c: problem.Config, dtype: Any) -> jax.Array:
+def loss_fn(
+    params: dict[str, jax.Array], batch: dict[str, jax.Array], c: problem.Config, dtype: Any, pin: Callable = lambda x: x
+) -> jax.Array:
+    """The mean loss; `pin` is applied to the activations between blocks, for a sharding constraint."""
     params = {name: p.astype(dtype) for name, p in params.items()}
     B, T = batch["tokens"].shape
     cos, sin = problem.rope_table(c)
@@ -43,27 +46,36 @@ def loss_fn(params: dict[str, jax.Array], batch: dict[str, jax.Array], c: proble
         x = x + a.reshape(B, T, -1) @ p["blocks/attn/w_o"]
         h = rms_norm(x, p["blocks/norm_2/scale"], c.norm_eps)
         x = x + (jax.nn.silu(h @ p["blocks/mlp/w_gate"]) * (h @ p["blocks/mlp/w_up"])) @ p["blocks/mlp/w_down"]
-        return x, None
+        return pin(x), None
 
-    x = params["embed/tokens"][batch["tokens"]]
+    x = pin(params["embed/tokens"][batch["tokens"]])
     blocks = {name: p for name, p in params.items() if name.startswith("blocks/")}
     x, _ = jax.lax.scan(block, x, blocks, unroll=True)  # faster than rolled on the CPU, at nearly the same memory
     logits = rms_norm(x, params["head/norm/scale"], c.norm_eps) @ params["head/w"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
 
 
-def build(weights: dict[str, np.ndarray], config: problem.Config, dtype: str) -> tuple[Callable, Any, Any]:
-    """(update, params, opt_state): jitted update(params, opt_state, batch) -> (params, opt_state, loss), donated."""
+def optimizer() -> optax.GradientTransformation:
+    return optax.adamw(problem.LR, problem.BETA_1, problem.BETA_2, problem.EPS, weight_decay=problem.WEIGHT_DECAY)
+
+
+def update_fn(tx: optax.GradientTransformation, config: problem.Config, dtype: str, pin: Callable = lambda x: x) -> Callable:
+    """update(params, opt_state, batch) -> (params, opt_state, loss), pure."""
     compute_dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[dtype]
-    tx = optax.adamw(problem.LR, problem.BETA_1, problem.BETA_2, problem.EPS, weight_decay=problem.WEIGHT_DECAY)
-    params = {name: jnp.array(w) for name, w in weights.items()}
 
     def update(params: Any, opt_state: Any, batch: dict[str, jax.Array]) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch, config, compute_dtype)
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch, config, compute_dtype, pin)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    return jax.jit(update, donate_argnums=(0, 1)), params, tx.init(params)
+    return update
+
+
+def build(weights: dict[str, np.ndarray], config: problem.Config, dtype: str) -> tuple[Callable, Any, Any]:
+    """(update, params, opt_state): jitted update(params, opt_state, batch) -> (params, opt_state, loss), donated."""
+    tx = optimizer()
+    params = {name: jnp.array(w) for name, w in weights.items()}
+    return jax.jit(update_fn(tx, config, dtype), donate_argnums=(0, 1)), params, tx.init(params)
 
 
 def as_int32(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -89,6 +101,11 @@ def make(
 def planned_bytes(weights: dict[str, np.ndarray], config: problem.Config, dtype: str, batch: dict[str, np.ndarray]) -> int:
     """Peak bytes of the step as XLA planned them: arguments + outputs - donated + temporaries."""
     update, params, opt_state = build(weights, config, dtype)
-    plan = update.lower(params, opt_state, as_int32(batch)).compile().memory_analysis()
+    return bytes_of_plan(update.lower(params, opt_state, as_int32(batch)).compile())
+
+
+def bytes_of_plan(compiled: jax.stages.Compiled) -> int:
+    """Peak bytes on a device of a compiled step, as XLA planned them."""
+    plan = compiled.memory_analysis()
     kept = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
     return kept + plan.temp_size_in_bytes

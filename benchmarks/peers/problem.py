@@ -82,6 +82,14 @@ def batch_at(config: Config, batch_size: int, seed: int, step: int) -> dict[str,
     return {"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
 
 
+def rows_of_rank(batch: dict[str, np.ndarray], rank: int, ranks: int) -> dict[str, np.ndarray]:
+    """The rank's part of a batch: B/ranks consecutive rows; ValueError where B does not divide."""
+    rows = len(batch["tokens"])
+    if rows % ranks:
+        raise ValueError(f"a batch of {rows} sequences does not divide among {ranks} ranks; use a multiple of {ranks}")
+    return {name: x[rank * rows // ranks : (rank + 1) * rows // ranks] for name, x in batch.items()}
+
+
 def rope_table(config: Config) -> tuple[np.ndarray, np.ndarray]:
     """(cos, sin), float32 [T, K/2], of the half layout: dim k is rotated together with dim k + K/2."""
     K = config.d_head

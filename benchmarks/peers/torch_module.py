@@ -87,27 +87,21 @@ def state_dict(weights: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(w) for name, w in out.items()}  # load_state_dict copies
 
 
-def make(
-    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, switches: frozenset[str], *, compiled: bool
-) -> Callable[[dict[str, np.ndarray]], float]:
-    """A training step of the module from these weights: batch -> loss before the update."""
-    problem.reject_unknown_switches("compile" if compiled else "eager", switches, SWITCHES)
-    if "all-bf16" in switches and dtype != "bf16":
-        raise ValueError(f"the switch all-bf16 needs --dtype bf16, not {dtype}")
+def build(weights: dict[str, np.ndarray], config: problem.Config) -> Llama:
+    """The module with these weights, in fp32."""
     model = Llama(config)
     model.load_state_dict(state_dict(weights))
-    if "all-bf16" in switches:
-        model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=problem.LR,
-        betas=(problem.BETA_1, problem.BETA_2),
-        eps=problem.EPS,
-        weight_decay=problem.WEIGHT_DECAY,
-        fused=True,
-    )
-    forward = torch.compile(model) if compiled else model
-    autocast = dtype == "bf16" and "all-bf16" not in switches
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Fused AdamW over all parameters, with the settings of the problem."""
+    betas = (problem.BETA_1, problem.BETA_2)
+    return torch.optim.AdamW(model.parameters(), problem.LR, betas, problem.EPS, problem.WEIGHT_DECAY, fused=True)
+
+
+def training_step(forward: Callable, optimizer: torch.optim.Optimizer, autocast: bool) -> Callable[[dict[str, np.ndarray]], float]:
+    """batch -> loss before the update; `forward(tokens, targets)` is the loss."""
 
     def step(batch: dict[str, np.ndarray]) -> float:
         tokens, targets = torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["targets"])
@@ -119,3 +113,20 @@ def make(
         return loss.item()
 
     return step
+
+
+def make(
+    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, switches: frozenset[str], *, compiled: bool
+) -> Callable[[dict[str, np.ndarray]], float]:
+    """A training step of the module from these weights: batch -> loss before the update."""
+    problem.reject_unknown_switches("compile" if compiled else "eager", switches, SWITCHES)
+    if "all-bf16" in switches and dtype != "bf16":
+        raise ValueError(f"the switch all-bf16 needs --dtype bf16, not {dtype}")
+    model = build(weights, config)
+    if "all-bf16" in switches:
+        model.to(torch.bfloat16)
+    optimizer = adamw(model)
+    forward = torch.compile(model) if compiled else model
+    autocast = dtype == "bf16" and "all-bf16" not in switches
+
+    return training_step(forward, optimizer, autocast)

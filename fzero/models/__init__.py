@@ -4,17 +4,20 @@ from fzero.models.base import Batch, Cache, Ctx, Loss, Model, init_params, logit
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.layers import RopeScaling
 from fzero.models.llama import LlamaConfig, llama
+from fzero.models.lora import LORA, LoRAConfig, lora, merge
 from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.moe import MoEConfig, mixtral
 from fzero.models.presets import PRESETS, ModelConfig, build, preset
 
 __all__ = [
+    "LORA",
     "PRESETS",
     "Batch",
     "Cache",
     "Ctx",
     "GPT2Config",
     "LlamaConfig",
+    "LoRAConfig",
     "Loss",
     "MLPConfig",
     "MoEConfig",
@@ -26,7 +29,9 @@ __all__ = [
     "init_params",
     "llama",
     "logits",
+    "lora",
     "loss",
+    "merge",
     "mixtral",
     "mlp",
     "num_params",

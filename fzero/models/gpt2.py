@@ -10,8 +10,23 @@ from torch import Tensor
 
 from fzero.kernels.attention import Pattern
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
-from fzero.models.layers import document_positions, dropout, embed_tokens, layer_norm, linear, self_attention
+from fzero.models.layers import (
+    Split,
+    document_positions,
+    dropout,
+    embed_tokens,
+    enter,
+    expect_divisible,
+    layer_norm,
+    leave_linear,
+    linear,
+    own_part,
+    self_attention,
+    sequence_axis,
+    vocabulary_logits,
+)
 from fzero.pytree import Tree
+from fzero.sharding import Mesh, Rules
 
 
 @dataclass(frozen=True)
@@ -89,35 +104,40 @@ def gpt2(config: GPT2Config) -> Model:
 
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         x = embed_tokens(params["embed"]["tokens"], batch, ctx)
-        table = params["embed"]["positions"].to(ctx.dtype)
+        table, axis = params["embed"]["positions"].to(ctx.dtype), sequence_axis(ctx)
         if isinstance(ctx.documents, tuple):
-            length = ctx.cache.length if ctx.cache else 0
-            x = x + table[length : length + x.shape[1]]
+            first = (ctx.cache.length if ctx.cache else 0) + axis.rank * x.shape[1]
+            x = x + table[first : first + x.shape[1]]
         else:
-            x = x + F.embedding(document_positions(ctx.documents), table)
+            x = x + F.embedding(own_part(document_positions(ctx.documents), axis.rank, axis.size, 1), table)
         return dropout(x, c.dropout, "embed", ctx)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         h = layer_norm(x, **p["ln_1"], eps=c.norm_eps)
         h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_heads, pattern=pattern)
         x = x + dropout(h, c.dropout, "attn", ctx)
-        h = layer_norm(x, **p["ln_2"], eps=c.norm_eps)
-        h = linear(
-            F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"]), approximate="tanh"),
-            p["mlp"]["w_out"],
-            p["mlp"]["b_out"],
-        )
+        h = enter(layer_norm(x, **p["ln_2"], eps=c.norm_eps), ctx, "blocks/mlp")
+        h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"]), approximate="tanh")
+        h = leave_linear(h, p["mlp"]["w_out"], ctx, "blocks/mlp", p["mlp"]["b_out"])
         return x + dropout(h, c.dropout, "mlp", ctx)
 
-    def normed(params: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+    def normed(params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-        return layer_norm(x, **params["head"]["norm"], eps=c.norm_eps), w
+        return enter(layer_norm(x, **params["head"]["norm"], eps=c.norm_eps), ctx, "head"), w
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        return Loss(*token_loss(*normed(params, x), batch, ctx))
+        return Loss(*token_loss(*normed(params, x, ctx), batch, ctx))
 
     def logits(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        x, w = normed(params, x)
-        return x @ w.to(x.dtype).T
+        return vocabulary_logits(*normed(params, x, ctx), ctx)
 
-    return Model(config, init, embed, block, head, logits, RULES)
+    def rules(mesh: Mesh) -> Rules[str]:
+        expect_divisible(
+            mesh,
+            Split("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),
+            Split("blocks/mlp/w_in", 2, c.d_ff, "d_ff"),
+            Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
+        )
+        return RULES
+
+    return Model(config, init, embed, block, head, logits, rules, shared=("embed/tokens",) if c.tied else ())

@@ -1,18 +1,86 @@
-"""The layers the models share. Weights are [in, out]; every function computes in the dtype of its activations x."""
+"""The layers the models share. Weights are [in, out]; every function computes in the dtype of its activations x.
+
+Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3): the weights given are this rank's columns (heads,
+units of the feed-forward part, rows of the vocabulary). Activations x [B, T, D] are the same on all ranks of tp; `enter` takes them into a
+region that every rank computes with its own weights, and `leave` sums the ranks' parts behind it. With sequence parallelism (Korthikanti
+et al. 2022, "Reducing activation recomputation", arXiv:2205.05198, section 4.2.2) x outside these regions is a rank's own range of T,
+[B, T/tp, D]. Every leaf that is whole on all ranks but used differently (with sequence parallelism: each that tp does not shard) owes a
+sum of its gradient over tp, which whoever fetches the leaf makes (`Spec.partial`).
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from fzero import random
+from fzero.collectives import Axis, all_gather, psum, psum_scatter, pvary
 from fzero.kernels.attention import FULL, Pattern, attention
 from fzero.models.base import Batch, Ctx
 from fzero.pytree import Tree
+from fzero.sharding import Mesh
+
+
+class Split(NamedTuple):
+    """A dim of a leaf that tp must divide: the number `size` of what it holds, and the name of that in the model's configuration."""
+
+    leaf: str
+    dim: int
+    size: int
+    name: str
+    kind: str = "size"  # or "heads", "kv heads": kv heads may also be fewer than tp, then each serves equally many ranks
+
+
+def expect_divisible(mesh: Mesh, *splits: Split) -> None:
+    """Raise ValueError naming the first of the dims that tp does not divide, and the tp that divides all of them."""
+
+    def fits(split: Split, tp: int) -> bool:
+        return split.size % tp == 0 or (split.kind == "kv heads" and tp % split.size == 0)
+
+    tp = mesh["tp"].size
+    for split in splits:
+        if not fits(split, tp):
+            largest = max(s.size for s in splits if s.kind != "kv heads")
+            allowed = [str(n) for n in range(1, largest + 1) if all(fits(s, n) for s in splits)]
+            has = f"size {split.size}" if split.kind == "size" else f"{split.size} heads ({split.name})"
+            fix = f"{'pad' if split.kind == 'size' else 'change'} {split.name} to {-(-split.size // tp) * tp}"
+            raise ValueError(
+                f"{split.leaf}: dim {split.dim} has {has}, not divisible by tp={tp}; use tp in {{{', '.join(allowed)}}} or {fix}"
+            )
+
+
+def sequence_axis(ctx: Ctx) -> Axis:
+    """The axis that splits activations outside the tensor-parallel regions along T: tp with sequence parallelism, else one of size 1."""
+    return ctx.mesh["tp"] if ctx.sequence else Axis("tp")
+
+
+def own_part(x: Tensor, part: int, parts: int, dim: int) -> Tensor:
+    """Part number `part` of `parts` equal ones of x along a dim; x itself where there is one."""
+    size = x.shape[dim] // parts
+    return x.narrow(dim, part * size, size) if parts > 1 else x
+
+
+def enter(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
+    """x [B, T, D] for use in a tensor-parallel region, from x outside it: [B, T, D], or [B, T/tp, D] with sequence parallelism.
+
+    Communicates over tp: nothing forward and a psum backward; with sequence parallelism an all_gather and a psum_scatter.
+    """
+    tp = ctx.mesh["tp"]
+    return all_gather(x, tp, 1, leaf=leaf) if ctx.sequence else pvary(x, tp, leaf=leaf)
+
+
+def leave(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
+    """The sum over tp of the ranks' parts y [B, T, D] of a region's result: [B, T, D], or [B, T/tp, D] with sequence parallelism.
+
+    Communicates over tp: a psum forward and nothing backward; with sequence parallelism a psum_scatter and an all_gather.
+    """
+    tp = ctx.mesh["tp"]
+    return psum_scatter(y, tp, 1, leaf=leaf) if ctx.sequence else psum(y, tp, leaf=leaf)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -36,7 +104,7 @@ def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
-    """x [B, T, D] with each element zeroed with probability `rate` and the others scaled by 1 / (1 - rate).
+    """x [B, T, D] (or this rank's range of T) with each element zeroed with probability `rate` and the others scaled by 1 / (1 - rate).
 
     The mask depends on the key, the layer, `name` and the element's index in the step's global batch: the same however that is split.
     """
@@ -46,7 +114,13 @@ def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     if isinstance(ctx.layer, Tensor):
         key = random.fold_in(key, ctx.layer)
     first = torch.as_tensor(ctx.first, device=x.device) * x[0].numel()
-    keep = random.bernoulli(key, 1.0 - rate, x.shape, first=first)
+    tp = sequence_axis(ctx)
+    if tp.size == 1:
+        keep = random.bernoulli(key, 1.0 - rate, x.shape, first=first)
+    else:  # of each sequence the elements of this rank's range
+        rows = torch.arange(x.shape[0], device=x.device)
+        first = first * tp.size + (rows * tp.size + tp.rank) * x[0].numel()
+        keep = torch.vmap(lambda start: random.bernoulli(key, 1.0 - rate, x.shape[1:], first=start))(first)
     return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -105,10 +179,19 @@ def self_attention(
 ) -> Tensor:
     """Attention of x [B, T, D] on itself and on what ctx.cache holds: projections p/w_q, w_k, w_v, w_o (and biases b_*), RoPE where
     `frequencies` (head_dim, theta, scaling) are given. With a cache the new keys and values are written into it, in place.
+
+    heads, kv_heads: of the whole model. Under tp w_q and w_o are of this rank's heads; w_k and w_v of its key/value heads, or whole
+    where those are fewer than tp, and then of that one alone which this rank's heads use.
+    Communicates over tp: see `enter` and `leave`, once each.
     """
+    tp = ctx.mesh["tp"]
+    if kv_heads < tp.size:
+        # Ranks in a row share a head. No bias here: models that have them have as many key/value heads as heads.
+        p = {**p, **{n: own_part(p[n], tp.rank * kv_heads // tp.size, kv_heads, -1) for n in ("w_k", "w_v")}}
+    x = enter(x, ctx, "blocks/attn")
     q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}")) for n in "qkv")
-    q = rearrange(q, "b t (h k) -> b t h k", h=heads)
-    k, v = (rearrange(t, "b t (g k) -> b t g k", g=kv_heads) for t in (k, v))
+    q = rearrange(q, "b t (h k) -> b t h k", h=heads // tp.size)
+    k, v = (rearrange(t, "b t (g k) -> b t g k", g=max(1, kv_heads // tp.size)) for t in (k, v))
     length = ctx.cache.length if ctx.cache else 0
     if frequencies is not None:
         positions = torch.arange(length, length + x.shape[1], device=x.device)
@@ -120,14 +203,45 @@ def self_attention(
         k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
     documents = None if isinstance(ctx.documents, tuple) else ctx.documents
     out = attention(q, k, v, pattern=pattern, documents=documents)
-    return linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], p.get("b_o"))
+    return leave_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
 
 
-def swiglu(p: Tree, x: Tensor) -> Tensor:
-    """silu(x w_gate) * (x w_up), times w_down (Shazeer 2020, "GLU variants improve transformer", equation 6)."""
-    return linear(torch.nn.functional.silu(linear(x, p["w_gate"])) * linear(x, p["w_up"]), p["w_down"])
+def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
+    """y @ w (+ b) as the last product of a tensor-parallel region: y [B, T, in/tp] and w [in/tp, D] are this rank's, b [D] is whole."""
+    y = leave(linear(y, w), ctx, leaf)
+    return y if b is None else y + b.to(y.dtype)  # once, behind the sum
+
+
+def swiglu(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+    """silu(x w_gate) * (x w_up), times w_down (Shazeer 2020, "GLU variants improve transformer", equation 6).
+
+    Communicates over tp: see `enter` and `leave`, once each.
+    """
+    x = enter(x, ctx, "blocks/mlp")
+    return leave_linear(torch.nn.functional.silu(linear(x, p["w_gate"])) * linear(x, p["w_up"]), p["w_down"], ctx, "blocks/mlp")
 
 
 def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
-    """Rows of w [V, D] for batch["tokens"], in the dtype of the computation: [B, T, D]."""
-    return torch.nn.functional.embedding(batch["tokens"], w).to(ctx.dtype)
+    """Rows of w [V, D] for batch["tokens"], in the dtype of the computation: [B, T, D], or this rank's range of T.
+
+    Under tp w is this rank's rows [V/tp, D]. Communicates: see `leave`.
+    """
+    tp = ctx.mesh["tp"]
+    if tp.size == 1:
+        return torch.nn.functional.embedding(batch["tokens"], w).to(ctx.dtype)
+    row = batch["tokens"] - tp.rank * w.shape[0]
+    own = (row >= 0) & (row < w.shape[0])
+    x = torch.nn.functional.embedding(torch.where(own, row, 0), w).to(ctx.dtype)
+    return leave(torch.where(own[..., None], x, 0.0), ctx, "embed/tokens")
+
+
+def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx) -> Tensor:
+    """All logits [B, T, V] of x [B, T, D] in a tensor-parallel region and w [V, D], or this rank's rows [V/tp, D].
+
+    Communicates: a psum of [B, T, V], not an all_gather, as the result is the same on all ranks: then so is each one's gradient.
+    """
+    logits, tp = x @ w.to(x.dtype).T, ctx.mesh["tp"]
+    if tp.size == 1:
+        return logits
+    before, size = tp.rank * w.shape[0], tp.size * w.shape[0]
+    return psum(torch.nn.functional.pad(logits, (before, size - before - w.shape[0])), tp, leaf="head")

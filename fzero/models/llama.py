@@ -14,9 +14,20 @@ from torch import Tensor
 
 from fzero.kernels.attention import Pattern
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
-from fzero.models.layers import RopeScaling, dropout, embed_tokens, rms_norm, self_attention, swiglu
+from fzero.models.layers import (
+    RopeScaling,
+    Split,
+    dropout,
+    embed_tokens,
+    enter,
+    expect_divisible,
+    rms_norm,
+    self_attention,
+    swiglu,
+    vocabulary_logits,
+)
 from fzero.pytree import Tree
-from fzero.sharding import Rules
+from fzero.sharding import Mesh, Rules
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ RULES = (
     (r"^blocks/norm_", "[L/pp, D]"),
     (r"^head/norm/", "[D]"),
 )
+SHARED_KV_RULES = ((r"/attn/w_[kv]$", "[L/pp, D, G] +tp"),)  # fewer heads than tp: whole, and each rank uses one
 MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp, F/tp, D]"))
 
 
@@ -109,21 +121,30 @@ def attend(c: LlamaConfig, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor
     return x, rms_norm(x, p["norm_2"]["scale"], c.norm_eps)
 
 
-def normed(c: LlamaConfig, params: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(normed x [B, T, D], the head's w [V, D])."""
+def normed(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """(normed x [B, T, D] in the head's tensor-parallel region, the head's w [V, D] or this rank's rows of it)."""
     w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-    return rms_norm(x, params["head"]["norm"]["scale"], c.norm_eps), w
+    return enter(rms_norm(x, params["head"]["norm"]["scale"], c.norm_eps), ctx, "head"), w
 
 
-def logits(c: LlamaConfig, params: Tree, x: Tensor) -> Tensor:
+def logits(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     """All logits [B, T, V] of the activations x [B, T, D] behind the last block."""
-    x, w = normed(c, params, x)
-    return x @ w.to(x.dtype).T
+    return vocabulary_logits(*normed(c, params, x, ctx), ctx)
 
 
-def rules(c: LlamaConfig, feed_forward: Rules[str]) -> Rules[str]:
-    """The sharding rules, with those of the feed-forward part."""
-    return (*feed_forward, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))
+def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -> Rules[str]:
+    """The sharding rules on a mesh, with those of the feed-forward part; raises ValueError where tp divides heads, vocabulary or hidden
+    units unevenly.
+    """
+    expect_divisible(
+        mesh,
+        Split("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),
+        Split("blocks/attn/w_k", 2, c.n_kv_heads, "n_kv_heads", "kv heads"),
+        hidden,
+        Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
+    )
+    shared = SHARED_KV_RULES if c.n_kv_heads < mesh["tp"].size else ()
+    return (*feed_forward, *shared, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))
 
 
 def llama(config: LlamaConfig) -> Model:
@@ -136,14 +157,15 @@ def llama(config: LlamaConfig) -> Model:
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         x, h = attend(c, p, x, ctx)
-        return x + dropout(swiglu(p["mlp"], h), c.dropout, "mlp", ctx)
+        return x + dropout(swiglu(p["mlp"], h, ctx), c.dropout, "mlp", ctx)
 
     return Model(
         config=c,
         init=lambda make: init(c, make, mlp),
         embed=lambda params, batch, ctx: embed(c, params, batch, ctx),
         block=block,
-        head=lambda params, x, batch, ctx: Loss(*token_loss(*normed(c, params, x), batch, ctx)),
-        logits=lambda params, x, ctx: logits(c, params, x),
-        rules=rules(c, MLP_RULES),
+        head=lambda params, x, batch, ctx: Loss(*token_loss(*normed(c, params, x, ctx), batch, ctx)),
+        logits=lambda params, x, ctx: logits(c, params, x, ctx),
+        rules=lambda mesh: rules(c, mesh, MLP_RULES, Split("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
+        shared=("embed/tokens",) if c.tied else (),
     )

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
-from fzero.models.layers import embed_tokens, linear, rms_norm
+from fzero.models.layers import Split, embed_tokens, enter, expect_divisible, leave_linear, linear, rms_norm, vocabulary_logits
 from fzero.pytree import Tree
+from fzero.sharding import Mesh, Rules
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,17 @@ def mlp(config: MLPConfig) -> Model:
         return embed_tokens(params["embed"]["tokens"], batch, ctx)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        return x + linear(torch.tanh(linear(rms_norm(x, p["scale"], 1e-5), p["w_in"])), p["w_out"])
+        h = enter(rms_norm(x, p["scale"], 1e-5), ctx, "blocks")
+        return x + leave_linear(torch.tanh(linear(h, p["w_in"])), p["w_out"], ctx, "blocks")
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        return Loss(*token_loss(x, params["head"]["w"], batch, ctx))
+        return Loss(*token_loss(enter(x, ctx, "head"), params["head"]["w"], batch, ctx))
 
     def logits(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        return x @ params["head"]["w"].to(x.dtype).T
+        return vocabulary_logits(enter(x, ctx, "head"), params["head"]["w"], ctx)
 
-    return Model(config, init, embed, block, head, logits, RULES)
+    def rules(mesh: Mesh) -> Rules[str]:
+        expect_divisible(mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), Split("embed/tokens", 0, c.vocab_size, "vocab_size"))
+        return RULES
+
+    return Model(config, init, embed, block, head, logits, rules)

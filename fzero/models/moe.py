@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero.collectives import psum
 from fzero.kernels import moe as experts
 from fzero.models.base import Batch, Ctx, Loss, Model, token_loss
-from fzero.models.layers import dropout, linear
+from fzero.models.layers import Split, dropout, enter, leave, linear, sequence_axis
 from fzero.models.llama import LlamaConfig, attend, embed, init, logits, normed, rules
 from fzero.pytree import Tree
 
@@ -45,6 +46,28 @@ MOE_RULES = (
 )
 
 
+def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """(ids int64 [B, T, k], weights [B, T, k]) for use in a tensor-parallel region. Communicates: see `layers.enter`."""
+    if sequence_axis(ctx).size == 1:
+        return ids, enter(weights, ctx, "blocks/moe/router")
+    # One collective, not two: a floating number holds the number of an expert exactly.
+    both = enter(torch.cat((weights, ids.to(weights.dtype)), -1), ctx, "blocks/moe/router")
+    weights, ids = both.chunk(2, -1)
+    return ids.to(torch.int64), weights
+
+
+def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
+    """The means over T [B, n] of values [B, T, n], or of this rank's range of T; the same on all ranks of tp.
+
+    Communicates: with sequence parallelism, one psum over tp of all of them.
+    """
+    axis = sequence_axis(ctx)
+    if axis.size == 1:
+        return [value.mean(1) for value in values]
+    sums = psum(torch.cat(values, -1).sum(1) / (axis.size * values[0].shape[1]), axis, leaf="blocks/moe/router")
+    return sums.split([value.shape[-1] for value in values], -1)
+
+
 def mixtral(config: MoEConfig) -> Model:
     """The Mixtral of these sizes, as a Model. Beside the activations x travel each sequence's routing statistics, summed over layers."""
     c = config
@@ -63,20 +86,22 @@ def mixtral(config: MoEConfig) -> Model:
         x, h = attend(c, p, state["x"], ctx)
         router = linear(h, p["moe"]["router"]).to(state["z"].dtype)
         ids, weights, probabilities = experts.route(router, c.top_k)
+        chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(router.dtype)
+        load, prob, z = mean_over_positions(ctx, chosen, probabilities, torch.logsumexp(router, -1, keepdim=True) ** 2)
+        h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
         if c.capacity_factor:
             out = experts.capacity(p["moe"], h, ids, weights, c.capacity_factor)
         else:
             out = experts.dropless(p["moe"], h, ids, weights)
-        chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(router.dtype)
         return {
-            "x": x + dropout(out, c.dropout, "mlp", ctx),
-            "load": state["load"] + chosen.mean(1),
-            "prob": state["prob"] + probabilities.mean(1),
-            "z": state["z"] + (torch.logsumexp(router, -1) ** 2).mean(1),
+            "x": x + dropout(leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
+            "load": state["load"] + load,
+            "prob": state["prob"] + prob,
+            "z": state["z"] + z[:, 0],
         }
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
-        total, num_tokens = token_loss(*normed(c, params, state["x"]), batch, ctx)
+        total, num_tokens = token_loss(*normed(c, params, state["x"], ctx), batch, ctx)
         z: Tensor = state["z"]
         weight = batch["mask"].sum(1).to(z.dtype) if "mask" in batch else torch.full_like(z, batch["targets"].shape[1])
         balance = (c.n_experts * (state["load"] * state["prob"]).sum(-1) / c.n_layers**2 * weight).sum()
@@ -90,6 +115,7 @@ def mixtral(config: MoEConfig) -> Model:
         embed=embed_with_statistics,
         block=block,
         head=head,
-        logits=lambda params, state, ctx: logits(c, params, state["x"]),
-        rules=rules(c, MOE_RULES),
+        logits=lambda params, state, ctx: logits(c, params, state["x"], ctx),
+        rules=lambda mesh: rules(c, mesh, MOE_RULES, Split("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
+        shared=("embed/tokens",) if c.tied else (),
     )

@@ -11,9 +11,10 @@ from fzero.optim.base import (
     by_label,
     chain,
 )
-from fzero.optim.clip import clip_by_global_norm, clip_by_value, global_norm
+from fzero.optim.clip import clip_by_global_norm, clip_by_value
 from fzero.optim.ema import ema_init, ema_update
 from fzero.optim.lamb import LambState, lamb
+from fzero.optim.layout import WHOLE, Layout, global_norm, sharded
 from fzero.optim.lion import LionState, lion
 from fzero.optim.muon import MuonState, muon, newton_schulz
 from fzero.optim.rules import add_decayed_weights, decay_matrices, scale_by_rules
@@ -33,11 +34,13 @@ from fzero.optim.schedules import (
 from fzero.optim.sgd import SGDState, sgd
 
 __all__ = [
+    "WHOLE",
     "AccumulateState",
     "AdafactorState",
     "AdamState",
     "GradientTransformation",
     "LambState",
+    "Layout",
     "LionState",
     "MuonState",
     "SGDState",
@@ -71,6 +74,7 @@ __all__ = [
     "polynomial",
     "scale_by_rules",
     "sgd",
+    "sharded",
     "warmup",
     "warmup_cosine",
     "wsd",

@@ -8,6 +8,7 @@ import torch
 
 from fzero import pytree
 from fzero.optim.base import GradientTransformation, apply_in_place
+from fzero.optim.leafwise import settled
 from fzero.pytree import Tree
 from fzero.sharding.spec import Spec
 
@@ -63,7 +64,7 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
     return GradientTransformation(
         init=init,
         update=update,
-        spec=lambda specs: AccumulateState(Spec(), specs, tx.spec(specs)),
+        spec=lambda specs: AccumulateState(Spec(), pytree.map(settled, specs), tx.spec(specs)),
         needs=tx.needs,
         apply=apply,
     )

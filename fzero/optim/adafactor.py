@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
-from fzero.optim.leafwise import Slot, layer_dims, layer_norm2, layer_pieces, leafwise, rms_of
+from fzero.optim.layout import WHOLE, Layout, check_layout, rms
+from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, settled
 from fzero.optim.rules import Mask, check_mask, masked
 from fzero.pytree import Tree
 from fzero.sharding.spec import Spec
@@ -27,6 +28,7 @@ class AdafactorState(NamedTuple):
 class Leaf(NamedTuple):
     """What a leaf is to Adafactor."""
 
+    name: str
     lead: int  # leading dims that count layers, 0 or 1
     factored: bool
     eps1: float
@@ -44,6 +46,7 @@ def adafactor(
     mask: Mask = None,
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
+    layout: Layout = WHOLE,
 ) -> GradientTransformation:
     """Adafactor with the meaning of torch.optim.Adafactor.
 
@@ -57,6 +60,9 @@ def adafactor(
     and a stacked bias [L, D] is L vectors. eps1 None is the machine epsilon of the param's dtype.
     state_dtype: of row and col, None for the param's. `spec` reads the number of dims off each Spec: name all dims, or
     none.
+    layout: how the leaves are sharded; means are over whole dims, so that row and col are sharded like the dims they
+    have, and whole on the ranks that share the dim they lack.
+    Communicates: per axis that shards a dim of a layer, the means over that dim, and three numbers.
     Differs from the paper as torch does: means in place of sums, eps1 inside the quotients and not added to g², lr as
     the cap of the relative step (the paper: 1e-2), decoupled weight decay.
     Raises ValueError for numbers out of range.
@@ -68,12 +74,16 @@ def adafactor(
     check_number("adafactor", low=1.0, clip=clip)
     if not beta2_decay <= 0:
         raise ValueError(f"adafactor: beta2_decay is {beta2_decay!r}; it must be <= 0, such as -0.8")
+    check_layout("adafactor", layout)
     decays = masked(mask)
+
+    def mean(name: str, x: Tensor, dim: int, of: int) -> Tensor:
+        return layout.psum(name, x.mean(dim), (of,)) / layout.parts(name, (of,))
 
     def info(name: str, p: Tensor) -> Leaf:
         lead = layer_dims("adafactor", stacked, name, p.dim())
         small = torch.finfo(p.dtype).eps if eps1 is None else eps1
-        return Leaf(lead, p.dim() - lead >= 2, small, weight_decay if decays(name, p) else 0.0)
+        return Leaf(name, lead, p.dim() - lead >= 2, small, weight_decay if decays(name, p) else 0.0)
 
     def scalars(count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         t, rate = (count + 1).to(torch.float64), lr_at(lr, count)
@@ -83,14 +93,14 @@ def adafactor(
         (rate, fresh, relative), (row, col) = scalars, slots
         square = g * g
         if leaf.factored:
-            row = row + fresh * (square.mean(-1) - row)
-            col = col + fresh * (square.mean(-2) - col)
-            v = row.unsqueeze(-1) * col.unsqueeze(-2) / row.mean(-1)[..., None, None].clamp(min=leaf.eps1)
+            row = row + fresh * (mean(leaf.name, square, -1, of=-1) - row)
+            col = col + fresh * (mean(leaf.name, square, -2, of=-2) - col)
+            v = row.unsqueeze(-1) * col.unsqueeze(-2) / mean(leaf.name, row, -1, of=-2)[..., None, None].clamp(min=leaf.eps1)
         else:
             v = row = row + fresh * (square - row)
         u = g * v.clamp(min=leaf.eps1**2).rsqrt()
-        alpha = rms_of(layer_norm2(p, leaf.lead), p, leaf.lead).clamp(min=eps2) * relative
-        u = -(alpha / (rms_of(layer_norm2(u, leaf.lead), u, leaf.lead) / clip).clamp(min=1.0)) * u
+        alpha = rms(layout, leaf.name, p, leaf.lead).clamp(min=eps2) * relative
+        u = -(alpha / (rms(layout, leaf.name, u, leaf.lead) / clip).clamp(min=1.0)) * u
         return u - (rate * leaf.decay) * p if leaf.decay else u, (row, col)
 
     return leafwise(
@@ -99,8 +109,8 @@ def adafactor(
         scalars,
         step,
         info=info,
-        pieces=layer_pieces(stacked),
-        needs="matrix",
+        pieces=layer_pieces(stacked, layout.parts),
+        needs="matrix" if layout is WHOLE else "elementwise",
         check=check_mask("adafactor", mask),
     )
 
@@ -121,6 +131,6 @@ def _slot(kept: Callable[[tuple, int], tuple], stacked: str | None, state_dtype:
     def spec(name: str, spec: Spec) -> Spec:
         # Spec() is replicated whatever the number of dims.
         lead = layer_dims("adafactor", stacked, name, len(spec.dims)) if spec.dims else 0
-        return replace(spec, dims=kept(spec.dims, lead))
+        return settled(replace(spec, dims=kept(spec.dims, lead)))
 
     return Slot(init, spec)

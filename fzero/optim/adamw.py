@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,8 +40,9 @@ def adamw(
 
     mask: which leaves decay (a regex over names, a predicate (name, leaf) such as `decay_matrices`, None for all).
     state_dtype: of m and v, None for the param's. The arithmetic is in the widest of the dtypes, at least float32.
-    `apply` uses PyTorch's fused kernel for the leaves whose four tensors are contiguous and of one dtype, and equals
-    `update` + add to the rounding of a few operations.
+    `apply` uses PyTorch's fused kernel for the leaves whose four tensors are of one dtype, and equals `update` + add to
+    the rounding of a few operations. In each form an element's bits are its own: they depend neither on where in a leaf
+    it lies nor on how the leaf is cut into shards.
     Raises ValueError for numbers out of range.
 
     Ref: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", arXiv:1711.05101, algorithm 2.
@@ -118,18 +120,23 @@ def _adam(
             # On a GPU both scalars are float32 tensors there, so the step does not wait for the device.
             rate = lr_at(lr, count).to(device, torch.float64 if device.type == "cpu" else torch.float32)
             t = (count + 1).to(device, torch.float32)
-            p, g = [row.p for row in group], [row.g for row in group]
-            m, v = [row.slots[0] for row in group], [row.slots[1] for row in group]
-            kernel(
-                p, g, m, v, [], [t] * len(p), lr=rate, beta1=b1, beta2=b2, weight_decay=decay, eps=eps,
-                amsgrad=False, maximize=False,
-            )  # fmt: skip
+            with _whole_lines(group) as (g, m, v, p):
+                kernel(
+                    p, g, m, v, [], [t] * len(p), lr=rate, beta1=b1, beta2=b2, weight_decay=decay, eps=eps,
+                    amsgrad=False, maximize=False,
+                )  # fmt: skip
 
     @torch.no_grad()
     def apply(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         rows = rows_of(grads, (state.m, state.v), params)
         fits = [_fits_kernel(row) for row in rows]
-        fused([row for row, fit in zip(rows, fits) if fit], state.count)
+        fused([row for row, fit in zip(rows, fits) if fit and _is_contiguous(row)], state.count)
+        for row in (row for row, fit in zip(rows, fits) if fit and not _is_contiguous(row)):
+            # The kernel walks all four in memory order: other strides would pair the wrong elements without an error.
+            g, m, v, p = (x.contiguous() for x in (row.g, *row.slots, row.p))
+            fused([Row(row.name, g, (m, v), p)], state.count)
+            for old, new in zip((*row.slots, row.p), (m, v, p)):
+                old.copy_(new)
         rest = [row for row, fit in zip(rows, fits) if not fit]
         if rest:
             apply_rows(rest, step, scalars(state.count), info, flat_pieces)
@@ -140,6 +147,29 @@ def _adam(
 
 
 def _fits_kernel(row: Row) -> bool:
-    # The kernel walks all four in memory order: other strides would pair the wrong elements without an error.
-    tensors = (row.g, *row.slots, row.p)
-    return all(x.dtype == row.p.dtype and x.device == row.p.device and x.is_contiguous() for x in tensors)
+    return all(x.dtype == row.p.dtype and x.device == row.p.device for x in (row.g, *row.slots, row.p))
+
+
+def _is_contiguous(row: Row) -> bool:
+    return all(x.is_contiguous() for x in (row.g, *row.slots, row.p))
+
+
+@contextlib.contextmanager
+def _whole_lines(rows: list[Row]) -> Iterator[list[list[Tensor]]]:
+    """Lists of g, m, v and p in pieces of whole cache lines, for the kernel to write into.
+
+    The kernel for the CPU rounds the elements behind the last whole line of a tensor in another way: these elements of
+    all leaves are handed to it together, filled up to whole lines, so that the bits of none depend on where it lies.
+    """
+    columns = [[row.g for row in rows], *([row.slots[i] for row in rows] for i in range(2)), [row.p for row in rows]]
+    line = 64 // rows[0].p.element_size() if rows[0].p.device.type == "cpu" else 1
+    cut = [row.p.numel() // line * line for row in rows]
+    if cut == [row.p.numel() for row in rows]:
+        yield columns
+        return
+    flat = [[x.view(-1) for x in column] for column in columns]
+    ends = [[x[n:] for x, n in zip(column, cut)] for column in flat]
+    filled = [torch.nn.functional.pad(torch.cat(column), (0, -sum(map(len, column)) % line)) for column in ends]
+    yield [[x[:n] for x, n in zip(column, cut)] + [end] for column, end in zip(flat, filled)]
+    for column, end in zip(ends[1:], filled[1:]):
+        torch._foreach_copy_(column, list(end[: sum(map(len, column))].split([len(x) for x in column])))

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fzero import pytree
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
+from fzero.optim.layout import WHOLE, Layout, check_layout
 from fzero.pytree import Tree
 
 
-def global_norm(tree: Tree) -> Tensor:
-    """The 2-norm of all elements of the tree, 0-dim, in the widest of the dtypes, at least float32 (so also its sum).
-
-    An empty tree has norm 0. Differentiable; the gradient of a zero tree is zero.
-    """
-    dtype = torch.float32
-    for leaf in pytree.leaves(tree):
-        dtype = torch.promote_types(dtype, leaf.dtype)
-    norms = [torch.linalg.vector_norm(leaf, dtype=dtype) for leaf in pytree.leaves(tree)]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
-
-
-def clip_by_global_norm(max_norm: float | Tensor, norm: Callable[[Tree], Tensor] = global_norm) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> GradientTransformation:
     """Scale all updates by min(1, max_norm / ||updates||).
 
-    norm: the norm of the whole tree; give one that sums over the axes which shard a leaf where the updates are shards.
-    With the default the transformation needs the whole tree.
+    layout: how the updates are sharded; every element counts once, a leaf that is whole on all ranks too.
     A norm that is NaN or inf makes every update NaN or 0 (inf becomes NaN), so a bad step cannot pass for a good one.
     Differs from torch.nn.utils.clip_grad_norm_: no 1e-6 in the denominator.
+    Communicates: the layout's norm.
     Raises ValueError for a max_norm that is not a finite number >= 0.
 
     >>> tx = clip_by_global_norm(1.0)
@@ -40,23 +27,24 @@ def clip_by_global_norm(max_norm: float | Tensor, norm: Callable[[Tree], Tensor]
     Ref: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
     """
     check_number("clip_by_global_norm", max_norm=max_norm)
+    check_layout("clip_by_global_norm", layout)
 
     def scale(grads: Tree) -> Tensor:
         # max_norm / max(norm, max_norm) is min(1, max_norm / norm) without a division by a zero norm; 0 / 0 only at
         # max_norm = 0.
-        size = norm(grads)
+        size = layout.norm(grads)
         bound = torch.as_tensor(max_norm, dtype=size.dtype, device=size.device)
         return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         by = scale(grads)
-        return pytree.map(lambda g: (g * by).to(g.dtype), grads), ()
+        return pytree.map_named(lambda name, g: (g * layout.vary(name, by)).to(g.dtype), grads), ()
 
     def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         by = scale(grads)
         return overwrite(lambda name, g: g.mul_(by), name_tree(grads), grads), ()
 
-    needs = "tree" if norm is global_norm else "elementwise"
+    needs = "tree" if layout is WHOLE else "elementwise"
     return GradientTransformation(lambda params: (), update, lambda specs: (), needs, donate)
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fzero.optim.adamw import adam_scalars
 from fzero.optim.base import GradientTransformation, Schedule, check_number
-from fzero.optim.leafwise import layer_dims, layer_norm2, layer_pieces, leafwise, moment, safe_sqrt
+from fzero.optim.layout import WHOLE, Layout, check_layout, layer_norm2
+from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment, safe_sqrt
 from fzero.optim.rules import Mask, check_mask, masked
 from fzero.pytree import Tree
 
@@ -32,12 +33,14 @@ def lamb(
     mask: Mask = None,
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
+    layout: Layout = WHOLE,
 ) -> GradientTransformation:
     """LAMB: r = m̂ / (√v̂ + eps) + λ p;  u = -lr (||p|| / ||r||) r, with m̂ and v̂ as in `adamw`.
 
     The norms are of a leaf; for a leaf whose name the regex `stacked` matches, of each layer along its leading dim.
     Where either norm is zero the ratio is 1 (φ of the paper is the identity).
-    mask: which leaves decay. state_dtype: of m and v, None for the param's.
+    mask: which leaves decay. state_dtype: of m and v, None for the param's. layout: how the leaves are sharded.
+    Communicates: two numbers per layer and axis that shards it.
     Raises ValueError for numbers out of range.
 
     Ref: You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", arXiv:1904.00962,
@@ -45,14 +48,18 @@ def lamb(
     """
     check_number("lamb", lr=lr, eps=eps, weight_decay=weight_decay)
     check_number("lamb", high=1.0, b1=b1, b2=b2)
+    check_layout("lamb", layout)
     decays = masked(mask)
 
-    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, info: tuple[float, int]) -> tuple[Tensor, tuple]:
-        (rate, correct1, root_correct2), (m, v), (decay, lead) = scalars, slots, info
+    def info(name: str, p: Tensor) -> tuple[str, float, int]:
+        return name, weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p.dim())
+
+    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, said: tuple[str, float, int]) -> tuple[Tensor, tuple]:
+        (rate, correct1, root_correct2), (m, v), (name, decay, lead) = scalars, slots, said
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
         r = (m / correct1) / (safe_sqrt(v) / root_correct2 + eps)
         r = r + decay * p if decay else r
-        p_norm, r_norm = layer_norm2(p, lead), layer_norm2(r, lead)
+        p_norm, r_norm = layer_norm2(layout, name, p, lead), layer_norm2(layout, name, r, lead)
         nonzero = (p_norm > 0) & (r_norm > 0)
         ratio = torch.where(nonzero, p_norm / torch.where(nonzero, r_norm, 1.0), 1.0)
         return -rate * ratio * r, (m, v)
@@ -62,8 +69,8 @@ def lamb(
         [moment(state_dtype)] * 2,
         lambda count: adam_scalars(lr, b1, b2, count),
         step,
-        info=lambda name, p: (weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p.dim())),
-        pieces=layer_pieces(stacked),
-        needs="matrix",
+        info=info,
+        pieces=layer_pieces(stacked, layout.parts),
+        needs="matrix" if layout is WHOLE else "elementwise",
         check=check_mask("lamb", mask),
     )

@@ -7,9 +7,9 @@ is not), so that their temporaries have the size of a piece and not of the model
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,12 @@ Step = Callable[[Tensor, tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Any], t
 
 def moment(state_dtype: torch.dtype | None) -> Slot:
     """A slot of zeros in the param's shape, in `state_dtype` (None: the param's dtype)."""
-    return Slot(lambda name, p: torch.zeros_like(p, dtype=state_dtype), lambda name, spec: spec)
+    return Slot(lambda name, p: torch.zeros_like(p, dtype=state_dtype), lambda name, spec: settled(spec))
+
+
+def settled(spec: Spec) -> Spec:
+    """The spec with no sum owed: state is made of gradients that are summed already."""
+    return replace(spec, partial=frozenset())
 
 
 def layer_dims(owner: str, stacked: str | None, name: str, dims: int) -> int:
@@ -57,12 +62,6 @@ def layer_dims(owner: str, stacked: str | None, name: str, dims: int) -> int:
     if dims == 0:
         raise ValueError(f"{owner}: {name} has no dim to count layers, yet stacked={stacked!r} matches it; change `stacked`")
     return 1
-
-
-def layer_norm2(x: Tensor, lead: int) -> Tensor:
-    """The 2-norm of each layer of `x`, over all dims but the first `lead`; the reduced dims are kept with size 1."""
-    dims = tuple(range(lead, x.dim()))
-    return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
@@ -86,11 +85,21 @@ def flat_pieces(name: str, tensors: Sequence[Tensor]) -> Iterator[Sequence[Tenso
             yield from flat_pieces(name, part)
 
 
-def layer_pieces(stacked: str | None) -> Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]]:
-    """Cuts a leaf whose name `stacked` matches into views of one layer (the leading dim kept); others stay whole."""
+def layer_pieces(
+    stacked: str | None, parts: Callable[[str, Sequence[int]], int]
+) -> Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]]:
+    """Cuts a leaf whose name `stacked` matches into views of one layer (the leading dim kept); others stay whole.
+
+    parts: (name, dims) -> into how many parts they are cut, 1 where the leaf is whole. Of a leaf whose layers are in n
+    parts, n layers at a time, which take no more room than one: so few collectives, and a layer for each of n ranks.
+    """
 
     def pieces(name: str, tensors: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
-        return zip(*(t.split(1) for t in tensors)) if layer_dims("layers", stacked, name, tensors[0].dim()) else [tensors]
+        dims = tensors[0].dim()
+        if not layer_dims("layers", stacked, name, dims):
+            return [tensors]
+        layers = parts(name, range(1, dims))
+        return zip(*(t.split(layers) for t in tensors))
 
     return pieces
 
@@ -189,8 +198,3 @@ def leafwise(
         return params, state_type(state.count + 1, *columns, *spare)
 
     return GradientTransformation(init, update, spec, needs, donate, apply)
-
-
-def rms_of(norm: Tensor, x: Tensor, lead: int) -> Tensor:
-    """The root mean square of each layer of `x`, given its 2-norm."""
-    return norm / math.sqrt(max(1, math.prod(x.shape[lead:])))

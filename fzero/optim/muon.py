@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.layout import WHOLE, Layout, check_layout
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.rules import Mask, check_mask, masked
 from fzero.pytree import Tree
@@ -25,6 +26,15 @@ class MuonState(NamedTuple):
     momentum: Tree  # B, like the params
 
 
+class Leaf(NamedTuple):
+    """What a leaf is to Muon."""
+
+    name: str
+    lead: int  # leading dims that count layers, 0 or 1
+    scale: float
+    decay: float
+
+
 def newton_schulz(
     x: Tensor,
     steps: int = 5,
@@ -39,7 +49,7 @@ def newton_schulz(
     The result has `dtype`, in which it is computed (None: that of x).
     """
     a, b, c = coefficients
-    x = x.to(dtype or x.dtype)
+    x = x.to(dtype or x.dtype).contiguous()  # products of other strides round differently
     shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     # One batch dim, for baddbmm: it rounds once where a product and a sum would round twice.
     x = x.reshape(math.prod(shape[:-2]), *shape[-2:])
@@ -59,13 +69,14 @@ def muon(
     weight_decay: float = 0.1,
     mask: Mask = None,
     adjust: str = "original",
-    layout: str = "in_out",
+    weights: str = "in_out",
     ns_steps: int = 5,
     ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
     ns_eps: float = 1e-7,
     ns_dtype: torch.dtype = torch.float32,
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
+    layout: Layout = WHOLE,
 ) -> GradientTransformation:
     """Muon with the meaning of torch.optim.Muon, on the last two dims of each leaf; the dims before them are a batch.
 
@@ -74,12 +85,16 @@ def muon(
 
     adjust: "original" is s = √max(1, out/in); "match_rms_adamw" is s = 0.2 √max(out, in), with which AdamW's lr and
     decay serve.
-    layout: "in_out" for weights [in, out] (x @ w, the models here), "out_in" for those of torch.nn.Linear, as
+    weights: "in_out" for weights [in, out] (x @ w, the models here), "out_in" for those of torch.nn.Linear, as
     torch.optim.Muon takes.
     ns_dtype: of the iterations; float32 unless asked (torch: bfloat16 always, which fast bfloat16 matrix units reward).
     mask: which leaves decay. state_dtype: of B, None for the param's.
+    layout: how the leaves are sharded. The iterations are on whole matrices, of one layer at a time, so their bits do
+    not depend on the layout.
+    Communicates: on the axes that shard a matrix, the direction of each layer to the rank that iterates on it, and the
+    result back; where the layers do not divide by the ranks, every rank gathers the direction and iterates itself.
     Raises ValueError for a leaf that is not a matrix (a stacked bias [L, D] is L vectors; give it another optimizer by
-    `by_label`), an unknown adjust or layout, and numbers out of range.
+    `by_label`), an unknown adjust or weights, and numbers out of range.
 
     Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
     scalable for LLM training", arXiv:2502.16982, section 2.2.
@@ -89,28 +104,33 @@ def muon(
     check_number("muon", low=1, high=100, ns_steps=ns_steps)
     if adjust not in ("original", "match_rms_adamw"):
         raise ValueError(f"muon: adjust is {adjust!r}; it must be 'original' or 'match_rms_adamw'")
-    if layout not in ("in_out", "out_in"):
-        raise ValueError(f"muon: layout is {layout!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]")
+    if weights not in ("in_out", "out_in"):
+        raise ValueError(f"muon: weights is {weights!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]")
+    check_layout("muon", layout)
     decays = masked(mask)
 
-    def info(name: str, p: Tensor) -> tuple[float, float]:
-        if p.dim() - layer_dims("muon", stacked, name, p.dim()) < 2:
+    def info(name: str, p: Tensor) -> Leaf:
+        lead = layer_dims("muon", stacked, name, p.dim())
+        if p.dim() - lead < 2:
             kind = "a stack of vectors" if p.dim() == 2 else "no matrix"
             raise ValueError(
                 f"muon: {name} of shape {tuple(p.shape)} is {kind}; give it another optimizer: "
                 "by_label({'muon': ..., 'adamw': ...}, rules)"
             )
-        d_in, d_out = p.shape[-2:] if layout == "in_out" else (p.shape[-1], p.shape[-2])
+        d_in, d_out = (p.shape[d] * layout.parts(name, (d,)) for d in ((-2, -1) if weights == "in_out" else (-1, -2)))
         scale = math.sqrt(max(1.0, d_out / d_in)) if adjust == "original" else 0.2 * math.sqrt(max(d_out, d_in))
-        return scale, weight_decay if decays(name, p) else 0.0
+        return Leaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
 
-    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, said: tuple[float, float]) -> tuple[Tensor, tuple]:
-        (rate,), (b,), (scale, decay) = scalars, slots, said
+    def orthogonal(x: Tensor) -> Tensor:
+        return newton_schulz(x, ns_steps, dtype=ns_dtype, coefficients=ns_coefficients, eps=ns_eps)
+
+    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
+        (rate,), (b,) = scalars, slots
         b = b + (1 - momentum) * (g - b)
         direction = g + momentum * (b - g) if nesterov else b
-        o = newton_schulz(direction, ns_steps, dtype=ns_dtype, coefficients=ns_coefficients, eps=ns_eps).to(g.dtype)
-        u = -(rate * scale) * o
-        return u - (rate * decay) * p if decay else u, (b,)
+        each = (lambda x: torch.cat([orthogonal(layer) for layer in x.split(1)])) if leaf.lead else orthogonal
+        u = -(rate * leaf.scale) * layout.on_matrices(leaf.name, direction, each).to(g.dtype)
+        return u - (rate * leaf.decay) * p if leaf.decay else u, (b,)
 
     return leafwise(
         MuonState,
@@ -118,7 +138,7 @@ def muon(
         lambda count: (lr_at(lr, count),),
         step,
         info=info,
-        pieces=layer_pieces(stacked),
-        needs="matrix",
+        pieces=layer_pieces(stacked, layout.parts),
+        needs="matrix" if layout is WHOLE else "elementwise",
         check=check_mask("muon", mask),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
+from fzero.optim.layout import WHOLE, Layout, check_layout
 from fzero.pytree import Tree, nearest
 from fzero.sharding.rules import Rules, match_rules
 
@@ -81,16 +82,17 @@ def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTrans
     return _stateless(update, donate, check_mask("add_decayed_weights", mask))
 
 
-def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformation:
+def scale_by_rules(rules: Rules[float | Sequence[float]], *, layout: Layout = WHOLE) -> GradientTransformation:
     """Multiply each update by the factor of the first rule `(regex, factor)` found in its name: layer-wise rates.
 
     A factor is a number, or a sequence of L numbers for the L layers of a leaf stacked along its leading dim. Put it
-    last in a chain.
+    last in a chain. layout: how the leaves are sharded; only where the dim of the L layers is does it matter.
     Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, and a sequence of
     another length than the leaf's leading dim.
 
     >>> tx = scale_by_rules(((r"^embed/", 0.1), (r"^blocks/", [0.8**3, 0.8**2, 0.8, 1.0]), (".*", 1.0)))
     """
+    check_layout("scale_by_rules", layout)
 
     def factors(params: Tree) -> dict[str, Tensor | float]:
         named, found = pytree.named_leaves(params), {}
@@ -99,13 +101,13 @@ def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformat
             if isinstance(factor, (int, float)):
                 found[name] = factor
                 continue
-            if p.dim() == 0 or len(factor) != p.shape[0]:
-                shape = tuple(p.shape)
+            if p.dim() == 0 or len(factor) != p.shape[0] * layout.parts(name, (0,)):
+                shape = tuple(size * layout.parts(name, (dim,)) for dim, size in enumerate(p.shape))
                 raise ValueError(
                     f"scale_by_rules: {name} has shape {shape} and is given {len(factor)} factors; give one per layer of its leading dim"
                 )
             values = torch.as_tensor(factor, dtype=torch.float64).to(p.device)
-            found[name] = values.reshape(-1, *[1] * (p.dim() - 1))
+            found[name] = layout.own(name, values.reshape(-1, *[1] * (p.dim() - 1)), (0,))
         return found
 
     def cast(factor: Tensor | float, g: Tensor) -> Tensor | float:

@@ -1,6 +1,7 @@
 """Where every leaf lives: meshes, specs, rules and plans as values."""
 
-from fzero.sharding.mesh import AXES, Axis, Mesh, make_mesh, one_process
+from fzero.collectives import Axis
+from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
 from fzero.sharding.rules import Rules, match_rules
 from fzero.sharding.spec import Spec
 from fzero.sharding.zero import ZERO, Plan, zero_plan
@@ -13,6 +14,7 @@ __all__ = [
     "Plan",
     "Rules",
     "Spec",
+    "fake_mesh",
     "make_mesh",
     "match_rules",
     "one_process",

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import itertools
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
-from torch.distributed import ProcessGroup
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fzero.collectives import Axis
+from fzero.ledger import Ledger
+from fzero.links import Link
 from fzero.pytree import nearest
+from fzero.rollcall import RollCall
 
 AXES = {
     "dp": "data, and the shards of ZeRO",
@@ -19,22 +28,20 @@ AXES = {
     "cp": "context",
     "ep": "experts",
 }
-
-
-class Axis(NamedTuple):
-    """One axis of a mesh as this process sees it."""
-
-    name: str
-    size: int = 1
-    rank: int = 0
-    group: ProcessGroup | None = None  # None where size is 1
+ORDER = ("pp", "rp", "dp", "cp", "ep", "tp")  # of ranks, outermost first: what talks most is nearest
+_MESHES = itertools.count()  # every rank makes the same meshes in the same order
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All six axes, in the order of AXES; those a run does not use have size 1."""
+    """All six axes, in the order of AXES; those a run does not use have size 1. Meshes are equal where their axes are."""
 
     axes: tuple[Axis, ...]
+    device_mesh: DeviceMesh | None = field(default=None, compare=False)  # over the axes in use, outermost first; for interoperation
+    ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
+    store: dist.Store | None = field(default=None, compare=False, repr=False)
+    roll: RollCall | None = field(default=None, compare=False, repr=False)
+    owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
 
     def __getitem__(self, name: str) -> Axis:
         for axis in self.axes:
@@ -47,29 +54,139 @@ class Mesh:
         """The number of processes."""
         return math.prod(a.size for a in self.axes)
 
+    @property
+    def rank(self) -> int:
+        """This process's number among all of them."""
+        rank = 0
+        for name in ORDER:
+            rank = rank * self[name].size + self[name].rank
+        return rank
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks with data of their own: dp times rp."""
+        return self["dp"].size * self["rp"].size
+
+    @property
+    def data_rank(self) -> int:
+        """This process's number among those."""
+        return self["rp"].rank * self["dp"].size + self["dp"].rank
+
+    def checked(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which each collective first makes sure that all ranks of its axis are at the same one (see `rollcall`).
+
+        Then a mismatch raises RankError naming both ranks and what they are at, as does a rank that does not arrive within the mesh's
+        timeout; and a psum of what is the same on all ranks raises ValueError. It costs about a millisecond for each collective.
+        """
+        return contextlib.nullcontext() if self.roll is None else self.roll.checked()
+
+    def fail(self, why: str) -> None:
+        """Leave for the other ranks why this one ends: their errors will say it."""
+        if self.roll is not None:
+            self.roll.fail(why)
+
+    def close(self) -> None:
+        """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh is of no use afterwards."""
+        if self.owned and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
     def __str__(self) -> str:
-        used = [f"{a.name}={a.size}" for a in self.axes if a.size > 1]
-        return f"Mesh({', '.join(used) or 'one process'})"
+        return f"Mesh({_text({a.name: a.size for a in self.axes}).removeprefix('of ')})"
 
 
-def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
-    """The mesh with these axis sizes, e.g. `{"dp": 1}`; axes that are not named have size 1.
-
-    Raises ValueError for an unknown axis, a size below 1, and sizes that do not multiply to the number of processes, which is 1 in
-    this version.
-    """
+def _checked_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
     sizes = dict(sizes or {})
     for name, size in sizes.items():
         if name not in AXES:
             raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(AXES)}{nearest(name, AXES)}")
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"mesh: axis {name} has size {size!r}; a size is a whole number of at least 1")
-    world = math.prod(sizes.values())
-    if world != 1:
-        raise ValueError(f"mesh {sizes} asks for {world} processes and this version runs in 1; make every axis 1, or leave the mesh out")
-    return Mesh(tuple(Axis(name) for name in AXES))
+    return {name: sizes.get(name, 1) for name in AXES}
+
+
+def _text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "of one process"
+
+
+def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
+    at = {}
+    for name in reversed(ORDER):
+        rank, at[name] = divmod(rank, sizes[name])
+    return at
+
+
+def make_mesh(
+    sizes: Mapping[str, int] | None = None, *, timeout_s: float = 600.0, device: str | None = None, ordered: bool = False
+) -> Mesh:
+    """The mesh with these axis sizes, e.g. `{"dp": 2, "tp": 2}`; axes that are not named have size 1.
+
+    Under torchrun it initialises torch.distributed where that was not done, with gloo on CPU and NCCL on CUDA. Ranks are numbered with pp
+    outermost, then rp, dp, cp, ep, and tp innermost.
+    timeout_s: how long a rank waits for another. device: "cpu" or "cuda" (None: as torch.distributed was initialised, else cuda where there
+    is one). ordered: whether sums over ranks follow `tree_sum` with NCCL too, as they always do with gloo.
+    Communicates: what DeviceMesh does to make its groups.
+    Raises ValueError for an unknown axis or device, a size below 1, and sizes that do not multiply to the number of processes.
+    """
+    sizes = _checked_sizes(sizes)
+    wanted = math.prod(sizes.values())
+    started = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    if wanted != world:
+        raise ValueError(
+            f"mesh {_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start it with "
+            f"`torchrun --nproc-per-node {wanted} ...`, or choose sizes whose product is {world}"
+        )
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"mesh: device is {device!r}; it must be cpu or cuda")
+    if wanted == 1:
+        return one_process()
+    if not started:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    device = device or ("cuda" if "nccl" in dist.get_backend() else "cpu")
+    used = [name for name in ORDER if sizes[name] > 1]
+    device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
+    store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
+    ledger, roll = Ledger(), RollCall(store, dist.get_rank(), timeout_s)
+    at, links = _coordinates(sizes, dist.get_rank()), {}
+    for name in used:
+        group = device_mesh.get_group(name)
+        links[name] = Link(
+            name,
+            dist.get_process_group_ranks(group),
+            at[name],
+            transport="nccl" if device == "cuda" else "gloo",
+            ledger=ledger,
+            roll=roll,
+            group=group,
+            ordered=ordered,
+        )
+    axes = tuple(Axis(name, sizes[name], at[name], links.get(name)) for name in AXES)
+    return Mesh(axes, device_mesh, ledger, store, roll, owned=not started)
 
 
 def one_process() -> Mesh:
     """The mesh of a single process: every axis has size 1."""
-    return make_mesh({})
+    return Mesh(tuple(Axis(name) for name in AXES))
+
+
+def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
+    """The mesh of these axis sizes as `rank` would see it, without other processes: for planning on fake (or meta) tensors.
+
+    Collectives give results of the right shape and are entered in its ledger.
+    Raises ValueError for an unknown axis, a size below 1, and a rank that the mesh has not.
+    """
+    sizes = _checked_sizes(sizes)
+    world = math.prod(sizes.values())
+    if not 0 <= rank < world:
+        raise ValueError(f"fake_mesh: rank is {rank} and mesh {_text(sizes)} has ranks 0 to {world - 1}")
+    at, ledger, roll, axes = _coordinates(sizes, rank), Ledger(), RollCall(None, rank, 0.0), []
+    for name in AXES:
+        stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
+        ranks = [rank + (k - at[name]) * stride for k in range(sizes[name])]
+        link = Link(name, ranks, at[name], transport="fake", ledger=ledger, roll=roll) if sizes[name] > 1 else None
+        axes.append(Axis(name, sizes[name], at[name], link))
+    return Mesh(tuple(axes), ledger=ledger, roll=roll)

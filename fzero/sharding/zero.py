@@ -5,6 +5,9 @@ Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training tri
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,35 +26,44 @@ ZERO = {
     3: (True, True, True),
 }
 STACKED = "blocks/"  # leaves whose first dim counts the layers
+DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
+REDUCE = ("fast", "canonical")
+ACCUMULATE = ("shards", "full")
 
 
 class Plan(NamedTuple):
-    """Four trees of Spec over the leaves of the parameters; `print(plan)` shows the whole parallel program."""
+    """Trees of Spec over the leaves of the parameters, and what else is decided; `print(plan)` shows the whole parallel program.
+
+    An axis in the `partial` of a compute spec is one over which the leaf, whole on every rank, is used differently, so that the sum of
+    its gradient is owed. In a grads spec it is one over which the sum is still owed behind a micro-batch; it is made once, at the end.
+    """
 
     stage: int
     like: Tree  # the parameters' shapes, as tensors on the meta device
     compute: Tree  # as the model's code sees a leaf (a layer of it, once gathered)
     params: Tree  # at rest
-    grads: Tree  # after the backward pass of a micro-batch
+    grads: Tree  # behind the backward pass of a micro-batch
     opt: Tree  # of the optimizer's per-parameter state, and of the update
+    sizes: Mapping[str, int]  # of the mesh's axes
+    frozen: frozenset[str] = frozenset()  # leaves without gradient, optimizer state and update
+    reduce: str = "fast"  # or "canonical": one order of sums on every mesh
+    sequence: bool = False  # sequence parallelism over tp
+    reshard: bool = True  # gathered parameters are dropped behind a layer's forward pass, and gathered again
 
     def __str__(self) -> str:
-        named = [pytree.named_leaves(t) for t in (self.like, self.compute, self.params, self.grads, self.opt)]
-        like = named[0]
-        head = ("leaf", "shape", "elements", "compute", "params", "grads", "optimizer")
-        rows = [head] + [
-            (
-                n,
-                "×".join(str(s) for s in x.shape) or "scalar",
-                f"{x.numel():,}",
-                *(str(specs[n]) for specs in named[1:]),
-            )
-            for n, x in like.items()
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
-        total = sum(x.numel() for x in like.values())
-        return "\n".join([f"ZeRO stage {self.stage}, {total:,} parameters", *lines])
+        return describe(self)
+
+    def trained(self, tree: Tree) -> Tree:
+        """The part of a tree like the parameters that is trained: the tree itself, or {name: leaf} where some leaves are frozen."""
+        if not self.frozen:
+            return tree
+        return {name: leaf for name, leaf in pytree.named_leaves(tree).items() if name not in self.frozen}
+
+    def whole(self, trained: Tree, rest: Tree) -> Tree:
+        """The tree whose trained leaves are those of `trained` and whose frozen ones are those of `rest`."""
+        if not self.frozen:
+            return trained
+        return pytree.from_named({**pytree.named_leaves(rest), **trained}, rest)
 
 
 def shapes_of(model: Any) -> Tree:
@@ -61,35 +73,160 @@ def shapes_of(model: Any) -> Tree:
     return pytree.map(lambda x: torch.empty_like(x, device="meta"), model)
 
 
-def zero_plan(stage: int, model: Any, mesh: Mesh, *, over: str = "dp") -> Plan:
+def zero_plan(
+    stage: int,
+    model: Any,
+    mesh: Mesh,
+    *,
+    reduce: str = "fast",
+    accumulate: str = "shards",
+    sequence: bool = False,
+    frozen: str | None = None,
+    reshard: bool = True,
+) -> Plan:
     """The plan of a ZeRO stage for `model` (a Model, or the parameter tree of a plain loss function) on `mesh`.
 
-    At rest a sharded leaf is split over the axis `over` on its first dim, or the second where the first counts layers
-    (`blocks/...`), behind whatever axes the model's own rules put there.
-    Raises ValueError for an unknown stage, an axis the mesh lacks, and rules that do not fit the leaves.
+    At rest a sharded leaf is split over dp on its first dim, or the second where the first counts layers (`blocks/...`), behind whatever
+    axes the model's own rules put there; a leaf whose dim does not divide stays whole on every rank, and the printed plan says so.
+    reduce: "canonical" gives bitwise the same sums for any power of two of data ranks, any stage and any accumulation: the gradient of
+    each micro-batch is summed over the ranks first, in the order of a binary tree; "fast" sums what is cheapest first.
+    accumulate: over the micro-batches of stages 2 and 3, gradient "shards" (a reduce-scatter each), or "full" gradients (one at the end).
+    sequence: activations outside the tensor-parallel products are split over tp along the sequence.
+    frozen: a regex of leaves that are not trained. reshard: see Plan; at stage 3.
+    Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, and rules that do not fit the leaves.
     """
-    if stage not in ZERO:
-        raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
-    size = mesh[over].size
+    check_choices(stage, mesh, reduce, accumulate, sequence)
     like = shapes_of(model)
     named = pytree.named_leaves(like)
-    if hasattr(model, "rules"):
-        texts = match_rules(model.rules, list(named), what="the model's sharding rules")
-        compute = {name: Spec.parse(text) for name, text in texts.items()}
-    else:
-        compute = {name: Spec(((),) * leaf.dim()) for name, leaf in named.items()}
+    sizes = {axis.name: axis.size for axis in mesh.axes}
+    owed_by_use = {"tp"} if sequence and sizes["tp"] > 1 else set()
+    compute = {name: with_owed(spec, owed_by_use) for name, spec in compute_specs(model, named, mesh).items()}
     for name, spec in compute.items():
-        if len(spec.dims) != named[name].dim():
-            raise ValueError(f"{name}: its spec {spec} has {len(spec.dims)} dims and the leaf has {named[name].dim()}")
+        check_dims(name, named[name].shape, spec, sizes)
 
     def at_rest(name: str, spec: Spec) -> Spec:
-        dim = 1 if name.startswith(STACKED) else 0
-        shape = named[name].shape
-        if dim >= len(shape) or shape[dim] % size:
-            return spec
+        dim, shape = shard_dim(name), named[name].shape
         dims = list(spec.dims)
-        dims[dim] = (*dims[dim], over)
-        return Spec(tuple(dims), spec.partial, spec.memory)
+        if dim >= len(shape) or shape[dim] % (sizes["dp"] * math.prod(sizes[a] for a in dims[dim])):
+            return Spec(tuple(dims))
+        dims[dim] = (*dims[dim], "dp")
+        return Spec(tuple(dims))
 
-    rows = [{n: at_rest(n, s) if sharded else s for n, s in compute.items()} for sharded in ZERO[stage]]
-    return Plan(stage, like, *(pytree.from_named(specs, like) for specs in (compute, *rows)))
+    def gradient(name: str, spec: Spec) -> Spec:
+        sharded = reduce == "canonical" or (ZERO[stage][1] and accumulate == "shards")
+        kept = at_rest(name, spec) if sharded else Spec(spec.dims)
+        owed = {axis for axis in (*DATA, *spec.partial) if axis not in kept.axes and sizes[axis] > 1}
+        return kept if reduce == "canonical" else Spec(kept.dims, frozenset(owed))
+
+    params, _, opt = ({n: at_rest(n, s) if sharded else Spec(s.dims) for n, s in compute.items()} for sharded in ZERO[stage])
+    grads = {n: gradient(n, s) for n, s in compute.items()}
+    trees = (pytree.from_named(specs, like) for specs in (compute, params, grads, opt))
+    out = frozen_names(frozen, list(named))
+    return Plan(stage, like, *trees, sizes, out, reduce, sequence and sizes["tp"] > 1, reshard)
+
+
+def check_choices(stage: int, mesh: Mesh, reduce: str, accumulate: str, sequence: bool) -> None:
+    """Raise ValueError for a stage or choice that does not exist, and for axes that this version does not shard over."""
+    if stage not in ZERO:
+        raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
+    if reduce not in REDUCE:
+        raise ValueError(f"reduce is {reduce!r}; it must be {' or '.join(REDUCE)}")
+    if accumulate not in ACCUMULATE:
+        raise ValueError(f"accumulate is {accumulate!r}; it must be {' or '.join(ACCUMULATE)}")
+    if reduce == "canonical" and accumulate == "full":
+        raise ValueError('accumulate="full" sums over micro-batches first and reduce="canonical" over ranks first; leave one of them out')
+    if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
+        raise ValueError(f'reduce="canonical" needs dp x rp to be a power of two and it is {mesh.data_size}; use reduce="fast"')
+    for name in ("pp", "cp", "ep"):
+        if mesh[name].size > 1:
+            raise ValueError(f"mesh: axis {name} has size {mesh[name].size}; this version shards over dp, rp and tp; make {name}=1")
+
+
+def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Spec]:
+    """The model's own specs by leaf name: from its rules, or whole leaves for a plain parameter tree."""
+    if not hasattr(model, "rules"):
+        return {name: Spec(((),) * leaf.dim()) for name, leaf in named.items()}
+    texts = match_rules(model.rules(mesh), list(named), what="the model's sharding rules")
+    return {name: Spec.parse(text) for name, text in texts.items()}
+
+
+def with_owed(spec: Spec, axes: set[str]) -> Spec:
+    """The spec with a sum owed over those of `axes` that do not shard it."""
+    return Spec(spec.dims, spec.partial | {a for a in axes if a not in spec.axes})
+
+
+def shard_dim(name: str) -> int:
+    """The dim of a leaf that dp shards: the first of a layer."""
+    return 1 if name.startswith(STACKED) else 0
+
+
+def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError where a spec has another number of dims than the leaf, or its axes do not divide a dim."""
+    if len(spec.dims) != len(shape):
+        raise ValueError(f"{name}: its spec {spec} has {len(spec.dims)} dims and the leaf has {len(shape)}")
+    for dim, (size, axes) in enumerate(zip(shape, spec.dims)):
+        parts = math.prod(sizes[a] for a in axes)
+        if size % parts:
+            said = " x ".join(f"{a}={sizes[a]}" for a in axes if sizes[a] > 1)
+            fits = [str(n) for n in range(1, 65) if size % n == 0]
+            padded = -(-size // parts) * parts
+            raise ValueError(f"{name}: dim {dim} has size {size}, not divisible by {said}; use one of {', '.join(fits)}, or pad it to {padded}")
+
+
+def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
+    """The names that the regex matches; raises ValueError where that is none, or all, of them."""
+    if frozen is None:
+        return frozenset()
+    found = frozenset(name for name in names if re.search(frozen, name))
+    if len(found) in (0, len(names)):
+        raise ValueError(f"frozen={frozen!r} matches {'every' if found else 'no'} leaf of {', '.join(names[:6])}, ...; some must be trained")
+    return found
+
+
+def describe(plan: Plan, itemsize: int = 4) -> str:
+    """The table that `print(plan)` shows: per leaf its specs, the bytes of one copy at rest on a rank, and what is communicated."""
+    named = [pytree.named_leaves(t) for t in (plan.like, plan.compute, plan.params, plan.grads, plan.opt)]
+    head = ("leaf", "shape", "compute", "params", "grads", "optimizer", "bytes a rank", "communicated")
+    rows = [head]
+    for name, leaf in named[0].items():
+        compute, params, grads, opt = (specs[name] for specs in named[1:])
+        local = local_numel(leaf.shape, params, plan.sizes)
+        if name in plan.frozen:
+            grads = opt = "frozen"
+        shape = "×".join(str(s) for s in leaf.shape) or "scalar"
+        rows.append((name, shape, *map(str, (compute, params, grads, opt)), f"{local * itemsize:,}", communicated(plan, name)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    total = sum(x.numel() for x in named[0].values())
+    at_rest = sum(local_numel(x.shape, named[2][n], plan.sizes) for n, x in named[0].items())
+    used = ", ".join(f"{a}={n}" for a, n in plan.sizes.items() if n > 1) or "one process"
+    extra = "".join(f", {text}" for text in (plan.reduce == "canonical" and "canonical sums", plan.sequence and "sequence parallel") if text)
+    whole = [n for n in named[0] if plan.stage and "dp" not in named[4][n].axes and plan.sizes["dp"] > 1]
+    notes = [f"not divisible by dp={plan.sizes['dp']}, so whole on every rank: {', '.join(whole)}"] if whole else []
+    top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
+    return "\n".join([top, *lines, *notes])
+
+
+def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> int:
+    """The elements that one rank holds of a leaf."""
+    return math.prod(shape) // math.prod(sizes[a] for a in spec.axes)
+
+
+def communicated(plan: Plan, name: str) -> str:
+    """What a step communicates of one leaf, in words: gathers per micro-batch, reductions per micro-batch and per step."""
+    compute, params, grads, opt = (pytree.named_leaves(t)[name] for t in (plan.compute, plan.params, plan.grads, plan.opt))
+    said = []
+    if plan.sizes["dp"] > 1 and "dp" in params.axes:
+        said.append("all_gather dp for use")
+    if name in plan.frozen:
+        return ", ".join(said) or "nothing"
+    owed = [a for a in (*DATA, *sorted(compute.partial)) if plan.sizes[a] > 1]
+    for axis in owed:
+        op = "psum_scatter" if axis in (grads.axes if axis not in grads.partial else opt.axes) else "psum"
+        said.append(f"{op} {axis} {'a step' if axis in grads.partial else 'a micro-batch'}")
+    if plan.sizes["dp"] > 1:
+        if "dp" in grads.axes and "dp" not in opt.axes:
+            said.append("all_gather dp of the gradient")
+        if "dp" in opt.axes and "dp" not in params.axes:
+            said.append("all_gather dp behind the update")
+    return ", ".join(said) or "nothing"

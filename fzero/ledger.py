@@ -1,0 +1,93 @@
+"""The ledger: what was communicated, in the counting of the papers, as integers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Row(NamedTuple):
+    """Collectives of one kind: how often they ran, and what one rank sent in all of them."""
+
+    phase: str
+    collective: str
+    axis: str
+    leaf: str
+    dtype: str
+    calls: int
+    elements: int
+    bytes: int
+
+
+class Ledger:
+    """What was communicated, summed by (phase, collective, axis, leaf, dtype); `print(ledger)` shows the table.
+
+    A collective is entered when it runs, in a compiled graph too, and not when it is traced. Elements and bytes are those that one rank
+    sends (see `sent_elements`), whatever the messages that carry them.
+
+    >>> ledger = Ledger()
+    >>> with ledger.phase("forward"):
+    ...     ledger.add("all_gather", "dp", "w", torch.float32, 96)
+    >>> ledger.total(phase="forward").bytes
+    384
+    """
+
+    def __init__(self) -> None:
+        self.phase_name = ""
+        self._sums: dict[tuple[str, str, str, str, torch.dtype], list[int]] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A context in which collectives are entered under the phase `name`; the innermost context names it."""
+        before, self.phase_name = self.phase_name, name
+        try:
+            yield
+        finally:
+            self.phase_name = before
+
+    def add(self, collective: str, axis: str, leaf: str, dtype: torch.dtype, elements: int) -> None:
+        """Enter one collective in which one rank sends `elements` elements."""
+        sums = self._sums.setdefault((self.phase_name, collective, axis, leaf, dtype), [0, 0, 0])
+        for i, more in enumerate((1, elements, elements * dtype.itemsize)):
+            sums[i] += more
+
+    def rows(self) -> list[Row]:
+        """The rows, in the order in which they were first entered."""
+        return [Row(*key[:4], str(key[4]).removeprefix("torch."), *sums) for key, sums in self._sums.items()]
+
+    def total(self, phase: str | None = None, collective: str | None = None, axis: str | None = None) -> Row:
+        """The sum of the rows of this phase, collective and axis (None: any), as a row with `*` for what it does not tell apart."""
+        wanted = (phase, collective, axis)
+        rows = [row for row in self.rows() if all(w is None or w == value for w, value in zip(wanted, row[:3]))]
+        sums = (sum(row[i] for row in rows) for i in (5, 6, 7))
+        return Row(*("*" if w is None else w for w in wanted), "*", "*", *sums)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._sums.clear()
+
+    def __str__(self) -> str:
+        table = [Row._fields, *((*row[:5], *(f"{n:,}" for n in row[5:])) for row in self.rows())]
+        widths = [max(len(row[i]) for row in table) for i in range(len(Row._fields))]
+
+        def line(row: tuple[str, ...]) -> str:
+            return "  ".join(cell.ljust(w) if i < 5 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+
+        return "\n".join(line(row) for row in table)
+
+
+def sent_elements(collective: str, elements: int, ranks: int) -> int:
+    """The elements that one of `ranks` ranks sends, rounded up.
+
+    elements: of the whole tensor: the result of all_gather, the input of the others. all_gather, psum_scatter and all_to_all send
+    (N-1)/N of it, psum 2 (N-1)/N, ppermute all of it.
+
+    Source: Rajbhandari et al. 2020, "ZeRO", section 7.1; Thakur et al. 2005, "Optimization of collective
+    communication operations in MPICH", section 4.
+    """
+    if collective == "ppermute":
+        return elements
+    return -(-(2 if collective == "psum" else 1) * (ranks - 1) * elements // ranks)

@@ -1,0 +1,147 @@
+"""LoRA: a weight that stays as it is plus a trained product of low rank.
+
+Ref: Hu et al. 2021, "LoRA: low-rank adaptation of large language models", arXiv:2106.09685, section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.models.base import Ctx, MakeLeaf, Model
+from fzero.pytree import Tree, nearest
+from fzero.sharding import Mesh, Rules, Spec, match_rules
+
+LORA = r"_lora_[ab]$"  # the leaves that are trained
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """The configuration of a model with LoRA: what it adds, beside the base model's, whose attributes are read through it."""
+
+    base: Any
+    rank: int
+    alpha: float
+    targets: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base" or name.startswith("__"):  # not there yet, as while unpickling
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
+def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_") -> Model:
+    """The model in which each block weight w [L, in, out] whose name the regex `targets` matches is w + (alpha / rank) a b.
+
+    Beside w are the leaves `<name>_lora_a` [L, in, rank], normal with standard deviation 1/√in, and `<name>_lora_b` [L, rank, out],
+    zero: so it begins as `model`, with the same values for the same key. Freeze the other leaves to train these alone: `LORA` matches
+    them. Where an axis shards a dim of w, the factor with that dim is sharded alike; the other one is whole, and the sum of its gradient
+    over that axis is owed.
+    The paper draws a from a Gaussian that it does not name; with 1/√in, x a has the size of x.
+    Raises ValueError where `targets` matches no leaf of the blocks, or one that is no [L, in, out], for a rank that is not in [1,
+    min(in, out)], and for an alpha that is not a positive number.
+
+    >>> from fzero import models
+    >>> model = lora(models.build(models.MLPConfig()), rank=4, targets=r"/w_")
+    >>> models.num_params(model) - models.num_params(models.build(models.MLPConfig()))
+    1536
+    """
+    shapes = _shapes(model)
+    names = _targets(targets, shapes, rank)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+        raise ValueError(f"lora: alpha is {alpha!r}; it must be a positive number, such as 16")
+    config = LoRAConfig(model.config, rank, float(alpha), targets)
+
+    def init(make: MakeLeaf) -> Tree:
+        def beside(node: Tree, path: str) -> Tree:
+            out = {}
+            for key, value in node.items():
+                name = f"{path}/{key}"
+                out[key] = beside(value, name) if isinstance(value, dict) else value
+                if name in names:
+                    layers, size_in, size_out = shapes[name]
+                    out[f"{key}_lora_a"] = make(f"{name}_lora_a", (layers, size_in, rank), 1.0 / math.sqrt(size_in))
+                    out[f"{key}_lora_b"] = make(f"{name}_lora_b", (layers, rank, size_out), 0.0)
+            return out
+
+        tree = model.init(make)
+        return {**tree, "blocks": beside(tree["blocks"], "blocks")}
+
+    def block(params: Tree, x: Any, ctx: Ctx) -> Any:
+        return model.block(_merged(params, config), x, ctx)
+
+    def rules(mesh: Mesh) -> Rules[str]:
+        base = model.rules(mesh)
+        texts = match_rules(base, list(shapes), what="the model's sharding rules")
+        of_factors = [
+            (f"^{re.escape(name)}_lora_{factor}$", text) for name in names for factor, text in zip("ab", _factor_specs(texts[name]))
+        ]
+        return (*of_factors, *base)
+
+    return model._replace(config=config, init=init, block=block, rules=rules)
+
+
+def merge(model: Model, params: Tree) -> Tree:
+    """The parameters of the base model that compute what `params` do in the model of `lora`, for whole leaves of any dtype.
+
+    They are summed in float32 or wider and rounded once. Raises ValueError where `model` has no LoRA.
+    """
+    if not isinstance(model.config, LoRAConfig):
+        raise ValueError(
+            f"merge: the model has no LoRA (its config is a {type(model.config).__name__}); give it the one that lora returned"
+        )
+    return {**params, "blocks": _merged(params["blocks"], model.config)}
+
+
+def _merged(node: Tree, config: LoRAConfig) -> Tree:
+    out = {}
+    for key, value in node.items():
+        if isinstance(value, dict):
+            out[key] = _merged(value, config)
+        elif f"{key}_lora_a" in node:
+            wide = torch.promote_types(value.dtype, torch.float32)
+            a, b = (node[f"{key}_lora_{factor}"].to(wide) for factor in "ab")
+            out[key] = (value + (config.alpha / config.rank) * (a @ b)).to(value.dtype)
+        elif re.search(LORA, key) is None:
+            out[key] = value
+    return out
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    model.init(lambda name, shape, std=0.0, mean=0.0: shapes.update({name: tuple(shape)}))
+    return shapes
+
+
+def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> list[str]:
+    """The names of the leaves that get factors."""
+    blocks = [name for name in shapes if name.startswith("blocks/")]
+    try:
+        names = [name for name in blocks if re.search(targets, name)]
+    except re.error as error:
+        raise ValueError(f"lora: targets {targets!r} is not a regular expression: {error}") from None
+    if not names:
+        raise ValueError(f"lora: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are {', '.join(blocks)}")
+    for name in names:
+        if len(shapes[name]) != 3:
+            raise ValueError(f"lora: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets {targets!r}")
+        most = min(shapes[name][1:])
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= most:
+            raise ValueError(f"lora: rank is {rank!r}; for {name} of shape {shapes[name]} it must be a whole number in [1, {most}]")
+    return names
+
+
+def _factor_specs(text: str) -> tuple[str, str]:
+    """The spec texts of the factors of a leaf: from "[L, D, H/tp]" follow "[L, D, R] +tp" and "[L, R, H/tp]"."""
+    spec = Spec.parse(text)
+    layers, size_in, size_out = (dim.strip() for dim in text[text.index("[") + 1 : text.index("]")].split(","))
+    memory = "" if spec.memory == "device" else f" @{spec.memory}"
+
+    def owed(dim: int) -> str:
+        return "".join(f" +{axis}" for axis in sorted({*spec.partial, *spec.dims[dim]})) + memory
+
+    return f"[{layers}, {size_in}, R]{owed(2)}", f"[{layers}, R, {size_out}]{owed(1)}"

@@ -1,0 +1,107 @@
+"""The roll call: whether all ranks run the same program, and what an error says of the other ranks.
+
+Ranks that run different programs hang, or take one tensor for another. In checked mode each collective first compares itself with the one
+that the left neighbour of this rank on the axis is at, through the store; if all neighbours agree, all ranks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+
+class RankError(RuntimeError):
+    """Another rank is gone, is late, or runs another program."""
+
+
+class Call(NamedTuple):
+    """One run of a collective: what all ranks of the axis must agree on, and what errors name."""
+
+    collective: str
+    axis: str
+    ranks: int
+    leaf: str
+    phase: str
+    dtype: str
+    shape: list[int]
+    number: int  # among all collectives of the mesh, from 1
+
+    def __str__(self) -> str:
+        of = f" of {self.leaf}" if self.leaf else ""
+        return f"{self.collective} over {self.axis} ({self.ranks} ranks){of}" + (f" in {self.phase}" if self.phase else "")
+
+    @property
+    def signature(self) -> str:
+        """The whole of it, as a text."""
+        return f"#{self.number} {self}, {self.dtype} {self.shape}"
+
+
+class RollCall:
+    """What the ranks of a mesh tell each other through `store` besides their tensors; one for all axes of the mesh.
+
+    rank: of this process among all. timeout_s: how long another rank is waited for.
+    """
+
+    def __init__(self, store: dist.Store | None, rank: int, timeout_s: float) -> None:
+        self.store, self.rank, self.timeout_s = store, rank, timeout_s
+        self.number = 0  # of collectives so far: the same on all ranks at the same point of the program
+        self.checking = False
+
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """A context in which every collective is compared between the ranks before it runs."""
+        before, self.checking = self.checking, True
+        try:
+            yield
+        finally:
+            self.checking = before
+
+    def compare(self, call: Call, left: int) -> None:
+        """Return when rank `left` is at the same call.
+
+        Raises RankError where it is at another one, and where it does not arrive in time.
+        """
+        mine, theirs = f"{self.rank}/{call.number}", f"{left}/{call.number}"
+        text = json.dumps(call)
+        self.store.set(mine, text)
+        self.store.set(f"{self.rank}/last", text)
+        try:
+            self.store.wait([theirs], datetime.timedelta(seconds=self.timeout_s))
+            other = Call(*json.loads(self.store.get(theirs)))
+        except RuntimeError:
+            raise self.error(call, f"rank {left} did not arrive within {self.timeout_s:g} s; {self._last(left)}") from None
+        if other != call:
+            raise self.error(
+                call,
+                f"the ranks run different programs: rank {self.rank} is at {call.signature}; rank {left} is at {other.signature}; "
+                "give all ranks the same code, config, mesh and shapes of data",
+            )
+        # Its one reader has read it: what the store holds does not grow.
+        self.store.delete_key(theirs)
+
+    def _last(self, rank: int) -> str:
+        try:
+            if self.store.check([f"{rank}/last"]):
+                return f"the last it began is {Call(*json.loads(self.store.get(f'{rank}/last'))).signature}"
+            return "it has begun no collective in checked mode"
+        except RuntimeError:
+            return "nor does the store at rank 0 answer"
+
+    def error(self, call: Call, what: str) -> RankError:
+        """The error of this rank at `call`. It adds the reason that another rank gave before, if one did and it is not the same."""
+        text = f"rank {self.rank}: {call}: {what}"
+        first = self.fail(text)
+        mine = first.startswith(f"rank {self.rank}:") or what in first
+        return RankError(text + (f" (before that, {first})" if first and not mine else ""))
+
+    def fail(self, text: str) -> str:
+        """Leave for the other ranks why this one ends; returns what the first rank that did so left (empty: the store is gone)."""
+        try:
+            return "" if self.store is None else self.store.compare_set("failed", "", text).decode()
+        except RuntimeError:
+            return ""

@@ -1,0 +1,59 @@
+"""A rank's own slice of a random leaf, drawn without the rest of it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fzero import random
+from fzero.sharding.mesh import Mesh
+from fzero.sharding.spec import Spec
+
+RUN = 1 << 11  # elements in a row from which a run is drawn by itself
+CHUNK = 1 << 13  # elements drawn at a time where the runs are shorter
+
+
+def window(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) per dim of this rank's slice of a leaf of `shape`."""
+    start, size = [], []
+    for dim, whole in enumerate(shape):
+        at, parts = 0, 1
+        for name in spec.dims[dim] if dim < len(spec.dims) else ():
+            at, parts = at * mesh[name].size + mesh[name].rank, parts * mesh[name].size
+        size.append(whole // parts)
+        start.append(at * size[-1])
+    return tuple(start), tuple(size)
+
+
+def normal(
+    key: Tensor, shape: tuple[int, ...], spec: Spec, mesh: Mesh, mean: float, std: float, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """This rank's slice of random.normal(key, shape, mean, std): the same bits, in memory of the slice's size."""
+    start, size = window(shape, spec, mesh)
+    if tuple(size) == tuple(shape):
+        return random.normal(key, shape, mean, std, dtype=dtype).to(device)
+    out = torch.empty(size, dtype=dtype, device=device)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    last = max(d for d in range(len(shape)) if size[d] != shape[d])
+    run = math.prod(size[last:])
+    if run >= RUN:
+        for i, row in enumerate(out.view(-1, run)):
+            row.copy_(random.normal(key, (run,), mean, std, dtype=dtype, first=_global(i, start[:last], size[:last], strides) + start[last] * strides[last]))
+        return out
+    flat = out.view(-1)
+    for begin in range(0, flat.numel(), CHUNK):
+        local = torch.arange(begin, min(begin + CHUNK, flat.numel()))
+        values = random.normal(key, local.shape, mean, std, dtype=dtype, index=_global(local, start, size, strides))
+        flat[begin : begin + CHUNK] = values
+    return out
+
+
+def _global(local: int | Tensor, start: tuple[int, ...], size: tuple[int, ...], strides: list[int]) -> int | Tensor:
+    """The index in the whole leaf of the element with number `local` in a slice (over the leading dims given)."""
+    index: int | Tensor = local * 0
+    for dim in reversed(range(len(size))):
+        index = index + (local % size[dim] + start[dim]) * strides[dim]
+        local = local // size[dim]
+    return index

@@ -1,0 +1,186 @@
+"""Gradients on their way from the backward pass to the optimizer: summed over micro-batches and over ranks, layer by layer.
+
+Two orders of summation. "fast": what the plan owes is reduced when it says, over the micro-batches in order. "canonical": each micro-batch
+first over the ranks, then over micro-batches, both by a balanced binary tree; as micro-batch j of data rank r has the global number
+j R + r, both are one tree over the global numbers, the same for every power of two of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import pytree
+from fzero.collectives import Pending, start_all_gather, start_psum, start_psum_scatter
+from fzero.pytree import Tree
+from fzero.sharding.bundle import pack, together, unpack
+from fzero.sharding.gather import Part
+from fzero.sharding.mesh import Mesh
+from fzero.sharding.spec import Spec
+from fzero.sharding.zero import DATA, STACKED, Plan
+
+Moves = tuple[tuple[str, str], ...]  # (operation, axis)
+
+
+def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Any) -> tuple[Moves, Moves]:
+    """What is communicated of a leaf's gradient: (behind each micro-batch, once behind the last)."""
+    owed = [axis for axis in (*DATA, *sorted(compute.partial)) if sizes[axis] > 1]
+    now = [("scatter" if axis in grads.axes else "psum", axis) for axis in owed if axis not in grads.partial]
+    end = [("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis) for axis in owed if axis in grads.partial]
+    if sizes["dp"] > 1 and "dp" in grads.axes and "dp" not in opt.axes:
+        end.append(("gather", "dp"))
+    return tuple(now), tuple(end)
+
+
+class Counter:
+    """A sum by a balanced binary tree: equal neighbours are added as soon as both are there (at most log2 of the terms are held)."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, Tensor]] = []
+
+    def add(self, term: Tensor) -> None:
+        """Add the next term; its memory may be written to."""
+        level = 0
+        while self.held and self.held[-1][0] == level:
+            term = self.held.pop()[1].add_(term)
+            level += 1
+        self.held.append((level, term))
+
+    def sum(self) -> Tensor:
+        """The sum of all terms."""
+        total = self.held.pop()[1]
+        while self.held:
+            total = self.held.pop()[1].add_(total)
+        return total
+
+
+class Reducer:
+    """Takes the gradients of a step, part by part, and gives their sums in the layout of plan.opt.
+
+    dtypes: `reduce` while they travel, `accumulate` while they are summed and at the end. `parts` micro-batches. At most one part's
+    gradients travel while the next one's are computed.
+    Communicates: per leaf what `moves` says; small leaves of a part together.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, reduce: torch.dtype, accumulate: torch.dtype, parts: int):
+        self.mesh, self.accumulate, self.parts = mesh, accumulate, parts
+        self.canonical = plan.reduce == "canonical"
+        # On one process there is no rank to sum over: one dtype for both is what makes the meshes agree.
+        self.reduce = accumulate if self.canonical else reduce
+        specs = (pytree.named_leaves(t) for t in (plan.compute, plan.grads, plan.opt))
+        self.moves = {name: moves(*leaf, plan.sizes) for name, *leaf in _zip_named(*specs)}
+        self.depth = {n: x.shape[0] for n, x in pytree.named_leaves(plan.like).items() if n.startswith(STACKED)}
+        self.final: dict[tuple[str, str], Tensor] = {}  # (stream, leaf) -> its sum, stacked
+        self.begun: set[tuple[str, str, int | None]] = set()  # whose place in `final` holds a sum
+        self.owed: dict[tuple[str, str, int | None], Tensor | Counter] = {}  # sums over micro-batches that are not final yet
+        self.flying: list[Iterator[Pending]] = []
+
+    def put(self, part: Part, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
+        """Take (and empty) the list of a micro-batch's gradients of a part's leaves `names`.
+
+        last: the micro-batch is the last one. again: leaves of which another part will give a gradient in the same micro-batch.
+        """
+        self.finish()
+        kinds = [(self.moves[name], name in again) for name in names]
+        for group in together(grads, kinds):
+            chosen, tensors = [names[i] for i in group], [grads[i] for i in group]
+            ends = last and (self.canonical or not kinds[group[0]][1])
+            job = self.job(part, chosen, tensors, kinds[group[0]][0], ends)
+            del tensors
+            if next(job, None) is not None:
+                self.flying.append(job)
+        grads.clear()
+
+    def finish(self) -> None:
+        """Wait for what is travelling."""
+        for job in self.flying:
+            for _ in job:
+                pass
+        self.flying.clear()
+
+    def job(self, part: Part, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool) -> Iterator[Pending]:
+        """Bring gradients that travel together to their place; yields when a collective has been started."""
+        now, end = both
+        values = yield from self.travel(names, grads, now)
+        grads.clear()
+        keys = [(part.name if self.canonical else "", name, part.layer) for name in names]
+        for i, key in enumerate(keys):
+            value, values[i] = values[i], None
+            values[i] = self.add(key, value, bool(end), ends)
+            del value
+        if ends and end:
+            values = yield from self.travel(names, values, end)
+            for key, value in zip(keys, values):
+                self.place(key, value)
+
+    def travel(self, names: Sequence[str], tensors: list[Tensor], path: Moves) -> Iterator[Any]:
+        """The tensors behind the collectives of `path`; `tensors` is emptied."""
+        for op, name in path:
+            axis, shapes = self.mesh[name], [t.shape for t in tensors]
+            bundle = pack(tensors, axis.size if op == "scatter" else 1, self.reduce)
+            tensors.clear()
+            start = {"scatter": start_psum_scatter, "psum": start_psum, "gather": start_all_gather}[op]
+            with self.mesh.ledger.phase("reduce"):
+                pending = start(bundle, axis, leaf=" ".join(names))
+            yield pending
+            if op == "scatter":
+                shapes = [(s[0] // axis.size, *s[1:]) for s in shapes]
+            elif op == "gather":
+                shapes = [(s[0] * axis.size, *s[1:]) for s in shapes]
+            tensors = unpack(pending.wait(), shapes)
+            del bundle, pending
+        return list(tensors)
+
+    def add(self, key: tuple[str, str, int | None], value: Tensor, more: bool, ends: bool) -> Tensor | None:
+        """Add a micro-batch's value to the sum of `key`; the sum, where it must travel on (`more`) and this is the last (`ends`)."""
+        if not more and not self.canonical:
+            self.place(key, value)
+            return None
+        if self.parts == 1 and ends and key not in self.owed:
+            return value if more else self.place(key, value)
+        own = value.to(self.accumulate, copy=True) if value.dtype == self.accumulate else value.to(self.accumulate)
+        if self.canonical:
+            self.owed.setdefault(key, Counter()).add(own)
+            total = self.owed.pop(key).sum() if ends else None
+        else:
+            self.owed[key] = self.owed[key].add_(own) if key in self.owed else own
+            total = self.owed.pop(key) if ends else None
+        return self.place(key, total) if total is not None and not more else total
+
+    def place(self, key: tuple[str, str, int | None], value: Tensor) -> None:
+        """Write or add a value into the stacked sums."""
+        stream, name, layer = key
+        whole = self.final.get((stream, name))
+        if whole is None:
+            # One micro-batch's own gradients keep their dtype until the end, when the activations are gone.
+            dtype = value.dtype if self.parts == 1 else self.accumulate
+            shape = value.shape if layer is None else (self.depth[name], *value.shape)
+            if layer is None and self.parts == 1 and value.is_contiguous():
+                whole = self.final[stream, name] = value
+                self.begun.add(key)
+                return
+            whole = self.final[stream, name] = torch.empty(shape, dtype=dtype, device=value.device)
+        slot = whole if layer is None else whole[layer]
+        if key in self.begun:
+            slot.add_(value)
+        else:
+            slot.copy_(value)
+            self.begun.add(key)
+
+    def sums(self, like: Tree) -> Tree:
+        """All sums, in the structure of `like`; what was not given a gradient is refused. Called once, behind the last put."""
+        self.finish()
+        assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
+        out: dict[str, Tensor] = {}
+        for stream, name in sorted(self.final):
+            value = self.final.pop((stream, name)).to(self.accumulate)
+            out[name] = out[name].add_(value) if name in out else value
+        return pytree.from_named(out, like)
+
+
+def _zip_named(*trees: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for name in trees[0]:
+        yield name, *(tree[name] for tree in trees)

@@ -1,0 +1,448 @@
+"""Optimizers on shards: a step on every rank's own part is the step on whole leaves."""
+
+import math
+import re
+
+import pytest
+import ranks
+import torch
+from optim_cases import F64, OPTIMIZERS, assert_same, clone, tree
+
+import fzero
+from fzero import optim, pytree
+from fzero.optim import layout as layouts
+from fzero.sharding.spec import Spec
+
+LAYERS = 6  # of which 4 ranks share the first four, and gather the last two
+# leaf -> (shape, spec as a plan's `opt` has it)
+LEAVES = {
+    "embed/tokens": ((8, 4), "[V/tp+dp, D]"),
+    "blocks/ln/scale": ((LAYERS, 8), "[L/pp, D/dp]"),
+    "blocks/mlp/w_in": ((LAYERS, 8, 12), "[L/pp, D/dp, F/tp]"),
+    "blocks/mlp/w_out": ((LAYERS, 12, 8), "[L/pp, F/tp+dp, D]"),
+    "blocks/mlp/b_in": ((LAYERS, 12), "[L/pp, F/tp+dp]"),
+    "blocks/moe/w_up": ((LAYERS, 4, 6, 8), "[L/pp, E/dp, D, F/tp]"),
+    "blocks/moe/router": ((LAYERS, 5, 3), "[L/pp, D, E]"),
+    "blocks/gate": ((LAYERS,), "[L/pp]"),
+    "head/norm/scale": ((8,), "[D/dp]"),
+    "head/bias": ((3,), "[V]"),
+    "head/temperature": ((), "[]"),
+}
+MESHES = {"dp2": {"dp": 2}, "dp4": {"dp": 4}, "dp2 tp2": {"dp": 2, "tp": 2}}
+RATES = ((r"^blocks/", [0.5, 0.9, 0.8, 1.0, 1.1, 0.7]), (r"^embed/", 0.1), (".*", 1.0))
+
+
+def nested(named):
+    out = {}
+    for name, value in named.items():
+        *path, last = name.split("/")
+        node = out
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return out
+
+
+SHAPES = nested({name: shape for name, (shape, _) in LEAVES.items()})
+SPECS = nested({name: Spec.parse(text) for name, (_, text) in LEAVES.items()})
+
+
+def muon_for_matrices(lr, layout):
+    parts = {"muon": optim.muon(lr, ns_dtype=F64, layout=layout), "adamw": optim.adamw(lr)}
+    return optim.by_label(parts, ((r"^blocks/.*/w_", "muon"), (".*", "adamw")))
+
+
+def recipe(lr, layout):
+    adam = optim.adamw(lr, mask=optim.decay_matrices, weight_decay=0.2)
+    return optim.chain(optim.clip_by_global_norm(1.0, layout=layout), adam, optim.scale_by_rules(RATES, layout=layout))
+
+
+# (learning rate, layout) -> transformation; the others are elementwise and as in OPTIMIZERS
+NEEDY = {
+    "lamb": lambda lr, layout: optim.lamb(lr, weight_decay=0.1, layout=layout),
+    "adafactor": lambda lr, layout: optim.adafactor(lr, eps1=1e-8, weight_decay=0.1, layout=layout),
+    "muon by label": muon_for_matrices,
+    "muon adjusted": lambda lr, layout: optim.by_label(
+        {"muon": optim.muon(lr, adjust="match_rms_adamw", nesterov=False, ns_dtype=F64, layout=layout), "sgd": optim.sgd(lr)},
+        ((r"^embed/|^blocks/.*/w_", "muon"), (".*", "sgd")),
+    ),
+    "recipe": recipe,
+    "clip and sgd": lambda lr, layout: optim.chain(optim.clip_by_global_norm(1.0, layout=layout), optim.sgd(lr, 0.9)),
+    "accumulate": lambda lr, layout: optim.accumulate(optim.lamb(lr, layout=layout), 2),
+}
+NAMES = [*OPTIMIZERS, *(name for name in NEEDY if name not in OPTIMIZERS)]
+every_mesh = pytest.mark.parametrize("mesh", MESHES)
+
+
+def make(name, lr, layout):
+    return NEEDY[name](lr, layout) if name in NEEDY else OPTIMIZERS[name](lr)
+
+
+def whole_params():
+    params = tree(0, SHAPES)
+    params["blocks"]["ln"]["scale"].fill_(1.0)  # as it begins: every rank's part is the same
+    return params
+
+
+def own(mesh, specs, whole):
+    """This rank's part of a tree of whole leaves."""
+    layout = optim.sharded(specs, mesh, like=whole)
+    return pytree.map_named(lambda name, x: layout.own(name, x).clone(), whole)
+
+
+def train(tx, params, gradient, form, steps=5):
+    params = clone(params)
+    state = tx.init(params)
+    for i in range(steps):
+        grads = gradient(i)
+        if form == "apply":
+            params, state = optim.apply_in_place(tx, grads, state, params)
+        else:
+            updates, state = tx.update(grads, state, params)
+            params = optim.apply_updates(params, updates)
+    return params, state
+
+
+def five_steps(mesh, name, plant=lambda layout: layout, dtype=F64, tolerance=1e-12):
+    """On one rank: five steps on shards are the own part of five steps on whole leaves, in each form; so is the state."""
+    layout = plant(optim.sharded(SPECS, mesh, like=whole_params()))
+    on_shards, on_whole = make(name, 0.1, layout), make(name, 0.1, optim.WHOLE)
+    assert on_shards.needs == "elementwise"
+    params, whole_grads = whole_params(), [tree(100 + i, SHAPES) for i in range(5)]
+    grads = [own(mesh, SPECS, g) for g in whole_grads]
+    expected, expected_state = train(on_whole, params, lambda i: clone(whole_grads[i]), "update")
+    for form in ("update", "apply"):
+        got, state = train(on_shards, own(mesh, SPECS, params), lambda i: clone(grads[i]), form)
+        assert_same(got, own(mesh, SPECS, expected), tolerance)
+        specs = on_shards.spec(SPECS)
+        assert all(not spec.partial for spec in pytree.leaves(specs))
+        assert_same(state, own(mesh, specs, expected_state), tolerance)
+    moved = pytree.map(lambda a, b: float((a - b).abs().max()), expected, params)
+    assert min(pytree.leaves(moved)) > 1e-4, moved
+
+
+def checked_steps(mesh, name):
+    with mesh.checked():
+        five_steps(mesh, name)
+
+
+@every_mesh
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_on_shards_are_those_on_whole_leaves(name, mesh):
+    sizes = MESHES[mesh]
+    ranks.run(math.prod(sizes.values()), five_steps, name, mesh=sizes)
+
+
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "muon by label", "recipe"])
+def test_no_sum_over_ranks_is_of_what_they_share(name):
+    ranks.run(4, checked_steps, name, mesh={"dp": 2, "tp": 2})
+
+
+# ---- planted mistakes -----------------------------------------------------------------------------------------------
+
+PLANTS = {
+    "local norm": lambda layout: layout._replace(norm=optim.global_norm),
+    "no sum over ranks": lambda layout: layout._replace(psum=lambda name, x, dims: x),
+    "local sizes": lambda layout: layout._replace(parts=lambda name, dims: 1),
+    "local matrices": lambda layout: layout._replace(on_matrices=lambda name, x, f: f(x)),
+    "sums over axes that do not shard": lambda layout: layout._replace(
+        psum=lambda name, x, dims: layout.psum("blocks/mlp/w_in", x, (1, 2))
+    ),
+    "norm counts copies": lambda layout: layout._replace(
+        norm=lambda tree: layout.psum("blocks/mlp/w_in", optim.global_norm(tree) ** 2, None).sqrt()
+    ),
+}
+SEEN_BY = {
+    "local norm": "clip and sgd",  # Adam hides a wrong scale
+    "no sum over ranks": "lamb",
+    "local sizes": "adafactor",
+    "local matrices": "muon by label",
+    "sums over axes that do not shard": "adafactor",
+    "norm counts copies": "clip and sgd",
+}
+
+
+def planted(mesh, plant, name):
+    try:
+        five_steps(mesh, name, PLANTS[plant])
+    except AssertionError:
+        return True
+    return False
+
+
+@every_mesh
+@pytest.mark.parametrize("plant", PLANTS)
+def test_planted_mistake_is_seen(plant, mesh):
+    sizes = MESHES[mesh]
+    assert all(ranks.run(math.prod(sizes.values()), planted, plant, SEEN_BY[plant], mesh=sizes))
+
+
+# ---- the norm -------------------------------------------------------------------------------------------------------
+
+
+def norms(mesh):
+    grads = tree(3, SHAPES)
+    layout = optim.sharded(SPECS, mesh, like=grads)
+    mesh.ledger.clear()
+    norm = layout.norm(own(mesh, SPECS, grads))
+    calls = [(row.collective, row.axis, row.calls, row.elements) for row in mesh.ledger.rows()]
+    # A flat dict of some leaves, as of a chosen part of the parameters.
+    some = {"blocks/mlp/w_out": grads["blocks"]["mlp"]["w_out"], "head/bias": grads["head"]["bias"]}
+    return norm, optim.global_norm(grads), layout.norm({n: layout.own(n, x) for n, x in some.items()}), optim.global_norm(some), calls
+
+
+@every_mesh
+def test_norm_counts_every_element_once_in_one_sum_per_axis(mesh):
+    sizes = MESHES[mesh]
+    results = ranks.run(math.prod(sizes.values()), norms, mesh=sizes)
+    for norm, expected, some, expected_some, calls in results:
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+        torch.testing.assert_close(some, expected_some, rtol=1e-14, atol=0)
+        assert [call[:3] for call in calls] == [("psum", axis, 1) for axis in sizes]
+        assert all(elements <= 6 for *_, elements in calls)
+    assert len({float(norm) for norm, *_ in results}) == 1
+
+
+WIDE = {"embed": {"tokens": (8, 10)}, "blocks": {"w": (3, 8, 70), "b": (3, 5), "s": (3,)}, "head": {"w": (12, 7), "t": (), "e": (0, 2)}}
+
+
+def ordered_norms(mesh, dtype, piece):
+    """The norm for the stages' specs; how large the pieces are must not matter."""
+    before = layouts._PIECE, layouts._COLUMNS
+    layouts._PIECE, layouts._COLUMNS = {"cpu": piece}, 16
+    try:
+        out = []
+        for stage in range(4):
+            grads = tree(5, WIDE, dtype)
+            plan = fzero.zero_plan(stage, grads, mesh)
+            assert mesh.size == 1 or stage == 0 or "dp" in plan.opt["blocks"]["w"].axes
+            layout = optim.sharded(plan.opt, mesh, like=plan.like, ordered=True)
+            out.append(layout.norm(own(mesh, plan.opt, grads)))
+        return out
+    finally:
+        layouts._PIECE, layouts._COLUMNS = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
+def test_ordered_norm_has_the_same_bits_on_every_mesh_and_stage(dtype):
+    one = ordered_norms(fzero.one_process(), dtype, 1 << 18)
+    exact = math.sqrt(math.fsum(float(x) ** 2 for leaf in pytree.leaves(tree(5, WIDE, dtype)) for x in leaf.reshape(-1)))
+    assert abs(float(one[0]) / exact - 1) < (1e-15 if dtype == F64 else 1e-7)
+    assert one[0].dtype == (F64 if dtype == F64 else torch.float32)
+    everywhere = [one, *ranks.run(2, ordered_norms, dtype, 40), *ranks.run(4, ordered_norms, dtype, 7)]
+    assert {float(norm) for stages in everywhere for norm in stages} == {float(one[0])}
+    # Sums in another order have other bits, or this would show nothing.
+    assert dtype != F64 or float(optim.global_norm(tree(5, WIDE, dtype))) != float(one[0])
+
+
+def ordered_with_tp(mesh):
+    grads = tree(3, SHAPES)
+    norm = optim.sharded(SPECS, mesh, like=grads, ordered=True).norm
+    return norm(own(mesh, SPECS, grads)), optim.global_norm(grads)
+
+
+def test_ordered_norm_under_tensor_parallelism_is_right():
+    specs = pytree.map(lambda spec: Spec(tuple(() for _ in spec.dims)), SPECS)
+    one = optim.sharded(specs, fzero.one_process(), like=tree(3, SHAPES), ordered=True).norm(tree(3, SHAPES))
+    results = ranks.run(4, ordered_with_tp, mesh={"dp": 2, "tp": 2})
+    for norm, expected in results:
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+        torch.testing.assert_close(norm, one, rtol=1e-14, atol=0)
+    assert len({float(norm) for norm, _ in results}) == 1
+
+
+def canonical(mesh, name):
+    """Whole parameters and state after five float32 steps, in each form."""
+    params = tree(1, SHAPES, torch.float32)
+    layout = optim.sharded(SPECS, mesh, like=params, ordered=True)
+    tx = CANONICAL[name](0.1, layout) if name in CANONICAL else OPTIMIZERS[name](0.1)
+    tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), tx)
+    grads = [own(mesh, SPECS, tree(10 + i, SHAPES, torch.float32)) for i in range(5)]
+    specs, out = (SPECS, tx.spec(SPECS)), []
+    for form in ("update", "apply"):
+        end = train(tx, own(mesh, SPECS, params), lambda i: clone(grads[i]), form)
+        whole = optim.sharded(specs, mesh, like=canonical_shapes(tx, params))
+        out.append({name: whole.gather(name, x) for name, x in pytree.named_leaves(end).items()})
+    return out
+
+
+def canonical_shapes(tx, params):
+    return params, tx.init(params)
+
+
+CANONICAL = {
+    "muon by label": lambda lr, layout: optim.by_label(
+        {"muon": optim.muon(lr, layout=layout), "adamw": optim.adamw(lr)}, ((r"^blocks/.*/w_", "muon"), (".*", "adamw"))
+    ),
+    "recipe": recipe,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("lamb", "adafactor")])
+def test_canonical_steps_have_the_same_bits_on_every_mesh(name):
+    one = canonical(fzero.one_process(), name)
+    for n in (2, 4):
+        for rank in ranks.run(n, canonical, name):
+            for expected, got in zip(one, rank):
+                assert_same(got, expected)
+
+
+# ---- muon's layers --------------------------------------------------------------------------------------------------
+
+
+def spread(mesh, layers):
+    """How many matrices this rank iterates on, and what is sent: [L, 8, 12] over dp."""
+    name, seen = "blocks/w", []
+    specs, whole = {"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, {"blocks": {"w": tree(2, {"w": (layers, 8, 12)})["w"]}}
+    layout = optim.sharded(specs, mesh, like=whole)
+
+    def f(x):
+        seen.append(tuple(x.shape))
+        return torch.cat([optim.newton_schulz(layer) for layer in x.split(1)])
+
+    mesh.ledger.clear()
+    out = layout.on_matrices(name, layout.own(name, whole["blocks"]["w"]), f)
+    expected = layout.own(name, torch.cat([optim.newton_schulz(layer) for layer in whole["blocks"]["w"].split(1)]))
+    assert torch.equal(out, expected)
+    return seen, {row.collective: row.elements for row in mesh.ledger.rows()}
+
+
+def test_layers_are_shared_out_where_they_divide_and_gathered_where_not():
+    for seen, sent in ranks.run(4, spread, 8):
+        assert seen == [(2, 8, 12)] and sent == {"all_to_all": 2 * 8 * 8 * 12 // 4 * 3 // 4}
+    for seen, sent in ranks.run(4, spread, 6):
+        assert seen == [(6, 8, 12)] and sent == {"all_gather": 6 * 8 * 12 * 3 // 4}
+
+
+# ---- transforms -----------------------------------------------------------------------------------------------------
+
+
+def after_two_steps(tx, params, total):
+    state = tx.init(params)
+    for i in range(2):
+        grads = pytree.map(lambda p, i=i: torch.sin(3.0 * p) + 0.1 * (i + 1) + p, params)
+        updates, state = tx.update(grads, state, params)
+        params = optim.apply_updates(params, updates)
+    return total(params)
+
+
+def gradient_through_steps(mesh, name):
+    """On one rank: the own part of d(loss after two steps) / d(first parameters), as autograd has it on shards."""
+    whole = pytree.map(lambda p: 0.5 * p, tree(0, SHAPES))
+    layout = optim.sharded(SPECS, mesh, like=whole)
+    expected = torch.func.grad(lambda p: after_two_steps(make(name, 0.1, optim.WHOLE), p, lambda p: optim.global_norm(p) ** 2))(whole)
+    on_shards = lambda p: after_two_steps(make(name, 0.1, layout), p, lambda p: layout.norm(p) ** 2)  # noqa: E731
+    assert_same(torch.func.grad(on_shards)(own(mesh, SPECS, whole)), own(mesh, SPECS, expected), 1e-11)
+
+
+@every_mesh
+@pytest.mark.parametrize("name", ["lamb", "muon by label", "recipe", "clip and sgd"])
+def test_gradient_through_steps_on_shards(name, mesh):
+    sizes = MESHES[mesh]
+    ranks.run(math.prod(sizes.values()), gradient_through_steps, name, mesh=sizes)
+
+
+def steps_of_three(mesh, name):
+    layout = optim.sharded(SPECS, mesh, like=whole_params())
+    tx, states = make(name, 0.1, layout), [own(mesh, SPECS, tree(i, SHAPES)) for i in range(3)]
+    grads = [own(mesh, SPECS, tree(10 + i, SHAPES)) for i in range(3)]
+    together = lambda trees: pytree.map(lambda *x: torch.stack(x), *trees)  # noqa: E731
+    batched, _ = torch.func.vmap(tx.update)(together(grads), torch.func.vmap(tx.init)(together(states)), together(states))
+    for i in range(3):
+        alone, _ = tx.update(grads[i], tx.init(states[i]), states[i])
+        assert_same(pytree.map(lambda x, i=i: x[i], batched), alone, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "muon by label", "recipe"])
+def test_vmap_over_steps_on_shards(name):
+    ranks.run(4, steps_of_three, name, mesh={"dp": 2, "tp": 2})
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+def round_trip(mesh, large):
+    before, layouts._SMALL = layouts._SMALL, 0 if large else layouts._SMALL
+    try:
+        whole = tree(4, SHAPES)
+        layout = optim.sharded(SPECS, mesh, like=whole)
+        for name, x in pytree.named_leaves(whole).items():
+            mine = layout.own(name, x)
+            assert mine.numel() * layout.parts(name, None) == x.numel()
+            assert torch.equal(layout.gather(name, mine), x)
+            for dims in [(-1,), (0,), tuple(range(1, x.dim()))] if x.dim() else []:
+                part = layout.gather(name, mine, dims)
+                assert part.numel() == mine.numel() * layout.parts(name, dims)
+                assert torch.equal(layout.own(name, part, dims), mine)
+            sums = layout.psum(name, mine.sum()[None].expand(2), None)
+            torch.testing.assert_close(sums, x.sum()[None].expand(2), rtol=1e-12, atol=1e-12)
+            if name.startswith("blocks/"):  # a layer of it
+                assert torch.equal(layout.gather(name, mine[2:3]), x[2:3])
+        return sorted({row.collective for row in mesh.ledger.rows()})
+    finally:
+        layouts._SMALL = before
+
+
+@every_mesh
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_own_parts_gathers_and_sums(mesh, large):
+    sizes = MESHES[mesh]
+    for collectives in ranks.run(math.prod(sizes.values()), round_trip, large, mesh=sizes):
+        assert collectives == (["all_gather", "psum"] if large else ["all_gather"])
+
+
+def test_a_mesh_of_one_process_is_whole():
+    whole = whole_params()
+    layout = optim.sharded(SPECS, fzero.one_process(), like=whole)
+    for name in NEEDY:
+        for form in ("update", "apply"):
+            gradient = lambda i: tree(100 + i, SHAPES)  # noqa: E731
+            assert_same(
+                train(make(name, 0.1, layout), whole, gradient, form), train(make(name, 0.1, optim.WHOLE), whole, gradient, form), 1e-14
+            )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda s, m: optim.sharded(s, m, like=whole_params()).gather("blocks/mlp/w_on", torch.ones(2)),
+            r"no leaf 'blocks/mlp/w_on' \(did you",
+        ),
+        (lambda s, m: optim.sharded(s, m, like={"embed": {"tokens": torch.ones(8, 4)}}), "layout: blocks/ln/scale has a spec and no shape"),
+        (
+            lambda s, m: optim.sharded({"w": Spec.parse("[D/dp]")}, m, like={"w": torch.ones(7)}),
+            "w: dim 0 has size 7, not divisible by dp=4",
+        ),
+        (
+            lambda s, m: optim.sharded({"w": Spec.parse("[D, F/dp]")}, m, like={"w": torch.ones(4, 4)}, ordered=True),
+            "w: dp shards dim 1; ordered sums need it on dim 0",
+        ),
+        (lambda s, m: optim.lamb(0.1, layout="whole"), "lamb: layout is 'whole'; it must be a Layout"),
+        (lambda s, m: optim.muon(0.1, layout="out_in"), "muon: layout is 'out_in'"),
+        (lambda s, m: optim.adafactor(0.1, layout=None), "adafactor: layout is None"),
+        (lambda s, m: optim.clip_by_global_norm(1.0, layout=optim.global_norm), "clip_by_global_norm: layout is <function"),
+        (lambda s, m: optim.scale_by_rules(((".*", 1.0),), layout=1), "scale_by_rules: layout is 1"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(SPECS, fzero.sharding.fake_mesh({"dp": 4}))
+
+
+def test_factors_of_layers_that_are_shared_out():
+    mesh = fzero.sharding.fake_mesh({"pp": 2}, rank=1)
+    layout = optim.sharded({"blocks": {"w": Spec.parse("[L/pp, D]")}}, mesh, like={"blocks": {"w": torch.ones(4, 3)}})
+    ones = {"blocks": {"w": torch.ones(2, 3, dtype=F64)}}
+    scaled, _ = optim.scale_by_rules(((".*", [1.0, 2.0, 3.0, 4.0]),), layout=layout).update(ones, (), ones)
+    assert scaled["blocks"]["w"][:, 0].tolist() == [3.0, 4.0]
+    with pytest.raises(ValueError, match=r"blocks/w has shape \(4, 3\) and is given 2 factors"):
+        optim.scale_by_rules(((".*", [1.0, 2.0]),), layout=layout).init(ones)
+
+
+def test_every_optimizer_that_needs_more_than_its_shard_is_here():
+    for name, make_tx in OPTIMIZERS.items():
+        assert make_tx(0.1).needs == "elementwise" or name in NEEDY, name
+    assert not [
+        name for name in NEEDY if re.search("clip|lamb|adafactor|muon|recipe", name) and make(name, 0.1, optim.WHOLE).needs == "elementwise"
+    ]

@@ -1,0 +1,444 @@
+"""Tensor and sequence parallelism of the models: the numbers of one process, Megatron's communication, and mistakes that must show."""
+
+import contextlib
+import re
+import sys
+
+import pytest
+import ranks
+import torch
+from close import assert_at_most_twice_the_error, assert_close, assert_same
+
+from fzero import models, pytree, random
+from fzero.collectives import Axis, psum, pvary
+from fzero.kernels import cross_entropy as ce
+from fzero.models import base, layers
+from fzero.sharding import AXES, Mesh, Spec, fake_mesh, match_rules
+
+# The packages' functions of the same names hide these modules.
+gpt2, mlp, moe = (sys.modules[f"fzero.models.{name}"] for name in ("gpt2", "mlp", "moe"))
+F64 = torch.float64
+B, T, V, D, L, H, F = 3, 8, 16, 8, 2, 4, 12
+SIZES = {"vocab_size": V, "max_len": 16, "d_model": D, "n_layers": L, "d_ff": F, "init_std": 0.5}
+HEADS = {**SIZES, "n_heads": H, "dropout": 0.1}
+GQA = {**HEADS, "n_kv_heads": 2, "head_dim": 4}  # at tp=4 two ranks share a key/value head
+MOE = {**GQA, "n_experts": 3, "top_k": 2, "balance_coef": 0.3, "z_coef": 0.2}
+CONFIGS = {
+    "gpt2 tied": models.GPT2Config(**HEADS),
+    "gpt2": models.GPT2Config(**HEADS, tied=False),
+    "llama tied": models.LlamaConfig(**GQA, tied=True, pattern="window:3"),
+    "llama": models.LlamaConfig(**GQA),
+    "moe dropless": models.MoEConfig(**MOE),
+    "moe capacity": models.MoEConfig(**MOE, capacity_factor=1.0),
+    "mlp": models.MLPConfig(**SIZES),
+}
+
+
+def batch_of(*, documents=True, mask=True, t=T):
+    """Packed sequences with an uneven mask; the last row counts no token."""
+    g = torch.Generator().manual_seed(2)
+    tokens, targets = (torch.randint(0, V, (B, t), generator=g) for _ in range(2))
+    counts = torch.rand(B, t, generator=g) < 0.6
+    counts[-1] = False
+    starts = torch.rand(B, t, generator=g) < 0.3
+    batch = {"tokens": tokens, "targets": targets, "first": torch.tensor(5)}
+    return batch | ({"mask": counts} if mask else {}) | ({"documents": starts.int().cumsum(1)} if documents else {})
+
+
+def params_of(model):
+    """Parameters none of which is at a special value, such as a bias of 0."""
+    drawn = pytree.named_leaves(base.init_params(model, random.key(1), F64))
+    moved = {n: x + 0.3 * random.normal(random.fold_in(random.key(2), n), x.shape, dtype=F64) for n, x in drawn.items()}
+    return pytree.from_named(moved, base.init_params(model, random.key(1), F64))
+
+
+def specs_of(model, params, mesh):
+    return {n: Spec.parse(text) for n, text in match_rules(model.rules(mesh), list(pytree.named_leaves(params))).items()}
+
+
+def cut(params, specs, tp):
+    """This rank's shards, by slicing."""
+    local = {}
+    for name, leaf in pytree.named_leaves(params).items():
+        for dim, axes in enumerate(specs[name].dims):
+            if "tp" in axes:
+                leaf = leaf.chunk(tp.size, dim)[tp.rank]
+        local[name] = leaf.clone()
+    return pytree.from_named(local, params)
+
+
+def fetch(params, specs, tp, sequence):
+    """What whoever fetches leaves owes to those that are whole and used differently by each rank: pvary."""
+    named = pytree.named_leaves(params)
+    owed = {n for n, s in specs.items() if "tp" in s.partial or (sequence and "tp" not in s.axes)}
+    return pytree.from_named({n: pvary(x, tp, leaf=f"gradient of {n}") if n in owed else x for n, x in named.items()}, params)
+
+
+def put_together(parts, specs):
+    """The whole leaves from those of the ranks; those that are whole on each must have the same bits there."""
+    whole = {}
+    for name, spec in specs.items():
+        leaves = [pytree.named_leaves(part)[name] for part in parts]
+        dims = [dim for dim, axes in enumerate(spec.dims) if "tp" in axes]
+        if dims:
+            whole[name] = torch.cat(leaves, dims[0])
+        else:
+            for leaf in leaves[1:]:
+                assert_same(leaf, leaves[0])
+            whole[name] = leaves[0]
+    return pytree.from_named(whole, parts[0])
+
+
+def setting(mesh, name, sequence=False, *, compiled=False):
+    """(model, this rank's parameters, f) where f(params, batch) is the loss on this rank, of parameters as cut."""
+    model = models.build(CONFIGS[name])
+    params = params_of(model)
+    specs, tp = specs_of(model, params, mesh), mesh["tp"]
+    ctx = base.Ctx(mesh=mesh, dtype=F64, key=random.key(4), sequence=sequence, compiled=compiled)
+
+    def f(local, batch):
+        return base.loss(model, fetch(local, specs, tp, sequence), batch, ctx)
+
+    return model, cut(params, specs, tp), f
+
+
+def results(mesh, name, batch, sequence=False, compiled=False, checked=False):
+    """(gradients, Loss) on one rank, or of one process."""
+    _, params, f = setting(mesh, name, sequence, compiled=compiled)
+    with mesh.checked() if checked else contextlib.nullcontext():
+        return torch.func.grad(lambda p: (lambda out: (out.total, out))(f(p, batch)), has_aux=True)(params)
+
+
+ONE = Mesh(tuple(Axis(name) for name in AXES))
+
+
+def compare(name, n, *args, rtol=1e-10, fn=results, **options):
+    """Assert that `fn` gives on n ranks of tp what it gives on one process."""
+    expected = fn(ONE, name, *args, **options)
+    got = ranks.run(n, call, fn, name, args, options, mesh={"tp": n})
+    specs = specs_of(models.build(CONFIGS[name]), expected[0], fake_mesh({"tp": n}))
+    assert_close(put_together([grads for grads, _ in got], specs), expected[0], rtol=rtol, atol=rtol * 1e-2)
+    for _, out in got:
+        assert_same(out, got[0][1])
+    assert_close(got[0][1], expected[1], rtol=rtol)
+
+
+def call(mesh, fn, name, args, options):
+    return fn(mesh, name, *args, **options)
+
+
+# ---- parallel = serial ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
+@pytest.mark.parametrize("n", (2, 4))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_gradients_are_those_of_one_process(name, n, sequence):
+    compare(name, n, batch_of(), sequence, checked=n == 2)
+
+
+@pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
+@pytest.mark.parametrize("name", ("gpt2 tied", "moe capacity"))
+def test_without_documents_and_mask(name, sequence):
+    compare(name, 2, batch_of(documents=False, mask=False), sequence)
+
+
+@pytest.mark.parametrize("name, sequence", [("llama", True), ("gpt2 tied", False)])
+def test_compiled(name, sequence):
+    # RoPE's float32 angles go through another library's cosine.
+    compare(name, 2, batch_of(), sequence, compiled=True, rtol=1e-5 if name == "llama" else 1e-10)
+
+
+def higher(mesh, name, batch, sequence=False):
+    """(grad of the gradient's square, Hessian times vector), beside per-example gradients."""
+    model, params, f = setting(mesh, name, sequence)
+    specs = specs_of(model, params, mesh)
+
+    def total(p, rows=batch):
+        return f(p, rows).total
+
+    def square(p):
+        named = pytree.named_leaves(torch.func.grad(total)(p))
+        sharded = sum((g**2).sum() for n, g in named.items() if "tp" in specs[n].axes)
+        return psum(sharded, mesh["tp"]) + sum((g**2).sum() for n, g in named.items() if "tp" not in specs[n].axes)
+
+    tangent = pytree.map(torch.cos, params)
+    loss_tangent, hvp = torch.func.jvp(lambda p: torch.func.grad_and_value(total)(p)[::-1], (params,), (tangent,))[1]
+    rows = {n: x[:, None] for n, x in batch.items() if n != "first"}
+    each = torch.func.vmap(torch.func.grad(total), (None, 0))(params, rows)
+    trees = {"grad of grad": torch.func.grad(square)(params), "hvp": hvp}
+    trees |= {f"example {i}": pytree.map(lambda g, i=i: g[i], each) for i in range(B)}
+    return trees, loss_tangent
+
+
+@pytest.mark.parametrize("name, n, sequence", [("llama tied", 4, False), ("moe dropless", 2, True), ("gpt2", 2, True)])
+def test_higher_derivatives_and_per_example_gradients(name, n, sequence):
+    expected, expected_tangent = higher(ONE, name, batch_of(), sequence)
+    got = ranks.run(n, call, higher, name, (batch_of(), sequence), {}, mesh={"tp": n})
+    specs = specs_of(models.build(CONFIGS[name]), expected["hvp"], fake_mesh({"tp": n}))
+    for key, tree in expected.items():
+        assert_close(put_together([trees[key] for trees, _ in got], specs), tree, rtol=1e-9, atol=1e-10)
+    for _, tangent in got:
+        assert_close(tangent, expected_tangent, rtol=1e-10)
+
+
+def all_logits(mesh, name, batch, sequence=False):
+    """(gradient of a sum of the logits, logits)."""
+    model, params, _ = setting(mesh, name)
+    specs, tp = specs_of(model, params, mesh), mesh["tp"]
+    ctx = base.Ctx(mesh=mesh, dtype=F64, sequence=sequence)
+
+    def f(p):
+        logits = base.logits(model, fetch(p, specs, tp, sequence), batch, ctx)
+        return (logits * torch.arange(V, dtype=F64)).sum(), logits
+
+    return torch.func.grad(f, has_aux=True)(params)
+
+
+@pytest.mark.parametrize("name, n, sequence", [("gpt2 tied", 4, False), ("llama", 2, True), ("mlp", 4, False), ("moe dropless", 2, False)])
+def test_logits(name, n, sequence):
+    compare(name, n, batch_of(), sequence, fn=all_logits)
+
+
+# ---- communication --------------------------------------------------------------------------------------------------
+
+
+def volumes(mesh, name, sequence):
+    """{(phase, what, collective): (calls, elements)} of one forward and one backward pass."""
+    _, params, f = setting(mesh, name, sequence)
+    with mesh.ledger.phase("forward"):
+        total, vjp = torch.func.vjp(lambda p: f(p, batch_of()).total, params)
+    with mesh.ledger.phase("backward"):
+        vjp(torch.ones_like(total))
+    return {(r.phase, r.leaf, r.collective): (r.calls, r.elements) for r in mesh.ledger.rows()}
+
+
+@pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
+@pytest.mark.parametrize("n", (2, 4))
+@pytest.mark.parametrize("name", ("gpt2 tied", "llama", "moe dropless"))
+def test_a_layer_communicates_what_megatron_s_does(name, n, sequence):
+    """Shoeybi et al. 2019, section 3: two all-reduces of [B, T, D] in each pass of a layer; Korthikanti et al. 2022, section 4.2.2: two
+    all-gathers and two reduce-scatters, as many bytes. Key/value heads that ranks share add nothing to that, and routing a little.
+    """
+    got = ranks.run(n, volumes, name, sequence, mesh={"tp": n})[0]
+    x, top_k, experts = (n - 1) * B * T * D // n, 2, 3
+    enters = {"forward": {"all_gather": x}, "backward": {"psum_scatter": x}} if sequence else {"backward": {"psum": 2 * x}}
+    leaves = {"forward": {"psum_scatter": x}, "backward": {"all_gather": x}} if sequence else {"forward": {"psum": 2 * x}}
+
+    expected = {}
+
+    def add(what, calls, *passes):
+        for one in passes:
+            for phase, collectives in one.items():
+                expected.update({(phase, what, kind): (calls, calls * elements) for kind, elements in collectives.items()})
+
+    add("blocks/attn", L, enters, leaves)
+    add("blocks/moe" if "moe" in name else "blocks/mlp", L, enters, leaves)
+    add("embed/tokens", 1, leaves)
+    add("head", 1, enters)
+    # Of each token two numbers: the log-sum-exp of the logits here, and the target's logit.
+    calls, elements = expected.get(("forward", "head", "all_gather"), (0, 0))
+    expected["forward", "head", "all_gather"] = (calls + 1, elements + (n - 1) * B * T * 2)
+    if "moe" in name:
+        routing = (n - 1) * B * T * top_k // n
+        both = {"forward": {"all_gather": 2 * routing, "psum": -(-2 * (n - 1) * B * (2 * experts + 1) // n)}}
+        both |= {"backward": {"psum_scatter": 2 * routing}}
+        add("blocks/moe/router", L, both if sequence else {"backward": {"psum": 2 * routing}})
+    activations = {key: value for key, value in got.items() if not key[1].startswith("gradient of ")}
+    assert activations == expected
+    # The rest is the sums that the fetch of a leaf owes.
+    owed = {key for key in got if key not in activations}
+    whole = {leaf for leaf in leaves_of(name) if re.search("norm|/ln_|/b_o|positions|router", leaf)} if sequence else set()
+    shared = {"blocks/attn/w_k", "blocks/attn/w_v"} if name != "gpt2 tied" and n == 4 else set()
+    assert owed == {("backward", f"gradient of {leaf}", "psum") for leaf in whole | shared}
+
+
+def leaves_of(name):
+    return set(pytree.named_leaves(models.build(CONFIGS[name]).init(lambda name, shape, std, mean=0.0: name)))
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def other_rank(axis):
+    return axis._replace(rank=axis.size - 1 - axis.rank) if axis.size > 1 else axis
+
+
+def of_another_rank(f):
+    return lambda w, batch, ctx: f(w, batch, ctx._replace(mesh=Mesh(tuple(map(other_rank, ctx.mesh.axes)))))
+
+
+def nothing(f):
+    return lambda x, *args, **kwargs: x
+
+
+# what: (model, sequence parallelism, module, name in it, what is made of the function there)
+MISTAKES = {
+    "a region is entered without pvary": ("mlp", False, layers, "pvary", nothing),
+    "a bias is added by each rank": (
+        "gpt2",
+        False,
+        layers,
+        "leave_linear",
+        lambda f: lambda y, w, ctx, leaf, b=None: layers.leave(layers.linear(y, w, b), ctx, leaf),
+    ),
+    "the embedding's rows are another rank's": ("mlp", False, mlp, "embed_tokens", of_another_rank),
+    "the targets' columns are another rank's": ("mlp", False, ce, "_column", lambda f: lambda t, n, axis: f(t, n, other_rank(axis))),
+    "a key/value head is another rank's": ("llama", False, layers, "own_part", lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim)),
+    "the positions are another rank's": ("gpt2", True, gpt2, "own_part", lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim)),
+    "a range is dropped out as another": ("gpt2", True, layers, "sequence_axis", lambda f: lambda ctx: other_rank(f(ctx))),
+    "routing weights enter without pvary": ("moe dropless", False, moe, "enter_routing", lambda f: lambda ids, w, ctx: (ids, w)),
+    "statistics are of one range": ("moe dropless", True, moe, "psum", nothing),
+    "whole leaves owe nothing": ("llama", True, sys.modules[__name__], "pvary", nothing),
+}
+
+
+def mistaken(mesh, what):
+    name, sequence, module, attribute, change = MISTAKES[what]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, attribute, change(getattr(module, attribute)))
+        return results(mesh, name, batch_of(), sequence)
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_shows(what):
+    name, *_ = MISTAKES[what]
+    expected = results(ONE, name, batch_of())
+    got = ranks.run(4, mistaken, what, mesh={"tp": 4})
+    specs = specs_of(models.build(CONFIGS[name]), expected[0], fake_mesh({"tp": 4}))
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_close(put_together([grads for grads, _ in got], specs), expected[0], rtol=1e-3, atol=1e-3)
+
+
+# ---- the cross entropy alone ----------------------------------------------------------------------------------------
+
+N, CHUNKS = 23, {"6 chunks": 4, "1 chunk": 100, "1 token a chunk": 0}
+
+
+def cross_entropy_inputs(dtype=F64):
+    g = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(shape, generator=g, dtype=F64).to(dtype) for shape in ((N, D), (V, D)))
+    return x, w, torch.randint(0, V, (N,), generator=g), torch.rand(N, generator=g) < 0.7
+
+
+def cross_entropy(mesh, inputs, rows, compiled=False, scale=1.7):
+    """{"loss", "dx", "dw", "again", "alone"} of this rank: dx whole (summed as the entrance of the region does)."""
+    x, w, targets, mask = inputs
+    tp = mesh["tp"]
+    w = w.chunk(tp.size)[tp.rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ce, "CHUNK_BYTES", rows * w.shape[0] * x.dtype.itemsize)
+
+        def f(x, w):
+            return ce.linear_cross_entropy(pvary(x, tp), w, targets, mask, axis=tp, compiled=compiled)
+
+        loss, vjp = torch.func.vjp(f, x, w)
+        (dx, dw), again = (vjp(torch.tensor(s, dtype=loss.dtype)) for s in (scale, 2 * scale))
+        return {"loss": loss, "dx": dx, "dw": dw, "again": again[0], "alone": f(x, w)}
+
+
+@pytest.mark.parametrize("n", (2, 4))
+@pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
+def test_cross_entropy_of_a_sharded_vocabulary(n, rows):
+    x, w, targets, mask = cross_entropy_inputs()
+    position = torch.arange(N)
+    some = mask
+    for mask in (some, position >= 0, position < 0, position == N - 1):
+        expected = cross_entropy(ONE, (x, w, targets, mask), 100)
+        got = ranks.run(n, cross_entropy, (x, w, targets, mask), rows, mesh={"tp": n})
+        whole = {**got[0], "dw": torch.cat([part["dw"] for part in got])}
+        if mask.any():
+            assert_close(whole, expected, rtol=1e-12, atol=1e-13)
+            assert float(whole["dx"][~mask].abs().sum()) == 0.0
+        else:
+            assert_same(whole, expected)
+        for part in got:
+            assert_same([part[key] for key in ("loss", "dx", "alone")], [whole[key] for key in ("loss", "dx", "alone")])
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("", "compiled"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_a_sharded_vocabulary_has_at_most_twice_the_error_of_plain_torch(dtype, compiled):
+    x, w, targets, mask = cross_entropy_inputs(dtype)
+    got = ranks.run(2, cross_entropy, (x, w, targets, mask), 100, compiled, 1.0, mesh={"tp": 2})
+
+    def gradients(dtype):
+        dx, dw = torch.func.grad(ce.reference, argnums=(0, 1))(x.to(dtype), w.to(dtype), targets, mask)
+        return {"dx": dx, "dw": dw}
+
+    whole = {"dx": got[0]["dx"], "dw": torch.cat([part["dw"] for part in got])}
+    assert_at_most_twice_the_error(whole, gradients(dtype), gradients(F64))
+    exact = ce.reference(x.to(F64), w.to(F64), targets, mask)
+    assert got[0]["loss"].dtype == torch.float32
+    assert_close(got[0]["loss"], exact, rtol={torch.bfloat16: 2e-3, torch.float32: 2e-6}[dtype])
+
+
+def test_logits_of_any_size_over_a_sharded_vocabulary():
+    x, w, targets, mask = cross_entropy_inputs(torch.float32)
+    got = ranks.run(2, cross_entropy, (1000.0 * x, w, targets, mask), 4, mesh={"tp": 2})
+    assert all(bool(t.isfinite().all()) for part in got for t in part.values())
+    assert_close(got[0]["loss"], ce.reference(1000.0 * x.double(), w.double(), targets, mask), rtol=1e-5)
+
+
+# ---- what does not divide -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, tp, message",
+    [
+        (models.GPT2Config(**HEADS), 3, "blocks/attn/w_q: dim 2 has 4 heads (n_heads), not divisible by tp=3; use tp in {1, 2, 4} or"),
+        (models.LlamaConfig(**GQA), 8, "blocks/attn/w_q: dim 2 has 4 heads (n_heads), not divisible by tp=8; use tp in {1, 2, 4} or"),
+        (
+            models.LlamaConfig(**{**GQA, "n_heads": 12, "n_kv_heads": 3}),
+            2,
+            "blocks/attn/w_k: dim 2 has 3 heads (n_kv_heads), not divisible by tp=2; use tp in {1} or change n_kv_heads to 4",
+        ),
+        (
+            models.GPT2Config(**{**HEADS, "d_ff": 13}),
+            2,
+            "blocks/mlp/w_in: dim 2 has size 13, not divisible by tp=2; use tp in {1} or pad d_ff to 14",
+        ),
+        (
+            models.MoEConfig(**{**MOE, "d_ff": 6}),
+            4,
+            "blocks/moe/w_gate: dim 3 has size 6, not divisible by tp=4; use tp in {1, 2} or pad d_ff to 8",
+        ),
+        (
+            models.MLPConfig(**{**SIZES, "d_ff": 14}),
+            4,
+            "blocks/w_in: dim 2 has size 14, not divisible by tp=4; use tp in {1, 2} or pad d_ff to 16",
+        ),
+        (
+            models.LlamaConfig(**{**GQA, "vocab_size": 18}),
+            4,
+            "embed/tokens: dim 0 has size 18, not divisible by tp=4; use tp in {1, 2} or pad vocab_size to 20",
+        ),
+    ],
+    ids=("heads", "few heads", "key/value heads", "d_ff", "experts", "mlp", "vocabulary"),
+)
+def test_what_tp_does_not_divide_is_named(config, tp, message):
+    model = models.build(config)
+    assert model.rules(ONE)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.rules(fake_mesh({"tp": tp}))
+
+
+def test_key_value_heads_are_sharded_or_shared():
+    model = models.build(CONFIGS["llama"])
+    for tp, text in ((1, "[·/pp, ·, ·/tp]"), (2, "[·/pp, ·, ·/tp]"), (4, "[·/pp, ·, ·] +tp")):
+        specs = specs_of(model, params_of(model), fake_mesh({"tp": tp}))
+        assert str(specs["blocks/attn/w_k"]) == str(specs["blocks/attn/w_v"]) == text
+        assert str(specs["blocks/attn/w_q"]) == "[·/pp, ·, ·/tp]"
+
+
+def test_sequence_parallelism_refuses_a_length_that_tp_does_not_divide():
+    model = models.build(CONFIGS["mlp"])
+    ctx = base.Ctx(mesh=fake_mesh({"tp": 2}), sequence=True)
+    with pytest.raises(ValueError, match=r"the sequences have 7 tokens, not divisible by tp=2; use 8"):
+        base.check_batch(model, batch_of(t=7), ctx)
+    base.check_batch(model, batch_of(t=7), ctx._replace(sequence=False))
+    base.check_batch(model, batch_of(), ctx)
+
+
+def test_on_one_process_sequence_parallelism_is_nothing():
+    assert_same(results(ONE, "moe dropless", batch_of(), True), results(ONE, "moe dropless", batch_of()))
