@@ -7,6 +7,8 @@ A value is, for each mesh axis, the same on all its ranks or varying (a shard, o
 | `psum` | varying -> the same on all | `pvary` |
 | `pvary` (no data moves) | the same on all -> varying | `psum` |
 | `all_gather`, `psum_scatter` | varying -> varying | each other |
+| `all_gather_same` | varying -> the same on all | `own_slice` |
+| `own_slice` (no data moves) | the same on all -> varying | `all_gather_same` |
 | `all_to_all` | varying -> varying | itself, dims swapped |
 | `ppermute` | varying -> varying | itself, the inverse permutation |
 
@@ -39,7 +41,9 @@ __all__ = [
     "RankError",
     "Row",
     "all_gather",
+    "all_gather_same",
     "all_to_all",
+    "own_slice",
     "ppermute",
     "psum",
     "psum_scatter",
@@ -70,7 +74,7 @@ class _Map:
     kind: str
     link: Link
     leaf: str
-    dims: tuple[int, ...] = ()  # all_gather, psum_scatter: the dim; all_to_all: (split, concat); none is negative
+    dims: tuple[int, ...] = ()  # the dim; of all_to_all (split, concat); none is negative
     perm: tuple[tuple[int, int], ...] = ()
 
     def run(self, x: Tensor) -> Tensor:
@@ -83,8 +87,11 @@ class _Map:
             return ops.ppermute(x, number, [r for pair in self.perm for r in pair], self.leaf)
         if self.kind == "all_to_all":
             return self._all_to_all(x)
-        out = getattr(ops, self.kind)(x.movedim(self.dims[0], 0).contiguous(), number, self.leaf)
-        return out.movedim(0, self.dims[0])
+        (dim,) = self.dims
+        if self.kind == "own_slice":
+            return x.narrow(dim, self.link.rank * (x.shape[dim] // self.link.size), x.shape[dim] // self.link.size)
+        op = ops.psum_scatter if self.kind == "psum_scatter" else ops.all_gather
+        return op(x.movedim(dim, 0).contiguous(), number, self.leaf).movedim(0, dim)
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         split, concat = self.dims
@@ -94,12 +101,15 @@ class _Map:
         return out.movedim(0, concat).flatten(concat, concat + 1)
 
     def transpose(self) -> _Map:
-        kind = {"psum": "pvary", "pvary": "psum", "all_gather": "psum_scatter", "psum_scatter": "all_gather"}.get(self.kind, self.kind)
-        return replace(self, kind=kind, dims=self.dims[::-1], perm=tuple((d, s) for s, d in self.perm))
+        return replace(self, kind=_TRANSPOSE[self.kind], dims=self.dims[::-1], perm=tuple((d, s) for s, d in self.perm))
 
     def batched(self, at: int) -> _Map:
         """The same map of a tensor with one more dim, which is at `at` and stays there."""
         return replace(self, dims=tuple(d + (d >= at) for d in self.dims))
+
+
+_PAIRS = {"psum": "pvary", "all_gather": "psum_scatter", "all_gather_same": "own_slice", "all_to_all": "all_to_all", "ppermute": "ppermute"}
+_TRANSPOSE = _PAIRS | {b: a for a, b in _PAIRS.items()}
 
 
 class _Linear(torch.autograd.Function):
@@ -181,6 +191,23 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor
     Communicates: (N-1)/N of the result.
     """
     return _apply("all_gather", x, axis, leaf, (_dim(x, dim, axis, _what("all_gather", axis, leaf)),))
+
+
+def all_gather_same(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor:
+    """As `all_gather`, where the result is the same on all ranks to what follows too: its cotangent is, so the transpose is `own_slice`.
+
+    all_gather is pvary of this.
+    Communicates: (N-1)/N of the result.
+    """
+    return _apply("all_gather_same", x, axis, leaf, (_dim(x, dim, axis, _what("all_gather", axis, leaf)),))
+
+
+def own_slice(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor:
+    """This rank's shard along `dim` of `x`, which is the same on all ranks of `axis`: its size n there becomes n / N.
+
+    Communicates: nothing; its transpose, all_gather_same, does. Raises ValueError where N does not divide n.
+    """
+    return _apply("own_slice", x, axis, leaf, (_dim(x, dim, axis, _what("own_slice", axis, leaf), divide=True),))
 
 
 def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor:

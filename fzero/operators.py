@@ -74,18 +74,21 @@ _define("ppermute", lambda link, x, perm, leaf: link.start_ppermute(x, pairs(per
 ops = torch.ops.fzero
 
 
-def hold(graph: torch.fx.GraphModule, tangents: Sequence[torch.fx.Node]) -> None:
+def hold(graph: torch.fx.GraphModule) -> None:
     """Fix for each collective of a joint graph whether it runs in the forward or in the backward pass, and that it runs once.
 
-    Those up to the first node that depends on `tangents`, the placeholders of the cotangents, belong to the forward pass: a partitioner
-    saves their results, and recomputes none. In the backward pass are the others, with those that the program repeats there itself.
+    Those up to the first node that depends on a placeholder called `tangents...` belong to the forward pass: a partitioner saves their
+    results and recomputes none. The others are in the backward pass, with those that the program itself repeats there.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
-    late = set(tangents)
+    late: set[torch.fx.Node] = set()
     backward = False
     for node in graph.graph.nodes:
-        if node not in late and any(source in late for source in node.all_input_nodes):
+        if node.op == "placeholder":
+            if node.name.startswith("tangents"):
+                late.add(node)
+        elif any(source in late for source in node.all_input_nodes):
             late.add(node)
             backward = True
         if node.target in _OPS:

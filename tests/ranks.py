@@ -130,8 +130,9 @@ def _work(rank, n, port, pipe):
     meshes = {}
     with contextlib.suppress(EOFError, BrokenPipeError):  # the session ended
         while True:
-            fn, args, sizes = pickle.loads(pipe.recv_bytes())
+            job = pipe.recv_bytes()
             try:
+                fn, args, sizes = pickle.loads(job)
                 key = tuple(sorted(sizes.items()))
                 if key not in meshes:
                     meshes[key] = make_mesh(sizes, device="cpu")

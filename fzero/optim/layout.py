@@ -135,23 +135,16 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> La
         return run(x, over(name, (-2, -1)))
 
     def norm(tree: Tree) -> Tensor:
-        named, dtype = pytree.named_leaves(tree), _wide(tree)
-        names, used = sorted(named), {name: {axis.name for _, axis in over(name, None)} for name in named}
-        if ordered:
-            sums = {(name,): _own_rows(named[name], shard_dim(name), axes[name]) for name in names}
-        else:
-            groups = sorted({tuple(sorted(used[name])) for name in names})
-            members = [tuple(name for name in names if tuple(sorted(used[name])) == group) for group in groups]
-            squares = {name: torch.linalg.vector_norm(named[name], dtype=dtype).square() for name in names}
-            sums = {some: torch.stack([squares[name] for name in some]).sum()[None] for some in members}
+        named = pytree.named_leaves(tree)
+        used = {name: tuple(sorted(axis.name for _, axis in over(name, None))) for name in named}
+        sums = _row_sums(named, axes) if ordered else _set_sums(named, used, _wide(tree))
         for axis in mesh.axes:
-            keys = [key for key in sums if axis.name in used[key[0]]]
+            keys = [key for key in sums if axis.name in used[key]]
             if keys:
                 summed = psum(torch.cat([sums[key] for key in keys]), axis, leaf="norm")
                 sums.update(zip(keys, summed.split([sums[key].shape[0] for key in keys])))
-        if not sums:
-            return torch.zeros((), dtype=dtype)
-        return safe_sqrt(_fold(torch.stack([_fold(part) for part in sums.values()]))).to(dtype)
+        total = _fold(torch.stack([_fold(part) for part in sums.values()])) if sums else torch.zeros(())
+        return safe_sqrt(total).to(_wide(tree))
 
     def vary(name: str, x: Tensor) -> Tensor:
         for _, axis in over(name, None):
@@ -193,6 +186,20 @@ def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Me
     whole = replace(spec, dims=(*spec.dims, *((),) * (len(shapes[name]) - len(spec.dims))))
     check_dims(name, shapes[name], whole, {axis.name: axis.size for axis in mesh.axes})
     return tuple(tuple(mesh[a] for a in dim if mesh[a].size > 1) for dim in whole.dims)
+
+
+def _set_sums(named: dict[str, Tensor], used: dict[str, tuple[str, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """{a leaf's name: the sum of squares [1] of this rank's part of it and of all leaves on the same set of axes}."""
+    members: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(named, key=lambda name: (used[name], name)):  # the same order on all ranks
+        members.setdefault(used[name], []).append(name)
+    squares = {name: torch.linalg.vector_norm(x, dtype=dtype).square() for name, x in named.items()}
+    return {names[0]: torch.stack([squares[name] for name in names]).sum()[None] for names in members.values()}
+
+
+def _row_sums(named: dict[str, Tensor], axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> dict[str, Tensor]:
+    """{name of each leaf: this rank's part of the sums of squares of its rows}, by name."""
+    return {name: _own_rows(named[name], shard_dim(name), axes[name]) for name in sorted(named)}
 
 
 def _part(x: Tensor, dim: int, axis: Axis) -> Tensor:

@@ -2,6 +2,7 @@
 
 from fzero.collectives import Axis
 from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
+from fzero.sharding.redistribute import from_dtensor, local_shape, redistribute, shard, to_dtensor
 from fzero.sharding.rules import Rules, match_rules
 from fzero.sharding.spec import Spec
 from fzero.sharding.zero import ZERO, Plan, zero_plan
@@ -15,8 +16,13 @@ __all__ = [
     "Rules",
     "Spec",
     "fake_mesh",
+    "from_dtensor",
+    "local_shape",
     "make_mesh",
     "match_rules",
     "one_process",
+    "redistribute",
+    "shard",
+    "to_dtensor",
     "zero_plan",
 ]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fzero.sharding.mesh import Mesh
 
 MEMORIES = ("device", "host", "nvme")
 
@@ -34,13 +39,13 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """The Spec of a text such as `"[L/pp, D/tp+dp, F] +cp @host"`; raises ValueError showing the text where it is none."""
+        """The Spec of a text such as `"[L/pp, D/tp+dp, F] +cp @host"`, or of `str(spec)`; raises ValueError where it is none."""
         form = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s*\+\w+)*)(?:\s*@(\w+))?\s*", text)
         if form is None:
             raise ValueError(f"spec {text!r} is not of the form '[L/pp, D/tp+dp, F] +cp @host'")
         dims = []
         for dim in form[1].split(",") if form[1].strip() else []:
-            part = re.fullmatch(r"\s*\w+(?:/(\w+(?:\+\w+)*))?\s*", dim)
+            part = re.fullmatch(r"\s*(?:\w+|·)(?:/(\w+(?:\+\w+)*))?\s*", dim)
             if part is None:
                 raise ValueError(f"spec {text!r}: dim {dim.strip()!r} is not of the form 'D' or 'D/tp+dp'")
             dims.append(tuple(part[1].split("+")) if part[1] else ())
@@ -50,6 +55,26 @@ class Spec:
     def axes(self) -> tuple[str, ...]:
         """The axes that shard any dim."""
         return tuple(axis for d in self.dims for axis in d)
+
+    def placements(self, mesh: Mesh) -> tuple[Any, ...]:
+        """The placements of a DTensor of this layout, one for each axis of `mesh.device_mesh`.
+
+        Raises ValueError where the mesh has one process, or the spec names an axis that the mesh has not.
+        """
+        from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        if mesh.device_mesh is None:
+            raise ValueError(f"spec {self}: a mesh of one process has no DeviceMesh, and a tensor on it no placements")
+        names = [name for name in mesh.device_mesh.mesh_dim_names if mesh[name].size > 1]
+        found: dict[str, Placement] = {name: Partial() if name in self.partial else Replicate() for name in names}
+        for dim, axes in enumerate(self.dims):
+            sizes = [(axis, mesh[axis].size) for axis in axes if mesh[axis].size > 1]
+            for i, (axis, _) in enumerate(sizes):
+                # A DTensor divides a dim by the mesh's axes in their order; one that comes before those that divide it first is "strided".
+                before = [size for name, size in sizes[:i] if names.index(name) > names.index(axis)]
+                found[axis] = _StridedShard(dim, split_factor=math.prod(before)) if before else Shard(dim)
+        return tuple(found[name] for name in names)
 
     def __str__(self) -> str:
         dims = ", ".join("·" + ("/" + "+".join(d) if d else "") for d in self.dims)

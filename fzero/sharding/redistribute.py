@@ -1,0 +1,172 @@
+"""`redistribute`: a tensor from one layout on the mesh to another, as a chain of collectives.
+
+On each axis of the mesh a tensor is whole (the same on all ranks), sharded along a dim, or a part of a sum. A dim that several axes
+shard is divided by the first one first, so only the last axis of a dim can be taken off or put on without moving the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
+from fzero.sharding.mesh import Mesh
+from fzero.sharding.spec import Spec
+
+Dims = list[tuple[str, ...]]
+
+
+def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+    """This rank's part in layout `dst` of the tensor whose part in layout `src` is `x`; differentiable.
+
+    On each axis: shard -> shard along another dim (all_to_all), shard -> whole (all_gather), whole -> shard (own slice), part of a sum ->
+    whole (psum) or shard (psum_scatter), or none of these. A whole tensor is the same on all ranks, and its cotangent is too; where
+    each rank uses it differently, `pvary` comes behind.
+
+    Communicates: as said, the smallest first. An axis that gives way to another one on the same dim is gathered for it.
+    Raises ValueError where a dim cannot be divided, where `dst` owes a sum that `src` does not, and where the memories differ.
+    """
+    if src.memory != dst.memory:
+        raise ValueError(f"redistribute {leaf}: from memory {src.memory} to {dst.memory}; it moves between ranks only")
+    for axis in dst.partial - src.partial:
+        if mesh[axis].size > 1:
+            raise ValueError(f"redistribute {leaf}: {dst} owes a sum over {axis} that {src} does not; a sum that is done is not undone")
+    now, goal = (_used_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
+    owed = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
+    local_shape(whole_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
+    while (step := _next(now, goal, owed)) is not None:
+        kind, name, *dims = step
+        axis = mesh[name]
+        if kind == "all_to_all":
+            x = all_to_all(x, axis, *dims, leaf=leaf)
+        elif kind == "psum":
+            x = psum(x, axis, leaf=leaf)
+        else:
+            x = _ALONG_A_DIM[kind](x, axis, dims[0], leaf=leaf)
+        _note(now, owed, kind, name, dims)
+    return x
+
+
+_ALONG_A_DIM: dict[str, Callable[..., Tensor]] = {"psum_scatter": psum_scatter, "own_slice": own_slice, "all_gather": all_gather_same}
+Step = tuple[str, str] | tuple[str, str, int] | tuple[str, str, int, int]  # (collective, axis, its dims)
+
+
+def _next(now: Dims, goal: Dims, owed: set[str]) -> Step | None:
+    """The next collective on the way from `now` to `goal`; None at the goal. What makes the tensor smaller comes first."""
+    # An axis can be put on a dim when those before it are there, and no other.
+    ready = {want[len(have)]: d for d, (have, want) in enumerate(zip(now, goal)) if len(have) < len(want) and want[: len(have)] == have}
+    # An axis can be taken off a dim when it is the last there; it must be when it is in the way.
+    leaving = {have[-1]: d for d, (have, want) in enumerate(zip(now, goal)) if have != want[: len(have)]}
+    sharding = {axis for have in now for axis in have}
+    for axis, dim in ready.items():
+        if axis in owed:
+            return "psum_scatter", axis, dim
+        if axis not in sharding:
+            return "own_slice", axis, dim
+    for axis, dim in leaving.items():
+        if axis in ready:
+            return "all_to_all", axis, ready[axis], dim
+    wanted = {axis for want in goal for axis in want}
+    for axis in sorted(owed - wanted):
+        return "psum", axis
+    for axis, dim in sorted(leaving.items(), key=lambda item: item[0] in wanted):
+        return "all_gather", axis, dim
+    assert now == goal and not owed, f"no way from {now} to {goal}, owed {owed}"
+    return None
+
+
+def _note(now: Dims, owed: set[str], kind: str, axis: str, dims: Sequence[int]) -> None:
+    """Enter a step in the layout."""
+    owed.discard(axis)
+    if kind in ("all_to_all", "all_gather"):
+        now[dims[-1]] = now[dims[-1]][:-1]
+    if kind in ("all_to_all", "psum_scatter", "own_slice"):
+        now[dims[0]] = (*now[dims[0]], axis)
+
+
+def _used_dims(spec: Spec, mesh: Mesh, rank: int, leaf: str) -> Dims:
+    """The axes of size above 1 that shard each of `rank` dims; raises ValueError where the spec has more dims."""
+    if len(spec.dims) > rank:
+        raise ValueError(f"{leaf or 'tensor'}: its spec {spec} has {len(spec.dims)} dims and the tensor has {rank}")
+    dims = [tuple(axis for axis in axes if mesh[axis].size > 1) for axes in spec.dims]
+    return dims + [()] * (rank - len(dims))
+
+
+def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> tuple[int, ...]:
+    """The shape of a rank's part in layout `spec` of a tensor of this shape.
+
+    Raises ValueError where the axes of a dim do not divide it, the spec has too many dims, or names an axis that the mesh has not.
+    """
+    local = list(shape)
+    for dim, axes in enumerate(_used_dims(spec, mesh, len(local), leaf)):
+        ranks = math.prod(mesh[axis].size for axis in axes)
+        if local[dim] % ranks:
+            sizes = ", ".join(f"{axis}={mesh[axis].size}" for axis in axes)
+            fit = f"pad it to {-(-local[dim] // ranks) * ranks}, or leave it whole"
+            raise ValueError(f"{leaf or 'tensor'}: dim {dim} has size {local[dim]}, not divisible by {ranks} ({sizes}); {fit}")
+        local[dim] //= ranks
+    return tuple(local)
+
+
+def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of the tensor whose part on a rank, in layout `spec`, has this shape: the inverse of `local_shape`."""
+    dims = _used_dims(spec, mesh, len(shape), "")
+    return tuple(size * math.prod(mesh[axis].size for axis in axes) for size, axes in zip(shape, dims))
+
+
+def shard(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+    """This rank's part of the whole tensor `x` in layout `spec`, as a view of `x`; nothing is communicated.
+
+    Raises ValueError where the layout does not fit (see `local_shape`), and where the spec owes a sum.
+    """
+    if spec.partial:
+        raise ValueError(f"{leaf or 'tensor'}: {spec} owes a sum; a whole tensor has no parts of one")
+    local = local_shape(x.shape, spec, mesh, leaf=leaf)
+    for dim, axes in enumerate(_used_dims(spec, mesh, x.dim(), leaf)):
+        place = 0
+        for axis in axes:
+            place = place * mesh[axis].size + mesh[axis].rank
+        x = x.narrow(dim, place * local[dim], local[dim])
+    return x
+
+
+def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DTensor:
+    """The DTensor on `mesh.device_mesh` whose local part is `x`, for libraries that speak DTensor; memory is shared.
+
+    Raises ValueError on a mesh of one process.
+    """
+    from torch.distributed.tensor import DTensor
+
+    shape = whole_shape(x.shape, spec, mesh)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh.device_mesh, spec.placements(mesh), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def from_dtensor(t: torch.distributed.tensor.DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
+    """`(x, spec)`: the local part of a DTensor and its layout on `mesh`: the inverse of `to_dtensor`.
+
+    Raises ValueError where its DeviceMesh is not that of `mesh`, and for a partial value that is not a sum.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if t.device_mesh != mesh.device_mesh:
+        raise ValueError(f"a DTensor on {t.device_mesh} is not on this mesh, {mesh.device_mesh}; make it on mesh.device_mesh")
+    dims: Dims = [()] * t.dim()
+    partial = set()
+    # From the last axis to the first: each finds those that divide its dim before it.
+    for name, placement in reversed(list(zip(t.device_mesh.mesh_dim_names, t.placements))):
+        if placement.is_partial():
+            if placement.reduce_op != "sum":
+                raise ValueError(f"a DTensor with {placement} over {name}: only sums are owed here; redistribute it first")
+            partial.add(name)
+        elif not placement.is_replicate():
+            before = placement.split_factor if isinstance(placement, _StridedShard) else 1
+            have, at = dims[placement.dim], 0
+            while before > 1:
+                before //= mesh[have[at]].size
+                at += 1
+            dims[placement.dim] = (*have[:at], name, *have[at:])
+    return t.to_local(), Spec(tuple(dims), frozenset(partial))

@@ -1,0 +1,55 @@
+"""Parallel equals serial: k steps of any stage, mesh, micro-batches and recomputation are those of one process."""
+
+import functools
+
+import pytest
+import ranks
+from close import assert_close
+from zero_cases import trained_whole, train
+
+import fzero
+
+MESHES = {
+    "dp2": ({"dp": 2}, {}),
+    "dp4": ({"dp": 4}, {}),
+    "dp2 x rp2": ({"dp": 2, "rp": 2}, {}),
+    "dp2 x tp2": ({"dp": 2, "tp": 2}, {}),
+    "tp4": ({"tp": 4}, {}),
+    "tp2 sequence": ({"tp": 2}, {"sequence": True}),
+    "dp2 x tp2 sequence": ({"dp": 2, "tp": 2}, {"sequence": True}),
+}
+
+
+@functools.cache
+def serial(name, optimizer, micro_batches):
+    state, _, log = train(fzero.one_process(), name, optimizer, 0, micro_batches)
+    return state, log
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ("gpt2", "llama", "moe dropless"))
+def test_parallel_is_serial(name, mesh):
+    sizes, plan_options = MESHES[mesh]
+    n = 1
+    for size in sizes.values():
+        n *= size
+    data = sizes.get("dp", 1) * sizes.get("rp", 1)
+    cases = [
+        ((name, optimizer, stage, data * m), {"plan_options": plan_options, "remat": remat})
+        for optimizer in ("sgd", "adam")
+        for stage in (0, 1, 2, 3)
+        for m in (1, 3)
+        for remat in ("none", "full")
+    ]
+    results = ranks.run(n, trained_whole, cases, mesh=sizes, timeout_s=300)
+    for case, (state, log) in zip(cases, results[0]):
+        (_, optimizer, stage, m), options = case
+        expected, expected_log = serial(name, optimizer, m)
+        try:
+            assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
+            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
+            assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
+        except AssertionError as error:
+            error.add_note(f"{mesh}, {name}, {optimizer}, stage {stage}, {m} micro-batches, {options}")
+            raise
+    assert [log for _, log in results[-1]] == [log for _, log in results[0]]

@@ -1,0 +1,75 @@
+"""Training on a mesh, for the tests: the same steps on one process and on many, and the whole state put together again."""
+
+import functools
+import itertools
+
+import torch
+from law_cases import FP64, batch_of, case_of
+
+import fzero
+from fzero import optim, pytree
+from fzero.collectives import all_gather
+from fzero.train import local_batch, state_specs
+
+# What tp=4 and dp=4 divide: 4 heads, 2 kv heads (fewer than tp=4), vocabulary 20, T = 8.
+SIZES = {"vocab_size": 20, "d_model": 8, "n_heads": 4, "d_ff": 16, "n_layers": 3}
+MODELS = {
+    "gpt2": {"tied": True},
+    "llama": {"n_kv_heads": 2, "tied": False},
+    "moe dropless": {"n_kv_heads": 2, "n_experts": 3},
+}
+STEPS = 5
+
+
+@functools.cache
+def model_of(name, **changes):
+    return case_of(name, **{**SIZES, **MODELS[name], "dropout": 0.0, **changes}).loss_fn
+
+
+def batch_for(step, rows, length=8):
+    """A global batch with an uneven mask; for the second half of the rows no token counts, but for the last row."""
+    g = torch.Generator().manual_seed(step)
+    tokens, targets = (torch.randint(0, SIZES["vocab_size"], (rows, length), generator=g) for _ in range(2))
+    mask = torch.rand(rows, length, generator=g) < 0.7
+    mask[rows // 2 : -1] = False
+    return {"tokens": tokens, "targets": targets, "mask": mask}
+
+
+OPTIMIZERS = {"sgd": lambda layout: optim.sgd(0.3), "adam": lambda layout: optim.adam(1e-2, eps=1e-5)}
+
+
+def train(mesh, name, optimizer, stage, micro_batches, *, plan_options=None, steps=STEPS, policy=FP64, rows=24, **options):
+    """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global batch."""
+    model = model_of(name)
+    plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}))
+    tx = OPTIMIZERS[optimizer](None)
+    local = micro_batches // mesh.data_size
+    state = fzero.init_state(model, tx, plan, mesh, seed=3, policy=policy)
+    step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=local, **options)
+    log = []
+    for i in range(steps):
+        state, metrics = step(state, local_batch(batch_for(i, rows), mesh, local))
+        log.append([float(x) for x in (metrics.loss, metrics.num_tokens, metrics.grad_norm)])
+    return state, state_specs(plan, tx, policy), log
+
+
+def whole(state, specs, mesh):
+    """The state of one process that the ranks' states make up."""
+    named = pytree.named_leaves(specs)
+
+    def one(name, leaf):
+        for dim, axes in enumerate(named[name].dims):
+            for axis in reversed(axes):
+                leaf = all_gather(leaf, mesh[axis], dim, leaf=name)
+        return leaf
+
+    return pytree.map_named(one, state)
+
+
+def trained_whole(mesh, cases):
+    """On each rank: [(whole state, metrics) of each case]; rank 0's are returned, the others' must be the same."""
+    out = []
+    for case, options in cases:
+        state, specs, log = train(mesh, *case, **options)
+        out.append((whole(state, specs, mesh), log))
+    return out
