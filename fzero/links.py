@@ -25,7 +25,7 @@ from torch import Tensor
 from fzero.ledger import Ledger, sent_elements
 from fzero.rollcall import Call, RollCall
 
-SMALL_BYTES = 32 * 1024  # up to here a psum by messages sends its whole input to everyone; beyond, pieces, and then their sums
+SMALL_BYTES = 128 * 1024  # up to here a psum by messages sends its whole input to everyone; beyond, pieces, and then their sums
 # Newer torch has these names, and warns of the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -158,7 +158,7 @@ class Link:
             out = x.clone(memory_format=torch.contiguous_format)
             return self._native(call, lambda: dist.all_reduce(out, group=self.group, async_op=True), out)
         x = x.contiguous()
-        if x.numel() * x.element_size() <= SMALL_BYTES:
+        if self.size == 2 or x.numel() * x.element_size() <= SMALL_BYTES:  # between two ranks that sends no more
             return self._sum_of(call, [x] * self.size)
         # Messages need no padding: pieces may differ by one element.
         pending = self._sum_of(call, x.view(-1).tensor_split(self.size))

@@ -10,12 +10,15 @@ import contextlib
 import datetime
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
+import sys
 import time
 import traceback
 import warnings
 
+import pytest
 import torch.distributed as dist
 
 GRACE_S = 3.0  # for the other ranks to end after the first error
@@ -58,6 +61,7 @@ class _Pool:
     def __init__(self, n):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "fzero.sharding", "ranks"])
+        _start_server()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []
         for rank in range(n):
@@ -106,6 +110,14 @@ class _Pool:
             process.join(max(0.0, end - time.monotonic()))
             process.kill()
             process.join()
+
+
+def _start_server():
+    """Start the fork server where it is not running; by itself it looks for modules in other places than this process (Python 3.11)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.setenv("PYTHONSAFEPATH", "1")
+        multiprocessing.forkserver.ensure_running()
 
 
 @atexit.register

@@ -137,12 +137,15 @@ class Small(NamedTuple):
     rules: object
 
 
-def make(leaf):
-    return {"embed": leaf("embed", (8, 6), 1.0), "blocks": {"w": leaf("w", (3, 4, 5), 1.0)}}
+def small(*rules):
+    def init(leaf):
+        return {"embed": leaf("embed", (8, 6), 1.0), "blocks": {"w": leaf("w", (3, 4, 5), 1.0)}}
+
+    return Small(init, lambda mesh: rules)
 
 
 def test_a_model_brings_its_own_rules_and_zero_comes_behind_them():
-    plan = zero_plan(3, Small(make, (("embed", "[V/tp, D]"), ("blocks/w", "[L/pp, D, F/tp] @host"))), AT_4)
+    plan = zero_plan(3, small(("embed", "[V/tp, D]"), ("blocks/w", "[L/pp, D, F/tp] @host")), AT_4)
     assert texts(plan.compute) == {"embed": "[·/tp, ·]", "blocks/w": "[·/pp, ·, ·/tp] @host"}
     assert texts(plan.params) == {"embed": "[·/tp+dp, ·]", "blocks/w": "[·/pp, ·/dp, ·/tp] @host"}
 
@@ -154,9 +157,9 @@ def test_plan_errors():
     with pytest.raises(ValueError, match="no axis 'data'"):
         zero_plan(1, PARAMS, one_process(), over="data")
     with pytest.raises(ValueError, match=r"embed: its spec \[·\] has 1 dims and the leaf has 2"):
-        zero_plan(1, Small(make, (("embed", "[V]"), (".*", "[L, D, F]"))), AT_4)
+        zero_plan(1, small(("embed", "[V]"), (".*", "[L, D, F]")), AT_4)
     with pytest.raises(ValueError, match="the model's sharding rules: no rule matches leaf 'blocks/w'"):
-        zero_plan(1, Small(make, (("embed", "[V, D]"),)), AT_4)
+        zero_plan(1, small(("embed", "[V, D]")), AT_4)
 
 
 def test_a_printed_plan_shows_every_leaf():

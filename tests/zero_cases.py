@@ -9,6 +9,7 @@ from law_cases import FP64, batch_of, case_of
 import fzero
 from fzero import optim, pytree
 from fzero.collectives import all_gather
+from fzero.optim.layout import sharded
 from fzero.train import local_batch, state_specs
 
 # What tp=4 and dp=4 divide: 4 heads, 2 kv heads (fewer than tp=4), vocabulary 20, T = 8.
@@ -23,7 +24,7 @@ STEPS = 5
 
 @functools.cache
 def model_of(name, **changes):
-    return case_of(name, **{**SIZES, **MODELS[name], "dropout": 0.0, **changes}).loss_fn
+    return case_of(name, **{**SIZES, **MODELS[name], **changes}).loss_fn
 
 
 def batch_for(step, rows, length=8):
@@ -35,14 +36,18 @@ def batch_for(step, rows, length=8):
     return {"tokens": tokens, "targets": targets, "mask": mask}
 
 
-OPTIMIZERS = {"sgd": lambda layout: optim.sgd(0.3), "adam": lambda layout: optim.adam(1e-2, eps=1e-5)}
+OPTIMIZERS = {
+    "sgd": lambda layout: optim.sgd(0.3),
+    "adam": lambda layout: optim.adam(1e-2, eps=1e-5),
+    "clipped adam": lambda layout: optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adam(1e-2, eps=1e-5)),
+}
 
 
-def train(mesh, name, optimizer, stage, micro_batches, *, plan_options=None, steps=STEPS, policy=FP64, rows=24, **options):
+def train(mesh, name, optimizer, stage, micro_batches, *, plan_options=None, steps=STEPS, policy=FP64, rows=24, dropout=0.0, **options):
     """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global batch."""
-    model = model_of(name)
+    model = model_of(name, dropout=dropout)
     plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}))
-    tx = OPTIMIZERS[optimizer](None)
+    tx = OPTIMIZERS[optimizer](sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical"))
     local = micro_batches // mesh.data_size
     state = fzero.init_state(model, tx, plan, mesh, seed=3, policy=policy)
     step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=local, **options)
