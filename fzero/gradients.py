@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.autodiff import Remat
-from fzero.collectives import all_gather, tree_sum
+from fzero.collectives import all_gather
 from fzero.models import base
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan
@@ -175,8 +175,16 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh) -> base.Loss:
     with mesh.ledger.phase("metrics"):
         for name in ("dp", "rp"):
             table = all_gather(table, mesh[name], 0, leaf="loss")
-    sums = tree_sum(list(table.transpose(0, 1).flatten(0, 1)))
+    sums = _tree_sum(table.transpose(0, 1).flatten(0, 1))
     return pytree.unflatten([x.to(dtype) for x, dtype in zip(sums, dtypes)], treedef)
+
+
+def _tree_sum(rows: Tensor) -> Tensor:
+    """The sum over the first dim by a balanced binary tree, neighbours first; differentiable."""
+    while rows.shape[0] > 1:
+        even = rows.shape[0] // 2 * 2
+        rows = torch.cat([rows[0:even:2] + rows[1:even:2], rows[even:]])
+    return rows[0]
 
 
 Objective = Callable[..., base.Loss]  # (params, batch, key, first) -> Loss

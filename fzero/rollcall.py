@@ -76,11 +76,9 @@ class RollCall:
         except RuntimeError:
             raise self.error(call, f"rank {left} did not arrive within {self.timeout_s:g} s; {self._last(left)}") from None
         if other != call:
-            raise self.error(
-                call,
-                f"the ranks run different programs: rank {self.rank} is at {call.signature}; rank {left} is at {other.signature}; "
-                "give all ranks the same code, config, mesh and shapes of data",
-            )
+            at = "; ".join(f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)]))
+            fix = "give all ranks the same code, config, mesh and shapes of data"
+            raise self.error(call, f"the ranks run different programs: {at}; {fix}")
         # Its one reader has read it: what the store holds does not grow.
         self.store.delete_key(theirs)
 

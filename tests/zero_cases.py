@@ -58,17 +58,18 @@ def train(mesh, name, optimizer, stage, micro_batches, *, plan_options=None, ste
     return state, state_specs(plan, tx, policy), log
 
 
+def whole_leaf(leaf, spec, mesh, lead=0):
+    """The leaf that the ranks' shards make up, with `lead` dims in front of those of the spec."""
+    for dim, axes in enumerate(spec.dims):
+        for axis in reversed(axes):
+            leaf = all_gather(leaf, mesh[axis], lead + dim)
+    return leaf
+
+
 def whole(state, specs, mesh):
     """The state of one process that the ranks' states make up."""
     named = pytree.named_leaves(specs)
-
-    def one(name, leaf):
-        for dim, axes in enumerate(named[name].dims):
-            for axis in reversed(axes):
-                leaf = all_gather(leaf, mesh[axis], dim, leaf=name)
-        return leaf
-
-    return pytree.map_named(one, state)
+    return pytree.map_named(lambda name, leaf: whole_leaf(leaf, named[name], mesh), state)
 
 
 def trained_whole(mesh, cases):

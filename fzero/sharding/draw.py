@@ -34,20 +34,18 @@ def normal(
     start, size = window(shape, spec, mesh)
     if tuple(size) == tuple(shape):
         return random.normal(key, shape, mean, std, dtype=dtype).to(device)
-    out = torch.empty(size, dtype=dtype, device=device)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     last = max(d for d in range(len(shape)) if size[d] != shape[d])
-    run = math.prod(size[last:])
+    run, parts = math.prod(size[last:]), []
     if run >= RUN:
-        for i, row in enumerate(out.view(-1, run)):
-            row.copy_(random.normal(key, (run,), mean, std, dtype=dtype, first=_global(i, start[:last], size[:last], strides) + start[last] * strides[last]))
-        return out
-    flat = out.view(-1)
-    for begin in range(0, flat.numel(), CHUNK):
-        local = torch.arange(begin, min(begin + CHUNK, flat.numel()))
-        values = random.normal(key, local.shape, mean, std, dtype=dtype, index=_global(local, start, size, strides))
-        flat[begin : begin + CHUNK] = values
-    return out
+        for i in range(math.prod(size[:last])):
+            first = _global(i, start[:last], size[:last], strides) + start[last] * strides[last]
+            parts.append(random.normal(key, (run,), mean, std, dtype=dtype, first=first))
+    else:
+        for begin in range(0, math.prod(size), CHUNK):
+            local = torch.arange(begin, min(begin + CHUNK, math.prod(size)))
+            parts.append(random.normal(key, local.shape, mean, std, dtype=dtype, index=_global(local, start, size, strides)))
+    return torch.cat(parts).reshape(size).to(device)
 
 
 def _global(local: int | Tensor, start: tuple[int, ...], size: tuple[int, ...], strides: list[int]) -> int | Tensor:

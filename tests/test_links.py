@@ -1,0 +1,421 @@
+"""Links: sums in one order bit for bit, several collectives in flight, the ledger's integers, checked mode, and ranks that fail."""
+
+import os
+import time
+
+import pytest
+import ranks
+import torch
+from close import assert_same
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fzero import links
+from fzero.collectives import (
+    Ledger,
+    RankError,
+    all_gather,
+    all_to_all,
+    ppermute,
+    psum,
+    psum_scatter,
+    pvary,
+    start_all_gather,
+    start_psum,
+    start_psum_scatter,
+    tree_sum,
+)
+from fzero.ledger import sent_elements
+from fzero.sharding import fake_mesh, make_mesh
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def mine(mesh, *shape):
+    """Another tensor on each rank: the ranks are forks of one process and share its generator's state."""
+    return draw(*shape, seed=100 + mesh.rank)
+
+
+# ---- sums in one order ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+def test_tree_sum_is_the_balanced_tree(dtype):
+    p = [draw(257, seed=i, dtype=dtype) for i in range(8)]
+    kept = [x.clone() for x in p]
+    four = (p[0] + p[1]) + (p[2] + p[3])
+    expected = {
+        1: p[0],
+        2: p[0] + p[1],
+        3: (p[0] + p[1]) + p[2],
+        4: four,
+        5: four + p[4],
+        6: four + (p[4] + p[5]),
+        7: four + ((p[4] + p[5]) + p[6]),
+        8: four + ((p[4] + p[5]) + (p[6] + p[7])),
+    }
+    for n, total in expected.items():
+        assert_same(tree_sum(p[:n]), total)
+    assert_same(p, kept)
+    in_turn = sum(p[1:4], p[0])
+    assert not torch.equal(four, in_turn)  # so that the order is seen
+
+
+def summed(mesh, parts, small):
+    """Every way to sum over ranks, for this rank's part."""
+    axis, x = mesh["dp"], parts[mesh.rank]
+    before, links.SMALL_BYTES = links.SMALL_BYTES, 1 << 30 if small else 0
+    try:
+        out = [psum(x, axis), start_psum(x, axis).wait(), all_gather(psum_scatter(x, axis), axis)]
+        out += [start_all_gather(start_psum_scatter(x, axis).wait(), axis).wait(), psum(x[:-1], axis)]
+        _, vjp = torch.func.vjp(lambda y: pvary(y, axis), x)
+        assert_same(x, parts[mesh.rank])
+        return [*out, vjp(x)[0]]
+    finally:
+        links.SMALL_BYTES = before
+
+
+@pytest.mark.parametrize("n", (2, 3, 4))
+@pytest.mark.parametrize("small", (True, False), ids=("whole", "pieces"))
+def test_sums_over_ranks_are_the_tree_bit_for_bit(n, small):
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [draw(12, 7, seed=i, dtype=dtype) for i in range(n)]
+        total = tree_sum(parts)
+        for got in ranks.run(n, summed, parts, small):
+            assert_same(got, [total, total, total, total, total[:-1], total])
+
+
+# ---- started, and waited for ----------------------------------------------------------------------------------------
+
+
+def in_flight(mesh, parts):
+    axis = mesh["dp"]
+    x = [p[mesh.rank] for p in parts]
+    pending = [start_all_gather(x[0], axis), start_psum(x[1], axis), start_psum_scatter(x[2], axis), start_all_gather(x[3], axis)]
+    out = torch.full((axis.size * x[0].shape[0], *x[0].shape[1:]), torch.nan)
+    own = out.view(axis.size, *x[0].shape)[axis.rank]
+    own.copy_(x[0])
+    in_place = start_all_gather(own, axis, out=out)
+    results = [p.wait() for p in reversed(pending)][::-1]
+    whole = in_place.wait()
+    assert whole is out
+    with pytest.raises(AssertionError, match="waited for twice"):
+        in_place.wait()
+    other = torch.empty_like(out)
+    assert start_all_gather(x[0], axis, out=other).wait() is other
+    for wrong in (out[:-1], out.double(), out.T.contiguous().T):
+        with pytest.raises(
+            ValueError, match=r"all_gather over dp \(4 ranks\) of w: out is .*; it must be contiguous, torch.float32 \[12, 5\]"
+        ):
+            start_all_gather(x[0], axis, leaf="w", out=wrong)
+    return [*results, whole, other]
+
+
+def test_several_in_flight_waited_for_in_another_order():
+    parts = [draw(4, 3, 5, seed=i) for i in (0, 1)] + [draw(4, 8, 5, seed=2), draw(4, 1, 5, seed=3)]
+    scattered = tree_sum(list(parts[2])).chunk(4)
+    for rank, got in enumerate(ranks.run(4, in_flight, parts)):
+        gathered = parts[0].flatten(0, 1)
+        assert_same(got, [gathered, tree_sum(list(parts[1])), scattered[rank], parts[3].flatten(0, 1), gathered, gathered])
+
+
+# ---- the ledger -----------------------------------------------------------------------------------------------------
+
+
+def test_what_one_rank_sends():
+    assert [sent_elements("all_gather", 12, n) for n in (1, 2, 3, 4)] == [0, 6, 8, 9]
+    assert [sent_elements("psum", 10, n) for n in (1, 2, 3, 4)] == [0, 10, 14, 15]
+    assert sent_elements("psum", 1, 4) == 2 and sent_elements("psum_scatter", 7, 2) == 4  # rounded up
+    assert sent_elements("ppermute", 7, 4) == 7 and sent_elements("all_to_all", 8, 4) == 6
+
+
+def entered(mesh):
+    dp, tp, ledger = mesh["dp"], mesh["tp"], mesh.ledger
+    x = torch.randn(6, 4)
+    with ledger.phase("forward"):
+        all_gather(x, dp, leaf="w")
+        all_gather(x, dp, 1, leaf="w")
+        with ledger.phase("inner"):
+            psum(x, tp)
+        psum_scatter(x, dp, leaf="v")
+    ppermute(x.bfloat16(), tp, [(0, 1)])
+    all_to_all(x.double(), tp, 0, 1)
+    assert ledger.total(phase="forward", axis="dp")[5:] == (3, 24 + 24 + 12, 4 * 60)
+    assert ledger.total(collective="psum") == ("*", "psum", "*", "*", "*", 1, 24, 96)
+    assert ledger.total(axis="cp")[5:] == (0, 0, 0)
+    rows, text = [tuple(row) for row in ledger.rows()], str(ledger)
+    ledger.clear()
+    assert ledger.rows() == [] and ledger.total()[5:] == (0, 0, 0)
+    return rows, text
+
+
+def test_the_ledger_counts_integers_by_phase_axis_and_leaf():
+    for rank, (rows, text) in enumerate(ranks.run(4, entered, mesh={"dp": 2, "tp": 2})):
+        sent = (24, 48) if rank % 2 == 0 else (0, 0)
+        assert rows == [
+            ("forward", "all_gather", "dp", "w", "float32", 2, 48, 192),
+            ("inner", "psum", "tp", "", "float32", 1, 24, 96),
+            ("forward", "psum_scatter", "dp", "v", "float32", 1, 12, 48),
+            ("", "ppermute", "tp", "", "bfloat16", 1, *sent),
+            ("", "all_to_all", "tp", "", "float64", 1, 12, 96),
+        ]
+        lines = text.splitlines()
+        assert lines[0].split() == ["phase", "collective", "axis", "leaf", "dtype", "calls", "elements", "bytes"]
+        assert lines[1].split() == ["forward", "all_gather", "dp", "w", "float32", "2", "48", "192"]
+
+
+def test_the_ledger_goes_back_to_the_phase_before_an_error():
+    ledger = Ledger()
+    with pytest.raises(KeyError), ledger.phase("a"):
+        raise KeyError
+    assert ledger.phase_name == ""
+
+
+# ---- planning -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_for_planning_counts_what_would_be_sent():
+    mesh = fake_mesh({"dp": 4, "tp": 2}, rank=5)
+    dp, tp = mesh["dp"], mesh["tp"]
+
+    def program(x):
+        y = all_gather(psum_scatter(x, dp, 1, leaf="w"), tp, 0)
+        return psum(ppermute(all_to_all(y, dp, 0, 1), dp, [(2, 3), (0, 1)]), tp)
+
+    def sent():
+        return [(r.collective, r.axis, r.elements) for r in mesh.ledger.rows()]
+
+    expected = [("psum_scatter", "dp", 12 * 8 * 3 // 4), ("all_gather", "tp", 24), ("all_to_all", "dp", 36), ("ppermute", "dp", 48)]
+    with FakeTensorMode():
+        out = program(torch.empty(12, 8))
+        assert isinstance(out, torch._subclasses.FakeTensor) and out.shape == (6, 8)
+        assert sent() == [*expected, ("psum", "tp", 48)]
+        pending = [start_all_gather(torch.empty(3, 5), dp), start_psum_scatter(torch.empty(8, 5), dp), start_psum(torch.empty(3), tp)]
+        assert [tuple(p.wait().shape) for p in pending] == [(12, 5), (2, 5), (3,)]
+        assert mesh.ledger.total(collective="all_gather", axis="dp").elements == 45
+        mesh.ledger.clear()
+        graph = make_fx(program)(torch.empty(12, 8))
+        assert sent() == []  # traced is not run
+        graph(torch.empty(12, 8))
+        assert sent() == [*expected, ("psum", "tp", 48)]
+    mesh.ledger.clear()
+    assert program(torch.empty(12, 8, device="meta")).shape == (6, 8) and len(sent()) == 5
+
+
+# ---- checked mode ---------------------------------------------------------------------------------------------------
+
+
+def checked_program(mesh):
+    dp, tp = mesh["dp"], mesh["tp"]
+    x = mine(mesh, 4, 4)
+    with mesh.checked():
+        out = psum(all_gather(psum_scatter(x, dp), dp), tp)
+        all_to_all(ppermute(x, dp, [(0, 1), (1, 0)]), tp, 0, 1)
+        torch.func.grad(lambda x: psum((pvary(x, tp) * (1 + tp.rank)).sum(), tp))(out)
+        keys = mesh.store.num_keys()
+        for _ in range(5):
+            psum(x, dp)
+        assert mesh.store.num_keys() - keys <= 4, "the store grows"
+    return out
+
+
+def test_checked_mode_lets_equal_programs_pass():
+    plain = sum(draw(4, 4, seed=100 + r) for r in range(4))
+    for out in ranks.run(4, checked_program, mesh={"dp": 2, "tp": 2}):
+        assert torch.allclose(out, plain, atol=1e-6)
+
+
+def differing(mesh, what):
+    dp, r = mesh["dp"], mesh.rank
+    x = mine(mesh, 4, 4)
+    try:
+        with mesh.checked(), mesh.ledger.phase("forward"):
+            psum(x, dp, leaf="before")
+            if what == "shape":
+                all_gather(x[: 4 - (r == 1)], dp, leaf="w")
+            elif what == "collective":
+                (psum_scatter if r == 1 else all_gather)(x, dp, leaf="w")
+            elif what == "leaf":
+                psum(x, dp, leaf="v" if r == 1 else "w")
+            elif what == "dtype":
+                psum(x.double() if r == 1 else x, dp, leaf="w")
+            elif what == "phase":
+                with mesh.ledger.phase("backward" if r == 1 else "forward"):
+                    psum(x, dp, leaf="w")
+    except RankError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "what, mine, other",
+    (
+        (
+            "shape",
+            "all_gather over dp (2 ranks) of w in forward, float32 [4, 4]",
+            "all_gather over dp (2 ranks) of w in forward, float32 [3, 4]",
+        ),
+        ("collective", "all_gather over dp (2 ranks) of w", "psum_scatter over dp (2 ranks) of w"),
+        ("leaf", "psum over dp (2 ranks) of w", "psum over dp (2 ranks) of v"),
+        ("dtype", "of w in forward, float32 [4, 4]", "of w in forward, float64 [4, 4]"),
+        ("phase", "of w in forward", "of w in backward"),
+    ),
+)
+def test_ranks_that_run_different_programs(what, mine, other):
+    texts = ranks.run(2, differing, what, fresh=True)
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank}: ") and "\n" not in text and text.count("run different programs") == 1
+        assert "rank 0 is at #" in text and "rank 1 is at #" in text and mine in text and other in text, text
+        assert "give all ranks the same code, config, mesh and shapes of data" in text
+
+
+def other_axis(mesh):
+    try:
+        with mesh.checked():
+            psum(mine(mesh, 3), mesh["dp" if mesh.rank else "tp"], leaf="w")
+    except RankError as error:
+        return str(error)
+    finally:
+        time.sleep(0.2)  # let the others read what is left
+
+
+def test_ranks_at_collectives_over_different_axes():
+    texts = ranks.run(4, other_axis, mesh={"dp": 2, "tp": 2}, fresh=True)
+    assert any("rank 0 is at #1 psum over tp" in t and "rank 2 is at #1 psum over dp" in t for t in texts if t), texts
+
+
+def late(mesh, check):
+    slow = make_mesh({"dp": 2}, timeout_s=1.0, device="cpu")
+    dp = slow["dp"]
+    with slow.checked():
+        psum(mine(mesh, 4), dp, leaf="v")
+    if slow.rank == 1:
+        time.sleep(2.5)
+        return None
+    began = time.monotonic()
+    try:
+        if check:
+            with slow.checked(), slow.ledger.phase("forward"):
+                all_gather(mine(mesh, 4), dp, leaf="w")
+        else:
+            all_gather(mine(mesh, 4), dp, leaf="w")
+    except RankError as error:
+        return str(error), time.monotonic() - began
+
+
+def test_a_rank_that_does_not_arrive():
+    text, seconds = ranks.run(2, late, True, fresh=True)[0]
+    assert text == (
+        "rank 0: all_gather over dp (2 ranks) of w in forward: rank 1 did not arrive within 1 s; "
+        "the last it began is #1 psum over dp (2 ranks) of v, float32 [4]"
+    )
+    assert 0.9 < seconds < 2.4
+    text, seconds = ranks.run(2, late, False, fresh=True)[0]
+    assert text == (
+        "rank 0: all_gather over dp (2 ranks) of w: rank 1 did not answer within 1 s: it is late, or runs another program "
+        "(mesh.checked() tells)"
+    )
+
+
+def sums_of_the_same(mesh):
+    """(message or None) of psums in checked mode; each rank gets the same answer."""
+    axis, r = mesh["dp"], mesh.rank
+
+    def answer(x, dtype=torch.float32):
+        try:
+            with mesh.checked():
+                psum(x.to(dtype), axis, leaf="w")
+        except ValueError as error:
+            return str(error)
+
+    same = torch.arange(1.0, 5.0)
+    other = same.clone()
+    other[2] += r == axis.size - 1  # on the last rank only
+    refused = [answer(same), answer(same, torch.bfloat16), answer(same.view(2, 2).T)]
+    passed = [answer(same[:1]), answer(torch.zeros(4)), answer(same, torch.int64), answer(other), answer(same + r)]
+    psum(same, axis)
+    assert_same(psum(mine(mesh, 3), axis), tree_sum([draw(3, seed=100 + k) for k in range(axis.size)]))
+    return refused, passed
+
+
+@pytest.mark.parametrize("n", (2, 4))
+def test_a_sum_of_what_is_the_same_on_all_ranks_is_refused(n):
+    for refused, passed in ranks.run(n, sums_of_the_same):
+        assert passed == [None] * 5
+        for text in refused:
+            assert text.startswith(f"psum over dp ({n} ranks) of w: its input, ") and f"is the same on all {n} ranks already" in text
+            assert "drop the psum" in text
+
+
+# ---- ranks that end -------------------------------------------------------------------------------------------------
+
+
+def one_ends(mesh, size, why):
+    dp, x = mesh["dp"], mine(mesh, size)
+    psum(x, dp)
+    if mesh.rank == 1:
+        if why:
+            mesh.fail(f"rank 1: {why}")
+        os._exit(3)
+    began = time.monotonic()
+    errors = []
+    for leaf in ("w", "v"):  # the second finds the connection closed at once
+        try:
+            with mesh.ledger.phase("backward"):
+                psum(x, dp, leaf=leaf)
+        except RankError as error:
+            errors.append(str(error))
+    return errors, time.monotonic() - began
+
+
+@pytest.mark.parametrize("size, why", ((8, ""), (1 << 18, "out of memory")))
+def test_a_rank_that_ends_is_named_by_all_others_at_once(size, why):
+    results = ranks.run(4, one_ends, size, why, fresh=True)
+    assert isinstance(results[1], ranks.Ended) and results[1].code == 3
+    for rank in (0, 2, 3):
+        errors, seconds = results[rank]
+        for leaf, text in zip("wv", errors):
+            begin = f"rank {rank}: psum over dp (4 ranks) of {leaf} in backward: rank 1 is gone (connection closed)"
+            assert text == begin + (" (before that, rank 1: out of memory)" if why else "")
+        assert len(errors) == 2 and seconds < 5
+
+
+def another_size(mesh):
+    slow = make_mesh({"dp": 2}, timeout_s=1.0, device="cpu")
+    try:
+        all_gather(torch.ones(8 + slow.rank), slow["dp"])
+    except RankError as error:
+        return str(error)
+
+
+def test_a_tensor_of_another_size_is_never_taken_for_the_right_one():
+    """gloo by itself would leave memory unwritten on one rank, and end the process of the other."""
+    for rank, text in enumerate(ranks.run(2, another_size, fresh=True)):
+        assert f"rank {rank}: all_gather over dp (2 ranks): rank {1 - rank} " in text and ("did not answer" in text or "gone" in text)
+
+
+# ---- NCCL -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("ordered", (False, True))
+def test_nccl_with_one_rank(ordered):
+    """NCCL takes one process for each GPU: with one of each every collective is the identity, through its own code."""
+    dist = torch.distributed
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        roll = links.RollCall(store, 0, 60.0)
+        link = links.Link("dp", [0], 0, transport="nccl", ledger=Ledger(), roll=roll, group=dist.group.WORLD, ordered=ordered)
+        x = torch.randn(6, 5, device="cuda")
+        with roll.checked():
+            started = [link.start_all_gather(x), link.start_all_gather(x, out=torch.empty_like(x)), link.start_psum_scatter(x)]
+            started += [link.start_all_to_all(x), link.start_ppermute(x, [(0, 0)])]
+        started += [link.start_psum(x), link.start_psum(x.bfloat16())]
+        for pending in started[:-1]:
+            assert_same(pending.wait(), x)
+        assert_same(started[-1].wait(), x.bfloat16())
+    finally:
+        dist.destroy_process_group()
