@@ -136,11 +136,14 @@ def sitting(
     repeats: int,
     tokens: int,
     skippable: Sequence[str] = (),
+    counted: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """(results, {absent contender: why}): warm up, check the losses, take turns, count memory; ValueError where losses differ.
 
     `start(contender, mode)` starts its processes, in mode "time" or "live"; the first contender is what the ratios refer to.
+    `counted` is {contender: its memory} of earlier sittings of the same problem, and is added to.
     """
+    counted = {} if counted is None else counted
     groups: dict[str, Group] = {}
     skipped: dict[str, str] = {}
     steps: dict[str, list[dict]] = {}
@@ -166,11 +169,14 @@ def sitting(
     ours = [row["step_s"] for row in steps[next(iter(steps))]]
     results = [summary(name, ours, rows, tokens) | groups[name].first[0] | {"losses": losses[name]} for name, rows in steps.items()]
     for row in results:
-        print(f"{title}: memory of {row['contender']}", file=sys.stderr)
-        counter = start(row["contender"], "live")
-        peaks = counter.first
-        row["live"] = max(peaks, key=lambda peak: peak["peak_bytes"]) | {"of_processes": [p["peak_bytes"] for p in peaks]}
-        counter.close()
+        name = row["contender"]
+        if name not in counted:
+            print(f"{title}: memory of {name}", file=sys.stderr)
+            group = start(name, "live")
+            peaks = group.first
+            group.close()
+            counted[name] = max(peaks, key=lambda peak: peak["peak_bytes"]) | {"of_processes": [p["peak_bytes"] for p in peaks]}
+        row["live"] = counted[name]
     return results, skipped
 
 

@@ -5,10 +5,10 @@
 
 A contender is a group of one process a rank, kept alive; the groups take turns, one step each a round, and wait in a read
 between turns. A step is timed from the first rank's start to the last rank's end, and ratios are between steps of the same
-round. Every stage is a sitting of its own: ours first, then the peers of that stage, at their defaults and again with our
-switches (`fsdp2+compile+reshard-root`). No speed is printed unless the losses of the warm-up steps agree. Memory is a
-rank's: live tensor bytes at the peak of a step (the largest rank's; XLA's plan for a device of JAX), and beside it the
-resident-set high-water mark of the timed processes (the one process of JAX's devices).
+round. Every peer is a sitting (all ranks of all contenders at once would not fit a small machine): ours at its stage, the
+peer at its defaults, and again with our switches (`fsdp2+compile+reshard-root`). No speed is printed unless the losses of
+the warm-up steps agree. Memory is a rank's: live tensor bytes at the peak of a step (the largest rank's; XLA's plan for a
+device of JAX), and beside it the resident-set high-water mark of the timed processes (the one process of JAX's devices).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import shlex
@@ -27,10 +28,10 @@ from typing import Any
 from peers import problem
 from turns import LOSS_TOLERANCE, Group, columns, machine, sitting
 
-PEERS = {0: ("ddp",), 1: ("deepspeed-1",), 2: ("deepspeed-2",), 3: ("fsdp2", "deepspeed-3", "jax-fsdp")}
+PEERS = {"ddp": 0, "deepspeed-1": 1, "deepspeed-2": 2, "fsdp2": 3, "deepspeed-3": 3, "jax-fsdp": 3}  # and the stage of ours beside it
 # The switches that make a peer do what ours does, besides onednn; and those that only matter for bf16.
-EQUAL = {"ddp": "+compile+bucket-view", "fsdp2": "+compile+reshard-root", "deepspeed": "+compile+small-buckets", "jax": ""}
-EQUAL_BF16 = {"ddp": "", "fsdp2": "+fp32-reduce", "deepspeed": "+fp32-reduce", "jax": ""}
+EQUAL = {"ddp": "+compile+bucket-view", "fsdp2": "+compile+reshard-root", "deepspeed": "+compile+small-buckets"}
+EQUAL_BF16 = {"ddp": "", "fsdp2": "+fp32-reduce", "deepspeed": "+fp32-reduce"}
 NOTES = {
     "fzero": "the block compiled once; bf16: bf16 parameters and gradients, fp32 master weights and states, reduced in fp32",
     "ddp": "bf16 is autocast over fp32 parameters; gradients are reduced in fp32",
@@ -45,12 +46,11 @@ def kind(contender: str) -> str:
     return contender.split("+")[0].split("-")[0]
 
 
-def contenders_of(stage: int, dtype: str, onednn: bool) -> list[str]:
-    """Ours, then the stage's peers at their defaults, then with our switches where that is another program."""
-    switch = "+onednn" if onednn and dtype == "fp32" else ""
-    bare = list(PEERS[stage])
-    equal = [name + EQUAL[kind(name)] + (EQUAL_BF16[kind(name)] if dtype == "bf16" else switch) for name in bare if kind(name) != "jax"]
-    return [f"fzero-{stage}{switch}", *bare, *equal]
+def contenders_of(peer: str, dtype: str, onednn: bool) -> list[str]:
+    """Ours at the peer's stage, the peer at its defaults, and the peer with our switches where that is another program."""
+    library, switch = kind(peer), "+onednn" if onednn and dtype == "fp32" else ""
+    equal = [] if library == "jax" else [peer + EQUAL[library] + (EQUAL_BF16[library] if dtype == "bf16" else switch)]
+    return [f"fzero-{PEERS[peer]}{switch}", peer, *equal]
 
 
 def free_port() -> int:
@@ -79,8 +79,10 @@ def start(name: str, mode: str, order: dict[str, Any], pythons: dict[str, str]) 
     return Group(name, orders, python=pythons.get(kind(name), sys.executable), env=env)
 
 
-def compare(config_name: str, dtype: str, ranks: int, stage: int | None, args: argparse.Namespace) -> dict[str, Any]:
-    """One sitting; ValueError where the losses differ. `stage` None: the contenders that --contenders names."""
+def compare(
+    config_name: str, dtype: str, ranks: int, contenders: list[str], counted: dict[str, dict], args: argparse.Namespace
+) -> dict[str, Any]:
+    """One sitting; ValueError where the losses differ. `counted` is `turns.sitting`'s."""
     config = problem.CONFIGS[config_name]
     order = {
         "config": dataclasses.asdict(config),
@@ -92,9 +94,8 @@ def compare(config_name: str, dtype: str, ranks: int, stage: int | None, args: a
         "warmup": args.warmup,
         "seed": args.seed,
     }
-    title = f"{config_name} {dtype}, {ranks} ranks" + ("" if stage is None else f", stage {stage}")
+    title = f"{config_name} {dtype}, {ranks} ranks, {contenders[0]}"
     load_before = os.getloadavg()
-    contenders = args.contenders.split(",") if stage is None else contenders_of(stage, dtype, args.onednn)
     results, skipped = sitting(
         contenders,
         lambda name, mode: start(name, mode, order, args.peer_python),
@@ -104,11 +105,11 @@ def compare(config_name: str, dtype: str, ranks: int, stage: int | None, args: a
         repeats=args.repeats,
         tokens=args.batch * config.max_len,
         skippable=contenders if args.skip_absent else (),
+        counted=counted,
     )
     return {
         "title": title,
         "config_name": config_name,
-        "stage": stage,
         **order,
         "tokens_per_step": args.batch * config.max_len,
         "repeats": args.repeats,
@@ -144,7 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", default="small-v256", help=f"comma list of {', '.join(problem.CONFIGS)}")
     parser.add_argument("--dtype", default="fp32", help="comma list of fp32, bf16")
     parser.add_argument("--ranks", default="2", type=numbers, help="comma list of group sizes")
-    parser.add_argument("--stages", default="0,1,2,3", type=numbers, help="comma list of ZeRO stages, a sitting each")
+    parser.add_argument("--stages", default="0,1,2,3", type=numbers, help="comma list of ZeRO stages; a sitting for each peer of them")
     parser.add_argument("--contenders", help="comma list for one sitting instead; the first is what ratios refer to")
     parser.add_argument("--skip-absent", action="store_true", help="leave out a peer whose library is not installed")
     parser.add_argument("--peer-python", action="append", default=[], metavar="PEER=PYTHON", help="the Python with that peer's libraries")
@@ -162,8 +163,8 @@ def parse() -> argparse.Namespace:
             if part not in allowed:
                 parser.error(f"--{name}: {part!r} is not one of {', '.join(allowed)}")
     for stage in args.stages:
-        if stage not in PEERS:
-            parser.error(f"--stages: {stage} is not one of {', '.join(map(str, PEERS))}")
+        if stage not in PEERS.values():
+            parser.error(f"--stages: {stage} is not one of 0, 1, 2, 3")
     for ranks in args.ranks:
         if ranks < 2 or args.batch % ranks:
             parser.error(f"--ranks {ranks}: must be at least 2 and divide --batch {args.batch}")
@@ -186,18 +187,17 @@ def main() -> None:
         given = [part.replace(f"{peer}={python}", f"{peer}=PYTHON") for part in given]
     command = shlex.join(["python", "benchmarks/zero.py", *given])
     runs = []
-    for config_name in args.config.split(","):
-        for dtype in args.dtype.split(","):
-            for ranks in args.ranks:
-                for stage in [None] if args.contenders else args.stages:
-                    runs.append(compare(config_name, dtype, ranks, stage, args))
-                    print(table(runs[-1]) + "\n", flush=True)
-                    if args.out:
-                        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                        args.out.parent.mkdir(parents=True, exist_ok=True)
-                        args.out.write_text(
-                            json.dumps({"command": command, "date": now, "machine": machine(), "runs": runs}, indent=1) + "\n"
-                        )
+    for config_name, dtype, ranks in itertools.product(args.config.split(","), args.dtype.split(","), args.ranks):
+        sittings = [contenders_of(peer, dtype, args.onednn) for peer, stage in PEERS.items() if stage in args.stages]
+        counted: dict[str, dict] = {}
+        for contenders in [args.contenders.split(",")] if args.contenders else sittings:
+            runs.append(compare(config_name, dtype, ranks, contenders, counted, args))
+            print(table(runs[-1]) + "\n", flush=True)
+            if args.out:
+                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                report = {"command": command, "date": now, "machine": machine(), "runs": runs}
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

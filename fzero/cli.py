@@ -29,7 +29,12 @@ SHORTHANDS = {
     "precision": "precision.policy",
     "remat": "train.remat",
     "zero": "zero",
+    "reduce": "reduce",
+    "sequence": "sequence",
+    "accumulate": "accumulate",
+    "prefetch": "prefetch",
 }
+PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch")  # what a resumed run may change, as its mesh
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -48,23 +53,40 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         sys.exit(fail(error.format_message()))
     except (KeyboardInterrupt, click.Abort):
-        print("fzero: interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("fzero: interrupted", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, FloatingPointError, OSError, MemoryError) as error:
-        if show:
+    except Exception as error:
+        known = (ValueError, FloatingPointError, OSError, MemoryError)
+        kind = type(error).__name__
+        if kind == "Ended":  # another rank has said why
+            sys.exit(2)
+        # torch raises RuntimeError where memory ends.
+        memory = isinstance(error, RuntimeError) and ("allocate" in str(error) or "bad_alloc" in str(error))
+        if show or not (isinstance(error, known) or kind == "RankError" or memory):
+            last_words(f"{kind}: {error}", False)  # the traceback is this rank's
             raise
-        sys.exit(fail(str(error) or type(error).__name__))
-    except RuntimeError as error:
-        if show or "allocate" not in str(error):  # torch says so where memory ends
-            raise
-        sys.exit(fail(f"out of memory ({error}); a smaller --micro-batch, --seq-len or model needs less"))
+        hint = "; a smaller --micro-batch, --seq-len or model needs less"
+        message = f"out of memory ({error}){hint}" if memory else str(error) or kind
+        sys.exit(fail(message, lost=kind == "RankError"))
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def fail(message: str) -> int:
-    """Print the one line of an error; returns the exit code."""
-    print("fzero: error: " + " ".join(message.split()), file=sys.stderr)
+def fail(message: str, lost: bool = False) -> int:
+    """Print the one line of an error, unless another rank has; returns the exit code. lost: the error is that another rank is gone."""
+    text = last_words(" ".join(message.split()), lost)
+    if text:
+        print(f"fzero: error: {text}", file=sys.stderr, flush=True)
     return 2
+
+
+def last_words(text: str, lost: bool) -> str:
+    """See fzero.team.last_words, which is not loaded where there is one process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return text
+    from fzero import team
+
+    return team.last_words(text, lost=lost)
 
 
 def say(line: str) -> None:
@@ -86,12 +108,16 @@ def say(line: str) -> None:
 @click.option("--seed", type=int, help="Of parameters, dropout and the order of the data.")
 @click.option("--precision", help="auto, fp32, bf16, fp16 or fp64.")
 @click.option("--remat", help="none, full, every:K or selective:F.")
-@click.option("--mesh", help="Axis sizes, such as dp=1.")
+@click.option("--mesh", help="Sizes of its axes dp, rp and tp, such as dp=2,tp=2, under torchrun; without it dp over all processes.")
 @click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
+@click.option("--reduce", help="Order of sums: fast, or canonical, which is the same on every mesh, to the bit.")
+@click.option("--sequence", is_flag=True, default=None, help="Split activations over tp along the sequence.")
+@click.option("--accumulate", help="Gradients of micro-batches at stages 2 and 3: shards (less memory), or full (fewer messages).")
+@click.option("--prefetch", type=int, help="Layers gathered ahead of their use at stage 3.")
 @click.option("--out", type=FOLDER, metavar="RUN", help="The run folder; without it the first free runs/PRESET-N.")
-@click.option("--resume", is_flag=True, help="Go on with the run in --out, by its own config.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out, by its own config, on any mesh.")
 @click.option("--init", type=FOLDER, metavar="RUN", help="Begin with the weights (and sizes) of this run or import.")
-@click.option("--peak-tflops", type=float, help="What MFU is a fraction of; without it the measured rate.")
+@click.option("--peak-tflops", type=float, help="What MFU is a fraction of, for all processes; without it the measured rate.")
 @click.option("--sample", metavar="TEXT", help="Prompt of the text written at the end ('' for none).")
 def pretrain(
     config_file: Path | None,
@@ -111,30 +137,55 @@ def pretrain(
         raise ValueError(f"--stop-at is {stop_at}; it must be at least 1")
     if peak_tflops is not None and not peak_tflops > 0:
         raise ValueError(f"--peak-tflops is {peak_tflops}; it must be above 0")
-    if resume and (given or settings):
-        named = [f"--{name.replace('_', '-')}" for name in given] + ["--set"] * bool(settings)
+    told = [name for name in given if name not in (*PLACEMENT, "mesh")]
+    if resume and (told or settings):
+        named = [f"--{name.replace('_', '-')}" for name in told] + ["--set"] * bool(settings)
         raise ValueError(f"--resume goes on with the run's own config; leave out {', '.join(named)}, or start a new run without --resume")
     if resume and out is None:
         raise ValueError("--resume needs the run folder: --out RUN")
+    table = table_of(config_file, settings, mesh, flags)
+
+    import signal
 
     from fzero import pretrain as run
     from fzero import runs
+    from fzero import team as processes
 
     text = {} if sample is None else {"sample": sample}
-    peak = 1e12 * (peak_tflops or 0.0)
+    team, peak = processes.join(), 1e12 * (peak_tflops or 0.0)
+    config = None if resume else config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
+    asked = {"--out": str(out), "--init": str(init), "--stop-at": stop_at, "--peak-tflops": peak_tflops, "--sample": sample}
+    team.compare({**versions(), **asked, **everything(config or table)}, "start all ranks with the same command")
     with bar_or_lines() as (bar, line):
-        options = run.Options(stop_at=stop_at, peak_flops=peak, bar=bar, say=line, **text)
-        if resume:
-            stopped = run.resume(out, options=options)
+        options = run.Options(stop_at=stop_at, peak_flops=peak, bar=bar and team.first, say=line if team.first else quiet, **text)
+        if config is None:
+            stopped = run.resume(out, team=team, changes=table, options=options)
         else:
-            table = table_of(config_file, settings, mesh, flags)
-            config = config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
             grow = "vocab_size" not in table.get("model", {}) and init is None
-            folder = out or runs.free_folder(config.preset or "model")
-            stopped = run.start(config, folder, grow_vocabulary=grow, init=init, options=options)
-    import signal
-
+            folder = Path(team.share(lambda: str(out or runs.free_folder(config.preset or "model"))))
+            stopped = run.start(config, folder, team=team, grow_vocabulary=grow, init=init, options=options)
+        team.close()
     return 130 if stopped == signal.SIGINT else 0
+
+
+def quiet(line: str) -> None:
+    """Say nothing: what a rank that is not the first does."""
+
+
+def versions() -> dict[str, str]:
+    """Versions that all ranks must have."""
+    import platform
+
+    import torch
+
+    return {"fzero": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def everything(value: Any) -> dict[str, Any]:
+    """{name: value} of every value of a RunConfig, or of a table."""
+    from fzero import config, tables
+
+    return dict(tables.flat(value if isinstance(value, dict) else config.to_table(value)))
 
 
 def table_of(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, flags: dict[str, Any]) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]], *, leaf: st
 
 def _start(collective: str, x: Tensor, axis: Axis, leaf: str, **options: Any) -> Pending:
     link = _link(collective, axis, leaf)
-    if isinstance(x, FakeTensor) or x.is_meta:  # traced or planned
+    if link.transport != "fake" and (isinstance(x, FakeTensor) or x.is_meta):  # traced
         return done(getattr(ops, collective)(x, link.number, leaf))
     return getattr(link, f"start_{collective}")(x, leaf, **options)
 
@@ -280,4 +280,4 @@ def start_psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Pending:
 
     Communicates: 2 (N-1)/N of x.
     """
-    return done(x) if axis.size == 1 else _start("psum", x, axis, leaf)
+    return done(x) if axis.size == 1 else _start("psum", x, axis, leaf, guarded=False)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.autodiff import needs_grad, transforms
+from fzero.operators import hold, in_order
 
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 
@@ -78,11 +79,13 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
 
     graph.graph.set_codegen(torch.fx.graph.CodeGen())  # flat tensors in and out
     graph.recompile()
+    ordered = in_order(graph)
     joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # No generator of Inductor's is ever used: keys are inputs.
     with tracing(TracingContext(mode)), config.patch(fallback_random=True):
-        return compile_fx_inner(graph, examples, is_backward=backward)
+        run = compile_fx_inner(graph, examples, is_backward=backward)
+    return (lambda args: run(args)[:-1]) if ordered else run  # without the last token
 
 
 class Dropped(NamedTuple):
@@ -232,9 +235,11 @@ def _split_programs(
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
         before, behind = primals[: wanted.start], primals[wanted.stop :]
         out, vjp = torch.func.vjp(lambda *some: tuple(f(*before, *some, *behind)), *primals[wanted.start : wanted.stop])
-        return [*out, *vjp(tuple(tangents))]
+        # Through a view, so that the graph shows where the backward pass begins.
+        return [*out, *vjp(tuple(t.view_as(t) for t in tangents))]
 
     graph = _trace(joint, primals, cotangents, mode)
+    hold(graph)
     # Merged with the forward pass, what a backward pass recomputes on purpose (scores, activations) would be kept instead.
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
         graphs = min_cut_rematerialization_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))

@@ -21,6 +21,7 @@ from fzero.models import GPT2Config, LlamaConfig, MLPConfig, ModelConfig, MoECon
 from fzero.precision import LossScale
 from fzero.pytree import nearest
 from fzero.sharding import AXES
+from fzero.sharding.zero import ACCUMULATE, REDUCE
 from fzero.tables import Table, flat, parse_json, show, typed
 
 DEFAULT_PRESET = "llama-tiny"
@@ -130,8 +131,13 @@ class RunConfig:
     optim: Optim = Optim()
     precision: Precision = Precision()
     train: Train = Train()
-    mesh: dict[str, int] = field(default_factory=dict)
-    zero: int = 0
+    mesh: dict[str, int] = field(default_factory=dict)  # sizes of its axes; empty: dp over all processes
+    zero: int = 0  # ZeRO stage
+    reduce: str = "fast"  # canonical: one order of sums on every mesh
+    sequence: bool = False  # sequence parallelism over tp
+    accumulate: str = "shards"  # over micro-batches at stages 2 and 3: shards of gradients, or full ones
+    prefetch: int = 1  # layers gathered ahead of their use at stage 3
+    reshard: bool = True  # stage 3: a layer's parameters are dropped behind its forward pass and gathered again
 
     def __post_init__(self) -> None:
         validate(self)
@@ -151,7 +157,7 @@ BOUNDS: dict[str, tuple[float, bool, float]] = {
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     **{f"train.{n}": SIZE for n in ("steps", "batch", "micro_batch", "log_every")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last")},
-    **{"train.seed": (0, True, 2**64), "train.ema_decay": FRACTION, "zero": (0, True, 4)},
+    **{"train.seed": (0, True, 2**64), "train.ema_decay": FRACTION, "zero": (0, True, 4), "prefetch": COUNT},
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.name": tuple(OPTIMIZERS),
@@ -161,6 +167,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision.policy": ("auto", "fp32", "bf16", "fp16", "fp64"),
     "precision.fp32_matmul": ("auto", "default", "onednn"),
     "train.compiled": ("auto", True, False),
+    "reduce": REDUCE,
+    "accumulate": ACCUMULATE,
 }
 
 

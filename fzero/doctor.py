@@ -34,6 +34,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def share_cores(processes: int) -> str:
+    """A line that says how many threads this process now uses, as one of so many on this host.
+
+    torchrun sets OMP_NUM_THREADS to 1 where it is not set, so 1 says nothing; a larger number is somebody's wish, and kept.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, cores() // processes))
+    return f"threads: {torch.get_num_threads()} a process; {processes} processes on the {cores()} cores of this host"
+
+
 def available_bytes() -> int:
     """The memory that this process can still have, by the system and by its control group."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

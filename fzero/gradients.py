@@ -49,7 +49,9 @@ def parts_of(model: base.Model, plan: Plan) -> Parts:
             raise ValueError(f"the model says that its head uses {name!r}, which is no leaf of it{pytree.nearest(name, names)}")
     for name in names:
         if name.split("/")[0] not in ("embed", PREFIX, "head"):
-            raise ValueError(f"{name}: a layered model's leaves are under embed/, blocks/ and head/; move it, or train a plain loss function")
+            raise ValueError(
+                f"{name}: a layered model's leaves are under embed/, blocks/ and head/; move it, or train a plain loss function"
+            )
 
     def ordered(chosen: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(chosen, key=lambda name: name not in plan.frozen))

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import math
-import os
-import platform
 import signal
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -20,95 +16,110 @@ from typing import Any, NamedTuple
 
 import torch
 
-import fzero
-from fzero import checkpoint, data, doctor, pytree, random, runs
-from fzero.config import Data, RunConfig, check_vocabulary, to_table
-from fzero.data.tokens import VERSION, read_meta
-from fzero.program import Program, build, check_memory, first_state, flop_per_token, num_params
+from fzero import checkpoint, corpus, data, doctor, pytree, random, runs
+from fzero.collectives import all_gather
+from fzero.config import RunConfig, check_vocabulary, from_json, to_json, to_table, updated
+from fzero.corpus import Say
+from fzero.data.tokens import read_meta
+from fzero.program import Program, build, check_memory, first_state, flop_per_token, num_params, restore, specs_of
 from fzero.report import plots
 from fzero.sample import generate
+from fzero.sharding import Mesh
+from fzero.sharding.whole import whole_on_first
+from fzero.tables import Table
+from fzero.team import Team, launched, watched
 from fzero.train import Metrics, TrainState
+from fzero.update import split_names, spread
 
+ALONE = Team()
 MAX_SKIPPED = 50  # steps in a row whose gradient is not finite, until the run gives up
-Say = Callable[[str], None]
 
 
 class Options(NamedTuple):
     """What does not change the numbers of a run."""
 
     stop_at: int | None = None  # end early, resumably
-    peak_flops: float = 0.0  # of MFU; 0: the measured rate of products
+    peak_flops: float = 0.0  # of MFU, of all processes together; 0: the measured rate of products
     sample: str = "def "  # prompt of the text shown at the end; "" for none
     say: Say = print
     bar: bool = False  # a progress bar on stderr in place of lines
 
 
-def start(config: RunConfig, folder: Path, *, grow_vocabulary: bool = True, init: Path | None = None, options: Options) -> int:
+def start(
+    config: RunConfig, folder: Path, *, team: Team = ALONE, grow_vocabulary: bool = True, init: Path | None = None, options: Options
+) -> int:
     """Run a new run in the free `folder`; returns the signal that stopped it, or 0.
 
     grow_vocabulary: give the model as many tokens as the corpus has, where those are more. init: take the weights of this run.
     Raises ValueError for whatever is wrong before anything is trained; `folder` is then as it was.
     """
-    runs.expect_free(folder)
-    there = folder.exists()
+    there = team.share(lambda: runs.expect_free(folder) or folder.exists())
     weights = runs.load(init, wide=True) if init else None
-    config, lines = doctor.settle(config)
+    config, mesh, lines = place(config, team)
     if config.data.path != "stdlib":
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).absolute())))
-    program = build(config)
-    check_memory(program, doctor.available_bytes())
+    program = build(config, mesh)
+    check_memory(program, doctor.available_bytes() // team.local_size)
     try:
-        corpus = find_corpus(config.data, folder, options.say)
-        size = read_meta(corpus)["vocab_size"]
+        path = Path(team.share(lambda: str(corpus.find_corpus(config.data, folder, options.say))))
+        size = read_meta(path)["vocab_size"]
         if grow_vocabulary and size > config.model.vocab_size:
             options.say(f"the corpus has {size:,} tokens: model.vocab_size is {size} in place of {config.model.vocab_size}")
             config = replace(config, model=replace(config.model, vocab_size=size))
-            program = build(config)
-        check_vocabulary(config, corpus)
-        tokenizer = data.load_tokenizer(corpus)
-        open_data(config, corpus)
-        where = runs.DATA if corpus == folder / runs.DATA else str(corpus.resolve())
+            program = build(config, mesh)
+        check_vocabulary(config, path)
+        compare_corpus(path, team)
+        corpus.open_data(config, path, mesh)
         state = first_state(program, weights.params if weights else None)
-        runs.create(
-            folder,
-            config,
-            tokenizer,
-            corpus=where,
-            corpus_sha256=digest(corpus),
-            init=str(init.resolve()) if init else "",
-            num_params=num_params(program),
-            flop_per_token=flop_per_token(program),
-        )
+        if team.first:
+            runs.create(
+                folder,
+                config,
+                data.load_tokenizer(path),
+                corpus=runs.DATA if path == folder / runs.DATA else str(path.resolve()),
+                corpus_sha256=corpus.digest(path),
+                init=str(init.resolve()) if init else "",
+                num_params=num_params(program),
+                flop_per_token=flop_per_token(program),
+                processes=team.size,
+            )
     except BaseException:
-        runs.clear(folder, keep=there)
+        if team.first:
+            runs.clear(folder, keep=there)
         raise
     for line in [*(weights.warnings if weights else []), *lines]:
         options.say(line)
-    return finish(program, state, folder, corpus, options)
+    return finish(program, state, folder, path, team, options)
 
 
-def resume(folder: Path, *, options: Options) -> int:
+def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, options: Options) -> int:
     """Go on with the run in `folder` from its newest sound checkpoint, by its own config; returns as `start`.
 
+    changes: values of the config about the mesh, which may be another one now; where the run's own does not fit the processes and none
+    is given, it is dp over all of them.
     Raises ValueError where `folder` is no run, its corpus is another one now, or every checkpoint is damaged.
     """
-    config = runs.read_config(folder)
-    said = runs.read_environment(folder)
+    text, said = team.share(lambda: [to_json(runs.read_config(folder)), runs.read_environment(folder)])
+    config, changes = from_json(text, str(folder)), changes or {}
     if not said.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; start one from them with --init {folder}")
-    config, _ = doctor.settle(config)
-    program = build(config)
-    check_memory(program, doctor.available_bytes())
-    corpus = folder / said["corpus"]  # an absolute path stays what it is
-    if not corpus.exists() and config.data.path == "stdlib":
-        corpus = find_corpus(config.data, folder, options.say)
-    if digest(corpus) != said["corpus_sha256"]:
-        raise ValueError(f"{corpus}: is not the corpus this run began with; put that one back, or start a new run")
-    if checkpoint.steps(folder / runs.CHECKPOINTS):
-        path, damaged = checkpoint.newest_sound(folder / runs.CHECKPOINTS)
-        for bad, why in damaged:
-            options.say(f"passed over {bad}: {why}")
-        state = checkpoint.restore(path, first_state(program, program.plan.like))
+    before = config.mesh
+    if "mesh" in changes or math.prod(before.values()) != team.size:
+        config = replace(config, mesh={})
+    config, mesh, lines = place(updated(config, changes), team)
+    program = build(config, mesh)
+    check_memory(program, doctor.available_bytes() // team.local_size)
+    path = folder / said["corpus"]  # an absolute path stays what it is
+    if config.data.path == "stdlib":
+        path = Path(team.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, options.say))))
+    if corpus.digest(path) != said["corpus_sha256"]:
+        raise ValueError(f"{path}: is not the corpus this run began with; put that one back, or start a new run")
+    home = folder / runs.CHECKPOINTS
+    if team.share(lambda: bool(checkpoint.steps(home))):
+        newest, damaged = team.share(lambda: _newest(home))
+        for line in damaged:
+            options.say(line)
+        state = restore(program, Path(newest))
     else:
         state = first_state(program, runs.load(Path(said["init"]), wide=True).params if said["init"] else None)
     step = int(state.step)
@@ -116,65 +127,111 @@ def resume(folder: Path, *, options: Options) -> int:
         raise ValueError(f"{folder}: is complete: it has made its {step} steps; a longer run is a new one (--out)")
     if options.stop_at is not None and options.stop_at <= step:
         raise ValueError(f"--stop-at {options.stop_at}: the run has made {step} steps already; give a larger number, or none")
-    runs.cut_metrics(folder, step)
+    team.share(lambda: runs.cut_metrics(folder, step))
     options.say(f"resuming {folder} at step {step} of {config.train.steps}")
-    return finish(program, state, folder, corpus, options)
+    for line in lines if team.size > 1 else ():
+        options.say(line)
+    if before != config.mesh:
+        options.say(f"on {mesh}, before that on {before or 'one process'}")
+    return finish(program, state, folder, path, team, options)
 
 
-def finish(program: Program, state: TrainState, folder: Path, corpus: Path, options: Options) -> int:
+def _newest(home: Path) -> tuple[str, list[str]]:
+    path, damaged = checkpoint.newest_sound(home)
+    return str(path), [f"passed over {bad}: {why}" for bad, why in damaged]
+
+
+def place(config: RunConfig, team: Team) -> tuple[RunConfig, Mesh, list[str]]:
+    """(the config with its mesh and every "auto" decided, the mesh, lines that say so); rank 0 decides for all.
+
+    Sets how the process makes float32 products, and on how many threads.
+    """
+    lines = []
+    if team.size > 1 and not config.mesh:
+        config = replace(config, mesh={"dp": team.size})
+        lines.append(f"mesh: dp={team.size}, all {team.size} processes (--mesh says otherwise)")
+    mesh = team.mesh(config.mesh)
+    if team.size > 1:
+        lines.append(doctor.share_cores(team.local_size))
+
+    def decide() -> tuple[str, list[str]]:
+        settled, said = doctor.settle(config)
+        return to_json(settled), said
+
+    text, said = team.share(decide)
+    config = from_json(text)
+    if not team.first:
+        doctor.settle(config)  # nothing is left to decide: it sets, and refuses what is not here
+    return config, mesh, [*lines, *said]
+
+
+def compare_corpus(path: Path, team: Team) -> None:
+    """Raise ValueError naming the rank that finds another corpus at `path` than rank 0."""
+    fix = "give all hosts the same files, such as a folder that all of them see"
+    team.compare({f"the SHA-256 of {path}/meta.json": corpus.digest(path)}, fix)
+
+
+def finish(program: Program, state: TrainState, folder: Path, path: Path, team: Team, options: Options) -> int:
     """Train, then write the pictures and show a sample; returns the signal that stopped the training, or 0."""
     config, say, measured = program.config, options.say, not options.peak_flops
     if measured:
-        options = options._replace(peak_flops=doctor.gemm_rate(program.policy.compute))
+        # At the same time on all ranks: they share the cores of a host.
+        options = options._replace(peak_flops=sum(team.gather(doctor.gemm_rate(program.policy.compute))))
     until = min(config.train.steps, options.stop_at or config.train.steps)
-    size = data.open_tokens(corpus).tokens.shape[0]
+    size = data.open_tokens(path).tokens.shape[0]
     say(f"{config.preset or 'model'}: {num_params(program):,} parameters; run folder {folder}")
-    say(f"{corpus}: {size:,} tokens; {config.train.batch} x {config.data.seq_len} a step")
+    say(f"{path}: {size:,} tokens; {config.train.batch} x {config.data.seq_len} a step")
+    if team.size > 1:
+        say(str(program.plan).splitlines()[0])
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
-    say(f"MFU: model FLOPs (6N + 12LTD) over {'the' if measured else 'the given'} {rate}{' measured here' if measured else ''}")
+    where = f" by {team.size} processes at once" * (team.size > 1)
+    say(f"MFU: model FLOPs (6N + 12LTD) over {'the' if measured else 'the given'} {rate}{f' measured here{where}' if measured else ''}")
     begin = time.perf_counter()
-    state, stopped = train(program, state, folder, corpus, until, options)
-    step, rows = int(state.step), list(runs.read_metrics(folder))
+    state, stopped = train(program, state, folder, path, until, team, options)
+    step, rows = int(state.step), list(runs.read_metrics(folder)) if team.first else []
     if rows:
         title = f"{config.preset or 'model'}, {num_params(program):,} parameters, {config.precision.policy}"
         plots.loss(rows, folder / "loss.png", title)
         plots.throughput(rows, folder / "throughput.png", title)
     if step < config.train.steps:
-        say(f"stopped after step {step} of {config.train.steps}; go on with: fzero pretrain --out {folder} --resume")
+        say(f"stopped after step {step} of {config.train.steps}; go on with: {runs.command(team.size)} --out {folder} --resume")
         return stopped
     last = next((row for row in reversed(rows) if "val_loss" in row), {})
     seconds = time.perf_counter() - begin
     say(f"{step} steps in {clock(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} nats per token" + per_byte(last))
     say(f"written: {folder}/metrics.jsonl, loss.png, throughput.png, checkpoints/step-{step:08d}")
-    if options.sample:
+    params = best_params(program, state) if options.sample else ()
+    if options.sample and team.first:
         say(f"a sample (fzero sample {folder} --prompt ...):\n")
-        say(sample_text(program, state, folder, options.sample))
+        say(sample_text(program, params, folder, options.sample))
     return stopped
 
 
-def train(program: Program, state: TrainState, folder: Path, corpus: Path, until: int, options: Options) -> tuple[TrainState, int]:
-    """(the state after step `until`, or after the step in which a signal came; the signal, or 0).
+def train(
+    program: Program, state: TrainState, folder: Path, path: Path, until: int, team: Team, options: Options
+) -> tuple[TrainState, int]:
+    """(the state after step `until`, or after the step in which a signal came to any rank; the signal, or 0).
 
-    Writes a row of metrics for every step, checkpoints, and what `options` shows.
+    Rank 0 writes a row of metrics for every step, checkpoints, and what `options` shows.
     """
-    config, t = program.config, program.config.train
-    stream, evaluate = open_data(config, corpus)
-    bytes_per_token, flop = mean_bytes(corpus), flop_per_token(program)
+    config, t, mesh = program.config, program.config.train, program.mesh
+    batch_at, evaluate = corpus.open_data(config, path, mesh)
+    bytes_per_token, flop, specs = corpus.mean_bytes(path), flop_per_token(program), specs_of(program)
     first, cursor, skipped, saved = int(state.step), int(state.data_cursor), 0, int(state.step)
 
-    def batch_at(step: int) -> data.stream.Batch:
-        return without_documents(config, stream.samples_at(cursor + (step - first) * t.batch, t.batch))
-
     def save(state: TrainState, step: int) -> int:
-        checkpoint.save(folder / runs.CHECKPOINTS, state, step=step, config=to_table(config), keep_last=t.keep_last or None)
+        whole = whole_on_first(state, specs, mesh)
+        home, keep = folder / runs.CHECKPOINTS, t.keep_last or None
+        team.share(lambda: str(checkpoint.save(home, whole, step=step, config=to_table(config), keep_last=keep)))
         return step
 
     with ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
-        batches = stack.enter_context(closing(data.prefetch(batch_at, first)))
-        record = stack.enter_context(recorder(folder, first, until, t.log_every, options))
+        stack.enter_context(watched(team))
+        batches = stack.enter_context(closing(data.prefetch(lambda step: batch_at(cursor + (step - first) * t.batch), first)))
+        record = stack.enter_context(recorder(folder, first, until, t.log_every, options)) if team.first else lambda row: None
         step = first
-        while step < until and not stop:
+        while step < until and not (number := agreed(stop, mesh)):
             begin = time.perf_counter()
             _, batch = next(batches)
             waited = time.perf_counter() - begin
@@ -193,9 +250,22 @@ def train(program: Program, state: TrainState, folder: Path, corpus: Path, until
                 raise FloatingPointError(f"the gradient has not been finite for {skipped} steps in a row (to step {step}); lower --lr")
             if t.checkpoint_every and step % t.checkpoint_every == 0:
                 saved = save(state, step)
+        number = agreed(stop, mesh)
         if saved != step:
             save(state, step)
-    return state, stop[0] if stop else 0
+    return state, number
+
+
+def agreed(stop: list[int], mesh: Mesh) -> int:
+    """The signal that has come to any rank, the same on all of them; 0 for none.
+
+    Communicates: one integer over each axis.
+    """
+    number = torch.tensor([stop[0] if stop else 0])
+    with mesh.ledger.phase("stop"):
+        for axis in mesh.axes:
+            number = all_gather(number, axis, leaf="stop").amax(0, keepdim=True)
+    return int(number)
 
 
 def numbers(program: Program, metrics: Metrics, step: int) -> dict[str, Any]:
@@ -212,82 +282,41 @@ def numbers(program: Program, metrics: Metrics, step: int) -> dict[str, Any]:
 
 
 def evaluate_all(program: Program, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float) -> dict[str, float]:
-    """{"val_loss": nats per token on the validation split, ...}: cross entropy; per byte where tokens are not bytes; of the average too."""
-    out = {}
-    for name, params in (("val_loss", state.params), ("val_loss_ema", state.extra.get("ema", ()))):
+    """{"val_loss": nats per token on the validation split, ...}: cross entropy; per byte where tokens are not bytes; of the average too.
+
+    The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one process.
+    Communicates: what the model does, and two float64 per batch over dp and rp.
+    """
+    out, mesh = {}, program.mesh
+    for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(program, state))):
         if not pytree.leaves(params):
             continue
-        total, count = 0.0, 0
+        sums = []
         for batch in batches():
             loss = program.eval_step(params, batch)
-            total += float(loss.extra.get("cross_entropy", loss.total))
-            count += int(loss.num_tokens)
+            sums.append([float(loss.extra.get("cross_entropy", loss.total)), float(loss.num_tokens)])
+        table = torch.tensor(sums, dtype=torch.float64)[None]
+        with mesh.ledger.phase("evaluate"):
+            for axis in ("dp", "rp"):
+                table = all_gather(table, mesh[axis], leaf="sums")
+        total, count = (sum(column) for column in table.transpose(0, 1).reshape(-1, 2).T.tolist())
         out[name] = total / max(count, 1)
         if bytes_per_token != 1.0:
             out[f"{name}_per_byte"] = out[name] / bytes_per_token
     return {name: value for name, value in out.items() if math.isfinite(value)}
 
 
-# -- the corpus
+def at_rest(program: Program, state: TrainState) -> Any:
+    """The average of the weights in the layout of the parameters at rest, () where there is none.
 
-
-def find_corpus(config: Data, folder: Path, say: Say) -> Path:
-    """The prepared corpus of a run: `config.path` itself, or made from it: the standard library's in the user's cache, a text's in
-    `folder`/data.
+    Communicates: where the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
     """
-    path = Path(config.path)
-    if config.path != "stdlib" and (path / "meta.json").is_file():
-        meta = read_meta(path)
-        if config.tokenizer not in ("bytes", meta["tokenizer"]):
-            raise ValueError(f"data.tokenizer is {config.tokenizer!r} and {path} was prepared with {meta['tokenizer']!r}; leave it out")
-        return path
-    if config.path != "stdlib":
-        say(f"preparing {path} ({config.tokenizer}) in {folder / runs.DATA}")
-        say(data.describe(data.prepare(path, folder / runs.DATA, tokenizer=config.tokenizer)))
-        return folder / runs.DATA
-    # The library's path too: builds of one version may come with and without its tests.
-    said = (VERSION, platform.python_version(), sysconfig.get_path("stdlib"), config.tokenizer, fzero.__version__)
-    name = "stdlib-" + hashlib.sha256(repr(said).encode()).hexdigest()[:16]
-    target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero" / name
-    if not target.is_dir():
-        say(f"preparing Python's standard library as text ({config.tokenizer}), once, in {target}")
-        try:
-            say(data.describe(data.prepare("stdlib", target, tokenizer=config.tokenizer)))
-        except (OSError, ValueError):
-            if not target.is_dir():  # else another run has made it meanwhile
-                raise
-    return target
-
-
-def digest(corpus: Path) -> str:
-    """A SHA-256 that says whether a corpus is the same one: of meta.json, which holds that of the text."""
-    read_meta(corpus)
-    return hashlib.sha256((corpus / "meta.json").read_bytes()).hexdigest()
-
-
-def open_data(config: RunConfig, corpus: Path) -> tuple[data.TokenStream, Callable[[], Iterator[Any]]]:
-    """(the stream of training batches, a function that gives the validation batches); ValueError where a split is too short."""
-    t, length = config.train, config.data.seq_len
-    stream = data.TokenStream(data.open_tokens(corpus, "train"), length, t.batch, t.seed)
-    split = data.open_tokens(corpus, "val")
-    windows = t.eval_batches * t.micro_batch or None
-    data.eval_batches(split, length, t.micro_batch, windows)
-    # In batches of a micro-batch: the shapes that the training has, so that nothing is compiled again.
-    return stream, lambda: (without_documents(config, batch) for batch in data.eval_batches(split, length, t.micro_batch, windows))
-
-
-def without_documents(config: RunConfig, batch: data.stream.Batch) -> data.stream.Batch:
-    """The batch, without document numbers where tokens attend across documents."""
-    return batch if config.data.within_documents else {name: leaf for name, leaf in batch.items() if name != "documents"}
-
-
-def mean_bytes(corpus: Path) -> float:
-    """The mean number of UTF-8 bytes of a token of the corpus; 1 for the byte tokenizer."""
-    meta = read_meta(corpus)
-    if meta["tokenizer"] == "bytes":
-        return 1.0
-    counts = [split["tokens"] - split["documents"] for split in meta["splits"].values()]
-    return meta["source"]["text_bytes"] / max(1, sum(counts))
+    ema = state.extra.get("ema", ())
+    if not pytree.leaves(ema) or not split_names(program.plan):
+        return ema
+    whole = pytree.map(lambda leaf: torch.empty_like(leaf, dtype=program.policy.state), state.params)
+    spread(program.plan, program.mesh, ema, whole)
+    return whole
 
 
 # -- signals, rows, text
@@ -305,6 +334,10 @@ def stop_signals() -> Iterator[list[int]]:
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
+    except BaseException:
+        # torchrun sends SIGTERM when another rank has ended; this one is about to say, or to find out, why.
+        before[signal.SIGTERM] = signal.SIG_IGN if launched() else before[signal.SIGTERM]
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -348,21 +381,23 @@ def recorder(folder: Path, first: int, until: int, every: int, options: Options)
         yield record
 
 
-def sample_text(program: Program, state: TrainState, folder: Path, prompt: str, n: int = 300) -> str:
-    """A text that the trained model (its average, where there is one) writes behind `prompt`."""
+def sample_text(program: Program, params: Any, folder: Path, prompt: str, n: int = 300) -> str:
+    """A text that the model with these whole parameters writes behind `prompt`."""
     tokenizer = runs.read_tokenizer(folder)
     tokens = torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None]
     n = min(n, program.model.config.max_len - tokens.shape[1])
-    params = best_params(program, state)
     key = random.key(program.config.train.seed)
     out = generate(program.model, params, tokens, n, key, temperature=0.7, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos)
     return tokenizer.decode(out[0].tolist())
 
 
 def best_params(program: Program, state: TrainState) -> Any:
-    """The weights to write text with, in the dtype of the parameters."""
-    ema = state.extra.get("ema")
-    return state.params if ema is None else pytree.map(lambda leaf: leaf.to(program.policy.param), ema)
+    """The whole weights to write text with on rank 0 (the average, where there is one), in the dtype of the parameters; () elsewhere."""
+    specs = specs_of(program)
+    if "ema" not in state.extra:
+        return whole_on_first(state.params, specs.params, program.mesh)
+    whole = whole_on_first(state.extra["ema"], specs.extra["ema"], program.mesh)
+    return pytree.map(lambda leaf: leaf.to(program.policy.param), whole)
 
 
 def per_byte(row: dict[str, Any]) -> str:

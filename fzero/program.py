@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero import models, optim, pytree
+import torch
+from torch import Tensor
+
+from fzero import checkpoint, models, optim, pytree
 from fzero.autodiff import Remat
 from fzero.config import Optim, RunConfig, family_of
 from fzero.models import Model, MoEConfig
-from fzero.optim import GradientTransformation, Schedule, decay_matrices
+from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
 from fzero.precision import POLICIES, Policy, fp16
 from fzero.pytree import Tree
-from fzero.sharding import Mesh, Plan, make_mesh, zero_plan
-from fzero.train import TrainState, init_state, make_eval_step, make_train_step
+from fzero.sharding import Mesh, Plan, Spec, make_mesh, zero_plan
+from fzero.sharding.draw import window
+from fzero.sharding.zero import local_numel
+from fzero.train import TrainState, init_state, make_eval_step, make_train_step, state_specs, whole_part
 
 BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
 
@@ -33,32 +39,64 @@ class Program(NamedTuple):
     eval_step: Callable[[Tree, Any], Any]
 
 
-def build(config: RunConfig) -> Program:
-    """The program of a config whose "auto" values are settled (see fzero.doctor.settle); no parameter is made.
+def build(config: RunConfig, mesh: Mesh | None = None) -> Program:
+    """The program of a config whose "auto" values are settled (see fzero.doctor.settle), on `mesh` (None: made by the config).
 
-    Raises ValueError for a mesh that does not fit the processes.
+    No parameter is made. Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
     """
     assert "auto" not in (config.precision.policy, config.train.compiled), "settle the config first"
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
+    micro_batches = local_micro_batches(config, mesh)
+    if config.sequence and config.data.seq_len % mesh["tp"].size:
+        raise ValueError(f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} does not divide")
     model = models.build(config.model)
-    plan = zero_plan(config.zero, model, mesh)
+    plan = zero_plan(
+        config.zero,
+        model,
+        mesh,
+        reduce=config.reduce,
+        accumulate=config.accumulate,
+        sequence=config.sequence,
+        reshard=config.reshard,
+    )
     policy = make_policy(config)
     t = config.train
-    tx = make_optimizer(config.optim, t.steps)
+    layout = optim.sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    tx = make_optimizer(config.optim, t.steps, layout)
     train_step = make_train_step(
         model,
         tx,
         plan,
         mesh,
         policy=policy,
-        micro_batches=t.batch // t.micro_batch,
+        micro_batches=micro_batches,
         remat=t.remat,
         compiled=bool(t.compiled),
         ema_decay=t.ema_decay,
+        prefetch=config.prefetch,
     )
-    eval_step = make_eval_step(model, mesh, policy=policy, compiled=bool(t.compiled))
+    eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, compiled=bool(t.compiled), prefetch=config.prefetch)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
     return Program(config, mesh, model, plan, tx, schedule, policy, train_step, eval_step)
+
+
+def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
+    """The micro-batches of a step that one data rank computes; ValueError where the ranks cannot share them evenly."""
+    t, ranks = config.train, mesh.data_size
+    total = t.batch // t.micro_batch
+    if total % ranks:
+        fits = [m for m in range(1, t.batch + 1) if t.batch % m == 0 and (t.batch // m) % ranks == 0]
+        fix = f"use --micro-batch {' or '.join(map(str, fits[-3:]))}" if fits else f"use a --batch that {ranks} divides"
+        raise ValueError(
+            f"train.batch={t.batch} in pieces of train.micro_batch={t.micro_batch} makes {total} micro-batches, which {ranks} data ranks "
+            f"(dp={mesh['dp'].size} x rp={mesh['rp'].size}) cannot share evenly; {fix}, or another mesh"
+        )
+    return total // ranks
+
+
+def specs_of(program: Program) -> TrainState:
+    """The Spec of every leaf of the state."""
+    return state_specs(program.plan, program.tx, program.policy, ema=program.config.train.ema_decay > 0)
 
 
 def first_state(program: Program, params: Tree | None = None) -> TrainState:
@@ -67,6 +105,30 @@ def first_state(program: Program, params: Tree | None = None) -> TrainState:
     start = program.model if params is None else params
     ema = config.ema_decay > 0
     return init_state(start, program.tx, program.plan, program.mesh, seed=config.seed, policy=program.policy, ema=ema)
+
+
+def restore(program: Program, path: Path) -> TrainState:
+    """This rank's state from the checkpoint at `path`, which holds whole leaves, from whatever mesh.
+
+    One whole leaf is in memory at a time. Raises ValueError where the leaves are not those of the program, or are damaged.
+    """
+    like = first_state(program, program.plan.like)
+    if program.mesh.size == 1:
+        return checkpoint.restore(path, like)
+    specs, held = pytree.named_leaves(specs_of(program)), checkpoint.manifest(path)["leaves"]
+    wanted = pytree.named_leaves(like)
+    other = sorted(wanted.keys() ^ held.keys())
+    if other:
+        raise ValueError(f"{path}: the checkpoint's leaves are not those of the run: {other[0]} and {len(other) - 1} more are in one only")
+
+    def read(name: str, leaf: Tensor) -> Tensor:
+        shape = tuple(held[name]["shape"])
+        if window(shape, specs[name], program.mesh)[1] != tuple(leaf.shape) or held[name]["dtype"] != str(leaf.dtype).split(".")[1]:
+            raise ValueError(f"{path}: {name} is {held[name]['dtype']} {list(shape)} there, which is not what the run has")
+        whole = checkpoint.restore_leaves(path, name.__eq__)[name]
+        return whole_part(whole, specs[name], program.mesh).clone()
+
+    return pytree.map_named(read, like)
 
 
 def make_policy(config: RunConfig) -> Policy:
@@ -94,27 +156,29 @@ def make_schedule(config: Optim, peak: float, steps: int) -> Schedule:
     return optim.warmup(body, s.warmup_steps)
 
 
-def make_optimizer(config: Optim, steps: int) -> GradientTransformation:
-    """The optimizer of a config: clipping, then the named one with its schedule."""
+def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE) -> GradientTransformation:
+    """The optimizer of a config: clipping, then the named one with its schedule; `layout` says how the leaves are sharded."""
     lr, decay = make_schedule(config, config.lr, steps), {"weight_decay": config.weight_decay, "mask": decay_matrices}
     betas = (config.beta1, config.beta2)
 
     def block_matrices() -> GradientTransformation:
         # In blocks every weight matrix decays, so muon itself needs no mask.
-        muon = optim.muon(lr, config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay, adjust=config.adjust)
+        muon = optim.muon(
+            lr, config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay, adjust=config.adjust, layout=layout
+        )
         rest = optim.adamw(make_schedule(config, config.lr_rest, steps), *betas, config.eps, **decay)
         return optim.by_label({"muon": muon, "adamw": rest}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
 
     tx = {
         "adamw": lambda: optim.adamw(lr, *betas, config.eps, **decay),
         "adam": lambda: optim.adam(lr, *betas, config.eps, **decay),
-        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay),
+        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay, layout=layout),
         "lion": lambda: optim.lion(lr, *betas, **decay),
         "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
-        "adafactor": lambda: optim.adafactor(lr, **decay),
+        "adafactor": lambda: optim.adafactor(lr, **decay, layout=layout),
         "muon": block_matrices,
     }[config.name]()
-    return optim.chain(optim.clip_by_global_norm(config.clip), tx) if config.clip else tx
+    return optim.chain(optim.clip_by_global_norm(config.clip, layout=layout), tx) if config.clip else tx
 
 
 # -- what it costs
@@ -142,30 +206,50 @@ def flop_per_token(program: Program) -> float:
 
 
 class Memory(NamedTuple):
-    """Bytes a run needs."""
+    """Bytes that one rank of a run needs."""
 
     state: int  # parameters, master weights, optimizer state, average: exact
-    grads: int  # of one micro-batch, and their sum: exact
+    grads: int  # their sums, and those of a part of the model on their way there
+    gathered: int  # parameters that are whole for use
     activations: int  # of one micro-batch: a rough bound
 
 
 def memory_needed(program: Program) -> Memory:
-    """The bytes of a run of `program`, without making a tensor of it."""
-    policy, t, c = program.policy, program.config.train, program.model.config
-    whole = pytree.map(lambda leaf: leaf.to(policy.state), program.plan.like)
-    copies = 1 + bool(t.ema_decay)
-    state = tree_bytes(program.tx.init(whole)) + copies * tree_bytes(whole)
-    n = num_params(program)
-    state += n * policy.param.itemsize if policy.has_master else 0
-    sums = t.batch > t.micro_batch or policy.accumulate != policy.param
-    grads = n * (policy.param.itemsize + (policy.accumulate.itemsize if sums else 0))
-    remat = Remat.parse(t.remat)
+    """The bytes that each rank of `program` needs, without making a tensor of it."""
+    policy, plan, t, c = program.policy, program.plan, program.config.train, program.model.config
+    opt = pytree.map(lambda leaf, spec: torch.empty(window(leaf.shape, spec, program.mesh)[1], device="meta"), plan.like, plan.opt)
+    opt = pytree.map(lambda leaf: leaf.to(policy.state), opt)
+    copies = policy.has_master + bool(t.ema_decay)
+    state = tree_bytes(program.tx.init(opt)) + copies * tree_bytes(opt) + numel(plan, plan.params) * policy.param.itemsize
+    micro_batches = local_micro_batches(program.config, program.mesh)
+    # A sum by a binary tree holds a term for each of its levels.
+    held = micro_batches.bit_length() if plan.reduce == "canonical" else 1
+    part = max(part_numels(plan).values())
+    grads = held * numel(plan, plan.grads) * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
+    moved = plan.sizes["dp"] > 1 and any("dp" in spec.axes for spec in pytree.leaves(plan.params))
+    gathered = (program.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
+    remat, tp = Remat.parse(t.remat), plan.sizes["tp"]
     wide = c.d_ff * (c.top_k if isinstance(c, MoEConfig) else 1)
-    layer = int((10 * c.d_model + 4 * wide) * remat.budget) + c.d_model
+    layer = int((10 * c.d_model + 4 * wide / tp) * remat.budget) + c.d_model
     kept = c.n_layers * layer if not remat.every else c.d_model * c.n_layers // remat.every + remat.every * layer
     tokens = t.micro_batch * program.config.data.seq_len
-    logits = 2 * 4 * min(tokens, 1024) * c.vocab_size
-    return Memory(state, grads, tokens * kept * policy.compute.itemsize + logits)
+    logits = 2 * 4 * min(tokens, 1024) * c.vocab_size // tp
+    return Memory(state, grads, gathered, tokens * kept * policy.compute.itemsize + logits)
+
+
+def numel(plan: Plan, specs: Tree) -> int:
+    """The elements of the parameters that one rank holds by `specs`."""
+    return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in zip(pytree.leaves(plan.like), pytree.leaves(specs)))
+
+
+def part_numels(plan: Plan) -> dict[str, int]:
+    """The elements of the embedding, of one layer and of the head, gathered over dp."""
+    compute, parts = pytree.named_leaves(plan.compute), {}
+    for name, leaf in pytree.named_leaves(plan.like).items():
+        part = name.split("/")[0]
+        layers = leaf.shape[0] if part == "blocks" else 1
+        parts[part] = parts.get(part, 0) + local_numel(leaf.shape, Spec(compute[name].dims), plan.sizes) // layers
+    return parts
 
 
 def tree_bytes(tree: Tree) -> int:
@@ -174,12 +258,12 @@ def tree_bytes(tree: Tree) -> int:
 
 
 def check_memory(program: Program, available: int) -> None:
-    """Raise ValueError saying what is needed, what there is and what would fit, where a run does not fit into `available` bytes."""
+    """Raise ValueError saying what is needed, what there is and what would fit, where a rank does not fit into `available` bytes."""
     need = memory_needed(program)
     if not program.config.train.memory_check or sum(need) <= available:
         return
     c, n = program.config, num_params(program)
-    fixed = need.state + need.grads
+    fixed, ranks = need.state + need.grads + need.gathered, program.mesh.size
     if fixed <= available:
         hint = "a smaller --micro-batch, a shorter --seq-len or --remat full needs less of them"
     else:
@@ -192,10 +276,13 @@ def check_memory(program: Program, available: int) -> None:
             if fitting
             else "a smaller model (--set model.n_layers=...) fits"
         )
-    parts = f"state {gigabytes(need.state)}, gradients {gigabytes(need.grads)}, activations about {gigabytes(need.activations)}"
+    gathered = f", gathered parameters {gigabytes(need.gathered)}" if need.gathered else ""
+    parts = f"state {gigabytes(need.state)}, gradients {gigabytes(need.grads)}{gathered}, activations about {gigabytes(need.activations)}"
+    if ranks > 1 and program.config.zero < 3:
+        hint = f"--zero 3 shards all of it over dp; {hint}"
     raise ValueError(
-        f"{c.preset or 'the model'} ({n / 1e9:.3g}B parameters) needs {gigabytes(sum(need))} to train ({parts}) and "
-        f"{gigabytes(available)} are available; {hint}; --set train.memory_check=false tries anyway"
+        f"{c.preset or 'the model'} ({n / 1e9:.3g}B parameters) needs {gigabytes(sum(need))} {'a rank ' * (ranks > 1)}to train "
+        f"({parts}) and {gigabytes(available)} are available{' to each' * (ranks > 1)}; {hint}; --set train.memory_check=false tries anyway"
     )
 
 

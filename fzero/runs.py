@@ -86,6 +86,11 @@ def create(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **enviro
     (folder / CONFIG).write_text(config.to_json(value), encoding="utf-8")
 
 
+def command(processes: int) -> str:
+    """How `fzero pretrain` is started with so many processes."""
+    return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
+
+
 def read_config(folder: Path) -> RunConfig:
     """The config of the run in `folder`; raises ValueError where it is no run."""
     path = folder / CONFIG

@@ -209,7 +209,7 @@ def make_train_step(
     dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
     gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, prefetch)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
-    unchecked = [mesh] if mesh.size > 1 else []
+    unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if donate and transforms():
@@ -379,7 +379,9 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
         expect_shapes(plan, shapes_of(loss_fn))
     sizes: Mapping[str, int] = {axis.name: axis.size for axis in mesh.axes}
     if dict(plan.sizes) != dict(sizes):
-        raise ValueError(f"the plan was made for the mesh {dict(plan.sizes)} and the step is for {dict(sizes)}; make the plan with this mesh")
+        raise ValueError(
+            f"the plan was made for the mesh {dict(plan.sizes)} and the step is for {dict(sizes)}; make the plan with this mesh"
+        )
     cut = [n for n, spec in pytree.named_leaves(plan.opt).items() if any(sizes[axis] > 1 for axis in spec.axes) and n not in plan.frozen]
     if tx.needs != "elementwise" and cut:
         raise ValueError(

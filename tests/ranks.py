@@ -22,6 +22,15 @@ import pytest
 import torch.distributed as dist
 
 GRACE_S = 3.0  # for the other ranks to end after the first error
+# With what PyTorch imports when first asked for a transform, a trace, a compiled graph: seconds for each rank.
+PRELOAD = [
+    "ranks",
+    "fzero.compile",
+    "fzero.sharding",
+    "torch._dynamo",
+    "torch._decomp.decompositions_for_jvp",
+    "torch._inductor.compile_fx",
+]
 _POOLS = {}
 
 
@@ -60,7 +69,7 @@ class _Pool:
 
     def __init__(self, n):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "fzero.sharding", "ranks"])
+        context.set_forkserver_preload(PRELOAD)
         _start_server()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []
@@ -117,6 +126,8 @@ def _start_server():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv("PYTHONSAFEPATH", "1")
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else Inductor starts a pool of its own on every rank
         multiprocessing.forkserver.ensure_running()
 
 
@@ -131,8 +142,6 @@ def _work(rank, n, port, pipe):
 
     from fzero.sharding import make_mesh
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else Inductor starts a pool of its own on every rank
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     for message in ("`torch.jit.script`", "`torch.jit.script_method`"):  # raised in the import of PyTorch's own modules

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fzero import checkpoint, cli, config, huggingface, models, pretrain, random, runs
+from fzero import checkpoint, cli, config, corpus, huggingface, models, pretrain, random, runs
 
 TINY = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 1 --seq-len 16 --precision fp32"
 SETTINGS = ("train.compiled=false", "precision.fp32_matmul=default", "train.eval_batches=2", "train.eval_every=4")
@@ -211,7 +211,7 @@ def damage(run, step):
 
 
 def test_the_standard_library_is_prepared_once(fz, monkeypatch):
-    monkeypatch.setattr(pretrain.sysconfig, "get_path", lambda name: "lib")  # and not the real one: that takes seconds
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: "lib")  # and not the real one: that takes seconds
     Path("lib").mkdir()
     for name in "abcdefgh":
         Path("lib", f"{name}.py").write_text(f"def {name}(x):\n    return x\n" * 30)

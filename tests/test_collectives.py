@@ -345,6 +345,38 @@ def test_compiled_equals_eager_and_runs_the_same_collectives():
     assert pair[0] < eager[0] and pair[2] < eager[2]
 
 
+def with_little_memory(mesh, x, compiled):
+    """Calls by (phase, collective, leaf) in the forward and backward pass, eager and traced with a budget of almost nothing."""
+    dp = mesh["dp"]
+    x = x[dp.rank]
+
+    def f(x):
+        a = psum(x, dp, leaf="a")
+        b = all_gather(torch.sin(pvary(a, dp, leaf="a")) * x, dp, leaf="b")
+        return (psum((torch.tanh(b) * b).sum(), dp, leaf="c"),)
+
+    one = torch.ones((), dtype=F64)
+    calls = []
+    for pair in (vjp_pair(f, 1, compiled=False), vjp_pair(f, 1, compiled=compiled, budget=0.01)):
+        mesh.ledger.clear()
+        with mesh.ledger.phase("forward"):
+            out, residuals = pair.forward([x])
+        with mesh.ledger.phase("backward"):
+            out += pair.backward(residuals, [one])
+        calls.append((out, sorted((*row[:4], row.calls) for row in mesh.ledger.rows())))
+    assert_close(calls[1][0], calls[0][0], rtol=1e-12)
+    assert calls[1][1] == calls[0][1]
+    return calls[0][1]
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_what_is_recomputed_repeats_no_collective(compiled):
+    for calls in ranks.run(2, with_little_memory, draw(2, 8), compiled):
+        forward = [("all_gather", "b"), ("psum", "a"), ("psum", "c")]
+        backward = [("psum", "a"), ("psum_scatter", "b")]
+        assert calls == [("backward", c, "dp", leaf, 1) for c, leaf in backward] + [("forward", c, "dp", leaf, 1) for c, leaf in forward]
+
+
 # ---- guards ---------------------------------------------------------------------------------------------------------
 
 

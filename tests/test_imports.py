@@ -22,7 +22,7 @@ GROUPS = (
     ("precision", "gradients", "update"),
     ("train",),
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),
-    ("program", "runs", "sample", "doctor"),
+    ("program", "runs", "sample", "doctor", "corpus", "team"),
     ("pretrain", "exchange"),
     ("cli", "__main__"),
 )

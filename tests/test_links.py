@@ -398,6 +398,31 @@ def test_a_tensor_of_another_size_is_never_taken_for_the_right_one():
 # ---- NCCL -----------------------------------------------------------------------------------------------------------
 
 
+def native(mesh, parts, ordered):
+    """What NCCL is asked for, asked of gloo."""
+    ours, r, n = mesh["dp"].link, mesh.rank, mesh.size
+    options = {"ledger": mesh.ledger, "roll": ours.roll, "group": ours.group, "ordered": ordered}
+    link = links.Link("dp", ours.ranks, r, transport="nccl", **options)
+    x, total = parts[r], tree_sum(parts)
+    out = torch.zeros(n * x.shape[0], *x.shape[1:])
+    own = out.view(n, *x.shape)[r].copy_(x)
+    with mesh.checked():
+        pending = [link.start_all_gather(x), link.start_all_gather(own, out=out), link.start_psum_scatter(x), link.start_psum(x)]
+        pending += [link.start_all_to_all(x), link.start_ppermute(x, [(0, 1)])]
+    got = [p.wait() for p in pending]
+    for a, b in ((got[2], total.chunk(n)[r]), (got[3], total)):
+        assert torch.equal(a, b) if ordered else torch.allclose(a, b, atol=1e-6)
+    assert got[1] is out and got[3] is not x
+    assert_same(got[:2], [torch.cat(parts)] * 2)
+    assert_same(got[4], torch.cat([p.chunk(n)[r] for p in parts]))
+    assert_same(got[5], parts[0] if r == 1 else torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("ordered", (False, True))
+def test_the_calls_for_nccl(ordered):
+    ranks.run(4, native, [draw(8, 5, seed=i) for i in range(4)], ordered)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("ordered", (False, True))

@@ -17,6 +17,7 @@ def test_spec_of_a_text():
     assert spec == Spec((("pp",), ("tp", "dp"), ()), frozenset({"cp", "ep"}), "host")
     assert spec.axes == ("pp", "tp", "dp")
     assert str(spec) == "[·/pp, ·/tp+dp, ·] +cp +ep @host"
+    assert Spec.parse(str(spec)) == spec and Spec.parse("[·, ·/dp]") == Spec(((), "dp"))
     for text in ("[]", "[ ]", " [] "):
         assert Spec.parse(text) == Spec() and str(Spec()) == "[]"
     assert Spec.parse("[V, D]") == Spec(((), ()))
@@ -35,7 +36,7 @@ def test_spec_refuses_what_is_not_of_the_form(text):
         Spec.parse(text)
 
 
-@pytest.mark.parametrize("dim", ("V/", "/tp", "V/tp+", "V tp", "V/tp/dp", ""))
+@pytest.mark.parametrize("dim", ("V/", "/tp", "V/tp+", "V tp", "V/tp/dp", "", "··", "V/·"))
 def test_spec_names_the_dim_that_is_wrong(dim):
     with pytest.raises(ValueError, match=re.escape(f"dim {dim!r} is not of the form")):
         Spec.parse(f"[D, {dim}]")

@@ -72,12 +72,15 @@ class TokenStream:
         return _assemble(self.tokens, self.seq_len, torch.cat(windows).numpy())
 
 
-def eval_batches(tokens: Tokens, seq_len: int, batch: int, max_windows: int | None = None) -> Iterator[Batch]:
+def eval_batches(
+    tokens: Tokens, seq_len: int, batch: int, max_windows: int | None = None, share: tuple[int, int] = (0, 1)
+) -> Iterator[Batch]:
     """The batches of min(max_windows, S) windows, unshuffled, the same ones every time; None means all S.
 
     The windows are evenly spaced over the corpus, because its first ones can all be one document. The last batch is
     filled up to [batch, T] with windows whose mask is all False: every batch has one shape, and sums of losses and
     counts stay right.
+    share: (k, n) gives the batches k, k + n, k + 2 n, ..., filled up by such batches until all n shares have as many.
 
     Raises ValueError as TokenStream does.
     """
@@ -91,7 +94,8 @@ def eval_batches(tokens: Tokens, seq_len: int, batch: int, max_windows: int | No
         out = _assemble(tokens, seq_len, np.minimum(number, count - 1) * available // count)
         return out | {"mask": out["mask"] & torch.from_numpy(number < count)[:, None]}
 
-    return map(batch_from, range(0, count, batch))
+    own, shares = share
+    return map(batch_from, range(own * batch, -(-count // (batch * shares)) * batch * shares, batch * shares))
 
 
 def prefetch(batch_at: Callable[[int], Any], first_step: int = 0, depth: int = 2) -> Generator[tuple[int, Any], None, None]:

@@ -170,7 +170,9 @@ def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str
             said = " x ".join(f"{a}={sizes[a]}" for a in axes if sizes[a] > 1)
             fits = [str(n) for n in range(1, 65) if size % n == 0]
             padded = -(-size // parts) * parts
-            raise ValueError(f"{name}: dim {dim} has size {size}, not divisible by {said}; use one of {', '.join(fits)}, or pad it to {padded}")
+            raise ValueError(
+                f"{name}: dim {dim} has size {size}, not divisible by {said}; use one of {', '.join(fits)}, or pad it to {padded}"
+            )
 
 
 def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
@@ -179,7 +181,9 @@ def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
         return frozenset()
     found = frozenset(name for name in names if re.search(frozen, name))
     if len(found) in (0, len(names)):
-        raise ValueError(f"frozen={frozen!r} matches {'every' if found else 'no'} leaf of {', '.join(names[:6])}, ...; some must be trained")
+        raise ValueError(
+            f"frozen={frozen!r} matches {'every' if found else 'no'} leaf of {', '.join(names[:6])}, ...; some must be trained"
+        )
     return found
 
 
@@ -200,7 +204,9 @@ def describe(plan: Plan, itemsize: int = 4) -> str:
     total = sum(x.numel() for x in named[0].values())
     at_rest = sum(local_numel(x.shape, named[2][n], plan.sizes) for n, x in named[0].items())
     used = ", ".join(f"{a}={n}" for a, n in plan.sizes.items() if n > 1) or "one process"
-    extra = "".join(f", {text}" for text in (plan.reduce == "canonical" and "canonical sums", plan.sequence and "sequence parallel") if text)
+    extra = "".join(
+        f", {text}" for text in (plan.reduce == "canonical" and "canonical sums", plan.sequence and "sequence parallel") if text
+    )
     whole = [n for n in named[0] if plan.stage and "dp" not in named[4][n].axes and plan.sizes["dp"] > 1]
     notes = [f"not divisible by dp={plan.sizes['dp']}, so whole on every rank: {', '.join(whole)}"] if whole else []
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"

@@ -1,0 +1,161 @@
+"""Memory and messages on a mesh: bytes at rest by the papers' formulas, the peak of a step as predicted, the ledger to the byte."""
+
+import functools
+
+import pytest
+import ranks
+import torch
+
+import fzero
+from fzero import models, optim, precision, pytree
+from fzero.report.live import LiveBytes, predict_peak
+from fzero.sharding.mesh import fake_mesh
+from fzero.train import state_specs
+
+# Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
+SIZES = {"vocab_size": 256, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}
+ROWS, T = 2, 32  # of a micro-batch
+POLICIES = {"fp32": precision.fp32, "bf16": precision.bf16}
+
+
+@functools.cache
+def model_of(layers):
+    return models.build(models.LlamaConfig(**SIZES, n_layers=layers))
+
+
+def make(mesh, stage, layers=4, parts=2, policy="fp32", **options):
+    """(step, state, local batch)"""
+    model, plan_options = model_of(layers), options.pop("plan_options", {})
+    plan = fzero.zero_plan(stage, model, mesh, **plan_options)
+    policy = POLICIES[policy]()
+    tx = optim.adam(1e-3)
+    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy)
+    step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=parts, skip_nonfinite=False, **options)
+    tokens = torch.zeros(parts * ROWS, T, dtype=torch.int64)
+    return step, (state, {"tokens": tokens, "targets": tokens.clone()})
+
+
+def tree_bytes(tree):
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.leaves(tree))
+
+
+def measured(mesh, cases):
+    """By case: (peak bytes of a second step, bytes of the state, the ledger's rows of that step)."""
+    out = []
+    for args, options in cases:
+        step, (state, batch) = make(mesh, *args, **options)
+        state, _ = step(state, batch)
+        mesh.ledger.clear()
+        with LiveBytes(state, batch) as live:
+            state, _ = step(state, batch)
+        out.append((live.peak, tree_bytes((state.params, state.master, state.opt_state)), mesh.ledger.rows()))
+    return out
+
+
+def predicted(sizes, args, options):
+    mesh = fake_mesh(sizes)
+    peak = predict_peak(lambda: make(mesh, *args, **options))
+    return peak, mesh.ledger.rows()
+
+
+CASES = [((stage, 4, parts, policy), {}) for stage in range(4) for parts in (1, 3) for policy in ("fp32", "bf16")]
+CASES += [((3, layers), {"remat": "full"}) for layers in (4, 8, 16, 32)]
+CASES += [((3, 8), {"prefetch": 3}), ((3, 4), {"plan_options": {"reshard": False}}), ((2, 4, 3), {"plan_options": {"accumulate": "full"}})]
+CASES += [((0, 4, 2), {"plan_options": {"reduce": "canonical"}})]
+
+
+@functools.cache
+def results():
+    return ranks.run(4, measured, CASES, mesh={"dp": 4}, timeout_s=300)[0]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_the_peak_is_the_predicted_one(number):
+    args, options = CASES[number]
+    peak, _, rows = results()[number]
+    said, said_rows = predicted({"dp": 4}, args, options)
+    assert abs(peak - said) <= 0.02 * said, f"{peak:,} bytes measured, {said:,} predicted"
+    assert rows == said_rows
+
+
+PSI = {layers: models.num_params(model_of(layers)) for layers in (4, 8, 16, 32)}
+
+
+def test_the_tracker_counts_each_storage_once_and_forgets_it():
+    with LiveBytes() as live:
+        a = torch.ones(100)
+        b = a.view(10, 10)[2:]
+        assert live.now == 400
+        c = b + 1
+        assert live.now == 720
+        del a, b
+        assert live.now == 320 and live.peak == 720
+        del c
+    assert live.now == 0
+
+
+@pytest.mark.parametrize(("policy", "whole", "sharded"), [("fp32", (4, 0), 8), ("bf16", (2, 0), 12)])
+def test_bytes_at_rest_are_the_papers(policy, whole, sharded):
+    """Parameters, master weights and two moments: Rajbhandari et al. 2020, section 3.1 (K = 12, and 8 without master weights)."""
+    params, n, psi = whole[0], 4, PSI[4]
+    expected = {0: (params + sharded) * psi, 1: params * psi + sharded * psi // n, 2: params * psi + sharded * psi // n}
+    expected[3] = (params + sharded) * psi // n
+    for (args, options), (_, state_bytes, _) in zip(CASES, results()):
+        if args[1:] == (4, 1, policy) and not options:
+            assert state_bytes - 8 == expected[args[0]], args  # the optimizer's count is one int64
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_held_as_the_papers_say(policy):
+    """Between stages 1 and 2 with accumulation lie the gradients that a rank sums over micro-batches: all of them, or its part."""
+    peaks = {args: peak for (args, options), (peak, _, _) in zip(CASES, results()) if not options}
+    saved = peaks[1, 4, 3, policy] - peaks[2, 4, 3, policy]
+    blocks = PSI[4] - 2 * 256 * 64 - 64
+    # All of the blocks' and of the embedding's are there at the end, in float32.
+    assert saved > 0.5 * 4 * blocks * 3 // 4
+
+
+def test_the_peak_of_stage_3_does_not_grow_with_the_layers_but_by_activations_and_shards():
+    """With full recomputation a layer adds its input and its shards (parameters, gradient, two moments), and nothing else."""
+    rows = {args[1]: peak for (args, options), (peak, _, _) in zip(CASES, results()) if options == {"remat": "full"}}
+    a_layer = (PSI[8] - PSI[4]) // 4
+    own = 4 * 4 * a_layer // 4 + 4 * ROWS * T * SIZES["d_model"]
+    for few, many in ((4, 8), (8, 16), (16, 32)):
+        assert abs(rows[many] - rows[few] - (many - few) * own) <= 0.005 * rows[many], (few, many)
+    # Kept whole, the parameters of the layers between would be many times what was measured.
+    assert 28 * 4 * a_layer > 3 * (rows[32] - rows[4] - 28 * own + 4 * a_layer)
+
+
+def sent(rows, **chosen):
+    return sum(row.bytes for row in rows if all(getattr(row, key) == value for key, value in chosen.items()))
+
+
+def test_the_ledger_is_two_and_three_psi():
+    """Elements times (N-1)/N and their size: 2 Psi at stages 0 to 2, 3 Psi at stage 3 for the layers, 2 Psi for embedding and head,
+    whose backward passes need no parameters; without resharding 2 Psi for all (Rajbhandari et al. 2020, section 7).
+    """
+    psi, n = PSI[4], 4
+    outside = 2 * 256 * 64 + 64
+    blocks = psi - outside
+    for (args, options), (_, _, rows) in zip(CASES, results()):
+        stage, layers, parts, policy = (*args, 2, "fp32")[:4] if len(args) == 2 else (*args, "fp32")[:4]
+        if layers != 4 or "remat" in options or "prefetch" in options:
+            continue
+        size = {"fp32": 4, "bf16": 2}[policy]  # of a parameter; sums travel in float32
+        unit = (n - 1) / n
+        reduce, gather, update = (sent(rows, phase=p) for p in ("reduce", "forward", "update"))
+        gather += sent(rows, phase="backward")
+        if options.get("plan_options") == {"reduce": "canonical"}:
+            assert (reduce, gather, update) == ((parts + 1) * 4 * psi * unit, 0, 0)
+        elif options.get("plan_options") == {"accumulate": "full"}:
+            assert (reduce, gather, update) == (4 * psi * unit, 0, size * psi * unit)
+        elif options.get("plan_options") == {"reshard": False}:
+            assert (reduce, gather, update) == (parts * 4 * psi * unit, parts * size * psi * unit, 0)
+        elif stage == 0:
+            assert (reduce, gather, update) == (2 * 4 * psi * unit, 0, 0)
+        elif stage == 1:
+            assert (reduce, gather, update) == (4 * psi * unit, 0, size * psi * unit)
+        elif stage == 2:
+            assert (reduce, gather, update) == (parts * 4 * psi * unit, 0, size * psi * unit)
+        else:
+            assert (reduce, gather, update) == (parts * 4 * psi * unit, parts * size * (2 * blocks + outside) * unit, 0)

@@ -1,0 +1,120 @@
+"""The mesh over several processes: how ranks are numbered, what a wrong size says, and a real torchrun."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import ranks
+import torch
+
+from fzero.sharding import AXES, Spec, fake_mesh, make_mesh, one_process, to_dtensor
+from fzero.sharding.mesh import ORDER
+
+
+def described(mesh):
+    return {
+        "rank": mesh.rank,
+        "size": mesh.size,
+        "text": str(mesh),
+        "at": {a.name: (a.size, a.rank) for a in mesh.axes},
+        "ranks": {a.name: a.link.ranks for a in mesh.axes if a.link},
+        "data": (mesh.data_size, mesh.data_rank),
+        "dims": mesh.device_mesh and mesh.device_mesh.mesh_dim_names,
+        "where": torch.distributed.get_rank(),
+        "same": mesh == mesh and hash(mesh) == hash(mesh) and mesh != one_process(),
+    }
+
+
+@pytest.mark.parametrize("sizes", ({"dp": 4}, {"tp": 2, "dp": 2}, {"dp": 2, "rp": 2}, {"pp": 2, "cp": 2}, {"ep": 4}), ids=str)
+def test_ranks_are_numbered_from_the_outermost_axis_in(sizes):
+    by_rank = ranks.run(4, described, mesh=sizes)
+    used = [name for name in ORDER if name in sizes]
+    for rank, got in enumerate(by_rank):
+        assert got["rank"] == got["where"] == rank and got["size"] == 4 and got["same"]
+        assert got["dims"] == tuple(used) and list(got["at"]) == list(AXES)
+        rest = rank
+        for name in reversed(used):
+            rest, place = divmod(rest, sizes[name])
+            assert got["at"][name] == (sizes[name], place)
+            assert got["ranks"][name][place] == rank and len(got["ranks"][name]) == sizes[name]
+        assert all(got["at"][name] == (1, 0) for name in AXES if name not in sizes)
+        planned = fake_mesh(sizes, rank=rank)
+        assert {a.name: (a.size, a.rank) for a in planned.axes} == got["at"] and planned.rank == rank
+        assert {a.name: a.link.ranks for a in planned.axes if a.link} == got["ranks"] and str(planned) == got["text"]
+    # Replicas of the dp group are outside of it: each rank has data of its own, numbered through.
+    count = sizes.get("dp", 1) * sizes.get("rp", 1)
+    assert [got["data"] for got in by_rank] == [(count, r if count == 4 else r // 2 if count == 2 else 0) for r in range(4)]
+
+
+def wrong_sizes(mesh):
+    said = []
+    for sizes in ({"dp": 8}, {"dp": 3}, {}, {"dp": 2, "tp": 4}):
+        with pytest.raises(ValueError) as caught:
+            make_mesh(sizes, device="cpu")
+        said.append(str(caught.value))
+    with pytest.raises(ValueError, match=r"device is 'gpu'; it must be cpu or cuda"):
+        make_mesh({"dp": 2}, device="gpu")
+    return said
+
+
+def test_sizes_that_do_not_multiply_to_the_number_of_processes():
+    for said in ranks.run(2, wrong_sizes):
+        assert said == [
+            "mesh dp=8 asks for 8 processes and this run has 2; start it with `torchrun --nproc-per-node 8 ...`, "
+            "or choose sizes whose product is 2",
+            "mesh dp=3 asks for 3 processes and this run has 2; start it with `torchrun --nproc-per-node 3 ...`, "
+            "or choose sizes whose product is 2",
+            "mesh of one process asks for 1 process and this run has 2; start it with `torchrun --nproc-per-node 1 ...`, "
+            "or choose sizes whose product is 2",
+            "mesh dp=2, tp=4 asks for 8 processes and this run has 2; start it with `torchrun --nproc-per-node 8 ...`, "
+            "or choose sizes whose product is 2",
+        ]
+
+
+def test_a_mesh_for_planning():
+    mesh = fake_mesh({"dp": 4, "tp": 2}, rank=5)
+    assert mesh.size == 8 and (mesh["dp"].rank, mesh["tp"].rank) == (2, 1) and mesh.data_rank == 2
+    assert mesh.device_mesh is None and mesh.store is None
+    with mesh.checked():
+        mesh.fail("nobody hears it")
+    mesh.close()
+    with pytest.raises(ValueError, match=r"fake_mesh: rank is 8 and mesh dp=4, tp=2 has ranks 0 to 7"):
+        fake_mesh({"dp": 4, "tp": 2}, rank=8)
+    with pytest.raises(ValueError, match="unknown axis 'data'"):
+        fake_mesh({"data": 4})
+
+
+def test_a_mesh_of_one_process_needs_nothing_of_the_others():
+    mesh = one_process()
+    with mesh.checked():
+        mesh.fail("nobody hears it")
+    mesh.close()
+    assert mesh.rank == mesh.data_rank == 0 and mesh.data_size == 1
+    with pytest.raises(ValueError, match=r"spec \[·\]: a mesh of one process has no DeviceMesh"):
+        to_dtensor(torch.zeros(2), Spec(((),)), mesh)
+
+
+PROGRAM = """
+import sys, time
+import torch, fzero
+from fzero.collectives import psum
+mesh = fzero.make_mesh({"dp": 2}, device="cpu")
+total = psum(torch.tensor([1.0, mesh.rank]), mesh["dp"], leaf="w")
+sys.stdout.write(f"rank {mesh.rank} of {mesh.size}: {total.tolist()}\\n")  # in one piece
+assert torch.distributed.is_initialized()
+mesh.close()
+assert not torch.distributed.is_initialized()
+"""
+
+
+def torchrun(n, code):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "--no-python"]
+    return subprocess.run([*command, sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_under_torchrun():
+    done = torchrun(2, PROGRAM)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: [2.0, 1.0]", "rank 1 of 2: [2.0, 1.0]"]
