@@ -117,7 +117,7 @@ def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], An
     def drop(t: Tensor) -> Any:
         index, base, dtype = at.get(t.untyped_storage()._cdata, (None, 0, None))
         if index is None or t.dtype != dtype:
-            return t
+            return t.detach()  # an operator that saved its own result would hold itself for ever
         needs.add(index)
         return Dropped(index, t.size(), t.stride(), t.storage_offset() - base)
 
