@@ -40,8 +40,12 @@ PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch")  # what a r
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="fzero")
 @click.option("--traceback", is_flag=True, help="Show where an error came from (also: FZERO_TRACEBACK=1).")
-def cli(traceback: bool) -> None:
+@click.pass_context
+def cli(context: click.Context, traceback: bool) -> None:
     """fzero trains large models as pure functions. `fzero pretrain` alone trains a small one on Python's standard library."""
+    size, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
+    if size != "1" and command != "pretrain":
+        raise ValueError(f"fzero {command} runs in one process and this is one of {size}; start it without torchrun")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -66,8 +70,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if show or not (isinstance(error, known) or kind == "RankError" or memory):
             last_words(f"{kind}: {error}", False)  # the traceback is this rank's
             raise
-        hint = "; a smaller --micro-batch, --seq-len or model needs less"
-        message = f"out of memory ({error}){hint}" if memory else str(error) or kind
+        message = str(error) or kind
+        if memory:
+            message = f"out of memory ({error}); a smaller --micro-batch, --seq-len or model needs less"
+        elif kind == "RankError" and "is gone" in message:
+            message += "; torchrun's report says how it ended; go on from the last checkpoint with --resume"
         sys.exit(fail(message, lost=kind == "RankError"))
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -132,7 +132,8 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, op
     for line in lines if team.size > 1 else ():
         options.say(line)
     if before != config.mesh:
-        options.say(f"on {mesh}, before that on {before or 'one process'}")
+        old = ", ".join(f"{axis}={size}" for axis, size in before.items())
+        options.say(f"on {mesh}, before that on {f'Mesh({old})' if old else 'one process'}")
     return finish(program, state, folder, path, team, options)
 
 

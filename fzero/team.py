@@ -227,7 +227,7 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event) -> None:
                 found = beats()
                 gone = [str(rank) for rank in range(team.size) if found.get(rank) != b"done" and found.get(rank) == seen.get(rank)]
                 term, seen = now, found
-                text = f"rank {team.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s"
+                text = f"rank {team.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s; torchrun's report says how it ended; go on with --resume"
                 if gone and mine.claim(text) == text:
                     print(f"fzero: error: {text}", file=sys.stderr, flush=True)
                 if gone:
