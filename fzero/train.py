@@ -336,24 +336,6 @@ def positions(part: Any) -> int:
     return max(1, pytree.leaves(part)[0].numel())
 
 
-def split_batch(batch: Any, micro_batches: int) -> tuple[int, list[Any]]:
-    """(rows of a part, the batch's equal parts along the first dim of its leaves)."""
-    named = pytree.named_leaves(batch)
-    for name, leaf in named.items():
-        if leaf.shape[0] % micro_batches:
-            raise ValueError(f"batch[{name!r}] has {leaf.shape[0]} rows, not divisible by micro_batches={micro_batches}")
-    rows = {leaf.shape[0] // micro_batches for leaf in named.values()}
-    if len(rows) != 1:
-        raise ValueError(f"the batch's leaves have {sorted(r * micro_batches for r in rows)} rows; they must agree")
-    size = rows.pop()
-    return size, [pytree.map(lambda leaf, i=i: leaf[i * size : (i + 1) * size], batch) for i in range(micro_batches)]
-
-
-def positions(part: Any) -> int:
-    """The number of elements of the first leaf of a batch: known before its tokens are counted."""
-    return max(1, pytree.leaves(part)[0].numel())
-
-
 def rows_of(mesh: Mesh, rows: int, micro_batches: int = 1) -> list[int]:
     """The rows of a global batch of `rows` that are this rank's, in the order in which its step takes them.
 

@@ -10,7 +10,7 @@ import fzero
 from fzero import models, optim, precision, pytree
 from fzero.report.live import LiveBytes, predict_peak
 from fzero.sharding.mesh import fake_mesh
-from fzero.train import state_specs
+from fzero.sharding.zero import communicated
 
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
 SIZES = {"vocab_size": 256, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}
@@ -128,6 +128,15 @@ def test_the_peak_of_stage_3_does_not_grow_with_the_layers_but_by_activations_an
 
 def sent(rows, **chosen):
     return sum(row.bytes for row in rows if all(getattr(row, key) == value for key, value in chosen.items()))
+
+
+def test_the_ledger_is_what_the_printed_plan_says():
+    for (args, options), (_, _, rows) in zip(CASES, results()):
+        if len(args) == 4 and args[3] == "fp32":
+            plan = fzero.zero_plan(args[0], model_of(4), fake_mesh({"dp": 4}))
+            sent = [communicated(plan, name)[1:] for name in pytree.names(plan.like)]
+            said = sum(args[2] * part + step for part, step in sent)
+            assert 4 * said == sum(row.bytes for row in rows if row.phase != "metrics"), args
 
 
 def test_the_ledger_is_two_and_three_psi():

@@ -83,8 +83,9 @@ def test_every_pair_of_layouts():
     assert sent[a, full] == [("all_gather", 1, n // 2)]
     assert sent[Spec(((), ()), {"dp"}), full] == [("psum", 1, n)]
     assert sent[Spec(((), ()), {"dp"}), a] == [("psum_scatter", 1, n // 2)]
-    # Made smaller first: the sum over tp is of the slice.
+    # The smallest is sent: the sum over tp is that of the slice, before and after.
     assert sent[Spec(((), ()), {"tp"}), a] == [("psum", 1, n // 2)]
+    assert sent[Spec(("dp", None), {"tp"}), full] == [("psum", 1, n // 2), ("all_gather", 1, n // 2)]
     # The inner axis comes off first; the other nesting of the two is reached through the whole.
     both, other = Spec((("dp", "tp"), None)), Spec((("tp", "dp"), None))
     assert sent[both, full] == sent[both, other] == [("all_gather", 1, n // 4), ("all_gather", 1, n // 2)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fzero import pytree
-from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, make_mesh, match_rules, one_process, zero_plan
+from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, fake_mesh, make_mesh, match_rules, one_process, zero_plan
 
 # ---- Spec -----------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,8 @@ def test_a_stage_is_what_the_paper_shards(stage, params, grads, opt):
     plan = zero_plan(stage, PARAMS, AT_4)
     assert plan.stage == stage and texts(plan.compute) == WHOLE
     rows = [texts(tree) for tree in (plan.params, plan.grads, plan.opt)]
-    assert rows == [SHARDED if sharded else WHOLE for sharded in (params, grads, opt)]
+    owed = {name: f"{text} +dp" if "dp" not in text else text for name, text in (SHARDED if grads else WHOLE).items()}
+    assert rows == [SHARDED if params else WHOLE, owed, SHARDED if opt else WHOLE]
     assert ZERO[stage] == (bool(params), bool(grads), bool(opt))
     assert all(leaf.device.type == "meta" for leaf in pytree.leaves(plan.like))
     assert {n: tuple(x.shape) for n, x in pytree.named_leaves(plan.like).items()} == {
@@ -126,9 +127,25 @@ def test_a_stage_is_what_the_paper_shards(stage, params, grads, opt):
     }
 
 
-def test_a_plan_at_one_process_and_over_another_axis():
-    assert texts(zero_plan(3, PARAMS, one_process()).params) == {**SHARDED, "blocks/odd": "[·, ·/dp]"}
-    assert texts(zero_plan(3, PARAMS, one_process(), over="rp").params)["embed/tokens"] == "[·/rp, ·]"
+def test_a_plan_on_one_process():
+    plan = zero_plan(3, PARAMS, one_process())
+    assert texts(plan.params) == texts(plan.grads) == {**SHARDED, "blocks/odd": "[·, ·/dp]"}
+
+
+def test_what_is_owed_behind_a_micro_batch():
+    """Gradients in the layout at rest owe the replicas' sum; full ones, and those at stages 0 and 1, that of all data ranks; canonical
+    ones nothing."""
+    mesh = fake_mesh({"dp": 4, "rp": 2})
+    grads = {o: texts(zero_plan(2, PARAMS, mesh, **dict([o])).grads)["blocks/w"] for o in OPTIONS}
+    assert list(grads.values()) == ["[·, ·/dp, ·] +rp", "[·, ·, ·] +dp +rp", "[·, ·/dp, ·]"]
+    assert texts(zero_plan(1, PARAMS, mesh).grads)["blocks/w"] == "[·, ·, ·] +dp +rp"
+    tp = fake_mesh({"tp": 2})
+    plan = zero_plan(2, small(("embed", "[V/tp, D]"), ("blocks/w", "[L, D, F]")), tp, sequence=True)
+    assert texts(plan.compute) == {"embed": "[·/tp, ·]", "blocks/w": "[·, ·, ·] +tp"}
+    assert texts(plan.grads)["blocks/w"] == "[·, ·/dp, ·] +tp"
+
+
+OPTIONS = (("accumulate", "shards"), ("accumulate", "full"), ("reduce", "canonical"))
 
 
 class Small(NamedTuple):
@@ -155,8 +172,8 @@ def test_plan_errors():
     for stage in (4, -1, "3"):
         with pytest.raises(ValueError, match=re.escape(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")):
             zero_plan(stage, PARAMS, one_process())
-    with pytest.raises(ValueError, match="no axis 'data'"):
-        zero_plan(1, PARAMS, one_process(), over="data")
+    with pytest.raises(ValueError, match=r"embed: dim 1 has size 6, not divisible by tp=4; use one of 1, 2, 3, 6, or pad it to 8"):
+        zero_plan(1, small(("embed", "[V, D/tp]"), ("blocks/w", "[L, D, F]")), fake_mesh({"tp": 4}))
     with pytest.raises(ValueError, match=r"embed: its spec \[·\] has 1 dims and the leaf has 2"):
         zero_plan(1, small(("embed", "[V]"), (".*", "[L, D, F]")), AT_4)
     with pytest.raises(ValueError, match="the model's sharding rules: no rule matches leaf 'blocks/w'"):
@@ -165,8 +182,25 @@ def test_plan_errors():
 
 def test_a_printed_plan_shows_every_leaf():
     lines = str(zero_plan(2, PARAMS, AT_4)).splitlines()
-    assert lines[0] == "ZeRO stage 2, 130 parameters"  # 8 6 + 3 4 5 + 3 7 + 1
-    rows = {line.split()[0]: re.split(r" {2,}", line) for line in lines[1:]}
-    assert rows["leaf"] == ["leaf", "shape", "elements", "compute", "params", "grads", "optimizer"]
-    assert rows["embed/tokens"] == ["embed/tokens", "8×6", "48", "[·, ·]", "[·, ·]", "[·/dp, ·]", "[·/dp, ·]"]
-    assert rows["t"][1:3] == ["scalar", "1"] and set(rows) == {"leaf", *WHOLE}
+    # 8 6 + 3 4 5 + 3 7 + 1
+    assert lines[0] == "ZeRO stage 2 on dp=4: 130 parameters, 130 at rest on a rank"
+    rows = {line.split()[0]: re.split(r" {2,}", line) for line in lines[1:-2]}
+    assert rows["leaf"] == ["leaf", "shape", "compute", "params", "grads", "optimizer", "bytes a rank", "communicated"]
+    said = "psum_scatter dp a micro-batch, all_gather dp behind the update"
+    assert rows["embed/tokens"] == ["embed/tokens", "8×6", "[·, ·]", "[·, ·]", "[·/dp, ·]", "[·/dp, ·]", "192", said]
+    assert rows["t"][1] == "scalar" and rows["t"][-1] == "psum dp a step" and set(rows) == {"leaf", *WHOLE}
+    assert lines[-2] == "not divisible by dp=4, so whole on every rank: blocks/odd, t"
+    sharded, whole = 48 + 60, 21 + 1
+    a_part, a_step = 4 * sharded * 3 // 4, 4 * (sharded * 3 // 4 + 2 * whole * 3 / 4)
+    assert lines[-1] == f"a rank sends {a_part:,.0f} bytes a micro-batch and {a_step:,.0f} a step, at 4 bytes an element"
+
+
+def test_a_printed_plan_says_what_stage_3_and_canonical_sums_communicate():
+    rows = {line.split()[0]: re.split(r" {2,}", line)[-1] for line in str(zero_plan(3, PARAMS, AT_4)).splitlines()}
+    assert rows["embed/tokens"] == "all_gather dp for use, psum_scatter dp a micro-batch"
+    plan = zero_plan(0, PARAMS, fake_mesh({"dp": 2, "rp": 2}), reduce="canonical")
+    rows = {line.split()[0]: re.split(r" {2,}", line)[-1] for line in str(plan).splitlines()}
+    assert rows["blocks/w"] == "psum_scatter dp a micro-batch, psum rp a micro-batch, all_gather dp of the gradient"
+    assert "canonical sums" in str(plan)
+    frozen = zero_plan(3, PARAMS, AT_4, frozen="^embed/")
+    assert "frozen" in next(line for line in str(frozen).splitlines() if line.startswith("embed/tokens"))

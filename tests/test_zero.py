@@ -5,7 +5,7 @@ import functools
 import pytest
 import ranks
 from close import assert_close
-from zero_cases import trained_whole, train
+from zero_cases import train, trained_whole
 
 import fzero
 

@@ -1,10 +1,9 @@
 """Training on a mesh, for the tests: the same steps on one process and on many, and the whole state put together again."""
 
 import functools
-import itertools
 
 import torch
-from law_cases import FP64, batch_of, case_of
+from law_cases import FP64, case_of
 
 import fzero
 from fzero import optim, pytree

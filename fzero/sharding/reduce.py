@@ -19,20 +19,7 @@ from fzero.pytree import Tree
 from fzero.sharding.bundle import pack, together, unpack
 from fzero.sharding.gather import Part
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.spec import Spec
-from fzero.sharding.zero import DATA, STACKED, Plan
-
-Moves = tuple[tuple[str, str], ...]  # (operation, axis)
-
-
-def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Any) -> tuple[Moves, Moves]:
-    """What is communicated of a leaf's gradient: (behind each micro-batch, once behind the last)."""
-    owed = [axis for axis in (*DATA, *sorted(compute.partial)) if sizes[axis] > 1]
-    now = [("scatter" if axis in grads.axes else "psum", axis) for axis in owed if axis not in grads.partial]
-    end = [("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis) for axis in owed if axis in grads.partial]
-    if sizes["dp"] > 1 and "dp" in grads.axes and "dp" not in opt.axes:
-        end.append(("gather", "dp"))
-    return tuple(now), tuple(end)
+from fzero.sharding.zero import STACKED, Moves, Plan, moves
 
 
 class Counter:

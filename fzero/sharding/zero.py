@@ -108,17 +108,19 @@ def zero_plan(
         dim, shape = shard_dim(name), named[name].shape
         dims = list(spec.dims)
         if dim >= len(shape) or shape[dim] % (sizes["dp"] * math.prod(sizes[a] for a in dims[dim])):
-            return Spec(tuple(dims))
+            return Spec(tuple(dims), memory=spec.memory)
         dims[dim] = (*dims[dim], "dp")
-        return Spec(tuple(dims))
+        return Spec(tuple(dims), memory=spec.memory)
 
     def gradient(name: str, spec: Spec) -> Spec:
         sharded = reduce == "canonical" or (ZERO[stage][1] and accumulate == "shards")
-        kept = at_rest(name, spec) if sharded else Spec(spec.dims)
+        kept = at_rest(name, spec) if sharded else Spec(spec.dims, memory=spec.memory)
         owed = {axis for axis in (*DATA, *spec.partial) if axis not in kept.axes and sizes[axis] > 1}
-        return kept if reduce == "canonical" else Spec(kept.dims, frozenset(owed))
+        return kept if reduce == "canonical" else Spec(kept.dims, frozenset(owed), kept.memory)
 
-    params, _, opt = ({n: at_rest(n, s) if sharded else Spec(s.dims) for n, s in compute.items()} for sharded in ZERO[stage])
+    params, _, opt = (
+        {n: at_rest(n, s) if sharded else Spec(s.dims, memory=s.memory) for n, s in compute.items()} for sharded in ZERO[stage]
+    )
     grads = {n: gradient(n, s) for n, s in compute.items()}
     trees = (pytree.from_named(specs, like) for specs in (compute, params, grads, opt))
     out = frozen_names(frozen, list(named))
@@ -152,7 +154,7 @@ def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Sp
 
 def with_owed(spec: Spec, axes: set[str]) -> Spec:
     """The spec with a sum owed over those of `axes` that do not shard it."""
-    return Spec(spec.dims, spec.partial | {a for a in axes if a not in spec.axes})
+    return Spec(spec.dims, spec.partial | {a for a in axes if a not in spec.axes}, spec.memory)
 
 
 def shard_dim(name: str) -> int:
@@ -191,14 +193,16 @@ def describe(plan: Plan, itemsize: int = 4) -> str:
     """The table that `print(plan)` shows: per leaf its specs, the bytes of one copy at rest on a rank, and what is communicated."""
     named = [pytree.named_leaves(t) for t in (plan.like, plan.compute, plan.params, plan.grads, plan.opt)]
     head = ("leaf", "shape", "compute", "params", "grads", "optimizer", "bytes a rank", "communicated")
-    rows = [head]
+    rows, totals = [head], [0.0, 0.0]
     for name, leaf in named[0].items():
         compute, params, grads, opt = (specs[name] for specs in named[1:])
         local = local_numel(leaf.shape, params, plan.sizes)
         if name in plan.frozen:
             grads = opt = "frozen"
         shape = "×".join(str(s) for s in leaf.shape) or "scalar"
-        rows.append((name, shape, *map(str, (compute, params, grads, opt)), f"{local * itemsize:,}", communicated(plan, name)))
+        words, *sent = communicated(plan, name)
+        totals = [total + more * itemsize for total, more in zip(totals, sent)]
+        rows.append((name, shape, *map(str, (compute, params, grads, opt)), f"{local * itemsize:,}", words))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
     total = sum(x.numel() for x in named[0].values())
@@ -210,6 +214,8 @@ def describe(plan: Plan, itemsize: int = 4) -> str:
     whole = [n for n in named[0] if plan.stage and "dp" not in named[4][n].axes and plan.sizes["dp"] > 1]
     notes = [f"not divisible by dp={plan.sizes['dp']}, so whole on every rank: {', '.join(whole)}"] if whole else []
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
+    if any(totals):
+        notes.append(f"a rank sends {totals[0]:,.0f} bytes a micro-batch and {totals[1]:,.0f} a step, at {itemsize} bytes an element")
     return "\n".join([top, *lines, *notes])
 
 
@@ -218,21 +224,42 @@ def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) ->
     return math.prod(shape) // math.prod(sizes[a] for a in spec.axes)
 
 
-def communicated(plan: Plan, name: str) -> str:
-    """What a step communicates of one leaf, in words: gathers per micro-batch, reductions per micro-batch and per step."""
+Moves = tuple[tuple[str, str], ...]  # (operation, axis)
+
+
+def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tuple[Moves, Moves]:
+    """What is communicated of a leaf's gradient: (behind each micro-batch, once behind the last)."""
+    owed = [axis for axis in (*DATA, *sorted(compute.partial)) if sizes[axis] > 1]
+    now = [("scatter" if axis in grads.axes else "psum", axis) for axis in owed if axis not in grads.partial]
+    end = [("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis) for axis in owed if axis in grads.partial]
+    if sizes["dp"] > 1 and "dp" in grads.axes and "dp" not in opt.axes:
+        end.append(("gather", "dp"))
+    return tuple(now), tuple(end)
+
+
+WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather {} of the gradient"}
+
+
+def communicated(plan: Plan, name: str) -> tuple[str, float, float]:
+    """(what is communicated of one leaf, in words; elements that a rank sends of it for a micro-batch; and once a step).
+
+    What tensor parallelism sends of activations is not among it; a leaf that the head shares counts once.
+    """
     compute, params, grads, opt = (pytree.named_leaves(t)[name] for t in (plan.compute, plan.params, plan.grads, plan.opt))
-    said = []
-    if plan.sizes["dp"] > 1 and "dp" in params.axes:
+    n, sizes = local_numel(pytree.named_leaves(plan.like)[name].shape, compute, plan.sizes), plan.sizes
+    said, sent = [], [0.0, 0.0]
+    share = n * (sizes["dp"] - 1) / sizes["dp"]
+    if sizes["dp"] > 1 and "dp" in params.axes:
         said.append("all_gather dp for use")
-    if name in plan.frozen:
-        return ", ".join(said) or "nothing"
-    owed = [a for a in (*DATA, *sorted(compute.partial)) if plan.sizes[a] > 1]
-    for axis in owed:
-        op = "psum_scatter" if axis in (grads.axes if axis not in grads.partial else opt.axes) else "psum"
-        said.append(f"{op} {axis} {'a step' if axis in grads.partial else 'a micro-batch'}")
-    if plan.sizes["dp"] > 1:
-        if "dp" in grads.axes and "dp" not in opt.axes:
-            said.append("all_gather dp of the gradient")
-        if "dp" in opt.axes and "dp" not in params.axes:
-            said.append("all_gather dp behind the update")
-    return ", ".join(said) or "nothing"
+        sent[0] += share * (2 if plan.reshard and name.startswith(STACKED) else 1)
+    now, end = ((), ()) if name in plan.frozen else moves(compute, grads, opt, sizes)
+    cut = 1
+    for when, path in enumerate((now, end)):
+        for op, axis in path:
+            said.append(WORDS[op].format(axis) + (" a step" if when else " a micro-batch") * (op != "gather"))
+            sent[when] += n / (cut if op != "gather" else 1) * (sizes[axis] - 1) / sizes[axis] * (2 if op == "psum" else 1)
+            cut *= sizes[axis] if op == "scatter" else 1
+    if sizes["dp"] > 1 and name not in plan.frozen and "dp" in opt.axes and "dp" not in params.axes:
+        said.append("all_gather dp behind the update")
+        sent[1] += share
+    return ", ".join(said) or "nothing", *sent

@@ -1,0 +1,190 @@
+"""`torchrun -m fzero pretrain`: the run of one process on any mesh, and one line where a rank fails."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fzero import checkpoint, cli, runs
+
+SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}
+# The default optimizer of small models: Muon, which works on whole matrices, with clipping.
+TINY = [
+    *[
+        "--model",
+        "llama-tiny",
+        "--batch",
+        "8",
+        "--micro-batch",
+        "1",
+        "--seq-len",
+        "16",
+        "--precision",
+        "fp32",
+        "--data",
+        "text.txt",
+        "--peak-tflops",
+        "1",
+    ],
+    *[part for name, size in SIZES.items() for part in ("--set", f"model.{name}={size}")],
+    *[
+        "--set",
+        "train.compiled=false",
+        "--set",
+        "precision.fp32_matmul=default",
+        "--set",
+        "train.eval_batches=3",
+        "--set",
+        "train.eval_every=3",
+    ],
+    *["--set", "train.ema_decay=0.5"],
+]
+SHORT, LONG = ("--steps", 6), ("--steps", 1000000)
+TIMED = {"step_s", "data_s", "tokens_per_s", "mfu"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a text and two runs of one process on it: `fast` and `canonical`."""
+    path = tmp_path_factory.mktemp("torchrun")
+    path.joinpath("text.txt").write_text("\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(400)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        for reduce in ("fast", "canonical"):
+            with pytest.raises(SystemExit) as ended:
+                cli.main(["pretrain", *TINY, *map(str, SHORT), "--reduce", reduce, "--out", reduce, "--sample", "line "])
+            assert ended.value.code == 0
+    return path
+
+
+def start(folder, n, *args, command=("-m", "fzero")):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        line = [*launcher, *command, "pretrain", *map(str, args)]
+        return subprocess.Popen(line, cwd=folder, env=environment, stdout=out, stderr=err)
+
+
+def ended(folder, process, timeout_s=60):
+    """(exit code of torchrun, what all ranks printed, the lines of fzero on stderr, exit codes of the ranks)."""
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        process.kill()
+    err = (folder / "err").read_text()
+    assert f"{os.sep}fzero{os.sep}" not in err, err  # no traceback but torchrun's own
+    said = [line for line in err.splitlines() if line.startswith("fzero: ")]
+    return code, (folder / "out").read_text(), said, sorted(int(c) for c in re.findall(r"exitcode  : (-?\d+)", err))
+
+
+def torchrun(folder, n, *args):
+    code, out, said, _ = ended(folder, start(folder, n, *args), 120)
+    assert code == 0 and not said, (folder / "err").read_text()
+    return out
+
+
+def rows(run):
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in runs.read_metrics(run)]
+
+
+def hashes(run):
+    return {n: leaf["sha256"] for n, leaf in checkpoint.manifest(checkpoint.latest(run / "checkpoints"))["leaves"].items()}
+
+
+MESHES = {
+    "dp4 stage 3": ("--mesh", "dp=4", "--zero", 3),
+    "dp2 tp2 stage 3 sequence": ("--mesh", "dp=2,tp=2", "--zero", 3, "--sequence", "--prefetch", 0),
+    "dp2 rp2 stage 2 full": ("--mesh", "dp=2,rp=2", "--zero", 2, "--accumulate", "full"),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_loss_curve_is_that_of_one_process(folder, name):
+    run = folder / name.replace(" ", "-")
+    out = torchrun(folder, 4, *TINY, *SHORT, *MESHES[name], "--out", run.name, "--sample", "line ")
+    expected, found = rows(folder / "fast"), rows(run)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(found, expected):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert [sorted(row) for row in found] == [sorted(row) for row in expected] and "val_loss_ema" in found[-1]
+    # Rank 0 alone speaks, writes and samples.
+    assert out.count("step 6/6") == out.count("a sample") == out.count("written:") == 1 and "\nline " in out
+    assert "4 processes on the" in out and f"ZeRO stage {MESHES[name][3]} on" in out
+    assert {p.name for p in run.iterdir()} == {p.name for p in (folder / "fast").iterdir()}
+    assert hashes(run).keys() == hashes(folder / "fast").keys()
+
+
+def test_canonical_sums_are_equal_to_the_bit_and_a_run_goes_on_on_other_meshes(folder):
+    torchrun(folder, 4, *TINY, *SHORT, "--zero", 3, "--reduce", "canonical", "--out", "parts", "--stop-at", 2, "--sample", "")
+    out = torchrun(folder, 2, "--out", "parts", "--resume", "--zero", 1, "--peak-tflops", 1, "--sample", "")
+    assert "resuming parts at step 2 of 6" in out and "on Mesh(dp=2), before that on Mesh(dp=4)" in out
+    assert rows(folder / "parts") == rows(folder / "canonical") != rows(folder / "fast")
+    assert hashes(folder / "parts") == hashes(folder / "canonical")
+
+
+def one_line(result, words, codes):
+    code, out, said, found = result
+    assert code != 0 and len(said) == 1 and said[0].startswith("fzero: error: rank "), said
+    for word in words:
+        assert word in said[0]
+    assert found == codes, found
+    return out
+
+
+def test_a_mesh_that_does_not_fit(folder):
+    args = [*TINY, *SHORT, "--mesh", "dp=3", "--out", "new"]
+    one_line(ended(folder, start(folder, 2, *args)), ["mesh dp=3 asks for 3 processes and this run has 2", "--nproc-per-node 3"], [2, 2])
+    assert not (folder / "new").exists()
+
+
+def test_ranks_with_different_flags(folder):
+    script = f'exec {sys.executable} -m fzero "$@" --seed $((RANK * 7))'
+    process = start(folder, 2, *TINY, *SHORT, "--out", "new", command=("--no-python", "bash", "-c", script, "fzero"))
+    one_line(ended(folder, process), ["train.seed is 7 on rank 1 and 0 on rank 0; start all ranks with the same command"], [2, 2])
+    assert not (folder / "new").exists()
+
+
+def ranks_of(process):
+    """{rank: process id} of the processes that torchrun has started."""
+    found = {}
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{child}/environ").read_bytes())
+            if rank:
+                found[int(rank[1])] = child
+    return found
+
+
+def started(folder, run, n, *args):
+    """torchrun in the middle of a run that would go on for hours."""
+    process = start(folder, n, *TINY, *LONG, *args, "--out", run, "--sample", "")
+    metrics, end = folder / run / "metrics.jsonl", time.monotonic() + 60
+    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return process
+
+
+def test_a_killed_rank_ends_all(folder):
+    process, begin = started(folder, "killed", 2, "--zero", 3), time.monotonic()
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    one_line(ended(folder, process), ["rank 0: ", "rank 1 is gone", "--resume"], [-9, 2])
+    assert time.monotonic() - begin < 30
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder):
+    process = started(folder, "stopped", 2, "--zero", 2)
+    os.kill(ranks_of(process)[1], signal.SIGTERM)
+    code, out, said, _ = ended(folder, process)
+    step = len(rows(folder / "stopped"))
+    assert code == 0 and not said
+    assert f"stopped after step {step} of 1000000; go on with: torchrun --nproc-per-node 2 -m fzero pretrain" in out
+    assert checkpoint.steps(folder / "stopped" / "checkpoints") == [step]
+    environment = json.loads((folder / "stopped" / "environment.json").read_text())
+    assert environment["processes"] == 2

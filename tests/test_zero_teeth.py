@@ -1,0 +1,115 @@
+"""Mistakes planted on a mesh, each of which parallel = serial must catch: a sum forgotten, a part taken from the wrong rank."""
+
+import functools
+from unittest import mock
+
+import pytest
+import ranks
+from close import assert_close
+from zero_cases import train, whole
+
+import fzero
+from fzero import gradients, streaming, update
+from fzero import train as train_module
+from fzero.sharding import gather, reduce
+
+
+def without(op, axis):
+    """The sums of gradients over `axis` are forgotten."""
+
+    def forgetful(*args):
+        return tuple(tuple(move for move in path if move != (op, axis)) for path in real(*args))
+
+    real = reduce.moves
+    return mock.patch.object(reduce, "moves", forgetful)
+
+
+def local_losses():
+    """Losses and token counts of this rank alone: each divides by its own number of tokens."""
+    alone = fzero.one_process()
+    real = gradients.sum_losses
+    return mock.patch.object(train_module, "sum_losses", lambda losses, mesh: real(losses, alone))
+
+
+def another_order():
+    """Gathered shards are put together in the reverse order of ranks."""
+    real = gather.start_all_gather
+
+    def reversed_order(x, axis, **options):
+        pending = real(x, axis, **options)
+        wait = pending.wait
+        pending.wait = lambda: wait().view(axis.size, -1).flip(0).reshape(axis.size * x.shape[0], *x.shape[1:])
+        return pending
+
+    return mock.patch.object(gather, "start_all_gather", reversed_order)
+
+
+def first_part():
+    """Every rank updates the first shard of a leaf."""
+    return mock.patch.object(update, "own", lambda plan, mesh, params: real(plan, first_rank(mesh), params))
+
+
+def first_rank(mesh):
+    axes = tuple(axis._replace(rank=0) if axis.name == "dp" else axis for axis in mesh.axes)
+    return fzero.Mesh(axes, ledger=mesh.ledger, store=mesh.store)
+
+
+real = update.own
+
+
+def same_rows():
+    """Dropout's masks are those of the first rank's rows on every rank."""
+    return mock.patch.object(fzero.Mesh, "data_rank", property(lambda mesh: 0))
+
+
+def another_layer():
+    """In the backward pass the parameters of the layer below are used."""
+    real = streaming.Run.backward
+
+    def backward(self, fetch, put, grads, extra):
+        held = {}
+
+        def wrong(i):
+            held[i] = fetch(i)
+            return held.get(i + 1, held[i])
+
+        return real(self, wrong, put, grads, extra)
+
+    return mock.patch.object(streaming.Run, "backward", backward)
+
+
+# mistake -> (how it is planted, mesh, stage, options of train)
+MISTAKES = {
+    "no sum over replicas": (lambda: without("psum", "rp"), {"dp": 2, "rp": 2}, 3, {}),
+    "no sum over dp at stage 0": (lambda: without("psum", "dp"), {"dp": 4}, 0, {}),
+    "no sum of replicated kv over tp": (lambda: without("psum", "tp"), {"tp": 4}, 0, {}),
+    "no sum of norms over tp with sequence": (lambda: without("psum", "tp"), {"dp": 2, "tp": 2}, 2, {"plan_options": {"sequence": True}}),
+    "local token counts": (local_losses, {"dp": 4}, 2, {}),
+    "shards in another order": (another_order, {"dp": 4}, 3, {}),
+    "the first shard everywhere": (first_part, {"dp": 4}, 1, {}),
+    "dropout of other rows": (same_rows, {"dp": 4}, 2, {"dropout": 0.5, "local": True}),
+    "parameters of another layer": (another_layer, {"dp": 4}, 3, {}),
+}
+
+
+def run(mesh, mistake, planted):
+    plant, _, stage, options = MISTAKES[mistake]
+    options = {k: v for k, v in options.items() if k != "local"}
+    with plant() if planted else mock.MagicMock():
+        state, specs, log = train(mesh, "llama", "sgd", stage, 4, rows=8, steps=2, **options)
+    return whole(state, specs, mesh).params, [row[0] for row in log]
+
+
+@functools.cache
+def alone(dropout):
+    state, _, log = train(fzero.one_process(), "llama", "sgd", 0, 4, rows=8, steps=2, dropout=dropout)
+    return state.params, [row[0] for row in log]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_is_caught(mistake):
+    _, sizes, _, options = MISTAKES[mistake]
+    expected = alone(options.get("dropout", 0.0))
+    assert_close(ranks.run(4, run, mistake, False, mesh=sizes)[0], expected, rtol=1e-10, atol=1e-10)
+    with pytest.raises(AssertionError):
+        assert_close(ranks.run(4, run, mistake, True, mesh=sizes)[0], expected, rtol=1e-10, atol=1e-10)
