@@ -73,8 +73,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         message = str(error) or kind
         if memory:
             message = f"out of memory ({error}); a smaller --micro-batch, --seq-len or model needs less"
-        elif kind == "RankError" and "is gone" in message:
-            message += "; torchrun's report says how it ended; go on from the last checkpoint with --resume"
         sys.exit(fail(message, lost=kind == "RankError"))
     sys.exit(code if isinstance(code, int) else 0)
 

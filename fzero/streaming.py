@@ -108,10 +108,8 @@ def part_pair(
     def flat(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors[n + m + 1 :])
         extra = pytree.unflatten([leaf[1] if leaf else next(rest) for leaf in static], extra_def)
-        if isinstance(params_def, tuple):
-            params = pytree.nest(dict(zip(params_def, tensors)))
-        else:
-            params = pytree.unflatten(tensors[:n], params_def)
+        named = isinstance(params_def, tuple)
+        params = pytree.nest(dict(zip(params_def, tensors))) if named else pytree.unflatten(tensors[:n], params_def)
         x = pytree.unflatten(tensors[n : n + m], x_def)
         out, treedef = pytree.flatten(CALLS[kind](f, params, x, extra, tensors[n + m]))
         out_def[:] = [treedef]

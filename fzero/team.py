@@ -29,6 +29,7 @@ LOST_S = 2.0  # for the reason of a rank that is gone, until what was noticed of
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 8.0  # without one, after a SIGTERM, until a rank counts as gone
 REASON = "reason"  # the key of why all end
+AGAIN = "torchrun's report says how it ended; go on from the last checkpoint with --resume"
 
 
 class Ended(Exception):
@@ -158,6 +159,7 @@ def last_words(text: str, *, lost: bool = False) -> str:
         return text
     # torchrun ends what is left as soon as one process has ended; what is left may be about to say why.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    text += f"; {AGAIN}" if lost and "is gone" in text else ""
     try:
         team = join(timeout_s=5.0)
         # The same mistake on all ranks is for rank 0 to say.
@@ -227,7 +229,7 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event) -> None:
                 found = beats()
                 gone = [str(rank) for rank in range(team.size) if found.get(rank) != b"done" and found.get(rank) == seen.get(rank)]
                 term, seen = now, found
-                text = f"rank {team.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s; torchrun's report says how it ended; go on with --resume"
+                text = f"rank {team.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s; {AGAIN}"
                 if gone and mine.claim(text) == text:
                     print(f"fzero: error: {text}", file=sys.stderr, flush=True)
                 if gone:

@@ -9,6 +9,7 @@ import torch
 
 from fzero import config, models, program, tables
 from fzero.config import RunConfig, from_json, from_table, recipe, refuse_unused, to_json, to_table
+from fzero.sharding import fake_mesh
 
 
 @pytest.mark.parametrize("name", models.PRESETS)
@@ -104,6 +105,10 @@ WRONG = {
     "decay": ({"optim": {"schedule": {"name": "wsd"}}}, "optim.schedule.decay_steps is 0; wsd needs 1 to"),
     "nesterov": ({"optim": {"name": "sgd", "momentum": 0.0, "nesterov": True}}, "optim.nesterov is true and optim.momentum is 0"),
     "stage": ({"zero": 4}, "zero is 4; it must be at least 0 and below 4"),
+    "reduce": ({"reduce": "canonnical"}, "reduce is 'canonnical' (did you mean canonical?); it must be one of fast, canonical"),
+    "accumulate": ({"accumulate": "shard"}, "accumulate is 'shard' (did you mean shards?)"),
+    "prefetch": ({"prefetch": -1}, "prefetch is -1; it must be at least 0"),
+    "sequence parallel": ({"sequence": 1}, "sequence is 1; it must be true or false"),
     "axis": ({"mesh": {"dq": 2}}, "mesh.dq is 2 (did you mean dp?)"),
     "axis size": ({"mesh": {"dp": 0}}, "mesh.dp is 0; the axes are dp"),
     "mesh": ({"mesh": 2}, "mesh is 2; it must be a table of whole numbers"),
@@ -220,6 +225,53 @@ def test_a_model_too_large_for_the_memory_is_refused():
     allowed = dataclasses.replace(made.config, train=dataclasses.replace(made.config.train, memory_check=False))
     program.check_memory(made._replace(config=allowed), 16 * 10**9)
     program.check_memory(program.build(settled({})), 16 * 10**9)
+
+
+PARALLEL = {"zero": 3, "reduce": "canonical", "sequence": True, "accumulate": "full", "prefetch": 2, "reshard": False, "mesh": {"dp": 2}}
+
+
+def test_what_is_parallel_is_kept_and_older_configs_lack_it():
+    run = from_table({"preset": "mlp-tiny", **PARALLEL})
+    assert {name: getattr(run, name) for name in PARALLEL} == PARALLEL
+    assert from_json(to_json(run)) == run
+    older = {name: value for name, value in to_table(recipe("mlp-tiny")).items() if name not in {*PARALLEL} - {"zero", "mesh"}}
+    assert from_json(json.dumps(older)) == recipe("mlp-tiny")
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.parametrize("stage", range(4))
+def test_each_rank_needs_what_its_shards_have(stage, optimizer):
+    sizes = {"d_model": 32, "d_ff": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
+    table = {"preset": "llama-tiny", "model": sizes, "zero": stage, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}
+    bytes_of = []
+    for mesh in (fake_mesh({}), fake_mesh({"dp": 2, "tp": 2}, rank=3)):
+        made = program.build(dataclasses.replace(settled(table), precision=config.Precision("bf16", "default")), mesh)
+        state = program.first_state(made)
+        need = program.memory_needed(made)
+        assert need.state == program.tree_bytes((state.params, state.master, state.opt_state, state.extra))
+        bytes_of.append(need)
+    alone, shared = bytes_of
+    assert shared.grads < alone.grads and shared.activations < alone.activations
+    assert (shared.gathered > 0) == (stage == 3) and alone.gathered == 0
+    if optimizer == "muon" and stage == 3:  # all but the norms' few elements in a fourth each, or nearly
+        assert alone.state / 4 <= shared.state < alone.state / 3.8
+
+
+def test_micro_batches_are_shared_by_the_data_ranks():
+    run = settled({"train": {"batch": 24, "micro_batch": 4}})
+    for sizes, expected in (({"dp": 3}, 2), ({"dp": 3, "rp": 2}, 1), ({"dp": 2, "tp": 4}, 3)):
+        assert program.local_micro_batches(run, fake_mesh(sizes)) == expected
+    said = r"train\.batch=24 in pieces of train\.micro_batch=4 makes 6 micro-batches, which 4 data ranks \(dp=2 x rp=2\) .* --micro-batch"
+    with pytest.raises(ValueError, match=said) as error:
+        program.build(run, fake_mesh({"dp": 2, "rp": 2}))
+    assert "use --micro-batch 2 or 3 or 6" in str(error.value)
+    with pytest.raises(ValueError, match="use a --batch that 5 divides"):
+        program.local_micro_batches(run, fake_mesh({"dp": 5}))
+
+
+def test_sequences_are_divided_before_anything_runs():
+    with pytest.raises(ValueError, match=r"data\.seq_len is 255, which sequence parallelism over tp=2 does not divide"):
+        program.build(settled({"data": {"seq_len": 255}, "sequence": True}), fake_mesh({"tp": 2}))
 
 
 def test_json_is_plain():

@@ -233,6 +233,19 @@ def test_changing_the_batch_size_in_the_middle_keeps_each_sample_once():
     assert equal({k: torch.cat([half[k] for half in halves]) for k in halves[0]}, stream.batch_at(1))
 
 
+@pytest.mark.parametrize("max_windows", [None, 7])
+@pytest.mark.parametrize("shares", [1, 2, 3, 20])
+def test_shares_of_eval_batches_make_up_all_of_them(shares, max_windows):
+    tokens = hand_made([11, 25, 9])
+    whole = list(data.eval_batches(tokens, 4, 2, max_windows))
+    parts = [list(data.eval_batches(tokens, 4, 2, max_windows, (k, shares))) for k in range(shares)]
+    assert {len(part) for part in parts} == {-(-len(whole) // shares)}
+    dealt = [batch for row in zip(*parts) for batch in row]
+    for batch, expected in zip(dealt, whole):
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    assert all(batch["tokens"].shape == (2, 4) and not batch["mask"].any() for batch in dealt[len(whole) :])
+
+
 def test_eval_batches_cover_all_or_evenly_some_with_one_shape():
     tokens = numbered(10, 4)
 

@@ -271,7 +271,9 @@ def test_ranks_that_run_different_programs(what, mine, other):
         assert "give all ranks the same code, config, mesh and shapes of data" in text
 
 
-def other_axis(mesh):
+def other_axis(mesh, late_s):
+    if mesh.rank == 0:
+        time.sleep(late_s)  # what rank 1 left for its neighbour over tp has then been read by that over dp
     try:
         with mesh.checked():
             psum(mine(mesh, 3), mesh["dp" if mesh.rank else "tp"], leaf="w")
@@ -281,9 +283,14 @@ def other_axis(mesh):
         time.sleep(0.2)  # let the others read what is left
 
 
-def test_ranks_at_collectives_over_different_axes():
-    texts = ranks.run(4, other_axis, mesh={"dp": 2, "tp": 2}, fresh=True)
-    assert any("rank 0 is at #1 psum over tp" in t and "rank 2 is at #1 psum over dp" in t for t in texts if t), texts
+@pytest.mark.parametrize("late_s", (0.0, 0.5))
+def test_ranks_at_collectives_over_different_axes(late_s):
+    texts = ranks.run(4, other_axis, late_s, mesh={"dp": 2, "tp": 2}, fresh=True)
+    assert texts[1] is None and texts[3] is None
+    for rank, neighbour in ((0, 1), (2, 0)):
+        text = texts[rank].partition(" (before that")[0]
+        assert "rank 0 is at #1 psum over tp (2 ranks) of w" in text, text
+        assert f"rank {rank or neighbour} is at #1 psum over dp (2 ranks) of w" in text, text
 
 
 def late(mesh, check):

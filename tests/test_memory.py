@@ -131,7 +131,7 @@ def sent(rows, **chosen):
 
 
 def test_the_ledger_is_what_the_printed_plan_says():
-    for (args, options), (_, _, rows) in zip(CASES, results()):
+    for (args, _), (_, _, rows) in zip(CASES, results()):
         if len(args) == 4 and args[3] == "fp32":
             plan = fzero.zero_plan(args[0], model_of(4), fake_mesh({"dp": 4}))
             sent = [communicated(plan, name)[1:] for name in pytree.names(plan.like)]

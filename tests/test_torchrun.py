@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,34 +17,10 @@ from fzero import checkpoint, cli, runs
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}
 # The default optimizer of small models: Muon, which works on whole matrices, with clipping.
 TINY = [
-    *[
-        "--model",
-        "llama-tiny",
-        "--batch",
-        "8",
-        "--micro-batch",
-        "1",
-        "--seq-len",
-        "16",
-        "--precision",
-        "fp32",
-        "--data",
-        "text.txt",
-        "--peak-tflops",
-        "1",
-    ],
+    *shlex.split("--model llama-tiny --batch 8 --micro-batch 1 --seq-len 16 --precision fp32 --data text.txt --peak-tflops 1"),
     *[part for name, size in SIZES.items() for part in ("--set", f"model.{name}={size}")],
-    *[
-        "--set",
-        "train.compiled=false",
-        "--set",
-        "precision.fp32_matmul=default",
-        "--set",
-        "train.eval_batches=3",
-        "--set",
-        "train.eval_every=3",
-    ],
-    *["--set", "train.ema_decay=0.5"],
+    *shlex.split("--set train.compiled=false --set precision.fp32_matmul=default --set train.ema_decay=0.5"),
+    *shlex.split("--set train.eval_batches=3 --set train.eval_every=3"),
 ]
 SHORT, LONG = ("--steps", 6), ("--steps", 1000000)
 TIMED = {"step_s", "data_s", "tokens_per_s", "mfu"}
@@ -63,12 +40,17 @@ def folder(tmp_path_factory):
     return path
 
 
+def two_cores():
+    # So that every rank has one thread, as this process has: the same bits need the same threads.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+
+
 def start(folder, n, *args, command=("-m", "fzero")):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         line = [*launcher, *command, "pretrain", *map(str, args)]
-        return subprocess.Popen(line, cwd=folder, env=environment, stdout=out, stderr=err)
+        return subprocess.Popen(line, cwd=folder, env=environment, stdout=out, stderr=err, preexec_fn=two_cores)
 
 
 def ended(folder, process, timeout_s=60):

@@ -16,9 +16,9 @@ from fzero.train import local_batch, state_specs
 ROWS = 4
 
 
-def problem(mesh, stage=3, name="llama"):
-    """(params of this rank, plan, ctx, the mean loss of a batch that the ranks share, everybody's rows of a batch)."""
-    model = model_of(name, dropout=0.0)
+def problem(mesh, stage):
+    """(model, plan, this rank's params, the mean loss of what the ranks have of a batch, this rank's rows of one)."""
+    model = model_of("llama", dropout=0.0)
     plan = fzero.zero_plan(stage, model, mesh)
     state = fzero.init_state(model, optim.sgd(0.1), plan, mesh, seed=3, policy=FP64)
     ctx = base.Ctx(mesh=mesh, dtype=F64)
@@ -37,7 +37,7 @@ def put_together(tree, plan, mesh, lead=0):
 
 
 def gradient(mesh, stage):
-    model, plan, params, loss, batch = problem(mesh, stage)
+    _, plan, params, loss, batch = problem(mesh, stage)
     return put_together(torch.func.grad(loss)(params, batch), plan, mesh)
 
 
@@ -75,7 +75,7 @@ def seeds(mesh, stage):
 
 def double_backward(mesh, stage):
     """The gradient of the squared norm of the gradient."""
-    model, plan, params, loss, batch = problem(mesh, stage)
+    _, plan, params, loss, batch = problem(mesh, stage)
     specs = pytree.named_leaves(plan.params)
 
     def squared_norm(params):

@@ -118,10 +118,10 @@ def zero_plan(
         owed = {axis for axis in (*DATA, *spec.partial) if axis not in kept.axes and sizes[axis] > 1}
         return kept if reduce == "canonical" else Spec(kept.dims, frozenset(owed), kept.memory)
 
-    params, _, opt = (
-        {n: at_rest(n, s) if sharded else Spec(s.dims, memory=s.memory) for n, s in compute.items()} for sharded in ZERO[stage]
-    )
-    grads = {n: gradient(n, s) for n, s in compute.items()}
+    def row(sharded: bool) -> dict[str, Spec]:
+        return {n: at_rest(n, s) if sharded else Spec(s.dims, memory=s.memory) for n, s in compute.items()}
+
+    (params, _, opt), grads = map(row, ZERO[stage]), {n: gradient(n, s) for n, s in compute.items()}
     trees = (pytree.from_named(specs, like) for specs in (compute, params, grads, opt))
     out = frozen_names(frozen, list(named))
     return Plan(stage, like, *trees, sizes, out, reduce, sequence and sizes["tp"] > 1, reshard)
