@@ -26,7 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fzero.ledger import Ledger, sent_elements
 from fzero.rollcall import Call, RollCall
 
-SMALL_BYTES = 128 * 1024  # up to here a psum by messages sends its whole input to everyone; beyond, pieces, and then their sums
+# Up to here, for all ranks together, a psum by messages sends its whole input to everyone: one round of messages. Beyond, it sends
+# pieces, and then their sums (measured on 2 cores: 4 ranks take 6.8 and 8.6 ms for 1 MB, 160 and 40 ms for 12 MB).
+SMALL_BYTES = 4 << 20
 # Newer torch has these names, and warns of the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -159,7 +161,7 @@ class Link:
             out = x.clone(memory_format=torch.contiguous_format)
             return self._native(call, lambda: dist.all_reduce(out, group=self.group, async_op=True), out)
         x = x.contiguous()
-        if self.size == 2 or x.numel() * x.element_size() <= SMALL_BYTES:  # between two ranks that sends no more
+        if self.size * x.numel() * x.element_size() <= SMALL_BYTES:
             return self._sum_of(call, [x] * self.size)
         # Messages need no padding: pieces may differ by one element.
         pending = self._sum_of(call, x.view(-1).tensor_split(self.size))

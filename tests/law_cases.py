@@ -27,14 +27,14 @@ def plain_loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x = params["embed"]["tokens"][batch["tokens"]] * params["blocks"]["scale"].sum(0)
     for w in params["blocks"]["w_a"] + params["blocks"]["w_b"]:
         x = x + torch.tanh(x @ w)
-    logits = x @ params["head"]["w"].T
+    logits = x @ (params["head"]["w"] + params["head"]["twin"]).T
     nats = torch.logsumexp(logits, -1) - torch.gather(logits, -1, batch["targets"][..., None])[..., 0]
     num_tokens = batch["mask"].sum()
     return (nats * batch["mask"]).sum() + 0.1 * num_tokens.to(nats.dtype) * params["head"]["offset"].sum(), num_tokens
 
 
 def plain_params() -> Any:
-    shapes = {"embed": {"tokens": (V, D)}, "blocks": {"w_a": (2, D, D), "w_b": (2, D, D), "scale": (2, D)}, "head": {"w": (V, D)}}
+    shapes = {"embed": {"tokens": (V, D)}, "blocks": {"w_a": (2, D, D), "w_b": (2, D, D), "scale": (2, D)}, "head": {"w": (V, D), "twin": (V, D)}}
     shapes["head"]["offset"] = (3,)
     key = random.key(7)
     draw = lambda name, shape: 0.5 * random.normal(random.fold_in(key, name), shape, dtype=F64)  # noqa: E731

@@ -1,7 +1,4 @@
-"""Links: sums in one order bit for bit, several collectives in flight, the ledger's integers, checked mode, and ranks that fail."""
-
-import os
-import time
+"""Links: sums in one order bit for bit, several collectives in flight, the ledger's integers, planning, and the calls for NCCL."""
 
 import pytest
 import ranks
@@ -13,7 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero import links
 from fzero.collectives import (
     Ledger,
-    RankError,
     all_gather,
     all_to_all,
     ppermute,
@@ -26,16 +22,11 @@ from fzero.collectives import (
     tree_sum,
 )
 from fzero.ledger import sent_elements
-from fzero.sharding import fake_mesh, make_mesh
+from fzero.sharding import fake_mesh
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def mine(mesh, *shape):
-    """Another tensor on each rank: the ranks are forks of one process and share its generator's state."""
-    return draw(*shape, seed=100 + mesh.rank)
 
 
 # ---- sums in one order ----------------------------------------------------------------------------------------------
@@ -203,204 +194,6 @@ def test_a_mesh_for_planning_counts_what_would_be_sent():
     mesh.ledger.clear()
     with mesh.checked():  # there is nobody to compare with
         assert program(torch.empty(12, 8, device="meta")).shape == (6, 8) and len(sent()) == 5
-
-
-# ---- checked mode ---------------------------------------------------------------------------------------------------
-
-
-def checked_program(mesh):
-    dp, tp = mesh["dp"], mesh["tp"]
-    x = mine(mesh, 4, 4)
-    with mesh.checked():
-        out = psum(all_gather(psum_scatter(x, dp), dp), tp)
-        all_to_all(ppermute(x, dp, [(0, 1), (1, 0)]), tp, 0, 1)
-        torch.func.grad(lambda x: psum((pvary(x, tp) * (1 + tp.rank)).sum(), tp))(out)
-        keys = mesh.store.num_keys()
-        for _ in range(5):
-            psum(x, dp)
-        assert mesh.store.num_keys() - keys <= 4, "the store grows"
-    return out
-
-
-def test_checked_mode_lets_equal_programs_pass():
-    plain = sum(draw(4, 4, seed=100 + r) for r in range(4))
-    for out in ranks.run(4, checked_program, mesh={"dp": 2, "tp": 2}):
-        assert torch.allclose(out, plain, atol=1e-6)
-
-
-def differing(mesh, what):
-    dp, r = mesh["dp"], mesh.rank
-    x = mine(mesh, 4, 4)
-    try:
-        with mesh.checked(), mesh.ledger.phase("forward"):
-            psum(x, dp, leaf="before")
-            if what == "shape":
-                all_gather(x[: 4 - (r == 1)], dp, leaf="w")
-            elif what == "collective":
-                (psum_scatter if r == 1 else all_gather)(x, dp, leaf="w")
-            elif what == "leaf":
-                psum(x, dp, leaf="v" if r == 1 else "w")
-            elif what == "dtype":
-                psum(x.double() if r == 1 else x, dp, leaf="w")
-            elif what == "phase":
-                with mesh.ledger.phase("backward" if r == 1 else "forward"):
-                    psum(x, dp, leaf="w")
-    except RankError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    "what, mine, other",
-    (
-        (
-            "shape",
-            "all_gather over dp (2 ranks) of w in forward, float32 [4, 4]",
-            "all_gather over dp (2 ranks) of w in forward, float32 [3, 4]",
-        ),
-        ("collective", "all_gather over dp (2 ranks) of w", "psum_scatter over dp (2 ranks) of w"),
-        ("leaf", "psum over dp (2 ranks) of w", "psum over dp (2 ranks) of v"),
-        ("dtype", "of w in forward, float32 [4, 4]", "of w in forward, float64 [4, 4]"),
-        ("phase", "of w in forward", "of w in backward"),
-    ),
-)
-def test_ranks_that_run_different_programs(what, mine, other):
-    texts = ranks.run(2, differing, what, fresh=True)
-    for rank, text in enumerate(texts):
-        assert text.startswith(f"rank {rank}: ") and "\n" not in text and text.count("run different programs") == 1
-        assert "rank 0 is at #" in text and "rank 1 is at #" in text and mine in text and other in text, text
-        assert "give all ranks the same code, config, mesh and shapes of data" in text
-
-
-def other_axis(mesh, late_s):
-    if mesh.rank == 0:
-        time.sleep(late_s)  # what rank 1 left for its neighbour over tp has then been read by that over dp
-    try:
-        with mesh.checked():
-            psum(mine(mesh, 3), mesh["dp" if mesh.rank else "tp"], leaf="w")
-    except RankError as error:
-        return str(error)
-    finally:
-        time.sleep(0.2)  # let the others read what is left
-
-
-@pytest.mark.parametrize("late_s", (0.0, 0.5))
-def test_ranks_at_collectives_over_different_axes(late_s):
-    texts = ranks.run(4, other_axis, late_s, mesh={"dp": 2, "tp": 2}, fresh=True)
-    assert texts[1] is None and texts[3] is None
-    for rank, neighbour in ((0, 1), (2, 0)):
-        text = texts[rank].partition(" (before that")[0]
-        assert "rank 0 is at #1 psum over tp (2 ranks) of w" in text, text
-        assert f"rank {rank or neighbour} is at #1 psum over dp (2 ranks) of w" in text, text
-
-
-def late(mesh, check):
-    slow = make_mesh({"dp": 2}, timeout_s=1.0, device="cpu")
-    dp = slow["dp"]
-    with slow.checked():
-        psum(mine(mesh, 4), dp, leaf="v")
-    if slow.rank == 1:
-        time.sleep(2.5)
-        return None
-    began = time.monotonic()
-    try:
-        if check:
-            with slow.checked(), slow.ledger.phase("forward"):
-                all_gather(mine(mesh, 4), dp, leaf="w")
-        else:
-            all_gather(mine(mesh, 4), dp, leaf="w")
-    except RankError as error:
-        return str(error), time.monotonic() - began
-
-
-def test_a_rank_that_does_not_arrive():
-    text, seconds = ranks.run(2, late, True, fresh=True)[0]
-    assert text == (
-        "rank 0: all_gather over dp (2 ranks) of w in forward: rank 1 did not arrive within 1 s; "
-        "the last it began is #1 psum over dp (2 ranks) of v, float32 [4]"
-    )
-    assert 0.9 < seconds < 2.4
-    text, seconds = ranks.run(2, late, False, fresh=True)[0]
-    assert text == (
-        "rank 0: all_gather over dp (2 ranks) of w: rank 1 did not answer within 1 s: it is late, or runs another program "
-        "(mesh.checked() tells)"
-    )
-
-
-def sums_of_the_same(mesh):
-    """(message or None) of psums in checked mode; each rank gets the same answer."""
-    axis, r = mesh["dp"], mesh.rank
-
-    def answer(x, dtype=torch.float32):
-        try:
-            with mesh.checked():
-                psum(x.to(dtype), axis, leaf="w")
-        except ValueError as error:
-            return str(error)
-
-    same = torch.arange(1.0, 5.0)
-    other = same.clone()
-    other[2] += r == axis.size - 1  # on the last rank only
-    refused = [answer(same), answer(same, torch.bfloat16), answer(same.view(2, 2).T)]
-    passed = [answer(same[:1]), answer(torch.zeros(4)), answer(same, torch.int64), answer(other), answer(same + r)]
-    psum(same, axis)
-    assert_same(psum(mine(mesh, 3), axis), tree_sum([draw(3, seed=100 + k) for k in range(axis.size)]))
-    return refused, passed
-
-
-@pytest.mark.parametrize("n", (2, 4))
-def test_a_sum_of_what_is_the_same_on_all_ranks_is_refused(n):
-    for refused, passed in ranks.run(n, sums_of_the_same):
-        assert passed == [None] * 5
-        for text in refused:
-            assert text.startswith(f"psum over dp ({n} ranks) of w: its input, ") and f"is the same on all {n} ranks already" in text
-            assert "drop the psum" in text
-
-
-# ---- ranks that end -------------------------------------------------------------------------------------------------
-
-
-def one_ends(mesh, size, why):
-    dp, x = mesh["dp"], mine(mesh, size)
-    psum(x, dp)
-    if mesh.rank == 1:
-        if why:
-            mesh.fail(f"rank 1: {why}")
-        os._exit(3)
-    began = time.monotonic()
-    errors = []
-    for leaf in ("w", "v"):  # the second finds the connection closed at once
-        try:
-            with mesh.ledger.phase("backward"):
-                psum(x, dp, leaf=leaf)
-        except RankError as error:
-            errors.append(str(error))
-    return errors, time.monotonic() - began
-
-
-@pytest.mark.parametrize("size, why", ((8, ""), (1 << 18, "out of memory")))
-def test_a_rank_that_ends_is_named_by_all_others_at_once(size, why):
-    results = ranks.run(4, one_ends, size, why, fresh=True)
-    assert isinstance(results[1], ranks.Ended) and results[1].code == 3
-    for rank in (0, 2, 3):
-        errors, seconds = results[rank]
-        for leaf, text in zip("wv", errors):
-            begin = f"rank {rank}: psum over dp (4 ranks) of {leaf} in backward: rank 1 is gone (connection closed)"
-            assert text == begin + (" (before that, rank 1: out of memory)" if why else "")
-        assert len(errors) == 2 and seconds < 5
-
-
-def another_size(mesh):
-    slow = make_mesh({"dp": 2}, timeout_s=1.0, device="cpu")
-    try:
-        all_gather(torch.ones(8 + slow.rank), slow["dp"])
-    except RankError as error:
-        return str(error)
-
-
-def test_a_tensor_of_another_size_is_never_taken_for_the_right_one():
-    """gloo by itself would leave memory unwritten on one rank, and end the process of the other."""
-    for rank, text in enumerate(ranks.run(2, another_size, fresh=True)):
-        assert f"rank {rank}: all_gather over dp (2 ranks): rank {1 - rank} " in text and ("did not answer" in text or "gone" in text)
 
 
 # ---- NCCL -----------------------------------------------------------------------------------------------------------

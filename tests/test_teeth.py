@@ -8,7 +8,7 @@ import pytest
 import torch
 from law_cases import CASES, OPTIMIZERS, case_of
 
-from fzero import models, optim, precision, pytree, random, streaming, train
+from fzero import models, optim, precision, pytree, random, streaming, train, update
 from fzero.kernels import attention, cross_entropy, moe
 from fzero.models import base, layers
 from fzero.optim import leafwise
@@ -63,16 +63,18 @@ def wrap(monkeypatch, owner, name, change):
 
 
 def wrong_loss(monkeypatch, change):
-    """Plants change(out, first) on what the step's loss returns for the micro-batch whose first sequence is `first`."""
+    """Plants change(out, first) on what the loss gives for the micro-batch whose first sequence is `first`: of models and functions."""
 
-    def outer(original):
-        def make_loss(*args):
-            loss = original(*args)
-            return lambda params, batch, key, first: change(loss(params, batch, key, first), first)
+    def streamed(original):
+        def make(model, *rest):
+            head = lambda params, x, batch, ctx: change(model.head(params, x, batch, ctx), ctx.first)  # noqa: E731
+            return original(model._replace(head=head), *rest)
 
-        return make_loss
+        return make
 
-    wrap(monkeypatch, train, "make_loss", outer)
+    wrap(monkeypatch, train, "Streamed", streamed)
+    changed = lambda loss: lambda params, part, key, first: change(loss(params, part, key, first), first)  # noqa: E731
+    wrap(monkeypatch, train, "functional", lambda f: lambda loss, *rest: f(changed(loss), *rest))
 
 
 # ---- sums and normalisation ------------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ def count_of_at_least_one(monkeypatch):
 
 @caught_by(("evaluation llama", lambda: laws.evaluation(case_of("llama"))))
 def dropout_in_the_evaluation(monkeypatch):
-    keyed = lambda f: lambda model, params, batch, ctx: f(model, params, batch, ctx._replace(key=random.key(0)))  # noqa: E731
+    keyed = lambda f: lambda model, params, batch, ctx, *rest: f(model, params, batch, ctx._replace(key=random.key(0)), *rest)  # noqa: E731
     monkeypatch.setattr(train, "base", SimpleNamespace(**{**vars(base), "loss": keyed(base.loss)}))
 
 
@@ -206,11 +208,11 @@ def capacity_forgotten(monkeypatch):
 
 @caught_by(one_normalisation("mlp"), one_normalisation("llama"))
 def gradient_of_the_softmax_without_its_target(monkeypatch):
-    def loss_and_gradient(logits, targets, mask, compiled):
+    def loss_and_gradient(logits, targets, mask, axis, compiled):
         loss, _, softmax = cross_entropy._loss_and_softmax(logits, targets, mask)
         return loss, softmax
 
-    monkeypatch.setattr(cross_entropy, "_loss_and_gradient", loss_and_gradient)
+    monkeypatch.setattr(cross_entropy, "_chunk_loss_and_gradient", loss_and_gradient)
 
 
 @caught_by(*(one_normalisation(case) for case in ("gpt2", "llama", "moe dropless")))
@@ -226,20 +228,8 @@ def attention_backward_without_the_normalisation_of_rows(monkeypatch):
 
 @caught_by(remat("mlp"), remat("llama"))
 def recomputation_with_another_layer(monkeypatch):
-    inside = []
-
-    def backward(original):
-        def run(self, tensors, grads):
-            inside.append(self.every)
-            out = original(self, tensors, grads)
-            inside.pop()
-            return out
-
-        return run
-
-    wrap(monkeypatch, streaming._Run, "backward", backward)
-    wrong = lambda f: lambda self, i, *rest: f(self, max(i - 1, 0) if inside and inside[-1] else i, *rest)  # noqa: E731
-    wrap(monkeypatch, streaming._Run, "inputs", wrong)
+    below = lambda fetch: lambda i: fetch(max(i - 1, 0))  # noqa: E731
+    wrap(monkeypatch, streaming.Run, "backward", lambda f: lambda self, fetch, *rest: f(self, below(fetch), *rest))
 
 
 @caught_by(remat("mlp"), remat("gpt2"))
@@ -248,7 +238,7 @@ def residuals_of_the_first_layer_first(monkeypatch):
         def pop(self, at=0):
             return super().pop(at)
 
-    wrap(monkeypatch, streaming._Run, "__init__", lambda f: lambda self, *a: f(self, *a, kept=Queue()))
+    wrap(monkeypatch, streaming.Run, "__init__", lambda f: lambda self, *a: f(self, *a, kept=Queue()))
 
 
 # ---- optimizers and the state ----------------------------------------------------------------------------------------
@@ -271,20 +261,20 @@ def donated_slots_not_written(monkeypatch):
 
 @caught_by(donation("mlp", "clip and adamw"))
 def clip_left_out_when_donated(monkeypatch):
-    wrap(monkeypatch, train, "apply_in_place", lambda f: lambda tx, g, s, p: f(tx, pytree.map(lambda x: x * 1e-3, g), s, p))
+    wrap(monkeypatch, update, "apply_in_place", lambda f: lambda tx, g, s, p: f(tx, pytree.map(lambda x: x * 1e-3, g), s, p))
 
 
 @caught_by(donation("mlp", "sgd"))
 def average_left_out_when_donated(monkeypatch):
-    wrap(monkeypatch, train, "update_donated", lambda f: lambda tx, policy, g, state, skipped, decay: f(tx, policy, g, state, skipped, 0.0))
+    wrap(monkeypatch, train, "update_donated", lambda f: lambda *args: f(*args[:-1], 0.0))
 
 
 def advance_optimizer(original):
-    def update(tx, policy, grads, state, skipped, decay):
+    def update(tx, policy, plan, mesh, grads, state, skipped, decay):
         if not bool(skipped):
-            return original(tx, policy, grads, state, skipped, decay)
+            return original(tx, policy, plan, mesh, grads, state, skipped, decay)
         zeros = pytree.map(torch.zeros_like, grads)
-        moved = original(tx, policy, zeros, pytree.map(torch.clone, state), torch.tensor(False), decay)
+        moved = original(tx, policy, plan, mesh, zeros, pytree.map(torch.clone, state), torch.tensor(False), decay)
         return state._replace(opt_state=moved.opt_state)
 
     return update
@@ -298,7 +288,7 @@ def skipped_step_that_advances_the_optimizer(monkeypatch):
 @caught_by(transaction("sgd"), transaction("lion", donate=False))
 def overflow_not_looked_at(monkeypatch):
     for name in ("update_donated", "update_pure"):
-        wrap(monkeypatch, train, name, lambda f: lambda tx, policy, g, state, bad, decay: f(tx, policy, g, state, bad & False, decay))
+        wrap(monkeypatch, train, name, lambda f: lambda *args: f(*args[:-2], args[-2] & False, args[-1]))
 
 
 @caught_by(("overflow mlp", lambda: laws.overflow(case_of("mlp"), donate=True)))
@@ -309,9 +299,9 @@ def scale_that_does_not_fall(monkeypatch):
 @caught_by(MASTER)
 def master_weights_not_used(monkeypatch):
     def outer(original):
-        def update(tx, policy, grads, state, skipped, decay):
+        def update(tx, policy, plan, mesh, grads, state, skipped, decay):
             narrow = pytree.map(lambda p, m: p.to(m.dtype), state.params, state.master)
-            return original(tx, policy, grads, state._replace(master=narrow), skipped, decay)
+            return original(tx, policy, plan, mesh, grads, state._replace(master=narrow), skipped, decay)
 
         return update
 
@@ -335,12 +325,12 @@ def state_outside_the_state(monkeypatch):
 
         return apply
 
-    wrap(monkeypatch, train, "apply_in_place", outer)
+    wrap(monkeypatch, update, "apply_in_place", outer)
 
 
 @caught_by(*(of_model(laws.init_depends_on_names, m) for m in ("gpt2", "llama", "mlp")))
 def initial_values_drawn_one_after_the_other(monkeypatch):
-    def init_params(model, key, dtype=torch.float32, device="cpu"):
+    def init_params(model, key, dtype=torch.float32, device="cpu", **_):
         generator = torch.Generator().manual_seed(int(key[0]))
         draw = lambda name, shape, std, mean=0.0: mean + std * torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
         return model.init(draw)
