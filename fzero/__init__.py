@@ -7,6 +7,10 @@ import importlib
 from typing import Any
 
 _HOME = {
+    **dict.fromkeys(("psum", "pvary", "all_gather", "psum_scatter", "all_to_all", "ppermute", "RankError"), "collectives"),
+    "fake_mesh": "sharding",
+    "redistribute": "sharding",
+    "local_batch": "train",
     "Mesh": "sharding",
     "Metrics": "train",
     "Model": "models",
@@ -28,6 +32,7 @@ _HOME = {
 _MODULES = (
     "autodiff",
     "checkpoint",
+    "collectives",
     "config",
     "data",
     "kernels",
