@@ -50,10 +50,9 @@ def peak_of_trace(events: list[dict]) -> dict[str, int]:
     (mark,) = [e for e in events if e.get("name") == _MARK and e.get("ph") == "X"]
     start, end = mark["ts"], mark["ts"] + mark["dur"]
     # The sort is by time alone: events of one microsecond keep the order in which they were recorded.
-    totals = sorted(((e["ts"], e["args"]["Total Allocated"]) for e in events if e["name"] == "[memory]"), key=lambda x: x[0])
-    before = [total for ts, total in totals if ts < start]
-    during = [total for ts, total in totals if start <= ts <= end]
-    if not during:
+    counts = sorted((e for e in events if e["name"] == "[memory]" and start <= e["ts"] <= end), key=lambda e: e["ts"])
+    if not counts:
         raise ValueError("no allocation was recorded in the measured step; is it run on the CPU by torch in this thread?")
-    before_bytes = before[-1] if before else 0
-    return {"peak_bytes": max(before_bytes, *during), "before_bytes": before_bytes}
+    totals = [e["args"]["Total Allocated"] for e in counts]
+    before_bytes = totals[0] - counts[0]["args"]["Bytes"]  # the bytes of a release are negative
+    return {"peak_bytes": max(before_bytes, *totals), "before_bytes": before_bytes}
