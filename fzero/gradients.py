@@ -65,6 +65,7 @@ class Streamed(NamedTuple):
     """The loss of a layered model, and its gradient, over parameters at rest. `ahead`: parts fetched before they are needed."""
 
     model: base.Model
+    parts: Parts
     plan: Plan
     mesh: Mesh
     ctx: base.Ctx
@@ -83,7 +84,7 @@ class Streamed(NamedTuple):
 
     def forward(self, params: Tree, batch: base.Batch, key: Any, first: Any) -> base.Loss:
         """The loss of a batch, without anything kept."""
-        parts, ctx, ahead = parts_of(self.model, self.plan), self.context(batch, key, first), self.fetcher(params)
+        parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params)
         embed, head = Part("embed", parts.embed), Part("head", parts.head)
         layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
         ahead.expect([embed, *layers, head], "forward")
@@ -99,7 +100,7 @@ class Streamed(NamedTuple):
 
     def backward(self, params: Tree, batch: base.Batch, key: Any, first: Any, seed: Tensor, reducer: Reducer, last: bool) -> base.Loss:
         """The loss of a micro-batch; the gradient of total * seed goes to `reducer`, for which it may be the `last` one."""
-        parts, ctx, ahead = parts_of(self.model, self.plan), self.context(batch, key, first), self.fetcher(params)
+        parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params)
         embed, head = Part("embed", parts.embed), Part("head", parts.head)
         layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
         drops = {part.name: self.plan.reshard and ahead.gather.needed(part) for part in (embed, layers[0])}

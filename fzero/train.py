@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fzero import pytree, random
 from fzero.autodiff import Remat, needs_grad, transforms
-from fzero.gradients import Streamed, functional, put_whole, sum_losses, whole_params
+from fzero.gradients import Streamed, functional, parts_of, put_whole, sum_losses, whole_params
 from fzero.models import base
 from fzero.optim import GradientTransformation, ema_init
 from fzero.optim.base import name_tree, overwrite
@@ -262,7 +262,9 @@ def make_gradient(
     """
     loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled)
     ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, sequence=plan.sequence)
-    streamed = Streamed(loss_fn, plan, mesh, ctx, remat, prefetch) if isinstance(loss_fn, base.Model) else None
+    streamed = None
+    if isinstance(loss_fn, base.Model):
+        streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch)
 
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, policy)
@@ -401,7 +403,7 @@ def make_eval_step(
         loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled)
     else:
         ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, sequence=plan.sequence)
-        loss = Streamed(loss_fn, plan, mesh, ctx, Remat(), prefetch).forward
+        loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, Remat(), prefetch).forward
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Any) -> base.Loss:

@@ -57,8 +57,8 @@ class Reducer:
         self.canonical = plan.reduce == "canonical"
         # On one process there is no rank to sum over: one dtype for both is what makes the meshes agree.
         self.reduce = accumulate if self.canonical else reduce
-        specs = (pytree.named_leaves(t) for t in (plan.compute, plan.grads, plan.opt))
-        self.moves = {name: moves(*leaf, plan.sizes) for name, *leaf in _zip_named(*specs)}
+        compute, grads, opt = (pytree.named_leaves(t) for t in (plan.compute, plan.grads, plan.opt))
+        self.moves = {name: moves(spec, grads[name], opt[name], plan.sizes) for name, spec in compute.items()}
         self.depth = {n: x.shape[0] for n, x in pytree.named_leaves(plan.like).items() if n.startswith(STACKED)}
         self.final: dict[tuple[str, str], Tensor] = {}  # (stream, leaf) -> its sum, stacked
         self.begun: set[tuple[str, str, int | None]] = set()  # whose place in `final` holds a sum
@@ -166,8 +166,3 @@ class Reducer:
             value = self.final.pop((stream, name)).to(self.accumulate)
             out[name] = out[name].add_(value) if name in out else value
         return pytree.from_named(out, like)
-
-
-def _zip_named(*trees: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    for name in trees[0]:
-        yield name, *(tree[name] for tree in trees)
