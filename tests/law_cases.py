@@ -34,8 +34,8 @@ def plain_loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_params() -> Any:
-    shapes = {"embed": {"tokens": (V, D)}, "blocks": {"w_a": (2, D, D), "w_b": (2, D, D), "scale": (2, D)}, "head": {"w": (V, D), "twin": (V, D)}}
-    shapes["head"]["offset"] = (3,)
+    shapes = {"embed": {"tokens": (V, D)}, "blocks": {"w_a": (2, D, D), "w_b": (2, D, D), "scale": (2, D)}}
+    shapes["head"] = {"w": (V, D), "twin": (V, D), "offset": (3,)}
     key = random.key(7)
     draw = lambda name, shape: 0.5 * random.normal(random.fold_in(key, name), shape, dtype=F64)  # noqa: E731
     return {top: {name: draw(f"{top}/{name}", shape) for name, shape in group.items()} for top, group in shapes.items()}
