@@ -192,7 +192,8 @@ def test_a_printed_plan_shows_every_leaf():
     assert lines[-2] == "not divisible by dp=4, so whole on every rank: blocks/odd, t"
     sharded, whole = 48 + 60, 21 + 1
     a_part, a_step = 4 * sharded * 3 // 4, 4 * (sharded * 3 // 4 + 2 * whole * 3 / 4)
-    assert lines[-1] == f"a rank sends {a_part:,.0f} bytes a micro-batch and {a_step:,.0f} a step, at 4 bytes an element"
+    sent = f"a rank sends {a_part:,.0f} bytes a micro-batch and {a_step:,.0f} a step"
+    assert lines[-1] == f"{sent}, and holds {4 * (sharded // 4 + whole)} bytes of gradients between micro-batches, at 4 bytes an element"
 
 
 def test_a_printed_plan_says_what_stage_3_and_canonical_sums_communicate():

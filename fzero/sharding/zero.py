@@ -215,7 +215,11 @@ def describe(plan: Plan, itemsize: int = 4) -> str:
     notes = [f"not divisible by dp={plan.sizes['dp']}, so whole on every rank: {', '.join(whole)}"] if whole else []
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
     if any(totals):
-        notes.append(f"a rank sends {totals[0]:,.0f} bytes a micro-batch and {totals[1]:,.0f} a step, at {itemsize} bytes an element")
+        held = sum(itemsize * local_numel(x.shape, named[3][n], plan.sizes) for n, x in named[0].items() if n not in plan.frozen)
+        notes.append(
+            f"a rank sends {totals[0]:,.0f} bytes a micro-batch and {totals[1]:,.0f} a step, and holds {held:,} bytes of gradients "
+            f"between micro-batches, at {itemsize} bytes an element"
+        )
     return "\n".join([top, *lines, *notes])
 
 
