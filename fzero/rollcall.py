@@ -68,7 +68,8 @@ class RollCall:
         Raises RankError where it is at another one, and where it does not arrive in time.
         """
         text = json.dumps(call)
-        self.store.set(f"{self.rank}/{call.number}", text)
+        # By axis, so that it has one reader: a neighbour over another axis sees by `last` that this rank is elsewhere.
+        self.store.set(f"{self.rank}/{call.axis}/{call.number}", text)
         self.store.set(f"{self.rank}/last", text)
         other = self._arrival(call, left)
         if other != call:
@@ -76,11 +77,11 @@ class RollCall:
             fix = "give all ranks the same code, config, mesh and shapes of data"
             raise self.error(call, f"the ranks run different programs: {at}; {fix}")
         # Its one reader has read it: what the store holds does not grow.
-        self.store.delete_key(f"{left}/{call.number}")
+        self.store.delete_key(f"{left}/{call.axis}/{call.number}")
 
     def _arrival(self, call: Call, left: int) -> Call:
         """What rank `left` is at as its collective of the same number; raises RankError where it does not arrive in time."""
-        key, end = f"{left}/{call.number}", time.monotonic() + self.timeout_s
+        key, end = f"{left}/{call.axis}/{call.number}", time.monotonic() + self.timeout_s
         while True:
             left_s = end - time.monotonic()
             with contextlib.suppress(RuntimeError):
@@ -89,7 +90,7 @@ class RollCall:
             try:
                 last = self._read(f"{left}/last") if self.store.check([f"{left}/last"]) else None
                 if last is not None and last.number >= call.number:
-                    # It has been there: what it left is here by now, or was read by a rank that took it for its neighbour.
+                    # It has been there: what it left for this rank is here by now, or it was at a collective over another axis.
                     return self._read(key) if self.store.check([key]) else last
             except RuntimeError:
                 raise self.error(call, "the store, which rank 0 keeps, does not answer") from None

@@ -40,17 +40,18 @@ def folder(tmp_path_factory):
     return path
 
 
-def two_cores():
-    # So that every rank has one thread, as this process has: the same bits need the same threads.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-
-
 def start(folder, n, *args, command=("-m", "fzero")):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         line = [*launcher, *command, "pretrain", *map(str, args)]
-        return subprocess.Popen(line, cwd=folder, env=environment, stdout=out, stderr=err, preexec_fn=two_cores)
+        cores = os.sched_getaffinity(0)
+        # So that every rank has one thread, as this process has: the same bits need the same threads. A child takes its parent's cores.
+        os.sched_setaffinity(0, sorted(cores)[:2])
+        try:
+            return subprocess.Popen(line, cwd=folder, env=environment, stdout=out, stderr=err)
+        finally:
+            os.sched_setaffinity(0, cores)
 
 
 def ended(folder, process, timeout_s=60):
