@@ -301,7 +301,7 @@ def make_gradient(
 
 
 def scale_by(grads: Tree, factor: Tensor, donate: bool) -> Tree:
-    """grads * factor; in the buffers of `grads` where they are donated, as in `add`."""
+    """grads * factor; in the buffers of `grads` where they are donated, but never twice in one that two leaves share."""
     if donate:
         return overwrite(lambda name, g: g.mul_(factor), name_tree(grads), grads)
     return pytree.map(lambda g: g * factor, grads)
