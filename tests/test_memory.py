@@ -168,3 +168,17 @@ def test_the_ledger_is_two_and_three_psi():
             assert (reduce, gather, update) == (parts * 4 * psi * unit, 0, size * psi * unit)
         else:
             assert (reduce, gather, update) == (parts * 4 * psi * unit, parts * size * (2 * blocks + outside) * unit, 0)
+
+
+@pytest.mark.parametrize(("stage", "holds"), [(3, False), (0, True)])
+def test_a_sharded_initialisation_never_holds_the_model(stage, holds):
+    sizes = {"vocab_size": 4096, "d_model": 256, "n_layers": 12, "d_ff": 1024, "n_heads": 4, "n_kv_heads": 4, "max_len": 64}
+    model, mesh = models.build(models.LlamaConfig(**sizes)), fake_mesh({"dp": 4})
+    plan = fzero.zero_plan(stage, model, mesh)
+    with LiveBytes() as live:
+        state = fzero.init_state(model, optim.sgd(0.1), plan, mesh, seed=0)
+    model_bytes = 4 * models.num_params(model)
+    assert tree_bytes(state.params) == model_bytes // (1 if holds else 4)
+    assert (live.peak >= model_bytes) == holds
+    # Beside the shards: one leaf's, twice, and the words that random numbers are made of.
+    assert holds or live.peak < 0.6 * model_bytes

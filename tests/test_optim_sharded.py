@@ -32,20 +32,8 @@ LEAVES = {
 MESHES = {"dp2": {"dp": 2}, "dp4": {"dp": 4}, "dp2 tp2": {"dp": 2, "tp": 2}}
 RATES = ((r"^blocks/", [0.5, 0.9, 0.8, 1.0, 1.1, 0.7]), (r"^embed/", 0.1), (".*", 1.0))
 
-
-def nested(named):
-    out = {}
-    for name, value in named.items():
-        *path, last = name.split("/")
-        node = out
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return out
-
-
-SHAPES = nested({name: shape for name, (shape, _) in LEAVES.items()})
-SPECS = nested({name: Spec.parse(text) for name, (_, text) in LEAVES.items()})
+SHAPES = pytree.nest({name: shape for name, (shape, _) in LEAVES.items()})
+SPECS = pytree.nest({name: Spec.parse(text) for name, (_, text) in LEAVES.items()})
 
 
 def muon_for_matrices(lr, layout):

@@ -110,7 +110,7 @@ def test_what_is_frozen_stays_and_has_no_state():
 
 
 def drawn(mesh, stage):
-    """The state of 'init' in float32, put together; and the largest tensor that was made for it, in elements of the largest leaf."""
+    """The first state in bf16 with float32 master weights, put together."""
     model = model_of("llama", dropout=0.0)
     plan = fzero.zero_plan(stage, model, mesh)
     tx = optim.adam(0.1)

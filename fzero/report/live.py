@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
 
     def see(self, x: Any) -> None:
         """Count the storage of a tensor, if it is new."""
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or x.device.type == "meta":  # a shape without memory
             return
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
