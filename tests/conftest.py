@@ -1,8 +1,15 @@
-"""What holds for every test: one thread, as tests run side by side and small tensors are slower on several."""
+"""What holds for every test: one thread, as tests run side by side and small tensors are slower on several.
+
+Without a GPU, Triton's kernels run in its interpreter, which must be asked for before Triton is imported.
+"""
+
+import os
 
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure(config):

@@ -1,0 +1,137 @@
+"""Gated activations: SwiGLU and GeGLU behind the two products.
+
+    swiglu(a, b) = silu(a) b,   silu(a) = a s(a);   geglu(a, b) = gelu(a) b,   gelu(a) = a s(2 c (a + 0.044715 a^3)),  c = sqrt(2 / pi)
+
+with s the logistic function (the tanh form of GELU, as tanh(x) = 2 s(2x) - 1). The backward pass takes a and b alone and computes the
+activation again.
+Ref: Shazeer 2020, "GLU variants improve transformer", arXiv:2002.05202, equations 5 and 6; Hendrycks & Gimpel 2016, arXiv:1606.08415.
+
+Shapes: a and b of one shape and dtype, any strides; the arithmetic is in float32 or wider, the result in their dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fzero.kernels import tuning
+from fzero.kernels.aot import Build
+from fzero.kernels.function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.registry import Form, Op
+
+CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8))]
+GELU_SLOPE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
+GELU_CUBE = tl.constexpr(0.044715)
+
+
+def swiglu_reference(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) * b: the definition."""
+    return F.silu(a) * b
+
+
+def geglu_reference(a: Tensor, b: Tensor) -> Tensor:
+    """gelu(a) * b with the tanh form of GELU: the definition."""
+    return F.gelu(a, approximate="tanh") * b
+
+
+@triton.jit
+def _gate(a, GELU: tl.constexpr):
+    """(activation, its derivative) of float32 a."""
+    if GELU:
+        # A constexpr to the left of a tensor is no tensor in the interpreter.
+        s = tl.sigmoid((a + a * a * a * GELU_CUBE) * GELU_SLOPE)
+        return a * s, s + a * s * (1.0 - s) * (1.0 + a * a * GELU_CUBE * 3.0) * GELU_SLOPE
+    s = tl.sigmoid(a)
+    return a * s, s * (1.0 + a * (1.0 - s))
+
+
+@triton.jit
+def _glu_forward(A, B, OUT, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(A + at, mask=at < n, other=0.0).to(tl.float32)
+    b = tl.load(B + at, mask=at < n, other=0.0).to(tl.float32)
+    act, _ = _gate(a, GELU)
+    tl.store(OUT + at, (act * b).to(OUT.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _glu_backward(A, B, G, DA, DB, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(A + at, mask=at < n, other=0.0).to(tl.float32)
+    b = tl.load(B + at, mask=at < n, other=0.0).to(tl.float32)
+    g = tl.load(G + at, mask=at < n, other=0.0).to(tl.float32)
+    act, slope = _gate(a, GELU)
+    tl.store(DA + at, (g * b * slope).to(DA.dtype.element_ty), mask=at < n)
+    tl.store(DB + at, (g * act).to(DB.dtype.element_ty), mask=at < n)
+
+
+def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], gelu: bool) -> None:
+    n = tensors[0].numel()
+    if n:
+        config = tuning.config(kernel.__name__, (n, tensors[0].dtype), CONFIGS[0], tensors[0].device)
+        kernel[(triton.cdiv(n, config["BLOCK"]),)](*tensors, n, GELU=gelu, **config)
+
+
+@operator("glu_forward(Tensor a, Tensor b, bool gelu) -> Tensor", lambda a, b, gelu: a.new_empty(a.shape))
+def glu_forward(a: Tensor, b: Tensor, gelu: bool) -> Tensor:
+    """The activation of a times b, in one pass over memory."""
+    out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out), gelu)
+    return out
+
+
+def _two_like(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape), a.new_empty(a.shape)
+
+
+@operator("glu_backward(Tensor a, Tensor b, Tensor g, bool gelu) -> (Tensor, Tensor)", _two_like)
+def glu_backward(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    """The gradients by a and b for the gradient g of the result."""
+    da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
+    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), da, db), gelu)
+    return da, db
+
+
+def _fused(what: str, gelu: bool) -> Fused:
+    return Fused(
+        what,
+        forward=lambda a, b: (glu_forward(a, b, gelu),),
+        backward=lambda saved, grads: glu_backward(*saved, *grads, gelu),
+    )
+
+
+def _supports(a: Tensor, b: Tensor) -> str:
+    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
+        return f"the dtypes are {a.dtype} and {b.dtype}; it takes two of float32, bfloat16 or float16"
+    return triton_runs(a, b) if a.shape == b.shape else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
+
+
+def _op(name: str, reference: functools.partial, gelu: bool) -> Op:
+    return Op(
+        name,
+        reference,
+        Form("triton", _fused(name, gelu), supports=_supports, prefers=on_cuda),
+        flops=lambda a, b: 10 * a.numel(),
+        bytes=lambda a, b: 3 * a.numel() * a.element_size(),
+    )
+
+
+swiglu = _op("swiglu", swiglu_reference, gelu=False)
+geglu = _op("geglu", geglu_reference, gelu=True)
+
+
+def builds() -> Iterator[Build]:
+    """What `aot` compiles."""
+    for kernel, pointers in (("_glu_forward", "A B OUT"), ("_glu_backward", "A B G DA DB")):
+        for config in CONFIGS:
+            for gelu in (False, True):
+                signature = dict.fromkeys(pointers.split(), "*bf16") | {"n": "i32", "GELU": "constexpr", "BLOCK": "constexpr"}
+                label = f"{kernel} {'geglu' if gelu else 'swiglu'} {config['BLOCK']}"
+                yield Build(label, kernel, signature, {"GELU": gelu}, config, aligned=("n",))

@@ -1,0 +1,173 @@
+"""The hot operations by name: what defines each, the forms that are faster somewhere, and which form serves a call.
+
+An operation is a function of tensors, `op(*args, impl="auto", **options)`. Its `reference` is plain PyTorch: it defines the result and
+composes with every transform. A `Form` is another way to the same result, which says what it supports. "auto" takes the first form that
+supports a call and does not stand back from it, or the reference; the name of a form takes that form, or raises with the reason why not.
+
+    >>> print(explain("rms_norm", x, scale, 1e-5))
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fzero.autodiff import first_order
+from fzero.pytree import nearest
+
+# The files that hold operations; each registers its own when it is imported.
+FILES = ("attention", "cross_entropy", "dropout", "float8", "glu", "moe", "norm", "quantize", "rope")
+OPS: dict[str, Op] = {}
+
+
+def always(*args: Any, **options: Any) -> str:
+    """No reason against."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to compute an operation: `run` takes what the operation's reference takes.
+
+    supports: the same arguments -> "" where this form serves them, else the reason why not, in a few words.
+    prefers: the same arguments -> "" where "auto" should take this form, else the reason why not, with what was measured.
+    composes: whether it serves under vmap and where it is differentiated more than once; the reference does it elsewhere.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    supports: Callable[..., str] = always
+    prefers: Callable[..., str] = always
+    composes: bool = False
+
+    def against(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+        """The reason why this form cannot serve a call, "" for none."""
+        if not self.composes and not first_order():
+            return "it is differentiated once at most, and not under vmap or jvp"
+        return self.supports(*args, **options)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which form of an operation serves a call, why not the others, and what the call costs."""
+
+    op: str
+    chosen: str
+    reasons: dict[str, str]  # of each form that was not taken
+    flops: int
+    bytes: int
+
+    def __str__(self) -> str:
+        """The form and its costs, and a line for each form that was passed over."""
+        cost = f"{self.flops:,} FLOP, {self.bytes:,} bytes at least"
+        return "\n".join([f"{self.op}: {self.chosen} ({cost})", *(f"  not {name}: {why}" for name, why in self.reasons.items())])
+
+
+class Op:
+    """A hot operation. Calling it computes `reference(*args, **options)` by the form that `impl` names.
+
+    flops, bytes: the same arguments -> what a call costs at least, forward: floating-point operations, and bytes to and from memory.
+    Both also serve tensors without data (fake or on the meta device).
+    """
+
+    def __init__(self, name: str, reference: Callable[..., Any], *forms: Form, flops: Callable[..., int], bytes: Callable[..., int]):
+        self.name, self.reference, self.flops, self.bytes = name, reference, flops, bytes
+        self.forms = list(forms)
+        OPS[name] = self
+
+    def __call__(self, *args: Any, impl: str = "auto", **options: Any) -> Any:
+        return self.choose(impl, args, options)[1](*args, **options)
+
+    def choose(
+        self, impl: str, args: tuple[Any, ...], options: Mapping[str, Any], reasons: dict[str, str] | None = None
+    ) -> tuple[str, Callable[..., Any]]:
+        """(name, function) of the form that serves a call; notes in `reasons` why others do not.
+
+        Raises ValueError where `impl` is no form of this operation, or does not support the call.
+        """
+        if impl not in ("auto", "reference"):
+            form = self.form(impl)
+            if why := form.against(args, options):
+                raise ValueError(f"{self.name}: impl={impl!r} does not serve this call: {why}; use auto or reference")
+            return form.name, form.run
+        if impl == "auto":
+            for form in self.forms:
+                why = form.against(args, options) or form.prefers(*args, **options)
+                if not why:
+                    return form.name, form.run
+                if reasons is not None:
+                    reasons[form.name] = why
+        return "reference", self.reference
+
+    def form(self, name: str) -> Form:
+        """The form of this name; raises ValueError naming those there are."""
+        for form in self.forms:
+            if form.name == name:
+                return form
+        names = ["auto", "reference", *(form.name for form in self.forms)]
+        raise ValueError(f"{self.name}: impl is {name!r}{nearest(name, names)}; it must be one of {', '.join(names)}")
+
+
+def op(name: str) -> Op:
+    """The operation of this name; raises ValueError naming those there are."""
+    for file in FILES:
+        importlib.import_module(f"fzero.kernels.{file}")
+    if name not in OPS:
+        raise ValueError(f"there is no operation {name!r}{nearest(name, OPS)}; the operations are {', '.join(sorted(OPS))}")
+    return OPS[name]
+
+
+def register(name: str, form: Form) -> None:
+    """Add a form to the operation `name`; "auto" asks it before those that are there. A form of the same name is replaced."""
+    forms = op(name).forms
+    forms[:] = [form, *(other for other in forms if other.name != form.name)]
+
+
+def explain(name: str, *args: Any, impl: str = "auto", **options: Any) -> Explanation:
+    """Which form of the operation `name` serves this call, and why not the others; nothing is computed."""
+    asked, reasons = op(name), {}
+    chosen, _ = asked.choose(impl, args, options, reasons)
+    return Explanation(name, chosen, reasons, asked.flops(*args, **options), asked.bytes(*args, **options))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which form each operation of a run takes: `default` for all, and exceptions by name."""
+
+    default: str = "auto"
+    by_op: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Kernels:
+        """The choice of a text: "auto", "reference", or e.g. "auto,attention=blocked,rms_norm=reference".
+
+        Raises ValueError for an operation or form that is not there.
+        """
+        default, by_op = "auto", {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, equals, form = part.partition("=")
+            if equals:
+                if form not in ("auto", "reference"):
+                    op(name).form(form)
+                by_op[op(name).name] = form
+            elif part in ("auto", "reference"):
+                default = part
+            else:
+                raise ValueError(f"kernels: {part!r} is neither auto, reference nor OPERATION=FORM, e.g. attention=blocked")
+        return cls(default, tuple(sorted(by_op.items())))
+
+    def __str__(self) -> str:
+        """The text that `parse` takes."""
+        return ",".join([self.default, *(f"{name}={form}" for name, form in self.by_op)])
+
+    def __getitem__(self, name: str) -> str:
+        """The `impl` for the operation of this name."""
+        return dict(self.by_op).get(name, self.default)
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("Kernels is asked by the name of an operation")
+
+
+AUTO = Kernels()

@@ -1,0 +1,67 @@
+"""Which block sizes a kernel takes: a default chosen from shapes, or what was measured on this device and kept beside the user's cache.
+
+A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}: JSON, and
+keyword arguments of a launch. Timing happens in `tune` alone, when somebody asks for it, so a run's launches never depend on a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+Config = dict[str, int]
+_LOADED: dict[Path, dict[str, Config]] = {}
+
+
+def cache_file(device: torch.device | str = "cuda") -> Path:
+    """Where the configurations of a device are kept: $XDG_CACHE_HOME (or ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json."""
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "fzero" / "kernels" / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-triton-{triton.__version__}.json"
+
+
+def _read(path: Path) -> dict[str, Config]:
+    if path not in _LOADED:
+        try:
+            _LOADED[path] = json.loads(path.read_text())
+        except FileNotFoundError:
+            _LOADED[path] = {}
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); remove it, and tune again") from error
+    return _LOADED[path]
+
+
+def _key(kernel: str, shape: Sequence[Any]) -> str:
+    return " ".join([kernel, *map(str, shape)])
+
+
+def config(kernel: str, shape: Sequence[Any], default: Config, device: torch.device) -> Config:
+    """The configuration measured for `kernel` and a shape (sizes, dtypes) on this device, or `default`."""
+    if device.type != "cuda":
+        return default
+    return _read(cache_file(device)).get(_key(kernel, shape), default)
+
+
+def tune(
+    kernel: str, shape: Sequence[Any], candidates: Sequence[Config], seconds: Callable[[Config], float], device: torch.device
+) -> Config:
+    """The fastest of `candidates` by `seconds(config)` (infinite where one does not run), written into the device's file."""
+    if not candidates:
+        raise ValueError(f"{kernel}: there is no configuration to try")
+    best = min(candidates, key=seconds)
+    path = cache_file(device)
+    kept = dict(_read(path)) | {_key(kernel, shape): best}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    part.replace(path)
+    _LOADED[path] = kept
+    return best
