@@ -17,6 +17,7 @@ from typing import Any
 from fzero import models
 from fzero.autodiff import Remat
 from fzero.data.tokens import read_meta
+from fzero.kernels.registry import Kernels
 from fzero.models import GPT2Config, LlamaConfig, MLPConfig, ModelConfig, MoEConfig
 from fzero.precision import LossScale
 from fzero.pytree import nearest
@@ -112,6 +113,7 @@ class Train:
     seed: int = 0
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: where there is a compiler
+    kernels: str = "auto"  # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
     ema_decay: float = 0.0  # 0: no average of the weights
     eval_every: int = 100
     eval_batches: int = 16  # micro-batches of an evaluation; 0: the whole validation split
@@ -328,6 +330,7 @@ def validate(config: RunConfig) -> None:
     if c.data.seq_len > c.model.max_len:
         raise ValueError(f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make one fit the other")
     Remat.parse(t.remat)
+    Kernels.parse(t.kernels)
     s = c.optim.schedule
     if s.warmup_steps >= t.steps:
         raise ValueError(f"optim.schedule.warmup_steps is {s.warmup_steps}; it must be below train.steps={t.steps}")

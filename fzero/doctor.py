@@ -16,9 +16,12 @@ from typing import Any
 import torch
 
 import fzero
+from fzero import models
 from fzero.compile import have_compiler
 from fzero.config import RunConfig
-from fzero.program import gigabytes, settled
+from fzero.kernels.registry import Kernels, describe, observe
+from fzero.models import base
+from fzero.program import gigabytes, make_policy, settled
 
 GEMM = 1024  # side of the square products that are timed
 MAX_ERROR = 1e-6  # of a float32 product, relative to its float64 value
@@ -188,6 +191,21 @@ def compiler() -> str:
     return next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), "") if found else ""
 
 
+def forms(config: RunConfig) -> dict[str, set[str]]:
+    """The form that each hot operation of a training step takes on the CPU: found on tensors without data, nothing is computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def leaf(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
+        return torch.empty(shape, dtype=make_policy(config).param, requires_grad=True)
+
+    model = models.build(config.model)
+    with FakeTensorMode(allow_non_fake_inputs=True), observe() as used:
+        tokens = torch.zeros(config.train.micro_batch, config.data.seq_len, dtype=torch.int64)
+        ctx = base.Ctx(dtype=make_policy(config).compute, kernels=Kernels.parse(config.train.kernels))
+        base.loss(model, model.init(leaf), {"tokens": tokens, "targets": tokens}, ctx)
+    return used
+
+
 def diagnose() -> str:
     """The page that `fzero doctor` prints."""
     found, plan = [], []
@@ -208,6 +226,7 @@ def diagnose() -> str:
     plan.append(("precision", config.precision.policy))
     plan.append(("fp32 products", choose_fp32_matmul("auto")[1].removeprefix("fp32 products: ")))
     plan.append(("blocks", "compiled" if config.train.compiled else "uncompiled: no compiler"))
+    plan.append(("kernels", describe(forms(config))))
     width = max(len(name) for name, _ in found + plan)
     show = [f"  {name:{width}}  {value}" for name, value in found], [f"  {name:{width}}  {value}" for name, value in plan]
     return "\n".join(["this machine", *show[0], "", "fzero will use", *show[1]])

@@ -88,7 +88,7 @@ class Streamed(NamedTuple):
         embed, head = Part("embed", parts.embed), Part("head", parts.head)
         layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
         ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.tensor(0)
+        none, zero = pytree.flatten(())[1], torch.tensor(0, device=pytree.leaves(params)[0].device)
         with torch.no_grad():
             pair, out_def, extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x = pair.primal([*ahead.take(embed), zero, *extra])
@@ -106,7 +106,7 @@ class Streamed(NamedTuple):
         drops = {part.name: self.plan.reshard and ahead.gather.needed(part) for part in (embed, layers[0])}
         again = frozenset(parts.embed) & frozenset(parts.head)
         ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.tensor(0)
+        none, zero = pytree.flatten(())[1], torch.tensor(0, device=pytree.leaves(params)[0].device)
         with torch.no_grad(), self.mesh.ledger.phase("forward"):
             embed_pair, out_def, embed_extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x, embed_kept = embed_pair.forward([*ahead.take(embed), zero, *embed_extra], drops["embed"] * len(parts.embed))

@@ -40,9 +40,9 @@ class ScalerState(NamedTuple):
     hysteresis: Tensor  # int64 scalar: overflows until the scale falls, at least 1
 
 
-def init_scaler(config: LossScale) -> ScalerState:
+def init_scaler(config: LossScale, device: torch.device | str = "cpu") -> ScalerState:
     """The state before the first step."""
-    return ScalerState(torch.tensor(config.init), torch.tensor(0), torch.tensor(config.hysteresis))
+    return ScalerState(*(torch.tensor(value, device=device) for value in (config.init, 0, config.hysteresis)))
 
 
 def update_scaler(config: LossScale, state: ScalerState, overflow: Tensor) -> ScalerState:

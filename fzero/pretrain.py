@@ -22,6 +22,7 @@ from fzero.config import RunConfig, check_vocabulary, from_json, to_json, to_tab
 from fzero.corpus import Say
 from fzero.data.tokens import read_meta
 from fzero.program import Program, build, check_memory, first_state, flop_per_token, num_params, restore, specs_of
+from fzero.kernels.registry import describe, observe
 from fzero.report import plots
 from fzero.sample import generate
 from fzero.sharding import Mesh
@@ -236,7 +237,10 @@ def train(
             begin = time.perf_counter()
             _, batch = next(batches)
             waited = time.perf_counter() - begin
-            state, metrics = program.train_step(state, batch)
+            with observe() as used:
+                state, metrics = program.train_step(state, batch)
+            if step == first and used:
+                options.say(f"kernels: {describe(used)}")
             row = numbers(program, metrics, step)
             step += 1
             spent = time.perf_counter() - begin

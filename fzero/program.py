@@ -72,10 +72,12 @@ def build(config: RunConfig, mesh: Mesh | None = None) -> Program:
         micro_batches=micro_batches,
         remat=t.remat,
         compiled=bool(t.compiled),
+        kernels=t.kernels,
         ema_decay=t.ema_decay,
         prefetch=config.prefetch,
     )
-    eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, compiled=bool(t.compiled), prefetch=config.prefetch)
+    options = {"compiled": bool(t.compiled), "kernels": t.kernels, "prefetch": config.prefetch}
+    eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, **options)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
     return Program(config, mesh, model, plan, tx, schedule, policy, train_step, eval_step)
 

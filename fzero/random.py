@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-# Elements drawn at a time: some forty temporaries of this size stay in the cache.
-_CHUNK = 1 << 15
+# Elements drawn at a time: some forty temporaries of this size stay in a CPU's cache, and do not fill a GPU.
+_CHUNK = {"cpu": 1 << 15}
+_CHUNK_ELSEWHERE = 1 << 22
 
 
 def philox(counter: Sequence[Tensor | int], key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -164,12 +165,12 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int], *, first: int | Tenso
 
 
 def _elements(value, key, shape, dtype, first, index) -> Tensor:
-    n = math.prod(shape)
-    if n <= _CHUNK or index is not None or isinstance(first, Tensor):
+    n, most = math.prod(shape), _CHUNK.get(key.device.type, _CHUNK_ELSEWHERE)
+    if n <= most or index is not None or isinstance(first, Tensor):
         return value(bits(key, shape, first=first, index=index)).to(dtype)
     parts = []
-    for start in range(0, n, _CHUNK):
-        parts.append(value(bits(key, (min(_CHUNK, n - start),), first=first + start)).to(dtype))
+    for start in range(0, n, most):
+        parts.append(value(bits(key, (min(most, n - start),), first=first + start)).to(dtype))
     return torch.cat(parts).reshape(shape)
 
 

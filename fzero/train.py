@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero import pytree, random
 from fzero.autodiff import Remat, needs_grad, transforms
 from fzero.gradients import Streamed, functional, parts_of, put_whole, sum_losses, whole_params
+from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
 from fzero.optim import GradientTransformation, ema_init
 from fzero.optim.base import name_tree, overwrite
@@ -72,7 +73,7 @@ def init_state(
     `policy` must be the step's; `ema` keeps averaged weights, for a step made with `ema_decay`. A rank draws or copies its own shards
     only, so that nothing larger is ever held: the same elements on every mesh.
     """
-    key = seed if isinstance(seed, Tensor) else random.key(seed)
+    key = seed.to(device) if isinstance(seed, Tensor) else random.key(seed, device)
     drawn = isinstance(model, base.Model)
     expect_shapes(plan, shapes_of(model))
     opt, masters = pytree.named_leaves(plan.opt), {}
@@ -92,13 +93,13 @@ def init_state(
     master = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else ()
     target = master if policy.has_master else own(plan, mesh, params)
     return TrainState(
-        step=torch.tensor(0),
+        step=torch.tensor(0, device=device),
         params=params,
         master=master,
         opt_state=tx.init(target),
-        scaler=init_scaler(policy.loss_scale) if policy.loss_scale else (),
+        scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
-        data_cursor=torch.tensor(0),
+        data_cursor=torch.tensor(0, device=device),
         extra={"ema": ema_init(target)} if ema else {},
     )
 
@@ -146,7 +147,7 @@ def expect_shapes(plan: Plan, given: Tree, mesh: Mesh | None = None) -> None:
 
 
 def make_loss(
-    loss_fn: base.Model | LossFn, policy: Policy, plan: Plan | None, mesh: Mesh, remat: Remat, compiled: bool
+    loss_fn: base.Model | LossFn, policy: Policy, plan: Plan | None, mesh: Mesh, remat: Remat, compiled: bool, kernels: Kernels
 ) -> Callable[..., base.Loss]:
     """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
 
@@ -154,7 +155,9 @@ def make_loss(
     the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, remat=remat, sequence=plan is not None and plan.sequence)
+        ctx = base.Ctx(
+            mesh=mesh, dtype=policy.compute, compiled=compiled, kernels=kernels, remat=remat, sequence=plan is not None and plan.sequence
+        )
         return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
@@ -182,6 +185,7 @@ def make_train_step(
     micro_batches: int = 1,
     remat: Remat | str = "none",
     compiled: bool = False,
+    kernels: Kernels | str = AUTO,
     donate: bool = True,
     ema_decay: float = 0.0,
     prefetch: int = 1,
@@ -194,6 +198,7 @@ def make_train_step(
     donate: the buffers of the state are overwritten by the new state's; False leaves them valid, and only then does the step compose
     with torch.func (vmap over states, grad through steps).
     ema_decay: the average's memory; the state must have been made with `ema=True`.
+    kernels: the form of each hot operation, e.g. "reference" or "auto,attention=blocked" (see kernels.registry).
     prefetch: layers whose parameters are gathered ahead of use at stage 3, so that prefetch + 1 layers are whole at a time.
     The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
     were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on. skip_nonfinite=False updates whatever comes,
@@ -204,10 +209,11 @@ def make_train_step(
     """
     expect_plan(loss_fn, tx, plan, mesh)
     remat = Remat.parse(remat) if isinstance(remat, str) else remat
+    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
     dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
-    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, prefetch)
+    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
 
@@ -217,7 +223,7 @@ def make_train_step(
         expect_state(plan, policy, mesh, state, ema_decay)
         key = random.fold_in(random.fold_in(state.key, "dropout"), state.step) if dropout else ()
         size, parts = split_batch(batch, micro_batches)
-        scale = state.scaler.scale if policy.loss_scale else torch.ones(())
+        scale = state.scaler.scale if policy.loss_scale else torch.ones((), device=state.step.device)
         # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.
         seed_divisor = positions(parts[0]) if policy.loss_scale else 1
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
@@ -232,7 +238,7 @@ def make_train_step(
             grads = scale_by(grads, seed_divisor / (tokens.to(wide) * scale), donate)
             with mesh.ledger.phase("metrics"):
                 grad_norm = layout.norm(grads)
-            skipped = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros((), dtype=torch.bool)
+            skipped = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
             metrics = Metrics(
                 total.total.to(wide) / tokens,
                 total.num_tokens,
@@ -254,14 +260,14 @@ def make_train_step(
 
 
 def make_gradient(
-    loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, policy: Policy, remat: Remat, compiled: bool, prefetch: int
+    loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, policy: Policy, remat: Remat, compiled: bool, kernels: Kernels, prefetch: int
 ) -> Callable[..., tuple[Tree, base.Loss]]:
     """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
 
     The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part.
     """
-    loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled)
-    ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, sequence=plan.sequence)
+    loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled, kernels)
+    ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, kernels=kernels, sequence=plan.sequence)
     streamed = None
     if isinstance(loss_fn, base.Model):
         streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch)
@@ -292,7 +298,7 @@ def make_gradient(
             losses = plain(state.params, parts, firsts, key, seed, reducer)
         else:
             losses = [
-                streamed.backward(state.params, part, key, torch.tensor(first), seed, reducer, last=j == len(parts) - 1)
+                streamed.backward(state.params, part, key, torch.tensor(first, device=seed.device), seed, reducer, last=j == len(parts) - 1)
                 for j, (part, first) in enumerate(zip(parts, firsts))
             ]
         return reducer.sums(plan.trained(plan.like)), sum_losses(losses, mesh)
@@ -393,16 +399,18 @@ def make_eval_step(
     plan: Plan | None = None,
     policy: Policy = fp32(),  # noqa: B008
     compiled: bool = False,
+    kernels: Kernels | str = AUTO,
     prefetch: int = 1,
 ) -> Callable[[Tree, Any], base.Loss]:
     """The function `(params, batch) -> Loss` without dropout: this rank's sums, to be added up over batches and data ranks.
 
     plan: how the parameters rest (None: whole). All ranks of the mesh must call it together.
     """
+    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
     if plan is None or not isinstance(loss_fn, base.Model):
-        loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled)
+        loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled, kernels)
     else:
-        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, sequence=plan.sequence)
+        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, kernels=kernels, sequence=plan.sequence)
         loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, Remat(), prefetch).forward
 
     @torch.no_grad()

@@ -83,10 +83,10 @@ def test_a_slice_by_index_is_a_slice_of_the_whole(draw):
 
 @every_draw
 def test_slices_agree_across_the_chunks_of_a_large_draw(draw):
-    n = 2 * random._CHUNK + 5
+    n = 2 * random._CHUNK["cpu"] + 5
     whole = draw(KEY, (n,))
     assert whole.shape == (n,)
-    for start in (random._CHUNK - 3, 2 * random._CHUNK - 2, n - 1):
+    for start in (random._CHUNK["cpu"] - 3, 2 * random._CHUNK["cpu"] - 2, n - 1):
         stop = min(n, start + 9)
         assert_same(draw(KEY, (stop - start,), first=start), whole[start:stop])
         assert_same(draw(KEY, (stop - start,), index=torch.arange(start, stop)), whole[start:stop])

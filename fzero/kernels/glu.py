@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -72,11 +72,15 @@ def _glu_backward(A, B, G, DA, DB, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(DB + at, (g * act).to(DB.dtype.element_ty), mask=at < n)
 
 
+def _grid(n: int, config: tuning.Config) -> tuple[int]:
+    return (triton.cdiv(n, config["BLOCK"]),)
+
+
 def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], gelu: bool) -> None:
     n = tensors[0].numel()
     if n:
-        config = tuning.config(kernel.__name__, (n, tensors[0].dtype), CONFIGS[0], tensors[0].device)
-        kernel[(triton.cdiv(n, config["BLOCK"]),)](*tensors, n, GELU=gelu, **config)
+        grid = functools.partial(_grid, n)
+        tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=(n, tensors[0].dtype), GELU=gelu)
 
 
 @operator("glu_forward(Tensor a, Tensor b, bool gelu) -> Tensor", lambda a, b, gelu: a.new_empty(a.shape))
@@ -113,7 +117,7 @@ def _supports(a: Tensor, b: Tensor) -> str:
     return triton_runs(a, b) if a.shape == b.shape else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
 
 
-def _op(name: str, reference: functools.partial, gelu: bool) -> Op:
+def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], gelu: bool) -> Op:
     return Op(
         name,
         reference,

@@ -9,6 +9,7 @@ supports a call and does not stand back from it, or the reference; the name of a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fzero.pytree import nearest
 # The files that hold operations; each registers its own when it is imported.
 FILES = ("attention", "cross_entropy", "dropout", "float8", "glu", "moe", "norm", "quantize", "rope")
 OPS: dict[str, Op] = {}
+_OBSERVERS: list[dict[str, set[str]]] = []
 
 
 def always(*args: Any, **options: Any) -> str:
@@ -78,7 +80,10 @@ class Op:
         OPS[name] = self
 
     def __call__(self, *args: Any, impl: str = "auto", **options: Any) -> Any:
-        return self.choose(impl, args, options)[1](*args, **options)
+        name, run = self.choose(impl, args, options)
+        for used in _OBSERVERS:
+            used.setdefault(self.name, set()).add(name)
+        return run(*args, **options)
 
     def choose(
         self, impl: str, args: tuple[Any, ...], options: Mapping[str, Any], reasons: dict[str, str] | None = None
@@ -132,6 +137,22 @@ def explain(name: str, *args: Any, impl: str = "auto", **options: Any) -> Explan
     return Explanation(name, chosen, reasons, asked.flops(*args, **options), asked.bytes(*args, **options))
 
 
+@contextlib.contextmanager
+def observe() -> Iterator[dict[str, set[str]]]:
+    """The names of the forms that each operation takes while this is entered, as a dict that fills."""
+    used: dict[str, set[str]] = {}
+    _OBSERVERS.append(used)
+    try:
+        yield used
+    finally:
+        _OBSERVERS[:] = [other for other in _OBSERVERS if other is not used]
+
+
+def describe(used: Mapping[str, set[str]]) -> str:
+    """What `observe` saw, in a line."""
+    return ", ".join(f"{name}={'+'.join(sorted(forms))}" for name, forms in sorted(used.items()))
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Which form each operation of a run takes: `default` for all, and exceptions by name."""
@@ -165,9 +186,6 @@ class Kernels:
     def __getitem__(self, name: str) -> str:
         """The `impl` for the operation of this name."""
         return dict(self.by_op).get(name, self.default)
-
-    def __iter__(self) -> Iterator[str]:
-        raise TypeError("Kernels is asked by the name of an operation")
 
 
 AUTO = Kernels()

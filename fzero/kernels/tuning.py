@@ -1,15 +1,18 @@
 """Which block sizes a kernel takes: a default chosen from shapes, or what was measured on this device and kept beside the user's cache.
 
 A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}: JSON, and
-keyword arguments of a launch. Timing happens in `tune` alone, when somebody asks for it, so a run's launches never depend on a clock.
+keyword arguments of a launch. Timing happens in `tune` alone, and launches call it only inside `searching()`: run a step of your own
+there once, and every kernel that it launches has found its configuration for those shapes. Other runs never depend on a clock.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,15 @@ import triton
 
 Config = dict[str, int]
 _LOADED: dict[Path, dict[str, Config]] = {}
+_SEARCHING: list[bool] = []
 
 
-def cache_file(device: torch.device | str = "cuda") -> Path:
-    """Where the configurations of a device are kept: $XDG_CACHE_HOME (or ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json."""
-    device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+@functools.cache
+def cache_file(device: torch.device) -> Path:
+    """Where the configurations of a CUDA device are kept: $XDG_CACHE_HOME (or ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device)).strip("-")
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "fzero" / "kernels" / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-triton-{triton.__version__}.json"
+    return root / "fzero" / "kernels" / f"{name}-triton-{triton.__version__}.json"
 
 
 def _read(path: Path) -> dict[str, Config]:
@@ -65,3 +69,42 @@ def tune(
     part.replace(path)
     _LOADED[path] = kept
     return best
+
+
+@contextlib.contextmanager
+def searching() -> Iterator[None]:
+    """Inside, each launch for a shape that has no measured configuration times all there are and keeps the fastest."""
+    _SEARCHING.append(True)
+    try:
+        yield
+    finally:
+        _SEARCHING.pop()
+
+
+def launch(
+    kernel: Any,
+    grid: Callable[[Config], tuple[int, ...]],
+    arguments: Sequence[Any],
+    configs: Sequence[Config],
+    *,
+    shape: Sequence[Any],
+    default: Config | None = None,
+    **constants: Any,
+) -> None:
+    """Run `kernel[grid(config)](*arguments, **constants, **config)` on the device of the first argument, a tensor.
+
+    configs: those there are; `default` (the first of them if None) serves where none was measured for `shape` on this device.
+    """
+    device, name = arguments[0].device, kernel.__name__
+    chosen = config(name, shape, default or configs[0], device)
+    if _SEARCHING and device.type == "cuda" and _key(name, shape) not in _read(cache_file(device)):
+        copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]  # a kernel may write where it reads
+
+        def seconds(config: Config) -> float:
+            try:
+                return triton.testing.do_bench(lambda: kernel[grid(config)](*copies, **constants, **config), return_mode="median")
+            except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
+                return float("inf")
+
+        chosen = tune(name, shape, configs, seconds, device)
+    kernel[grid(chosen)](*arguments, **constants, **chosen)

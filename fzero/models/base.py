@@ -11,6 +11,7 @@ from torch import Tensor
 from fzero import pytree, random
 from fzero.autodiff import Remat
 from fzero.kernels.cross_entropy import linear_cross_entropy
+from fzero.kernels.registry import AUTO, Kernels
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process
 from fzero.sharding.fetch import fetch_tree, fetching
@@ -45,6 +46,7 @@ class Ctx(NamedTuple):
     first: Tensor | int = 0  # number of the batch's first sequence within the step's global batch
     documents: Tensor | tuple = ()  # int [B, T]; () where a sequence is one document
     cache: Cache | tuple = ()
+    kernels: Kernels = AUTO  # the form of each hot operation
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
 
 

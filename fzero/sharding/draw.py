@@ -43,7 +43,7 @@ def normal(
             parts.append(random.normal(key, (run,), mean, std, dtype=dtype, first=first))
     else:
         for begin in range(0, math.prod(size), CHUNK):
-            local = torch.arange(begin, min(begin + CHUNK, math.prod(size)))
+            local = torch.arange(begin, min(begin + CHUNK, math.prod(size)), device=key.device)
             parts.append(random.normal(key, local.shape, mean, std, dtype=dtype, index=_global(local, start, size, strides)))
     return torch.cat(parts).reshape(size).to(device)
 
