@@ -21,8 +21,8 @@ from fzero.collectives import all_gather
 from fzero.config import RunConfig, check_vocabulary, from_json, to_json, to_table, updated
 from fzero.corpus import Say
 from fzero.data.tokens import read_meta
-from fzero.program import Program, build, check_memory, first_state, flop_per_token, num_params, restore, specs_of
 from fzero.kernels.registry import describe, observe
+from fzero.program import Program, build, check_memory, first_state, flop_per_token, num_params, restore, specs_of
 from fzero.report import plots
 from fzero.sample import generate
 from fzero.sharding import Mesh

@@ -1,4 +1,4 @@
-"""Compile every kernel for a GPU that is not here, and check the code: `python -m fzero.kernels.aot [PATTERN]`.
+"""Compile every kernel for a GPU that is not here, and check the code: `python -m fzero.kernels.aot [PATTERN] [--arch sm_90]`.
 
 What the interpreter cannot see shows in the machine code: registers spilled to memory, too much shared memory, tensor cores not used,
 narrow loads. Triton's wheel holds all that is needed, ptxas included. Each file of this package lists its kernels and their block
@@ -7,7 +7,9 @@ configurations in `builds()`.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -22,7 +24,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-SHARED_LIMIT = 232448  # bytes of a block on sm_90 (CUDA programming guide, table of compute capabilities)
 FILES = ("attention", "cross_entropy", "dropout", "float8", "glu", "moe", "norm", "optimizers", "quantize", "rope")
 
 
@@ -34,10 +35,30 @@ class Build(NamedTuple):
     signature: dict[str, str]  # its arguments in order: "*bf16", "*fp32", "i32", "i64", "fp32" or "constexpr"
     constants: dict[str, Any]
     config: dict[str, int]  # block sizes, and num_warps, num_stages
-    wgmma: bool = False  # tensor cores must be used
-    wide: bool = True  # loads and stores must be of 128 bits: pointers and the arguments in `aligned` are multiples of 16
+    matrix: bool = False  # the matrix units must be used (wgmma on sm_90)
+    wide: bool = True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
     aligned: tuple[str, ...] = ()  # integer arguments that are multiples of 16
     spills: int = 0  # bytes spilled that are allowed; 0 unless there is a reason, to be said beside it
+
+
+class Arch(NamedTuple):
+    """A GPU as a target: how its code shows what we ask of it."""
+
+    target: GPUTarget
+    shared: int  # bytes of shared memory that a block may have
+    matrix: str  # instructions of the matrix units
+    access: str  # accesses to global memory
+    wide: str  # those of 128 bits
+
+
+PTX_ACCESS = r"(?:ld|st)\.global[^\n]*|cp\.async\.c[ag][^\n]*|cp\.async\.bulk\.tensor[^\n]*"
+PTX_WIDE = r"\.v4\.b32|\.v2\.b64|, 0x10\b|, 16\b|bulk"
+# Shared memory: CUDA programming guide, table of compute capabilities; CDNA 3 ISA, local data share.
+ARCHS = {
+    "sm_90": Arch(GPUTarget("cuda", 90, 32), 232448, r"wgmma\.mma_async", PTX_ACCESS, PTX_WIDE),
+    "sm_80": Arch(GPUTarget("cuda", 80, 32), 166912, r"mma\.sync", PTX_ACCESS, PTX_WIDE),
+    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4"),
+}
 
 
 class Result(NamedTuple):
@@ -46,13 +67,14 @@ class Result(NamedTuple):
     registers: int
     spilled: int  # bytes
     shared: int  # bytes
-    wgmma: bool
-    wide: bool
+    matrix: int  # instructions of the matrix units
+    wide: int  # accesses to global memory of 128 bits
+    accesses: int  # all
     wrong: str  # "" for nothing
 
 
-def compile_build(file: str, build: Build) -> Result:
-    """Compile one build for sm_90 and read its code."""
+def compile_build(arch: Arch, file: str, build: Build) -> Result:
+    """Compile one build and read its code."""
     kernel = getattr(importlib.import_module(f"fzero.kernels.{file}"), build.kernel)
     options = {name: value for name, value in build.config.items() if name in ("num_warps", "num_stages", "num_ctas", "maxnreg")}
     constants = build.constants | {name: value for name, value in build.config.items() if name not in options}
@@ -63,27 +85,34 @@ def compile_build(file: str, build: Build) -> Result:
         if kind.startswith("*") or name in build.aligned
     }
     source = ASTSource(fn=kernel, signature=build.signature, constexprs=constants, attrs=attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    registers, spilled = _assemble(ptx)
-    shared = compiled.metadata.shared
-    wgmma = "wgmma.mma_async" in ptx
-    wide = re.search(r"(ld|st)\.global[^\n]*\.v4\.b32|(ld|st)\.global[^\n]*\.v2\.b64|cp\.async[^\n]*, 16|cp\.async\.bulk", ptx) is not None
+    compiled = triton.compile(source, target=arch.target, options=options)
+    if arch.target.backend == "cuda":
+        code = compiled.asm["ptx"]
+        registers, spilled = _assemble(code, arch.target.arch)
+    else:
+        code = compiled.asm["amdgcn"]
+        registers, spilled = (int(re.findall(rf"\.{name}: +(\d+)", code)[-1]) for name in ("vgpr_count", "vgpr_spill_count"))
+        spilled *= 4
+    accesses = re.findall(arch.access, code)
+    wide = sum(re.search(arch.wide, access) is not None for access in accesses)
+    shared, matrix = compiled.metadata.shared, len(re.findall(arch.matrix, code))
     faults = [
         f"{spilled} bytes spilled" if spilled > build.spills else "",
-        f"{shared} bytes of shared memory, above {SHARED_LIMIT}" if shared > SHARED_LIMIT else "",
-        "no wgmma" if build.wgmma and not wgmma else "",
-        "no 128-bit access" if build.wide and not wide else "",
+        f"{shared} bytes of shared memory, above {arch.shared}" if shared > arch.shared else "",
+        "no matrix units" if build.matrix and not matrix else "",
+        "narrow accesses" if build.wide and 2 * wide < len(accesses) else "",
     ]
-    return Result(registers, spilled, shared, wgmma, wide, ", ".join(filter(None, faults)))
+    return Result(registers, spilled, shared, matrix, wide, len(accesses), ", ".join(filter(None, faults)))
 
 
-def _assemble(ptx: str) -> tuple[int, int]:
+def _assemble(ptx: str, capability: int) -> tuple[int, int]:
     """(registers of a thread, bytes spilled) by ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
+        gpu = f"--gpu-name=sm_{capability}{'a' * (capability >= 90)}"
+        options = [f"--maxrregcount={count}" for count in re.findall(r"\.maxnreg (\d+)", ptx)]
+        command = [get_ptxas(capability).path, "-v", gpu, *options, str(source), "-o", str(source.with_suffix(".cubin"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = max(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     return int(re.findall(r"Used (\d+) registers", said)[-1]), spilled
@@ -97,28 +126,28 @@ def builds(pattern: str = "") -> Iterator[tuple[str, Build]]:
                 yield file, build
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each build; 1 where one falls short, 2 where none matches."""
+    parser = argparse.ArgumentParser(prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code.")
+    parser.add_argument("pattern", nargs="?", default="", help="only builds whose label contains this")
+    parser.add_argument("--arch", choices=ARCHS, default="sm_90")
+    args = parser.parse_args(arguments)
     if triton.knobs.runtime.interpret:
-        print("TRITON_INTERPRET is set: nothing is compiled then; unset it", file=sys.stderr)
-        return 2
-    chosen = list(builds(*arguments[:1]))
+        parser.error("TRITON_INTERPRET is set, and nothing is compiled then; unset it")
+    chosen = list(builds(args.pattern))
     if not chosen:
-        print(f"no kernel's label contains {arguments[0]!r}", file=sys.stderr)
-        return 2
+        parser.error(f"no kernel's label contains {args.pattern!r}")
     width = max(len(build.label) for _, build in chosen)
-    print(f"{'':{width}}  registers  spills  shared KiB  wgmma  128-bit")
+    print(f"{'':{width}}  registers  spills  shared KiB  matrix  128-bit of accesses")
     wrong = 0
-    with ProcessPoolExecutor() as pool:
-        for (_, build), result in zip(chosen, pool.map(compile_build, *zip(*chosen))):
-            yes = ["yes" if flag else "-" for flag in (result.wgmma, result.wide)]
-            sizes = f"{result.registers:9}  {result.spilled:6}  {result.shared / 1024:10.1f}"
-            line = f"{build.label:{width}}  {sizes}  {yes[0]:>5}  {yes[1]:>7}"
-            print(f"{line}  {result.wrong and 'WRONG: ' + result.wrong}".rstrip(), flush=True)
-            wrong += bool(result.wrong)
-    print(f"{len(chosen)} builds for sm_90, {wrong} wrong")
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for (_, build), r in zip(chosen, pool.map(compile_build, [ARCHS[args.arch]] * len(chosen), *zip(*chosen))):
+            sizes = f"{r.registers:9}  {r.spilled:6}  {r.shared / 1024:10.1f}  {r.matrix or '-':>6}  {r.wide:7} of {r.accesses}"
+            print(f"{build.label:{width}}  {sizes}  {r.wrong and 'WRONG: ' + r.wrong}".rstrip(), flush=True)
+            wrong += bool(r.wrong)
+    print(f"{len(chosen)} builds for {args.arch}, {wrong} wrong")
     return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
