@@ -9,7 +9,7 @@ import torch
 from law_cases import CASES, OPTIMIZERS, case_of
 
 from fzero import models, optim, precision, pytree, random, streaming, train, update
-from fzero.kernels import attention, cross_entropy, moe
+from fzero.kernels import attention, blocked, cross_entropy, moe, patterns
 from fzero.models import base, layers
 from fzero.optim import leafwise
 
@@ -158,7 +158,7 @@ def balance_loss_of_the_batch_in_place_of_the_sequence(monkeypatch):
 
 @caught_by(*(of_model(law, m) for law in (laws.causal, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
 def causal_mask_forgotten(monkeypatch):
-    monkeypatch.setattr(attention.Pattern, "sees", lambda self, query, key: (key >= 0) | (query >= 0))
+    monkeypatch.setattr(patterns.Pattern, "sees", lambda self, query, key: (key >= 0) | (query >= 0))
 
 
 def everywhere(documents):
@@ -167,12 +167,16 @@ def everywhere(documents):
 
 @caught_by(*(of_model(law, m) for law in (laws.documents, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
 def document_mask_forgotten(monkeypatch):
-    wrap(monkeypatch, attention, "visible", lambda f: lambda pattern, query, key, documents: f(pattern, query, key, everywhere(documents)))
+    for owner in (attention, blocked):
+        wrap(monkeypatch, owner, "visible", lambda f: lambda pattern, query, key, documents: f(pattern, query, key, everywhere(documents)))
 
 
 @caught_by(*(of_model(laws.as_written, m) for m in ("llama", "moe dropless", "moe capacity")))
 def layer_norm_in_place_of_rms_norm(monkeypatch):
-    monkeypatch.setattr(llama, "rms_norm", lambda x, scale, eps: layers.layer_norm(x, scale, torch.zeros_like(scale), eps))
+    def centred(p, x, eps, ctx):
+        return layers.layer_norm(x, p["scale"], torch.zeros_like(p["scale"]), eps)
+
+    monkeypatch.setattr(llama, "norm", centred)
 
 
 @caught_by(of_model(laws.as_written, "llama"), of_model(laws.as_written, "moe dropless"))
@@ -193,7 +197,7 @@ def learned_positions_that_do_not_restart(monkeypatch):
 
 @caught_by(*(of_model(laws.as_written, m) for m in ("moe dropless", "moe capacity")))
 def expert_weights_not_renormalised(monkeypatch):
-    def route(logits, top_k):
+    def route(logits, top_k, **_):
         probabilities = torch.softmax(logits, -1)
         weights, ids = torch.topk(probabilities, top_k, dim=-1)
         return ids, weights, probabilities
@@ -203,7 +207,7 @@ def expert_weights_not_renormalised(monkeypatch):
 
 @caught_by(of_model(laws.as_written, "moe capacity"))
 def capacity_forgotten(monkeypatch):
-    wrap(monkeypatch, moe, "capacity", lambda f: lambda p, x, ids, weights, factor: f(p, x, ids, weights, 100.0))
+    wrap(monkeypatch, moe, "capacity", lambda f: lambda p, x, ids, weights, factor, kernels: f(p, x, ids, weights, 100.0, kernels))
 
 
 @caught_by(one_normalisation("mlp"), one_normalisation("llama"))
@@ -220,7 +224,7 @@ def attention_backward_without_the_normalisation_of_rows(monkeypatch):
     def without(f):
         return lambda pattern, scale, q, k, v, out, *rest: f(pattern, scale, q, k, v, out * 0, *rest)
 
-    wrap(monkeypatch, attention, "_blocked_backward", without)
+    wrap(monkeypatch, blocked, "_blocked_backward", without)
 
 
 # ---- remat and streaming ---------------------------------------------------------------------------------------------

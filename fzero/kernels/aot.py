@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-FILES = ("attention", "cross_entropy", "dropout", "float8", "glu", "moe", "norm", "optimizers", "quantize", "rope")
+FILES = ("attention", "cross_entropy", "dropout", "float8", "glu", "moe", "newton_schulz", "norm", "optimizers", "quantize", "rope")
 
 
 class Build(NamedTuple):
@@ -76,7 +76,7 @@ class Result(NamedTuple):
 def compile_build(arch: Arch, file: str, build: Build) -> Result:
     """Compile one build and read its code."""
     kernel = getattr(importlib.import_module(f"fzero.kernels.{file}"), build.kernel)
-    options = {name: value for name, value in build.config.items() if name in ("num_warps", "num_stages", "num_ctas", "maxnreg")}
+    options = {name: value for name, value in build.config.items() if name not in build.signature}  # num_warps and the like
     constants = build.constants | {name: value for name, value in build.config.items() if name not in options}
     names = list(build.signature)
     attrs = {

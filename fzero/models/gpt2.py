@@ -12,14 +12,16 @@ from fzero.kernels.attention import Pattern
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.layers import (
     Split,
+    add,
+    add_and_norm,
     document_positions,
     dropout,
     embed_tokens,
     enter,
     expect_divisible,
-    layer_norm,
     leave_linear,
     linear,
+    norm,
     own_part,
     self_attention,
     sequence_axis,
@@ -113,17 +115,17 @@ def gpt2(config: GPT2Config) -> Model:
         return dropout(x, c.dropout, "embed", ctx)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        h = layer_norm(x, **p["ln_1"], eps=c.norm_eps)
+        h = norm(p["ln_1"], x, c.norm_eps, ctx)
         h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_heads, pattern=pattern)
-        x = x + dropout(h, c.dropout, "attn", ctx)
-        h = enter(layer_norm(x, **p["ln_2"], eps=c.norm_eps), ctx, "blocks/mlp")
+        x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
+        h = enter(h, ctx, "blocks/mlp")
         h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"]), approximate="tanh")
         h = leave_linear(h, p["mlp"]["w_out"], ctx, "blocks/mlp", p["mlp"]["b_out"])
-        return x + dropout(h, c.dropout, "mlp", ctx)
+        return add(x, h, c.dropout, "mlp", ctx)
 
     def normed(params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-        return enter(layer_norm(x, **params["head"]["norm"], eps=c.norm_eps), ctx, "head"), w
+        return enter(norm(params["head"]["norm"], x, c.norm_eps, ctx), ctx, "head"), w
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         return Loss(*token_loss(*normed(params, x, ctx), batch, ctx))

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from fzero import random
 from fzero.collectives import Axis, all_gather, psum, psum_scatter, pvary
+from fzero.kernels import glu
 from fzero.kernels.attention import FULL, Pattern, attention
+from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.models.base import Batch, Ctx
 from fzero.pytree import Tree
 from fzero.sharding import Mesh
@@ -89,18 +91,33 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return y if b is None else y + b.to(x.dtype)
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * scale over the last dim, in float32 or wider (Zhang & Sennrich 2019, equation 4)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).to(x.dtype) * scale.to(x.dtype)
+def norm(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
+    """x over its last dim, LayerNorm where p has a bias and RMSNorm elsewhere; see `kernels.norm`."""
+    if "bias" in p:
+        return layer_norm(x, p["scale"], p["bias"], eps, impl=ctx.kernels["layer_norm"])
+    return rms_norm(x, p["scale"], eps, impl=ctx.kernels["rms_norm"])
 
 
-def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * scale + bias over the last dim, in float32 or wider (Ba et al. 2016, section 3.1)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centred = wide - wide.mean(-1, keepdim=True)
-    normed = centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * scale.to(x.dtype) + bias.to(x.dtype)
+def add_and_norm(p: Tree, x: Tensor, h: Tensor, eps: float, rate: float, name: str, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """(x + dropout(h), that normed by p)."""
+    if drops(rate, ctx):
+        x = add(x, h, rate, name, ctx)
+        return x, norm(p, x, eps, ctx)
+    if "bias" in p:
+        normed, x = add_layer_norm(h, x, p["scale"], p["bias"], eps, impl=ctx.kernels["add_layer_norm"])
+    else:
+        normed, x = add_rms_norm(h, x, p["scale"], eps, impl=ctx.kernels["add_rms_norm"])
+    return x, normed
+
+
+def drops(rate: float, ctx: Ctx) -> bool:
+    """Whether something is dropped out."""
+    return rate > 0.0 and not isinstance(ctx.key, tuple)
+
+
+def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
+    """x + dropout(h)."""
+    return x + dropout(h, rate, name, ctx)
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
@@ -108,7 +125,7 @@ def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
 
     The mask depends on the key, the layer, `name` and the element's index in the step's global batch: the same however that is split.
     """
-    if rate == 0.0 or isinstance(ctx.key, tuple):
+    if not drops(rate, ctx):
         return x
     key = random.fold_in(ctx.key, name)
     if isinstance(ctx.layer, Tensor):
@@ -218,7 +235,8 @@ def swiglu(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     Communicates over tp: see `enter` and `leave`, once each.
     """
     x = enter(x, ctx, "blocks/mlp")
-    return leave_linear(torch.nn.functional.silu(linear(x, p["w_gate"])) * linear(x, p["w_up"]), p["w_down"], ctx, "blocks/mlp")
+    h = glu.swiglu(linear(x, p["w_gate"]), linear(x, p["w_up"]), impl=ctx.kernels["swiglu"])
+    return leave_linear(h, p["w_down"], ctx, "blocks/mlp")
 
 
 def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx) -> Tensor:

@@ -17,11 +17,13 @@ from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.layers import (
     RopeScaling,
     Split,
+    add,
+    add_and_norm,
     dropout,
     embed_tokens,
     enter,
     expect_divisible,
-    rms_norm,
+    norm,
     self_attention,
     swiglu,
     vocabulary_logits,
@@ -114,17 +116,16 @@ def embed(c: LlamaConfig, params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
 
 def attend(c: LlamaConfig, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """(x behind the attention half of a block, the same normed for the other half)."""
-    h = rms_norm(x, p["norm_1"]["scale"], c.norm_eps)
+    h = norm(p["norm_1"], x, c.norm_eps, ctx)
     frequencies, pattern = (c.key_dim, c.rope_theta, c.rope_scaling), Pattern.parse(c.pattern)
     h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies)
-    x = x + dropout(h, c.dropout, "attn", ctx)
-    return x, rms_norm(x, p["norm_2"]["scale"], c.norm_eps)
+    return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
 
 
 def normed(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """(normed x [B, T, D] in the head's tensor-parallel region, the head's w [V, D] or this rank's rows of it)."""
     w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-    return enter(rms_norm(x, params["head"]["norm"]["scale"], c.norm_eps), ctx, "head"), w
+    return enter(norm(params["head"]["norm"], x, c.norm_eps, ctx), ctx, "head"), w
 
 
 def logits(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
@@ -157,7 +158,7 @@ def llama(config: LlamaConfig) -> Model:
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         x, h = attend(c, p, x, ctx)
-        return x + dropout(swiglu(p["mlp"], h, ctx), c.dropout, "mlp", ctx)
+        return add(x, swiglu(p["mlp"], h, ctx), c.dropout, "mlp", ctx)
 
     return Model(
         config=c,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
-from fzero.models.layers import Split, embed_tokens, enter, expect_divisible, leave_linear, linear, rms_norm, vocabulary_logits
+from fzero.models.layers import Split, embed_tokens, enter, expect_divisible, leave_linear, linear, norm, vocabulary_logits
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Rules
 
@@ -52,7 +52,7 @@ def mlp(config: MLPConfig) -> Model:
         return embed_tokens(params["embed"]["tokens"], batch, ctx)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        h = enter(rms_norm(x, p["scale"], 1e-5), ctx, "blocks")
+        h = enter(norm(p, x, 1e-5, ctx), ctx, "blocks")
         return x + leave_linear(torch.tanh(linear(h, p["w_in"])), p["w_out"], ctx, "blocks")
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:

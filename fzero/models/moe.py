@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.collectives import psum
 from fzero.kernels import moe as experts
 from fzero.models.base import Batch, Ctx, Loss, Model, token_loss
-from fzero.models.layers import Split, dropout, enter, leave, linear, sequence_axis
+from fzero.models.layers import Split, add, enter, leave, linear, sequence_axis
 from fzero.models.llama import LlamaConfig, attend, embed, init, logits, normed, rules
 from fzero.pytree import Tree
 
@@ -85,16 +85,16 @@ def mixtral(config: MoEConfig) -> Model:
     def block(p: Tree, state: Tree, ctx: Ctx) -> Tree:
         x, h = attend(c, p, state["x"], ctx)
         router = linear(h, p["moe"]["router"]).to(state["z"].dtype)
-        ids, weights, probabilities = experts.route(router, c.top_k)
+        ids, weights, probabilities = experts.route(router, c.top_k, impl=ctx.kernels["route"])
         chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(router.dtype)
         load, prob, z = mean_over_positions(ctx, chosen, probabilities, torch.logsumexp(router, -1, keepdim=True) ** 2)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
         if c.capacity_factor:
-            out = experts.capacity(p["moe"], h, ids, weights, c.capacity_factor)
+            out = experts.capacity(p["moe"], h, ids, weights, c.capacity_factor, ctx.kernels)
         else:
-            out = experts.dropless(p["moe"], h, ids, weights)
+            out = experts.dropless(p["moe"], h, ids, weights, ctx.kernels)
         return {
-            "x": x + dropout(leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
+            "x": add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
             "load": state["load"] + load,
             "prob": state["prob"] + prob,
             "z": state["z"] + z[:, 0],
