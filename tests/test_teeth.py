@@ -132,8 +132,7 @@ def expanded(out):
 
 @caught_by(micro_batches("gpt2"), micro_batches("llama"), micro_batches("moe dropless"))
 def dropout_without_the_offset_of_the_micro_batch(monkeypatch):
-    for module in (gpt2, llama):
-        wrap(monkeypatch, module, "dropout", lambda f: lambda x, rate, name, ctx: f(x, rate, name, ctx._replace(first=0)))
+    wrap(monkeypatch, layers, "mask_of", lambda f: lambda x, name, ctx: f(x, name, ctx._replace(first=0)))
 
 
 @caught_by(micro_batches("moe dropless"))
@@ -181,8 +180,10 @@ def layer_norm_in_place_of_rms_norm(monkeypatch):
 
 @caught_by(of_model(laws.as_written, "llama"), of_model(laws.as_written, "moe dropless"))
 def rope_positions_off_by_one_for_keys(monkeypatch):
-    # Two query heads share one key head here: what has one head is a key.
-    wrap(monkeypatch, layers, "rope", lambda f: lambda x, positions, *a: f(x, positions + (x.shape[2] == 1), *a))
+    def off_by_one(f):
+        return lambda q, k, at, *rest, **options: (f(q, k, at, *rest, **options)[0], f(q, k, at + 1, *rest, **options)[1])
+
+    wrap(monkeypatch, layers, "rope_qk", off_by_one)
 
 
 @caught_by(of_model(laws.as_written, "llama"))

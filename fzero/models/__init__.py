@@ -1,8 +1,8 @@
 """The reference models: pure functions over parameter trees."""
 
+from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Batch, Cache, Ctx, Loss, Model, init_params, logits, loss, num_params
 from fzero.models.gpt2 import GPT2Config, gpt2
-from fzero.models.layers import RopeScaling
 from fzero.models.llama import LlamaConfig, llama
 from fzero.models.lora import LORA, LoRAConfig, lora, merge
 from fzero.models.mlp import MLPConfig, mlp

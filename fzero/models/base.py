@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero import pytree, random
 from fzero.autodiff import Remat
-from fzero.kernels.cross_entropy import linear_cross_entropy
+from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process
@@ -47,6 +47,7 @@ class Ctx(NamedTuple):
     documents: Tensor | tuple = ()  # int [B, T]; () where a sequence is one document
     cache: Cache | tuple = ()
     kernels: Kernels = AUTO  # the form of each hot operation
+    matmul: str = ""  # how the linears of the blocks multiply, see precision.Policy
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
 
 
@@ -158,7 +159,8 @@ def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx) -> tuple[Tensor, Te
     """
     targets = batch["targets"].reshape(-1)
     mask = batch["mask"].reshape(-1) if "mask" in batch else torch.ones_like(targets, dtype=torch.bool)
-    return linear_cross_entropy(x.reshape(-1, x.shape[-1]), w, targets, mask, axis=ctx.mesh["tp"], compiled=ctx.compiled), mask.sum()
+    options = {"axis": ctx.mesh["tp"], "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
+    return linear_cross_entropy(x.reshape(-1, x.shape[-1]), w, targets, mask, **options), mask.sum()
 
 
 def num_params(model: Model) -> int:

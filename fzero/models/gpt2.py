@@ -119,7 +119,7 @@ def gpt2(config: GPT2Config) -> Model:
         h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_heads, pattern=pattern)
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
         h = enter(h, ctx, "blocks/mlp")
-        h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"]), approximate="tanh")
+        h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"], ctx), approximate="tanh")
         h = leave_linear(h, p["mlp"]["w_out"], ctx, "blocks/mlp", p["mlp"]["b_out"])
         return add(x, h, c.dropout, "mlp", ctx)
 

@@ -10,8 +10,6 @@ sum of its gradient over tp, which whoever fetches the leaf makes (`Spec.partial
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,9 +18,13 @@ from torch import Tensor
 
 from fzero import random
 from fzero.collectives import Axis, all_gather, psum, psum_scatter, pvary
+from fzero.kernels import dropout as kernels_dropout
 from fzero.kernels import glu
 from fzero.kernels.attention import FULL, Pattern, attention
+from fzero.kernels.dropout import dropout_add
+from fzero.kernels.float8 import float8_linear
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
 from fzero.models.base import Batch, Ctx
 from fzero.pytree import Tree
 from fzero.sharding import Mesh
@@ -85,9 +87,13 @@ def leave(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     return psum_scatter(y, tp, 1, leaf=leaf) if ctx.sequence else psum(y, tp, leaf=leaf)
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """x [..., in] @ w [in, out] (+ b [out])."""
-    y = x @ w.to(x.dtype)
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None) -> Tensor:
+    """x [..., in] @ w [in, out] (+ b [out]): in x's dtype, or where a ctx is given as its `matmul` says."""
+    w = w.to(x.dtype)
+    if ctx is not None and ctx.matmul:
+        y = float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
+    else:
+        y = x @ w
     return y if b is None else y + b.to(x.dtype)
 
 
@@ -117,28 +123,25 @@ def drops(rate: float, ctx: Ctx) -> bool:
 
 def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     """x + dropout(h)."""
-    return x + dropout(h, rate, name, ctx)
+    return dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"]) if drops(rate, ctx) else x + h
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
-    """x [B, T, D] (or this rank's range of T) with each element zeroed with probability `rate` and the others scaled by 1 / (1 - rate).
+    """x [B, T, D] (or this rank's range of T) with each element zeroed with probability `rate` and the others scaled by 1 / (1 - rate)."""
+    return kernels_dropout.dropout(x, rate, *mask_of(x, name, ctx)) if drops(rate, ctx) else x
+
+
+def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
+    """(key, index of x's first element, elements from row to row) of the mask for x [B, T, D], or this rank's range of T.
 
     The mask depends on the key, the layer, `name` and the element's index in the step's global batch: the same however that is split.
     """
-    if not drops(rate, ctx):
-        return x
     key = random.fold_in(ctx.key, name)
     if isinstance(ctx.layer, Tensor):
         key = random.fold_in(key, ctx.layer)
-    first = torch.as_tensor(ctx.first, device=x.device) * x[0].numel()
-    tp = sequence_axis(ctx)
-    if tp.size == 1:
-        keep = random.bernoulli(key, 1.0 - rate, x.shape, first=first)
-    else:  # of each sequence the elements of this rank's range
-        rows = torch.arange(x.shape[0], device=x.device)
-        first = first * tp.size + (rows * tp.size + tp.rank) * x[0].numel()
-        keep = torch.vmap(lambda start: random.bernoulli(key, 1.0 - rate, x.shape[1:], first=start))(first)
-    return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
+    axis, part = sequence_axis(ctx), x[0].numel()
+    first = (torch.as_tensor(ctx.first, device=x.device) * axis.size + axis.rank) * part
+    return key, first, axis.size * part
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -147,41 +150,6 @@ def document_positions(documents: Tensor) -> Tensor:
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[..., 1:] = documents[..., 1:] != documents[..., :-1]
     return position - torch.where(starts, position, 0).cummax(-1).values
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretching of the long wavelengths (Grattafiori et al. 2024, "The Llama 3 herd of models", section 3.4.2)."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_len: int = 8192
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:
-    """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's factor."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
-    frequency = 1.0 / (theta**exponent)
-    if scaling is None:
-        return frequency
-    wavelength = 2.0 * math.pi / frequency
-    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    between = (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
-    low = wavelength > scaling.original_max_len / scaling.low_freq_factor
-    high = wavelength < scaling.original_max_len / scaling.high_freq_factor
-    return torch.where(low, frequency / scaling.factor, torch.where(high, frequency, between))
-
-
-def rope(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """x [B, T, H, K] with the halves of each head turned by positions [T] x frequencies [K / 2] (Su et al. 2021, equation 34).
-
-    The two halves of a head are a pair, as in Llama's published weights in Hugging Face layout.
-    """
-    angle = positions.to(torch.float32)[:, None] * frequencies
-    cos, sin = (t.to(x.dtype)[:, None, :] for t in (angle.cos(), angle.sin()))
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def self_attention(
@@ -206,26 +174,26 @@ def self_attention(
         # Ranks in a row share a head. No bias here: models that have them have as many key/value heads as heads.
         p = {**p, **{n: own_part(p[n], tp.rank * kv_heads // tp.size, kv_heads, -1) for n in ("w_k", "w_v")}}
     x = enter(x, ctx, "blocks/attn")
-    q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}")) for n in "qkv")
+    q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}"), ctx) for n in "qkv")
     q = rearrange(q, "b t (h k) -> b t h k", h=heads // tp.size)
     k, v = (rearrange(t, "b t (g k) -> b t g k", g=max(1, kv_heads // tp.size)) for t in (k, v))
     length = ctx.cache.length if ctx.cache else 0
     if frequencies is not None:
         positions = torch.arange(length, length + x.shape[1], device=x.device)
         angles = rope_frequencies(*frequencies, device=x.device)
-        q, k = rope(q, positions, angles), rope(k, positions, angles)
+        q, k = rope_qk(q, k, positions, angles, impl=ctx.kernels["rope_qk"])
     if ctx.cache:
         end = length + x.shape[1]
         ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
         k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
     documents = None if isinstance(ctx.documents, tuple) else ctx.documents
-    out = attention(q, k, v, pattern=pattern, documents=documents)
+    out = attention(q, k, v, pattern=pattern, documents=documents, impl=ctx.kernels["attention"])
     return leave_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
 
 
 def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
     """y @ w (+ b) as the last product of a tensor-parallel region: y [B, T, in/tp] and w [in/tp, D] are this rank's, b [D] is whole."""
-    y = leave(linear(y, w), ctx, leaf)
+    y = leave(linear(y, w, ctx=ctx), ctx, leaf)
     return y if b is None else y + b.to(y.dtype)  # once, behind the sum
 
 
@@ -235,7 +203,7 @@ def swiglu(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     Communicates over tp: see `enter` and `leave`, once each.
     """
     x = enter(x, ctx, "blocks/mlp")
-    h = glu.swiglu(linear(x, p["w_gate"]), linear(x, p["w_up"]), impl=ctx.kernels["swiglu"])
+    h = glu.swiglu(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels["swiglu"])
     return leave_linear(h, p["w_down"], ctx, "blocks/mlp")
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from fzero.kernels.attention import Pattern
+from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.layers import (
-    RopeScaling,
     Split,
     add,
     add_and_norm,

@@ -53,7 +53,7 @@ def mlp(config: MLPConfig) -> Model:
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         h = enter(norm(p, x, 1e-5, ctx), ctx, "blocks")
-        return x + leave_linear(torch.tanh(linear(h, p["w_in"])), p["w_out"], ctx, "blocks")
+        return x + leave_linear(torch.tanh(linear(h, p["w_in"], ctx=ctx)), p["w_out"], ctx, "blocks")
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         return Loss(*token_loss(enter(x, ctx, "head"), params["head"]["w"], batch, ctx))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
 from fzero.models.gpt2 import GPT2Config, gpt2
-from fzero.models.layers import RopeScaling
 from fzero.models.llama import LlamaConfig, llama
 from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.moe import MoEConfig, mixtral
