@@ -19,7 +19,7 @@ from fzero.autodiff import Remat
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import GPT2Config, LlamaConfig, MLPConfig, ModelConfig, MoEConfig
-from fzero.precision import LossScale
+from fzero.precision import POLICIES, LossScale
 from fzero.pytree import nearest
 from fzero.sharding import AXES
 from fzero.sharding.zero import ACCUMULATE, REDUCE
@@ -78,16 +78,17 @@ class Optim:
     momentum: float = 0.0
     nesterov: bool = False
     adjust: str = "original"  # how muon scales an update with the matrix's shape
+    states: str = "full"  # of adamw, adam and lion: in the precision's dtype, bf16 (stochastic rounding) or 8bit
     clip: float = 1.0  # largest norm of the gradient; 0: as it is
     schedule: Schedule = Schedule()
 
 
 ADAM = ("lr", "weight_decay", "beta1", "beta2", "eps")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    "adamw": ADAM,
-    "adam": ADAM,
+    "adamw": (*ADAM, "states"),
+    "adam": (*ADAM, "states"),
     "lamb": ADAM,
-    "lion": ADAM[:-1],
+    "lion": (*ADAM[:-1], "states"),
     "sgd": ("lr", "weight_decay", "momentum", "nesterov"),
     "adafactor": ("lr", "weight_decay"),
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
@@ -163,10 +164,11 @@ BOUNDS: dict[str, tuple[float, bool, float]] = {
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.name": tuple(OPTIMIZERS),
+    "optim.states": ("full", "bf16", "8bit"),
     "optim.adjust": ("original", "match_rms_adamw"),
     "optim.schedule.name": tuple(SCHEDULES),
     "optim.schedule.decay": ("linear", "sqrt", "cosine"),
-    "precision.policy": ("auto", "fp32", "bf16", "fp16", "fp64"),
+    "precision.policy": ("auto", *POLICIES),
     "precision.fp32_matmul": ("auto", "default", "onednn"),
     "train.compiled": ("auto", True, False),
     "reduce": REDUCE,

@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero import checkpoint, models, optim, pytree
 from fzero.autodiff import Remat
 from fzero.config import Optim, RunConfig, family_of
+from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import Model, MoEConfig
 from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
 from fzero.precision import POLICIES, Policy, fp16
@@ -62,7 +63,7 @@ def build(config: RunConfig, mesh: Mesh | None = None) -> Program:
     policy = make_policy(config)
     t = config.train
     layout = optim.sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
-    tx = make_optimizer(config.optim, t.steps, layout)
+    tx = make_optimizer(config.optim, t.steps, layout, kernels=Kernels.parse(t.kernels), seed=t.seed)
     train_step = make_train_step(
         model,
         tx,
@@ -158,24 +159,41 @@ def make_schedule(config: Optim, peak: float, steps: int) -> Schedule:
     return optim.warmup(body, s.warmup_steps)
 
 
-def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE) -> GradientTransformation:
-    """The optimizer of a config: clipping, then the named one with its schedule; `layout` says how the leaves are sharded."""
+STATES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "bf16": {"state_dtype": torch.bfloat16, "rounding": "stochastic"},
+    "8bit": {"state_bits": 8},
+}
+
+
+def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE, *, kernels: Kernels = AUTO, seed: int = 0) -> GradientTransformation:
+    """The optimizer of a config: clipping, then the named one with its schedule.
+
+    layout: how the leaves are sharded. kernels: the form of its operations. seed: of the rounding of its states.
+    """
     lr, decay = make_schedule(config, config.lr, steps), {"weight_decay": config.weight_decay, "mask": decay_matrices}
-    betas = (config.beta1, config.beta2)
+    betas, adam_impl = (config.beta1, config.beta2), {"impl": kernels["adamw"]}
+    states = {**STATES[config.states], "layout": layout, "seed": seed}
 
     def block_matrices() -> GradientTransformation:
         # In blocks every weight matrix decays, so muon itself needs no mask.
         muon = optim.muon(
-            lr, config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay, adjust=config.adjust, layout=layout
+            lr,
+            config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            adjust=config.adjust,
+            layout=layout,
+            impl=kernels["newton_schulz"],
         )
-        rest = optim.adamw(make_schedule(config, config.lr_rest, steps), *betas, config.eps, **decay)
+        rest = optim.adamw(make_schedule(config, config.lr_rest, steps), *betas, config.eps, **decay, **adam_impl)
         return optim.by_label({"muon": muon, "adamw": rest}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
 
     tx = {
-        "adamw": lambda: optim.adamw(lr, *betas, config.eps, **decay),
-        "adam": lambda: optim.adam(lr, *betas, config.eps, **decay),
+        "adamw": lambda: optim.adamw(lr, *betas, config.eps, **decay, **states, **adam_impl),
+        "adam": lambda: optim.adam(lr, *betas, config.eps, **decay, **states, **adam_impl),
         "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay, layout=layout),
-        "lion": lambda: optim.lion(lr, *betas, **decay),
+        "lion": lambda: optim.lion(lr, *betas, **decay, **states, impl=kernels["lion"]),
         "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
         "adafactor": lambda: optim.adafactor(lr, **decay, layout=layout),
         "muon": block_matrices,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
 from fzero import pytree
 from fzero.collectives import all_gather, start_all_gather
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates, ema_update
+from fzero.optim.base import Pass
 from fzero.precision import Policy
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan
@@ -35,8 +38,15 @@ def own(plan: Plan, mesh: Mesh, params: Tree) -> Tree:
     return pytree.map_named(part, plan.trained(params))
 
 
-def spread(plan: Plan, mesh: Mesh, target: Tree, params: Tree) -> None:
+def on_device(grads: Tree) -> bool:
+    """Whether an update in one pass pays: on a CPU copies of what is in its cache cost as much as those of what is not."""
+    return all(g.is_cuda for g in pytree.leaves(grads))
+
+
+def spread(plan: Plan, mesh: Mesh, target: Tree, params: Tree, done: Collection[str] = ()) -> None:
     """Write the updated parts (any dtype) into the trained parameters, in place, and those of the other ranks beside them.
+
+    done: leaves that have been written already.
 
     Communicates: an all_gather over dp of each leaf that is updated in shards (of each layer of a large one).
     """
@@ -46,7 +56,7 @@ def spread(plan: Plan, mesh: Mesh, target: Tree, params: Tree) -> None:
         for name, leaf in leaves.items():
             value, dim = values[name], shard_dim(name)
             if name not in names:
-                if value is not leaf:
+                if value is not leaf and name not in done:
                     leaf.copy_(value)
                 continue
             if dim and value[0].numel() * leaf.element_size() >= SMALL:
@@ -67,19 +77,27 @@ def spread(plan: Plan, mesh: Mesh, target: Tree, params: Tree) -> None:
 def update_donated(
     tx: GradientTransformation, policy: Policy, plan: Plan, mesh: Mesh, grads: Tree, state: Tree, skipped: Tensor | None, ema_decay: float
 ) -> Tree:
-    """The state after the optimizer's update, in the buffers of `state`; `state` itself where the step is skipped.
+    """The state after the optimizer's update, in the buffers of `state`; as it was where the step is skipped.
 
+    On a GPU an optimizer that can (AdamW, Lion) updates, skips, clips and writes the parameters in one pass, without waiting.
     skipped: None where nothing is ever skipped, and no value is waited for.
     """
-    if skipped is not None and bool(skipped):
+    one_pass = tx.in_pass is not None and not ema_decay and on_device(grads)
+    if skipped is not None and not one_pass and bool(skipped):
         return state
     if policy.has_master:
         target = state.master
     else:
         names = split_names(plan)
         target = pytree.map_named(lambda name, x: x.contiguous() if name in names else x, own(plan, mesh, state.params))
-    target, opt_state = apply_in_place(tx, grads, state.opt_state, target)
-    spread(plan, mesh, target, state.params)
+    if one_pass:
+        names, leaves = split_names(plan), pytree.named_leaves(plan.trained(state.params))
+        copies = {name: leaf for name, leaf in leaves.items() if name not in names} if policy.has_master else {}
+        target, opt_state = tx.in_pass(grads, state.opt_state, target, Pass(skip=skipped, copies=copies))
+        spread(plan, mesh, target, state.params, done=copies)
+    else:
+        target, opt_state = apply_in_place(tx, grads, state.opt_state, target)
+        spread(plan, mesh, target, state.params)
     extra = state.extra
     if ema_decay:
         extra = {**extra, "ema": ema_update(extra["ema"], target, ema_decay)}

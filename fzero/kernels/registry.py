@@ -19,7 +19,21 @@ from fzero.autodiff import first_order
 from fzero.pytree import nearest
 
 # The files that hold operations; each registers its own when it is imported.
-FILES = ("attention", "cross_entropy", "dropout", "float8", "glu", "moe", "norm", "quantize", "rope")
+FILES = (
+    "attention",
+    "cross_entropy",
+    "dropout",
+    "float8",
+    "glu",
+    "linear_cross_entropy",
+    "moe",
+    "newton_schulz",
+    "norm",
+    "optimizers",
+    "quantize",
+    "rope",
+    "routing",
+)
 OPS: dict[str, Op] = {}
 _OBSERVERS: list[dict[str, set[str]]] = []
 

@@ -2,9 +2,10 @@
 
 from fzero.optim.accumulate import AccumulateState, accumulate
 from fzero.optim.adafactor import AdafactorState, adafactor
-from fzero.optim.adamw import AdamState, adam, adamw
+from fzero.optim.adamw import Adam8State, AdamState, adam, adamw
 from fzero.optim.base import (
     GradientTransformation,
+    Pass,
     Schedule,
     apply_in_place,
     apply_updates,
@@ -15,7 +16,7 @@ from fzero.optim.clip import clip_by_global_norm, clip_by_value
 from fzero.optim.ema import ema_init, ema_update
 from fzero.optim.lamb import LambState, lamb
 from fzero.optim.layout import WHOLE, Layout, global_norm, sharded
-from fzero.optim.lion import LionState, lion
+from fzero.optim.lion import Lion8State, LionState, lion
 from fzero.optim.muon import MuonState, muon, newton_schulz
 from fzero.optim.rules import add_decayed_weights, decay_matrices, scale_by_rules
 from fzero.optim.schedules import (
@@ -37,12 +38,15 @@ __all__ = [
     "WHOLE",
     "AccumulateState",
     "AdafactorState",
+    "Adam8State",
     "AdamState",
     "GradientTransformation",
     "LambState",
     "Layout",
+    "Lion8State",
     "LionState",
     "MuonState",
+    "Pass",
     "SGDState",
     "Schedule",
     "accumulate",

@@ -22,6 +22,14 @@ Schedule = Callable[[Tensor | int], Tensor]
 NEEDS = ("elementwise", "row", "matrix", "tree")
 
 
+class Pass(NamedTuple):
+    """What one pass over memory can do beside an update; each may be None."""
+
+    factor: Tensor | None = None  # 0-dim, of every gradient
+    skip: Tensor | None = None  # bool 0-dim: nothing changes where it is set, and the host does not wait for it
+    copies: Mapping[str, Tensor] | None = None  # by leaf name: is given the updated param in its own dtype
+
+
 class GradientTransformation(NamedTuple):
     """Functions over trees of gradients, state and parameters; a state is a tree of tensors, `()` where there is none.
 
@@ -34,6 +42,8 @@ class GradientTransformation(NamedTuple):
     leading dim that counts layers) or "tree" (every leaf).
     `donate` means `update` but may overwrite the buffers of grads and state.
     `apply(grads, state, params) -> (params, state)` means `update` and add, and may overwrite all three.
+    `in_pass(grads, state, params, Pass) -> (params, state)` is `apply` with a Pass.
+    `factor(grads, so_far) -> number` is that by which `update` multiplies every one of `grads * so_far` (None: 1), times so_far.
     """
 
     init: Callable[[Tree], Tree]
@@ -42,6 +52,8 @@ class GradientTransformation(NamedTuple):
     needs: str = "elementwise"
     donate: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
     apply: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
+    in_pass: Callable[[Tree, Tree, Tree, Pass], tuple[Tree, Tree]] | None = None
+    factor: Callable[[Tree, Tensor | None], Tensor] | None = None
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -106,7 +118,8 @@ def check_number(owner: str, low: float = 0.0, high: float = float("inf"), **val
 def chain(*txs: GradientTransformation) -> GradientTransformation:
     """The transformation that feeds each one's updates to the next; its state is the tuple of theirs.
 
-    Its `needs` is the strongest of its parts. Its `apply` donates through all but the last and applies the last.
+    Its `needs` is the strongest of its parts. Its `apply` donates through all but the last and applies the last. It has an
+    `in_pass` where the last has one, and the others, of which there is one at most, only multiply by a factor.
     Raises ValueError without a transformation, and in a step when the state is of another chain.
 
     >>> tx = chain(clip_by_global_norm(1.0), adamw(3e-4))
@@ -142,6 +155,14 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         params, last = apply_in_place(txs[-1], updates, state[-1], params)
         return params, (*new, last)
 
+    def in_pass(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[Tree, Tree]:
+        check(state)
+        if len(txs) == 2:
+            more = more._replace(factor=txs[0].factor(grads, more.factor))
+        params, last = txs[-1].in_pass(grads, state[-1], params, more)
+        return params, (*state[:-1], last)
+
+    one_pass = txs[-1].in_pass is not None and len(txs) <= 2 and all(tx.factor is not None for tx in txs[:-1])
     return GradientTransformation(
         init=lambda params: tuple(tx.init(params) for tx in txs),
         update=update,
@@ -149,6 +170,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         needs=max((tx.needs for tx in txs), key=NEEDS.index),
         donate=donate,
         apply=apply,
+        in_pass=in_pass if one_pass else None,
     )
 
 
@@ -183,10 +205,10 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
     def whole(split: dict[str, dict[str, Any]], like: Tree) -> Tree:
         return pytree.from_named({name: leaf for part in split.values() for name, leaf in part.items()}, like)
 
-    def run(step: Callable, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def run(step: Callable, grads: Tree, state: Tree, params: Tree, *more: Pass) -> tuple[Tree, Tree]:
         grad_parts, param_parts, out, new = parts(grads), parts(params), {}, {}
         for label, tx in transforms.items():
-            out[label], new[label] = step(tx)(grad_parts[label], state[label], param_parts[label])
+            out[label], new[label] = step(tx)(grad_parts[label], state[label], param_parts[label], *more)
         return whole(out, params), new
 
     return GradientTransformation(
@@ -196,4 +218,5 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
         needs=max((tx.needs for tx in transforms.values()), key=NEEDS.index),
         donate=lambda *step: run(lambda tx: tx.donate or tx.update, *step),
         apply=lambda *step: run(lambda tx: lambda g, s, p: apply_in_place(tx, g, s, p), *step),
+        in_pass=(lambda *step: run(lambda tx: tx.in_pass, *step)) if all(tx.in_pass for tx in transforms.values()) else None,
     )

@@ -29,10 +29,11 @@ def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> 
     check_number("clip_by_global_norm", max_norm=max_norm)
     check_layout("clip_by_global_norm", layout)
 
-    def scale(grads: Tree) -> Tensor:
+    def scale(grads: Tree, so_far: Tensor | None = None) -> Tensor:
         # max_norm / max(norm, max_norm) is min(1, max_norm / norm) without a division by a zero norm; 0 / 0 only at
         # max_norm = 0.
         size = layout.norm(grads)
+        size = size if so_far is None else size * so_far.to(size.dtype)
         bound = torch.as_tensor(max_norm, dtype=size.dtype, device=size.device)
         return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
 
@@ -44,8 +45,12 @@ def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> 
         by = scale(grads)
         return overwrite(lambda name, g: g.mul_(by), name_tree(grads), grads), ()
 
+    def factor(grads: Tree, so_far: Tensor | None) -> Tensor:
+        by = scale(grads, so_far)
+        return by if so_far is None else by * so_far.to(by.dtype)
+
     needs = "tree" if layout is WHOLE else "elementwise"
-    return GradientTransformation(lambda params: (), update, lambda specs: (), needs, donate)
+    return GradientTransformation(lambda params: (), update, lambda specs: (), needs, donate, factor=factor)
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from fzero import pytree
+from fzero.autodiff import needs_grad, transforms
 from fzero.collectives import Axis, all_gather, all_to_all, psum, pvary
-from fzero.optim.leafwise import safe_sqrt
+from fzero.kernels.leaf_steps import safe_sqrt
+from fzero.kernels.optimizers import grad_norm
 from fzero.pytree import Tree, nearest
+from fzero.sharding.draw import window
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.spec import Spec
 from fzero.sharding.zero import check_dims, shard_dim
@@ -49,6 +52,8 @@ class Layout(NamedTuple):
     on_matrices: Callable[[str, Tensor, Callable[[Tensor], Tensor]], Tensor]
     norm: Callable[[Tree], Tensor]  # tree of shards -> the 2-norm of the whole tree, the same on all ranks
     vary: Callable[[str, Tensor], Tensor]  # (name, what is the same on all ranks) -> the same, for use with the shard
+    # (name, shape of the shard) -> (where the shard begins in each dim, shape of the whole leaf)
+    window: Callable[[str, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def global_norm(tree: Tree) -> Tensor:
@@ -56,8 +61,10 @@ def global_norm(tree: Tree) -> Tensor:
 
     An empty tree has norm 0. Differentiable; the gradient of a zero tree is zero.
     """
-    dtype = _wide(tree)
-    norms = [torch.linalg.vector_norm(leaf, dtype=dtype) for leaf in pytree.leaves(tree)]
+    dtype, leaves = _wide(tree), pytree.leaves(tree)
+    if _by_kernel(leaves, dtype):
+        return grad_norm(leaves, impl="triton")[0]
+    norms = [torch.linalg.vector_norm(leaf, dtype=dtype) for leaf in leaves]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
 
 
@@ -69,6 +76,7 @@ WHOLE = Layout(
     on_matrices=lambda name, x, f: f(x),
     norm=global_norm,
     vary=lambda name, x: x,
+    window=lambda name, shape: ((0,) * len(shape), shape),
 )
 
 
@@ -87,7 +95,8 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> La
     another dim than that of the rows.
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in pytree.named_leaves(like).items()}
-    axes = {name: _axes_of(name, spec, shapes, mesh) for name, spec in pytree.named_leaves(specs).items()}
+    named_specs = pytree.named_leaves(specs)
+    axes = {name: _axes_of(name, spec, shapes, mesh) for name, spec in named_specs.items()}
     if ordered:
         for name, dims in axes.items():
             for dim, over in enumerate(dims):
@@ -151,7 +160,13 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> La
             x = pvary(x, axis, leaf=name)
         return x
 
-    return Layout(parts, gather, own, total, on_matrices, norm, vary)
+    def place(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        over(name, None)  # refuses a leaf that is not there
+        start, size = window(shapes[name], named_specs[name], mesh)
+        assert size == shape, f"{name}: the shard has shape {shape}, and {size} by its spec"
+        return start, shapes[name]
+
+    return Layout(parts, gather, own, total, on_matrices, norm, vary, place)
 
 
 def check_layout(owner: str, layout: Layout) -> None:
@@ -171,6 +186,12 @@ def rms(layout: Layout, name: str, x: Tensor, lead: int) -> Tensor:
     """The root mean square of each layer of a leaf of which `x` is the shard, shaped as by `layer_norm2`."""
     dims = tuple(range(lead, x.dim()))
     return layer_norm2(layout, name, x, lead) / math.sqrt(max(1, math.prod(x.shape[lead:]) * layout.parts(name, dims)))
+
+
+def _by_kernel(leaves: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether the kernel sums the squares of all leaves: on a GPU, in float32, where nothing is differentiated."""
+    plain = bool(leaves) and dtype == torch.float32 and not transforms() and not needs_grad(*leaves)
+    return plain and all(x.is_cuda and x.is_contiguous() for x in leaves)
 
 
 def _wide(tree: Tree) -> torch.dtype:
@@ -193,8 +214,13 @@ def _set_sums(named: dict[str, Tensor], used: dict[str, tuple[str, ...]], dtype:
     members: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(named, key=lambda name: (used[name], name)):  # the same order on all ranks
         members.setdefault(used[name], []).append(name)
-    squares = {name: torch.linalg.vector_norm(x, dtype=dtype).square() for name, x in named.items()}
-    return {names[0]: torch.stack([squares[name] for name in names]).sum()[None] for names in members.values()}
+
+    def total(leaves: list[Tensor]) -> Tensor:
+        if _by_kernel(leaves, dtype):
+            return grad_norm(leaves, impl="triton")[0].square()
+        return torch.stack([torch.linalg.vector_norm(x, dtype=dtype).square() for x in leaves]).sum()
+
+    return {names[0]: total([named[name] for name in names])[None] for names in members.values()}
 
 
 def _row_sums(named: dict[str, Tensor], axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> dict[str, Tensor]:

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from fzero import pytree
+from fzero.kernels.leaf_steps import PIECE as _PIECE
+from fzero.kernels.leaf_steps import PIECE_ELSEWHERE as _PIECE_ELSEWHERE
 from fzero.optim.base import GradientTransformation, name_tree, overwrite
 from fzero.pytree import Tree
 from fzero.sharding.spec import Spec
-
-# Elements of a piece: its temporaries stay in a CPU's cache; large enough that a GPU is not bound by launches.
-_PIECE = {"cpu": 1 << 18}
-_PIECE_ELSEWHERE = 1 << 23
 
 
 class Slot(NamedTuple):
@@ -62,12 +60,6 @@ def layer_dims(owner: str, stacked: str | None, name: str, dims: int) -> int:
     if dims == 0:
         raise ValueError(f"{owner}: {name} has no dim to count layers, yet stacked={stacked!r} matches it; change `stacked`")
     return 1
-
-
-def safe_sqrt(x: Tensor) -> Tensor:
-    """sqrt(x) for x >= 0, whose derivative at 0 is 0: a gradient that is exactly 0 would else give 0 * inf = NaN."""
-    positive = x > 0
-    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x * 0.0)  # NaN stays NaN
 
 
 def flat_pieces(name: str, tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:

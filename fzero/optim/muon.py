@@ -8,15 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.layout import WHOLE, Layout, check_layout
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.rules import Mask, check_mask, masked
 from fzero.pytree import Tree
-
-# Jordan et al. 2024, section "Design considerations": the steepest slope at 0 for which five steps keep singular values
-# near 1.
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class MuonState(NamedTuple):
@@ -35,32 +32,6 @@ class Leaf(NamedTuple):
     decay: float
 
 
-def newton_schulz(
-    x: Tensor,
-    steps: int = 5,
-    *,
-    dtype: torch.dtype | None = None,
-    coefficients: tuple[float, ...] = COEFFICIENTS,
-    eps: float = 1e-7,
-) -> Tensor:
-    """Nearly the orthogonal factor U Vᵀ of each matrix x = U S Vᵀ over the last two dims.
-
-    X = x / max(||x||, eps);  then `steps` times:  A = X Xᵀ;  X = a X + (b A + c A²) X, on the wide form of the matrix.
-    The result has `dtype`, in which it is computed (None: that of x).
-    """
-    a, b, c = coefficients
-    x = x.to(dtype or x.dtype).contiguous()  # products of other strides round differently
-    shape, tall = x.shape, x.shape[-2] > x.shape[-1]
-    # One batch dim, for baddbmm: it rounds once where a product and a sum would round twice.
-    x = x.reshape(math.prod(shape[:-2]), *shape[-2:])
-    x = x.mT if tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).reshape(shape)
-
-
 def muon(
     lr: float | Tensor | Schedule = 1e-3,
     momentum: float = 0.95,
@@ -77,6 +48,7 @@ def muon(
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
     layout: Layout = WHOLE,
+    impl: str = "auto",
 ) -> GradientTransformation:
     """Muon with the meaning of torch.optim.Muon, on the last two dims of each leaf; the dims before them are a batch.
 
@@ -90,7 +62,7 @@ def muon(
     ns_dtype: of the iterations; float32 unless asked (torch: bfloat16 always, which fast bfloat16 matrix units reward).
     mask: which leaves decay. state_dtype: of B, None for the param's.
     layout: how the leaves are sharded. The iterations are on whole matrices, of one layer at a time, so their bits do
-    not depend on the layout.
+    not depend on the layout. impl: of newton_schulz ("triton" is for ns_dtype bfloat16 on CUDA).
     Communicates: on the axes that shard a matrix, the direction of each layer to the rank that iterates on it, and the
     result back; where the layers do not divide by the ranks, every rank gathers the direction and iterates itself.
     Raises ValueError for a leaf that is not a matrix (a stacked bias [L, D] is L vectors; give it another optimizer by
@@ -122,7 +94,7 @@ def muon(
         return Leaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
 
     def orthogonal(x: Tensor) -> Tensor:
-        return newton_schulz(x, ns_steps, dtype=ns_dtype, coefficients=ns_coefficients, eps=ns_eps)
+        return newton_schulz(x, ns_steps, dtype=ns_dtype, coefficients=ns_coefficients, eps=ns_eps, impl=impl)
 
     def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
         (rate,), (b,) = scalars, slots
