@@ -3,10 +3,10 @@
     python benchmarks/gpu.py --out benchmarks/results/gpu-h200.json
 
 Three parts. `tests`: the laws of every kernel, on the device. `kernels`: each operation at a few sizes, forward, and forward with
-backward: achieved bandwidth or FLOP rate, its fraction of what the same device copies or multiplies, and the ratio to the reference in eager
-PyTorch, the same under torch.compile, PyTorch's own form and Liger's, where they are there. `steps`: training steps of GPT-2 124M and Llama
-1B in bf16 beside an nn.Module under torch.compile, in turns: tokens/s and MFU. A part that fails is reported, and the rest goes on; the exit
-code is 1 then. `--device cpu --tiny` runs the same program on sizes that mean nothing, to find its mistakes where there is no GPU.
+backward: achieved bandwidth or FLOP rate, its fraction of what the same device copies or multiplies, and the ratio to the reference in
+eager PyTorch, the same under torch.compile, PyTorch's own form and Liger's, where they are there. `steps`: training steps of GPT-2 124M and
+Llama 1B in bf16 beside an nn.Module under torch.compile, in turns: tokens/s and MFU. A part that fails is reported, and the rest goes on;
+the exit code is 1 then. `--device cpu --tiny` runs the same program on sizes that mean nothing, to find its mistakes where there is no GPU.
 """
 
 from __future__ import annotations
