@@ -16,22 +16,50 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 def round_as_the_hardware_does():
-    """The interpreter truncates float32 to bfloat16; GPUs round to nearest even."""
+    """The interpreter truncates float32 to bfloat16 and to float8's subnormals; GPUs round to nearest even."""
+    from triton import language as tl
     from triton.runtime import interpreter
 
-    cast = interpreter.InterpreterBuilder.cast_impl
+    narrow = {
+        tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8, np.uint8),
+        tl.float8e5: (torch.float8_e5m2, torch.uint8, np.uint8),
+    }
 
-    def cast_impl(self, src, dst_type):
-        if src.dtype.scalar == triton.language.float32 and dst_type.scalar == triton.language.bfloat16:
-            rounded = torch.from_numpy(np.array(src.data, dtype=np.float32, order="C")).to(torch.bfloat16)
-            return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), dst_type.scalar)
-        return cast(self, src, dst_type)
+    def rounding(cast):
+        def cast_rounding(self, src, dst_type, *mode):
+            if src.dtype.scalar != tl.float32 or dst_type.scalar not in narrow or "RTZ" in repr(mode):
+                return cast(self, src, dst_type, *mode)
+            dtype, bits, stored = narrow[dst_type.scalar]
+            rounded = torch.from_numpy(np.array(src.data, dtype=np.float32, order="C")).to(dtype)
+            return interpreter.TensorHandle(rounded.view(bits).numpy().view(stored), dst_type.scalar)
 
-    interpreter.InterpreterBuilder.cast_impl = cast_impl
+        return cast_rounding
+
+    for name in ("cast_impl", "create_fp_to_fp"):
+        setattr(interpreter.InterpreterBuilder, name, rounding(getattr(interpreter.InterpreterBuilder, name)))
+
+
+def patch_once():
+    """The interpreter replaces all of triton.language again at each call of a function in a kernel, for a third of its time."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_lang(fn):
+        if not any(core.is_builtin(module.load) for module in fn.__globals__.values() if module is core or module is triton.language):
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        scope.set_attr(core.tensor, "__index__", lambda self: int(self.handle.data.item()))  # Triton 3.6 fails with NumPy 2.4
+        return scope
+
+    interpreter._patch_lang = patch_lang
 
 
 if INTERPRETED:
     round_as_the_hardware_does()
+    patch_once()
     np.seterr(all="ignore")  # a GPU does not warn of exp(100) either
 
 

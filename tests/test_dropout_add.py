@@ -1,7 +1,5 @@
 """Dropout with a residual sum: every law of a kernel, and the mask bit for bit that of random.bernoulli, wherever a range begins."""
 
-import functools
-
 import kernel_laws as laws
 import pytest
 import torch
@@ -82,13 +80,12 @@ def test_the_reference_s_bits(dtype, rate):
 
 
 def test_far_rows():
-    """2^30 elements apart, which fits in 32 bits, but not twice it."""
-    far = functools.partial(laws.far_apart, dtype=torch.bfloat16, apart=(1 << 30) + 8)
+    """About 2^30 elements apart, which fits in 32 bits, but not twice it; each tensor's others."""
     near, f = laws.draw((3, 19), (3, 19), dtype=torch.bfloat16), form(row_stride=50)
     expected = laws.both_passes(lambda *t: f("triton", *t), near)
-    leaves = [far(3, 19).copy_(t).requires_grad_() for t in near]
+    leaves = [laws.far_apart(3, 19, t.dtype, (1 << 30) + 8 * i).copy_(t).requires_grad_() for i, t in enumerate(near, 1)]
     out = f("triton", *leaves)
-    cotangent = far(3, 19).copy_(laws.draw(out.shape, seed=1)[0])
+    cotangent = laws.far_apart(3, 19, out.dtype, (1 << 30) + 24).copy_(laws.draw(out.shape, seed=1)[0])
     assert_same([[out], list(torch.autograd.grad(out, leaves, cotangent))], list(expected))
 
 

@@ -91,6 +91,8 @@ def test_parameters_of_another_dtype_get_gradients_of_it(name, param):
     assert [g.dtype for g in grads] == [t.dtype for t in tensors] and {o.dtype for o in outs} == {torch.bfloat16}
     for got, base, want in zip((*outs, *grads), (*plain[0], *plain[1]), (*exact[0], *exact[1])):
         laws.at_most_twice(name, got, base, want)
+    if param == torch.float32:  # and not by way of bfloat16
+        assert all((g != g.bfloat16()).any() for g in grads[n:])
     # Rounded where the reference rounds: the same bits but for the order of one sum.
     same = [(a == b).float().mean() for a, b in zip(outs, plain[0])]
     assert min(same) > 0.99 and max(same) == (1.0 if "add" in name else max(same))
@@ -99,14 +101,15 @@ def test_parameters_of_another_dtype_get_gradients_of_it(name, param):
 @every_op
 @pytest.mark.parametrize("chunks", [False, True])
 def test_far_rows(name, chunks, request):
+    """About 2^30 elements apart, which fits in 32 bits, but not twice it; each tensor's others."""
     if chunks:
         request.getfixturevalue("in_chunks")
-    near = inputs(name, 2, 19, dtype=torch.bfloat16)
+    near = inputs(name, 3, 19, dtype=torch.bfloat16)
     expected = laws.both_passes(lambda *t: form(name)("triton", *t), near)
-    far = [laws.far_apart(2, 19, torch.bfloat16).copy_(t) if t.dim() > 1 else t for t in near]
-    leaves = [t.requires_grad_() for t in far]
+    far = [laws.far_apart(3, 19, torch.bfloat16, (1 << 30) + 8 * i) for i in range(1, 5)]
+    leaves = [(far.pop().copy_(t) if t.dim() > 1 else t).requires_grad_() for t in near]
     outs = laws.tuple_of(form(name)("triton", *leaves))
-    cotangents = [laws.far_apart(2, 19, torch.bfloat16).copy_(c) for c in laws.draw(*(o.shape for o in outs), seed=1)]
+    cotangents = [far.pop().copy_(c) for c in laws.draw(*(o.shape for o in outs), seed=1)]
     assert_same([list(outs), list(torch.autograd.grad(outs, leaves, cotangents))], list(expected))
 
 
