@@ -9,9 +9,9 @@ import torch
 from law_cases import CASES, OPTIMIZERS, case_of
 
 from fzero import models, optim, precision, pytree, random, streaming, train, update
-from fzero.kernels import attention, blocked, cross_entropy, moe, patterns
+from fzero.kernels import attention, blocked, cross_entropy_rows, moe, patterns
 from fzero.models import base, layers
-from fzero.optim import leafwise
+from fzero.optim import leafwise, states
 
 # The packages export functions of these names.
 gpt2, llama, adamw = (import_module(f"fzero.{name}") for name in ("models.gpt2", "models.llama", "optim.adamw"))
@@ -213,11 +213,7 @@ def capacity_forgotten(monkeypatch):
 
 @caught_by(one_normalisation("mlp"), one_normalisation("llama"))
 def gradient_of_the_softmax_without_its_target(monkeypatch):
-    def loss_and_gradient(logits, targets, mask, axis, compiled):
-        loss, _, softmax = cross_entropy._loss_and_softmax(logits, targets, mask)
-        return loss, softmax
-
-    monkeypatch.setattr(cross_entropy, "_chunk_loss_and_gradient", loss_and_gradient)
+    monkeypatch.setattr(cross_entropy_rows, "_put_targets", lambda *rest: None)
 
 
 @caught_by(*(one_normalisation(case) for case in ("gpt2", "llama", "moe dropless")))
@@ -262,6 +258,8 @@ def donated_slots_not_written(monkeypatch):
         return lambda rows, *rest: original([row._replace(slots=tuple(s.clone() for s in row.slots)) for row in rows], *rest)
 
     wrap(monkeypatch, leafwise, "apply_rows", outer)
+    alike = lambda f: lambda leaves: f([leaf._replace(state=tuple(s.clone() for s in leaf.state)) for leaf in leaves])  # noqa: E731
+    wrap(monkeypatch, states, "alike", alike)
 
 
 @caught_by(donation("mlp", "clip and adamw"))
@@ -345,12 +343,12 @@ def initial_values_drawn_one_after_the_other(monkeypatch):
 
 @caught_by(("state_layout", lambda: laws.state_layout(case_of("mlp"), optim.adamw(0.05))))
 def spec_of_the_second_moment_forgotten(monkeypatch):
-    monkeypatch.setattr(adamw, "moment", lambda dtype: leafwise.moment(dtype)._replace(spec=lambda name, spec: ()))
+    monkeypatch.setattr(states, "moment", lambda dtype: leafwise.moment(dtype)._replace(spec=lambda name, spec: ()))
 
 
 @caught_by(("cost bf16 adamw", lambda: laws.cost(case_of("mlp"), "adamw", precision.bf16())))
 def moments_in_another_dtype(monkeypatch):
-    wrap(monkeypatch, adamw, "moment", lambda f: lambda dtype: f(torch.float64))
+    wrap(monkeypatch, states, "moment", lambda f: lambda dtype: f(torch.float64))
 
 
 @pytest.mark.parametrize("name", TEETH)

@@ -11,7 +11,7 @@ from close import assert_close, assert_same
 
 from fzero import models, pytree, random
 from fzero.collectives import psum, pvary
-from fzero.kernels import cross_entropy as ce
+from fzero.kernels import linear_cross_entropy as ce
 from fzero.models import base, layers
 from fzero.sharding import Mesh, Spec, fake_mesh, match_rules, one_process
 
@@ -295,7 +295,13 @@ MISTAKES = {
         lambda f: lambda y, w, ctx, leaf, b=None: layers.leave(layers.linear(y, w, b), ctx, leaf),
     ),
     "the embedding's rows are another rank's": ("mlp", False, mlp, "embed_tokens", of_another_rank),
-    "the targets' columns are another rank's": ("mlp", False, ce, "_column", lambda f: lambda t, n, axis: f(t, n, other_rank(axis))),
+    "the targets' columns are another rank's": (
+        "mlp",
+        False,
+        ce,
+        "Terms",
+        lambda f: lambda z, s, c, first, n: f(z, s, c, (first + n // 4) % n, n),
+    ),
     "a key/value head is another rank's": ("llama", False, layers, "own_part", lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim)),
     "the positions are another rank's": ("gpt2", True, gpt2, "own_part", lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim)),
     "a range is dropped out as another": ("gpt2", True, layers, "sequence_axis", lambda f: lambda ctx: other_rank(f(ctx))),
