@@ -62,13 +62,17 @@ def overflow_at_floor(config: LossScale, state: ScalerState, overflow: Tensor) -
     return overflow & (state.hysteresis == 1) & (state.scale <= config.floor)
 
 
+MATMULS = ("", "float8_tensorwise", "float8_rowwise")
+
+
 @dataclass(frozen=True)
 class Policy:
     """Which dtype is used where.
 
     param: parameters at rest, and so their gradients. compute: activations and products. reduce: gradients while they are summed over
     ranks. accumulate: the sum over micro-batches, and what the optimizer is given. state: the master weights, and the optimizer's
-    moments. Master weights are kept where `state` differs from `param`.
+    moments. Master weights are kept where `state` differs from `param`. matmul: how the linears of the blocks multiply: "" in `compute`,
+    or through float8 with one scale for an operand or one for each row (see kernels.float8).
     """
 
     name: str
@@ -78,6 +82,11 @@ class Policy:
     accumulate: torch.dtype = torch.float32
     state: torch.dtype = torch.float32
     loss_scale: LossScale | None = None
+    matmul: str = ""
+
+    def __post_init__(self) -> None:
+        if self.matmul not in MATMULS:
+            raise ValueError(f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}")
 
     @property
     def has_master(self) -> bool:
@@ -100,9 +109,19 @@ def bf16() -> Policy:
     return Policy("bf16", param=torch.bfloat16, compute=torch.bfloat16)
 
 
+def bf16_float8() -> Policy:
+    """As bf16, with the linears of the blocks through float8, one scale for an operand: the fastest, and the coarsest."""
+    return Policy("bf16_float8", param=torch.bfloat16, compute=torch.bfloat16, matmul="float8_tensorwise")
+
+
+def bf16_float8_rowwise() -> Policy:
+    """As bf16, with the linears of the blocks through float8, a scale for each row of one operand and each column of the other."""
+    return Policy("bf16_float8_rowwise", param=torch.bfloat16, compute=torch.bfloat16, matmul="float8_rowwise")
+
+
 def fp16(loss_scale: LossScale = LossScale()) -> Policy:
     """As bf16 with float16 in its place, and a dynamic loss scale."""
     return Policy("fp16", param=torch.float16, compute=torch.float16, loss_scale=loss_scale)
 
 
-POLICIES = {"fp32": fp32, "fp64": fp64, "bf16": bf16, "fp16": fp16}
+POLICIES = {make().name: make for make in (fp32, fp64, bf16, fp16, bf16_float8, bf16_float8_rowwise)}

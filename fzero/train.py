@@ -155,9 +155,8 @@ def make_loss(
     the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = base.Ctx(
-            mesh=mesh, dtype=policy.compute, compiled=compiled, kernels=kernels, remat=remat, sequence=plan is not None and plan.sequence
-        )
+        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, remat=remat)
+        ctx = ctx._replace(sequence=plan is not None and plan.sequence)
         return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
@@ -267,7 +266,7 @@ def make_gradient(
     The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part.
     """
     loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled, kernels)
-    ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, kernels=kernels, sequence=plan.sequence)
+    ctx = base.Ctx(mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=plan.sequence)
     streamed = None
     if isinstance(loss_fn, base.Model):
         streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch)
@@ -410,7 +409,7 @@ def make_eval_step(
     if plan is None or not isinstance(loss_fn, base.Model):
         loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled, kernels)
     else:
-        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, compiled=compiled, kernels=kernels, sequence=plan.sequence)
+        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=plan.sequence)
         loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, Remat(), prefetch).forward
 
     @torch.no_grad()

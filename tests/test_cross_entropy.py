@@ -4,7 +4,7 @@ import pytest
 import torch
 from close import assert_at_most_twice_the_error, assert_close, assert_same
 
-from fzero.kernels import cross_entropy as ce
+from fzero.kernels import linear_cross_entropy as ce
 
 F64 = torch.float64
 N, D, V = 23, 5, 11
@@ -29,7 +29,7 @@ def value_and_grads(form, x, w, targets, mask, scale=1.7):
 
 @pytest.fixture(params=(V * 4, V * 100, 1), ids=("6 chunks", "1 chunk", "1 token a chunk"))
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(ce, "CHUNK_BYTES", 8 * request.param)
+    monkeypatch.setitem(ce.CHUNK_BYTES, "cpu", 8 * request.param)
 
 
 def test_reference_is_torch_s_cross_entropy():
@@ -134,7 +134,7 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(dtype, compiled, monkeyp
     plain = value_and_grads(ce.reference, x, w, targets, mask, scale=1.0)
     gradients = [{n: t[n] for n in ("dx", "dw")} for t in (plain, exact)]
     for elements in (64 * 64, 64 * 192) if compiled else (64 * 2, 64 * 64, 64 * 192):  # 2 tokens at a time: 96 partial sums
-        monkeypatch.setattr(ce, "CHUNK_BYTES", elements * dtype.itemsize)
+        monkeypatch.setitem(ce.CHUNK_BYTES, "cpu", elements * dtype.itemsize)
         got = value_and_grads(form, x, w, targets, mask, scale=1.0)
         assert_at_most_twice_the_error({n: got[n] for n in ("dx", "dw")}, *gradients)
         # A sum of some hundred terms may by luck come out nearly exact in one order: its bound is of the size of a rounding.
@@ -152,7 +152,7 @@ def test_weights_wider_than_activations():
 
 def test_compiled_in_float64_with_many_chunks(monkeypatch):
     x, w, targets, mask = inputs()
-    monkeypatch.setattr(ce, "CHUNK_BYTES", 8 * V * 10)
+    monkeypatch.setitem(ce.CHUNK_BYTES, "cpu", 8 * V * 10)
     form = ce.linear_cross_entropy
     assert_close(value_and_grads(form, x, w, targets, mask), value_and_grads(ce.reference, x, w, targets, mask), rtol=1e-11, atol=1e-13)
     assert_close(form(x, w, targets, mask), ce.reference(x, w, targets, mask), rtol=1e-12)
@@ -168,7 +168,7 @@ def test_logits_of_any_size():
 
 def test_the_gradient_of_w_is_summed_over_chunks_wider_than_bfloat16(monkeypatch):
     n = 2000  # a bfloat16 sum of halves stops growing at 128
-    monkeypatch.setattr(ce, "CHUNK_BYTES", 1)
+    monkeypatch.setitem(ce.CHUNK_BYTES, "cpu", 1)
     x, w = torch.ones(n, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
     targets, mask = torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)
     dw = value_and_grads(eager, x, w, targets, mask, scale=1.0)["dw"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from close import assert_same
 
-from fzero.precision import POLICIES, LossScale, fp16, init_scaler, overflow_at_floor, update_scaler
+from fzero.precision import POLICIES, LossScale, Policy, fp16, init_scaler, overflow_at_floor, update_scaler
 
 
 class AtFloor(Exception):
@@ -154,6 +154,14 @@ def test_policies():
         "fp64": (f64, f64, f64, f64, f64, False, False),
         "bf16": (bf16, bf16, f32, f32, f32, True, False),
         "fp16": (f16, f16, f32, f32, f32, True, True),
+        "bf16_float8": (bf16, bf16, f32, f32, f32, True, False),
+        "bf16_float8_rowwise": (bf16, bf16, f32, f32, f32, True, False),
     }
+    assert {name: make().matmul for name, make in POLICIES.items() if make().matmul} == {
+        "bf16_float8": "float8_tensorwise",
+        "bf16_float8_rowwise": "float8_rowwise",
+    }
+    with pytest.raises(ValueError, match="policy odd: matmul is 'float8'; it must be one of"):
+        Policy("odd", matmul="float8")
     assert all(make().name == name for name, make in POLICIES.items())
     assert fp16(LossScale(window=3)).loss_scale.window == 3

@@ -6,7 +6,7 @@ import torch
 from close import assert_at_most_twice_the_error, assert_close, assert_same
 
 from fzero.collectives import pvary
-from fzero.kernels import cross_entropy as ce
+from fzero.kernels import linear_cross_entropy as ce
 from fzero.sharding import one_process
 
 F64 = torch.float64
@@ -27,7 +27,7 @@ def cross_entropy(mesh, inputs, rows, compiled=False, scale=1.7):
     tp = mesh["tp"]
     w = w.chunk(tp.size)[tp.rank]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ce, "CHUNK_BYTES", rows * w.shape[0] * x.dtype.itemsize)
+        patch.setitem(ce.CHUNK_BYTES, "cpu", rows * w.shape[0] * x.dtype.itemsize)
 
         def f(x, w):
             return ce.linear_cross_entropy(pvary(x, tp), w, targets, mask, axis=tp, compiled=compiled)
@@ -78,3 +78,32 @@ def test_logits_of_any_size_over_a_sharded_vocabulary():
     got = ranks.run(2, cross_entropy, (1000.0 * x, w, targets, mask), 4, mesh={"tp": 2})
     assert all(bool(t.isfinite().all()) for part in got for t in part.values())
     assert_close(got[0]["loss"], ce.reference(1000.0 * x.double(), w.double(), targets, mask), rtol=1e-5)
+
+
+TERMS = {"z_loss": 0.02, "smoothing": 0.2, "cap": 3.0, "ignore_index": 5}
+
+
+def every_term(mesh, inputs, impl):
+    """(loss, dx summed over the ranks, dw of this rank's rows) with every term of the loss."""
+    x, w, targets, mask = inputs
+    tp = mesh["tp"]
+
+    def f(x, w):
+        return ce.linear_cross_entropy(pvary(x, tp), w, targets, mask, axis=tp, compiled=False, impl=impl, **TERMS)
+
+    loss, vjp = torch.func.vjp(f, x, w.chunk(tp.size)[tp.rank])
+    return loss, *vjp(torch.ones_like(loss))
+
+
+@pytest.mark.parametrize("impl", ("reference", "chunked", "triton"))
+def test_every_term_over_a_sharded_vocabulary(impl):
+    g = torch.Generator().manual_seed(6)
+    dtype = torch.float32 if impl == "triton" else F64
+    x, w = (torch.randn(shape, generator=g, dtype=F64) for shape in ((N, D), (2 * 11, D)))
+    targets, mask = torch.randint(0, 2 * 11, (N,), generator=g), torch.rand(N, generator=g) < 0.7
+    targets = torch.where(mask, targets, 10**12)  # what does not count may be anything
+    expected = every_term(ONE, (x, w, targets, mask), "reference")
+    (loss, dx, dw), (other, _, dw_other) = ranks.run(2, every_term, (x.to(dtype), w.to(dtype), targets, mask), impl, mesh={"tp": 2})
+    assert_same(loss, other)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if impl == "triton" else {"rtol": 1e-12, "atol": 1e-13}
+    assert_close((loss, dx, torch.cat((dw, dw_other))), expected, **tolerance)

@@ -213,7 +213,7 @@ def capacity_forgotten(monkeypatch):
 
 @caught_by(one_normalisation("mlp"), one_normalisation("llama"))
 def gradient_of_the_softmax_without_its_target(monkeypatch):
-    monkeypatch.setattr(cross_entropy_rows, "_put_targets", lambda *rest: None)
+    monkeypatch.setattr(cross_entropy_rows, "_put_targets", lambda *args: None)
 
 
 @caught_by(*(one_normalisation(case) for case in ("gpt2", "llama", "moe dropless")))

@@ -25,9 +25,10 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 FILES = (
-    "attention",
     "cross_entropy_rows",
     "dropout",
+    "flash",
+    "flash_backward",
     "float8",
     "glu",
     "moe",

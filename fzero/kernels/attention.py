@@ -9,13 +9,22 @@ Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from fzero.autodiff import first_order
+from fzero.kernels import tiled
 from fzero.kernels.blocked import MAX_BLOCKS, MIN_BLOCK, blocked
+from fzero.kernels.flash import flash_forward
+from fzero.kernels.flash_backward import flash_backward
+from fzero.kernels.function import Fused, on_cuda, triton_runs
 from fzero.kernels.patterns import FULL, Pattern, visible
+from fzero.kernels.registry import Form, Op
+
+__all__ = ["FULL", "Pattern", "attention", "attention_with_lse"]
+MAX_POSITION = 2**30  # the kernels reckon positions in 32 bits
 
 
 def reference(
@@ -27,36 +36,202 @@ def reference(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The definition: all scores, masked, a softmax in float32 or wider. Shapes as at the top of the file."""
-    t, s, groups = q.shape[1], k.shape[1], k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    """The definition: all scores, masked, a softmax in float32 or wider. Shapes as at the top of the file; documents int [B, S]."""
+    t, s = q.shape[1], k.shape[1]
     key = torch.arange(s, device=q.device)
-    mask = visible(pattern, key[s - t :], key, documents)
-    q = rearrange(q, "b t (g r) k -> b g r t k", g=groups)
-    scores = torch.einsum("bgrtk,bsgk->bgrts", q, k) * scale
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    scores = _scores(q, k, visible(pattern, key[s - t :], key, documents), scale)
     out = torch.einsum("bgrts,bsgk->btgrk", torch.softmax(scores, -1).to(v.dtype), v)
     return rearrange(out, "b t g r k -> b t (g r) k")
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """[B, G, R, T, S] in float32 or wider, -inf where `mask` [1 or B, T, S] is not."""
+    q = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
+    scores = torch.einsum("bgrtk,bsgk->bgrts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(~mask[:, None, None], float("-inf"))
+
+
+def reference_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    documents: Tensor | None = None,
+    query_documents: Tensor | None = None,
+    scale: float | None = None,
+    query_start: int | None = None,
+    key_start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(out, the log-sum-exp of each query's scores [B, H, T] in float32 or wider), of queries and keys that may stand anywhere.
+
+    Query i is at position query_start + i, key j at key_start + j; by default the queries are the last T of the keys' positions. Where
+    query_start >= key_start + S - 1, a full pattern sees all keys. documents: int [B, S], of the keys; query_documents: int [B, T], by
+    default those of the keys at the queries' positions. A query that sees nothing has out 0, lse -inf and no gradient. So the parts of
+    one softmax over several sets of keys can be joined: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i lse_i.
+
+    Raises ValueError where documents of queries are not known.
+    """
+    t, s = q.shape[1], k.shape[1]
+    query_start = _query_start(q, k, query_start, key_start)
+    query, key = (torch.arange(start, start + n, device=q.device) for start, n in ((query_start, t), (key_start, s)))
+    mask = pattern.sees(query[:, None], key[None, :])[None]
+    if documents is not None:
+        query_documents = _query_documents(documents, query_documents, query_start - key_start, t)
+        mask = mask & (query_documents[:, :, None] == documents[:, None, :])
+    scores = _scores(q, k, mask, scale)
+    some = mask.any(-1)[:, None, None]
+    scores = torch.where(some[..., None], scores, 0.0)
+    p = torch.where(some[..., None], torch.softmax(scores, -1), 0.0)
+    lse = torch.where(some, torch.logsumexp(scores, -1), float("-inf"))
+    out = torch.einsum("bgrts,bsgk->btgrk", p.to(v.dtype), v)
+    return rearrange(out, "b t g r k -> b t (g r) k"), rearrange(lse, "b g r t -> b (g r) t")
+
+
+def _query_start(q: Tensor, k: Tensor, query_start: int | None, key_start: int) -> int:
+    return key_start + k.shape[1] - q.shape[1] if query_start is None else query_start
+
+
+def _query_documents(documents: Tensor, query_documents: Tensor | None, offset: int, t: int) -> Tensor:
+    if query_documents is not None:
+        return query_documents
+    if not 0 <= offset <= documents.shape[1] - t:
+        raise ValueError(f"attention: queries {offset} to {offset + t} are not among the {documents.shape[1]} keys; give query_documents")
+    return documents[:, offset : offset + t]
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
     """`reference` without pattern or documents, by torch's own fused kernel; equal queries and keys in number."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
 
 
-def attention(
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: tuple[Tensor, ...],
+    pattern: Pattern,
+    scale: float | None,
+    query_start: int,
+    key_start: int,
+    results: int,
+) -> Any:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    where = (pattern.kind, pattern.size, pattern.keep, scale, query_start, key_start)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_forward(q, k, v, *(documents or (None, None)), *where)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, v, *documents, out, lse = saved
+        g, h = grads if results == 2 else (grads[0], None)
+        return flash_backward(g, h, q, k, v, out, lse, *(documents or (None, None)), *where)
+
+    run = Fused("flash attention", forward, backward, results, keep=lambda tensors, outputs: (*tensors, *outputs))
+    return run(q, k, v, *documents)
+
+
+def flash(
     q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """`reference`, in the fastest form that serves where it is differentiated at most once and T = S > 1.
+    """`reference` by the kernels of flash.py."""
+    offset = k.shape[1] - q.shape[1]
+    both = () if documents is None else (documents[:, offset:], documents)
+    return _flash(q, k, v, both, pattern, scale, offset, 0, results=1)
 
-    Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more beyond.
-    """
-    t = q.shape[1]
-    if not first_order() or t != k.shape[1] or t == 1:
-        return reference(q, k, v, pattern=pattern, documents=documents, scale=scale)
-    if pattern == FULL and documents is None and (t > MIN_BLOCK * MAX_BLOCKS or q.device.type == "cuda"):
-        return fused(q, k, v, scale=scale)
-    return blocked(q, k, v, pattern=pattern, documents=documents, scale=scale)
+
+def flash_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    documents: Tensor | None = None,
+    query_documents: Tensor | None = None,
+    scale: float | None = None,
+    query_start: int | None = None,
+    key_start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`reference_with_lse` by the kernels of flash.py."""
+    query_start = _query_start(q, k, query_start, key_start)
+    both = ()
+    if documents is not None:
+        both = (_query_documents(documents, query_documents, query_start - key_start, q.shape[1]), documents)
+    return _flash(q, k, v, both, pattern, scale, query_start, key_start, results=2)
+
+
+def _flash_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, scale: float | None = None, **options: Any) -> str:
+    (b, t, h, dim), (_, s, groups, _) = q.shape, k.shape
+    key_start = options.get("key_start", 0)
+    query_start = _query_start(q, k, options.get("query_start"), key_start)
+    documents = [x for x in (options.get("documents"), options.get("query_documents")) if x is not None]
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of float32, bfloat16 or float16"
+    if v.shape != k.shape or k.shape != (b, s, groups, dim) or h % max(1, groups) or dim > 256:
+        return f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes head dims up to 256, keys and values alike"
+    if any(x.shape != (b, n) for x, n in zip(documents, (s, t))):
+        return f"documents are {[list(x.shape) for x in documents]}; they must be {[[b, s], [b, t]][: len(documents)]}"
+    if scale is not None and scale <= 0.0:
+        return f"scale is {scale}; it must be above 0"
+    if min(query_start, key_start) < 0 or max(query_start + t, key_start + s, pattern.size) > MAX_POSITION:
+        return f"queries begin at {query_start} and keys at {key_start}; positions and a pattern's size must be in [0, 2^30]"
+    return triton_runs(q, k, v, *documents)
+
+
+def _flash_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
+    return "one query makes one tile of each head, which goes through the keys alone" if q.shape[1] == 1 else on_cuda(q, *rest)
+
+
+def _square(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+    """Why the forms for whole sequences do not serve."""
+    return "" if q.shape[1] == k.shape[1] else f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes equal numbers"
+
+
+def _fused_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, **options: Any) -> str:
+    return "it has neither patterns nor documents" if pattern != FULL or documents is not None else _square(q, k, v)
+
+
+def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
+    """Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more beyond."""
+    if q.shape[1] > (1 if q.is_cuda else MIN_BLOCK * MAX_BLOCKS):
+        return ""
+    return "blocked takes 0.5 to 1.0 of its time on a CPU up to T = 1024"
+
+
+def _blocked_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
+    return "" if q.shape[1] > 1 else "one query needs no blocks"
+
+
+def _flops(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, **options: Any) -> int:
+    """Of the two products, over the pairs that the pattern and causality leave; documents are not counted."""
+    key_start = options.get("key_start", 0)
+    start = _query_start(q, k, options.get("query_start"), key_start)
+    ends = key_start, key_start + k.shape[1]
+    seen = [sum(pattern.keys_seen(query, end) for query in range(start, start + q.shape[1])) for end in ends]
+    return 4 * q.shape[0] * q.shape[2] * q.shape[3] * (seen[1] - seen[0])
+
+
+def _bytes(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
+    return (2 * q.numel() + k.numel() + v.numel()) * q.element_size()
+
+
+attention = Op(
+    "attention",
+    reference,
+    Form("triton", flash, supports=_flash_serves, prefers=_flash_preferred),
+    Form("tiled", tiled.tiled, supports=tiled.supports, prefers=tiled.prefers),
+    Form("fused", fused, supports=_fused_serves, prefers=_fused_preferred),
+    Form("blocked", blocked, supports=_square, prefers=_blocked_preferred),
+    flops=_flops,
+    bytes=_bytes,
+)
+attention_with_lse = Op(
+    "attention_with_lse",
+    reference_with_lse,
+    Form("triton", flash_with_lse, supports=_flash_serves, prefers=on_cuda),
+    flops=_flops,
+    bytes=lambda q, k, v, **options: _bytes(q, k, v) + 4 * q.numel() // q.shape[-1],
+)

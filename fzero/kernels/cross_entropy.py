@@ -1,16 +1,14 @@
-"""Linear layer and cross entropy in one: the logits of a few hundred tokens at a time, never of all.
+"""Cross entropy of given logits: the loss, and at once its gradient from the same softmax.
 
-    loss = sum_n mask[n] (log sum_v exp(x[n] . w[v]) - x[n] . w[target[n]])
+    loss = sum over the tokens that count of  (1 - s) (lse - y[t]) + s (lse - mean_v y[v]) + z lse^2,
+    y = logits, or c tanh(logits / c),   lse = log sum_v exp(y[v])
 
-`reference` defines it. `chunked` makes, for each chunk of tokens, the logits, the loss and at once the gradients of x and w from the same
-softmax, as the loss is linear in what the backward pass hands it: dx = (p - 1[target]) w, dw = (p - 1[target])^T x.
-Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, section 3; the chunks by tokens.
+with t a token's target, s the smoothing, z the weight of the z-loss and c the cap. As the loss is linear in what a backward pass hands
+it, its gradient is made with it, and scaled later. What is done to a row of logits is in cross_entropy_rows.
+Ref: Szegedy et al. 2016, "Rethinking the Inception architecture", arXiv:1512.00567, section 7 (smoothing); Chowdhery et al. 2022,
+"PaLM", arXiv:2204.02311, section 5 (z-loss); Gemma Team 2024, "Gemma 2", arXiv:2408.00118, section 2.1 (cap).
 
-Shapes: x [N, D], w [V, D], targets int64 [N], mask bool [N]; the loss is a float32 (or float64) scalar.
-
-Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary and the rest is the same on all ranks: so is the loss, dw is
-of the own rows, and dx is this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). What the ranks tell
-each other of a token is two numbers: the log-sum-exp of its logits here, and its target's logit where that is here.
+Shapes: logits [N, V], targets int64 [N], mask bool [N] or None; the loss is a scalar in float32 or wider.
 """
 
 from __future__ import annotations
@@ -23,205 +21,153 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.autodiff import Backward, first_order, needs_grad
-from fzero.collectives import Axis, all_gather, psum
-from fzero.compile import jit
+from fzero.autodiff import Backward, needs_grad
+from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, capped, rows_of, scale_, wide
+from fzero.kernels.function import on_cuda, triton_runs
+from fzero.kernels.registry import Form, Op
 
-CHUNK_BYTES = 1 << 25  # of logits alive at once
-WHOLE = Axis("tp")  # of size 1: all of the vocabulary is here
+IGNORE = -100  # torch's mark of a target that does not count
+LARGE = 1 << 18  # logits from which the form by blocks is faster than the reference, on the CPU and one thread
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reference(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor, axis: Axis = WHOLE) -> Tensor:
-    """The definition, with all logits; the softmax in float32 or wider. `axis` shards the vocabulary.
+def counted(targets: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
+    """Whether each token counts, bool [N]."""
+    return targets != ignore_index if mask is None else mask & (targets != ignore_index)
 
-    Communicates: an all_gather of float32 [N], and a psum of float32 [2, N].
+
+def known(targets: Tensor, mask: Tensor | None, ignore_index: int, columns: int) -> Tensor:
+    """The targets with NONE where a token does not count, and WRONG where it counts and there is no such column."""
+    at = torch.where((targets >= 0) & (targets < columns), targets, WRONG)
+    return torch.where(counted(targets, mask, ignore_index), at, NONE)
+
+
+def reference(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    *,
+    ignore_index: int = IGNORE,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
+    cap: float = 0.0,
+    overwrite: bool = False,
+    compiled: bool = True,
+) -> Tensor:
+    """The loss, summed over the tokens whose mask is True and whose target is not `ignore_index`; the other targets may be anything.
+
+    z_loss, smoothing, cap: z, s and c of the formula; 0 leaves each out. overwrite: the logits are given up, and may hold the gradient
+    afterwards; there is then one backward pass. compiled: whether the form by blocks runs compiled.
+    A target that counts and is not in [0, V) makes the loss NaN, or raises here.
     """
-    logits = x @ w.to(x.dtype).T
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if axis.size > 1:
-        return _sharded_reference(logits, targets, mask, axis)
-    at_target = torch.gather(logits, -1, targets[:, None])[:, 0]
-    return torch.where(mask, torch.logsumexp(logits, -1) - at_target, 0.0).sum()
+    counts = counted(targets, mask, ignore_index)
+    y = capped(wide(logits), cap)
+    lse = torch.logsumexp(y, -1)
+    losses = lse - torch.gather(y, -1, torch.where(counts, targets, 0)[:, None])[:, 0]
+    if smoothing:
+        losses = (1.0 - smoothing) * losses + smoothing * (lse - y.mean(-1))
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    return torch.where(counts, losses, 0.0).sum()
 
 
-def _sharded_reference(logits: Tensor, targets: Tensor, mask: Tensor, axis: Axis) -> Tensor:
-    column, own = _column(targets, logits.shape[-1], axis)
-    # The largest logit serves the range of exp only; the loss does not depend on it, and nor does any derivative.
-    m = all_gather(logits.detach().amax(-1)[None], axis, leaf="head").amax(0)
-    at_target = torch.where(own, torch.gather(logits, -1, column[:, None])[:, 0], 0.0)
-    total, at_target = psum(torch.stack((torch.exp(logits - m[:, None]).sum(-1), at_target)), axis, leaf="head")
-    return torch.where(mask, m + torch.log(total) - at_target, 0.0).sum()
-
-
-def _column(targets: Tensor, columns: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """(each target's column [n] among those here, 0 where another rank has it; whether it is here)."""
-    column = targets - axis.rank * columns
-    own = (column >= 0) & (column < columns)
-    return torch.where(own, column, 0), own
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _log_sum_exp(logits: Tensor) -> Tensor:
-    m = logits.amax(-1, keepdim=True)
-    return m + torch.log(torch.exp(logits - m).sum(-1, keepdim=True))
-
-
-def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss [n, 1] of each token, log-sum-exp [n, 1]) of a chunk, in float32 or wider."""
-    logits = _wide(logits)
-    lse = _log_sum_exp(logits)
-    return lse - torch.gather(logits, -1, targets[:, None]), lse
-
-
-def _statistics(logits: Tensor, column: Tensor, own: Tensor) -> Tensor:
-    """What the other ranks must know of the logits here [n, V/tp]: their log-sum-exp, and the target's, as [1, n, 2]."""
-    logits = _wide(logits)
-    at_target = torch.where(own[:, None], torch.gather(logits, -1, column[:, None]), 0.0)
-    return torch.cat((_log_sum_exp(logits), at_target), -1)[None]
-
-
-def _sharded_losses(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """`_losses` from the statistics [tp, n, 2] of all ranks."""
-    lse = _log_sum_exp(statistics[:, :, 0].T)
-    return lse - statistics[:, :, 1].sum(0)[:, None], lse
-
-
-def _total(losses: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask[:, None], losses, 0.0).sum()
-
-
-def _softmax(logits: Tensor, losses: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, softmax - 1 at the target [n, 1], softmax [n, V]), both in the dtype of the logits and 0 where a token does not count."""
-    mask = mask[:, None]
-    softmax = torch.exp(logits.to(lse.dtype) - torch.where(mask, lse, float("inf")))
-    at_target = torch.where(mask, torch.expm1(-losses), 0.0)
-    return torch.where(mask, losses, 0.0).sum(), at_target.to(logits.dtype), softmax.to(logits.dtype)
-
-
-def _loss_only(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    return _total(_losses(logits, targets)[0], mask)
-
-
-def _loss_and_softmax(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _softmax(logits, *_losses(logits, targets), mask)
-
-
-def _sharded_loss_only(statistics: Tensor, mask: Tensor) -> Tensor:
-    return _total(_sharded_losses(statistics)[0], mask)
-
-
-def _sharded_loss_and_softmax(logits: Tensor, statistics: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _softmax(logits, *_sharded_losses(statistics), mask)
-
-
-_COMPILED = {f: jit(f) for f in (_loss_only, _loss_and_softmax, _statistics, _sharded_loss_only, _sharded_loss_and_softmax)}
-
-
-def _form(f: Callable, compiled: bool) -> Callable:
-    return _COMPILED[f] if compiled else f
-
-
-def _chunk_loss(logits: Tensor, targets: Tensor, mask: Tensor, axis: Axis, compiled: bool) -> Tensor:
-    if axis.size == 1:
-        return _form(_loss_only, compiled)(logits, targets, mask)
-    statistics = _form(_statistics, compiled)(logits, *_column(targets, logits.shape[-1], axis))
-    return _form(_sharded_loss_only, compiled)(all_gather(statistics, axis, leaf="head"), mask)
-
-
-def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, mask: Tensor, axis: Axis, compiled: bool) -> tuple[Tensor, Tensor]:
-    """(loss, its gradient by the logits, in their dtype)."""
-    # At the target one element a row, afterwards: comparing every column with it would cost about as much as the softmax.
-    row = torch.arange(targets.shape[0], device=targets.device)
-    if axis.size == 1:
-        loss, at_target, gradient = _form(_loss_and_softmax, compiled)(logits, targets, mask)
-        gradient[row, targets] = at_target[:, 0]
-        return loss, gradient
-    column, own = _column(targets, logits.shape[-1], axis)
-    statistics = all_gather(_form(_statistics, compiled)(logits, column, own), axis, leaf="head")
-    loss, at_target, gradient = _form(_sharded_loss_and_softmax, compiled)(logits, statistics, mask)
-    gradient[row, column] = torch.where(own, at_target[:, 0], gradient[row, column])
-    return loss, gradient
+def total(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
+    """The loss from the statistics [N, 3] of whole rows, and targets as `known` gives them."""
+    lse, at_target, sums = statistics.unbind(-1)
+    losses = lse - at_target
+    if terms.smoothing:
+        losses = losses + (terms.smoothing * at_target - terms.uniform * sums)
+    if terms.z_loss:
+        losses = losses + terms.z_loss * lse.square()
+    return torch.where(targets != NONE, losses, 0.0).sum()
 
 
 @dataclass(frozen=True)
-class _Box:
-    """The gradients from the forward pass to the backward pass, which takes them out so that they are freed when used."""
+class Ahead:
+    """A scalar function of tensors that makes its gradients with its value, and keeps them for the backward pass, which scales them.
 
-    axis: Axis
-    compiled: bool
-    wants_x: bool
-    wants_w: bool
-    gradients: list[tuple[Tensor | None, Tensor | None]] = field(default_factory=list)
-
-
-def _run(box: _Box, x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    rows = max(1, CHUNK_BYTES // (x.dtype.itemsize * w.shape[0]))
-    weight = w.to(x.dtype)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    loss = torch.zeros((), dtype=wide, device=x.device)
-    dx = torch.empty_like(x) if box.wants_x else None
-    dw = None
-    for start in range(0, x.shape[0], rows):
-        part = slice(start, start + rows)
-        logits = x[part] @ weight.T
-        if not (box.wants_x or box.wants_w):
-            loss = loss + _chunk_loss(logits, targets[part], mask[part], box.axis, box.compiled)
-            continue
-        chunk_loss, dlogits = _chunk_loss_and_gradient(logits, targets[part], mask[part], box.axis, box.compiled)
-        loss = loss + chunk_loss
-        del logits
-        if dx is not None:
-            torch.mm(dlogits, weight, out=dx[part])
-        if box.wants_w:
-            if dw is None:
-                dw = dlogits.T @ x[part]
-                dw = dw if rows >= x.shape[0] else dw.to(wide)  # several parts are summed in float32 or wider
-            elif dw.dtype == x.dtype:
-                dw.addmm_(dlogits.T, x[part])
-            else:
-                dw += dlogits.T @ x[part]
-        del dlogits
-    if box.wants_w:
-        dw = torch.zeros_like(w) if dw is None else dw.to(w.dtype)
-    return loss, dx, dw
-
-
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(box: _Box, x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-        loss, dx, dw = _run(box, x, w, targets, mask)
-        box.gradients.append((dx, dw))
-        return loss
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.box = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        dx, dw = Backward.apply("chunked cross entropy", functools.partial(_gradients, ctx.box), grad, *ctx.saved_tensors)
-        return None, dx if ctx.box.wants_x else None, dw if ctx.box.wants_w else None, None, None
-
-
-def _gradients(box: _Box, grad: Tensor, x: Tensor, w: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dw) of the forward pass, or made again; one that is not wanted is empty."""
-    dx, dw = box.gradients.pop() if box.gradients else _run(box, x, w, targets, mask)[1:]
-    return tuple(t.new_empty(0) if d is None else d.mul_(grad) for d, t in ((dx, x), (dw, w)))
-
-
-def linear_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor, *, axis: Axis = WHOLE, compiled: bool = True) -> Tensor:
-    """`reference`, in the fastest form that serves: chunked where it is differentiated at most once.
-
-    axis: the axis that shards the vocabulary; `targets` and `x` are the same on all its ranks, w is this rank's rows, and the gradient of
-    x is this rank's part of a sum. compiled: whether the softmax of a chunk runs compiled.
-    Peak memory beside the gradients: 32 MB of logits and as much of their gradient, or those of one token.
-    Communicates: one all_gather of float32 [n, 2] for each chunk of n tokens; nothing on an axis of size 1.
+    make(*tensors) -> (value, gradients of the first tensors, None for one that is not wanted); the gradients are freed when used.
+    again: whether `make` can be called once more, for a second backward pass through one graph.
     """
-    if not first_order():
-        return reference(x, w, targets, mask, axis)
-    box = _Box(axis, compiled, *(needs_grad(t) for t in (x, w)))
-    return _Chunked.apply(box, x, w, targets, mask) if box.wants_x or box.wants_w else _run(box, x, w, targets, mask)[0]
+
+    what: str
+    make: Callable[..., tuple[Tensor, tuple[Tensor | None, ...]]]
+    again: bool = True
+    kept: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The value. Differentiable once; see `autodiff.Backward`."""
+        return _Ahead.apply(self, *tensors)
+
+    def scaled(self, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The gradients times `grad`, empty for one that is not wanted."""
+        if not self.kept and not self.again:
+            raise RuntimeError(f"{self.what}: with overwrite=True the logits are gone, so there is no second backward pass")
+        gradients = self.kept.pop() if self.kept else self.make(*tensors)[1]
+        return tuple(grad.new_empty(0) if g is None else scale_(g, grad) for g in gradients)
+
+
+class _Ahead(torch.autograd.Function):
+    @staticmethod
+    def forward(ahead: Ahead, *tensors: Tensor) -> Tensor:
+        value, gradients = ahead.make(*tensors)
+        ahead.kept.append(gradients)
+        return value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.ahead, *tensors = inputs
+        ctx.wanted = [g is not None for g in ctx.ahead.kept[-1]]
+        ctx.others = len(tensors) - len(ctx.wanted)
+        ctx.save_for_backward(*(tensors if ctx.ahead.again else ()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = Backward.apply(ctx.ahead.what, ctx.ahead.scaled, grad, *ctx.saved_tensors)
+        return None, *(g if wanted else None for g, wanted in zip(gradients, ctx.wanted)), *([None] * ctx.others)
+
+
+def _by_rows(
+    form: str,
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    *,
+    ignore_index: int = IGNORE,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
+    cap: float = 0.0,
+    overwrite: bool = False,
+    compiled: bool = True,
+) -> Tensor:
+    terms = Terms(z_loss, smoothing, cap, 0, logits.shape[-1])
+    how = form if form == "triton" else "compiled" if compiled else "eager"
+
+    def make(logits: Tensor, targets: Tensor, write: bool = True) -> tuple[Tensor, tuple[Tensor]]:
+        statistics, gradient = rows_of(logits, targets, None, terms, write, how, overwrite)
+        return total(statistics, targets, terms), (gradient,)
+
+    targets = known(targets, mask, ignore_index, terms.columns)
+    if not needs_grad(logits):
+        return make(logits, targets, write=False)[0]
+    return Ahead("cross_entropy", make, again=not overwrite)(logits, targets)
+
+
+def _supports(logits: Tensor, targets: Tensor, mask: Tensor | None = None, **options: Any) -> str:
+    if logits.dtype not in DTYPES:
+        return f"the logits are {logits.dtype}; it takes float32, bfloat16 or float16"
+    return triton_runs(logits, targets, *(() if mask is None else (mask,)))
+
+
+def _prefers(logits: Tensor, *rest: Any, **options: Any) -> str:
+    return "" if logits.numel() >= LARGE else f"on less than {LARGE} logits its overhead, half a millisecond, is above what it saves"
+
+
+cross_entropy = Op(
+    "cross_entropy",
+    reference,
+    Form("triton", functools.partial(_by_rows, "triton"), supports=_supports, prefers=on_cuda),
+    Form("chunked", functools.partial(_by_rows, "chunked"), prefers=_prefers),
+    flops=lambda logits, *rest, **options: 8 * logits.numel(),
+    bytes=lambda logits, *rest, **options: 2 * logits.numel() * logits.element_size(),
+)

@@ -33,9 +33,9 @@ from fzero.kernels.function import INTERPRETED, operator
 # By the head dim rounded up to a power of two (or float32): tiles of M queries and N keys.
 CONFIGS: dict[Any, list[tuning.Config]] = {
     64: [{"M": 128, "N": 64, "num_warps": 4, "num_stages": 3}, {"M": 128, "N": 128, "num_warps": 8, "num_stages": 2}],
-    128: [{"M": 128, "N": 64, "num_warps": 8, "num_stages": 3}, {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3}],
-    256: [{"M": 128, "N": 64, "num_warps": 8, "num_stages": 2}, {"M": 64, "N": 32, "num_warps": 4, "num_stages": 2}],
-    torch.float32: [{"M": 32, "N": 32, "num_warps": 4, "num_stages": 2}],
+    128: [{"M": 128, "N": 64, "num_warps": 8, "num_stages": 3}, {"M": 128, "N": 128, "num_warps": 8, "num_stages": 2}],
+    256: [{"M": 128, "N": 64, "num_warps": 8, "num_stages": 2}],
+    torch.float32: [{"M": 32, "N": 16, "num_warps": 8, "num_stages": 1}],
 }
 CHUNK = 512  # documents' numbers that `reach` reads at once
 LOG2_E, LN_2 = math.log2(math.e), tl.constexpr(math.log(2.0))
@@ -159,14 +159,15 @@ def _reach(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.constexpr, C
     tl.store(out + 1, clean)
 
 
-def reach(x: Tensor | None, y: Tensor | None, shift: int, after: bool, block: int, dummy: Tensor) -> Tensor:
-    """`_reach` of documents x [B, NX] and y [B, NY] -> int32 [B, NX / block, 2]; without documents `dummy`, any tensor of the device."""
+def reach(x: Tensor | None, y: Tensor | None, shift: int, after: bool, block: int, dummy: Tensor) -> tuple[Tensor, ...]:
+    """(x, y, `_reach` of documents x [B, NX] and y [B, NY]: int32 [B, NX / block, 2]); without documents `dummy` thrice, any tensor."""
     if x is None or y is None:
-        return dummy
-    b, nx = x.shape
+        return dummy, dummy, dummy
+    (b, nx), ny = x.shape, y.shape[1]
+    x, y = x.contiguous(), y.contiguous()
     out = torch.empty((b, triton.cdiv(nx, block), 2), dtype=torch.int32, device=x.device)
-    _reach[(b * out.shape[1],)](x, y, out, nx, y.shape[1], shift, AFTER=after, BLOCK=block, CHUNK=CHUNK, num_warps=4)
-    return out
+    _reach[(b * out.shape[1],)](x, y, out, nx, ny, shift, AFTER=after, BLOCK=block, CHUNK=CHUNK, num_warps=4)
+    return x, y, out
 
 
 @triton.jit
@@ -252,7 +253,7 @@ def config(kernel: str, configs: dict[Any, list[tuning.Config]], q: Tensor, kind
     return width, tuning.config(kernel, (width, q.dtype, kind), default, q.device)
 
 
-def rows(x: Tensor) -> Tensor:
+def near_rows(x: Tensor) -> Tensor:
     """`x` [B, T, H, K], or a copy where rows are not contiguous or so far apart that offsets inside a tile pass 2^31."""
     return x if x.stride(3) == 1 and abs(x.stride(1)) < 2**22 else x.contiguous()
 
@@ -286,12 +287,11 @@ def flash_forward(
     lse = torch.empty((b, h, t), dtype=torch.float32, device=q.device)
     if b * t * h == 0:
         return out, lse
-    q, k, v = rows(q), rows(k), rows(v)
+    q, k, v = near_rows(q), near_rows(k), near_rows(v)
     width, blocks = config("_flash_forward", CONFIGS, q, kind)
-    ids = [q if x is None else x.contiguous() for x in (query_documents, key_documents)]
-    where = reach(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
+    ids = reach(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
     _flash_forward[(triton.cdiv(t, blocks["M"]) * b * h,)](
-        q, k, v, out, lse, *ids, where, t, s, h, h // k.shape[2], query_start, key_start, size, keep, scale * LOG2_E,
+        q, k, v, out, lse, *ids, t, s, h, h // k.shape[2], query_start, key_start, size, keep, scale * LOG2_E,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=kind, DOCUMENTS=query_documents is not None, DIM=dim, WIDTH=width,
         UPCAST=INTERPRETED, **blocks,
     )  # fmt: skip
@@ -312,20 +312,24 @@ def signature(pointers: str, dtype: str) -> dict[str, str]:
     )
 
 
-def each_build(kernel: str, pointers: str, configs: dict[Any, list[tuning.Config]], extra: dict[str, Any]) -> Iterator[Build]:
-    """A kernel with each of its configurations, and with each kind of mask."""
+def each_build(
+    kernel: str, pointers: str, configs: dict[Any, list[tuning.Config]], extra: dict[str, Any], spills: int = 0
+) -> Iterator[Build]:
+    """A kernel with each of its configurations, and with kinds of mask; `spills` is what is allowed at the widest heads."""
+    strides = tuple(x + y for x in "qkv" for y in "bth")
 
-    def build(width: int, blocks: tuning.Config, dtype: str = "bf16", kind: str = "full", documents: bool = False) -> Build:
-        label = f"{kernel} {width} {blocks['M']}x{blocks['N']} {dtype} {kind}{' documents' * documents}"
-        constants = {"KIND": kind, "DOCUMENTS": documents, "DIM": width, "WIDTH": width, "UPCAST": False} | extra
-        strides = tuple(x + y for x in "qkv" for y in "bth")
+    def build(dim: int, blocks: tuning.Config, dtype: str = "bf16", kind: str = "full", documents: bool = False) -> Build:
+        label = f"{kernel} {dim} {blocks['M']}x{blocks['N']} {dtype} {kind}{' documents' * documents}"
+        constants = {"KIND": kind, "DOCUMENTS": documents, "DIM": dim, "WIDTH": triton.next_power_of_2(dim), "UPCAST": False} | extra
         types = signature(pointers, dtype) | dict.fromkeys(extra, "constexpr")
-        return Build(label, kernel, types, constants, blocks, matrix=dtype != "fp32", wide=not documents, aligned=strides)
+        allowed = spills * (dim > 128)
+        return Build(label, kernel, types, constants, blocks, dtype != "fp32", not documents, strides, allowed)
 
-    for width in (64, 128, 256):
-        for blocks in configs[width]:
-            yield build(width, blocks)
-    for kind, documents in (("full", True), ("window", False), ("local", True), ("strided", False), ("fixed", True)):
+    for dim in (64, 128, 256):
+        for blocks in configs[dim]:
+            yield build(dim, blocks)
+    yield build(96, configs[128][0])
+    for kind, documents in (("full", True), ("window", False), ("fixed", True)):
         yield build(128, configs[128][0], kind=kind, documents=documents)
     yield build(128, configs[torch.float32][0], dtype="fp32")
 

@@ -1,60 +1,252 @@
-"""Mixture of experts: top-k routing, and the experts' SwiGLU with every token kept (dropless) or with room for a fixed number (capacity).
+"""Mixture of experts: the experts' SwiGLU with every token kept (dropless) or with room for a fixed number (capacity).
 
     out[n] = sum_k weight[n, k] expert_{id[n, k]}(x[n]),   weight = the top-k of softmax(x w_router), divided by their sum
 
-Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
+Dropless: the tokens' rows are grouped by expert (see `routing`), and `grouped_mm` multiplies each group by its expert's weights.
+Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 4 (no token is
+dropped); Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
+
 Shapes: x [B, T, D], ids int64 and weights [B, T, k], w_gate and w_up [E, D, F], w_down [E, F, D].
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from fzero.autodiff import first_order
+from fzero.kernels import tuning
+from fzero.kernels.aot import Build
+from fzero.kernels.function import INTERPRETED, Fused, on_cuda, operator, triton_runs
+from fzero.kernels.glu import swiglu
+from fzero.kernels.registry import AUTO, Form, Kernels, Op
+from fzero.kernels.routing import group, permute, route, unpermute
 from fzero.pytree import Tree
 
-
-def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int64 [..., k], weights [..., k] that sum to 1, probabilities [..., E]) of router logits [..., E], in float32 or wider."""
-    probabilities = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-    weights, ids = torch.topk(probabilities, top_k, dim=-1)
-    return ids, weights / weights.sum(-1, keepdim=True), probabilities
+__all__ = ["capacity", "dropless", "group", "grouped_mm", "permute", "route", "unpermute"]
 
 
-def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Rows of x [N, D] times their group's w [E, D, F]: group e is rows ends[e - 1] to ends[e] (int32 [E], rising to N).
+def _blocks(m: int, n: int, k: int, warps: int, stages: int) -> tuning.Config:
+    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
 
-    torch._grouped_mm where it serves (float32 and bfloat16, D and F multiples of 16 bytes, differentiated at most once); elsewhere
-    every group times every row, masked: exact, and E times the work.
+
+HALF_CONFIGS = [_blocks(128, 128, 64, 8, 3), _blocks(64, 128, 64, 4, 4), _blocks(128, 256, 64, 8, 3)]
+FLOAT_CONFIGS = [_blocks(64, 64, 32, 4, 3)]
+
+
+# ---- grouped_mm ------------------------------------------------------------------------------------------------------
+
+
+def grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Rows of x [M, D] times their group's w [E, D, F]: group e is rows ends[e - 1] to ends[e] (int32 [E], rising to M).
+
+    Every group times every row, masked: E times the work.
     """
-    aligned = all(size * x.element_size() % 16 == 0 for size in w.shape[1:])
-    if first_order() and aligned and x.dtype in (torch.float32, torch.bfloat16):
-        return torch._grouped_mm(x, w, offs=ends)
-    group = (torch.arange(x.shape[0], device=x.device)[:, None] >= ends[None, :]).sum(-1)
-    return sum(torch.where((group == e)[:, None], x @ w[e], 0.0) for e in range(w.shape[0]))
+    of_row = (torch.arange(x.shape[0], device=x.device)[:, None] >= ends[None, :]).sum(-1)
+    return sum(torch.where((of_row == e)[:, None], x @ w[e], 0.0) for e in range(w.shape[0]))
 
 
-def _swiglu(p: Tree, x: Tensor, ends: Tensor) -> Tensor:
-    w_gate, w_up, w_down = (p[n].to(x.dtype) for n in ("w_gate", "w_up", "w_down"))
-    return grouped_mm(F.silu(grouped_mm(x, w_gate, ends)) * grouped_mm(x, w_up, ends), w_down, ends)
+def _sizes(ends: Tensor) -> list[int]:
+    """The rows of each group; on the CPU, where this waits for nothing."""
+    behind = ends.tolist()
+    return [end - start for start, end in zip([0, *behind], behind)]
 
 
-def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Every token goes to its k experts: rows sorted by expert, three grouped products, rows put back and summed."""
-    k, experts = ids.shape[-1], p["w_gate"].shape[0]
-    rows = x.reshape(-1, x.shape[-1])
-    flat = ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    ends = (flat[:, None] <= torch.arange(experts, device=x.device)).sum(0).to(torch.int32)
-    y = _swiglu(p, rows[order // k], ends)[torch.argsort(order)]
-    return (y.reshape(*ids.shape, -1) * weights[..., None].to(y.dtype)).sum(-2)
+@operator("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2]))
+def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """[M, F] by torch's own products. As an operator: torch's description of `_grouped_mm` to a trace refuses what its CPU form takes."""
+    if x.is_cuda:
+        w = w if 1 in w.stride()[1:] else w.contiguous()
+        return torch._grouped_mm(x.contiguous(), w, offs=ends)
+    out, sizes = x.new_empty(len(x), w.shape[2]), _sizes(ends)
+    for rows, weights, product in zip(x.split(sizes), w.unbind(), out.split(sizes)):
+        torch.mm(rows, weights, out=product)
+    return out
 
 
-def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float) -> Tensor:
+@operator("grouped_mm_dw(Tensor x, Tensor g, Tensor ends) -> Tensor", lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]))
+def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
+    """[E, D, F]: each group's x^T g, zero for a group without rows."""
+    if x.is_cuda:
+        return torch._grouped_mm(x.contiguous().t(), g.contiguous(), offs=ends)
+    out, sizes = x.new_empty(len(ends), x.shape[1], g.shape[1]), _sizes(ends)
+    for rows, grads, product in zip(x.t().split(sizes, 1), g.split(sizes), out.unbind()):
+        torch.mm(rows, grads, out=product)
+    return out
+
+
+@triton.jit
+def _grouped_mm(
+    X,
+    W,
+    ENDS,
+    OUT,
+    E,
+    D,
+    F,
+    stride_e,
+    stride_d,
+    stride_f,
+    EXPERTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # Tiles of rows are counted through, group by group; a program finds its own among them.
+    tile = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    ends = tl.load(ENDS + expert, mask=expert < E, other=0)
+    starts = tl.load(ENDS + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(tiles, 0)
+    e = tl.sum((behind <= tile).to(tl.int32), 0)
+    if e >= E:
+        return
+    own = expert == e
+    end = tl.sum(tl.where(own, ends, 0), 0)
+    first = tl.sum(tl.where(own, starts - (behind - tiles) * BLOCK_M, 0), 0)
+    row = (first + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+    k = tl.arange(0, BLOCK_K)
+    W += e.to(tl.int64) * stride_e
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, D, BLOCK_K):
+        at = start + k
+        x = tl.load(X + row * D + at[None, :], mask=(row < end) & (at[None, :] < D), other=0.0)
+        w = tl.load(W + at.to(tl.int64)[:, None] * stride_d + col * stride_f, mask=(at[:, None] < D) & (col < F), other=0.0)
+        if UPCAST:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    tl.store(OUT + row * F + col, total.to(OUT.dtype.element_ty), mask=(row < end) & (col < F))
+
+
+@triton.jit
+def _grouped_mm_dw(
+    X,
+    G,
+    ENDS,
+    OUT,
+    D,
+    F,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    e = tl.program_id(2).to(tl.int64)
+    end = tl.load(ENDS + e)
+    first = tl.load(ENDS + e - 1, mask=e > 0, other=0)
+    d = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    f = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, end, BLOCK_K):
+        row = (start + tl.arange(0, BLOCK_K)).to(tl.int64)
+        x = tl.load(X + row[None, :] * D + d, mask=(row[None, :] < end) & (d < D), other=0.0)
+        g = tl.load(G + row[:, None] * F + f, mask=(row[:, None] < end) & (f < F), other=0.0)
+        if UPCAST:
+            x, g = x.to(tl.float32), g.to(tl.float32)
+        total = tl.dot(x, g, total, input_precision="ieee")
+    tl.store(OUT + (e * D + d) * F + f, total.to(OUT.dtype.element_ty), mask=(d < D) & (f < F))
+
+
+def _configs(x: Tensor) -> list[tuning.Config]:
+    return FLOAT_CONFIGS if x.dtype == torch.float32 else HALF_CONFIGS
+
+
+@operator("grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2]))
+def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """[M, F] in Triton; w may have any strides."""
+    (m, d), (experts, _, f) = x.shape, w.shape
+    out = x.new_empty(m, f)
+
+    def grid(config: tuning.Config) -> tuple[int, int]:
+        return triton.cdiv(m, config["BLOCK_M"]) + experts, triton.cdiv(f, config["BLOCK_N"])
+
+    if m and f:
+        given = (x.contiguous(), w, ends, out, experts, d, f, *w.stride())
+        constants = {"EXPERTS": triton.next_power_of_2(experts), "UPCAST": INTERPRETED}
+        tuning.launch(_grouped_mm, grid, given, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants)
+    return out
+
+
+@operator(
+    "grouped_mm_dw_triton(Tensor x, Tensor g, Tensor ends) -> Tensor", lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1])
+)
+def grouped_product_dw_triton(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
+    """[E, D, F] in Triton."""
+    (m, d), f, experts = x.shape, g.shape[1], len(ends)
+    out = x.new_empty(experts, d, f)
+
+    def grid(config: tuning.Config) -> tuple[int, int, int]:
+        return triton.cdiv(d, config["BLOCK_M"]), triton.cdiv(f, config["BLOCK_N"]), experts
+
+    if out.numel():
+        given = (x.contiguous(), g.contiguous(), ends, out, d, f)
+        tuning.launch(_grouped_mm_dw, grid, given, _configs(x), shape=(m, d, f, experts, x.dtype), UPCAST=INTERPRETED)
+    return out
+
+
+def _fused(product: Callable[..., Tensor], product_dw: Callable[..., Tensor]) -> Fused:
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        (x, w, ends), (g,) = saved, grads
+        return product(g, w.transpose(1, 2), ends), product_dw(x, g, ends)
+
+    return Fused("grouped_mm", forward=lambda x, w, ends: (product(x, w, ends),), backward=backward)
+
+
+def _torch_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
+    if x.dtype != w.dtype or not x.is_floating_point():
+        return f"the dtypes are {x.dtype} and {w.dtype}; they must be one floating dtype"
+    if x.device.type == "cpu":
+        return ""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or any(size % 8 for size in w.shape[1:]):
+        return (
+            f"{x.dtype} of {list(w.shape[1:])} on {x.device.type}: elsewhere than on the CPU it takes bfloat16 in multiples of 8, on cuda"
+        )
+    if not hasattr(torch, "_grouped_mm") or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
+        return "torch._grouped_mm waits for the device, but on compute capability 9 and 10"
+    return ""
+
+
+def _triton_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or w.dtype != x.dtype:
+        return f"the dtypes are {x.dtype} and {w.dtype}; it takes two of float32, bfloat16 or float16"
+    return triton_runs(x, w, ends)
+
+
+grouped_mm = Op(
+    "grouped_mm",
+    grouped_mm_reference,
+    Form("torch", _fused(grouped_product, grouped_product_dw), supports=_torch_supports),
+    Form("triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda),
+    flops=lambda x, w, ends: 2 * x.shape[0] * w.shape[1] * w.shape[2],
+    bytes=lambda x, w, ends: (x.numel() + w.numel() + x.shape[0] * w.shape[2]) * x.element_size(),
+)
+
+
+# ---- the experts -----------------------------------------------------------------------------------------------------
+
+
+def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels = AUTO) -> Tensor:
+    """Every token goes to its k experts: rows grouped by expert, three grouped products, each token's rows summed with its weights."""
+    k, tokens = ids.shape[-1], x.reshape(-1, x.shape[-1])
+    order, place, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        return grouped_mm(rows, p[name].to(x.dtype), ends, impl=kernels["grouped_mm"])
+
+    rows = permute(tokens, order, place, impl=kernels["permute"])
+    hidden = swiglu(product(rows, "w_gate"), product(rows, "w_up"), impl=kernels["swiglu"])
+    y = product(hidden, "w_down")
+    return unpermute(y, weights.reshape(-1, k), order, place, impl=kernels["unpermute"]).reshape(x.shape)
+
+
+def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, kernels: Kernels = AUTO) -> Tensor:
     """An expert takes at most C = ceil(factor T k / E) tokens of a sequence, first choices first, then in order of position.
 
     What finds no room contributes nothing (the residual carries it on). Groups are sequences, so that a batch may be split anyhow.
@@ -71,8 +263,29 @@ def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float) ->
     inbox = torch.zeros(b, experts * room + 1, d, dtype=x.dtype, device=x.device)
     inbox = inbox.scatter(1, slot[..., None].expand(b, k * t, d), sent)[:, :-1].reshape(b, experts, room, d)
     w_gate, w_up, w_down = (p[n].to(x.dtype) for n in ("w_gate", "w_up", "w_down"))
-    hidden = F.silu(torch.einsum("becd,edf->becf", inbox, w_gate)) * torch.einsum("becd,edf->becf", inbox, w_up)
+    gate, up = (torch.einsum("becd,edf->becf", inbox, w) for w in (w_gate, w_up))
+    hidden = swiglu(gate, up, impl=kernels["swiglu"])
     y = torch.einsum("becf,efd->becd", hidden, w_down).reshape(b, experts * room, d)
     back = torch.gather(y, 1, slot.clamp(max=experts * room - 1)[..., None].expand(b, k * t, d))
     share = (weights.transpose(1, 2).reshape(b, k * t) * kept)[..., None].to(y.dtype)
     return (back * share).reshape(b, k, t, d).sum(1)
+
+
+def builds() -> Iterator[Build]:
+    """What `aot` compiles."""
+    sizes = dict.fromkeys(("D", "F"), "i32")
+    blocks = dict.fromkeys(("UPCAST", "BLOCK_M", "BLOCK_N", "BLOCK_K"), "constexpr")
+    for kind, configs in (("bf16", HALF_CONFIGS), ("fp32", FLOAT_CONFIGS)):
+        for config in configs:
+            label = f"{kind} {config['BLOCK_M']}x{config['BLOCK_N']}"
+            of_w = {"X": f"*{kind}", "W": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}", "E": "i32"} | sizes
+            strides = dict.fromkeys(("stride_e", "stride_d", "stride_f"), "i32")
+            matrix, constants = kind == "bf16", {"UPCAST": False}
+            # A stride of 1 is a constant for Triton: the last one forward, that before it for w transposed.
+            for name, one in (("", "stride_f"), (" transposed", "stride_d")):
+                signature = of_w | strides | {one: "constexpr", "EXPERTS": "constexpr"} | blocks
+                given = constants | {one: 1, "EXPERTS": 64}
+                aligned = ("D", "F", *(stride for stride in strides if stride != one))
+                yield Build(f"_grouped_mm{name} {label}", "_grouped_mm", signature, given, config, matrix=matrix, aligned=aligned)
+            signature = {"X": f"*{kind}", "G": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}"} | sizes | blocks
+            yield Build(f"_grouped_mm_dw {label}", "_grouped_mm_dw", signature, constants, config, matrix=matrix, aligned=("D", "F"))

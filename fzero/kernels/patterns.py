@@ -56,6 +56,20 @@ class Pattern:
             return max(0, query - self.size + 1)
         return query // self.size * self.size if self.kind == "local" else 0
 
+    def keys_seen(self, query: int, end: int) -> int:
+        """How many of the keys before position `end` the query at position `query` sees."""
+        end = min(end, query + 1)
+        if self.kind == "full":
+            return end
+        size = self.size
+        own = query // size * size if self.kind in ("local", "fixed") else max(0, query - size + 1)  # where the near keys begin
+        near, earlier = max(0, end - own), min(end, own)
+        if self.kind == "strided":
+            return near + max(0, earlier - query % size + size - 1) // size
+        if self.kind == "fixed":
+            return near + earlier // size * self.keep + max(0, earlier % size - (size - self.keep))
+        return near
+
 
 FULL = Pattern()
 

@@ -1,0 +1,183 @@
+"""Linear layer and cross entropy in one: the logits of some tokens at a time, never of all.
+
+    loss = cross_entropy(x w^T, targets),   dx = g w,   dw = g^T x
+
+with g the gradient by the logits. Each chunk of tokens has its logits, their loss and, in the same buffer, g, and its part of dx and dw
+before the next one is begun. Terms and targets are those of cross_entropy.
+Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, section 3; the chunks by tokens.
+
+Shapes: x [N, D], w [V, D], targets int64 [N], mask bool [N]; the loss is a float32 (or float64) scalar.
+
+Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary and the rest is the same on all ranks: so is the loss, dw is
+of the own rows, and dx is this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). What the ranks tell
+each other of a token are the statistics of its logits here (cross_entropy_rows).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fzero.autodiff import needs_grad
+from fzero.collectives import Axis, all_gather, psum
+from fzero.kernels.cross_entropy import DTYPES, IGNORE, Ahead, known, total
+from fzero.kernels.cross_entropy import reference as cross_entropy_reference
+from fzero.kernels.cross_entropy_rows import WRONG, Terms, capped, log_sum_exp, rows_of, wide
+from fzero.kernels.function import on_cuda, triton_runs
+from fzero.kernels.registry import Form, Op
+
+CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of logits alive at once
+# What n tokens a chunk cost beside their 6 n V D operations: the float32 sum of dw is read and written once a chunk, 8 V D bytes. On an
+# H200 (770 TFLOP/s in bfloat16, 4.3 TB/s) that is 239 / n of the time of the products: 12% at 2048 tokens, 6% at 4096, 3% at 8192, from
+# where more gains little. Loss and g take 4 n V bytes, 120 / D of that time: 3% at D = 4096. At V = 128K, 1 GiB is 4186 tokens.
+CHUNK_ROWS = 8192
+WHOLE = Axis("tp")  # of size 1: all of the vocabulary is here
+
+
+def reference(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    *,
+    axis: Axis = WHOLE,
+    compiled: bool = True,
+    ignore_index: int = IGNORE,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
+    cap: float = 0.0,
+) -> Tensor:
+    """The definition, with all logits; the softmax in float32 or wider.
+
+    axis: the axis that shards the vocabulary; `targets` and `x` are the same on all its ranks, w is this rank's rows, and the gradient of
+    x is this rank's part of a sum. compiled: whether the chunked form runs its softmax compiled. The rest is cross_entropy's.
+    Communicates: an all_gather of float32 [N], and a psum of float32 [3, N]; nothing on an axis of size 1.
+    """
+    logits = x @ w.to(x.dtype).T
+    if axis.size == 1:
+        return cross_entropy_reference(logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap)
+    y = capped(wide(logits), cap)
+    here = y.shape[-1]
+    terms = Terms(z_loss, smoothing, cap, axis.rank * here, axis.size * here)
+    targets = known(targets, mask, ignore_index, terms.columns)
+    column = targets - terms.first
+    own = (targets >= 0) & (column >= 0) & (column < here)
+    # The largest logit serves the range of exp only; the loss does not depend on it, and nor does any derivative.
+    m = all_gather(y.detach().amax(-1)[None], axis, leaf="head").amax(0)
+    at_target = torch.gather(y, -1, torch.where(own, column, 0)[:, None])[:, 0]
+    at_target = torch.where(own, at_target, torch.where(targets == WRONG, math.nan, 0.0))
+    exps, at_target, sums = psum(torch.stack((torch.exp(y - m[:, None]).sum(-1), at_target, y.sum(-1))), axis, leaf="head")
+    return total(torch.stack((m + torch.log(exps), at_target, sums), -1), targets, terms)
+
+
+def _of_all(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
+    """The statistics [n, 3] of whole rows from those of the columns here."""
+    if axis.size == 1:
+        return statistics
+    sent = statistics if terms.smoothing else statistics[:, :2]
+    of_ranks = all_gather(sent[None], axis, leaf="head")
+    lse, (at_target, *sums) = log_sum_exp(of_ranks[:, :, 0].T)[:, 0], of_ranks[:, :, 1:].sum(0).unbind(-1)
+    return torch.stack((lse, at_target, sums[0] if sums else torch.zeros_like(lse)), -1)
+
+
+@functools.cache
+def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether addmm adds a product of this dtype to a float32 sum: on CUDA from some version of PyTorch on, on the CPU it does not."""
+    with _disable_current_modes():  # on real tensors, also where all others are fake
+        a, sums = (torch.zeros((16, 16), dtype=t, device=device) for t in (dtype, torch.float32))
+        try:
+            torch.addmm(sums, a, a, out_dtype=torch.float32, out=sums)
+        except (RuntimeError, TypeError):
+            return False
+    return True
+
+
+def _add_product(sums: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """`sums`, in float32 or wider, and the product a b: in place, or the product alone where there are no sums yet."""
+    wider = torch.promote_types(a.dtype, torch.float32)
+    if sums is not None and a.dtype == wider:
+        return sums.addmm_(a, b)
+    if sums is not None and a.is_cuda and _adds_wide(a.dtype, a.device):
+        return torch.addmm(sums, a, b, out_dtype=wider, out=sums)
+    product = torch.mm(a, b, out_dtype=wider) if a.is_cuda and a.dtype != wider else a @ b
+    return product.to(wider) if sums is None else sums.add_(product)
+
+
+def chunk_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The tokens of a chunk: chunks as equal as multiples of 128 allow, within CHUNK_BYTES of logits, or one token."""
+    most = max(1, min(CHUNK_ROWS, CHUNK_BYTES["cuda" if device.type == "cuda" else "cpu"] // (columns * dtype.itemsize)))
+    even = -(-n // max(1, -(-n // most)))
+    return min(most, max(1, -(-even // 128)) * 128)
+
+
+def _run(
+    how: str, terms: Terms, axis: Axis, wants: tuple[bool, bool], x: Tensor, w: Tensor, targets: Tensor
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """(loss, gradients of x and w, None for one that is not wanted)."""
+    n, columns = x.shape[0], w.shape[0]
+    weight = w.to(x.dtype)
+    rows = chunk_rows(n, columns, x.dtype, x.device)
+    # On a GPU rows of logits begin at multiples of 16 bytes, which every access to them is then.
+    buffer = x.new_empty((min(rows, n), columns + (-columns % 8 if how == "triton" else 0)))
+    dx = torch.empty_like(x) if wants[0] else None
+    dw = None
+    made = [x.new_empty((0, 3), dtype=torch.promote_types(x.dtype, torch.float32))]
+    for start in range(0, n, rows):
+        some, its = x[start : start + rows], targets[start : start + rows]
+        logits = torch.mm(some, weight.T, out=buffer[: some.shape[0], :columns])
+        if axis.size == 1:
+            statistics, g = rows_of(logits, its, None, terms, any(wants), how, overwrite=True)
+        else:
+            statistics = _of_all(rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis)
+            g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if any(wants) else None
+        made.append(statistics)
+        if dx is not None:
+            torch.mm(g, weight, out=dx[start : start + rows])
+        if wants[1]:
+            # Several parts are summed in float32 or wider.
+            dw = g.T @ some if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, some)
+    if wants[1]:
+        dw = torch.zeros_like(w) if dw is None else dw.to(w.dtype)
+    return total(torch.cat(made), targets, terms), (dx, dw)
+
+
+def _chunked(
+    form: str,
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    *,
+    axis: Axis = WHOLE,
+    compiled: bool = True,
+    ignore_index: int = IGNORE,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
+    cap: float = 0.0,
+) -> Tensor:
+    terms = Terms(z_loss, smoothing, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
+    targets = known(targets, mask, ignore_index, terms.columns)
+    wants = needs_grad(x), needs_grad(w)
+    make = functools.partial(_run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, wants)
+    return Ahead("linear_cross_entropy", make)(x, w, targets) if any(wants) else make(x, w, targets)[0]
+
+
+def _supports(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor | None = None, **options: Any) -> str:
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}; it takes float32, bfloat16 or float16"
+    return triton_runs(x, w, targets, *(() if mask is None else (mask,)))
+
+
+linear_cross_entropy = Op(
+    "linear_cross_entropy",
+    reference,
+    Form("triton", functools.partial(_chunked, "triton"), supports=_supports, prefers=on_cuda),
+    Form("chunked", functools.partial(_chunked, "chunked")),
+    flops=lambda x, w, *rest, **options: 2 * x.numel() * w.shape[0],
+    bytes=lambda x, w, *rest, **options: (x.numel() + w.numel()) * x.element_size(),
+)

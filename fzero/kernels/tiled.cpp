@@ -1,0 +1,373 @@
+// Causal attention by tiles of scores that fit in a core's cache: forward, and backward from the log-sum-exp.
+// Ref: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4.
+//
+// q, g, out, dq [B, T, H, K]; k, v, dk, dv [B, T, G, K]; lse [B, H, T]; documents [B, T] or null; all contiguous. A tile of scores has a
+// row for each key and a column for each query: what belongs to a query (maximum, sum, log-sum-exp) then lies along a vector, and nothing
+// is summed across a vector's lanes. A group of heads is one thread's work, in one order: results do not depend on the number of threads.
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+namespace blas = at::native::cpublas;
+using at::BFloat16;
+
+constexpr int64_t QUERIES = 64, KEYS = 128;  // of a tile
+
+// Numbers are summed in float, or double. Right operands of products hold two rows of bfloat16 interleaved: [rows / 2, columns, 2].
+template <typename T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+template <typename T> constexpr int64_t ROWS = std::is_same_v<T, BFloat16> ? 2 : 1;
+template <typename T> int64_t padded(int64_t rows) { return (rows + ROWS<T> - 1) / ROWS<T> * ROWS<T>; }
+
+uint32_t bits(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+
+float real(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+float wide(BFloat16 x) { return real(uint32_t(x.x) << 16); }
+float wide(float x) { return x; }
+double wide(double x) { return x; }
+
+void narrow(float x, BFloat16& out) { out.x = uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16); }
+void narrow(float x, float& out) { out = x; }
+void narrow(double x, double& out) { out = x; }
+
+// The bfloat16 nearest to x, ties away from zero: two operations less, for what is summed at once.
+uint32_t upper(float x) { return (bits(x) + 0x8000u) >> 16; }
+
+// 2^x, 0 below -126: the nearest whole power, by the exponent's bits, times a polynomial of the rest (relative error 3e-9).
+float power_of_2(float x) {
+  const float whole = std::nearbyint(x), r = x - whole;
+  float y = 0.0555032723f + r * (0.00961805668f + r * (0.00134004282f + r * 0.000154614447f));
+  y = 1.0f + r * (0.693147207f + r * (0.240226509f + r * y));
+  return x < -126.0f ? 0.0f : real(bits(y) + (uint32_t(int32_t(whole)) << 23));
+}
+double power_of_2(double x) { return std::exp2(x); }
+
+bool loops = false;  // for tests: plain loops in place of torch's products
+
+// Whether torch's small products serve this CPU and T.
+template <typename T>
+bool quick() {
+  if (loops) return false;
+  if constexpr (std::is_same_v<T, double>) {
+    return false;
+  } else {
+    static const bool known = [] {
+      try {
+        std::vector<T> x(1024, T(0));
+        std::vector<float> y(1024);
+        blas::brgemm(32, 32, 32, 32, 32, 32, false, x.data(), x.data(), y.data());
+        blas::brgemm_release();
+        return true;
+      } catch (const std::exception&) {
+        return false;
+      }
+    }();
+    return known;
+  }
+}
+
+// C [m, n] (+)= A [m, k] B [k, n]; k even for bfloat16.
+template <typename T>
+void product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, Wide<T>* c, int64_t ldc, bool add) {
+  if constexpr (!std::is_same_v<T, double>) {
+    if (quick<T>()) return blas::brgemm(m, n, k, lda, ldb, ldc, add, a, b, c);
+  }
+  for (int64_t i = 0; i < m; i++, a += lda, c += ldc) {
+    if (!add) std::fill(c, c + n, Wide<T>(0));
+    for (int64_t x = 0; x < k; x++) {
+      const Wide<T> left = wide(a[x]);
+      const T* right = b + x / ROWS<T> * ROWS<T> * ldb + x % ROWS<T>;
+#pragma omp simd
+      for (int64_t j = 0; j < n; j++) c[j] += left * wide(right[j * ROWS<T>]);
+    }
+  }
+}
+
+// x [rows, cols] as a right operand: contiguous, and two rows interleaved, with zeros behind an odd number of them.
+template <typename T>
+void lay(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
+  for (int64_t r = 0; r < rows; r += ROWS<T>, x += ROWS<T> * ld, out += ROWS<T> * cols) {
+    if constexpr (ROWS<T> == 1) {
+      std::copy(x, x + cols, out);
+    } else {
+      const uint32_t second = r + 1 < rows ? 0xffffu : 0u;
+      const T* next = second ? x + ld : x;
+#pragma omp simd
+      for (int64_t c = 0; c < cols; c++) out[2 * c] = x[c], out[2 * c + 1].x = uint16_t(next[c].x & second);
+    }
+  }
+}
+
+// The transpose of x [rows <= QUERIES, cols] as a right operand: [cols, QUERIES]; cols even for bfloat16.
+template <typename T>
+void turn(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
+  for (int64_t c = 0; c < cols; c += ROWS<T>, out += ROWS<T> * QUERIES)
+    for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * ROWS<T>, x + r * ld + c, ROWS<T> * sizeof(T));
+}
+
+// The transpose of x [rows <= KEYS, cols] as a left operand: [cols, KEYS], with zeros behind an odd number of rows.
+template <typename T>
+void transpose(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
+  for (int64_t c = 0; c < cols; c++, out += KEYS) {
+    for (int64_t r = 0; r < rows; r++) out[r] = x[r * ld + c];
+    if (rows < KEYS) out[rows] = T(0);
+  }
+}
+
+struct Shape {
+  int64_t b, t, h, g, k;
+  int64_t kind, size, keep;  // of the pattern
+  int64_t threads;
+  double scale;
+  int64_t padded_t() const { return (t + KEYS - 1) / KEYS * KEYS; }
+};
+
+enum Kind { FULL, WINDOW, LOCAL, STRIDED, FIXED };
+enum Look { NONE, SOME, ALL };
+
+// Which keys the queries of a sequence see; patterns.py defines it.
+struct Sees {
+  int64_t kind, size;
+  std::vector<uint8_t> at;      // at[KEYS + d]: whether a key at distance d may be seen, by its distance alone
+  std::vector<int64_t> block;   // of a position, for the kinds that have blocks
+  std::vector<uint8_t> kept;    // whether later blocks see the key at a position
+
+  explicit Sees(const Shape& z) : kind(z.kind), size(z.size), at(z.t + KEYS + QUERIES, 0) {
+    for (int64_t d = 0; d < z.t; d++) at[KEYS + d] = kind == WINDOW ? d < size : kind == STRIDED ? d < size || d % size == 0 : 1;
+    if (kind == LOCAL || kind == FIXED)
+      for (int64_t i = 0; i < z.t; i++) block.push_back(i / size), kept.push_back(kind == FIXED && i % size >= size - z.keep);
+  }
+
+  // How many pairs of the queries [q0, q1) and the keys [s0, s1) are seen: surely none, surely all, or who knows.
+  Look look(int64_t q0, int64_t q1, int64_t s0, int64_t s1, const int64_t* documents) const {
+    const int64_t nearest = q0 - (s1 - 1), farthest = q1 - 1 - s0;
+    if (farthest < 0 || (kind == WINDOW && nearest >= size) || (kind == LOCAL && block[q0] > block[s1 - 1])) return NONE;
+    bool all = nearest >= 0;
+    if (kind == WINDOW || kind == STRIDED) all = all && farthest < size;
+    if (kind == LOCAL || kind == FIXED) all = all && block[s0] == block[q1 - 1];
+    if (documents) {
+      const auto [ql, qh] = std::minmax_element(documents + q0, documents + q1);
+      const auto [sl, sh] = std::minmax_element(documents + s0, documents + s1);
+      if (*qh < *sl || *sh < *ql) return NONE;
+      all = all && *ql == *qh && *sl == *sh;
+    }
+    return all ? ALL : SOME;
+  }
+
+  // Sets the scores s of the n queries from q0 on and the m keys from s0 on to `low` where the key is not seen.
+  template <typename W>
+  void hide(int64_t q0, int64_t n, int64_t s0, int64_t m, const int64_t* documents, W low, W* s) const {
+    for (int64_t key = s0; key < s0 + m; key++, s += QUERIES) {
+      const uint8_t* near = &at[KEYS + q0 - key];
+#pragma omp simd
+      for (int64_t x = 0; x < n; x++) s[x] = near[x] ? s[x] : low;
+      if (!block.empty() && !kept[key])
+#pragma omp simd
+        for (int64_t x = 0; x < n; x++) s[x] = block[q0 + x] == block[key] ? s[x] : low;
+      if (documents)
+#pragma omp simd
+        for (int64_t x = 0; x < n; x++) s[x] = documents[q0 + x] == documents[key] ? s[x] : low;
+    }
+  }
+};
+
+// Fills what a tile of m keys and n queries lacks to whole pairs of rows and columns.
+template <typename T>
+void pad(int64_t m, int64_t n, Wide<T> value, Wide<T>* s) {
+  if (m < padded<T>(m)) std::fill(s + m * QUERIES, s + (m + 1) * QUERIES, value);
+  if (n < padded<T>(n))
+    for (int64_t j = 0; j < padded<T>(m); j++) s[j * QUERIES + n] = value;
+}
+
+// p = 2^(s to_2 - top to_2) of m keys, as a right operand, added up in `sum`.
+template <typename T>
+void weigh(int64_t m, Wide<T> to_2, const Wide<T>* s, const Wide<T>* top, Wide<T>* sum, T* p) {
+  for (int64_t j = 0; j < m; j += ROWS<T>, s += ROWS<T> * QUERIES, p += ROWS<T> * QUERIES) {
+    if constexpr (ROWS<T> == 1) {
+#pragma omp simd
+      for (int64_t x = 0; x < QUERIES; x++) p[x] = power_of_2((s[x] - top[x]) * to_2), sum[x] += p[x];
+    } else {
+      uint32_t* both = reinterpret_cast<uint32_t*>(p);
+#pragma omp simd
+      for (int64_t x = 0; x < QUERIES; x++) {
+        const float a = power_of_2((s[x] - top[x]) * to_2), b = power_of_2((s[QUERIES + x] - top[x]) * to_2);
+        sum[x] += a + b;
+        both[x] = upper(a) | (upper(b) << 16);
+      }
+    }
+  }
+}
+
+// p = 2^(s to_2 - lse) and ds = p (dp - delta) of m keys, and ds as a right operand too.
+template <typename T>
+void differentiate(int64_t m, Wide<T> to_2, const Wide<T>* s, const Wide<T>* dp, const Wide<T>* lse, const Wide<T>* delta, T* p, T* ds,
+                   T* laid) {
+  for (int64_t j = 0; j < m; j += ROWS<T>) {
+    const Wide<T>*s0 = s + j * QUERIES, *s1 = s0 + QUERIES, *dp0 = dp + j * QUERIES, *dp1 = dp0 + QUERIES;
+    if constexpr (ROWS<T> == 1) {
+      T *to_p = p + j * QUERIES, *to_ds = ds + j * QUERIES;
+#pragma omp simd
+      for (int64_t x = 0; x < QUERIES; x++) to_p[x] = power_of_2(s0[x] * to_2 - lse[x]), to_ds[x] = to_p[x] * (dp0[x] - delta[x]);
+    } else {
+      uint16_t *p0 = &p[j * QUERIES].x, *p1 = p0 + QUERIES, *ds0 = &ds[j * QUERIES].x, *ds1 = ds0 + QUERIES;
+      uint32_t* both = reinterpret_cast<uint32_t*>(laid + j * QUERIES);
+#pragma omp simd
+      for (int64_t x = 0; x < QUERIES; x++) {
+        const float a = power_of_2(s0[x] * to_2 - lse[x]), b = power_of_2(s1[x] * to_2 - lse[x]);
+        const uint32_t da = upper(a * (dp0[x] - delta[x])), db = upper(b * (dp1[x] - delta[x]));
+        p0[x] = uint16_t(upper(a)), p1[x] = uint16_t(upper(b)), ds0[x] = uint16_t(da), ds1[x] = uint16_t(db);
+        both[x] = da | (db << 16);
+      }
+    }
+  }
+}
+
+template <typename T>
+void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* out, Wide<T>* lse, const Shape& z) {
+  using W = Wide<T>;
+  const Sees sees(z);
+  const W to_2 = W(z.scale * 1.4426950408889634), low = W(-1e30);
+  const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g;
+#pragma omp parallel num_threads(z.threads)
+  {
+    std::vector<T> keys(z.t * z.k), values(z.padded_t() * z.k), query(QUERIES * z.k), p(KEYS * QUERIES);
+    std::vector<W> s(KEYS * QUERIES), acc(z.k * QUERIES), top(QUERIES), last(QUERIES), sum(QUERIES);
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < z.b * z.g; n++) {
+      const int64_t b = n / z.g, group = n % z.g, from = b * z.t * ldk + group * z.k;
+      const int64_t* row = documents ? documents + b * z.t : nullptr;
+      for (int64_t i = 0; i < z.t; i++) std::copy_n(k + from + i * ldk, z.k, &keys[i * z.k]);
+      for (int64_t s0 = 0; s0 < z.t; s0 += KEYS)
+        transpose(v + from + s0 * ldk, ldk, std::min(KEYS, z.t - s0), z.k, &values[s0 * z.k]);
+      for (int64_t head = group * heads; head < (group + 1) * heads; head++)
+        for (int64_t q0 = 0; q0 < z.t; q0 += QUERIES) {
+          const int64_t at = (b * z.t + q0) * ldq + head * z.k, width = std::min(QUERIES, z.t - q0);
+          turn(q + at, ldq, width, z.k, query.data());
+          std::fill(top.begin(), top.end(), low), std::fill(sum.begin(), sum.end(), W(0)), std::fill(acc.begin(), acc.end(), W(0));
+          for (int64_t s0 = 0; s0 < q0 + width; s0 += KEYS) {
+            const int64_t m = std::min(KEYS, q0 + width - s0);
+            const Look look = sees.look(q0, q0 + width, s0, s0 + m, row);
+            if (look == NONE) continue;
+            product(m, width, z.k, &keys[s0 * z.k], z.k, query.data(), QUERIES, s.data(), QUERIES, false);
+            if (look == SOME) sees.hide(q0, width, s0, m, row, low, s.data());
+            pad<T>(m, width, low, s.data());
+            last = top;
+            for (int64_t j = 0; j < m; j++)
+#pragma omp simd
+              for (int64_t x = 0; x < QUERIES; x++) top[x] = top[x] < s[j * QUERIES + x] ? s[j * QUERIES + x] : top[x];
+            for (int64_t x = 0; x < QUERIES; x++) last[x] = power_of_2((last[x] - top[x]) * to_2), sum[x] *= last[x];
+            for (int64_t c = 0; c < z.k; c++)
+#pragma omp simd
+              for (int64_t x = 0; x < QUERIES; x++) acc[c * QUERIES + x] *= last[x];
+            weigh(m, to_2, s.data(), top.data(), sum.data(), p.data());
+            product(z.k, width, padded<T>(m), &values[s0 * z.k], KEYS, p.data(), QUERIES, acc.data(), QUERIES, true);
+          }
+          for (int64_t x = 0; x < width; x++) {
+            for (int64_t c = 0; c < z.k; c++) narrow(acc[c * QUERIES + x] / sum[x], out[at + x * ldq + c]);
+            lse[(b * z.h + head) * z.t + q0 + x] = W(top[x] * z.scale + std::log(sum[x]));
+          }
+        }
+    }
+    if (quick<T>()) blas::brgemm_release();
+  }
+}
+
+template <typename T>
+void backward(const T* q, const T* k, const T* v, const int64_t* documents, const T* out, const Wide<T>* lse, const T* g, T* dq, T* dk,
+              T* dv, const Shape& z) {
+  using W = Wide<T>;
+  const Sees sees(z);
+  const W log2_e = W(1.4426950408889634), to_2 = W(z.scale) * log2_e, low = W(-1e30);
+  const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g, all = z.padded_t() * z.k;
+#pragma omp parallel num_threads(z.threads)
+  {
+    std::vector<T> keys(all), values(all), turned_k(all), turned_q(all), turned_g(all), laid_q(all), laid_g(all);
+    std::vector<T> p(KEYS * QUERIES), ds(KEYS * QUERIES), laid_ds(ROWS<T> == 1 ? 0 : KEYS * QUERIES);
+    std::vector<W> s(KEYS * QUERIES), dp(KEYS * QUERIES), acc_q(all), acc_k(all), acc_v(all), lse_2(all / z.k), delta(all / z.k);
+    T* right = ROWS<T> == 1 ? ds.data() : laid_ds.data();
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < z.b * z.g; n++) {
+      const int64_t b = n / z.g, group = n % z.g, from = b * z.t * ldk + group * z.k;
+      const int64_t* row = documents ? documents + b * z.t : nullptr;
+      for (int64_t i = 0; i < z.t; i++) {
+        std::copy_n(k + from + i * ldk, z.k, &keys[i * z.k]);
+        std::copy_n(v + from + i * ldk, z.k, &values[i * z.k]);
+      }
+      for (int64_t s0 = 0; s0 < z.t; s0 += KEYS)
+        transpose(k + from + s0 * ldk, ldk, std::min(KEYS, z.t - s0), z.k, &turned_k[s0 * z.k]);
+      std::fill(acc_k.begin(), acc_k.end(), W(0)), std::fill(acc_v.begin(), acc_v.end(), W(0));
+      for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
+        const int64_t at = b * z.t * ldq + head * z.k;
+        for (int64_t i = 0; i < z.t; i++) {
+          const T *x = g + at + i * ldq, *y = out + at + i * ldq;
+          W sum = 0;
+#pragma omp simd reduction(+ : sum)
+          for (int64_t c = 0; c < z.k; c++) sum += wide(x[c]) * wide(y[c]);
+          delta[i] = sum, lse_2[i] = lse[(b * z.h + head) * z.t + i] * log2_e;
+        }
+        for (int64_t q0 = 0; q0 < z.t; q0 += QUERIES) {
+          const int64_t width = std::min(QUERIES, z.t - q0), there = at + q0 * ldq, here = q0 * z.k;
+          turn(q + there, ldq, width, z.k, &turned_q[here]), turn(g + there, ldq, width, z.k, &turned_g[here]);
+          lay(q + there, ldq, width, z.k, &laid_q[here]), lay(g + there, ldq, width, z.k, &laid_g[here]);
+        }
+        std::fill(acc_q.begin(), acc_q.end(), W(0));
+        for (int64_t s0 = 0; s0 < z.t; s0 += KEYS)
+          for (int64_t q0 = s0; q0 < z.t; q0 += QUERIES) {
+            const int64_t width = std::min(QUERIES, z.t - q0), m = std::min(KEYS, q0 + width - s0);
+            const Look look = sees.look(q0, q0 + width, s0, s0 + m, row);
+            if (look == NONE) continue;
+            product(m, width, z.k, &keys[s0 * z.k], z.k, &turned_q[q0 * z.k], QUERIES, s.data(), QUERIES, false);
+            product(m, width, z.k, &values[s0 * z.k], z.k, &turned_g[q0 * z.k], QUERIES, dp.data(), QUERIES, false);
+            if (look == SOME) sees.hide(q0, width, s0, m, row, low, s.data());
+            pad<T>(m, width, low, s.data()), pad<T>(m, width, W(0), dp.data());
+            differentiate(m, to_2, s.data(), dp.data(), &lse_2[q0], &delta[q0], p.data(), ds.data(), laid_ds.data());
+            product(m, z.k, padded<T>(width), p.data(), QUERIES, &laid_g[q0 * z.k], z.k, &acc_v[s0 * z.k], z.k, true);
+            product(m, z.k, padded<T>(width), ds.data(), QUERIES, &laid_q[q0 * z.k], z.k, &acc_k[s0 * z.k], z.k, true);
+            product(z.k, width, padded<T>(m), &turned_k[s0 * z.k], KEYS, right, QUERIES, &acc_q[q0 * z.k], QUERIES, true);
+          }
+        for (int64_t i = 0; i < z.t; i++) {
+          const W* x = &acc_q[i / QUERIES * QUERIES * z.k + i % QUERIES];
+          for (int64_t c = 0; c < z.k; c++) narrow(x[c * QUERIES] * W(z.scale), dq[at + i * ldq + c]);
+        }
+      }
+      for (int64_t i = 0; i < z.t; i++)
+        for (int64_t c = 0; c < z.k; c++) {
+          narrow(acc_k[i * z.k + c] * W(z.scale), dk[from + i * ldk + c]);
+          narrow(acc_v[i * z.k + c], dv[from + i * ldk + c]);
+        }
+    }
+    if (quick<T>()) blas::brgemm_release();
+  }
+}
+
+}  // namespace
+
+#define OF_DTYPE(NAME, T)                                                                                                              \
+  extern "C" void forward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, T* out, Wide<T>* lse, const Shape* z) { \
+    forward(q, k, v, documents, out, lse, *z);                                                                                         \
+  }                                                                                                                                    \
+  extern "C" void backward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, const T* out, const Wide<T>* lse,      \
+                                  const T* g, T* dq, T* dk, T* dv, const Shape* z) {                                                   \
+    backward(q, k, v, documents, out, lse, g, dq, dk, dv, *z);                                                                         \
+  }                                                                                                                                    \
+  extern "C" int quick_##NAME() { return quick<T>(); }
+
+extern "C" void use_loops(int yes) { loops = yes; }
+OF_DTYPE(bfloat16, BFloat16)
+OF_DTYPE(float32, float)
+OF_DTYPE(float64, double)

@@ -1,0 +1,338 @@
+"""Flash attention: every law of a kernel, for all patterns, documents and shared heads; what is skipped; the log-sum-exp."""
+
+from contextlib import nullcontext
+
+import kernel_laws as laws
+import pytest
+import torch
+import triton
+import triton.language as tl
+from close import assert_close, assert_same
+
+from fzero.kernels import attention as attn
+from fzero.kernels import flash, flash_backward, registry
+from fzero.kernels.attention import FULL, Pattern, attention, attention_with_lse
+
+PATTERNS = {
+    "full": FULL,
+    "window": Pattern("window", 21),
+    "local": Pattern("local", 20),
+    "strided": Pattern("strided", 9),
+    "wide stride": Pattern("strided", 40),
+    "fixed": Pattern("fixed", 40, 5),
+}
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+CONFIGS = (flash.CONFIGS, flash_backward.QUERY_CONFIGS, flash_backward.KEY_CONFIGS)
+SHIPPED = [dict(configs) for configs in CONFIGS]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    for configs in CONFIGS:
+        for width in configs:
+            monkeypatch.setitem(configs, width, [{"M": 32, "N": 32}])
+    monkeypatch.setattr(flash, "CHUNK", 32)
+
+
+def documents_of(b, t):
+    """Other lengths in every row; the last token is a document of its own."""
+    at = torch.arange(t, device=laws.DEVICE)
+    return torch.stack([(at + 5 * i) // max(2, t // 3) + (at == t - 1) for i in range(b)])
+
+
+def inputs(b=1, t=45, h=2, g=1, k=16, s=None, dtype=torch.float64):
+    return laws.draw((b, t, h, k), (b, s or t, g, k), (b, s or t, g, k), dtype=dtype)
+
+
+def form(op=attention, documents=False, **options):
+    def call(impl, q, k, v):
+        return op(q, k, v, impl=impl, documents=documents_of(k.shape[0], k.shape[1]) if documents else None, **options)
+
+    return call
+
+
+def test_every_law():
+    laws.every_law(form(), inputs(t=33, h=1))
+
+
+def test_every_law_of_the_log_sum_exp():
+    f = form(attention_with_lse, documents=True, pattern=PATTERNS["window"], scale=0.3)
+    laws.every_law(f, inputs(t=33, h=1))
+
+
+def test_derivatives():
+    for documents in (False, True):
+        laws.derivatives(form(documents=documents), inputs(1, 4, 2, 1, 2))
+        laws.derivatives(form(attention_with_lse, documents=documents), inputs(1, 2, 2, 1, 2, s=4))
+
+
+@every_pattern
+def test_numbers(pattern):
+    laws.numbers(form(pattern=pattern), inputs(t=70, h=1), torch.float32)
+    laws.numbers(form(pattern=pattern, documents=True), inputs(t=49), torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads, groups, dim", ((1, 1, 64), (2, 1, 96), (1, 1, 128), (2, 2, 256), (3, 1, 24), (4, 2, 2)))
+def test_heads(heads, groups, dim):
+    laws.numbers(form(), inputs(1, 33, heads, groups, dim), torch.bfloat16)
+
+
+@pytest.mark.parametrize("t, s", ((2, 2), (32, 32), (33, 33), (1, 40), (5, 37), (33, 70)))
+def test_lengths_and_fewer_queries_than_keys(t, s):
+    laws.numbers(form(documents=t > 2), inputs(2, t, 1, 1, s=s), torch.float32)
+    laws.numbers(form(pattern=PATTERNS["strided"]), inputs(1, t, 1, 1, s=s), torch.float32)
+    laws.numbers(form(pattern=Pattern("window", 2)), inputs(1, t, 1, 1, s=s), torch.float32)
+
+
+def test_half_precision():
+    laws.numbers(form(), inputs(), torch.float16)
+
+
+@pytest.mark.parametrize("pattern", (Pattern("window", 1), Pattern("local", 1)), ids=str)
+def test_a_query_that_sees_itself_alone(pattern):
+    """Its probability does not depend on the scores: where the reference's gradient is 0, the kernels' is 0 but for rounding."""
+    (out,), (dq, dk, dv) = laws.both_passes(lambda *a: form(pattern=pattern)("triton", *a), inputs(dtype=torch.float32))
+    assert_close(out, inputs(dtype=torch.float32)[2].repeat_interleave(2, 2), rtol=1e-6)
+    assert max(float(x.abs().max()) for x in (dq, dk)) < 1e-5 < float(dv.abs().max())
+
+
+def test_shipped_tiles(monkeypatch):
+    for configs, shipped in zip(CONFIGS, SHIPPED):
+        monkeypatch.setitem(configs, 64, shipped[64])
+    laws.numbers(form(pattern=Pattern("window", 100)), inputs(1, 200, 1, 1, 64), torch.bfloat16)
+
+
+def test_large_scores_stay_finite():
+    q, k, v = inputs(dtype=torch.float32)
+    (out,), grads = laws.both_passes(lambda *a: form()("triton", *a), [200 * q, 200 * k, v])
+    assert all(x.isfinite().all() for x in (out, *grads))
+    assert_close(out, attn.reference(200 * q.double(), 200 * k.double(), v.double()), rtol=1e-2, atol=1e-3)
+
+
+def test_far_apart():
+    """Rows of the batch, positions and heads more than 2^31 elements apart."""
+    q, k, v = inputs(2, 3, 2, 2, 4, dtype=torch.float32)
+    expected = attention(q, k, v, impl="triton")
+    for dim in range(3):
+        apart = []
+        for x in (q, k, v):
+            flat = laws.far_apart(x.shape[dim], x.numel() // x.shape[dim], torch.float32)
+            apart.append(flat.view(x.shape[dim], *(n for d, n in enumerate(x.shape) if d != dim)).movedim(0, dim).copy_(x))
+            assert apart[-1].stride(dim) > 2**31
+        assert_same(attention(*apart, impl="triton"), expected)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    tensors = inputs(2, 33, 1, dtype=torch.float32)
+    outs, grads = laws.both_passes(lambda *a: form(documents=True)("triton", *a), tensors)
+    leaves = [x[:1].clone().requires_grad_() for x in tensors]
+    out = form(documents=True)("triton", *leaves)
+    weight = laws.draw(outs[0].shape, seed=1, dtype=torch.float32)[0][:1]
+    assert_same([out.detach(), *torch.autograd.grad(out, leaves, weight)], [x[:1] for x in (*outs, *grads)])
+
+
+@pytest.mark.parametrize("shape", ((0, 5, 2, 16), (2, 0, 2, 16)), ids=str)
+def test_none(shape):
+    leaves = [torch.zeros(shape, device=laws.DEVICE).requires_grad_() for _ in range(3)]
+    out = attention(*leaves, impl="triton")
+    assert out.shape == shape
+    assert [x.shape for x in torch.autograd.grad(out.sum(), leaves)] == [shape] * 3
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def test_documents_that_come_back():
+    """Numbers are compared, in whatever order they stand."""
+    documents = torch.tensor([[3] * 17 + [-1] * 18 + [3] * 15, [0, 1] * 25], device=laws.DEVICE)
+    laws.numbers(lambda impl, *a: attention(*a, documents=documents, impl=impl), inputs(2, 50, 1, 1), torch.float32)
+
+
+def test_a_document_in_a_packed_row_is_the_document_alone():
+    q, k, v = inputs(1, 70, dtype=torch.float32)
+    documents = torch.tensor([[0] * 32 + [1] * 30 + [2] * 8], device=laws.DEVICE)
+    out = attention(q, k, v, documents=documents, impl="triton")[:, 32:62]
+    assert_close(out, attention(q[:, 32:62], k[:, 32:62], v[:, 32:62], impl="triton"), rtol=1e-5, atol=1e-6)
+
+
+# ---- what is skipped -------------------------------------------------------------------------------------------------
+
+
+def tiles_seen(pattern, documents, t, m, n):
+    """How many tiles of m queries and n keys there are in which a query sees a key."""
+    at = torch.arange(t, device=laws.DEVICE)
+    mask = attn.visible(pattern, at, at, documents)[0]
+    return sum(int(part.any()) for rows in mask.split(m) for part in rows.split(n, 1))
+
+
+SPARSE = {"documents": FULL} | PATTERNS | {"window and documents": PATTERNS["window"]}
+
+
+@pytest.mark.skipif(not laws.INTERPRETED, reason="counts in the interpreter")
+@pytest.mark.parametrize("name", SPARSE)
+def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
+    """Each visit makes its products. The masked tiles for dk and dv are of half as many queries."""
+    t, pattern = 128, SPARSE[name]
+    for configs in CONFIGS:
+        monkeypatch.setitem(configs, torch.float32, [{"M": 32, "N": 16}])
+    documents = torch.arange(t)[None] // 50 if "documents" in name else None
+    products = [0]
+    for module in (flash, flash_backward):
+
+        def counted(*args, dot=module.dot):
+            products[0] += 1
+            return dot(*args)
+
+        monkeypatch.setattr(module, "dot", counted)
+    leaves = [x.requires_grad_() for x in inputs(1, t, 1, 1, dtype=torch.float32)]
+    out = attention(*leaves, pattern=pattern, documents=documents, impl="triton")
+    seen, halves = (tiles_seen(pattern, documents, t, m, 16) for m in (32, 16))
+    assert products[0] == 2 * seen < 2 * 4 * 8
+    out.sum().backward()
+    assert 5 * seen + 2 * halves <= products[0] <= 5 * seen + 4 * halves
+
+
+@triton.jit
+def _sees_some(FIRST, KEY, OUT, size, keep, ROWS: tl.constexpr, KIND: tl.constexpr, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    first, key = tl.load(FIRST + at), tl.load(KEY + at)
+    tl.store(OUT + at, flash.sees_some(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32))
+
+
+@pytest.mark.parametrize(
+    "pattern", (*(Pattern("strided", n) for n in (5, 11, 20)), Pattern("fixed", 20, 1), Pattern("fixed", 18, 9)), ids=str
+)
+def test_a_tile_is_asked_exactly(pattern):
+    """Each tile of 8 queries and 8 keys, wherever they begin, that is not wholly in the future."""
+    first, key = (x.flatten().int() for x in torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij"))
+    rows = torch.arange(8)
+    expected = pattern.sees((first[:, None] + rows)[:, :, None], (key[:, None] + rows)[:, None, :]).any(-1).any(-1)
+    first, key, out = (x.to(laws.DEVICE) for x in (first, key, torch.empty_like(first)))
+    _sees_some[(1,)](first, key, out, pattern.size, pattern.keep, ROWS=8, KIND=pattern.kind, COUNT=4096)
+    assert_same((out.cpu() == 1)[key.cpu() <= first.cpu() + 7], expected[key.cpu() <= first.cpu() + 7])
+
+
+def test_values_that_are_not_seen_do_not_show():
+    """NaN in the keys, queries and gradients of other documents, where whole tiles are of them."""
+    documents = torch.tensor([[0] * 32 + [1] * 32 + [2] * 32], device=laws.DEVICE)
+    mine = (documents == 1)[..., None, None]
+    q, k, v = (torch.where(mine, x, torch.nan).requires_grad_() for x in inputs(1, 96, dtype=torch.float32))
+    with pytest.warns(RuntimeWarning, match="NaN") if laws.INTERPRETED else nullcontext():
+        out = attention(q, k, v, documents=documents, impl="triton")
+        grads = torch.autograd.grad(out, (q, k, v), torch.where(mine, torch.ones_like(out), torch.nan))
+    assert all(x[:, 32:64].isfinite().all() for x in (out, *grads))
+
+
+# ---- the log-sum-exp -------------------------------------------------------------------------------------------------
+
+
+def test_the_log_sum_exp_is_that_of_the_scores():
+    q, k, v = inputs(1, 33, 2, 1, s=40)
+    at = torch.arange(40, device=laws.DEVICE)
+    scores = 0.3 * torch.einsum("bthk,bsk->bhts", q, k[:, :, 0])
+    scores = scores.masked_fill(at > at[7:, None], float("-inf")).masked_fill(at <= at[7:, None] - 21, float("-inf"))
+    for impl, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        _, lse = attention_with_lse(*(x.to(dtype) for x in (q, k, v)), pattern=PATTERNS["window"], scale=0.3, impl=impl)
+        assert lse.dtype == dtype
+        assert_close(lse, torch.logsumexp(scores, -1), rtol=1e-5, atol=1e-6)
+
+
+def parts(q, k, v, impl, pattern, documents, cuts):
+    """Attention of the last queries by the keys in parts, those that come later than the queries among them."""
+    t, outs, lses = q.shape[1], [], []
+    for start, end in zip(cuts, (*cuts[1:], k.shape[1])):
+        given = {"documents": documents[:, start:end], "query_documents": documents[:, :t]} if documents is not None else {}
+        out, lse = attention_with_lse(
+            q, k[:, start:end], v[:, start:end], pattern=pattern, query_start=0, key_start=start, impl=impl, **given
+        )
+        outs.append(out)
+        lses.append(lse)
+    total = torch.logsumexp(torch.stack(lses), 0)
+    return sum(torch.exp(lse - total).mT[..., None] * out for out, lse in zip(outs, lses))
+
+
+@pytest.mark.parametrize("name", ("full", "wide stride", "window and documents", "fixed and documents"))
+def test_parts_of_the_keys_join(name):
+    """As ring attention joins them: values, and gradients through the log-sum-exp; some rows and whole parts see nothing."""
+    pattern, documents = PATTERNS[name.removesuffix(" and documents")], documents_of(1, 64) if "documents" in name else None
+    tensors = inputs(1, 64)
+
+    def f(impl, q, k, v):
+        if impl == "whole":
+            return attn.reference(q, k, v, pattern=pattern, documents=documents)
+        k, v = (torch.cat((x, x[:, :16]), 1) for x in (k, v))
+        late = None if documents is None else torch.cat((documents, documents[:, :16]), 1)
+        return parts(q, k, v, impl, pattern, late, (0, 24, 64))
+
+    exact = laws.both_passes(lambda *a: f("whole", *a), tensors)
+    assert_close(laws.both_passes(lambda *a: f("reference", *a), tensors), exact, rtol=1e-9, atol=1e-12)
+    ours = laws.both_passes(lambda *a: f("triton", *a), [x.float() for x in tensors])
+    assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_that_sees_nothing():
+    for impl in ("reference", "triton"):
+        leaves = [x.requires_grad_() for x in inputs(1, 33, 2, 1, dtype=torch.float32)]
+        out, lse = attention_with_lse(*leaves, query_start=0, key_start=20, impl=impl)
+        assert (out[:, :20] == 0).all() and (lse[..., :20] == float("-inf")).all() and lse[..., 20:].isfinite().all()
+        weight = torch.full_like(lse, torch.nan)
+        weight[..., 20:] = 1.0
+        if impl == "triton":
+            dq, dk, dv = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), weight))
+            assert (dq[:, :20] == 0).all() and all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+def test_all_keys_are_seen_where_they_are_past():
+    q, k, v = inputs(1, 20, 2, 1, s=37, dtype=torch.float32)
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
+    for impl in ("reference", "triton"):
+        out, _ = attention_with_lse(q, k, v, query_start=37, impl=impl)
+        assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+# ---- what it costs, what it refuses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", (*PATTERNS.values(), Pattern("fixed", 6, 6), Pattern("strided", 1)), ids=str)
+def test_flops_count_the_pairs(pattern):
+    q, k, v = inputs(2, 30, 4, 2, 8, s=50)
+    at = torch.arange(50)
+    for start, key_start in ((20, 0), (7, 13), (60, 0)):
+        pairs = int(pattern.sees(at[:30, None] + start, at[None] + key_start).sum())
+        said = attention_with_lse.flops(q, k, v, pattern=pattern, query_start=start, key_start=key_start)
+        assert said == 4 * 2 * 4 * 8 * pairs
+    assert attention.flops(q, k, v, pattern=pattern) == attention_with_lse.flops(q, k, v, pattern=pattern, query_start=20)
+
+
+def test_which_form_serves():
+    q, k, v = inputs(1, 40, dtype=torch.float32)
+    if laws.DEVICE == "cuda":
+        assert registry.explain("attention", q, k, v, pattern=PATTERNS["fixed"]).chosen == "triton"
+        return
+    said = registry.explain("attention", q, k, v)
+    assert said.chosen == "blocked" and "interpreted" in said.reasons["triton"]
+    assert registry.explain("attention", q, k, v, impl="fused").chosen == "fused"
+    assert registry.explain("attention", q[:, 39:], k, v).chosen == "reference"
+    assert registry.explain("attention", q[:, :1], k[:, :1], v[:, :1]).chosen == "reference"
+    with pytest.raises(ValueError, match="there are 20 queries of 40 positions"):
+        attention(q[:, 20:], k, v, impl="blocked")
+    with pytest.raises(ValueError, match="neither patterns nor documents"):
+        attention(q, k, v, pattern=PATTERNS["fixed"], impl="fused")
+
+
+def test_what_it_refuses():
+    q, k, v = inputs(1, 8, 4, 2, 8, dtype=torch.float32)
+    documents = documents_of(1, 8)
+    for given, options, said in (
+        ((q.double(), k, v), {}, "the dtypes are torch.float64, torch.float32 and torch.float32"),
+        ((q, k, v[:, :7]), {}, "the shapes are"),
+        ((q[..., :3, :], k, v), {}, "the shapes are"),
+        ((*inputs(1, 2, 1, 1, 257, dtype=torch.float32),), {}, "head dims up to 256"),
+        ((q, k[:, :7], v[:, :7]), {}, "queries begin at -1"),
+        ((q, k, v), {"scale": 0.0}, "scale is 0.0; it must be above 0"),
+        ((q, k, v), {"documents": documents[:, :7]}, r"documents are \[\[1, 7\]\]; they must be \[\[1, 8\]\]"),
+    ):
+        with pytest.raises(ValueError, match=f"attention: impl='triton' does not serve this call: .*{said}"):
+            attention(*given, impl="triton", **options)
+    with pytest.raises(ValueError, match="queries 3 to 11 are not among the 8 keys; give query_documents"):
+        attention_with_lse(q, k, v, documents=documents, query_start=3)

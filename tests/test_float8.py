@@ -1,0 +1,322 @@
+"""Float8 linears: the formats against a table of all their numbers, the products by hand, all forms alike, and training by the policies."""
+
+import functools
+
+import kernel_laws as laws
+import pytest
+import ranks
+import torch
+from close import assert_close, assert_same
+from zero_cases import train, whole
+
+import fzero
+from fzero import models, optim, precision
+from fzero.compile import vjp_pair
+from fzero.kernels import float8
+from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
+from fzero.kernels.registry import observe
+
+F64 = torch.float64
+every_scaling = pytest.mark.parametrize("scaling", RECIPES)
+FORMS = ("emulated", "scaled_mm")
+
+
+def relative(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+# ---- the formats -----------------------------------------------------------------------------------------------------
+
+
+def table(dtype):
+    """All finite numbers of the format, from the definition of its bits, and whether the last bit of each is 0."""
+    mantissa, bias, top = (3, 7, 0x7E) if dtype == E4M3 else (2, 15, 0x7B)
+    numbers = []
+    for code in range(top + 1):
+        exponent, fraction = code >> mantissa, code & ((1 << mantissa) - 1)
+        scale = 2.0 ** (max(exponent, 1) - bias - mantissa)
+        numbers.append((scale * (fraction + ((exponent > 0) << mantissa)), code % 2 == 0))
+    return torch.tensor([n for n, _ in numbers], dtype=F64), torch.tensor([even for _, even in numbers])
+
+
+def nearest_in(dtype, x):
+    """Each x rounded to the nearest number of the format, ties to even, too large ones to the largest: float64."""
+    numbers, even = table(dtype)
+    high = torch.searchsorted(numbers, x.abs().contiguous()).clamp(1, len(numbers) - 1)
+    below, above = x.abs() - numbers[high - 1], numbers[high] - x.abs()
+    up = (above < below) | ((above == below) & even[high])
+    return torch.where(up, numbers[high], numbers[high - 1]).copysign(x)
+
+
+def by_hand(x, dtype, dim, powers_of_2):
+    """(numbers of the format, float64, and the scale) of x."""
+    limit = float(table(dtype)[0][-1])
+    amax = x.double().abs().amax() if dim is None else x.double().abs().amax(dim, keepdim=True)
+    scale = (limit / amax).float().double()
+    scale = 2.0 ** torch.floor(torch.log2(scale)) if powers_of_2 else scale
+    return nearest_in(dtype, (x.double() * scale).float().double()), scale
+
+
+@pytest.mark.parametrize("dtype, largest", [(E4M3, 448.0), (E5M2, 57344.0)], ids=str)
+@pytest.mark.parametrize("dim, powers_of_2", [(None, False), (0, True), (1, True), (1, False)], ids=str)
+def test_quantise_rounds_to_the_nearest_of_the_format(dtype, largest, dim, powers_of_2):
+    x = laws.draw((60, 50), dtype=torch.float32, device="cpu")[0] * torch.logspace(-4, 2, 50)
+    numbers, inverse = float8.quantise(x, dtype, dim, powers_of_2)
+    expected, scale = by_hand(x, dtype, dim, powers_of_2)
+    assert numbers.dtype == dtype and float(table(dtype)[0][-1]) == largest == float(torch.finfo(dtype).max)
+    assert_same(numbers.double(), expected)
+    assert_close(inverse.double(), (1.0 / scale).reshape(inverse.shape), rtol=2e-7)
+    top = numbers.double().abs().amax() if dim is None else numbers.double().abs().amax(dim)
+    assert bool((top >= largest / 2).all()) and (powers_of_2 or bool((top == largest).all()))
+    if powers_of_2:
+        assert_same(torch.frexp(inverse).mantissa, torch.full_like(inverse, 0.5))
+
+
+def test_ties_go_to_even_and_small_numbers_to_subnormals():
+    x = torch.tensor([[448.0, 17.0, 19.0, 2.0**-10, 3 * 2.0**-10, 2.0**-9, 2.0**-7, -1e-9]])
+    numbers, _ = float8.quantise(x, E4M3, None, False)
+    assert numbers.float().tolist() == [[448.0, 16.0, 20.0, 0.0, 2.0**-8, 2.0**-9, 2.0**-7, -0.0]]
+
+
+@pytest.mark.parametrize("dtype", (E4M3, E5M2), ids=str)
+def test_no_scale_carries_a_number_beyond_the_format(dtype):
+    x = torch.logspace(-12, 12, 4001, dtype=F64)[:, None] * torch.tensor([1.0, -1.0, 0.5])
+    for wide in (x, x.float()):  # as float32 some of the float64 maxima are smaller
+        numbers, _ = float8.quantise(wide, dtype, 1, False)
+        limit = torch.finfo(dtype).max
+        assert_same(numbers.double(), torch.tensor([[limit, -limit, limit / 2]], dtype=F64).expand(4001, 3).contiguous())
+
+
+# ---- the product -----------------------------------------------------------------------------------------------------
+
+
+def operands(n=32, size_in=48, size_out=64, dtype=torch.bfloat16):
+    return [t.to(dtype) for t in laws.draw((n, size_in), (size_in, size_out), (n, size_out))]
+
+
+@every_scaling
+def test_all_three_products_by_hand(scaling):
+    recipe = RECIPES[scaling]
+    x, w, g = (t.cpu() for t in operands())
+
+    def product(a, b, kind_a, kind_b):
+        qa, sa = by_hand(a, kind_a, 1 if recipe.rowwise else None, recipe.powers_of_2)
+        qb, sb = by_hand(b, kind_b, 0 if recipe.rowwise else None, recipe.powers_of_2)
+        return (qa @ qb) / (sa * sb)
+
+    value, gradient = recipe.value, recipe.gradient
+    assert (value, gradient) == ((E4M3, E5M2) if scaling == "tensorwise" else (E4M3, E4M3))
+    expected = [product(x, w, value, value), product(g, w.T, gradient, value), product(x.T, g, value, gradient)]
+    exact = [x.double() @ w.double(), g.double() @ w.double().T, x.double().T @ g.double()]
+    for dtype, tolerance in ((torch.bfloat16, 4e-3), (torch.float32, 2e-6), (F64, 1e-7)):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
+        y = float8_linear(*leaves, scaling, impl="reference")
+        results = [y.detach(), *torch.autograd.grad(y, leaves, g.to(dtype))]
+        for got, want, plain in zip(results, expected, exact):
+            assert got.dtype == dtype
+            assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+            # The error of float8 itself: two operands with 3 bits (2 in the coarse format) and a half behind the first.
+            assert 0.02 < relative(got, plain) < 0.08
+
+
+@every_scaling
+@pytest.mark.parametrize("impl", FORMS)
+def test_every_form_gives_the_same(impl, scaling):
+    x, w, _ = operands()
+    results = {}
+    for name in ("reference", impl):
+        results[name] = laws.both_passes(lambda *t, name=name: float8_linear(*t, scaling, impl=name), [x, w])
+    if laws.DEVICE == "cpu" or impl == "emulated":
+        assert_same(results[impl], results["reference"])
+    else:  # sums in another order, and of values with fewer bits
+        for got, want in zip(results[impl][0] + results[impl][1], results["reference"][0] + results["reference"][1]):
+            assert relative(got, want) < 5e-3
+
+
+@every_scaling
+@pytest.mark.parametrize("impl", FORMS)
+def test_strides_dims_and_repeats(impl, scaling):
+    x, w, _ = operands()
+    expected = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w])
+    assert_same(laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w]), expected)
+    apart = [torch.stack((x, x), -1)[..., 0], w.t().contiguous().t()]
+    assert not any(t.is_contiguous() for t in apart)
+    for got, want in zip(laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), apart), expected):
+        assert_close(got, want, rtol=8e-3, atol=1e-3)  # products by torch may add in another order
+    batched = float8_linear(x.reshape(2, 16, 48), w, scaling, impl=impl)
+    assert_same(batched.reshape(32, 64), expected[0][0])
+
+
+@every_scaling
+def test_far_rows(scaling):
+    x, w, _ = operands()
+    far = laws.far_apart(16, 48, torch.bfloat16, apart=(1 << 31) // 15 + 8)
+    far.copy_(x[:16])
+    assert_same(float8_linear(far, w, scaling, impl="scaled_mm"), float8_linear(x[:16], w, scaling, impl="scaled_mm"))
+
+
+@every_scaling
+@pytest.mark.parametrize("impl", ("reference", *FORMS))
+def test_zeros_and_what_is_no_number(impl, scaling):
+    x, w, _ = operands()
+    for leaves in ([0 * x, w], [x, 0 * w]):
+        (y,), grads = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), leaves)
+        assert not y.any() and all(grad.isfinite().all() for grad in grads)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for odd in (x.clone(), w.clone()):
+            odd[3, 5] = bad
+            y = float8_linear(*((odd, w) if odd.shape == x.shape else (x, odd)), scaling, impl=impl)
+            hit = y.isnan()
+            if not RECIPES[scaling].rowwise:
+                assert hit.all()
+            else:
+                row = odd.shape == x.shape
+                assert hit[3].all() if row else hit[:, 5].all()
+                assert int(hit.sum()) == (64 if row else 32)
+
+
+def test_no_rows_and_tiny_numbers():
+    for scaling in RECIPES:
+        x, w, _ = operands(dtype=torch.float32)
+        empty = x[:0].requires_grad_()
+        y = float8_linear(empty, w.requires_grad_(), scaling)
+        y.sum().backward()
+        assert y.shape == (0, 64) and not w.grad.any()
+        tiny = float8_linear(x * 1e-20, w.detach(), scaling)
+        assert bool((tiny == 0.0).all())  # far below SMALLEST: no scale overflows
+        assert relative(float8_linear(x * 1e-9, w.detach(), scaling), x @ w.detach() * 1e-9) < 0.08
+
+
+# ---- derivatives and transforms --------------------------------------------------------------------------------------
+
+
+@every_scaling
+def test_derivatives_are_float8_products(scaling):
+    x, w, g = operands(dtype=torch.float32)
+    product = float8.product_reference
+    dx, dw = product(g, w.T, scaling, True, False), product(x.T, g, scaling, False, True)
+    for impl in ("reference", "emulated"):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        assert_same(list(torch.autograd.grad(float8_linear(*leaves, scaling, impl=impl), leaves, g)), [dx, dw])
+
+    def loss(x, w):
+        return (float8_linear(x, w, scaling) * g).sum()
+
+    assert_same(list(torch.func.grad(loss, argnums=(0, 1))(x, w)), [dx, dw])
+    # The derivative of dw by x, in the direction t: again a float8 product, t rounded as a gradient, and so is g.
+    t = laws.draw(x.shape, seed=8)[0].float()
+    _, slope = torch.func.jvp(lambda x: torch.func.grad(loss, argnums=1)(x, w), (x,), (t,))
+    assert_same(slope, product(t.T, g, scaling, True, True))
+    _, along = torch.func.jvp(lambda x: float8_linear(x, w, scaling), (x,), (t,))
+    assert_same(along, product(t, w, scaling, True, False))
+
+
+@every_scaling
+def test_vmap_is_a_loop(scaling):
+    x, w, g = operands(dtype=torch.float32)
+    x, g = x.reshape(4, 8, 48), g.reshape(4, 8, 64)
+
+    def gradient(w, x, g):
+        return torch.func.grad(lambda w: (float8_linear(x, w, scaling) * g).sum())(w)
+
+    assert_close(torch.vmap(gradient, (None, 0, 0))(w, x, g), torch.stack([gradient(w, *row) for row in zip(x, g)]), rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match="impl='emulated' does not serve"):
+        torch.vmap(lambda x: float8_linear(x, w, scaling, impl="emulated"))(x)
+
+
+@every_scaling
+@pytest.mark.parametrize("impl", FORMS)
+def test_a_trace_gives_the_same_bits(impl, scaling):
+    x, w, _ = operands()
+    out, grads = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w])
+    pair = vjp_pair(lambda *t: (float8_linear(*t, scaling, impl=impl),), 2, compiled=False, budget=0.99)
+    outs, residuals = pair.forward([x, w])
+    cotangent = laws.draw(outs[0].shape, seed=1)[0].to(x.dtype)
+    assert_same([list(outs), list(pair.backward(residuals, [cotangent]))], [out, grads])
+
+
+def test_what_it_refuses():
+    x, w, _ = operands()
+    for impl in ("auto", "reference", *FORMS):
+        with pytest.raises(ValueError, match=r"float8: scaling is 'rowise'.*it must be one of tensorwise, rowwise"):
+            float8_linear(x, w, "rowise", impl=impl)
+    with pytest.raises(ValueError, match=r"the dtypes are torch.float32 and torch.bfloat16"):
+        float8_linear(x.float(), w, impl="scaled_mm")
+    with pytest.raises(ValueError, match=r"31 rows times \[48, 64\]: the matrix units take multiples of 16"):
+        float8_linear(x[:31], w, impl="scaled_mm")
+    assert float8_linear.flops(x, w) == 2 * 32 * 48 * 64
+
+
+# ---- as a policy -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def losses(policy, steps=30):
+    """Of a small Llama on sequences that can be learnt, with a tenth of noise."""
+    config = models.LlamaConfig(vocab_size=64, max_len=32, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=128)
+    model, mesh, tx = models.build(config), fzero.one_process(), optim.adamw(3e-3)
+    plan, policy = fzero.zero_plan(0, model, mesh), precision.POLICIES[policy]()
+    step = fzero.make_train_step(model, tx, plan, mesh, policy=policy)
+    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy)
+    generator, log = torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        tokens = (torch.randint(0, 64, (8, 1), generator=generator) + 3 * torch.arange(33)) % 64
+        noise = torch.randint(0, 64, tokens.shape, generator=generator)
+        tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.1, noise, tokens)
+        state, metrics = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+        log.append(float(metrics.loss))
+    return torch.tensor(log, dtype=F64)
+
+
+@pytest.mark.parametrize("policy", ("bf16_float8", "bf16_float8_rowwise"))
+def test_a_run_stays_with_that_in_bfloat16(policy):
+    plain, ours = losses("bf16"), losses(policy)
+    assert plain[-1] < 0.5 * plain[0]
+    assert_close(ours, plain, rtol=0.01)
+    assert not torch.equal(ours, plain)
+
+
+def test_the_linears_of_the_blocks_alone_are_float8():
+    seen = {}
+
+    def products(name, **changes):
+        model = models.build(changes.pop("config"))
+        ctx = models.Ctx(dtype=torch.float32, matmul="float8_rowwise")
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        params = models.init_params(model, fzero.random.key(0))
+        called = []
+        real = float8.product_reference
+        with pytest.MonkeyPatch.context() as patch, observe() as used:
+            patch.setattr(float8, "product_reference", lambda a, b, *rest: called.append(tuple(b.shape)) or real(a, b, *rest))
+            models.loss(model, params, {"tokens": tokens, "targets": tokens}, ctx)
+        seen[name] = sorted(called)
+        assert used["float8_linear"] == {"emulated"}
+
+    sizes = {"vocab_size": 20, "max_len": 8, "d_model": 8, "n_layers": 1, "d_ff": 24}
+    products("llama", config=models.LlamaConfig(**sizes, n_heads=4, n_kv_heads=2))
+    products("gpt2", config=models.GPT2Config(**sizes, n_heads=4))
+    products("moe", config=models.MoEConfig(**sizes, n_heads=4, n_kv_heads=4, n_experts=3))
+    products("mlp", config=models.MLPConfig(**sizes))
+    assert seen == {
+        "llama": [(8, 4), (8, 4), (8, 8), (8, 8), (8, 24), (8, 24), (24, 8)],
+        "gpt2": [(8, 8)] * 4 + [(8, 24), (24, 8)],
+        "moe": [(8, 8)] * 4,  # not the router, and not the experts
+        "mlp": [(8, 24), (24, 8)],
+    }
+
+
+def on_a_mesh(mesh, policy, stage, micro_batches):
+    state, specs, log = train(mesh, "llama", "adam", stage, micro_batches, policy=precision.POLICIES[policy](), rows=8)
+    return whole(state, specs, mesh).params, [row[0] for row in log]
+
+
+@pytest.mark.parametrize("policy", ("bf16_float8", "bf16_float8_rowwise"))
+def test_on_a_mesh(policy):
+    """A scale is of a micro-batch: ZeRO gives the bits of one process that takes the same ones. The scales of a tensor-parallel rank are
+    of its own shards, which changes the rounding."""
+    alone = on_a_mesh(fzero.one_process(), policy, 0, 2)
+    for by_rank in ranks.run(2, on_a_mesh, policy, 3, 2, mesh={"dp": 2}):
+        assert_same(by_rank[0], alone[0])
+        assert by_rank[1] == alone[1]
+    for _, log in ranks.run(2, on_a_mesh, policy, 0, 2, mesh={"tp": 2}):
+        assert_close(torch.tensor(log), torch.tensor(alone[1]), rtol=0.05)

@@ -1,0 +1,166 @@
+"""Attention by tiles on a CPU: against the reference, at the tiles' edges, in every dtype, with torch's products and with plain loops."""
+
+import kernel_laws as laws
+import pytest
+import torch
+from close import assert_close, assert_same
+
+from fzero.compile import have_compiler
+from fzero.kernels import tiled as module
+from fzero.kernels.attention import reference
+from fzero.kernels.patterns import FULL, Pattern
+from fzero.kernels.tiled import prefers, supports, tiled
+
+pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
+F64 = torch.float64
+PATTERNS = {
+    "full": FULL,
+    "window": Pattern("window", 7),
+    "wide window": Pattern("window", 150),
+    "local": Pattern("local", 40),
+    "local as wide as a tile": Pattern("local", 64),
+    "strided": Pattern("strided", 9),
+    "strided beyond a tile": Pattern("strided", 130),
+    "fixed": Pattern("fixed", 16, 3),
+    "fixed beyond a tile": Pattern("fixed", 70, 20),
+}
+
+
+def draw(b, t, h, g, k, dtype=F64, seed=0):
+    return laws.draw((b, t, h, k), (b, t, g, k), (b, t, g, k), dtype=dtype, seed=seed, device="cpu")
+
+
+def documents_of(b, t):
+    """Documents of different lengths in every row, one of a single token."""
+    return torch.stack([((torch.arange(t) + 5 * i) // max(2, t // 3)).add((torch.arange(t) == t - 1).int()) for i in range(b)])
+
+
+def chosen(impl, *tensors, **options):
+    return (reference if impl in ("reference", "auto") else tiled)(*tensors, **options)
+
+
+@pytest.fixture(params=("torch's products", "loops"))
+def products(request):
+    module._library().use_loops(request.param == "loops")
+    yield
+    module._library().use_loops(0)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_is_the_reference(pattern):
+    for t in (1, 2, 63, 65, 129, 200, 331):
+        tensors = draw(2, t, 4, 2, 6)
+        for options in ({}, {"documents": documents_of(2, t), "scale": 0.2}):
+            expected = laws.both_passes(lambda *a, o=options: reference(*a, pattern=pattern, **o), tensors)
+            actual = laws.both_passes(lambda *a, o=options: tiled(*a, pattern=pattern, **o), tensors)
+            assert_close(list(actual), list(expected), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("b, t, h, g, k", ((1, 64, 1, 1, 1), (1, 128, 3, 3, 5), (3, 192, 6, 2, 4), (2, 257, 4, 1, 7)))
+def test_grouped_heads_and_odd_dims(b, t, h, g, k):
+    tensors = draw(b, t, h, g, k)
+    assert_close(list(laws.both_passes(tiled, tensors)), list(laws.both_passes(reference, tensors)), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_error_is_at_most_twice_that_of_plain_torch(products, dtype):
+    for b, t, h, g, k in ((2, 1, 2, 1, 4), (1, 67, 2, 2, 64), (2, 193, 4, 2, 6), (1, 130, 2, 1, 98)):
+        for options in ({}, {"pattern": Pattern("window", 90), "documents": documents_of(b, t), "scale": 0.3}):
+            laws.numbers(lambda impl, *a, o=options: chosen(impl, *a, **o), draw(b, t, h, g, k), dtype, impl="tiled")
+
+
+def test_laws(products):
+    def f(impl, *tensors):
+        return chosen(impl, *tensors, pattern=Pattern("strided", 30))
+
+    tensors = draw(2, 71, 4, 2, 6)
+    for law in (laws.repeats, laws.strides, laws.adjoint, laws.traced):
+        law(f, tensors, impl="tiled")
+
+
+def test_gradcheck():
+    leaves = [x.requires_grad_() for x in draw(1, 5, 2, 1, 2)]
+    assert torch.autograd.gradcheck(lambda *a: tiled(*a, documents=torch.tensor([[0, 0, 1, 1, 1]]), scale=0.7), leaves)
+
+
+def test_torch_func_grad_is_backward():
+    tensors = draw(1, 70, 2, 1, 4, torch.float32)
+    weight = laws.draw(tensors[0].shape, dtype=torch.float32, seed=1, device="cpu")[0]
+    grads = torch.func.grad(lambda *a: (tiled(*a) * weight).sum(), argnums=(0, 1, 2))(*tensors)
+    assert_same(list(grads), laws.both_passes(tiled, tensors)[1])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
+    tensors = draw(2, 200, 6, 3, 16, dtype)
+    one = laws.both_passes(tiled, tensors)
+    torch.set_num_threads(3)
+    try:
+        assert_same(laws.both_passes(tiled, tensors), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("pattern", (FULL, Pattern("window", 100), Pattern("fixed", 70, 20)), ids=str)
+def test_what_a_query_does_not_see_changes_nothing(pattern):
+    (q, k, v), other = draw(2, 150, 2, 1, 4, torch.float32), draw(2, 150, 2, 1, 4, torch.float32, seed=1)
+    out = tiled(q, k, v, pattern=pattern)
+    for cut in (1, 63, 64, 128, 149):
+        changed = [torch.cat((mine[:, :cut], theirs[:, cut:]), 1) for mine, theirs in zip((q, k, v), other)]
+        assert_same(tiled(*changed, pattern=pattern)[:, :cut], out[:, :cut])
+    documents = torch.tensor([[0] * 60 + [1] * 90, [4] * 130 + [3] * 20])
+    mine = (documents == torch.tensor([[0], [3]]))[..., None, None]
+
+    def gradients(tensors):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        return torch.autograd.grad((tiled(*leaves, pattern=pattern, documents=documents) * mine).sum(), leaves)
+
+    base = gradients((q, k, v))
+    assert all(float(torch.where(mine, 0.0, g).abs().max()) == 0.0 for g in base)
+    assert_same(gradients([torch.where(mine, x, y) for x, y in zip((q, k, v), other)]), base)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_large_scores_stay_finite_and_nan_is_not_lost(dtype):
+    q, k, v = draw(1, 130, 1, 1, 4, dtype)
+    large = [300.0 * q, 300.0 * k, v]
+    outs, grads = laws.both_passes(tiled, large)
+    assert all(bool(x.isfinite().all()) for x in (*outs, *grads))
+    exact = reference(*(x.double() for x in large))
+    assert_close(outs[0].double(), exact, rtol=2e-2, atol=2e-2)
+    for i in range(3):
+        spoilt = [x.clone() for x in (q, k, v)]
+        spoilt[i][0, 70, 0, 1] = float("nan")
+        outs, grads = laws.both_passes(tiled, spoilt)
+        assert bool(outs[0][0, 70].isnan().all() if i < 2 else outs[0][0, 70, 0, 1].isnan())
+        assert bool(outs[0][0, :64].isfinite().all())
+        assert all(bool(g[0, 70].isnan().any()) for g in grads[:2])
+
+
+def test_empty():
+    for b, t in ((0, 5), (2, 0)):
+        outs, grads = laws.both_passes(tiled, draw(b, t, 2, 1, 4, torch.float32))
+        assert [x.shape for x in (*outs, *grads)] == [(b, t, 2, 4), (b, t, 2, 4), (b, t, 1, 4), (b, t, 1, 4)]
+
+
+def test_what_it_does_not_serve():
+    q, k, v = draw(1, 70, 2, 1, 5, torch.bfloat16)
+    assert supports(q, k, v) == "the head dim is 5; in bfloat16 it must be even"
+    q, k, v = draw(1, 70, 2, 1, 4, torch.float32)
+    assert supports(q, k, v) == "" and supports(q, k, v, documents=torch.zeros(1, 70, dtype=torch.int64)) == ""
+    assert "float16" in supports(q.half(), k.half(), v.half())
+    assert "as many queries as keys" in supports(q[:, 1:], k, v)
+    assert supports(q, k, v, documents=torch.zeros(1, 71)) == "documents are [1, 71]; they must be [1, 70]"
+    assert supports(q, k, v, scale=-1.0) == "scale is -1.0; it must be above 0"
+    assert supports(*(x.to("meta") for x in (q, k, v))) == "a tensor is not on the CPU"
+    assert prefers(q[:, :63], k[:, :63], v[:, :63]) == "there are fewer than 64 queries"
+    assert "float64" in prefers(q.double(), k.double(), v.double())
+
+
+def test_where_torch_has_no_small_products_it_is_not_preferred():
+    q, k, v = draw(1, 70, 2, 1, 4, torch.float32)
+    module._library().use_loops(1)
+    try:
+        assert prefers(q, k, v) == "torch has no small products in torch.float32 on this CPU"
+    finally:
+        module._library().use_loops(0)
