@@ -209,6 +209,9 @@ def test_derivatives_are_float8_products(scaling):
     assert_same(slope, product(t.T, g, scaling, True, True))
     _, along = torch.func.jvp(lambda x: float8_linear(x, w, scaling), (x,), (t,))
     assert_same(along, product(t, w, scaling, True, False))
+    t = laws.draw(w.shape, seed=9)[0].float()
+    _, along = torch.func.jvp(lambda w: float8_linear(x, w, scaling), (w,), (t,))
+    assert_same(along, product(x, t, scaling, False, True))
 
 
 @every_scaling

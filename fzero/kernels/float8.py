@@ -63,9 +63,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
     """float32: what numbers up to `amax` are multiplied by to fill the format."""
     amax = amax.to(torch.float32)
     scale = torch.finfo(dtype).max / torch.where(amax < SMALLEST, SMALLEST, amax)
-    if powers_of_2:  # the exponent alone, without rounding; NaN stays
-        scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & -0x800000).view(torch.float32))
-    return scale
+    # The exponent alone. From NaN that makes another number, but the product with the NaN in x is NaN whatever the scale.
+    return (scale.view(torch.int32) & -0x800000).view(torch.float32) if powers_of_2 else scale
 
 
 def quantise(x: Tensor, dtype: torch.dtype, dim: int | None, powers_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -152,8 +151,7 @@ def _quantise(
     amax = tl.load(AMAX + row * stride_amax, mask=row < R, other=1.0).to(tl.float32)
     scale = tl.div_rn(tl.full((BLOCK_R,), LIMIT, tl.float32), tl.where(amax < SMALLEST, SMALLEST, amax))
     if POWERS_OF_2:
-        power = (scale.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
-        scale = tl.where(scale == scale, power, scale)
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(tl.full((BLOCK_R,), 1.0, tl.float32), scale)
     tl.store(INVERSE + row * stride_amax, inverse, mask=row < tl.where(tl.program_id(1) == 0, R, 0))
     live = (row[:, None] < R) & (col[None, :] < C)

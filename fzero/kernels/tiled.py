@@ -24,7 +24,10 @@ SHORT = 64  # queries below which plain products are as fast
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in "b t h g k kind size keep threads".split()] + [("scale", ctypes.c_double)]  # noqa: RUF012
+    _fields_ = [  # noqa: RUF012
+        *((name, ctypes.c_int64) for name in ("b", "t", "h", "g", "k", "kind", "size", "keep", "threads")),
+        ("scale", ctypes.c_double),
+    ]
 
 
 @functools.cache
