@@ -24,7 +24,7 @@ SHORT = 64  # queries below which plain products are as fast
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_int64) for name in ("b", "t", "h", "g", "k", "kind", "size", "keep", "threads")),
         ("scale", ctypes.c_double),
     ]
