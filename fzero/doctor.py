@@ -18,7 +18,7 @@ import torch
 import fzero
 from fzero import models
 from fzero.compile import have_compiler
-from fzero.config import RunConfig
+from fzero.config import RunConfig, from_table
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base
 from fzero.program import gigabytes, make_policy, settled
@@ -201,7 +201,8 @@ def forms(config: RunConfig) -> dict[str, set[str]]:
     model = models.build(config.model)
     with FakeTensorMode(allow_non_fake_inputs=True), observe() as used:
         tokens = torch.zeros(config.train.micro_batch, config.data.seq_len, dtype=torch.int64)
-        ctx = base.Ctx(dtype=make_policy(config).compute, kernels=Kernels.parse(config.train.kernels))
+        policy = make_policy(config)
+        ctx = base.Ctx(dtype=policy.compute, matmul=policy.matmul, kernels=Kernels.parse(config.train.kernels))
         base.loss(model, model.init(leaf), {"tokens": tokens, "targets": tokens}, ctx)
     return used
 
@@ -221,7 +222,7 @@ def diagnose() -> str:
     found.append(("products", ", ".join(rates)))
     for name, use in OPTIONAL.items():
         found.append((name, ("here" if importlib.util.find_spec(name) else "not here") + f": {use}"))
-    config, _ = settle(RunConfig())
+    config, _ = settle(from_table({}))
     plan.append(("device", "the CPU" + ("" if gpu == "none" else ": fzero pretrain does not use the GPU in this version")))
     plan.append(("precision", config.precision.policy))
     plan.append(("fp32 products", choose_fp32_matmul("auto")[1].removeprefix("fp32 products: ")))

@@ -57,6 +57,13 @@ def test_what_is_asked_for_is_what_one_gets(monkeypatch):
         assert settle(patch, precision(policy="fp32"), onednn=9e9)[1] == "default"
 
 
+def test_the_form_of_each_operation_is_found_without_computing():
+    config = from_table({"precision": {"policy": "bf16"}})
+    assert {"attention", "add_rms_norm", "rms_norm", "rope_qk", "swiglu", "linear_cross_entropy"} <= set(doctor.forms(config))
+    off = doctor.forms(from_table({"precision": {"policy": "bf16"}, "train": {"kernels": "reference"}}))
+    assert set().union(*off.values()) == {"reference"} != set().union(*doctor.forms(config).values())
+
+
 def test_the_probe_sees_an_inexact_product():
     assert 1e-8 < doctor.fp32_error() < doctor.MAX_ERROR
 

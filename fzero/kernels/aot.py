@@ -25,7 +25,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 FILES = (
-    "cross_entropy_rows",
+    "cross_entropy_triton",
     "dropout",
     "flash",
     "flash_backward",
