@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from close import assert_close, assert_same
 
 from fzero.compile import vjp_pair
-from fzero.kernels import cross_entropy_rows as rows
+from fzero.kernels import cross_entropy_triton as kernel
 from fzero.kernels import linear_cross_entropy as linear
 from fzero.kernels.cross_entropy import cross_entropy, reference
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
@@ -24,7 +24,12 @@ TERMS = {
     "all": {"z_loss": 0.01, "smoothing": 0.2, "cap": 3.0},
 }
 every_terms = pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
-every_form = pytest.mark.parametrize("form", ("triton", "chunked"))
+FORMS = {  # of an operation, with the options that take each
+    "triton": {"impl": "triton"},
+    "torch": {"impl": "chunked", "compiled": False},
+    "native": {"impl": "chunked", "compiled": True},
+}
+every_form = pytest.mark.parametrize("form", FORMS)
 
 
 def tokens(n, columns, seed=3):
@@ -34,20 +39,27 @@ def tokens(n, columns, seed=3):
     return torch.where(mask, targets, 10**12).to(laws.DEVICE), mask.to(laws.DEVICE)
 
 
-def of_logits(n, columns, **options):
+def of_logits(form, n, columns, **options):
+    """`f(impl, logits)` for the laws, which ask for FORMS[form]["impl"] or the reference."""
     targets, mask = tokens(n, columns)
-    return lambda impl, logits: cross_entropy(logits, targets, mask, impl=impl, compiled=False, **options)
+    options |= FORMS[form]
+    return lambda impl, logits: cross_entropy(logits, targets, mask, **options | {"impl": impl})
 
 
-def of_linear(n, columns, **options):
+def of_linear(form, n, columns, **options):
     targets, mask = tokens(n, columns)
-    return lambda impl, x, w: linear_cross_entropy(x, w, targets, mask, impl=impl, compiled=False, **options)
+    options |= FORMS[form]
+    return lambda impl, x, w: linear_cross_entropy(x, w, targets, mask, **options | {"impl": impl})
+
+
+def impl(form):
+    return FORMS[form]["impl"]
 
 
 def loop(monkeypatch, block):
     """Rows of more than `block` columns are read by blocks, as very long ones are."""
-    monkeypatch.setattr(rows, "HELD", block)
-    monkeypatch.setattr(rows, "LOOPS", ((math.inf, {"BLOCK": block, "STAGES": 1, "num_warps": 4}),))
+    monkeypatch.setattr(kernel, "HELD", block)
+    monkeypatch.setattr(kernel, "LOOPS", [{"BLOCK": block, "STAGES": 1, "num_warps": 4}])
 
 
 # ---- the definition ---------------------------------------------------------------------------------------------------
@@ -85,25 +97,32 @@ def test_the_reference_is_the_formula():
 def test_numbers(form, terms):
     for shape in ((3, 37), (4, 1), (2, 128), (2, 131)):
         for dtype in (torch.float32, torch.bfloat16):
-            laws.numbers(of_logits(*shape, **terms), laws.draw(shape), dtype, impl=form)
+            laws.numbers(of_logits(form, *shape, **terms), laws.draw(shape), dtype, impl=impl(form))
 
 
 @every_form
 def test_laws(form):
-    f, given = of_logits(3, 37, **TERMS["all"]), laws.draw((3, 37))
-    laws.numbers(f, given, torch.float16, impl=form)
+    f, given = of_logits(form, 3, 37, **TERMS["all"]), laws.draw((3, 37))
+    laws.numbers(f, given, torch.float16, impl=impl(form))
     for law in (laws.repeats, laws.strides, laws.adjoint, laws.transforms):
-        law(f, given, impl=form)
+        law(f, given, impl=impl(form))
 
 
 @pytest.mark.parametrize("columns", (33, 64, 67, 128))
 def test_rows_longer_than_a_program_holds(columns, monkeypatch):
     loop(monkeypatch, 32)
     for terms in (TERMS["plain"], TERMS["all"]):
-        f, given = of_logits(5, columns, **terms), laws.draw((5, columns))
+        f, given = of_logits("triton", 5, columns, **terms), laws.draw((5, columns))
         for dtype in (torch.float32, torch.bfloat16):
             laws.numbers(f, given, dtype)
         laws.repeats(f, given)
+
+
+@pytest.mark.parametrize("columns", (2048, 4099))
+def test_rows_longer_than_the_first_level_cache(columns):
+    for terms in (TERMS["plain"], TERMS["all"]):
+        for dtype in (torch.float32, torch.bfloat16):
+            laws.numbers(of_logits("native", 3, columns, **terms), laws.draw((3, columns)), dtype, impl="chunked")
 
 
 @every_form
@@ -111,15 +130,22 @@ def test_rows_longer_than_a_program_holds(columns, monkeypatch):
 def test_numbers_of_a_linear_layer(form, terms, monkeypatch):
     monkeypatch.setitem(linear.CHUNK_BYTES, laws.DEVICE, 4 * 11 * 3)  # 3 tokens at a time in float32
     for dtype in (torch.float32, torch.bfloat16):
-        laws.numbers(of_linear(7, 11, **terms), laws.draw((7, 5), (11, 5)), dtype, impl=form)
+        laws.numbers(of_linear(form, 7, 11, **terms), laws.draw((7, 5), (11, 5)), dtype, impl=impl(form))
 
 
 @every_form
 def test_laws_of_a_linear_layer(form, monkeypatch):
     monkeypatch.setitem(linear.CHUNK_BYTES, laws.DEVICE, 4 * 11 * 3)
-    f, given = of_linear(7, 11, **TERMS["all"]), laws.draw((7, 5), (11, 5))
+    f, given = of_linear(form, 7, 11, **TERMS["all"]), laws.draw((7, 5), (11, 5))
     for law in (laws.repeats, laws.adjoint, laws.transforms):  # other strides are another order of sums to a product
-        law(f, given, impl=form)
+        law(f, given, impl=impl(form))
+
+
+@pytest.mark.parametrize("form", ("torch", "native"))
+@every_terms
+def test_float64(form, terms):
+    f, given = of_logits(form, 5, 2 * 2048 + 3, **terms), laws.draw((5, 2 * 2048 + 3))
+    assert_close(laws.both_passes(lambda x: f("chunked", x), given), laws.both_passes(lambda x: f("reference", x), given), 1e-11, 1e-14)
 
 
 @every_form
@@ -130,7 +156,7 @@ def test_a_trace_holds_operators_that_write_into_none_of_their_inputs(form, run,
     given = laws.draw(*(((7, 11),) if run is cross_entropy else ((7, 5), (11, 5))), dtype=torch.float32)
 
     def f(*t):
-        return [run(*t, impl=form, compiled=False, **TERMS["all"])]
+        return [run(*t, **FORMS[form], **TERMS["all"])]
 
     pair = vjp_pair(f, len(given), compiled=False, budget=0.99)
     (loss,), residuals = pair.forward([*given, targets, mask])
@@ -141,8 +167,8 @@ def test_a_trace_holds_operators_that_write_into_none_of_their_inputs(form, run,
 
 def test_derivatives():
     for terms in TERMS.values():
-        laws.derivatives(of_logits(3, 5, **terms), laws.draw((3, 5)))
-    laws.derivatives(of_linear(3, 5, **TERMS["all"]), laws.draw((3, 2), (5, 2)))
+        laws.derivatives(of_logits("torch", 3, 5, **terms), laws.draw((3, 5)))
+    laws.derivatives(of_linear("torch", 3, 5, **TERMS["all"]), laws.draw((3, 2), (5, 2)))
     assert "cross_entropy: reference" in str(explain("cross_entropy", *laws.draw((3, 5)), torch.zeros(3, dtype=torch.int64)))
 
 
@@ -152,8 +178,9 @@ def test_no_tokens_and_none_that_counts(form, terms):
     for n in (0, 3):
         targets = torch.full((n,), -100, device=laws.DEVICE)
         (logits,) = laws.draw((n, 5), dtype=torch.float32)
+        logits[n // 2 :] = math.nan
         logits.requires_grad_()
-        loss = cross_entropy(logits, targets, impl=form, compiled=False, **terms)
+        loss = cross_entropy(logits, targets, **FORMS[form], **terms)
         assert_same([loss.detach(), *torch.autograd.grad(loss, logits)], [torch.zeros_like(loss), torch.zeros_like(logits)])
 
 
@@ -163,9 +190,9 @@ def test_the_gradient_in_the_place_of_the_logits(form):
     targets, mask = tokens(5, 37)
     for base in (laws.draw((5, 37)), laws.draw((5, 48)), laws.draw((5, 37))):
         logits = base[0].float()[:, :37]
-        expected = torch.func.grad(lambda x: cross_entropy(x, targets, mask, impl=form, compiled=False, **terms))(logits)
+        expected = torch.func.grad(lambda x: cross_entropy(x, targets, mask, **FORMS[form], **terms))(logits)
         given = logits.requires_grad_()
-        loss = cross_entropy(given, targets, mask, impl=form, compiled=False, overwrite=True, **terms)
+        loss = cross_entropy(given, targets, mask, **FORMS[form], overwrite=True, **terms)
         (got,) = torch.autograd.grad(loss, given, retain_graph=True)
         assert got.data_ptr() == given.data_ptr()
         assert_same(got, expected)
@@ -174,11 +201,19 @@ def test_the_gradient_in_the_place_of_the_logits(form):
 
 
 @every_form
+def test_logits_that_are_given_up_and_needed_elsewhere(form):
+    x, targets = laws.draw((2, 5), dtype=torch.float32)[0].requires_grad_(), torch.tensor([1, 4], device=laws.DEVICE)
+    loss = cross_entropy(x.exp(), targets, **FORMS[form], overwrite=True)  # exp keeps its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every_form
 def test_large_logits(form):
     targets, mask = tokens(6, 21)
     (logits,) = laws.draw((6, 21), dtype=torch.float32)
     logits = (1e4 * logits).requires_grad_()
-    loss = cross_entropy(logits, targets, mask, impl=form, compiled=False)
+    loss = cross_entropy(logits, targets, mask, **FORMS[form])
     exact = reference(logits.double(), targets, mask)
     assert_close(loss, exact, rtol=1e-6)
     assert_close(torch.autograd.grad(loss, logits), torch.autograd.grad(exact, logits), atol=1e-6)
@@ -192,7 +227,7 @@ def test_columns_that_are_ruled_out(form, monkeypatch):
     logits[:, 0:17] = -math.inf
     targets = torch.where(mask, targets % 4 + 17, targets)
     logits.requires_grad_()
-    loss = cross_entropy(logits, targets, mask, impl=form, compiled=False)
+    loss = cross_entropy(logits, targets, mask, **FORMS[form])
     exact = cross_entropy(logits[:, 17:].double(), torch.where(mask, targets - 17, targets), mask, impl="reference")
     assert_close(loss, exact, rtol=1e-6)
     assert_close(torch.autograd.grad(loss, logits), torch.autograd.grad(exact, logits), atol=1e-6)
@@ -202,39 +237,40 @@ def test_columns_that_are_ruled_out(form, monkeypatch):
 @pytest.mark.parametrize("wrong", (-1, -2, 5, 2**40))
 def test_a_target_that_is_no_column(form, wrong):
     (logits,) = laws.draw((2, 5), dtype=torch.float32)
-    loss = cross_entropy(logits, torch.tensor([1, wrong], device=laws.DEVICE), impl=form, compiled=False)
+    loss = cross_entropy(logits, torch.tensor([1, wrong], device=laws.DEVICE), **FORMS[form])
     assert loss.isnan()
 
 
 @every_form
 @pytest.mark.parametrize("block", (16, 16384))
-def test_rows_far_apart(form, block, monkeypatch):
+@pytest.mark.parametrize(("n", "apart"), ((2, (1 << 31) + 8), (3, (1 << 30) + 8)), ids=("stride", "row times stride"))
+def test_offsets_beyond_int32(form, block, n, apart, monkeypatch):
     loop(monkeypatch, block)
-    targets = torch.tensor([3, 36], device=laws.DEVICE)
-    logits = laws.far_apart(2, 37, torch.bfloat16)
-    logits.copy_(laws.draw((2, 37))[0])
-    expected = torch.func.grad(lambda x: cross_entropy(x, targets, impl=form, compiled=False))(logits.clone())
-    cross_entropy(logits.requires_grad_(), targets, impl=form, compiled=False, overwrite=True)
+    targets = torch.arange(n, device=laws.DEVICE) * 17
+    logits = laws.far_apart(n, 37, torch.bfloat16, apart)
+    logits.copy_(laws.draw((n, 37))[0])
+    expected = torch.func.grad(lambda x: cross_entropy(x, targets, **FORMS[form]))(logits.clone())
+    cross_entropy(logits.requires_grad_(), targets, **FORMS[form], overwrite=True)
     assert_same(logits.detach().contiguous(), expected)
-
-
-def test_compiled_by_blocks(monkeypatch):
-    monkeypatch.setattr(rows, "BLOCK_BYTES", 4 * 37 * 4)
-    targets, mask = tokens(8, 37)  # two blocks
-    for dtype, terms, overwrite in ((torch.float32, TERMS["plain"], True), (torch.bfloat16, TERMS["all"], False)):
-
-        def f(impl, x, options=terms | {"overwrite": overwrite}):
-            return cross_entropy(x, targets, mask, impl=impl, **(options if impl == "chunked" else terms))  # noqa: B023
-
-        laws.numbers(f, laws.draw((8, 37)), dtype, impl="chunked")
 
 
 def test_the_scale_of_a_gradient():
     for n, factor in ((4097, 0.3), (5, 1.0)):
         (x,) = laws.draw((n,), dtype=torch.bfloat16)
         expected = (x.float() * factor).to(x.dtype)
-        rows.scale_by_kernel_(x, torch.tensor(factor, device=laws.DEVICE))
+        kernel.scale_by_kernel_(x, torch.tensor(factor, device=laws.DEVICE))
         assert_same(x, expected)
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads():
+    f, given = of_logits("native", 9, 37, **TERMS["all"]), laws.draw((9, 37), dtype=torch.float32)
+    one = laws.both_passes(lambda x: f("chunked", x), given)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert_same(laws.both_passes(lambda x: f("chunked", x), given), one)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_what_triton_refuses():

@@ -24,6 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+import fzero.kernels.function  # noqa: F401  (which settles how Triton fuses)
+
 FILES = (
     "cross_entropy_triton",
     "dropout",

@@ -3,14 +3,16 @@
     loss = cross_entropy(x w^T, targets),   dx = g w,   dw = g^T x
 
 with g the gradient by the logits. Each chunk of tokens has its logits, their loss and, in the same buffer, g, and its part of dx and dw
-before the next one is begun. Terms and targets are those of cross_entropy.
+before the next one is begun: what is alive beside x, w and their gradients are CHUNK_BYTES of logits, or those of one token, and dw in
+float32. Terms and targets are those of cross_entropy.
 Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, section 3; the chunks by tokens.
 
 Shapes: x [N, D], w [V, D], targets int64 [N], mask bool [N]; the loss is a float32 (or float64) scalar.
 
 Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary and the rest is the same on all ranks: so is the loss, dw is
 of the own rows, and dx is this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). What the ranks tell
-each other of a token are the statistics of its logits here (cross_entropy_rows).
+each other of a token are the statistics of its logits here (cross_entropy_rows): one all_gather of float32 [n, 2] for a chunk of n tokens,
+or [n, 3] with smoothing; nothing on an axis of size 1.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from fzero.kernels.cross_entropy_rows import WRONG, Terms, capped, log_sum_exp, 
 from fzero.kernels.function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
-CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of logits alive at once
+# Of logits alive at once. On a CPU 64 MB are 667 tokens in bfloat16 at V = 50257: half as many cost 40% more there with AMX, where products
+# are so fast that the sum of dw counts; in float32, a twentieth more.
+CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 # What n tokens a chunk cost beside their 6 n V D operations: the float32 sum of dw is read and written once a chunk, 8 V D bytes. On an
 # H200 (770 TFLOP/s in bfloat16, 4.3 TB/s) that is 239 / n of the time of the products: 12% at 2048 tokens, 6% at 4096, 3% at 8192, from
 # where more gains little. Loss and g take 4 n V bytes, 120 / D of that time: 3% at D = 4096. At V = 128K, 1 GiB is 4186 tokens.

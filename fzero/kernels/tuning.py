@@ -71,6 +71,11 @@ def tune(
     return best
 
 
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """x elsewhere, with its strides, which clone() does not always keep."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
 @contextlib.contextmanager
 def searching() -> Iterator[None]:
     """Inside, each launch for a shape that has no measured configuration times all there are and keeps the fastest."""
@@ -98,7 +103,7 @@ def launch(
     device, name = arguments[0].device, kernel.__name__
     chosen = config(name, shape, default or configs[0], device)
     if _SEARCHING and device.type == "cuda" and _key(name, shape) not in _read(cache_file(device)):
-        copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]  # a kernel may write where it reads
+        copies = [_copy(a) if isinstance(a, torch.Tensor) else a for a in arguments]  # a kernel may write where it reads
 
         def seconds(config: Config) -> float:
             try:
