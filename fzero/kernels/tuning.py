@@ -73,7 +73,7 @@ def tune(
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
     """x elsewhere, with its strides, which clone() does not always keep."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    return x.new_empty_strided(x.shape, x.stride()).copy_(x)
 
 
 @contextlib.contextmanager
