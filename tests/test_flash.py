@@ -109,17 +109,26 @@ def test_large_scores_stay_finite():
     assert_close(out, attn.reference(200 * q.double(), 200 * k.double(), v.double()), rtol=1e-2, atol=1e-3)
 
 
-def test_far_apart():
-    """Rows of the batch, positions and heads more than 2^31 elements apart."""
-    q, k, v = inputs(2, 3, 2, 2, 4, dtype=torch.float32)
-    expected = attention(q, k, v, impl="triton")
-    for dim in range(3):
-        apart = []
-        for x in (q, k, v):
-            flat = laws.far_apart(x.shape[dim], x.numel() // x.shape[dim], torch.float32)
-            apart.append(flat.view(x.shape[dim], *(n for d, n in enumerate(x.shape) if d != dim)).movedim(0, dim).copy_(x))
-            assert apart[-1].stride(dim) > 2**31
-        assert_same(attention(*apart, impl="triton"), expected)
+def strided(x, dim, apart):
+    """x with `apart` elements from one index of `dim` to the next."""
+    flat = laws.far_apart(x.shape[dim], x.numel() // x.shape[dim], x.dtype, apart)
+    return flat.view(x.shape[dim], *(n for d, n in enumerate(x.shape) if d != dim)).movedim(0, dim).copy_(x)
+
+
+@pytest.mark.parametrize("dim", (0, 1, 2))
+def test_far_apart(dim):
+    """Rows of the batch, positions and heads whose offsets pass 2^31 elements, where their strides do and where they do not."""
+    tensors = inputs(*((3, 3, 1, 1) if dim == 0 else (1, 3, 3, 3)), 4, dtype=torch.float32)
+    expected = attention(*tensors, impl="triton")
+    for apart in ((1 << 31) + 8, (1 << 30) + 8):
+        assert_same(attention(*(strided(x, dim, apart) for x in tensors), impl="triton"), expected)
+
+
+def test_far_from_the_first_key():
+    """The offset of a tile passes 2^31 where none inside it does."""
+    q, k, v = inputs(1, 8, 1, 1, 4, s=530, dtype=torch.float32)
+    f = form(pattern=Pattern("window", 12))
+    assert_same(f("triton", q, *(strided(x, 1, (1 << 22) - 8) for x in (k, v))), f("triton", q, k, v))
 
 
 def test_a_row_does_not_depend_on_its_batch():
@@ -139,6 +148,12 @@ def test_none(shape):
     assert [x.shape for x in torch.autograd.grad(out.sum(), leaves)] == [shape] * 3
 
 
+def test_patterns_wider_than_tiles():
+    """So that between the edges there are tiles without a mask."""
+    laws.numbers(form(pattern=Pattern("window", 95)), inputs(1, 112, 1, 1), torch.float32)
+    laws.numbers(form(pattern=Pattern("local", 70)), inputs(1, 112, 1, 1), torch.float32)
+
+
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +161,12 @@ def test_documents_that_come_back():
     """Numbers are compared, in whatever order they stand."""
     documents = torch.tensor([[3] * 17 + [-1] * 18 + [3] * 15, [0, 1] * 25], device=laws.DEVICE)
     laws.numbers(lambda impl, *a: attention(*a, documents=documents, impl=impl), inputs(2, 50, 1, 1), torch.float32)
+
+
+def test_documents_longer_than_tiles():
+    """The first begins one token behind a tile's edge, and so the second."""
+    documents = torch.tensor([[0] * 33 + [1] * 64 + [2] * 15], device=laws.DEVICE)
+    laws.numbers(lambda impl, *a: attention(*a, documents=documents, impl=impl), inputs(1, 112, 1, 1), torch.float32)
 
 
 def test_a_document_in_a_packed_row_is_the_document_alone():
