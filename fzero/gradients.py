@@ -17,6 +17,8 @@ from fzero import pytree
 from fzero.autodiff import Remat
 from fzero.collectives import all_gather
 from fzero.models import base
+from fzero.offload import Space
+from fzero.offload.pile import DiskPile, HostPile
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.gather import Ahead, Gather, Part
@@ -71,6 +73,7 @@ class Streamed(NamedTuple):
     ctx: base.Ctx
     remat: Remat
     ahead: int
+    space: Space | None = None
 
     def program(self, kind: str, f: Any, names: tuple[str, ...], x_def: Any, extra: Any) -> tuple[Any, list[Any], list[Tensor]]:
         """(pair, structure of its result, the tensors of `extra`) of a function of the model; blocks alone are compiled."""
@@ -84,11 +87,12 @@ class Streamed(NamedTuple):
 
     def forward(self, params: Tree, batch: base.Batch, key: Any, first: Any) -> base.Loss:
         """The loss of a batch, without anything kept."""
-        parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params)
+        device = pytree.leaves(batch)[0].device
+        parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params, device)
         embed, head = Part("embed", parts.embed), Part("head", parts.head)
         layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
         ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.tensor(0, device=pytree.leaves(params)[0].device)
+        none, zero = pytree.flatten(())[1], torch.tensor(0, device=device)
         with torch.no_grad():
             pair, out_def, extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x = pair.primal([*ahead.take(embed), zero, *extra])
@@ -100,19 +104,20 @@ class Streamed(NamedTuple):
 
     def backward(self, params: Tree, batch: base.Batch, key: Any, first: Any, seed: Tensor, reducer: Reducer, last: bool) -> base.Loss:
         """The loss of a micro-batch; the gradient of total * seed goes to `reducer`, for which it may be the `last` one."""
-        parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params)
+        device = pytree.leaves(batch)[0].device
+        parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params, device)
         embed, head = Part("embed", parts.embed), Part("head", parts.head)
         layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
-        drops = {part.name: self.plan.reshard and ahead.gather.needed(part) for part in (embed, layers[0])}
+        drops = {part.name: ahead.gather.dropped(part, self.plan.reshard) for part in (embed, layers[0])}
         again = frozenset(parts.embed) & frozenset(parts.head)
         ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.tensor(0, device=pytree.leaves(params)[0].device)
+        none, zero = pytree.flatten(())[1], torch.tensor(0, device=device)
         with torch.no_grad(), self.mesh.ledger.phase("forward"):
             embed_pair, out_def, embed_extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x, embed_kept = embed_pair.forward([*ahead.take(embed), zero, *embed_extra], drops["embed"] * len(parts.embed))
             x_def = out_def[0]
             pair, _, extra = self.program("block", self.model.block, parts.blocks, x_def, ctx)
-            run = Run(pair, parts.depth, self.remat.every, drops[PREFIX])
+            run = Run(pair, parts.depth, self.remat.every, drops[PREFIX], self.pile(device))
             x = run.forward(lambda i: ahead.take(layers[i]), x, extra)
             ahead.expect([layers[i] for i in run.order()] + [embed] * bool(embed_kept.needs), "backward")
             head_pair, out_def, head_extra = self.program("head", self.model.head, parts.head, x_def, (ctx, batch))
@@ -141,9 +146,15 @@ class Streamed(NamedTuple):
         base.check_batch(self.model, batch, self.ctx)
         return self.ctx._replace(documents=batch.get("documents", ()), key=key, first=first)
 
-    def fetcher(self, params: Tree) -> Ahead:
-        """The gathers of one pass over the model."""
-        return Ahead(Gather(params, self.plan, self.mesh), self.ahead)
+    def fetcher(self, params: Tree, device: torch.device) -> Ahead:
+        """The fetches of one pass over the model."""
+        return Ahead(Gather(params, self.plan, self.mesh, device), self.ahead)
+
+    def pile(self, device: torch.device) -> Any:
+        """Where what the remat policy keeps waits for the backward pass."""
+        if self.plan.acts == "nvme":
+            return DiskPile(self.space.scratch)
+        return HostPile() if self.plan.acts == "host" and device.type == "cuda" else []
 
 
 def put_whole(reducer: Reducer, grads: Tree, last: bool) -> None:
@@ -153,12 +164,12 @@ def put_whole(reducer: Reducer, grads: Tree, last: bool) -> None:
             reducer.put(Part("all", (name,), i), (name,), [grad], last=last)
 
 
-def whole_params(params: Tree, plan: Plan, mesh: Mesh) -> Tree:
+def whole_params(params: Tree, plan: Plan, mesh: Mesh, device: torch.device) -> Tree:
     """The parameters gathered over dp, all at once: for a plain loss function."""
-    gather = Gather(params, plan, mesh)
+    gather = Gather(params, plan, mesh, device)
 
-    def whole(name: str, leaf: Tensor) -> Tensor:
-        if name not in gather.sharded:
+    def whole(name: str, leaf: Any) -> Tensor:
+        if name not in gather.sharded and name not in gather.away:
             return leaf
         layers = range(leaf.shape[0]) if shard_dim(name) else [None]
         out = [gather.start(Part("all", (name,), i), "forward")()[0] for i in layers]

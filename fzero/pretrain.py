@@ -27,9 +27,10 @@ from fzero.report import plots
 from fzero.sample import generate
 from fzero.sharding import Mesh
 from fzero.sharding.whole import whole_on_first
+from fzero.state import TrainState
 from fzero.tables import Table
 from fzero.team import Team, launched, watched
-from fzero.train import Metrics, TrainState
+from fzero.train import Metrics
 from fzero.update import split_names, spread
 
 ALONE = Team()

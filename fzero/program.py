@@ -21,7 +21,8 @@ from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan, Spec, make_mesh, zero_plan
 from fzero.sharding.draw import window
 from fzero.sharding.zero import local_numel
-from fzero.train import TrainState, init_state, make_eval_step, make_train_step, state_specs, whole_part
+from fzero.state import TrainState, init_state, state_specs, whole_part
+from fzero.train import make_eval_step, make_train_step
 
 BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
 

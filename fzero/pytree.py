@@ -95,6 +95,23 @@ def nest(named: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
+    """The tree without the leaves whose names `keep` refuses: a dict loses what is left empty by that, a tuple keeps its places."""
+
+    def walk(tree: Tree, path: str) -> tuple[Tree, bool]:  # (what is left, whether leaves were lost and none is left)
+        if isinstance(tree, dict):
+            inner = {key: walk(value, f"{path}/{key}") for key, value in tree.items()}
+            left = {key: value for key, (value, lost) in inner.items() if not lost}
+            return left, bool(tree) and not left
+        if isinstance(tree, (tuple, list)):
+            keys = getattr(tree, "_fields", range(len(tree)))
+            values = [walk(value, f"{path}/{key}")[0] for key, value in zip(keys, tree)]
+            return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values), False
+        return tree, not keep(path[1:])
+
+    return walk(tree, "")[0]
+
+
 def split(tree: Tree, select: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
     """`(chosen, rest)`: flat dicts by leaf name of the leaves for which `select(name, leaf)` is true, and of the others."""
     chosen, rest = {}, {}

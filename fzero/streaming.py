@@ -131,7 +131,8 @@ class Run:
     every: int  # 0: residuals are kept; k: the input of each k-th layer
     drop: bool = False  # parameters are not kept with the residuals, and fetched again
     # From the forward pass to the backward pass, outside autograd's own saving: what is taken out is freed at once.
-    kept: list[Any] = field(default_factory=list)
+    # A list, or what has its append and pop.
+    kept: Any = field(default_factory=list)
 
     def inputs(self, i: int, params: Sequence[Tensor], x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of the pair at layer i."""

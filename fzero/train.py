@@ -18,32 +18,20 @@ from fzero.autodiff import Remat, needs_grad, transforms
 from fzero.gradients import Streamed, functional, parts_of, put_whole, sum_losses, whole_params
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
-from fzero.optim import GradientTransformation, ema_init
-from fzero.optim.base import name_tree, overwrite
+from fzero.offload import Scratched, Space
+from fzero.optim import GradientTransformation
 from fzero.optim.layout import sharded
-from fzero.precision import Policy, ScalerState, fp32, init_scaler, overflow_at_floor, update_scaler
+from fzero.precision import Policy, ScalerState, fp32, overflow_at_floor, update_scaler
 from fzero.pytree import Tree
-from fzero.sharding import Mesh, Plan, Spec
-from fzero.sharding.draw import window
+from fzero.sharding import Mesh, Plan
 from fzero.sharding.fetch import fetch_tree
 from fzero.sharding.reduce import Reducer
 from fzero.sharding.zero import shapes_of
-from fzero.update import own, update_donated, update_pure
+from fzero.state import TrainState, commit, expect_shapes
+from fzero.update import Gradients, own, update_donated, update_pure
+from fzero.update_streamed import StreamedUpdate, is_offloaded
 
 LossFn = Callable[[Tree, Any], Any]
-
-
-class TrainState(NamedTuple):
-    """All of a training run, and nothing elsewhere. Every leaf is a tensor; `()` stands for what a run does without."""
-
-    step: Tensor  # int64 scalar: steps made, skipped ones among them
-    params: Tree  # in policy.param
-    master: Tree  # the trained ones in policy.state, in the optimizer's layout, or ()
-    opt_state: Tree
-    scaler: ScalerState | tuple
-    key: Tensor  # int64 [2]
-    data_cursor: Tensor  # int64 scalar: samples consumed
-    extra: dict[str, Tree]  # "ema": the averaged weights, where asked for
 
 
 class Metrics(NamedTuple):
@@ -55,95 +43,6 @@ class Metrics(NamedTuple):
     skipped: Tensor  # bool: the gradient was not finite, and parameters and optimizer state are as they were
     loss_scale: Tensor
     extra: dict[str, Tensor]  # the loss function's own sums, per token
-
-
-def init_state(
-    model: base.Model | Tree,
-    tx: GradientTransformation,
-    plan: Plan,
-    mesh: Mesh,
-    *,
-    seed: int | Tensor,
-    policy: Policy = fp32(),  # noqa: B008
-    ema: bool = False,
-    device: torch.device | str = "cpu",
-) -> TrainState:
-    """This rank's state before the first step. Parameters are drawn from the seed (or key) for a Model, and taken from a whole tree.
-
-    `policy` must be the step's; `ema` keeps averaged weights, for a step made with `ema_decay`. A rank draws or copies its own shards
-    only, so that nothing larger is ever held: the same elements on every mesh.
-    """
-    key = seed.to(device) if isinstance(seed, Tensor) else random.key(seed, device)
-    drawn = isinstance(model, base.Model)
-    expect_shapes(plan, shapes_of(model))
-    opt, masters = pytree.named_leaves(plan.opt), {}
-
-    def keep(name: str, leaf: Tensor) -> Tensor:
-        if policy.has_master and name not in plan.frozen:
-            masters[name] = part_of(leaf, plan, mesh, name) if drawn else whole_part(leaf, opt[name], mesh)
-            masters[name] = masters[name].to(policy.state, copy=True)
-        rest = leaf if drawn else whole_part(leaf, pytree.named_leaves(plan.params)[name], mesh)
-        return rest.to(policy.param, copy=not drawn)
-
-    if drawn:
-        init_key = random.fold_in(key, "init")
-        params = base.init_params(model, init_key, policy.state, device, plan=plan, mesh=mesh, then=keep)
-    else:
-        params = pytree.map_named(keep, model)
-    master = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else ()
-    target = master if policy.has_master else own(plan, mesh, params)
-    return TrainState(
-        step=torch.tensor(0, device=device),
-        params=params,
-        master=master,
-        opt_state=tx.init(target),
-        scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
-        key=key,
-        data_cursor=torch.tensor(0, device=device),
-        extra={"ema": ema_init(target)} if ema else {},
-    )
-
-
-def part_of(leaf: Tensor, plan: Plan, mesh: Mesh, name: str) -> Tensor:
-    """The part that this rank updates of its leaf at rest."""
-    return pytree.leaves(own(plan._replace(frozen=frozenset()), mesh, {name: leaf}))[0]
-
-
-def whole_part(leaf: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
-    """This rank's slice, a view, of a whole leaf."""
-    for dim, (start, size) in enumerate(zip(*window(tuple(leaf.shape), spec, mesh))):
-        leaf = leaf.narrow(dim, start, size)
-    return leaf
-
-
-def state_specs(plan: Plan, tx: GradientTransformation, policy: Policy, *, ema: bool = False) -> TrainState:
-    """The state with a Spec in place of each tensor: how the states of the ranks make up one, whatever the mesh."""
-    trained = plan.trained(plan.opt)
-    scaler = init_scaler(policy.loss_scale) if policy.loss_scale else ()
-    return TrainState(
-        step=Spec(),
-        params=pytree.map(lambda spec: Spec(spec.dims), plan.params),
-        master=trained if policy.has_master else (),
-        opt_state=tx.spec(trained),
-        scaler=pytree.map(lambda _: Spec(), scaler),
-        key=Spec(),
-        data_cursor=Spec(),
-        extra={"ema": trained} if ema else {},
-    )
-
-
-def expect_shapes(plan: Plan, given: Tree, mesh: Mesh | None = None) -> None:
-    """Raise ValueError naming the first leaf of `given` that is missing, extra or of another shape than the plan's.
-
-    mesh: the leaves are this rank's shards at rest.
-    """
-    wanted, leaves = pytree.named_leaves(plan.like), pytree.named_leaves(given)
-    specs = pytree.named_leaves(plan.params)
-    pytree.from_named(leaves, plan.like)
-    for name, leaf in wanted.items():
-        shape = tuple(leaf.shape) if mesh is None else window(tuple(leaf.shape), specs[name], mesh)[1]
-        if tuple(leaves[name].shape) != shape:
-            raise ValueError(f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}")
 
 
 def make_loss(
@@ -189,6 +88,7 @@ def make_train_step(
     ema_decay: float = 0.0,
     prefetch: int = 1,
     skip_nonfinite: bool = True,
+    space: Space | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, Metrics)` of one training step.
 
@@ -202,6 +102,7 @@ def make_train_step(
     The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
     were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on. skip_nonfinite=False updates whatever comes,
     and waits for no value.
+    space: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
     The first call makes sure that all ranks run the same program: RankError says where two differ.
     Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
     or the optimizer would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).
@@ -212,7 +113,14 @@ def make_train_step(
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
     dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
-    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch)
+    streamed = StreamedUpdate(tx, policy, plan, mesh, space) if is_offloaded(plan) else None
+    if streamed is not None and not donate:
+        raise ValueError(
+            f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it with donate=True"
+        )
+    if plan.acts != "device" and not remat.every:
+        raise ValueError(f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full or every:K")
+    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, space)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
 
@@ -234,9 +142,10 @@ def make_train_step(
             grads, total = gradient(state, parts, size, key, scale / seed_divisor)
             tokens = torch.where(total.num_tokens == 0, 1, total.num_tokens)  # a count may be a sum of weights, below 1
             wide = torch.promote_types(total.total.dtype, torch.float32)
-            grads = scale_by(grads, seed_divisor / (tokens.to(wide) * scale), donate)
+            factor = seed_divisor / (tokens.to(wide) * scale)  # the gradients are sums until the update multiplies them
             with mesh.ledger.phase("metrics"):
-                grad_norm = layout.norm(grads)
+                norm = layout.norm(grads)
+            grad_norm = norm * factor
             skipped = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
             metrics = Metrics(
                 total.total.to(wide) / tokens,
@@ -251,15 +160,36 @@ def make_train_step(
                 data_cursor=state.data_cursor + size * micro_batches * mesh.data_size,
                 scaler=move_scaler(policy, state.scaler, skipped),
             )
-            update = update_donated if donate else update_pure
+            sums, rest = Gradients(grads, factor, norm), (moved, skipped if skip_nonfinite else None, ema_decay)
+            del grads
             with mesh.ledger.phase("update"):
-                return update(tx, policy, plan, mesh, grads, moved, skipped if skip_nonfinite else None, ema_decay), metrics
+                if streamed is not None:
+                    new = streamed.run(sums, *rest)
+                    commit(space, new, mesh)
+                else:
+                    new = (update_donated if donate else update_pure)(tx, policy, plan, mesh, sums, *rest)
+            return new, metrics
 
     return train_step
 
 
+def plan_memories(plan: Plan) -> str:
+    """Which memories a plan uses beside the device, in words."""
+    trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
+    said = [f"{group}={spec.memory}" for group, tree in trees.items() for spec in pytree.leaves(tree) if spec.memory != "device"]
+    return ", ".join(dict.fromkeys(said))
+
+
 def make_gradient(
-    loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, policy: Policy, remat: Remat, compiled: bool, kernels: Kernels, prefetch: int
+    loss_fn: base.Model | LossFn,
+    plan: Plan,
+    mesh: Mesh,
+    policy: Policy,
+    remat: Remat,
+    compiled: bool,
+    kernels: Kernels,
+    prefetch: int,
+    space: Space | None = None,
 ) -> Callable[..., tuple[Tree, base.Loss]]:
     """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
 
@@ -269,7 +199,7 @@ def make_gradient(
     ctx = base.Ctx(mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=plan.sequence)
     streamed = None
     if isinstance(loss_fn, base.Model):
-        streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch)
+        streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch, space)
 
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, policy)
@@ -282,17 +212,20 @@ def make_gradient(
     def plain(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor, reducer: Reducer) -> list[base.Loss]:
         losses = []
         for j, part in enumerate(parts):
-            grads, out = functional(call, whole_params(params, plan, mesh), plan, [part], firsts[j : j + 1], key, seed)
+            grads, out = functional(call, whole_params(params, plan, mesh, seed.device), plan, [part], firsts[j : j + 1], key, seed)
             put_whole(reducer, grads, last=j == len(parts) - 1)
             losses += out
         return losses
+
+    def away(name: str, stream: str, depth: int | None) -> Scratched:
+        return Scratched(space.scratch, ("grads", stream, name), depth, policy.accumulate)
 
     def gradient(state: TrainState, parts: list[Any], size: int, key: Any, seed: Tensor) -> tuple[Tree, base.Loss]:
         firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh)
-        reducer = Reducer(plan, mesh, policy.reduce, policy.accumulate, len(parts))
+        reducer = Reducer(plan, mesh, policy.reduce, policy.accumulate, len(parts), away)
         if streamed is None:
             losses = plain(state.params, parts, firsts, key, seed, reducer)
         else:
@@ -303,13 +236,6 @@ def make_gradient(
         return reducer.sums(plan.trained(plan.like)), sum_losses(losses, mesh)
 
     return gradient
-
-
-def scale_by(grads: Tree, factor: Tensor, donate: bool) -> Tree:
-    """grads * factor; in the buffers of `grads` where they are donated, but never twice in one that two leaves share."""
-    if donate:
-        return overwrite(lambda name, g: g.mul_(factor), name_tree(grads), grads)
-    return pytree.map(lambda g: g * factor, grads)
 
 
 def move_scaler(policy: Policy, scaler: ScalerState | tuple, skipped: Tensor) -> ScalerState | tuple:

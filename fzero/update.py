@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +11,20 @@ from torch import Tensor
 from fzero import pytree
 from fzero.collectives import all_gather, start_all_gather
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates, ema_update
-from fzero.optim.base import Pass
+from fzero.optim.base import Pass, name_tree, overwrite, parted
 from fzero.precision import Policy
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.bundle import SMALL
 from fzero.sharding.zero import shard_dim
+
+
+class Gradients(NamedTuple):
+    """The sums of a step's gradients, in the layout of plan.opt, and what makes gradients of the mean loss of them."""
+
+    sums: Tree
+    factor: Tensor  # 0-dim
+    norm: Tensor  # 0-dim, of the sums
 
 
 def split_names(plan: Plan) -> set[str]:
@@ -75,41 +84,60 @@ def spread(plan: Plan, mesh: Mesh, target: Tree, params: Tree, done: Collection[
 
 @torch.no_grad()
 def update_donated(
-    tx: GradientTransformation, policy: Policy, plan: Plan, mesh: Mesh, grads: Tree, state: Tree, skipped: Tensor | None, ema_decay: float
+    tx: GradientTransformation,
+    policy: Policy,
+    plan: Plan,
+    mesh: Mesh,
+    grads: Gradients,
+    state: Tree,
+    skipped: Tensor | None,
+    ema_decay: float,
 ) -> Tree:
     """The state after the optimizer's update, in the buffers of `state`; as it was where the step is skipped.
 
     On a GPU an optimizer that can (AdamW, Lion) updates, skips, clips and writes the parameters in one pass, without waiting.
     skipped: None where nothing is ever skipped, and no value is waited for.
     """
-    one_pass = tx.in_pass is not None and not ema_decay and on_device(grads)
+    parts = parted(tx)
+    one_pass = parts.body.in_pass is not None and not ema_decay and on_device(grads.sums)
     if skipped is not None and not one_pass and bool(skipped):
         return state
+    factor, body_state = parts.factor(grads.factor, grads.norm), parts.state(state.opt_state)
     if policy.has_master:
         target = state.master
     else:
         names = split_names(plan)
         target = pytree.map_named(lambda name, x: x.contiguous() if name in names else x, own(plan, mesh, state.params))
+    copies: dict[str, Tensor] = {}
     if one_pass:
         names, leaves = split_names(plan), pytree.named_leaves(plan.trained(state.params))
         copies = {name: leaf for name, leaf in leaves.items() if name not in names} if policy.has_master else {}
-        target, opt_state = tx.in_pass(grads, state.opt_state, target, Pass(skip=skipped, copies=copies))
-        spread(plan, mesh, target, state.params, done=copies)
+        more = Pass(factor=factor, skip=skipped, copies=copies)
+        target, body_state = parts.body.in_pass(grads.sums, body_state, target, more)
     else:
-        target, opt_state = apply_in_place(tx, grads, state.opt_state, target)
-        spread(plan, mesh, target, state.params)
+        scaled = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums)
+        target, body_state = apply_in_place(parts.body, scaled, body_state, target)
+    spread(plan, mesh, target, state.params, done=copies)
     extra = state.extra
     if ema_decay:
         extra = {**extra, "ema": ema_update(extra["ema"], target, ema_decay)}
+    opt_state = parts.whole(state.opt_state, body_state)
     return state._replace(master=target if policy.has_master else (), opt_state=opt_state, extra=extra)
 
 
 def update_pure(
-    tx: GradientTransformation, policy: Policy, plan: Plan, mesh: Mesh, grads: Tree, state: Tree, skipped: Tensor | None, ema_decay: float
+    tx: GradientTransformation,
+    policy: Policy,
+    plan: Plan,
+    mesh: Mesh,
+    grads: Gradients,
+    state: Tree,
+    skipped: Tensor | None,
+    ema_decay: float,
 ) -> Tree:
     """The same as a pure function, which chooses by torch.where: it composes with vmap and grad."""
     before = state.master if policy.has_master else own(plan, mesh, state.params)
-    updates, opt_state = tx.update(grads, state.opt_state, before)
+    updates, opt_state = tx.update(pytree.map(lambda g: g * grads.factor, grads.sums), state.opt_state, before)
     target = apply_updates(before, updates)
     names, axis = split_names(plan), mesh["dp"]
 

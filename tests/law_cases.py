@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero import models, optim, precision, pytree, random
-from fzero.train import TrainState
+from fzero.state import TrainState
 
 F64 = torch.float64
 FP64 = precision.fp64()

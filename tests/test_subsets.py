@@ -11,7 +11,8 @@ from zero_cases import batch_for, model_of, whole
 
 import fzero
 from fzero import models, optim, precision, pytree
-from fzero.train import local_batch, state_specs
+from fzero.state import state_specs
+from fzero.train import local_batch
 
 MESHES = {"dp2": {"dp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
 

@@ -121,7 +121,7 @@ def mask_forgotten_in_the_loss(monkeypatch):
 
 @caught_by(one_normalisation("plain function"))
 def scaling_in_place_where_two_leaves_share_a_gradient(monkeypatch):
-    monkeypatch.setattr(train, "overwrite", lambda change, names, grads, *rest: pytree.map(change, names, grads, *rest))
+    monkeypatch.setattr(update, "overwrite", lambda change, names, grads, *rest: pytree.map(change, names, grads, *rest))
     # Without this the expanded gradient is refused by torch, before the shared one is seen.
     wrap(monkeypatch, torch.func, "grad", lambda f: lambda *a, **o: lambda *b: expanded(f(*a, **o)(*b)))
 

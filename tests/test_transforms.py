@@ -11,7 +11,8 @@ import fzero
 from fzero import optim, pytree, random
 from fzero.collectives import psum
 from fzero.models import base
-from fzero.train import local_batch, state_specs
+from fzero.state import state_specs
+from fzero.train import local_batch
 
 ROWS = 4
 

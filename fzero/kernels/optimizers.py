@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fzero.kernels import lowbit
+from fzero.kernels import host_steps, lowbit
 from fzero.kernels.aot import Build
 from fzero.kernels.function import INTERPRETED
 from fzero.kernels.leaf_steps import SIGNED, Leaf, Rates, adamw_fused, adamw_reference, adamw_step, fused_serves, lion_reference, lion_step
@@ -336,6 +336,7 @@ adamw = Op(
     adamw_reference,
     Form("triton", functools.partial(_launch, adamw_step), supports=_supports, prefers=on_cuda),
     Form("fused", adamw_fused, supports=fused_serves),
+    Form("cpp", functools.partial(host_steps.step, adamw_step), functools.partial(host_steps.supports, adamw_step), host_steps.stands_back),
     flops=lambda leaves, rates: 16 * sum(leaf.p.numel() for leaf in leaves),
     bytes=_cost,
 )
@@ -343,6 +344,7 @@ lion = Op(
     "lion",
     lion_reference,
     Form("triton", functools.partial(_launch, lion_step), supports=_supports, prefers=on_cuda),
+    Form("cpp", functools.partial(host_steps.step, lion_step), functools.partial(host_steps.supports, lion_step), host_steps.few),
     flops=lambda leaves, rates: 10 * sum(leaf.p.numel() for leaf in leaves),
     bytes=_cost,
 )

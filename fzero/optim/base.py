@@ -28,6 +28,15 @@ class Pass(NamedTuple):
     factor: Tensor | None = None  # 0-dim, of every gradient
     skip: Tensor | None = None  # bool 0-dim: nothing changes where it is set, and the host does not wait for it
     copies: Mapping[str, Tensor] | None = None  # by leaf name: is given the updated param in its own dtype
+    norm: Tensor | None = None  # of all gradients, where it is known
+    at: Mapping[str, Piece] | None = None  # by leaf name: where these tensors lie in this rank's shard
+
+
+class Piece(NamedTuple):
+    """A part of a shard."""
+
+    shape: tuple[int, ...]  # of the shard
+    start: tuple[int, ...]  # of the part, in each dim
 
 
 class GradientTransformation(NamedTuple):
@@ -43,7 +52,9 @@ class GradientTransformation(NamedTuple):
     `donate` means `update` but may overwrite the buffers of grads and state.
     `apply(grads, state, params) -> (params, state)` means `update` and add, and may overwrite all three.
     `in_pass(grads, state, params, Pass) -> (params, state)` is `apply` with a Pass.
-    `factor(grads, so_far) -> number` is that by which `update` multiplies every one of `grads * so_far` (None: 1), times so_far.
+    `factor(grads, so_far, norm) -> number` is that by which `update` multiplies every one of `grads * so_far` (None: 1), times so_far;
+    where their `norm` (of grads) is given, grads are not looked at.
+    `members` are those of a chain.
     """
 
     init: Callable[[Tree], Tree]
@@ -53,7 +64,8 @@ class GradientTransformation(NamedTuple):
     donate: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
     apply: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
     in_pass: Callable[[Tree, Tree, Tree, Pass], tuple[Tree, Tree]] | None = None
-    factor: Callable[[Tree, Tensor | None], Tensor] | None = None
+    factor: Callable[..., Tensor] | None = None
+    members: tuple[GradientTransformation, ...] = ()
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -75,20 +87,27 @@ def apply_in_place(tx: GradientTransformation, grads: Tree, state: Tree, params:
 
 @torch.no_grad()
 def overwrite(change: Callable[..., Tensor], names: Tree, grads: Tree, *rest: Tree) -> Tree:
-    """A tree of `change(name, g, *leaves of rest)`, where `change` may write into `g`.
+    """A tree of `change(name, g, *leaves of rest)`, where `change` may write into `g`, as no two share memory (see `distinct`)."""
+    return pytree.map(change, names, distinct(grads), *rest)
 
-    A gradient may be one element expanded, or the very buffer of another leaf's gradient (autograd gives the terms of
-    a sum one tensor): such a leaf is copied, before anything is written.
+
+def distinct(grads: Tree) -> Tree:
+    """The gradients, each in memory of its own.
+
+    A gradient may be one element expanded, or the very buffer of another leaf's gradient (autograd gives the terms of a sum one tensor):
+    such a leaf is copied, before anything is written. What is no tensor stays as it is.
     """
     seen: set[tuple[int, int]] = set()
 
-    def own(g: Tensor) -> Tensor:
+    def own(g: Any) -> Any:
+        if not isinstance(g, Tensor):
+            return g
         buffer = (g.untyped_storage()._cdata, g.storage_offset())
         shared = buffer in seen or any(stride == 0 and size > 1 for stride, size in zip(g.stride(), g.shape))
         seen.add(buffer)
         return g.clone(memory_format=torch.contiguous_format) if shared else g
 
-    return pytree.map(change, names, pytree.map(own, grads), *rest)
+    return pytree.map(own, grads)
 
 
 def name_tree(tree: Tree) -> Tree:
@@ -158,7 +177,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     def in_pass(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[Tree, Tree]:
         check(state)
         if len(txs) == 2:
-            more = more._replace(factor=txs[0].factor(grads, more.factor))
+            more = more._replace(factor=txs[0].factor(grads, more.factor, more.norm))
         params, last = txs[-1].in_pass(grads, state[-1], params, more)
         return params, (*state[:-1], last)
 
@@ -171,7 +190,46 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         donate=donate,
         apply=apply,
         in_pass=in_pass if one_pass else None,
+        members=txs,
     )
+
+
+class Parted(NamedTuple):
+    """A transformation as factors of all gradients, which need their norm, and a body that may be run on some leaves at a time."""
+
+    heads: tuple[GradientTransformation, ...]
+    body: GradientTransformation
+
+    def factor(self, so_far: Tensor, norm: Tensor) -> Tensor:
+        """That by which the body's gradients are multiplied, where `norm` is that of the gradients."""
+        for head in self.heads:
+            so_far = head.factor(None, so_far, norm)
+        return so_far
+
+    def state(self, state: Tree) -> Tree:
+        """The body's part of a state."""
+        return self._body_of(state) if self.heads else state
+
+    def _body_of(self, state: Tree) -> Tree:
+        rest = state[len(self.heads) :]
+        return rest if self.body.members else rest[0]
+
+    def whole(self, state: Tree, body: Tree) -> Tree:
+        """The state with that of the body in its place."""
+        if not self.heads:
+            return body
+        return (*state[: len(self.heads)], *(body if self.body.members else (body,)))
+
+
+def parted(tx: GradientTransformation) -> Parted:
+    """The parts of `tx`: the leading members of a chain that only multiply by a factor, and the rest."""
+    count = 0
+    while count < len(tx.members) - 1 and tx.members[count].factor is not None:
+        count += 1
+    if not count:
+        return Parted((), tx)
+    rest = tx.members[count:]
+    return Parted(tx.members[:count], rest[0] if len(rest) == 1 else chain(*rest))
 
 
 def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]) -> GradientTransformation:
@@ -194,9 +252,9 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
         if label not in [given for _, given in rules]:
             raise ValueError(f"by_label: transformation {label!r} has no leaf: no rule gives its label; add a rule or remove it")
 
-    def parts(tree: Tree) -> dict[str, dict[str, Any]]:
+    def parts(tree: Tree, partial: bool = True) -> dict[str, dict[str, Any]]:
         named = pytree.named_leaves(tree)
-        labels = match_rules(rules, list(named), what="by_label")
+        labels = match_rules(rules, list(named), what="by_label", partial=partial)
         split: dict[str, dict[str, Any]] = {label: {} for label in transforms}
         for name, leaf in named.items():
             split[labels[name]][name] = leaf
@@ -212,9 +270,9 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
         return whole(out, params), new
 
     return GradientTransformation(
-        init=lambda params: {label: transforms[label].init(part) for label, part in parts(params).items()},
+        init=lambda params: {label: transforms[label].init(part) for label, part in parts(params, partial=False).items()},
         update=lambda *step: run(lambda tx: tx.update, *step),
-        spec=lambda specs: {label: transforms[label].spec(part) for label, part in parts(specs).items()},
+        spec=lambda specs: {label: transforms[label].spec(part) for label, part in parts(specs, partial=False).items()},
         needs=max((tx.needs for tx in transforms.values()), key=NEEDS.index),
         donate=lambda *step: run(lambda tx: tx.donate or tx.update, *step),
         apply=lambda *step: run(lambda tx: lambda g, s, p: apply_in_place(tx, g, s, p), *step),

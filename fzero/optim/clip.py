@@ -29,24 +29,23 @@ def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> 
     check_number("clip_by_global_norm", max_norm=max_norm)
     check_layout("clip_by_global_norm", layout)
 
-    def scale(grads: Tree, so_far: Tensor | None = None) -> Tensor:
+    def scale(size: Tensor) -> Tensor:
         # max_norm / max(norm, max_norm) is min(1, max_norm / norm) without a division by a zero norm; 0 / 0 only at
         # max_norm = 0.
-        size = layout.norm(grads)
-        size = size if so_far is None else size * so_far.to(size.dtype)
         bound = torch.as_tensor(max_norm, dtype=size.dtype, device=size.device)
         return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        by = scale(grads)
+        by = scale(layout.norm(grads))
         return pytree.map_named(lambda name, g: (g * layout.vary(name, by)).to(g.dtype), grads), ()
 
     def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        by = scale(grads)
+        by = scale(layout.norm(grads))
         return overwrite(lambda name, g: g.mul_(by), name_tree(grads), grads), ()
 
-    def factor(grads: Tree, so_far: Tensor | None) -> Tensor:
-        by = scale(grads, so_far)
+    def factor(grads: Tree, so_far: Tensor | None, norm: Tensor | None = None) -> Tensor:
+        size = layout.norm(grads) if norm is None else norm
+        by = scale(size if so_far is None else size * so_far.to(size.dtype))
         return by if so_far is None else by * so_far.to(by.dtype)
 
     needs = "tree" if layout is WHOLE else "elementwise"

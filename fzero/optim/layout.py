@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fzero.kernels.optimizers import grad_norm
 from fzero.pytree import Tree, nearest
 from fzero.sharding.draw import window
 from fzero.sharding.mesh import Mesh
+from fzero.sharding.pieces import walk
 from fzero.sharding.spec import Spec
 from fzero.sharding.zero import check_dims, shard_dim
 
@@ -144,7 +145,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> La
         return run(x, over(name, (-2, -1)))
 
     def norm(tree: Tree) -> Tensor:
-        named = pytree.named_leaves(tree)
+        named: dict[str, Any] = pytree.named_leaves(tree)
         used = {name: tuple(sorted(axis.name for _, axis in over(name, None))) for name in named}
         sums = _row_sums(named, axes) if ordered else _set_sums(named, used, _wide(tree))
         for axis in mesh.axes:
@@ -209,21 +210,27 @@ def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Me
     return tuple(tuple(mesh[a] for a in dim if mesh[a].size > 1) for dim in whole.dims)
 
 
-def _set_sums(named: dict[str, Tensor], used: dict[str, tuple[str, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """{a leaf's name: the sum of squares [1] of this rank's part of it and of all leaves on the same set of axes}."""
+def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """{a leaf's name: the sum of squares [1] of this rank's part of it and of all leaves on the same set of axes}.
+
+    By the pieces of each leaf, so that its bits are the same where the leaf is not in memory as a whole.
+    """
     members: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(named, key=lambda name: (used[name], name)):  # the same order on all ranks
         members.setdefault(used[name], []).append(name)
 
-    def total(leaves: list[Tensor]) -> Tensor:
-        if _by_kernel(leaves, dtype):
-            return grad_norm(leaves, impl="triton")[0].square()
-        return torch.stack([torch.linalg.vector_norm(x, dtype=dtype).square() for x in leaves]).sum()
+    def total(names: list[str]) -> Tensor:
+        if all(isinstance(named[name], Tensor) for name in names) and _by_kernel([named[name] for name in names], dtype):
+            return grad_norm([named[name] for name in names], impl="triton")[0].square()
+        squares = [
+            torch.linalg.vector_norm(piece, dtype=dtype).square() for name in names for _, piece in walk(named[name], shard_dim(name) == 1)
+        ]
+        return torch.stack(squares).sum()
 
-    return {names[0]: total([named[name] for name in names])[None] for names in members.values()}
+    return {names[0]: total(names)[None] for names in members.values()}
 
 
-def _row_sums(named: dict[str, Tensor], axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> dict[str, Tensor]:
+def _row_sums(named: dict[str, Any], axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> dict[str, Tensor]:
     """{name of each leaf: this rank's part of the sums of squares of its rows}, by name."""
     return {name: _own_rows(named[name], shard_dim(name), axes[name]) for name in sorted(named)}
 
@@ -242,19 +249,20 @@ def _fold(x: Tensor) -> Tensor:
     return x.sum(-1)  # of one element, or of none
 
 
-def _own_rows(x: Tensor, dim: int, axes: tuple[tuple[Axis, ...], ...]) -> Tensor:
+def _own_rows(x: Any, dim: int, axes: tuple[tuple[Axis, ...], ...]) -> Tensor:
     """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other ranks."""
-    if x.dim() <= dim:  # no such dim, so one row
-        x, dim, axes = x.reshape(1, -1), 0, ((), *axes)
-    lead, size, length = math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :])
-    rows = x.reshape(lead * size, length)
-    most = max(1, _PIECE.get(x.device.type, _PIECE_ELSEWHERE) // max(1, min(length, _COLUMNS)))
-    sums = [
-        _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1)) for some in rows.split(most)
-    ]
-    mine = _fold(torch.cat(sums).reshape(lead, size).T)
+    over = axes[dim] if x.dim() > dim else ()  # without such a dim there is one row
+    layers: dict[int, list[Tensor]] = {}
+    for layer, piece in walk(x, dim == 1):
+        rows = piece.reshape(1, 1) if not piece.dim() else piece[:, None] if piece.dim() == 1 else piece.flatten(1)
+        most = max(1, _PIECE.get(x.device.type, _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
+        layers.setdefault(layer, []).extend(
+            _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1))
+            for some in rows.split(most)
+        )
+    mine = _fold(torch.stack([torch.cat(sums) for sums in layers.values()], -1))
     start = 0
-    for axis in axes[dim]:
+    for axis in over:
         start = start * axis.size + axis.rank
-    ranks = math.prod(axis.size for axis in axes[dim])
+    size, ranks = mine.shape[0], math.prod(axis.size for axis in over)
     return torch.nn.functional.pad(mine, (start * size, (ranks - 1 - start) * size))

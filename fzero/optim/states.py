@@ -7,7 +7,8 @@ of a row. Small leaves and vectors stay in float32 where the others have 8 bits:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from fzero import pytree, random
 from fzero.kernels import lowbit
 from fzero.kernels.leaf_steps import Leaf, Rates, step_leaf
 from fzero.kernels.registry import Op
-from fzero.optim.base import GradientTransformation, Pass
+from fzero.optim.base import GradientTransformation, Pass, Piece
 from fzero.optim.layout import WHOLE, Layout, check_layout
 from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, settled
 from fzero.optim.rules import Mask, check_mask, masked
@@ -119,13 +120,15 @@ def with_kernel(
     def info(name: str, p: Tensor) -> float:
         return weight_decay if decays(name, p) else 0.0
 
-    def leaves(grads: Tree, state: Tree, params: Tree) -> tuple[list[Leaf], Rates]:
+    def leaves(grads: Tree, state: Tree, params: Tree, at: Mapping[str, Piece] | None = None) -> tuple[list[Leaf], Rates]:
         found = []
         for row in rows_of(grads, state[1:], params):
             place = None
             if kept.rounding == "stochastic":
                 shape = tuple(row.p.shape)
-                place = lowbit.place(_key(kept.seed, row.name), shape, *kept.layout.window(row.name, shape))
+                shard, offset = at[row.name] if at else (shape, (0,) * len(shape))
+                start, whole = kept.layout.window(row.name, shard)
+                place = lowbit.place(_key(kept.seed, row.name), shape, tuple(map(operator.add, start, offset)), whole)
             found.append(Leaf(row.p, row.g, row.slots, info(row.name, row.p), place))
         return found, fixed._replace(scalars=scalars(state.count), count=state.count)
 
@@ -137,7 +140,7 @@ def with_kernel(
 
     @torch.no_grad()
     def in_pass(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[Tree, Tree]:
-        found, rates = leaves(grads, state, params)
+        found, rates = leaves(grads, state, params, more.at)
         if more.copies:
             found = [leaf._replace(copy=more.copies.get(name)) for name, leaf in zip(pytree.names(params), found)]
         for group in alike(found):

@@ -31,7 +31,20 @@ def normal(
     key: Tensor, shape: tuple[int, ...], spec: Spec, mesh: Mesh, mean: float, std: float, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """This rank's slice of random.normal(key, shape, mean, std): the same bits, in memory of the slice's size."""
-    start, size = window(shape, spec, mesh)
+    return normal_within(key, shape, *window(shape, spec, mesh), mean, std, dtype, device)
+
+
+def normal_within(
+    key: Tensor,
+    shape: tuple[int, ...],
+    start: tuple[int, ...],
+    size: tuple[int, ...],
+    mean: float,
+    std: float,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    """The elements [start, start + size) of random.normal(key, shape, mean, std)."""
     if tuple(size) == tuple(shape):
         return random.normal(key, shape, mean, std, dtype=dtype).to(device)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -7,7 +7,7 @@ j R + r, both are one tree over the global numbers, the same for every power of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,19 +48,23 @@ class Reducer:
     """Takes the gradients of a step, part by part, and gives their sums in the layout of plan.opt.
 
     dtypes: `reduce` while they travel, `accumulate` while they are summed and at the end. `parts` micro-batches. At most one part's
-    gradients travel while the next one's are computed.
+    gradients travel while the next one's are computed. away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see
+    offload.scratch.Scratched), with `add(layer, value)` and `plus(another)`.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, reduce: torch.dtype, accumulate: torch.dtype, parts: int):
-        self.mesh, self.accumulate, self.parts = mesh, accumulate, parts
+    def __init__(
+        self, plan: Plan, mesh: Mesh, reduce: torch.dtype, accumulate: torch.dtype, parts: int, away: Callable[..., Any] | None = None
+    ):
+        self.mesh, self.accumulate, self.parts, self.away = mesh, accumulate, parts, away
+        self.memory = {name: spec.memory for name, spec in pytree.named_leaves(plan.grads).items()}
         self.canonical = plan.reduce == "canonical"
         # On one process there is no rank to sum over: one dtype for both is what makes the meshes agree.
         self.reduce = accumulate if self.canonical else reduce
         compute, grads, opt = (pytree.named_leaves(t) for t in (plan.compute, plan.grads, plan.opt))
         self.moves = {name: moves(spec, grads[name], opt[name], plan.sizes) for name, spec in compute.items()}
         self.depth = {n: x.shape[0] for n, x in pytree.named_leaves(plan.like).items() if n.startswith(STACKED)}
-        self.final: dict[tuple[str, str], Tensor] = {}  # (stream, leaf) -> its sum, stacked
+        self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.begun: set[tuple[str, str, int | None]] = set()  # whose place in `final` holds a sum
         self.owed: dict[tuple[str, str, int | None], Tensor | Counter] = {}  # sums over micro-batches that are not final yet
         self.flying: list[Iterator[Pending]] = []
@@ -140,16 +144,18 @@ class Reducer:
     def place(self, key: tuple[str, str, int | None], value: Tensor) -> None:
         """Write or add a value into the stacked sums."""
         stream, name, layer = key
+        if self.memory[name] == "nvme":
+            self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name))).add(layer or 0, self.wide(value))
+            return
         whole = self.final.get((stream, name))
         if whole is None:
-            # One micro-batch's own gradients keep their dtype until the end, when the activations are gone.
-            dtype = value.dtype if self.parts == 1 else self.accumulate
+            value = self.wide(value)
             shape = value.shape if layer is None else (self.depth[name], *value.shape)
-            if layer is None and self.parts == 1 and value.is_contiguous():
+            if layer is None and self.parts == 1 and value.is_contiguous() and self.memory[name] == "device":
                 whole = self.final[stream, name] = value
                 self.begun.add(key)
                 return
-            whole = self.final[stream, name] = torch.empty(shape, dtype=dtype, device=value.device)
+            whole = self.final[stream, name] = self.room(name, shape, value)
         slot = whole if layer is None else whole[layer]
         if key in self.begun:
             slot.add_(value)
@@ -157,12 +163,25 @@ class Reducer:
             slot.copy_(value)
             self.begun.add(key)
 
+    def wide(self, value: Tensor) -> Tensor:
+        """A value in the dtype of its sum: one micro-batch's own gradients keep theirs until the end, when the activations are gone."""
+        return value if self.parts == 1 else value.to(self.accumulate)
+
+    def room(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for a sum."""
+        pinned = self.memory[name] == "host" and like.is_cuda
+        return torch.empty(shape, dtype=like.dtype, device="cpu" if pinned else like.device, pin_memory=pinned)
+
     def sums(self, like: Tree) -> Tree:
         """All sums, in the structure of `like`; what was not given a gradient is refused. Called once, behind the last put."""
         self.finish()
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
-        out: dict[str, Tensor] = {}
+        out: dict[str, Any] = {}
         for stream, name in sorted(self.final):
-            value = self.final.pop((stream, name)).to(self.accumulate)
+            value = self.final.pop((stream, name))
+            if self.memory[name] == "nvme":
+                out[name] = out[name].plus(value) if name in out else value
+                continue
+            value = value.to(self.accumulate)
             out[name] = out[name].add_(value) if name in out else value
         return pytree.from_named(out, like)

@@ -12,9 +12,10 @@ Value = TypeVar("Value")
 Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)
 
 
-def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules") -> dict[str, Value]:
+def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules", partial: bool = False) -> dict[str, Value]:
     """`{leaf name: value of the first rule whose regex is found in it}`.
 
+    partial: the names are some of a tree's, so that a rule may have none among them.
     Raises ValueError naming `what` and: a leaf that no rule matches, a rule that is the first match of no leaf, a bad regex.
     """
     try:
@@ -34,6 +35,6 @@ def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules
                 f"{what}: no rule matches leaf {name!r}{nearest(name, [p for p, _ in rules])}; add a rule, or a last one ('.*', ...)"
             )
     for i, (pattern, _) in enumerate(rules):
-        if i not in used:
+        if i not in used and not partial:
             raise ValueError(f"{what}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it")
     return matched

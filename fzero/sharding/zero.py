@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from fzero.pytree import Tree
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.rules import match_rules
 from fzero.sharding.spec import Spec
+from fzero.sharding.tiers import NOWHERE, Offload, Tier, chosen
 
 #        params  grads  optimizer        True = sharded over dp when at rest
 ZERO = {
@@ -49,6 +51,7 @@ class Plan(NamedTuple):
     reduce: str = "fast"  # or "canonical": one order of sums on every mesh
     sequence: bool = False  # sequence parallelism over tp
     reshard: bool = True  # gathered parameters are dropped behind a layer's forward pass, and gathered again
+    acts: str = "device"  # the memory of what a remat policy keeps
 
     def __str__(self) -> str:
         return describe(self)
@@ -83,6 +86,7 @@ def zero_plan(
     sequence: bool = False,
     frozen: str | None = None,
     reshard: bool = True,
+    offload: Offload | str = NOWHERE,
 ) -> Plan:
     """The plan of a ZeRO stage for `model` (a Model, or the parameter tree of a plain loss function) on `mesh`.
 
@@ -93,6 +97,7 @@ def zero_plan(
     accumulate: over the micro-batches of stages 2 and 3, gradient "shards" (a reduce-scatter each), or "full" gradients (one at the end).
     sequence: activations outside the tensor-parallel products are split over tp along the sequence.
     frozen: a regex of leaves that are not trained. reshard: see Plan; at stage 3.
+    offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs of the plan say it leaf by leaf.
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, and rules that do not fit the leaves.
     """
     check_choices(stage, mesh, reduce, accumulate, sequence)
@@ -122,9 +127,19 @@ def zero_plan(
         return {n: at_rest(n, s) if sharded else Spec(s.dims, memory=s.memory) for n, s in compute.items()}
 
     (params, _, opt), grads = map(row, ZERO[stage]), {n: gradient(n, s) for n, s in compute.items()}
+    offload = Offload.parse(offload) if isinstance(offload, str) else offload
+    params, grads, opt = (
+        in_memory(specs, named, sizes, tier) for specs, tier in ((params, offload.params), (grads, offload.grads), (opt, offload.opt))
+    )
     trees = (pytree.from_named(specs, like) for specs in (compute, params, grads, opt))
     out = frozen_names(frozen, list(named))
-    return Plan(stage, like, *trees, sizes, out, reduce, sequence and sizes["tp"] > 1, reshard)
+    return Plan(stage, like, *trees, sizes, out, reduce, sequence and sizes["tp"] > 1, reshard, offload.acts.memory)
+
+
+def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str, int], tier: Tier) -> dict[str, Spec]:
+    """The specs with the memory of a tier, for the largest leaves that hold its fraction of the elements."""
+    names = chosen({name: local_numel(named[name].shape, spec, sizes) for name, spec in specs.items()}, tier.fraction)
+    return {name: replace(spec, memory=tier.memory) if name in names else spec for name, spec in specs.items()}
 
 
 def check_choices(stage: int, mesh: Mesh, reduce: str, accumulate: str, sequence: bool) -> None:

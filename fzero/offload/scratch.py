@@ -1,0 +1,131 @@
+"""What a step keeps for itself on a disk: activations and gradients. The file has no name, so that nothing is left of it after any end."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.offload.arena import PAGE, Arena, Buffer
+from fzero.offload.chunks import Reading, Rows
+from fzero.offload.disk import LATER, NEXT, Disk, Pending, serves_direct
+from fzero.sharding.pieces import pieces
+
+
+class Region(NamedTuple):
+    """Where a value lies in the file, and what it is."""
+
+    offset: int
+    size: int  # bytes, whole pages
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Scratch:
+    """Values by key in one nameless file of `folder`; a key keeps its place as long as its size, so the file stops growing."""
+
+    def __init__(self, folder: Path, arena: Arena, disk: Disk) -> None:
+        self.arena, self.disk, self.end = arena, disk, 0
+        self.direct = serves_direct(folder)
+        if not self.direct:
+            warnings.warn(f"{folder}: its file system refuses direct transfers (O_DIRECT); they go through the page cache", stacklevel=3)
+        path = folder / f".scratch-{os.getpid()}-{id(self)}"
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
+        path.unlink()
+        self.regions: dict[Any, Region] = {}
+        self.writing: dict[Any, Pending] = {}
+
+    def write(self, key: Any, value: Tensor | Buffer) -> None:
+        """Start to write a value; a tensor is copied, a Buffer must stay as it is."""
+        if isinstance(value, Buffer):
+            buffer = value
+        else:
+            buffer = self.arena.take(tuple(value.shape), value.dtype, self.disk.busy)
+            buffer.view.copy_(value)
+        self._wait(key)
+        size, at = len(buffer.raw), self.regions.get(key)
+        if at is None or at.size != size:
+            os.posix_fallocate(self.fd, self.end, size)
+            at = Region(self.end, size, (), buffer.view.dtype)
+            self.end += size
+        self.regions[key] = at._replace(shape=tuple(buffer.view.shape), dtype=buffer.view.dtype)
+        self.writing[key] = self.disk.write(self.fd, buffer.raw, at.offset, priority=LATER)
+
+    def _wait(self, key: Any) -> None:
+        if key in self.writing:
+            self.writing.pop(key).wait()
+
+    def read(self, key: Any, rows: Rows | None = None, *, priority: int = NEXT) -> Reading:
+        """Start to read a value, or rows of it that begin at a page."""
+        self._wait(key)
+        at = self.regions[key]
+        shape, offset = at.shape, at.offset
+        if rows is not None and shape:
+            row = torch.Size(shape[1:]).numel() * at.dtype.itemsize
+            assert rows[0] * row % PAGE == 0, f"{key}: rows {rows} begin inside a page"
+            shape, offset = (rows[1] - rows[0], *shape[1:]), offset + rows[0] * row
+        buffer = self.arena.take(shape, at.dtype, self.disk.busy)
+        return Reading(buffer, self.disk.read(self.fd, buffer.raw, offset, priority=priority))
+
+    def close(self) -> None:
+        """Give the file back to the disk."""
+        for pending in self.writing.values():
+            pending.done.wait()
+        os.close(self.fd)
+
+
+class Scratched:
+    """The sum of a leaf's gradients in a scratch file, layer by layer, while a step holds it. It is read in `dtype`."""
+
+    requires_grad = False
+
+    def __init__(self, scratch: Scratch, key: tuple[str, ...], depth: int | None, dtype: torch.dtype) -> None:
+        self.scratch, self.key, self.depth, self.dtype = scratch, key, depth, dtype
+        self.device = torch.device("cpu")
+        self.begun: set[int] = set()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole leaf, once a layer is there."""
+        chunk = self.scratch.regions[*self.key, 0].shape
+        return torch.Size(chunk if self.depth is None else (self.depth, *chunk))
+
+    def dim(self) -> int:
+        """The number of its dims."""
+        return len(self.shape)
+
+    def add(self, layer: int, value: Tensor) -> None:
+        """Add to a layer, in the dtype of its first value."""
+        if layer not in self.begun:
+            self.begun.add(layer)
+            self.scratch.write((*self.key, layer), value)
+            return
+        reading = self.scratch.read((*self.key, layer))
+        reading.wait().add_(value)
+        self.scratch.write((*self.key, layer), reading.buffer)
+
+    def plus(self, other: Scratched) -> Scratched:
+        """The sum of both, in `dtype`, in the place of this one."""
+        for layer in sorted(other.begun):
+            mine, theirs = self.read(layer), other.read(layer)
+            self.scratch.write((*self.key, layer), mine.wait().to(self.dtype).add_(theirs.wait()))
+        return self
+
+    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = LATER) -> Reading:
+        """Start to read rows of a layer, as they lie there."""
+        return self.scratch.read((*self.key, layer), rows, priority=priority)
+
+    def walk(self) -> Iterator[tuple[int, Tensor]]:
+        """(layer, rows of it) for all pieces, in order, each read while the one before it is used."""
+        order = [(layer, rows) for layer in range(self.depth or 1) for rows in pieces(self.scratch.regions[*self.key, layer].shape)]
+        begun = (order[0][0], self.read(*order[0]))
+        for after in [*order[1:], None]:
+            layer, reading = begun
+            if after is not None:
+                begun = (after[0], self.read(*after))
+            yield layer, reading.wait().to(self.dtype)

@@ -1,0 +1,377 @@
+"""A state that lives on a disk: versions of its leaves in slots, of which one is complete at every instant.
+
+A step reads the slot of the last complete step and writes another one; `commit` makes that the last complete step by replacing one small
+file, step.json. So whatever ends a run, the store holds exactly one of its steps. With one slot a step overwrites what it reads: the store
+says so while it does, and is of no use where a run ends meanwhile.
+
+store.json   what the store is of: its leaves, ranks and owner
+step.json    the last complete step: its slot, the checkpoints in other slots, and the small values of the state
+sums/        checksums of the chunks, a file for each slot and rank
+arrays/      the leaves, see chunks.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.offload.arena import Arena, Buffer
+from fzero.offload.chunks import Chunks, Kept, Reading, Rows
+from fzero.offload.disk import LATER, NEXT, Disk, Pending
+from fzero.offload.folder import is_url, read_text, write_text
+from fzero.pytree import nearest
+
+FORMAT = 1
+STORE, STEP = "store.json", "step.json"
+
+
+class Record(NamedTuple):
+    """What step.json says."""
+
+    step: int
+    slot: int
+    values: dict[str, Any]  # what the owner keeps beside the leaves
+    pinned: dict[int, int] = {}  # noqa: RUF012  (slot -> step: never mutated)
+    dirty: bool = False  # one slot, which is being overwritten
+    done: bool = False  # the run has ended, and the folder may be taken over
+
+
+class Store:
+    """Leaves of a state on a disk, as one rank sees them. `open_store` makes one."""
+
+    def __init__(self, chunks: Chunks, slots: int, verify: bool) -> None:
+        self.chunks, self.slots, self.verify = chunks, slots, verify
+        self.arena, self.disk, self.place = chunks.arena, chunks.disk, chunks.place
+        self.record: Record | None = None
+        self.target: int | None = None  # the slot that is being written
+        self.sums: dict[str, list[int]] = {}  # of what is being written: for each leaf those of its layers
+        self.fixed: dict[str, list[int]] = {}  # of leaves of one slot that are written once
+        self.writing: list[Pending] = []
+
+    @property
+    def leaves(self) -> dict[str, Kept]:
+        """Its leaves by name."""
+        return self.chunks.leaves
+
+    def slot_of(self, name: str, slot: int) -> int:
+        """Where a leaf lies in slot `slot`: a leaf that never changes has one slot only."""
+        return slot if self.leaves[name].slots > 1 else 0
+
+    def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT, slot: int | None = None) -> Reading:
+        """Start to read rows of a layer of a leaf of the last complete step (or of a pinned slot)."""
+        assert self.record is not None, "nothing was committed yet"
+        return self.chunks.read(name, self.slot_of(name, self.record.slot if slot is None else slot), layer, rows, priority=priority)
+
+    def begin(self) -> None:
+        """Begin to write the next version, into a slot that holds none that counts. Nothing happens where that was begun already."""
+        if self.target is not None:
+            return
+        held = {self.record.slot, *self.record.pinned} if self.record is not None and self.slots > 1 else set()
+        free = [slot for slot in range(self.slots) if slot not in held]
+        assert free, f"the {self.slots} slots are all held: {self.record}"
+        self.target = free[0]
+        if self.slots == 1 and self.record is not None:
+            self._put(self.record._replace(dirty=True))
+        self.sums = {name: [0] * kept.layers for name, kept in self.leaves.items()}
+
+    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> Pending:
+        """Start to write rows of a layer of a leaf into the next version; its buffer must stay as it is meanwhile."""
+        assert self.target is not None, "begin was not called"
+        if self.verify:
+            self.sums[name][layer] = (self.sums[name][layer] + checksum(buffer)) % (1 << 64)
+        self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
+        self.writing.append(self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER))
+        return self.writing[-1]
+
+    def settle(self) -> None:
+        """Wait for all writes; raises ValueError where one failed."""
+        try:
+            for pending in self.writing:
+                pending.wait()
+        except OSError as error:
+            raise self.chunks.failed(error) from error
+        finally:
+            self.writing.clear()
+
+    def commit(self, step: int, values: dict[str, Any], together: Callable[[], None]) -> None:
+        """Make what was written since `begin` the last complete step, or the old leaves with new values where nothing was.
+
+        together: returns when all ranks have called it.
+        """
+        before = self.record
+        slot = before.slot if self.target is None else self.target
+        if self.target is not None:
+            self.settle()
+            if before is None:
+                self.fixed = {name: sums for name, sums in self.sums.items() if self.leaves[name].slots == 1}
+            self.sums.update(self.fixed if self.slots > 1 else {})
+            self.chunks.sync(slot)
+            if self.verify:
+                write_text(self.place, _sums_name(slot, self.chunks.rank), json.dumps(self.sums))
+        together()
+        self.target = None
+        self._put(Record(step, slot, values, before.pinned if before else {}))
+
+    def abandon(self) -> None:
+        """Forget what was written since `begin`."""
+        assert self.slots > 1 or self.target is None, "with one slot there is no version to go back to"
+        self.settle()
+        self.target = None
+
+    def pin(self, keep: int) -> list[int]:
+        """Keep the last complete step as a checkpoint, and of those before it the newest, `keep` in all; returns the steps kept.
+
+        It stays where it is: nothing is copied. Raises ValueError where there are too few slots.
+        """
+        if keep > self.slots - 2:
+            raise ValueError(
+                f"{self.place}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked for; "
+                f"use offload.slots={keep + 2}"
+            )
+        pinned = sorted({**self.record.pinned, self.record.slot: self.record.step}.items(), key=lambda item: -item[1])[:keep]
+        self._put(self.record._replace(pinned=dict(pinned)))
+        return sorted(step for _, step in pinned)
+
+    def finish(self) -> None:
+        """Say that the run is over: the folder may be taken over by another."""
+        self._put(self.record._replace(done=True))
+
+    def _put(self, record: Record) -> None:
+        self.record = record
+        if self.chunks.rank == 0:
+            text = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
+            write_text(self.place, STEP, json.dumps(text))
+
+    def check(self, slot: int) -> None:
+        """Raise ValueError naming a chunk of the slot that is not what was written there."""
+        if not self.verify:
+            return
+        text = read_text(self.place, _sums_name(slot, self.chunks.rank))
+        if text is None:
+            raise ValueError(f"{self.place}: has no checksums of slot {slot}; the store is damaged: resume from a checkpoint")
+        sums = json.loads(text)
+        for name, kept in self.leaves.items():
+            for layer in range(kept.layers):
+                at, found = self.slot_of(name, slot), 0
+                for rows in self.chunks.pieces(name, self.arena.size // 4):
+                    reading = self.chunks.read(name, at, layer, rows)
+                    try:
+                        reading.wait()
+                    except OSError as error:
+                        raise self.chunks.failed(error) from error
+                    found += checksum(reading.buffer)
+                if found % (1 << 64) != sums[name][layer]:
+                    raise ValueError(
+                        f"{self.chunks.path(name, at, layer)}: is damaged: not what was written of {name}"
+                        f"{f', layer {layer},' if kept.stacked else ''} at step {self.record.step}; resume from a checkpoint"
+                    )
+        self.fixed = {name: sums[name] for name, kept in self.leaves.items() if kept.slots == 1}
+
+    def close(self) -> None:
+        """Wait for the writes under way and close the files. The disk's threads are the owner's."""
+        for pending in self.writing:
+            pending.done.wait()
+        self.chunks.close()
+
+
+class Stored:
+    """A leaf of a state that lives in a store: what a tensor says of itself, and no memory."""
+
+    requires_grad = False
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store, self.name, self.kept = store, name, store.leaves[name]
+        self.shape, self.dtype, self.device = torch.Size(self.kept.shape), self.kept.dtype, torch.device("cpu")
+
+    def dim(self) -> int:
+        """The number of its dims."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of its elements."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.itemsize
+
+    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = LATER) -> Reading:
+        """Start to read rows of a layer."""
+        return self.store.read(self.name, layer, rows, priority=priority)
+
+    def tensor(self, slot: int | None = None) -> Tensor:
+        """All of it, in memory."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for layer in range(self.kept.layers):
+            part = out[layer] if self.kept.stacked else out
+            for rows in self.store.chunks.pieces(self.name, self.store.arena.size // 4):
+                value = self.store.read(self.name, layer, rows, slot=slot).wait()
+                (part[rows[0] : rows[1]] if part.dim() else part).copy_(value)
+        return out
+
+    def __repr__(self) -> str:
+        return f"Stored({self.name}, {list(self.shape)}, {self.dtype}, in {self.store.place})"
+
+
+def checksum(buffer: Buffer) -> int:
+    """The sum of a buffer's 64-bit words, modulo 2^64; what fills its last page is set to 0."""
+    n = buffer.view.nbytes
+    if n < len(buffer.raw):
+        buffer.raw[n:] = 0
+    return int(buffer.raw.view(torch.int64).sum()) % (1 << 64)
+
+
+def _sums_name(slot: int, rank: int) -> str:
+    return f"sums/slot-{slot}.rank-{rank}.json"
+
+
+def _describe(leaves: dict[str, Kept], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
+    listed = {
+        name: {"shape": list(kept.shape), "dtype": str(kept.dtype).removeprefix("torch."), "stacked": kept.stacked}
+        for name, kept in leaves.items()
+    }
+    return {"format": FORMAT, "ranks": ranks, "slots": slots, "owner": owner, "leaves": listed}
+
+
+def read_record(place: str | Path) -> Record | None:
+    """The last complete step of the store in `place`, or None where there is none; raises ValueError where step.json is no record."""
+    text = read_text(place, STEP)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+        return Record(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{place}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
+
+
+def expect_same(place: str | Path, wanted: dict[str, Any]) -> None:
+    """Raise ValueError where the store in `place` is not the one described: naming what is missing, extra or other."""
+    text = read_text(place, STORE)
+    if text is None:
+        raise ValueError(f"{place}: holds no store (there is no {STORE}); start the run without --resume, or give the folder it began with")
+    try:
+        found = json.loads(text)
+        leaves = found["leaves"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{place}/{STORE}: is not the description of a store ({error}); the store is damaged: resume from a checkpoint"
+        ) from None
+    if found.get("format") != FORMAT:
+        raise ValueError(
+            f"{place}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the version that wrote it"
+        )
+    for name, leaf in wanted["leaves"].items():
+        if name not in leaves:
+            raise ValueError(
+                f"{place}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; give the folder of this run"
+            )
+        if leaves[name] != leaf:
+            said, asked = (f"{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
+            raise ValueError(
+                f"{place}: is the store of another model or mesh: {name} is {said} there and {asked} here; give the folder of this run"
+            )
+    extra = sorted(set(leaves) - set(wanted["leaves"]))
+    if extra:
+        raise ValueError(f"{place}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run")
+    for key, fix in (("ranks", "use as many processes"), ("slots", "keep offload.slots"), ("owner", "give the folder of this run")):
+        if found.get(key) != wanted[key]:
+            raise ValueError(f"{place}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
+
+
+def open_store(
+    place: str | Path,
+    leaves: dict[str, Kept],
+    *,
+    arena: Arena,
+    disk: Disk,
+    rank: int = 0,
+    ranks: int = 1,
+    slots: int = 2,
+    verify: bool = True,
+    owner: dict[str, Any] | None = None,
+    resume: bool = False,
+    together: Callable[[], None] = lambda: None,
+) -> Store:
+    """The store of `leaves` in `place`: a new one, to be written and committed, or with `resume` the one that is there.
+
+    Files of a store whose run is over are taken over by a new one; those of one that is not are refused.
+    owner: what else must be the same when it is opened again. together: returns when all ranks have called it.
+    Raises ValueError where the folder cannot be written, holds another store, none, or a damaged one, or the disk is too small.
+    """
+    if slots < 1:
+        raise ValueError(f"offload.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
+    leaves = {name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()}
+    wanted = _describe(leaves, ranks, slots, owner or {})
+    record = None
+    if resume:
+        expect_same(place, json.loads(json.dumps(wanted)))
+        record = read_record(place)
+        if record is None:
+            raise ValueError(f"{place}: holds no complete step yet; start the run anew")
+        if record.dirty:
+            raise ValueError(
+                f"{place}: with one slot, step {record.step + 1} was being written over step {record.step} when its run ended; "
+                "resume from a checkpoint, and use offload.slots=2 to survive a kill"
+            )
+    elif rank == 0:
+        _take_over(place, wanted)
+    together()
+    try:
+        chunks = Chunks(place, leaves, rank, ranks, arena, disk, create=not resume)
+        together()
+        chunks.open(create=not resume)
+    except PermissionError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+    store = Store(chunks, slots, verify)
+    if resume:
+        store.record = record
+        store.check(record.slot)
+    return store
+
+
+def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
+    """Make `place` ready for a new store."""
+    text, record = read_text(place, STORE), None
+    if text is not None:
+        record = read_record(place)
+        if record is not None and not record.done:
+            raise ValueError(
+                f"{place}: holds step {record.step} of a run that is not over; go on with it by --resume, or give another folder (--nvme)"
+            )
+    if is_url(place):
+        write_text(place, STORE, json.dumps(wanted))
+        return
+    path = Path(place)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if text is None and any(path.iterdir()):
+            raise ValueError(f"{place}: is not empty and holds no store; give an empty folder (--nvme)")
+        (path / STEP).unlink(missing_ok=True)
+        if text is not None and _geometry(json.loads(text)) != _geometry(wanted):
+            shutil.rmtree(path / "arrays", ignore_errors=True)
+        (path / "sums").mkdir(exist_ok=True)
+        write_text(place, STORE, json.dumps(wanted))
+    except PermissionError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+    except NotADirectoryError as error:
+        raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
+    except FileExistsError as error:
+        raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
+
+
+def _geometry(described: dict[str, Any]) -> Any:
+    return json.loads(json.dumps([described.get(key) for key in ("leaves", "ranks", "slots")]))
+
+
+def total_bytes(leaves: Iterable[Kept], slots: int) -> int:
+    """The bytes on disk of one rank's leaves."""
+    from fzero.offload.arena import padded
+
+    return sum((slots if kept.slots > 1 else 1) * kept.layers * padded(kept.chunk_bytes) for kept in leaves)

@@ -1,0 +1,209 @@
+"""The end of a step where part of the state rests in the host's memory or on a disk: the same update, unit by unit.
+
+While unit i is updated, unit i + 1 is read and unit i - 1 written; parameters leave in their own dtype as soon as they are updated. The
+arithmetic is that of fzero.update on the same rows, so the bits are those of a state in memory.
+Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 6.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fzero import pytree
+from fzero.collectives import all_gather
+from fzero.offload import Buffer, Space, Stored
+from fzero.offload.units import OFF, Fetched, Slice, Unit, ahead, cut, fetch, owners
+from fzero.optim import GradientTransformation, apply_in_place, ema_update
+from fzero.optim.base import Pass, Piece, distinct, parted
+from fzero.precision import Policy
+from fzero.pytree import Tree
+from fzero.sharding import Mesh, Plan
+from fzero.sharding.draw import window
+from fzero.sharding.pieces import MOST
+from fzero.sharding.zero import shard_dim
+from fzero.update import Gradients, split_names
+
+AHEAD = 2  # units read before their turn
+SHARE = 12  # of the buffers that one unit may take
+
+
+def is_offloaded(plan: Plan) -> bool:
+    """Whether any parameter, gradient or optimizer state of the plan rests elsewhere than on the device."""
+    return any(spec.memory != "device" for tree in (plan.params, plan.grads, plan.opt) for spec in pytree.leaves(tree))
+
+
+class StreamedUpdate:
+    """The update of a plan whose state is not all on the device; `run(grads, state, skipped, ema_decay)` gives the state after it."""
+
+    def __init__(self, tx: GradientTransformation, policy: Policy, plan: Plan, mesh: Mesh, space: Space | None) -> None:
+        self.parts, self.policy, self.plan, self.mesh, self.space = parted(tx), policy, plan, mesh, space or Space()
+        needs = self.parts.body.needs
+        if needs == "tree":
+            raise ValueError(
+                "offload: the optimizer needs all gradients at once (needs='tree') beyond their norm, and an offloaded state is updated "
+                "part by part; put clip_by_global_norm first in its chain, with layout=fzero.optim.sharded(plan.opt, mesh, like=plan.like)"
+            )
+        self.split = split_names(plan)
+        opt = pytree.named_leaves(plan.trained(plan.opt))
+        self.shards = {n: window(tuple(x.shape), opt[n], mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()}
+        self.whole = {n for n in self.shards if needs != "elementwise" or n in self.split}
+        self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
+
+    def units(self, width: int) -> list[Unit]:
+        """The units, where a parameter takes `width` bytes of buffers."""
+        most = max(1, self.space.arena.size // (SHARE * width)) if width else MOST
+        return cut(self.shards, lambda n: shard_dim(n) == 1, lambda n: n in self.whole, most)
+
+    @torch.no_grad()
+    def run(self, grads: Gradients, state: Tree, skipped: Tensor | None, ema_decay: float) -> Tree:
+        """The state after the update; as it was where the step is skipped."""
+        if skipped is not None and bool(skipped):
+            return state
+        return Update(self, grads, state, ema_decay).all()
+
+
+class Update:
+    """One update under way."""
+
+    def __init__(self, how: StreamedUpdate, grads: Gradients, state: Tree, ema_decay: float) -> None:
+        self.how, self.state, self.ema_decay = how, state, ema_decay
+        parts, plan = how.parts, how.plan
+        self.factor = parts.factor(grads.factor, grads.norm)
+        self.grads = pytree.named_leaves(distinct(grads.sums))
+        self.params = pytree.named_leaves(plan.trained(state.params))
+        self.master = pytree.named_leaves(state.master)
+        self.ema = pytree.named_leaves(state.extra["ema"]) if ema_decay else {}
+        self.body = parts.state(state.opt_state)
+        self.columns = pytree.named_leaves(self.body)
+        # A name of the body's own leaves has no path in front of it where the body is a parameter tree itself.
+        self.owner = owners([f"/{name}" for name in self.columns], list(self.params))
+        self.owner = {name.removeprefix("/"): owner for name, owner in self.owner.items()}
+        self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
+        self.store = how.space.store
+        if self.store is not None:
+            self.store.begin()
+
+    def all(self) -> Tree:
+        """The state after the update of all leaves."""
+        columns = (*self.columns.values(), *(self.master or self.params).values(), *self.ema.values(), *self.grads.values())
+        off = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
+        self.run(self.how.units(-(-off // len(self.params)) + 4 if off else 0))
+        return self.finish()
+
+    def run(self, units: list[Unit]) -> None:
+        """Update some units."""
+        for unit, fetched in ahead(units, self.begin, AHEAD):
+            self.update(unit, fetched)
+
+    def begin(self, unit: Unit) -> dict[str, dict[str, Fetched]]:
+        """Start to fetch all that a unit needs: {parameter: {column: what is on its way}}."""
+        out: dict[str, dict[str, Fetched]] = {}
+        for part in unit:
+            name, master = part.name, bool(self.master)
+            target = self.master[name] if master else self.params[name]
+            found = {
+                "grad": fetch(self.grads[name], part),
+                "target": fetch(target, part, whole=not master and name in self.how.split),
+            }
+            if self.ema:
+                found["ema"] = fetch(self.ema[name], part)
+            found |= {column: fetch(leaf, part) for column, leaf in self.columns.items() if self.owner[column] == name}
+            out[name] = found
+        return out
+
+    def update(self, unit: Unit, fetched: dict[str, dict[str, Fetched]]) -> None:
+        """Update a unit, and start to write it."""
+        parts, at = {part.name: part for part in unit}, {}
+        values = {name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()}
+        grads, targets, whole = {}, {}, {}
+        for name, part in parts.items():
+            grad = values[name].pop("grad")
+            grads[name] = grad.to(self.how.policy.accumulate)
+            whole[name] = values[name].pop("target")
+            targets[name] = self.own(name, whole[name])
+            shape = self.how.shards[name]
+            at[name] = Piece(shape, part.start(len(shape)))
+        like, pruned = self.structure(frozenset(parts))
+        flat = {column: x for found in values.values() for column, x in found.items()}
+        flat |= {column: self.columns[column] for column in pytree.leaves(pruned) if self.owner[column] is None}
+        state = pytree.map(lambda column: flat[column], pruned)
+        new_targets, new_state = self.apply(pytree.from_named(grads, like), state, pytree.from_named(targets, like), at)
+        for column, new in zip(pytree.leaves(pruned), pytree.leaves(new_state)):
+            if self.owner[column] is None:
+                self.shared.setdefault(column, new)
+            else:
+                same(flat[column], new)
+        for name, new in pytree.named_leaves(new_targets).items():
+            same(targets[name], new)
+        for name, part in parts.items():
+            if self.ema:
+                same(values[name]["ema"], ema_update(values[name]["ema"], targets[name], self.ema_decay))
+            self.put(part, fetched[name], targets[name], whole[name])
+
+    def apply(self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece]) -> tuple[Tree, Tree]:
+        """The optimizer's step on some rows."""
+        body = self.how.parts.body
+        scaled = pytree.map(lambda g: g.mul_(self.factor), grads)
+        if body.in_pass is not None:
+            return body.in_pass(scaled, state, targets, Pass(at=at))
+        return apply_in_place(body, scaled, state, targets)
+
+    def structure(self, names: frozenset[str]) -> tuple[Tree, Tree]:
+        """(the parameter tree, the body's state) of some parameters, with names for leaves."""
+        if names not in self.how.pruned:
+            like = pytree.map_named(lambda name, _: name, self.how.plan.trained(self.how.plan.like))
+            state = pytree.map_named(lambda name, _: name, self.body)
+            kept = pytree.prune(state, lambda column: self.owner[column] is None or self.owner[column] in names)
+            self.how.pruned[names] = pytree.prune(like, lambda name: name in names), kept
+        return self.how.pruned[names]
+
+    def own(self, name: str, target: Tensor) -> Tensor:
+        """This rank's part of a target."""
+        if self.master or name not in self.how.split:
+            return target
+        axis, dim = self.how.mesh["dp"], shard_dim(name)
+        size = target.shape[dim] // axis.size
+        part = target.narrow(dim, axis.rank * size, size)
+        return part if part.is_contiguous() else part.contiguous()
+
+    def put(self, part: Slice, fetched: dict[str, Fetched], target: Tensor, whole: Tensor) -> None:
+        """Write what was updated to where it rests; what is in memory was updated there."""
+        name = part.name
+        for column, one in fetched.items():
+            if column not in ("grad", "target") and one.reading is not None:
+                leaf = self.ema[name] if column == "ema" else self.columns[column]
+                self.write(leaf, part, one.reading.buffer)
+        if self.master and fetched["target"].reading is not None:
+            self.write(self.master[name], part, fetched["target"].reading.buffer)
+        rest = self.params[name]
+        if name in self.how.split:
+            axis, dim = self.how.mesh["dp"], shard_dim(name)
+            target = all_gather(target.to(rest.dtype).contiguous(), axis, dim, leaf=name)
+        if isinstance(rest, Stored):
+            if self.master or name in self.how.split:
+                buffer = self.how.space.arena.take(
+                    tuple(target.shape if part.layer is None else target.shape[1:]), rest.dtype, self.how.space.disk.busy
+                )
+                buffer.view.copy_(target if part.layer is None else target[0])
+            else:
+                buffer = fetched["target"].reading.buffer
+            self.write(rest, part, buffer)
+        elif self.master or name in self.how.split:
+            part.of(rest).copy_(target)
+
+    def write(self, leaf: Stored, part: Slice, buffer: Buffer) -> None:
+        self.store.write(leaf.name, part.layer or 0, part.rows, buffer)
+
+    def finish(self) -> Tree:
+        """The state, once all units were updated."""
+        body = pytree.map_named(lambda column, leaf: self.shared.get(column, leaf), self.body)
+        return self.state._replace(opt_state=self.how.parts.whole(self.state.opt_state, body))
+
+
+def same(old: Tensor, new: Tensor) -> None:
+    """Make the memory of `old` hold `new`, where it is not the same already."""
+    if new is not old and (new.data_ptr() != old.data_ptr() or new.dtype != old.dtype):
+        old.copy_(new)

@@ -1,0 +1,513 @@
+"""Layers in tiles are the whole layers: values, derivatives, what is alive, and from where their parameters come."""
+
+import gc
+import os
+import threading
+import weakref
+
+import kernel_laws as laws
+import pytest
+import torch
+import torch.nn.functional as F
+from close import assert_close, assert_same
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero import tiling
+from fzero.compile import have_compiler, vjp_pair
+from fzero.kernels.registry import observe
+from fzero.tiling import TiledLinear, TiledMLP, read_ahead, tile_spans, tiled_gelu_mlp, tiled_linear, tiled_mlp
+
+F64 = torch.float64
+N, D, FF = 5, 6, 7  # FF is prime: every count of tiles but 1 and 7 is uneven
+
+
+def swiglu_whole(x, w_gate, w_up, w_down):
+    return (F.silu(x @ w_gate) * (x @ w_up)) @ w_down
+
+
+def gelu_whole(x, w_in, w_out, b_in, b_out):
+    return F.gelu(x @ w_in + b_in, approximate="tanh") @ w_out + b_out
+
+
+# name -> (whole, tiled, shapes of x and the parameters for (n, d, f), size of the dim in tiles)
+LAYERS = {
+    "columns": (lambda x, w: x @ w, tiled_linear, lambda n, d, f: ((n, d), (d, f)), lambda d, f: f),
+    "columns and bias": (
+        lambda x, w, b: x @ w + b,
+        lambda x, w, b, tiles: tiled_linear(x, w, tiles, b),
+        lambda n, d, f: ((n, d), (d, f), (f,)),
+        lambda d, f: f,
+    ),
+    "rows": (lambda x, w: x @ w, lambda *t, tiles: tiled_linear(*t, tiles, dim=0), lambda n, d, f: ((n, d), (d, f)), lambda d, f: d),
+    "rows and bias": (
+        lambda x, w, b: x @ w + b,
+        lambda x, w, b, tiles: tiled_linear(x, w, tiles, b, dim=0),
+        lambda n, d, f: ((n, d), (d, f), (f,)),
+        lambda d, f: d,
+    ),
+    "swiglu": (swiglu_whole, tiled_mlp, lambda n, d, f: ((n, d), (d, f), (d, f), (f, d)), lambda d, f: f),
+    "gelu": (
+        lambda x, w_in, w_out: F.gelu(x @ w_in, approximate="tanh") @ w_out,
+        tiled_gelu_mlp,
+        lambda n, d, f: ((n, d), (d, f), (f, d + 1)),
+        lambda d, f: f,
+    ),
+    "gelu and biases": (
+        gelu_whole,
+        lambda x, w_in, w_out, b_in, b_out, tiles: tiled_gelu_mlp(x, w_in, w_out, tiles, b_in, b_out),
+        lambda n, d, f: ((n, d), (d, f), (f, d), (f,), (d,)),
+        lambda d, f: f,
+    ),
+}
+every_layer = pytest.mark.parametrize("layer", LAYERS)
+
+
+def drawn(layer, n=N, d=D, f=FF, dtype=F64, seed=0):
+    """x and the parameters, these as small as trained ones are."""
+    x, *params = laws.draw(*LAYERS[layer][2](n, d, f), seed=seed)
+    return [t.to(dtype) for t in (x, *(p / d**0.5 for p in params))]
+
+
+def form(layer, tiles):
+    """f(impl, *tensors) for the laws: the whole layer as the reference, else in tiles."""
+    whole, tiled, *_ = LAYERS[layer]
+    return lambda impl, *t: whole(*t) if impl == "reference" else tiled(*t, tiles=tiles)
+
+
+def both(f, tensors):
+    """[results, gradients] in tiles and of the whole layer."""
+    return [list(laws.both_passes(lambda *t, k=k: f(k, *t), tensors)) for k in ("tiled", "reference")]
+
+
+def counts(layer, d=D, f=FF):
+    return range(1, LAYERS[layer][3](d, f) + 1)
+
+
+@every_layer
+def test_every_count_of_tiles_is_the_whole_layer(layer):
+    for tiles in counts(layer):
+        assert_close(*both(form(layer, tiles), drawn(layer)), rtol=1e-12, atol=1e-13)
+
+
+@every_layer
+@pytest.mark.parametrize("n, d, f", ((1, 1, 1), (1, 13, 3), (3, 1, 17), (67, 33, 129)), ids=str)
+def test_odd_sizes(layer, n, d, f):
+    for tiles in {1, 2, 3, LAYERS[layer][3](d, f)} & set(counts(layer, d, f)):
+        assert_close(*both(form(layer, tiles), drawn(layer, n, d, f)), rtol=1e-12, atol=1e-12)
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_error_is_at_most_twice_that_of_plain_torch(layer, dtype):
+    for n, d, f in ((33, 24, 64), (7, 129, 65)):
+        for tiles in (1, 3, 16):
+            laws.numbers(form(layer, tiles), drawn(layer, n, d, f), dtype, impl="tiled")
+
+
+@pytest.mark.parametrize("dtype", (F64, torch.float32), ids=str)
+def test_columns_have_the_bits_of_the_whole_product(dtype):
+    x, w, b = drawn("columns and bias", 64, 96, 128, dtype)
+    for tiles in (1, 2, 3, 4, 8):
+        assert_same(tiled_linear(x, w, tiles, b), x @ w + b)
+
+
+@every_layer
+def test_laws(layer):
+    f, tensors = form(layer, 3), drawn(layer, 9, 8, 10)
+    for law in (laws.repeats, laws.adjoint):
+        law(f, tensors, impl="tiled")
+
+
+@every_layer
+def test_traced(layer):
+    """In a graph of a block, too, no hidden activations are kept for the backward pass."""
+    f, tensors = form(layer, 4), drawn(layer, 16, 6, 32)
+    pair = vjp_pair(lambda *t: [f("tiled", *t)], len(tensors), compiled=layer == "swiglu" and have_compiler(), budget=0.99)
+    outs, residuals = pair.forward(tensors)
+    kept = {t.untyped_storage().data_ptr() for t in residuals if isinstance(t, torch.Tensor)}
+    assert kept <= {t.untyped_storage().data_ptr() for t in tensors}
+    dy = laws.draw(outs[0].shape, seed=1)[0]
+    grads = pair.backward(residuals, [dy])
+    expected = of_leaves(lambda *t: f("reference", *t), tensors, dy)
+    assert_close([outs[0], *grads], [expected[0], *expected[1]], rtol=1e-12, atol=1e-12)
+
+
+@every_layer
+def test_any_strides(layer):
+    for pad in (
+        lambda t: t.t().contiguous().t(),
+        lambda t: torch.stack((t, t + 1), -1)[..., 0],
+        lambda t: torch.cat((t, t), -1)[..., : len(t.T)],
+    ):
+        tensors = [pad(t) if t.dim() > 1 else t for t in drawn(layer)]
+        assert_close(*both(form(layer, 3), tensors), rtol=1e-12, atol=1e-13)
+
+
+def test_a_trace_holds_a_layer_as_one_node():
+    x, *params = drawn("swiglu")
+    graph = make_fx(torch.func.grad(lambda x: tiled_mlp(x, *params, 3).sum()))(x).graph
+    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert [name for name in called if "tiled" in name] == ["fzero.tiled_layer.default", "fzero.tiled_layer_backward.default"]
+    assert not [name for name in called if "mm" in name]
+
+
+@every_layer
+def test_gradcheck(layer):
+    laws.derivatives(form(layer, 3), drawn(layer, 3, 4, 5))
+
+
+@every_layer
+def test_second_derivatives(layer):
+    """The derivative of the gradient along a direction against differences of the gradient, which tiles compute."""
+    f, tensors = form(layer, 3), drawn(layer, 3, 4, 5)
+    directions = tuple(drawn(layer, 3, 4, 5, seed=1))
+    weight = laws.draw(f("reference", *tensors).shape, seed=2)[0]
+    gradient = torch.func.grad(lambda *t: (f("tiled", *t).square() * weight).sum(), argnums=tuple(range(len(tensors))))
+    _, ours = torch.func.jvp(gradient, tuple(tensors), directions)
+    step = 1e-5
+    ahead, behind = (gradient(*(t + sign * step * v for t, v in zip(tensors, directions))) for sign in (1, -1))
+    differences = [(a - b) / (2 * step) for a, b in zip(ahead, behind)]
+    assert_close(list(ours), differences, rtol=1e-6, atol=1e-6 * max(float(d.abs().max()) for d in differences))
+
+
+@every_layer
+def test_transforms(layer):
+    f, tensors = form(layer, 3), drawn(layer)
+    which = tuple(range(len(tensors)))
+
+    def loss(impl, *t):
+        return f(impl, *t).square().sum()
+
+    grads, expected = (torch.func.grad(lambda *t, k=k: loss(k, *t), argnums=which)(*tensors) for k in ("tiled", "reference"))
+    assert_close(list(grads), list(expected), rtol=1e-12, atol=1e-12)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    assert_same(list(torch.autograd.grad(loss("tiled", *leaves), leaves)), list(grads))
+    xs = torch.stack([tensors[0], 2 * tensors[0], -tensors[0]])
+    for g in (f, lambda k, *t: torch.func.grad(loss, 1)(k, *t)):
+        rows = torch.stack([g("reference", row, *tensors[1:]) for row in xs])
+        assert_close(torch.vmap(lambda row, g=g: g("tiled", row, *tensors[1:]))(xs), rows, rtol=1e-12, atol=1e-13)
+    out, tangent = torch.func.jvp(lambda *t: f("tiled", *t), tuple(tensors), tuple(drawn(layer, seed=3)))
+    want, want_tangent = torch.func.jvp(lambda *t: f("reference", *t), tuple(tensors), tuple(drawn(layer, seed=3)))
+    assert_same([out, tangent], [want, want_tangent])
+    jacobian, expected = (torch.func.jacrev(lambda x, k=k: f(k, x, *tensors[1:]))(tensors[0]) for k in ("tiled", "reference"))
+    assert_close(jacobian, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_backward_says_what_to_do():
+    x, *params = [t.requires_grad_() for t in drawn("swiglu")]
+    (dx,) = torch.autograd.grad(tiled_mlp(x, *params, 2).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"a layer in tiles \(swiglu\): .* use torch.func.grad of grad"):
+        dx.sum().backward()
+
+
+@every_layer
+def test_leading_dims_and_none(layer):
+    _, *params = drawn(layer)
+    for shape in ((D,), (2, 3, D), (0, D), (2, 0, D)):
+        actual, expected = both(form(layer, 2), [laws.draw(shape)[0], *params])
+        if 0 in shape:
+            assert_same(actual, expected)
+        else:
+            assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+@every_layer
+def test_parameters_of_another_dtype(layer):
+    x, *params = drawn(layer)
+    f, params = form(layer, 3), [p.float() for p in params]
+    actual, expected = both(lambda k, x, *p: f(k, x, *(t.double() if k == "reference" else t for t in p)), [x, *params])
+    assert [t.dtype for t in actual[1]] == [F64] + [torch.float32] * len(params)
+    assert_close([actual[0], actual[1][0]], [expected[0], expected[1][0]], rtol=1e-12, atol=1e-13)
+    assert_close(actual[1][1:], expected[1][1:], rtol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in a result of any operation."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in out if isinstance(out, (tuple, list)) else (out,):
+            self.numel = max(self.numel, leaf.numel() if isinstance(leaf, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("layer", ("swiglu", "gelu and biases"))
+def test_hidden_activations_are_never_whole(layer):
+    n, d, f, tiles = 32, 4, 64, 8
+    leaves, kept = [t.requires_grad_() for t in drawn(layer, n, d, f)], []
+    with Largest() as seen:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = form(layer, tiles)("tiled", *leaves)
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert seen.numel == n * f // tiles == d * f
+    assert {t.data_ptr() for t in kept} <= {t.data_ptr() for t in leaves}
+
+
+@pytest.mark.parametrize("layer", ("columns and bias", "swiglu"))
+def test_frozen_parameters_have_no_gradients_computed(layer, monkeypatch):
+    x, *params = drawn(layer)
+    puts = []
+    run = TiledLinear if layer.startswith("columns") else TiledMLP
+    backward = run.backward
+    monkeypatch.setattr(run, "backward", lambda self, fetch, put, *a: puts.append(put) or backward(self, fetch, put, *a))
+    whole, tiled, *_ = LAYERS[layer]
+    dx = [torch.autograd.grad(g(x.requires_grad_(), *params).sum(), x)[0] for g in (whole, lambda *t: tiled(*t, tiles=2))]
+    assert puts == [None]
+    assert_close(dx[1], dx[0], rtol=1e-12, atol=1e-13)
+    assert_same(torch.func.grad(lambda x: tiled(x, *params, tiles=2).sum())(x.detach()), dx[1])
+    assert puts == [None, None]
+
+
+def test_the_form_of_swiglu_is_passed_on():
+    tensors = drawn("swiglu", dtype=torch.float32)
+    with observe() as used:
+        for impl in ("triton", "reference"):
+            laws.numbers(lambda k, *t, i=impl: swiglu_whole(*t) if k == "reference" else tiled_mlp(*t, 3, impl=i), tensors, torch.float32)
+    assert used == {"swiglu": {"triton", "reference"}}
+    with pytest.raises(ValueError, match="swiglu: impl is 'tritn'"):
+        tiled_mlp(*tensors, 3, impl="tritn")
+
+
+# ---- tiles from elsewhere ------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Tiles copied out of whole parameters when they are fetched; it counts those that are alive, and in what order they were asked for."""
+
+    def __init__(self, params, dims, spans):
+        self.params, self.dims, self.spans = params, dims, spans
+        self.grads = [torch.full_like(p, float("nan")) for p in params]
+        self.live, self.most, self.order, self.lock, self.threads = 0, 0, [], threading.Lock(), set()
+
+    def views(self, wholes, i):
+        s = self.spans[i]
+        return [whole.narrow(dim, s.start, s.stop - s.start) for whole, dim in zip(wholes, self.dims)]
+
+    def freed(self):
+        with self.lock:
+            self.live -= 1
+
+    def fetch(self, i):
+        self.threads.add(threading.get_ident())
+        tile = [view.clone() for view in self.views(self.params, i)]
+        with self.lock:
+            self.live += 1
+            self.most = max(self.most, self.live)
+            self.order.append(i)
+        weakref.finalize(tile[0], self.freed)
+        return tile
+
+    def put(self, i, grads):
+        for view, grad in zip(self.views(self.grads, i), grads, strict=True):
+            assert grad.dtype == view.dtype
+            view.copy_(grad)
+
+
+def streamed(layer):
+    """(run, x, source) of a layer whose parameters are had tile by tile."""
+    x, *params = drawn(layer)
+    if layer.startswith("columns"):
+        return TiledLinear(FF, 3), x, Source(params, (1, 0), tile_spans(FF, 3))
+    if layer == "rows":
+        return TiledLinear(D, 3, dim=0), x, Source(params, (0,), tile_spans(D, 3))
+    act = (lambda a, b: F.silu(a) * b) if layer == "swiglu" else (lambda a: F.gelu(a, approximate="tanh"))
+    inner = 2 if layer == "swiglu" else 1
+    if layer == "gelu and biases":
+        w_in, w_out, b_in, _ = params
+        return TiledMLP(act, 3, 1, biased=True), x, Source([w_in, b_in, w_out], (1, 0, 0), tile_spans(FF, 3))
+    return TiledMLP(act, 3, inner), x, Source(params, (*[1] * inner, 0), tile_spans(FF, 3))
+
+
+def of_whole(layer, x, params, dy):
+    """(y, [dx, gradients of the parameters]) by autograd, without a bias behind the last product."""
+    if layer == "gelu and biases":
+        w_in, b_in, w_out = params
+        return of_leaves(lambda x, w_in, b_in, w_out: gelu_whole(x, w_in, w_out, b_in, 0.0), [x, w_in, b_in, w_out], dy)
+    return of_leaves(LAYERS[layer][0], [x, *params], dy)
+
+
+def of_leaves(f, tensors, dy):
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    y = f(*leaves)
+    return y.detach(), list(torch.autograd.grad(y, leaves, dy))
+
+
+STREAMED = ("columns", "columns and bias", "rows", "swiglu", "gelu", "gelu and biases")
+
+
+@pytest.mark.parametrize("ahead", (0, 1, 2, 5))
+@pytest.mark.parametrize("layer", STREAMED)
+def test_streamed_is_the_whole_layer_with_few_tiles_alive(layer, ahead):
+    run, x, source = streamed(layer)
+    gc.collect()
+    gc.disable()  # a tile must go when it is let go of, not at some collection
+    try:
+        with read_ahead(source.fetch, 3, ahead) as fetch:
+            y = run.forward(fetch, x)
+        assert source.live == 0
+        dy = laws.draw(y.shape, seed=4)[0]
+        with read_ahead(source.fetch, 3, ahead) as fetch:
+            dx = run.backward(fetch, source.put, x, dy)
+    finally:
+        gc.enable()
+    expected = of_whole(layer, x, source.params, dy)
+    assert_close([y, dx, *source.grads], [expected[0], *expected[1]], rtol=1e-12, atol=1e-13)
+    assert source.order == [0, 1, 2, 0, 1, 2]
+    assert source.live == 0 and source.most <= min(ahead + 1, 3)
+    assert (threading.get_ident() in source.threads) == (ahead == 0)
+
+
+@pytest.mark.parametrize("layer", STREAMED)
+def test_without_a_sink_only_dx_is_computed(layer):
+    run, x, source = streamed(layer)
+    for given in (x, x.float()):  # the sink has gradients in the dtypes of the parameters
+        dy = torch.ones_like(run.forward(source.fetch, given))
+        assert_same(run.backward(source.fetch, None, given, dy), run.backward(source.fetch, source.put, given, dy))
+
+
+def test_whole_and_streamed_have_the_same_bits():
+    run, x, source = streamed("swiglu")
+    y = run.forward(source.fetch, x)
+    dy = laws.draw(y.shape, seed=4)[0]
+    dx = run.backward(source.fetch, source.put, x, dy)
+    whole_y, whole_grads = of_leaves(lambda *t: tiled_mlp(*t, 3), [x, *source.params], dy)
+    assert_same([y, dx, *source.grads], [whole_y, *whole_grads])
+
+
+@pytest.mark.parametrize("layer", STREAMED)
+def test_below_autograd(layer):
+    """Tiles that autograd would track, as views of parameters are, leave no graph behind."""
+    run, x, source = streamed(layer)
+    for tensor in (x, *source.params):
+        tensor.requires_grad_()
+    y = run.forward(lambda i: source.views(source.params, i), x)
+    dx = run.backward(lambda i: source.views(source.params, i), source.put, x, torch.ones_like(y))
+    assert not any(t.requires_grad for t in (y, dx, *source.grads))
+
+
+def test_rows_of_files(tmp_path):
+    """The three matrices as [F, D] in files: a tile is a range of rows of each, read and written in one piece."""
+    x, *params = drawn("swiglu")
+    rows = [p if p.shape == (FF, D) else p.t().contiguous() for p in params]
+    for k, p in enumerate(rows):
+        (tmp_path / f"{k}").write_bytes(p.numpy().tobytes())
+        (tmp_path / f"{k}.grad").write_bytes(bytes(p.nbytes))
+    spans, row = tile_spans(FF, 3), D * 8
+    files = [[os.open(tmp_path / f"{k}{end}", os.O_RDWR) for k in range(3)] for end in ("", ".grad")]
+
+    def fetch(i):
+        count = spans[i].stop - spans[i].start
+        parts = [bytearray(os.pread(file, count * row, spans[i].start * row)) for file in files[0]]
+        gate, up, down = (torch.frombuffer(part, dtype=F64).reshape(count, D) for part in parts)
+        return gate.t(), up.t(), down
+
+    def put(i, grads):
+        for file, grad in zip(files[1], (grads[0].t(), grads[1].t(), grads[2])):
+            os.pwrite(file, grad.contiguous().numpy().tobytes(), spans[i].start * row)
+
+    run = TiledMLP(lambda a, b: F.silu(a) * b, 3, inner=2)
+    with read_ahead(fetch, 3, 1) as ahead:
+        y = run.forward(ahead, x)
+    dy = laws.draw(y.shape, seed=4)[0]
+    with read_ahead(fetch, 3, 1) as ahead:
+        dx = run.backward(ahead, put, x, dy)
+    for file in (*files[0], *files[1]):
+        os.close(file)
+    read = [torch.frombuffer(bytearray((tmp_path / f"{k}.grad").read_bytes()), dtype=F64).reshape(FF, D) for k in range(3)]
+    expected = of_leaves(swiglu_whole, [x, *params], dy)
+    assert_close([y, dx, read[0].t(), read[1].t(), read[2]], [expected[0], *expected[1]], rtol=1e-12, atol=1e-13)
+
+
+def test_reading_ahead_overlaps_and_stops_at_its_limit():
+    asked, may = [], threading.Semaphore(0)
+
+    def fetch(i):
+        asked.append(i)
+        may.release()
+        return [torch.tensor(i)]
+
+    with read_ahead(fetch, 6, 2) as ahead:
+        for _ in range(2):
+            assert may.acquire(timeout=10)  # two are read before one is asked for, and no third
+        assert asked == [0, 1]
+        assert int(ahead(0)[0]) == 0
+        assert may.acquire(timeout=10) and asked == [0, 1, 2]
+        with pytest.raises(ValueError, match="tile 3 is asked for, and 1 of 6 is next"):
+            ahead(3)
+    with read_ahead(fetch, 1, 4) as ahead:
+        ahead(0)
+        with pytest.raises(ValueError, match="tile 1 is asked for, and None of 1 is next"):
+            ahead(1)
+
+
+def test_what_is_not_asked_for_is_not_read():
+    asked, go = [], threading.Event()
+
+    def fetch(i):
+        asked.append(i)
+        assert go.wait(10)
+
+    with pytest.raises(KeyError), read_ahead(fetch, 6, 3):
+        threading.Timer(0.05, go.set).start()
+        raise KeyError
+    assert asked in ([], [0])
+
+
+def test_an_error_of_the_source_is_raised_and_its_thread_ends():
+    before = threading.active_count()
+
+    def fetch(i):
+        if i == 1:
+            raise OSError("no such tile")
+        return [torch.ones(D, 2, dtype=F64)]
+
+    for ahead in (0, 1, 2):
+        with pytest.raises(OSError, match="no such tile"), read_ahead(fetch, 3, ahead) as source:
+            TiledLinear(6, 3).forward(source, torch.ones(2, D, dtype=F64))
+        assert threading.active_count() == before
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_spans():
+    assert tile_spans(7, 3) == [slice(0, 3), slice(3, 5), slice(5, 7)]
+    for size in (1, 2, 7, 12):
+        for tiles in range(1, size + 1):
+            spans = tile_spans(size, tiles)
+            assert len(spans) == tiles and [i for s in spans for i in range(s.start, s.stop)] == list(range(size))
+            sizes = [s.stop - s.start for s in spans]
+            assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+@every_layer
+def test_counts_that_are_refused(layer):
+    tensors = drawn(layer)
+    most = LAYERS[layer][3](D, FF)
+    for tiles in (0, -1, most + 1):
+        for t in (tensors, [x.requires_grad_() for x in tensors]):
+            with pytest.raises(ValueError, match=rf"tiles is {tiles}; .* has size {most}, so tiles must be in 1..{most}"):
+                form(layer, tiles)("tiled", *t)
+        with pytest.raises(ValueError, match=f"tiles is {tiles}"):
+            torch.vmap(lambda x, k=tiles: form(layer, k)("tiled", x, *tensors[1:]))(tensors[0].detach())
+
+
+def test_arguments_that_are_refused():
+    x, w_gate, w_up, w_down = drawn("swiglu")
+    with pytest.raises(ValueError, match=r"w_up is .*must be \[6, 7\]"):
+        tiled_mlp(x, w_gate, w_up.t(), w_down, 2)
+    with pytest.raises(ValueError, match=r"w_down is .*must be \[7, 5\]"):
+        tiled_mlp(x, w_gate, w_up, w_down[1:, :5], 2)
+    with pytest.raises(ValueError, match=r"b_in is \[6\]; .*must be \[7\]"):
+        tiled_gelu_mlp(x, w_gate, w_down, 2, torch.zeros(6))
+    with pytest.raises(ValueError, match=r"bias is \[1\]"):
+        tiled_linear(x, w_gate, 2, torch.zeros(1))
+    with pytest.raises(ValueError, match=r"w is \[7, 6\]; with x \[5, 6\]"):
+        tiled_linear(x, w_gate.t(), 2)
+    with pytest.raises(ValueError, match="dim is 2; it must be 1"):
+        tiled_linear(x, w_gate, 2, dim=2)
+    with pytest.raises(ValueError, match="ahead is -1"), tiling.read_ahead(lambda i: [], 1, -1):
+        pass
