@@ -98,9 +98,9 @@ def counters() -> dict[str, float]:
 def measured(work: Callable[[float], dict[str, float] | None], argument: float) -> dict[str, float]:
     """Seconds, CPU seconds and bytes of `work(argument)`, and what it returns."""
     before, begin = counters(), time.perf_counter()
-    said = work(argument)
+    said = work(argument) or {}
     s, after = time.perf_counter() - begin, counters()
-    return {"s": s, **{key: after[key] - before[key] for key in after}, **(said or {})}
+    return {"s": s, **{key: after[key] - before[key] for key in after}, **said}
 
 
 def evict(folder: Path) -> float:
@@ -301,7 +301,7 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
 
 
 def ours_training(order: dict[str, Any]) -> dict[str, Callable]:
-    """{"step": batch number -> loss and the seconds of the update}."""
+    """{"step": batch number -> loss, and the cost of the update}."""
     raise ImportError("fzero's training from a disk is not there yet")
 
 
@@ -558,7 +558,7 @@ def steps_section(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     results, base = {}, rows[trained[0]]
     for name in trained:
         found = rows[name]
-        moved = [row["read_bytes"] + row["write_bytes"] for row in found]
+        moved = [row["optimizer_read_bytes"] + row["optimizer_write_bytes"] for row in found]
         results[name] = {key: spread([row[key] for row in found]) for key in ("s", "optimizer_s", "cpu_s")} | {
             "losses": losses[name],
             "read_gb": spread([row["read_bytes"] / 1e9 for row in found]),

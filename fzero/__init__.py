@@ -19,7 +19,7 @@ _HOME = {
     "Remat": "autodiff",
     "Spec": "sharding",
     "TrainState": "state",
-    "init_state": "state",
+    "init_state": "init",
     "jit": "compile",
     "make_eval_step": "train",
     "make_mesh": "sharding",

@@ -33,8 +33,11 @@ SHORTHANDS = {
     "sequence": "sequence",
     "accumulate": "accumulate",
     "prefetch": "prefetch",
+    "offload": "offload",
+    "nvme": "nvme.folder",
+    "buffer_mb": "nvme.buffer_mb",
 }
-PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch")  # what a resumed run may change, as its mesh
+PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "buffer_mb")  # what a resumed run may change, as its mesh
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -119,6 +122,9 @@ def say(line: str) -> None:
 @click.option("--sequence", is_flag=True, default=None, help="Split activations over tp along the sequence.")
 @click.option("--accumulate", help="Gradients of micro-batches at stages 2 and 3: shards (less memory), or full (fewer messages).")
 @click.option("--prefetch", type=int, help="Layers gathered ahead of their use at stage 3.")
+@click.option("--offload", metavar="WHERE", help="Memories of params, grads, opt and acts: params=nvme,opt=nvme,acts=host.")
+@click.option("--nvme", metavar="DIR", help="The folder of what is on a disk; without it nvme/ in the run folder.")
+@click.option("--buffer-mb", type=int, help="Memory for what is on its way to or from the disk; without it what the plan needs.")
 @click.option("--out", type=FOLDER, metavar="RUN", help="The run folder; without it the first free runs/PRESET-N.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, by its own config, on any mesh.")
 @click.option("--init", type=FOLDER, metavar="RUN", help="Begin with the weights (and sizes) of this run or import.")
@@ -300,6 +306,34 @@ def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
     from fzero import data
 
     say(data.describe(data.prepare(list(sources), out, **options)))
+
+
+@cli.group(name="bench")
+def bench_group() -> None:
+    """Measurements of this machine."""
+
+
+@bench_group.command(name="disk")
+@click.argument("folder", type=FOLDER, metavar="DIR")
+@click.option("--size-gb", type=float, default=2.0, show_default=True, help="Of its two files together, which are gone afterwards.")
+@click.option("--seconds", type=float, default=0.5, show_default=True, help="For each of some 100 figures.")
+@click.option("--no-write-config", is_flag=True, help="Leave the user's config.toml as it is.")
+def bench_disk(folder: Path, size_gb: float, seconds: float, no_write_config: bool) -> None:
+    """Measure the disk of DIR and write the settings that suit it best into the user's config.toml, for runs with --nvme there."""
+    size = int(size_gb * 1e9 / 2) >> 20 << 20 if 0.002 < size_gb < 1e6 else 0
+    if not size:
+        raise ValueError(f"--size-gb is {size_gb}; it must be at least 0.0022")
+    if not 0 < seconds <= 60:
+        raise ValueError(f"--seconds is {seconds}; it must be above 0, and 60 at most")
+    from fzero.offload import bench
+
+    say(bench.bench_disk(folder, size=size, seconds=seconds, write_config=not no_write_config, progress=progress))
+
+
+def progress(line: str) -> None:
+    """Print a line on stderr at once, where that is a terminal."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 @cli.command(name="import")

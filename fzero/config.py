@@ -22,6 +22,7 @@ from fzero.models import GPT2Config, LlamaConfig, MLPConfig, ModelConfig, MoECon
 from fzero.precision import POLICIES, LossScale
 from fzero.pytree import nearest
 from fzero.sharding import AXES
+from fzero.sharding.tiers import Offload
 from fzero.sharding.zero import ACCUMULATE, REDUCE
 from fzero.tables import Table, flat, parse_json, show, typed
 
@@ -125,6 +126,16 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Nvme:
+    """The disk that offloaded leaves rest on."""
+
+    folder: str = ""  # on a disk that all ranks see, or a URL of tensorstore's; "": nvme/ in the run folder
+    buffer_mb: int = 0  # all that is in memory on its way to or from the disk; 0: what the plan needs
+    slots: int = 2  # versions on the disk: 2 make every step atomic, each one more keeps a checkpoint; 1 saves the space
+    verify: bool = True  # checksums with every write, compared when the run is resumed
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run. Raises ValueError naming the key, its value, what is allowed and the fix."""
 
@@ -141,6 +152,8 @@ class RunConfig:
     accumulate: str = "shards"  # over micro-batches at stages 2 and 3: shards of gradients, or full ones
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped behind its forward pass and gathered again
+    offload: str = ""  # where groups of leaves rest: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
+    nvme: Nvme = Nvme()
 
     def __post_init__(self) -> None:
         validate(self)
@@ -161,6 +174,7 @@ BOUNDS: dict[str, tuple[float, bool, float]] = {
     **{f"train.{n}": SIZE for n in ("steps", "batch", "micro_batch", "log_every")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last")},
     **{"train.seed": (0, True, 2**64), "train.ema_decay": FRACTION, "zero": (0, True, 4), "prefetch": COUNT},
+    **{"nvme.buffer_mb": COUNT, "nvme.slots": SIZE},
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.name": tuple(OPTIMIZERS),
@@ -331,7 +345,11 @@ def validate(config: RunConfig) -> None:
         raise ValueError(f"train.micro_batch is {t.micro_batch} and does not divide train.batch={t.batch}; use one of {show(sizes)}")
     if c.data.seq_len > c.model.max_len:
         raise ValueError(f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make one fit the other")
-    Remat.parse(t.remat)
+    remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)
+    if offload.acts.memory != "device" and not remat.every:
+        raise ValueError(f"offload is {c.offload!r} and train.remat is {t.remat}: acts are what a remat policy keeps; use --remat full")
+    if c.nvme != Nvme() and "nvme" not in offload.memories:
+        raise ValueError(f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload params=nvme,opt=nvme")
     Kernels.parse(t.kernels)
     s = c.optim.schedule
     if s.warmup_steps >= t.steps:

@@ -22,7 +22,9 @@ from fzero.config import RunConfig, check_vocabulary, from_json, to_json, to_tab
 from fzero.corpus import Say
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
-from fzero.program import Program, build, check_memory, first_state, flop_per_token, num_params, restore, specs_of
+from fzero.offload import Moved, Stored
+from fzero.offload.store import release
+from fzero.program import Program, all_on_disk, build, check_memory, first_state, flop_per_token, latest, num_params, restore, specs_of
 from fzero.report import plots
 from fzero.sample import generate
 from fzero.sharding import Mesh
@@ -60,7 +62,7 @@ def start(
     config, mesh, lines = place(config, team)
     if config.data.path != "stdlib":
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).absolute())))
-    program = build(config, mesh)
+    program = build(config, mesh, folder)
     check_memory(program, doctor.available_bytes() // team.local_size)
     try:
         path = Path(team.share(lambda: str(corpus.find_corpus(config.data, folder, options.say))))
@@ -68,7 +70,7 @@ def start(
         if grow_vocabulary and size > config.model.vocab_size:
             options.say(f"the corpus has {size:,} tokens: model.vocab_size is {size} in place of {config.model.vocab_size}")
             config = replace(config, model=replace(config.model, vocab_size=size))
-            program = build(config, mesh)
+            program = build(config, mesh, folder)
         check_vocabulary(config, path)
         compare_corpus(path, team)
         corpus.open_data(config, path, mesh)
@@ -109,21 +111,14 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, op
     if "mesh" in changes or math.prod(before.values()) != team.size:
         config = replace(config, mesh={})
     config, mesh, lines = place(updated(config, changes), team)
-    program = build(config, mesh)
+    program = build(config, mesh, folder)
     check_memory(program, doctor.available_bytes() // team.local_size)
     path = folder / said["corpus"]  # an absolute path stays what it is
     if config.data.path == "stdlib":
         path = Path(team.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, options.say))))
     if corpus.digest(path) != said["corpus_sha256"]:
         raise ValueError(f"{path}: is not the corpus this run began with; put that one back, or start a new run")
-    home = folder / runs.CHECKPOINTS
-    if team.share(lambda: bool(checkpoint.steps(home))):
-        newest, damaged = team.share(lambda: _newest(home))
-        for line in damaged:
-            options.say(line)
-        state = restore(program, Path(newest))
-    else:
-        state = first_state(program, runs.load(Path(said["init"]), wide=True).params if said["init"] else None)
+    state = newest_state(program, folder, team, options, Path(said["init"]) if said["init"] else None)
     step = int(state.step)
     if step >= config.train.steps:
         raise ValueError(f"{folder}: is complete: it has made its {step} steps; a longer run is a new one (--out)")
@@ -137,6 +132,34 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, op
         old = ", ".join(f"{axis}={size}" for axis, size in before.items())
         options.say(f"on {mesh}, before that on {f'Mesh({old})' if old else 'one process'}")
     return finish(program, state, folder, path, team, options)
+
+
+def newest_state(program: Program, folder: Path, team: Team, options: Options, init: Path | None) -> TrainState:
+    """The state to go on with: the last complete step on the disk where all of it is there, else that of the newest sound checkpoint.
+
+    A damaged store is passed over where there is a checkpoint.
+    """
+    home = folder / runs.CHECKPOINTS
+    saved = team.share(lambda: bool(checkpoint.steps(home)))
+    if all_on_disk(program):
+        failure = ""
+        try:
+            state = latest(program)
+        except ValueError as error:
+            failure = str(error)
+        failures = [text for text in team.gather(failure) if text]
+        if not failures:
+            return state
+        if not saved:
+            raise ValueError(failures[0])
+        options.say(f"passed over: {failures[0]}")
+        team.share(lambda: release(program.space.folder))
+    if saved:
+        newest, damaged = team.share(lambda: _newest(home))
+        for line in damaged:
+            options.say(line)
+        return restore(program, Path(newest))
+    return first_state(program, runs.load(init, wide=True).params if init else None)
 
 
 def _newest(home: Path) -> tuple[str, list[str]]:
@@ -186,6 +209,8 @@ def finish(program: Program, state: TrainState, folder: Path, path: Path, team: 
     say(f"{path}: {size:,} tokens; {config.train.batch} x {config.data.seq_len} a step")
     if team.size > 1:
         say(str(program.plan).splitlines()[0])
+    for line in told_of_offload(program):
+        say(line)
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
     where = f" by {team.size} processes at once" * (team.size > 1)
     say(f"MFU: model FLOPs (6N + 12LTD) over {'the' if measured else 'the given'} {rate}{f' measured here{where}' if measured else ''}")
@@ -202,12 +227,26 @@ def finish(program: Program, state: TrainState, folder: Path, path: Path, team: 
     last = next((row for row in reversed(rows) if "val_loss" in row), {})
     seconds = time.perf_counter() - begin
     say(f"{step} steps in {clock(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} nats per token" + per_byte(last))
-    say(f"written: {folder}/metrics.jsonl, loss.png, throughput.png, checkpoints/step-{step:08d}")
+    where = program.space.folder if all_on_disk(program) else f"checkpoints/step-{step:08d}"
+    say(f"written: {folder}/metrics.jsonl, loss.png, throughput.png, {where}")
     params = best_params(program, state) if options.sample else ()
     if options.sample and team.first:
         say(f"a sample (fzero sample {folder} --prompt ...):\n")
         say(sample_text(program, params, folder, options.sample))
     return stopped
+
+
+def told_of_offload(program: Program) -> list[str]:
+    """What a run says of its disk before it begins."""
+    if program.space is None:
+        return []
+    size = program.space.arena_bytes
+    lines = [f"offload {program.config.offload}: {program.space.folder}, {size / 1e6:,.0f} MB of buffers a process"]
+    if all_on_disk(program):
+        kept = program.space.slots - 2
+        more = f", and the last {kept} checkpoints are kept" if kept > 0 else ""
+        lines.append(f"every step is complete on the disk when it ends: --resume goes on from the last one{more}")
+    return lines
 
 
 def train(
@@ -222,8 +261,15 @@ def train(
     bytes_per_token, flop, specs = corpus.mean_bytes(path), flop_per_token(program), specs_of(program)
     first, cursor, skipped, saved = int(state.step), int(state.data_cursor), 0, int(state.step)
 
+    on_disk = all_on_disk(program)
+
     def save(state: TrainState, step: int) -> int:
-        whole = whole_on_first(state, specs, mesh)
+        if on_disk:
+            # Each step is committed to the disk already; a checkpoint is a slot that later steps leave alone.
+            if program.space.slots > 2:
+                program.space.store.pin(program.space.slots - 2)
+            return step
+        whole = whole_on_first(in_memory(state), specs, mesh)
         home, keep = folder / runs.CHECKPOINTS, t.keep_last or None
         team.share(lambda: str(checkpoint.save(home, whole, step=step, config=to_table(config), keep_last=keep)))
         return step
@@ -233,7 +279,7 @@ def train(
         stack.enter_context(watched(team))
         batches = stack.enter_context(closing(data.prefetch(lambda step: batch_at(cursor + (step - first) * t.batch), first)))
         record = stack.enter_context(recorder(folder, first, until, t.log_every, options)) if team.first else lambda row: None
-        step = first
+        step, moved = first, program.space.moved() if program.space else Moved()
         while step < until and not (number := agreed(stop, mesh)):
             begin = time.perf_counter()
             _, batch = next(batches)
@@ -248,6 +294,8 @@ def train(
             rate = t.batch * config.data.seq_len / spent
             mfu = rate * flop / options.peak_flops
             row |= {"tokens": step * t.batch * config.data.seq_len, "step_s": spent, "data_s": waited, "tokens_per_s": rate, "mfu": mfu}
+            row |= disk_row(program, moved)
+            moved = program.space.moved() if program.space else moved
             if step == t.steps or (t.eval_every and step % t.eval_every == 0):
                 row |= evaluate_all(program, state, evaluate, bytes_per_token)
             record(row)
@@ -260,6 +308,18 @@ def train(
         if saved != step:
             save(state, step)
     return state, number
+
+
+def disk_row(program: Program, before: Moved) -> dict[str, Any]:
+    """What a step moved to and from the disk, and how long the computation waited for it."""
+    if program.space is None:
+        return {}
+    now = program.space.moved()
+    return {
+        "disk_read_bytes": now.read_bytes - before.read_bytes,
+        "disk_written_bytes": now.written_bytes - before.written_bytes,
+        "disk_wait_s": now.waited_s - before.waited_s,
+    }
 
 
 def agreed(stop: list[int], mesh: Mesh) -> int:
@@ -320,8 +380,8 @@ def at_rest(program: Program, state: TrainState) -> Any:
     ema = state.extra.get("ema", ())
     if not pytree.leaves(ema) or not split_names(program.plan):
         return ema
-    whole = pytree.map(lambda leaf: torch.empty_like(leaf, dtype=program.policy.state), state.params)
-    spread(program.plan, program.mesh, ema, whole)
+    whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=program.policy.state), state.params)
+    spread(program.plan, program.mesh, in_memory(ema), whole)
     return whole
 
 
@@ -399,11 +459,16 @@ def sample_text(program: Program, params: Any, folder: Path, prompt: str, n: int
 
 def best_params(program: Program, state: TrainState) -> Any:
     """The whole weights to write text with on rank 0 (the average, where there is one), in the dtype of the parameters; () elsewhere."""
-    specs = specs_of(program)
+    specs, state = specs_of(program), in_memory(state)
     if "ema" not in state.extra:
         return whole_on_first(state.params, specs.params, program.mesh)
     whole = whole_on_first(state.extra["ema"], specs.extra["ema"], program.mesh)
     return pytree.map(lambda leaf: leaf.to(program.policy.param), whole)
+
+
+def in_memory(tree: Any) -> Any:
+    """The tree with what rests on a disk in memory."""
+    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf, tree)
 
 
 def per_byte(row: dict[str, Any]) -> str:

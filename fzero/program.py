@@ -13,17 +13,25 @@ from torch import Tensor
 from fzero import checkpoint, models, optim, pytree
 from fzero.autodiff import Remat
 from fzero.config import Optim, RunConfig, family_of
+from fzero.init import init_state, whole_part
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import Model, MoEConfig
+from fzero.offload import Settings, Space
+from fzero.offload.arena import padded
+from fzero.offload.bench import settings_for
+from fzero.offload.folder import is_url
 from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
 from fzero.precision import POLICIES, Policy, fp16
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan, Spec, make_mesh, zero_plan
 from fzero.sharding.draw import window
-from fzero.sharding.zero import local_numel
-from fzero.state import TrainState, init_state, state_specs, whole_part
+from fzero.sharding.tiers import Offload
+from fzero.sharding.zero import STACKED, local_numel
+from fzero.state import TrainState, meta_state, state_specs
+from fzero.stored import lost_leaves, on_disk, put_on_disk, reopened
 from fzero.train import make_eval_step, make_train_step
 
+NVME = "nvme"  # in the run folder
 BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
 
 
@@ -37,14 +45,16 @@ class Program(NamedTuple):
     tx: GradientTransformation
     schedule: Schedule
     policy: Policy
+    space: Space | None  # where what is on a disk lives
     train_step: Callable[[TrainState, Any], Any]
     eval_step: Callable[[Tree, Any], Any]
 
 
-def build(config: RunConfig, mesh: Mesh | None = None) -> Program:
+def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = None) -> Program:
     """The program of a config whose "auto" values are settled (see fzero.doctor.settle), on `mesh` (None: made by the config).
 
-    No parameter is made. Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
+    folder: of the run, for what is on a disk where the config names no other place. No parameter is made.
+    Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
     """
     assert "auto" not in (config.precision.policy, config.train.compiled), "settle the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
@@ -60,11 +70,15 @@ def build(config: RunConfig, mesh: Mesh | None = None) -> Program:
         accumulate=config.accumulate,
         sequence=config.sequence,
         reshard=config.reshard,
+        offload=config.offload,
     )
     policy = make_policy(config)
     t = config.train
     layout = optim.sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     tx = make_optimizer(config.optim, t.steps, layout, kernels=Kernels.parse(t.kernels), seed=t.seed)
+    space = make_space(config, folder, mesh)
+    if space is not None:
+        space.need(buffer_bytes(plan, policy, mesh, config))
     train_step = make_train_step(
         model,
         tx,
@@ -77,11 +91,41 @@ def build(config: RunConfig, mesh: Mesh | None = None) -> Program:
         kernels=t.kernels,
         ema_decay=t.ema_decay,
         prefetch=config.prefetch,
+        space=space,
     )
     options = {"compiled": bool(t.compiled), "kernels": t.kernels, "prefetch": config.prefetch}
     eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, **options)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
-    return Program(config, mesh, model, plan, tx, schedule, policy, train_step, eval_step)
+    return Program(config, mesh, model, plan, tx, schedule, policy, space, train_step, eval_step)
+
+
+def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Space | None:
+    """Where the leaves live that a config puts on a disk; None where it puts none there."""
+    if "nvme" not in Offload.parse(config.offload).memories:
+        return None
+    n = config.nvme
+    place = n.folder or (str(folder / NVME) if folder is not None else None)
+    size = n.buffer_mb << 20 if n.buffer_mb else None
+    settings = settings_for(place) if place is not None and not is_url(place) else Settings()
+    return Space(place, buffer_bytes=size, slots=n.slots, verify=n.verify, settings=settings.share(mesh.size))
+
+
+def buffer_bytes(plan: Plan, policy: Policy, mesh: Mesh, config: RunConfig) -> int:
+    """The bytes of buffers that a rank's step needs: for parameters ahead of their use, activations, gradients, and the update's units."""
+    specs, grads = pytree.named_leaves(plan.params), pytree.named_leaves(plan.grads)
+    parts: dict[str, int] = {}
+    sums: dict[str, int] = {}
+    for name, leaf in pytree.named_leaves(plan.like).items():
+        part, layers = name.split("/")[0], leaf.shape[0] if name.startswith(STACKED) else 1
+        for held, spec, dtype in ((parts, specs[name], policy.param), (sums, grads[name], policy.accumulate)):
+            if spec.memory == "nvme":
+                size = local_numel(leaf.shape, Spec(spec.dims), plan.sizes) // layers * dtype.itemsize
+                held[part] = held.get(part, 0) + padded(size)
+    tokens = config.train.micro_batch * config.data.seq_len * config.model.d_model * policy.compute.itemsize
+    acts = 4 * padded(tokens) if plan.acts == "nvme" else 0
+    forward = (config.prefetch + 3) * max(parts.values(), default=0) + 2 * max(sums.values(), default=0) + acts
+    total = sum(leaf.numel() for leaf in pytree.leaves(plan.like)) * 4
+    return max(forward, min(max(total // 4, 64 << 20), 512 << 20))
 
 
 def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
@@ -108,7 +152,22 @@ def first_state(program: Program, params: Tree | None = None) -> TrainState:
     config = program.config.train
     start = program.model if params is None else params
     ema = config.ema_decay > 0
-    return init_state(start, program.tx, program.plan, program.mesh, seed=config.seed, policy=program.policy, ema=ema)
+    options = {"seed": config.seed, "policy": program.policy, "ema": ema, "space": program.space}
+    return init_state(start, program.tx, program.plan, program.mesh, **options)
+
+
+def latest(program: Program) -> TrainState:
+    """This rank's state of the last complete step on the disk. Raises ValueError where it is damaged or of another run."""
+    ema = program.config.train.ema_decay > 0
+    return reopened(program.tx, program.plan, program.mesh, program.space, policy=program.policy, ema=ema)
+
+
+def all_on_disk(program: Program) -> bool:
+    """Whether the store of a run holds, or determines, its whole state: then each step is a checkpoint."""
+    if program.space is None:
+        return False
+    ema = program.config.train.ema_decay > 0
+    return not lost_leaves(meta_state(program.tx, program.plan, program.mesh, program.policy, ema), specs_of(program), program.plan)
 
 
 def restore(program: Program, path: Path) -> TrainState:
@@ -116,9 +175,10 @@ def restore(program: Program, path: Path) -> TrainState:
 
     One whole leaf is in memory at a time. Raises ValueError where the leaves are not those of the program, or are damaged.
     """
-    like = first_state(program, program.plan.like)
-    if program.mesh.size == 1:
-        return checkpoint.restore(path, like)
+    ema = program.config.train.ema_decay > 0
+    like = meta_state(program.tx, program.plan, program.mesh, program.policy, ema)
+    if program.mesh.size == 1 and not on_disk(program.plan):
+        return checkpoint.restore(path, first_state(program, program.plan.like))
     specs, held = pytree.named_leaves(specs_of(program)), checkpoint.manifest(path)["leaves"]
     wanted = pytree.named_leaves(like)
     other = sorted(wanted.keys() ^ held.keys())
@@ -132,6 +192,8 @@ def restore(program: Program, path: Path) -> TrainState:
         whole = checkpoint.restore_leaves(path, name.__eq__)[name]
         return whole_part(whole, specs[name], program.mesh).clone()
 
+    if on_disk(program.plan):
+        return put_on_disk(read, like, specs_of(program), program.plan, program.mesh, program.space)
     return pytree.map_named(read, like)
 
 
@@ -233,20 +295,20 @@ class Memory(NamedTuple):
     grads: int  # their sums, and those of a part of the model on their way there
     gathered: int  # parameters that are whole for use
     activations: int  # of one micro-batch: a rough bound
+    buffers: int  # of what is on its way to or from a disk
 
 
 def memory_needed(program: Program) -> Memory:
     """The bytes that each rank of `program` needs, without making a tensor of it."""
     policy, plan, t, c = program.policy, program.plan, program.config.train, program.model.config
-    opt = pytree.map(lambda leaf, spec: torch.empty(window(leaf.shape, spec, program.mesh)[1], device="meta"), plan.like, plan.opt)
-    opt = pytree.map(lambda leaf: leaf.to(policy.state), opt)
-    copies = policy.has_master + bool(t.ema_decay)
-    state = tree_bytes(program.tx.init(opt)) + copies * tree_bytes(opt) + numel(plan, plan.params) * policy.param.itemsize
+    held = pytree.named_leaves(specs_of(program))
+    like = meta_state(program.tx, plan, program.mesh, policy, bool(t.ema_decay))
+    state = sum(x.numel() * x.dtype.itemsize for name, x in pytree.named_leaves(like).items() if held[name].memory != "nvme")
     micro_batches = local_micro_batches(program.config, program.mesh)
     # A sum by a binary tree holds a term for each of its levels.
-    held = micro_batches.bit_length() if plan.reduce == "canonical" else 1
+    terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
     part = max(part_numels(plan).values())
-    grads = held * numel(plan, plan.grads) * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
+    grads = terms * numel(plan, plan.grads, in_memory=True) * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
     moved = plan.sizes["dp"] > 1 and any("dp" in spec.axes for spec in pytree.leaves(plan.params))
     gathered = (program.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
     remat, tp = Remat.parse(t.remat), plan.sizes["tp"]
@@ -255,12 +317,15 @@ def memory_needed(program: Program) -> Memory:
     kept = c.n_layers * layer if not remat.every else c.d_model * c.n_layers // remat.every + remat.every * layer
     tokens = t.micro_batch * program.config.data.seq_len
     logits = 2 * 4 * min(tokens, 1024) * c.vocab_size // tp
-    return Memory(state, grads, gathered, tokens * kept * policy.compute.itemsize + logits)
+    acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
+    buffers = program.space.arena_bytes if program.space is not None else 0
+    return Memory(state, grads, gathered, acts, buffers)
 
 
-def numel(plan: Plan, specs: Tree) -> int:
-    """The elements of the parameters that one rank holds by `specs`."""
-    return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in zip(pytree.leaves(plan.like), pytree.leaves(specs)))
+def numel(plan: Plan, specs: Tree, *, in_memory: bool = False) -> int:
+    """The elements of the parameters that one rank holds by `specs`; in_memory: without those on a disk."""
+    pairs = zip(pytree.leaves(plan.like), pytree.leaves(specs))
+    return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs if not in_memory or spec.memory != "nvme")
 
 
 def part_numels(plan: Plan) -> dict[str, int]:
@@ -284,7 +349,7 @@ def check_memory(program: Program, available: int) -> None:
     if not program.config.train.memory_check or sum(need) <= available:
         return
     c, n = program.config, num_params(program)
-    fixed, ranks = need.state + need.grads + need.gathered, program.mesh.size
+    fixed, ranks = need.state + need.grads + need.gathered + need.buffers, program.mesh.size
     if fixed <= available:
         hint = "a smaller --micro-batch, a shorter --seq-len or --remat full needs less of them"
     else:
@@ -298,6 +363,7 @@ def check_memory(program: Program, available: int) -> None:
             else "a smaller model (--set model.n_layers=...) fits"
         )
     gathered = f", gathered parameters {gigabytes(need.gathered)}" if need.gathered else ""
+    gathered += f", buffers {gigabytes(need.buffers)}" if need.buffers else ""
     parts = f"state {gigabytes(need.state)}, gradients {gigabytes(need.grads)}{gathered}, activations about {gigabytes(need.activations)}"
     if ranks > 1 and program.config.zero < 3:
         hint = f"--zero 3 shards all of it over dp; {hint}"

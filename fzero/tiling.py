@@ -12,9 +12,9 @@ take each tile's parameters from a function `fetch` and hand its gradients to a 
 disk. Forward and backward each ask for tile 0, 1, ... in this order, and let go of one before they ask for the next. With `read_ahead` the
 next ones are read meanwhile.
 
-Tiles of columns give the bits of the untiled product where torch sums a number of y in the same order whatever the number of columns. On a
-CPU it mostly does with one thread; not for a tile of one column or an x of one row (another routine), nor always where a sum of some
-hundred terms is split over threads. Other results are sums over tiles, and differ by rounding.
+Tiles of columns give the bits of the untiled product where torch sums a number of y in the same order whatever the number of columns. MKL
+on one thread mostly does; not for a tile of one column or an x of one row (another routine), nor always for sums of a thousand terms, and
+less so on several threads, which may share such a sum. Other results are sums over tiles, and differ by rounding.
 Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 5.1.3.
 """
 
@@ -280,7 +280,7 @@ def _layer(kind: str, params: Sequence[Tensor], tiles: int, impl: str) -> _Layer
     return _Layer(TiledMLP(activation, tiles, inner, biased), dims, tile_spans(size, tiles, "F, the units,"))
 
 
-# As operators: a compiler that saw the tiles would compute them all, and then put their gradients together.
+# As operators: a compiler that saw the tiles would compute them all and then put their gradients together, with twice the memory of those.
 @operator(
     "tiled_layer(Tensor x, Tensor[] params, str kind, int tiles, str impl) -> Tensor",
     lambda x, params, *_: x.new_empty(x.shape[0], params[-1].shape[-1]),

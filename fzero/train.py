@@ -27,7 +27,8 @@ from fzero.sharding import Mesh, Plan
 from fzero.sharding.fetch import fetch_tree
 from fzero.sharding.reduce import Reducer
 from fzero.sharding.zero import shapes_of
-from fzero.state import TrainState, commit, expect_shapes
+from fzero.state import TrainState, expect_shapes
+from fzero.stored import commit
 from fzero.update import Gradients, own, update_donated, update_pure
 from fzero.update_streamed import StreamedUpdate, is_offloaded
 

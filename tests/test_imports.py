@@ -21,6 +21,8 @@ GROUPS = (
     ("optim", "offload", "models", "streaming"),
     ("precision", "gradients", "update", "update_streamed"),
     ("state",),
+    ("stored",),
+    ("init",),
     ("train",),
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),
     ("program", "runs", "sample", "doctor", "corpus", "team"),

@@ -105,6 +105,7 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(layer, dtype):
             laws.numbers(form(layer, tiles), drawn(layer, n, d, f), dtype, impl="tiled")
 
 
+@pytest.mark.skipif(laws.DEVICE != "cpu" or not torch.backends.mkl.is_available(), reason="another library may sum in another order")
 @pytest.mark.parametrize("dtype", (F64, torch.float32), ids=str)
 def test_columns_have_the_bits_of_the_whole_product(dtype):
     x, w, b = drawn("columns and bias", 64, 96, 128, dtype)
@@ -393,7 +394,7 @@ def test_rows_of_files(tmp_path):
     x, *params = drawn("swiglu")
     rows = [p if p.shape == (FF, D) else p.t().contiguous() for p in params]
     for k, p in enumerate(rows):
-        (tmp_path / f"{k}").write_bytes(p.numpy().tobytes())
+        (tmp_path / f"{k}").write_bytes(p.cpu().numpy().tobytes())
         (tmp_path / f"{k}.grad").write_bytes(bytes(p.nbytes))
     spans, row = tile_spans(FF, 3), D * 8
     files = [[os.open(tmp_path / f"{k}{end}", os.O_RDWR) for k in range(3)] for end in ("", ".grad")]
@@ -401,12 +402,12 @@ def test_rows_of_files(tmp_path):
     def fetch(i):
         count = spans[i].stop - spans[i].start
         parts = [bytearray(os.pread(file, count * row, spans[i].start * row)) for file in files[0]]
-        gate, up, down = (torch.frombuffer(part, dtype=F64).reshape(count, D) for part in parts)
+        gate, up, down = (torch.frombuffer(part, dtype=F64).reshape(count, D).to(x.device) for part in parts)
         return gate.t(), up.t(), down
 
     def put(i, grads):
         for file, grad in zip(files[1], (grads[0].t(), grads[1].t(), grads[2])):
-            os.pwrite(file, grad.contiguous().numpy().tobytes(), spans[i].start * row)
+            os.pwrite(file, grad.cpu().contiguous().numpy().tobytes(), spans[i].start * row)
 
     run = TiledMLP(lambda a, b: F.silu(a) * b, 3, inner=2)
     with read_ahead(fetch, 3, 1) as ahead:
@@ -416,7 +417,7 @@ def test_rows_of_files(tmp_path):
         dx = run.backward(ahead, put, x, dy)
     for file in (*files[0], *files[1]):
         os.close(file)
-    read = [torch.frombuffer(bytearray((tmp_path / f"{k}.grad").read_bytes()), dtype=F64).reshape(FF, D) for k in range(3)]
+    read = [torch.frombuffer(bytearray((tmp_path / f"{k}.grad").read_bytes()), dtype=F64).reshape(FF, D).to(x.device) for k in range(3)]
     expected = of_leaves(swiglu_whole, [x, *params], dy)
     assert_close([y, dx, read[0].t(), read[1].t(), read[2]], [expected[0], *expected[1]], rtol=1e-12, atol=1e-13)
 

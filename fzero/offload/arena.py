@@ -68,7 +68,7 @@ class Arena:
             if not working and self.returned.empty():
                 raise ValueError(
                     f"the offload buffers are {self.size:,} bytes, of which {self.lent:,} are in use, and {size:,} more are needed "
-                    "at once; give them more (offload.buffer_mb, --buffer-mb)"
+                    "at once; give them more (nvme.buffer_mb, --buffer-mb)"
                 )
             with suppress(Empty):
                 self.returned.put(self.returned.get(timeout=0.05))

@@ -17,6 +17,7 @@ from fzero.offload.store import Store, open_store
 from fzero.sharding.mesh import Mesh
 
 SCRATCH = "scratch"
+LEAST = 64 << 20  # bytes of buffers where nobody says more
 
 
 class Space:
@@ -40,6 +41,7 @@ class Space:
         if buffer_bytes is not None and buffer_bytes < 1 << 20:
             raise ValueError(f"offload: buffer_bytes is {buffer_bytes:,}; it must be at least {1 << 20:,}")
         self.folder, self.buffer_bytes, self.slots, self.verify, self.settings = folder, buffer_bytes, slots, verify, settings
+        self.needed = 0
         self._arena: Arena | None = None
         self._disk: Disk | None = None
         self._scratch: Scratch | None = None
@@ -47,14 +49,18 @@ class Space:
 
     def need(self, size: int) -> None:
         """Say how many bytes of buffers the plan needs; the larger of two counts."""
-        if self.buffer_bytes is None or self._arena is None:
-            self.needed = max(size, getattr(self, "needed", 0))
+        self.needed = max(size, self.needed)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of the buffers."""
+        return self.buffer_bytes or max(self.needed, LEAST)
 
     @property
     def arena(self) -> Arena:
         """The buffers."""
         if self._arena is None:
-            self._arena = Arena(self.buffer_bytes or max(getattr(self, "needed", 0), 64 << 20))
+            self._arena = Arena(self.arena_bytes)
         return self._arena
 
     @property

@@ -132,7 +132,7 @@ class Store:
         if keep > self.slots - 2:
             raise ValueError(
                 f"{self.place}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked for; "
-                f"use offload.slots={keep + 2}"
+                f"use nvme.slots={keep + 2}"
             )
         pinned = sorted({**self.record.pinned, self.record.slot: self.record.step}.items(), key=lambda item: -item[1])[:keep]
         self._put(self.record._replace(pinned=dict(pinned)))
@@ -306,7 +306,7 @@ def open_store(
     Raises ValueError where the folder cannot be written, holds another store, none, or a damaged one, or the disk is too small.
     """
     if slots < 1:
-        raise ValueError(f"offload.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
+        raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
     leaves = {name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()}
     wanted = _describe(leaves, ranks, slots, owner or {})
     record = None
@@ -318,7 +318,7 @@ def open_store(
         if record.dirty:
             raise ValueError(
                 f"{place}: with one slot, step {record.step + 1} was being written over step {record.step} when its run ended; "
-                "resume from a checkpoint, and use offload.slots=2 to survive a kill"
+                "resume from a checkpoint, and use nvme.slots=2 to survive a kill"
             )
     elif rank == 0:
         _take_over(place, wanted)
@@ -364,6 +364,13 @@ def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
         raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
     except FileExistsError as error:
         raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
+
+
+def release(place: str | Path) -> None:
+    """Say that nobody needs the store in `place` any more, so that another may take its folder over."""
+    record = read_record(place) if not is_url(place) and Path(place, STEP).is_file() else None
+    if record is not None:
+        write_text(place, STEP, json.dumps({**record._asdict(), "pinned": {}, "done": True}))
 
 
 def _geometry(described: dict[str, Any]) -> Any:

@@ -1,0 +1,357 @@
+"""How fast a disk is, and the Settings that suit it: what `fzero bench disk` does.
+
+Every transfer is direct, so the page cache has no part in a figure. The files lose their names as soon as they are open, so none stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fzero.offload.arena import PAGE, Arena
+from fzero.offload.disk import REFUSED, Disk, Settings, open_direct, serves_direct
+from fzero.offload.disks import file_system, mount_point, save, settings_for
+
+MB = 1 << 20
+BLOCKS = tuple(m * MB for m in (1, 2, 4, 8, 16))
+THREADS = (1, 2, 4)
+DEPTHS = (1, 2, 4)  # requests under way, for each thread
+DEPTH = 2
+KINDS = {"read": (False,), "write": (True,), "mixed": (False, True)}  # by whether a transfer writes
+ANCHOR_THREADS, ANCHOR_BLOCK, FIO_DEPTH = 8, 4 * MB, 8
+CLOSE = 0.97  # rates that differ less are the same
+MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+
+class Rate(NamedTuple):
+    """What moved, in GB (1e9 bytes) per second, reads and writes together, and the CPU time it took."""
+
+    gbs: float
+    cpu_s_per_gb: float
+
+
+class Row(NamedTuple):
+    """One way to use the disk, and its rates by kind; a kind that was not measured is absent."""
+
+    name: str
+    rates: dict[str, Rate]
+    settings: Settings | None = None
+    depth: int = DEPTH
+
+
+class Files(NamedTuple):
+    """Two nameless files on the disk, each of `size` bytes that were written once: one to read and one to write."""
+
+    fds: dict[bool, int]
+    size: int
+
+
+@contextmanager
+def open_files(folder: Path, size: int) -> Iterator[Files]:
+    """Files of `size` bytes (a multiple of 1 MiB) in `folder`, which have no name from the start and so are gone whatever happens.
+
+    Raises ValueError where the folder is missing, cannot be written, is in memory, refuses direct transfers, or has too little space.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: {'is not a folder' if folder.exists() else 'no such folder'}; give a folder on the disk to measure")
+    if (kind := file_system(mount_point(folder))) in MEMORY:
+        raise ValueError(f"{folder}: is in memory ({kind}); give a folder on a disk")
+    fds: dict[bool, int] = {}
+    try:
+        if not serves_direct(folder):
+            raise ValueError(
+                f"{folder}: its file system refuses direct transfers (O_DIRECT), as network file systems do; offload works there through "
+                "tensorstore, which has no settings to find; give a folder on a local disk"
+            )
+        system = os.statvfs(folder)
+        free = system.f_bavail * system.f_frsize
+        if free < 2 * size:
+            raise ValueError(f"{folder}: has {free / 1e9:,.2f} GB free and {2 * size / 1e9:,.2f} GB are needed; use a smaller --size-gb")
+        fill = memoryview(torch.randint(0, 256, (MB + PAGE,), dtype=torch.uint8).numpy())
+        aligned = fill[-np.frombuffer(fill, np.uint8).ctypes.data % PAGE :][:MB]
+        for write in (False, True):
+            fds[write] = _nameless(folder)
+            os.posix_fallocate(fds[write], 0, size)
+            for at in range(0, size, MB):
+                os.pwritev(fds[write], [aligned], at)
+            os.fsync(fds[write])
+        yield Files(fds, size)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ValueError(f"{folder}: {error.strerror}; give a folder that this user may write") from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(f"{folder}: {error.strerror} for {2 * size / 1e9:,.2f} GB; use a smaller --size-gb") from None
+        raise
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _nameless(folder: Path) -> int:
+    descriptor, path = tempfile.mkstemp(prefix=".fzero-bench-", dir=folder)
+    try:
+        os.close(descriptor)
+        fd = open_direct(Path(path))
+    finally:
+        os.unlink(path)
+    if fd is None:
+        raise OSError(REFUSED[0], "direct transfers are refused", str(folder))
+    return fd
+
+
+def timed(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: float, parallel: int = 1) -> Rate:
+    """The rate of `work(write, end)`, which moves bytes until the time `end` and returns how many: `parallel` threads of each kind."""
+    jobs = [write for write in kinds for _ in range(parallel)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        cpu, begin = time.process_time(), time.perf_counter()
+        moved = sum(pool.map(lambda write: work(write, begin + seconds), jobs))
+        gb = moved / 1e9
+        return Rate(gb / (time.perf_counter() - begin), (time.process_time() - cpu) / gb)
+
+
+def engine(files: Files, arena: Arena, settings: Settings, depth: int, kinds: Sequence[bool], seconds: float) -> Rate:
+    """The rate of a Disk of these settings on requests of one block each, `depth` of them under way for each thread."""
+    disk, block = Disk(settings), settings.block_bytes
+
+    def stream(write: bool, end: float) -> int:
+        request, fd, offset, moved = disk.write if write else disk.read, files.fds[write], 0, 0
+        ring = deque()
+        for _ in range(depth * (settings.writers if write else settings.readers)):
+            ring.append((None, arena.take((block,), torch.uint8)))
+        while ring:
+            pending, buffer = ring.popleft()
+            if pending is not None:
+                pending.wait()
+                moved += block
+            if pending is None or time.perf_counter() < end:
+                ring.append((request(fd, buffer.raw, offset), buffer))
+                offset = (offset + block) % (files.size // block * block)
+        return moved
+
+    try:
+        return timed(stream, kinds, seconds)
+    finally:
+        disk.close()
+
+
+def anchor(files: Files, arena: Arena, kinds: Sequence[bool], seconds: float) -> Rate:
+    """The rate of direct transfers in many threads that do nothing else: what the disk can do."""
+    block = min(ANCHOR_BLOCK, files.size)
+    turns = {write: iter(range(1 << 62)) for write in kinds}
+
+    def loop(write: bool, end: float) -> int:
+        buffer, moved = arena.take((block,), torch.uint8), 0
+        move, fd, view = os.pwritev if write else os.preadv, files.fds[write], [memoryview(buffer.raw.numpy())]
+        while not moved or time.perf_counter() < end:
+            moved += move(fd, view, next(turns[write]) * block % (files.size // block * block))
+        return moved
+
+    return timed(loop, kinds, seconds, ANCHOR_THREADS)
+
+
+def fio(files: Files, kinds: Sequence[bool], seconds: float) -> Rate:
+    """The rate of fio (libaio, direct, 4 MiB, depth 8, buffers in huge pages). Raises ValueError with its words where it fails."""
+    args = [
+        "fio",
+        "--output-format=json",
+        "--ioengine=libaio",
+        "--direct=1",
+        f"--bs={min(ANCHOR_BLOCK, files.size)}",
+        f"--iodepth={FIO_DEPTH}",
+    ]
+    args += ["--iomem=malloc", "--iomem_align=2M", f"--size={files.size}", "--time_based", f"--runtime={round(seconds * 1000)}ms"]
+    for write in kinds:
+        kind = "write" if write else "read"
+        args += [f"--name={kind}", f"--filename=/proc/{os.getpid()}/fd/{files.fds[write]}", f"--rw={kind}"]
+    tuned = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # small pages would halve it
+    done = subprocess.run(args, env=tuned, capture_output=True, text=True)
+    try:
+        jobs = json.loads(done.stdout)["jobs"]
+        moved = [job["read"] if job["read"]["io_bytes"] else job["write"] for job in jobs]
+        gb, gbs = sum(x["io_bytes"] for x in moved) / 1e9, sum(x["bw_bytes"] for x in moved) / 1e9
+        cpu = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
+        return Rate(gbs, cpu / gb)
+    except (ValueError, KeyError, ZeroDivisionError):
+        said = (done.stderr or done.stdout or "it says nothing").strip().splitlines()[0]
+        raise ValueError(f"fio failed with exit code {done.returncode}: {said}") from None
+
+
+def has_fio() -> bool:
+    """Whether fio is installed."""
+    return shutil.which("fio") is not None
+
+
+def named(settings: Settings, depth: int = DEPTH) -> str:
+    """The settings in words, for the table."""
+    size = settings.block_bytes
+    return f"{size // MB} MiB, {settings.readers} + {settings.writers} threads" + (f", depth {depth}" if depth != DEPTH else "")
+
+
+def sweep(
+    files: Files,
+    seconds: float,
+    *,
+    blocks: Sequence[int] = BLOCKS,
+    threads: Sequence[int] = THREADS,
+    depths: Sequence[int] = DEPTHS,
+    rounds: int = 3,
+    say: Callable[[Row], None] = lambda row: None,
+) -> tuple[list[Row], list[Row], Row]:
+    """(rows of the anchors, rows of the engine, the best of these), each figure measured for `seconds`.
+
+    Sizes of blocks with equal numbers of readers and writers come first, then other numbers with the best size, then the four best and the
+    defaults again, `rounds` times in turn, for their medians, then depths. The anchors are measured between, and their medians taken.
+    best: of what comes within 3% of the fastest at reading and writing at once, the one of the fewest threads and smallest blocks.
+    """
+    blocks = [block for block in blocks if block <= files.size]
+    arena = Arena(2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks)))
+    fill = arena.take((arena.size,), torch.uint8)  # a disk may be quicker at zeros
+    fill.view.view(-1, 2 * MB).copy_(torch.randint(0, 256, (2 * MB,), dtype=torch.uint8))
+    del fill
+    anchors: dict[str, dict[str, list[Rate]]] = {}
+
+    def measure(settings: Settings, kinds: Sequence[str] = tuple(KINDS), depth: int = DEPTH) -> Row:
+        return Row(named(settings, depth), {k: engine(files, arena, settings, depth, KINDS[k], seconds) for k in kinds}, settings, depth)
+
+    def measure_anchors() -> None:
+        for kind, writes in KINDS.items():
+            ways = {f"raw O_DIRECT, {ANCHOR_THREADS} threads a kind": lambda writes=writes: anchor(files, arena, writes, seconds)}
+            if has_fio():
+                ways[f"fio, libaio, depth {FIO_DEPTH} a kind"] = lambda writes=writes: fio(files, writes, seconds)
+            for name, rate in ways.items():
+                anchors.setdefault(name, {}).setdefault(kind, []).append(rate())
+
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        say(row)
+
+    for block in blocks:
+        measure_anchors()
+        for count in threads:
+            add(measure(Settings(block, count, count)))
+    block = max(rows, key=_mixed).settings.block_bytes
+    for readers in threads:
+        for writers in threads:
+            if readers != writers:
+                add(measure(Settings(block, readers, writers), ["mixed"]))
+    finalists = [row.settings for row in sorted(rows, key=_mixed)[-4:]]
+    default = Settings()
+    if default.block_bytes in blocks and default not in finalists:
+        finalists.append(default)
+    again: dict[Settings, list[Row]] = {settings: [] for settings in finalists}
+    for _ in range(rounds):
+        measure_anchors()
+        for settings in finalists:
+            again[settings].append(measure(settings))
+    finals = [
+        Row(found[0].name, {kind: median([row.rates[kind] for row in found]) for kind in KINDS}, settings)
+        for settings, found in again.items()
+    ]
+    best = choose(finals)
+    rows = [next((final for final in finals if final.settings == row.settings), row) for row in rows]
+    for depth in depths:
+        if depth != DEPTH:
+            add(measure(best.settings, depth=depth))
+    return [Row(name, {kind: median(found) for kind, found in kinds.items()}) for name, kinds in anchors.items()], rows, best
+
+
+def median(rates: Sequence[Rate]) -> Rate:
+    """The medians of both figures."""
+    return Rate(*(statistics.median(figure) for figure in zip(*rates)))
+
+
+def _mixed(row: Row) -> float:
+    return row.rates["mixed"].gbs
+
+
+def choose(rows: Sequence[Row]) -> Row:
+    """The row of the fewest threads and then the smallest blocks, of those within 3% of the fastest at reading and writing at once."""
+    close = [row for row in rows if _mixed(row) >= CLOSE * max(map(_mixed, rows))]
+    return min(close, key=lambda row: (row.settings.readers + row.settings.writers, row.settings.block_bytes))
+
+
+def table(anchors: Sequence[Row], rows: Sequence[Row], best: Row) -> str:
+    """The rates as text: GB/s and, for each, its ratio to the faster anchor; CPU seconds per GB of reading and writing at once."""
+    bar = {kind: max(row.rates[kind].gbs for row in anchors) for kind in KINDS}
+    lines = [f"{'':34}" + "".join(f"{title:>15}" for title in ("read", "write", "read+write")) + f"{'CPU s/GB':>10}"]
+    for row in (*anchors, *rows):
+        cells = [
+            f"{row.rates[k].gbs:8.2f}  ({row.rates[k].gbs / bar[k]:.2f})"[-15:].rjust(15) if k in row.rates else " " * 15 for k in KINDS
+        ]
+        chosen = row.settings == best.settings and row.depth == best.depth
+        lines.append(f"{row.name:34}{''.join(cells)}{row.rates['mixed'].cpu_s_per_gb:10.4f}{'  <- best' if chosen else ''}")
+    return "\n".join(lines)
+
+
+def cached(files: Files, samples: int = 64) -> float | None:
+    """The part of the pages of the files that the page cache holds, by samples; None where the system does not tell."""
+    found = 0
+    for fd in files.fds.values():
+        plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        try:
+            for i in range(samples):
+                try:
+                    found += os.preadv(plain, [bytearray(PAGE)], files.size * i // samples // PAGE * PAGE, os.RWF_NOWAIT) > 0
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return None
+        finally:
+            os.close(plain)
+    return found / (samples * len(files.fds))
+
+
+def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, progress: Callable[[str], None] = lambda line: None) -> str:
+    """Measure the disk of `folder` with two files of `size` bytes, write the best Settings into the user's file; returns what it found.
+
+    Raises ValueError where the folder or the user's file is not fit, see `open_files` and `settings_for`.
+    """
+    if write_config and folder.exists():
+        settings_for(folder)  # a broken file is said now and not after a minute
+    with open_files(folder, size) as files:
+        mount = mount_point(folder)
+
+        def say(row: Row) -> None:
+            progress(f"{row.name}: {', '.join(f'{kind} {rate.gbs:.2f}' for kind, rate in row.rates.items())} GB/s")
+
+        anchors, rows, best = sweep(files, seconds, say=say)
+        held = cached(files)
+    enough = choose_depth([row for row in rows if row.settings == best.settings])
+    lines = [
+        f"{folder}, on {mount} ({file_system(mount) or 'unknown'}): two files of {size / 1e9:.2f} GB, {seconds:g} s for each figure",
+        table(anchors, rows, best),
+        "GB/s (its ratio to the fastest of the first lines); the CPU time is that of reading and writing at once.",
+        "page cache: passed by (O_DIRECT)"
+        + ("" if held is None else f"; afterwards it held {100 * held:.0f}% of the files")
+        + ". What a host or the drive itself caches is not known.",
+        *([] if has_fio() else ["fio is not installed; with it the bar is the faster of two."]),
+        f"best: {named(best.settings)}; {enough} requests under way for each thread are enough.",
+    ]
+    if write_config:
+        path = save(mount, best.settings, {kind: rate.gbs for kind, rate in best.rates.items()})
+        lines.append(f'written to {path}, [disk."{mount}"]')
+    else:
+        lines.append("nothing is written (--no-write-config)")
+    return "\n".join(lines)
+
+
+def choose_depth(rows: Sequence[Row]) -> int:
+    """The smallest depth within 3% of the fastest at reading and writing at once."""
+    return min(row.depth for row in rows if _mixed(row) >= CLOSE * max(map(_mixed, rows)))
