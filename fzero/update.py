@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.collectives import all_gather, start_all_gather
+from fzero.compile import have_compiler
+from fzero.kernels.host_steps import MANY
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates, ema_update
 from fzero.optim.base import Pass, name_tree, overwrite, parted
 from fzero.precision import Policy
@@ -48,8 +50,16 @@ def own(plan: Plan, mesh: Mesh, params: Tree) -> Tree:
 
 
 def on_device(grads: Tree) -> bool:
-    """Whether an update in one pass pays: on a CPU copies of what is in its cache cost as much as those of what is not."""
+    """Whether the gradients are on a GPU."""
     return all(g.is_cuda for g in pytree.leaves(grads))
+
+
+def on_host(body: GradientTransformation, elements: int) -> bool:
+    """Whether the one-pass form for a CPU pays, which must be compiled, for so many elements of all leaves of a rank.
+
+    By their number alone, so that a state in memory and one that is streamed take the same form, and have the same bits.
+    """
+    return body.in_pass is not None and elements >= MANY and have_compiler()
 
 
 def spread(plan: Plan, mesh: Mesh, target: Tree, params: Tree, done: Collection[str] = ()) -> None:
@@ -95,13 +105,15 @@ def update_donated(
 ) -> Tree:
     """The state after the optimizer's update, in the buffers of `state`; as it was where the step is skipped.
 
-    On a GPU an optimizer that can (AdamW, Lion) updates, skips, clips and writes the parameters in one pass, without waiting.
+    An optimizer that can (AdamW, Lion) updates, clips and writes the parameters in one pass; on a GPU without waiting.
     skipped: None where nothing is ever skipped, and no value is waited for.
     """
     parts = parted(tx)
-    one_pass = parts.body.in_pass is not None and not ema_decay and on_device(grads.sums)
-    if skipped is not None and not one_pass and bool(skipped):
-        return state
+    waits_not = parts.body.in_pass is not None and not ema_decay and on_device(grads.sums)
+    if skipped is not None and not waits_not:
+        if bool(skipped):
+            return state
+        skipped = None
     factor, body_state = parts.factor(grads.factor, grads.norm), parts.state(state.opt_state)
     if policy.has_master:
         target = state.master
@@ -109,10 +121,11 @@ def update_donated(
         names = split_names(plan)
         target = pytree.map_named(lambda name, x: x.contiguous() if name in names else x, own(plan, mesh, state.params))
     copies: dict[str, Tensor] = {}
-    if one_pass:
+    host = not on_device(grads.sums) and on_host(parts.body, sum(leaf.numel() for leaf in pytree.leaves(target)))
+    if waits_not or host:
         names, leaves = split_names(plan), pytree.named_leaves(plan.trained(state.params))
         copies = {name: leaf for name, leaf in leaves.items() if name not in names} if policy.has_master else {}
-        more = Pass(factor=factor, skip=skipped, copies=copies)
+        more = Pass(factor=factor, skip=skipped, copies=copies, host=host)
         target, body_state = parts.body.in_pass(grads.sums, body_state, target, more)
     else:
         scaled = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums)

@@ -7,6 +7,7 @@ Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 6.2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -24,7 +25,7 @@ from fzero.sharding import Mesh, Plan
 from fzero.sharding.draw import window
 from fzero.sharding.pieces import MOST
 from fzero.sharding.zero import shard_dim
-from fzero.update import Gradients, split_names
+from fzero.update import Gradients, on_host, split_names
 
 AHEAD = 2  # units read before their turn
 SHARE = 12  # of the buffers that one unit may take
@@ -50,6 +51,7 @@ class StreamedUpdate:
         opt = pytree.named_leaves(plan.trained(plan.opt))
         self.shards = {n: window(tuple(x.shape), opt[n], mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()}
         self.whole = {n for n in self.shards if needs != "elementwise" or n in self.split}
+        self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
 
     def units(self, width: int) -> list[Unit]:
@@ -118,19 +120,20 @@ class Update:
         """Update a unit, and start to write it."""
         parts, at = {part.name: part for part in unit}, {}
         values = {name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()}
-        grads, targets, whole = {}, {}, {}
+        grads, targets = {}, {}
         for name, part in parts.items():
             grad = values[name].pop("grad")
-            grads[name] = grad.to(self.how.policy.accumulate)
-            whole[name] = values[name].pop("target")
-            targets[name] = self.own(name, whole[name])
+            grads[name] = grad if self.how.on_host else grad.to(self.how.policy.accumulate)
+            targets[name] = self.own(name, values[name].pop("target"))
             shape = self.how.shards[name]
             at[name] = Piece(shape, part.start(len(shape)))
         like, pruned = self.structure(frozenset(parts))
         flat = {column: x for found in values.values() for column, x in found.items()}
         flat |= {column: self.columns[column] for column in pytree.leaves(pruned) if self.owner[column] is None}
         state = pytree.map(lambda column: flat[column], pruned)
-        new_targets, new_state = self.apply(pytree.from_named(grads, like), state, pytree.from_named(targets, like), at)
+        emitted = {name: self.room(part) for name, part in parts.items() if self.master and name not in self.how.split}
+        copies = {name: view for name, (_, view) in emitted.items()}
+        new_targets, new_state = self.apply(pytree.from_named(grads, like), state, pytree.from_named(targets, like), at, copies)
         for column, new in zip(pytree.leaves(pruned), pytree.leaves(new_state)):
             if self.owner[column] is None:
                 self.shared.setdefault(column, new)
@@ -141,15 +144,30 @@ class Update:
         for name, part in parts.items():
             if self.ema:
                 same(values[name]["ema"], ema_update(values[name]["ema"], targets[name], self.ema_decay))
-            self.put(part, fetched[name], targets[name], whole[name])
+            self.put(part, fetched[name], targets[name], emitted.get(name, (None, None))[0])
 
-    def apply(self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece]) -> tuple[Tree, Tree]:
-        """The optimizer's step on some rows."""
+    def apply(self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece], copies: Mapping[str, Tensor]) -> tuple[Tree, Tree]:
+        """The optimizer's step on some rows; `copies` are given the updated parameters in their own dtype."""
         body = self.how.parts.body
+        if self.how.on_host:
+            return body.in_pass(grads, state, targets, Pass(factor=self.factor, at=at, copies=copies, host=True))
         scaled = pytree.map(lambda g: g.mul_(self.factor), grads)
-        if body.in_pass is not None:
-            return body.in_pass(scaled, state, targets, Pass(at=at))
-        return apply_in_place(body, scaled, state, targets)
+        new = body.in_pass(scaled, state, targets, Pass(at=at)) if body.in_pass else apply_in_place(body, scaled, state, targets)
+        for name, target in pytree.named_leaves(new[0]).items():
+            if name in copies:
+                copies[name].copy_(target)
+        return new
+
+    def room(self, part: Slice) -> tuple[Buffer | None, Tensor]:
+        """Where updated parameters go that are a copy of their master weights: (a buffer, where they rest on a disk; the rows)."""
+        rest = self.params[part.name]
+        if not isinstance(rest, Stored):
+            return None, part.of(rest)
+        shape = tuple(rest.shape if part.layer is None else rest.shape[1:])
+        if part.rows is not None:
+            shape = (part.rows[1] - part.rows[0], *shape[1:])
+        buffer = self.how.space.arena.take(shape, rest.dtype, self.how.space.disk.busy)
+        return buffer, buffer.view if part.layer is None else buffer.view[None]
 
     def structure(self, names: frozenset[str]) -> tuple[Tree, Tree]:
         """(the parameter tree, the body's state) of some parameters, with names for leaves."""
@@ -169,30 +187,21 @@ class Update:
         part = target.narrow(dim, axis.rank * size, size)
         return part if part.is_contiguous() else part.contiguous()
 
-    def put(self, part: Slice, fetched: dict[str, Fetched], target: Tensor, whole: Tensor) -> None:
+    def put(self, part: Slice, fetched: dict[str, Fetched], target: Tensor, emitted: Buffer | None) -> None:
         """Write what was updated to where it rests; what is in memory was updated there."""
-        name = part.name
+        name, rest = part.name, self.params[part.name]
         for column, one in fetched.items():
             if column not in ("grad", "target") and one.reading is not None:
-                leaf = self.ema[name] if column == "ema" else self.columns[column]
-                self.write(leaf, part, one.reading.buffer)
-        if self.master and fetched["target"].reading is not None:
-            self.write(self.master[name], part, fetched["target"].reading.buffer)
-        rest = self.params[name]
+                self.write(self.ema[name] if column == "ema" else self.columns[column], part, one.reading.buffer)
+        if fetched["target"].reading is not None and (self.master or name not in self.how.split):
+            self.write(self.master[name] if self.master else rest, part, fetched["target"].reading.buffer)
         if name in self.how.split:
             axis, dim = self.how.mesh["dp"], shard_dim(name)
-            target = all_gather(target.to(rest.dtype).contiguous(), axis, dim, leaf=name)
-        if isinstance(rest, Stored):
-            if self.master or name in self.how.split:
-                buffer = self.how.space.arena.take(
-                    tuple(target.shape if part.layer is None else target.shape[1:]), rest.dtype, self.how.space.disk.busy
-                )
-                buffer.view.copy_(target if part.layer is None else target[0])
-            else:
-                buffer = fetched["target"].reading.buffer
-            self.write(rest, part, buffer)
-        elif self.master or name in self.how.split:
-            part.of(rest).copy_(target)
+            whole = all_gather(target.to(rest.dtype).contiguous(), axis, dim, leaf=name)
+            emitted, view = self.room(part)
+            view.copy_(whole)
+        if emitted is not None:
+            self.write(rest, part, emitted)
 
     def write(self, leaf: Stored, part: Slice, buffer: Buffer) -> None:
         self.store.write(leaf.name, part.layer or 0, part.rows, buffer)

@@ -304,6 +304,7 @@ def test_an_error_surfaces_where_it_is_waited_for_and_the_disk_still_serves(aren
         raise error
 
     pending = disk.run(fail, write=False)
+    assert pending.done.wait(WAIT_S)
     with pytest.raises(type(error), match="it broke"):
         pending.wait()
     with pytest.raises(type(error), match="it broke"):  # and for whoever asks again
@@ -450,6 +451,9 @@ def test_direct_transfers_pass_the_page_cache_by(tmp_path, arena):
     found.view.zero_()
     disk.read(fd, found.raw, 0).wait()
     assert torch.equal(found.view, buffer.view)
+    os.ftruncate(fd, HUGE // 2 - 100)  # direct transfers cannot go on inside a page
+    with pytest.raises(OSError, match=r"the file ends at byte 1,048,476, 100 bytes too early"):
+        disk.read(fd, found.raw, 0).wait()
     with pytest.raises(OSError):  # inside a page
         disk.read(fd, found.raw[:100], 7).wait()
     disk.close()

@@ -5,8 +5,11 @@ Every transfer is direct, so the page cache has no part in a figure. The files l
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
+import math
+import mmap
 import os
 import shutil
 import statistics
@@ -52,6 +55,15 @@ class Row(NamedTuple):
     rates: dict[str, Rate]
     settings: Settings | None = None
     depth: int = DEPTH
+
+
+class Found(NamedTuple):
+    """What `sweep` found."""
+
+    anchors: list[Row]
+    rows: list[Row]  # of the engine
+    best: Row
+    spread: float  # the most that a figure of an anchor changed meanwhile, as a factor
 
 
 class Files(NamedTuple):
@@ -211,12 +223,11 @@ def sweep(
     depths: Sequence[int] = DEPTHS,
     rounds: int = 3,
     say: Callable[[Row], None] = lambda row: None,
-) -> tuple[list[Row], list[Row], Row]:
-    """(rows of the anchors, rows of the engine, the best of these), each figure measured for `seconds`.
+) -> Found:
+    """The rates of the anchors and of the engine, each measured for `seconds`.
 
     Sizes of blocks with equal numbers of readers and writers come first, then other numbers with the best size, then the four best and the
     defaults again, `rounds` times in turn, for their medians, then depths. The anchors are measured between, and their medians taken.
-    best: of what comes within 3% of the fastest at reading and writing at once, the one of the fewest threads and smallest blocks.
     """
     blocks = [block for block in blocks if block <= files.size]
     arena = Arena(2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks)))
@@ -225,8 +236,8 @@ def sweep(
     del fill
     anchors: dict[str, dict[str, list[Rate]]] = {}
 
-    def measure(settings: Settings, kinds: Sequence[str] = tuple(KINDS), depth: int = DEPTH) -> Row:
-        return Row(named(settings, depth), {k: engine(files, arena, settings, depth, KINDS[k], seconds) for k in kinds}, settings, depth)
+    def measure(settings: Settings, depth: int = DEPTH) -> Row:
+        return Row(named(settings, depth), {k: engine(files, arena, settings, depth, KINDS[k], seconds) for k in KINDS}, settings, depth)
 
     def measure_anchors() -> None:
         for kind, writes in KINDS.items():
@@ -246,12 +257,12 @@ def sweep(
         measure_anchors()
         for count in threads:
             add(measure(Settings(block, count, count)))
-    block = max(rows, key=_mixed).settings.block_bytes
+    block = max(rows, key=_score).settings.block_bytes
     for readers in threads:
         for writers in threads:
             if readers != writers:
-                add(measure(Settings(block, readers, writers), ["mixed"]))
-    finalists = [row.settings for row in sorted(rows, key=_mixed)[-4:]]
+                add(measure(Settings(block, readers, writers)))
+    finalists = [row.settings for row in sorted(rows, key=_score)[-4:]]
     default = Settings()
     if default.block_bytes in blocks and default not in finalists:
         finalists.append(default)
@@ -269,7 +280,9 @@ def sweep(
     for depth in depths:
         if depth != DEPTH:
             add(measure(best.settings, depth=depth))
-    return [Row(name, {kind: median(found) for kind, found in kinds.items()}) for name, kinds in anchors.items()], rows, best
+    medians = [Row(name, {kind: median(found) for kind, found in kinds.items()}) for name, kinds in anchors.items()]
+    spread = max(max(found).gbs / min(found).gbs for kinds in anchors.values() for found in kinds.values())
+    return Found(medians, rows, best, spread)
 
 
 def median(rates: Sequence[Rate]) -> Rate:
@@ -277,45 +290,46 @@ def median(rates: Sequence[Rate]) -> Rate:
     return Rate(*(statistics.median(figure) for figure in zip(*rates)))
 
 
-def _mixed(row: Row) -> float:
-    return row.rates["mixed"].gbs
+def _score(row: Row) -> float:
+    return math.prod(rate.gbs for rate in row.rates.values()) ** (1 / len(row.rates))
 
 
 def choose(rows: Sequence[Row]) -> Row:
-    """The row of the fewest threads and then the smallest blocks, of those within 3% of the fastest at reading and writing at once."""
-    close = [row for row in rows if _mixed(row) >= CLOSE * max(map(_mixed, rows))]
-    return min(close, key=lambda row: (row.settings.readers + row.settings.writers, row.settings.block_bytes))
+    """Of the rows within 3% of the fastest (geometric mean of the rates) the defaults, or else the fewest threads and smallest blocks."""
+    close = [row for row in rows if _score(row) >= CLOSE * max(map(_score, rows))]
+    return min(close, key=lambda row: (row.settings != Settings(), row.settings.readers + row.settings.writers, row.settings.block_bytes))
 
 
-def table(anchors: Sequence[Row], rows: Sequence[Row], best: Row) -> str:
+def choose_depth(rows: Sequence[Row]) -> int:
+    """The smallest depth within 3% of the fastest."""
+    return min(row.depth for row in rows if _score(row) >= CLOSE * max(map(_score, rows)))
+
+
+def table(found: Found) -> str:
     """The rates as text: GB/s and, for each, its ratio to the faster anchor; CPU seconds per GB of reading and writing at once."""
-    bar = {kind: max(row.rates[kind].gbs for row in anchors) for kind in KINDS}
+    bar = {kind: max(row.rates[kind].gbs for row in found.anchors) for kind in KINDS}
     lines = [f"{'':34}" + "".join(f"{title:>15}" for title in ("read", "write", "read+write")) + f"{'CPU s/GB':>10}"]
-    for row in (*anchors, *rows):
-        cells = [
-            f"{row.rates[k].gbs:8.2f}  ({row.rates[k].gbs / bar[k]:.2f})"[-15:].rjust(15) if k in row.rates else " " * 15 for k in KINDS
-        ]
-        chosen = row.settings == best.settings and row.depth == best.depth
+    for row in (*found.anchors, *found.rows):
+        cells = [f"{row.rates[k].gbs:8.2f}  ({row.rates[k].gbs / bar[k]:.2f})"[-15:].rjust(15) for k in KINDS]
+        chosen = row.settings == found.best.settings and row.depth == found.best.depth
         lines.append(f"{row.name:34}{''.join(cells)}{row.rates['mixed'].cpu_s_per_gb:10.4f}{'  <- best' if chosen else ''}")
     return "\n".join(lines)
 
 
-def cached(files: Files, samples: int = 64) -> float | None:
-    """The part of the pages of the files that the page cache holds, by samples; None where the system does not tell."""
-    found = 0
+def cached(files: Files) -> float | None:
+    """The part of the pages of the files that the page cache holds; None where the system does not tell (mincore)."""
+    held = pages = 0
     for fd in files.fds.values():
-        plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-        try:
-            for i in range(samples):
-                try:
-                    found += os.preadv(plain, [bytearray(PAGE)], files.size * i // samples // PAGE * PAGE, os.RWF_NOWAIT) > 0
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    return None
-        finally:
-            os.close(plain)
-    return found / (samples * len(files.fds))
+        with mmap.mmap(fd, files.size, prot=mmap.PROT_READ) as mapped:
+            memory = np.frombuffer(mapped, np.uint8)
+            told = np.zeros(-(-files.size // mmap.PAGESIZE), np.uint8)
+            libc = ctypes.CDLL(None)
+            refused = libc.mincore(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(files.size), ctypes.c_void_p(told.ctypes.data))
+            del memory  # so that the map can be closed
+            if refused:
+                return None
+            held, pages = held + int((told & 1).sum()), pages + len(told)
+    return held / pages
 
 
 def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, progress: Callable[[str], None] = lambda line: None) -> str:
@@ -331,17 +345,23 @@ def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, p
         def say(row: Row) -> None:
             progress(f"{row.name}: {', '.join(f'{kind} {rate.gbs:.2f}' for kind, rate in row.rates.items())} GB/s")
 
-        anchors, rows, best = sweep(files, seconds, say=say)
+        found = sweep(files, seconds, say=say)
         held = cached(files)
-    enough = choose_depth([row for row in rows if row.settings == best.settings])
+    best = found.best
+    enough = choose_depth([row for row in found.rows if row.settings == best.settings])
     lines = [
         f"{folder}, on {mount} ({file_system(mount) or 'unknown'}): two files of {size / 1e9:.2f} GB, {seconds:g} s for each figure",
-        table(anchors, rows, best),
+        table(found),
         "GB/s (its ratio to the fastest of the first lines); the CPU time is that of reading and writing at once.",
         "page cache: passed by (O_DIRECT)"
         + ("" if held is None else f"; afterwards it held {100 * held:.0f}% of the files")
         + ". What a host or the drive itself caches is not known.",
         *([] if has_fio() else ["fio is not installed; with it the bar is the faster of two."]),
+        *(
+            [f"the disk was in other use: its own figures changed by {found.spread:.1f}x meanwhile; measure again."]
+            if found.spread > 1.5
+            else []
+        ),
         f"best: {named(best.settings)}; {enough} requests under way for each thread are enough.",
     ]
     if write_config:
@@ -350,8 +370,3 @@ def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, p
     else:
         lines.append("nothing is written (--no-write-config)")
     return "\n".join(lines)
-
-
-def choose_depth(rows: Sequence[Row]) -> int:
-    """The smallest depth within 3% of the fastest at reading and writing at once."""
-    return min(row.depth for row in rows if _mixed(row) >= CLOSE * max(map(_mixed, rows)))

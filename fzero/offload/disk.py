@@ -147,7 +147,6 @@ class Disk:
                     self.read_bytes += moved
             if last:
                 pending.done.set()
-            del pending, error
 
     def close(self) -> None:
         """End the threads, when what is queued is done."""

@@ -30,6 +30,7 @@ class Pass(NamedTuple):
     copies: Mapping[str, Tensor] | None = None  # by leaf name: is given the updated param in its own dtype
     norm: Tensor | None = None  # of all gradients, where it is known
     at: Mapping[str, Piece] | None = None  # by leaf name: where these tensors lie in this rank's shard
+    host: bool = False  # by the form that is made for states on the host, where "auto" chooses and it serves
 
 
 class Piece(NamedTuple):

@@ -143,8 +143,10 @@ def with_kernel(
         found, rates = leaves(grads, state, params, more.at)
         if more.copies:
             found = [leaf._replace(copy=more.copies.get(name)) for name, leaf in zip(pytree.names(params), found)]
+        rates = rates._replace(factor=more.factor, skip=more.skip)
         for group in alike(found):
-            op(group, rates._replace(factor=more.factor, skip=more.skip), impl=impl)
+            on_host = more.host and impl == "auto" and not op.form("cpp").supports(group, rates)
+            op(group, rates, impl="cpp" if on_host else impl)
         made = 1 if more.skip is None else 1 - more.skip.to(state.count.device, torch.int64)
         return params, state_type(state.count + made, *state[1:])
 
