@@ -6,6 +6,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import select
 import shutil
@@ -21,11 +22,11 @@ import torch.distributed as dist
 
 import fzero
 from fzero import models, optim, precision, pytree
-from fzero.offload import Disk, Space, Stored
+from fzero.offload import Disk, Space, Store, Stored
 from fzero.offload.chunks import Chunks
 from fzero.stored import reopened
 
-STEPS = 8
+STEPS = 6
 CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
 EVERYTHING = "params=nvme,grads=nvme,opt=nvme,acts=nvme"
 KEEP = 2  # checkpoints, where they are asked for
@@ -37,6 +38,7 @@ POINTS = {
     "a text is written": (os, "fsync", "before"),
     "a text is durable": (os, "replace", "before"),
     "a text is there": (os, "replace", "after"),
+    "a pin begins": (Store, "pin", "before"),
 }
 
 
@@ -53,15 +55,13 @@ class Run:
         layout = optim.sharded(self.plan.opt, self.mesh, like=self.plan.like)
         self.tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
         self.space = Space(folder, slots=slots, buffer_bytes=4 << 20) if offload else None
-        self.step = fzero.make_train_step(
-            self.model, self.tx, self.plan, self.mesh, policy=self.policy, remat="full", ema_decay=0.9, space=self.space
-        )
+        self.step = fzero.make_train_step(self.model, self.tx, self.plan, self.mesh, policy=self.policy, remat="full", space=self.space)
 
     def begin(self):
-        return fzero.init_state(self.model, self.tx, self.plan, self.mesh, seed=0, policy=self.policy, ema=True, space=self.space)
+        return fzero.init_state(self.model, self.tx, self.plan, self.mesh, seed=0, policy=self.policy, space=self.space)
 
     def reopen(self):
-        return reopened(self.tx, self.plan, self.mesh, self.space, policy=self.policy, ema=True)
+        return reopened(self.tx, self.plan, self.mesh, self.space, policy=self.policy)
 
     def go_on(self, state, then=lambda state: None):
         """The state of the last step; `then` is given the state of each."""
@@ -102,11 +102,14 @@ def forked(work, *args):
     os._exit(code)
 
 
-def lines(fd, until=None):
-    """The lines of a descriptor until its end, or that time."""
-    data = b""
-    while until is None or (left := until - time.monotonic()) > 0:
-        if until is not None and not select.select([fd], [], [], left)[0]:
+def lines(fd, since=math.inf, after=0.0):
+    """The lines of a descriptor until its end, or some seconds after the first `since` of them."""
+    data, until = b"", None
+    while True:
+        if until is None and data.count(b"\n") >= since:
+            until = time.monotonic() + after
+        left = None if until is None else max(0.0, until - time.monotonic())
+        if not select.select([fd], [], [], left)[0]:
             break
         more = os.read(fd, 1 << 16)
         if not more:
@@ -200,18 +203,18 @@ def uninterrupted(ranks=1):
     return {"steps": steps, "seconds": seconds, "told": told}
 
 
-def killed(ranks=1, after=None, point=None, pins=False, victim=0):
-    """Start a run; end one rank of it after some seconds, or at a point; and look at what is there.
+def killed(ranks=1, since=0, after=None, point=None, pins=False, victim=0):
+    """Start a run; end one rank of it some seconds after it has told so many things, or at a point; and look at what is there.
 
-    {told: what rank 0 had told, code: of the victim, found: for each rank what it finds later, files: names in the folder}
+    {told: what rank 0 had told, code: of the victim, found: for each rank what it finds later, left: names in the folder but for arrays,
+    anew: what a new run in the folder of one that had begun no step tells}
     """
     folder = os.path.join(FOLDER, "killed")
     os.environ["ROUND"] = str(time.monotonic_ns())
-    begin = time.monotonic()
     started = [forked(train, folder, rank, ranks, point if rank == victim else None, pins) for rank in range(ranks)]
     pid, told = started[victim][0], []
     if after is not None:
-        told = lines(started[0][1], begin + after)
+        told = lines(started[0][1], since, after)
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     for rank, (other, _) in enumerate(started):
@@ -222,10 +225,11 @@ def killed(ranks=1, after=None, point=None, pins=False, victim=0):
     told += lines(started[0][1])
     for _, fd in started:
         os.close(fd)
-    found = all_of(look, ranks, folder, lambda rank: rank, ranks, pins)
-    left = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if "arrays" not in path.parts) if found else []
+    found = [told[-1] for told in all_of(look, ranks, folder, lambda rank: rank, ranks, pins)]
+    left = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if "arrays" not in path.parts)
+    anew = all_of(train, ranks, folder, lambda rank: rank, ranks)[0] if "refused" in found[0] else None
     shutil.rmtree(folder, ignore_errors=True)
-    return {"told": [json.loads(line) for line in told], "code": code, "found": [x[-1] if x else None for x in found], "left": left}
+    return {"told": [json.loads(line) for line in told], "code": code, "found": found, "left": left, "anew": anew}
 
 
 REQUESTS = {"uninterrupted": uninterrupted, "killed": killed}

@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,10 +69,14 @@ class Reading(NamedTuple):
 
     buffer: Buffer
     pending: Pending
+    failed: Callable[[OSError], ValueError]  # what to tell of a transfer that failed
 
     def wait(self) -> Tensor:
-        """The rows."""
-        self.pending.wait()
+        """The rows; raises ValueError where they cannot be read."""
+        try:
+            self.pending.wait()
+        except OSError as error:
+            raise self.failed(error) from error
         return self.buffer.view
 
 
@@ -138,9 +143,15 @@ class Chunks:
 
     def failed(self, error: OSError) -> ValueError:
         """What to tell of a transfer that failed."""
-        total = sum(k.slots * k.layers * padded(k.chunk_bytes) for k in self.leaves.values()) * self.ranks
-        fix = f"it needs {total / 1e9:,.1f} GB" if error.errno == errno.ENOSPC else "the last complete step is in it"
-        return ValueError(f"{self.place}: {error.strerror or error}; {fix}")
+        if error.errno == errno.ENOSPC:
+            total = sum(k.slots * k.layers * padded(k.chunk_bytes) for k in self.leaves.values()) * self.ranks
+            return ValueError(
+                f"{self.place}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
+            )
+        return ValueError(
+            f"{self.place}: {error.strerror or error}; the store holds its last complete step: go on from it when the disk is well, "
+            "or resume from a checkpoint"
+        )
 
     def pieces(self, name: str, most: int) -> list[Rows]:
         """Row ranges of a chunk of at most `most` bytes each, that begin at pages: what can be read and written apart."""
@@ -164,7 +175,7 @@ class Chunks:
         buffer = self.arena.take(shape, kept.dtype, self.disk.busy)
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
-            return Reading(buffer, self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority))
+            return Reading(buffer, self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority), self.failed)
         first, count = offset // kept.dtype.itemsize, math.prod(shape)
 
         def work() -> int:
@@ -172,7 +183,7 @@ class Chunks:
             np.copyto(_numpy(buffer.view), found)
             return buffer.view.nbytes
 
-        return Reading(buffer, self.disk.run(_reported(work), write=False, priority=priority))
+        return Reading(buffer, self.disk.run(_reported(work), write=False, priority=priority), self.failed)
 
     def write(self, name: str, slot: int, layer: int, rows: Rows | None, buffer: Buffer, *, priority: int = NEXT) -> Pending:
         """Start to write rows of a chunk; the buffer is lent until that is done."""
@@ -226,7 +237,7 @@ def _open_array(place: str | Path, name: str, kept: Kept, ranks: int, *, create:
             "codecs": [{"name": "bytes", **({"configuration": {"endian": "little"}} if kept.dtype.itemsize > 1 else {})}],
             "attributes": {"shape": list(kept.shape), "stacked": kept.stacked, "elements": math.prod(kept.chunk)},
         }
-        return tensorstore.open(spec, create=True, delete_existing=False).result()
+        return tensorstore.open(spec, open=True, create=True).result()
     return tensorstore.open(spec, open=True).result()
 
 

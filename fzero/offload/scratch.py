@@ -27,10 +27,10 @@ class Region(NamedTuple):
 
 
 class Scratch:
-    """Values by key in one nameless file of `folder`; a key keeps its place as long as its size, so the file stops growing."""
+    """Values by key in one nameless file of `folder`; a key keeps its place as long as its value fits, so the file stops growing."""
 
     def __init__(self, folder: Path, arena: Arena, disk: Disk) -> None:
-        self.arena, self.disk, self.end = arena, disk, 0
+        self.folder, self.arena, self.disk, self.end = folder, arena, disk, 0
         self.direct = serves_direct(folder)
         if not self.direct:
             warnings.warn(f"{folder}: its file system refuses direct transfers (O_DIRECT); they go through the page cache", stacklevel=3)
@@ -49,8 +49,11 @@ class Scratch:
             buffer.view.copy_(value)
         self._wait(key)
         size, at = len(buffer.raw), self.regions.get(key)
-        if at is None or at.size != size:
-            os.posix_fallocate(self.fd, self.end, size)
+        if at is None or at.size < size:
+            try:
+                os.posix_fallocate(self.fd, self.end, size)
+            except OSError as error:
+                raise self.failed(error) from error
             at = Region(self.end, size, (), buffer.view.dtype)
             self.end += size
         self.regions[key] = at._replace(shape=tuple(buffer.view.shape), dtype=buffer.view.dtype)
@@ -58,7 +61,17 @@ class Scratch:
 
     def _wait(self, key: Any) -> None:
         if key in self.writing:
-            self.writing.pop(key).wait()
+            try:
+                self.writing.pop(key).wait()
+            except OSError as error:
+                raise self.failed(error) from error
+
+    def failed(self, error: OSError) -> ValueError:
+        """What to tell of a transfer that failed."""
+        return ValueError(
+            f"{self.folder}: {error.strerror or error}, of activations or gradients ({self.end:,} bytes so far); "
+            "make room, or give a folder on another disk (--nvme)"
+        )
 
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = NEXT) -> Reading:
         """Start to read a value, or rows of it that begin at a page."""
@@ -70,7 +83,7 @@ class Scratch:
             assert rows[0] * row % PAGE == 0, f"{key}: rows {rows} begin inside a page"
             shape, offset = (rows[1] - rows[0], *shape[1:]), offset + rows[0] * row
         buffer = self.arena.take(shape, at.dtype, self.disk.busy)
-        return Reading(buffer, self.disk.read(self.fd, buffer.raw, offset, priority=priority))
+        return Reading(buffer, self.disk.read(self.fd, buffer.raw, offset, priority=priority), self.failed)
 
     def close(self) -> None:
         """Give the file back to the disk."""
@@ -128,4 +141,9 @@ class Scratched:
             layer, reading = begun
             if after is not None:
                 begun = (after[0], self.read(*after))
-            yield layer, reading.wait().to(self.dtype)
+            value = reading.wait()
+            if value.dtype != self.dtype:
+                # In a buffer: freed and made again each time, memory of this size would leave holes in the heap.
+                value = self.scratch.arena.take(tuple(value.shape), self.dtype, self.scratch.disk.busy).view.copy_(value)
+            yield layer, value
+            del value, reading

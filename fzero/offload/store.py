@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from fzero.pytree import nearest
 
 FORMAT = 1
 STORE, STEP = "store.json", "step.json"
+OURS = {"arrays", "sums", "scratch", f"{STORE}.partial"}  # what may lie where a run ended before its store was described
+WORD = 1 << 64
 
 
 class Record(NamedTuple):
@@ -50,7 +53,7 @@ class Store:
         self.arena, self.disk, self.place = chunks.arena, chunks.disk, chunks.place
         self.record: Record | None = None
         self.target: int | None = None  # the slot that is being written
-        self.sums: dict[str, list[int]] = {}  # of what is being written: for each leaf those of its layers
+        self.sums: dict[tuple[str, int], dict[int, int]] = {}  # of what is being written: {(leaf, layer): {first row: sum}}
         self.fixed: dict[str, list[int]] = {}  # of leaves of one slot that are written once
         self.writing: list[Pending] = []
 
@@ -78,13 +81,13 @@ class Store:
         self.target = free[0]
         if self.slots == 1 and self.record is not None:
             self._put(self.record._replace(dirty=True))
-        self.sums = {name: [0] * kept.layers for name, kept in self.leaves.items()}
+        self.sums = {}
 
     def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> Pending:
         """Start to write rows of a layer of a leaf into the next version; its buffer must stay as it is meanwhile."""
         assert self.target is not None, "begin was not called"
         if self.verify:
-            self.sums[name][layer] = (self.sums[name][layer] + checksum(buffer)) % (1 << 64)
+            self.sums.setdefault((name, layer), {})[rows[0] if rows else 0] = checksum(buffer)
         self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
         self.writing.append(self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER))
         return self.writing[-1]
@@ -108,12 +111,13 @@ class Store:
         slot = before.slot if self.target is None else self.target
         if self.target is not None:
             self.settle()
+            sums = {name: [sum(self.sums.get((name, i), {}).values()) % WORD for i in range(k.layers)] for name, k in self.leaves.items()}
             if before is None:
-                self.fixed = {name: sums for name, sums in self.sums.items() if self.leaves[name].slots == 1}
-            self.sums.update(self.fixed if self.slots > 1 else {})
-            self.chunks.sync(slot)
+                self.fixed = {name: found for name, found in sums.items() if self.leaves[name].slots == 1}
+            self._durably(lambda: self.chunks.sync(slot))
             if self.verify:
-                write_text(self.place, _sums_name(slot, self.chunks.rank), json.dumps(self.sums))
+                text = json.dumps(sums | (self.fixed if self.slots > 1 else {}))
+                self._durably(lambda: write_text(self.place, _sums_name(slot, self.chunks.rank), text))
         together()
         self.target = None
         self._put(Record(step, slot, values, before.pinned if before else {}))
@@ -145,28 +149,34 @@ class Store:
     def _put(self, record: Record) -> None:
         self.record = record
         if self.chunks.rank == 0:
-            text = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
-            write_text(self.place, STEP, json.dumps(text))
+            self._durably(lambda: write_text(self.place, STEP, to_text(record)))
+
+    def _durably(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            raise self.chunks.failed(error) from error
 
     def check(self, slot: int) -> None:
         """Raise ValueError naming a chunk of the slot that is not what was written there."""
         if not self.verify:
             return
-        text = read_text(self.place, _sums_name(slot, self.chunks.rank))
-        if text is None:
-            raise ValueError(f"{self.place}: has no checksums of slot {slot}; the store is damaged: resume from a checkpoint")
-        sums = json.loads(text)
+        where = _sums_name(slot, self.chunks.rank)
+        try:
+            sums = json.loads(read_text(self.place, where) or "null")
+            sums = {name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()}
+        except (ValueError, TypeError, KeyError, IndexError):
+            raise ValueError(
+                f"{self.place}/{where}: does not hold the checksums of the store's leaves; it is damaged: resume from a checkpoint"
+            ) from None
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
                 at, found = self.slot_of(name, slot), 0
                 for rows in self.chunks.pieces(name, self.arena.size // 4):
                     reading = self.chunks.read(name, at, layer, rows)
-                    try:
-                        reading.wait()
-                    except OSError as error:
-                        raise self.chunks.failed(error) from error
+                    reading.wait()
                     found += checksum(reading.buffer)
-                if found % (1 << 64) != sums[name][layer]:
+                if found % WORD != sums[name][layer]:
                     raise ValueError(
                         f"{self.chunks.path(name, at, layer)}: is damaged: not what was written of {name}"
                         f"{f', layer {layer},' if kept.stacked else ''} at step {self.record.step}; resume from a checkpoint"
@@ -224,7 +234,7 @@ def checksum(buffer: Buffer) -> int:
     n = buffer.view.nbytes
     if n < len(buffer.raw):
         buffer.raw[n:] = 0
-    return int(buffer.raw.view(torch.int64).sum()) % (1 << 64)
+    return int(buffer.raw.view(torch.int64).sum()) % WORD
 
 
 def _sums_name(slot: int, rank: int) -> str:
@@ -233,7 +243,12 @@ def _sums_name(slot: int, rank: int) -> str:
 
 def _describe(leaves: dict[str, Kept], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
     listed = {
-        name: {"shape": list(kept.shape), "dtype": str(kept.dtype).removeprefix("torch."), "stacked": kept.stacked}
+        name: {
+            "shape": list(kept.shape),
+            "dtype": str(kept.dtype).removeprefix("torch."),
+            "stacked": kept.stacked,
+            "fixed": kept.slots < slots,  # written once
+        }
         for name, kept in leaves.items()
     }
     return {"format": FORMAT, "ranks": ranks, "slots": slots, "owner": owner, "leaves": listed}
@@ -241,28 +256,30 @@ def _describe(leaves: dict[str, Kept], ranks: int, slots: int, owner: dict[str, 
 
 def read_record(place: str | Path) -> Record | None:
     """The last complete step of the store in `place`, or None where there is none; raises ValueError where step.json is no record."""
-    text = read_text(place, STEP)
-    if text is None:
-        return None
     try:
+        text = read_text(place, STEP)
+        if text is None:
+            return None
         found = json.loads(text)
+        if found.pop("sum") != zlib.crc32(json.dumps(found).encode()):
+            raise ValueError("its checksum is another one")
         return Record(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{place}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
 
 
+def to_text(record: Record) -> str:
+    """What step.json says of a record, with a checksum."""
+    said = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
+    return json.dumps({**said, "sum": zlib.crc32(json.dumps(said).encode())})
+
+
 def expect_same(place: str | Path, wanted: dict[str, Any]) -> None:
     """Raise ValueError where the store in `place` is not the one described: naming what is missing, extra or other."""
-    text = read_text(place, STORE)
-    if text is None:
+    found = read_description(place)
+    if found is None:
         raise ValueError(f"{place}: holds no store (there is no {STORE}); start the run without --resume, or give the folder it began with")
-    try:
-        found = json.loads(text)
-        leaves = found["leaves"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{place}/{STORE}: is not the description of a store ({error}); the store is damaged: resume from a checkpoint"
-        ) from None
+    leaves = found["leaves"]
     if found.get("format") != FORMAT:
         raise ValueError(
             f"{place}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the version that wrote it"
@@ -273,7 +290,7 @@ def expect_same(place: str | Path, wanted: dict[str, Any]) -> None:
                 f"{place}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; give the folder of this run"
             )
         if leaves[name] != leaf:
-            said, asked = (f"{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
+            said, asked = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
             raise ValueError(
                 f"{place}: is the store of another model or mesh: {name} is {said} there and {asked} here; give the folder of this run"
             )
@@ -283,6 +300,23 @@ def expect_same(place: str | Path, wanted: dict[str, Any]) -> None:
     for key, fix in (("ranks", "use as many processes"), ("slots", "keep offload.slots"), ("owner", "give the folder of this run")):
         if found.get(key) != wanted[key]:
             raise ValueError(f"{place}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
+
+
+def read_description(place: str | Path) -> dict[str, Any] | None:
+    """What store.json in `place` says, or None where there is none; raises ValueError where that is no description of a store."""
+    try:
+        text = read_text(place, STORE)
+        if text is None:
+            return None
+        found = json.loads(text)
+        if all(leaf.keys() >= {"shape", "dtype", "stacked", "fixed"} for leaf in found["leaves"].values()):
+            return found
+        raise ValueError("its leaves are others")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{place}/{STORE}: is not the description of a store ({error}); "
+            "resume from a checkpoint, or start the run in another folder (--nvme)"
+        ) from None
 
 
 def open_store(
@@ -338,8 +372,8 @@ def open_store(
 
 def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
     """Make `place` ready for a new store."""
-    text, record = read_text(place, STORE), None
-    if text is not None:
+    found = read_description(place)
+    if found is not None:
         record = read_record(place)
         if record is not None and not record.done:
             raise ValueError(
@@ -351,11 +385,13 @@ def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
     path = Path(place)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if text is None and any(path.iterdir()):
-            raise ValueError(f"{place}: is not empty and holds no store; give an empty folder (--nvme)")
+        others = sorted({entry.name for entry in path.iterdir()} - OURS)
+        if found is None and others:
+            raise ValueError(f"{place}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
         (path / STEP).unlink(missing_ok=True)
-        if text is not None and _geometry(json.loads(text)) != _geometry(wanted):
+        if found is None or _geometry(found) != _geometry(wanted):
             shutil.rmtree(path / "arrays", ignore_errors=True)
+            shutil.rmtree(path / "sums", ignore_errors=True)
         (path / "sums").mkdir(exist_ok=True)
         write_text(place, STORE, json.dumps(wanted))
     except PermissionError as error:
@@ -370,7 +406,7 @@ def release(place: str | Path) -> None:
     """Say that nobody needs the store in `place` any more, so that another may take its folder over."""
     record = read_record(place) if not is_url(place) and Path(place, STEP).is_file() else None
     if record is not None:
-        write_text(place, STEP, json.dumps({**record._asdict(), "pinned": {}, "done": True}))
+        write_text(place, STEP, to_text(record._replace(pinned={}, done=True)))
 
 
 def _geometry(described: dict[str, Any]) -> Any:
