@@ -261,14 +261,31 @@ def bar_or_lines() -> Any:
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Choose among the likeliest that add up to this.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed writes the same text.")
 @click.option("--ema", is_flag=True, help="Use the average of the weights.")
-def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, ema: bool) -> None:
+@click.option("--offload", metavar="params=nvme", help="Keep the parameters on a disk: for models larger than memory.")
+@click.option("--nvme", metavar="DIR", help="The folder that they are put in; without it nvme-sample/ in the run folder.")
+def sample(
+    run: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    ema: bool,
+    offload: str | None,
+    nvme: str | None,
+) -> None:
     """Let the model of a run (or an import) write text."""
     import torch
 
     from fzero import random, runs
     from fzero.sample import generate
 
-    trained = runs.load(run, ema=ema)
+    if offload not in (None, "params=nvme"):
+        raise ValueError(f"--offload {offload}: sampling has parameters alone to put on a disk; use params=nvme, or leave it out")
+    if nvme is not None and offload is None:
+        raise ValueError("--nvme names a folder for --offload params=nvme; give that too")
+    trained = runs.load(run, ema=ema) if offload is None else runs.load_on_disk(run, nvme, ema=ema)
     tokenizer = runs.read_tokenizer(run)
     for line in trained.warnings:
         print(line, file=sys.stderr)

@@ -37,6 +37,7 @@ class Parts(NamedTuple):
     head: tuple[str, ...]
     frozen: frozenset[str]
     depth: int
+    plan: Plan
 
     def trained(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The names of `names` that get a gradient."""
@@ -60,7 +61,7 @@ def parts_of(model: base.Model, plan: Plan) -> Parts:
 
     embed, blocks, head = ([n for n in names if n.split("/")[0] == part] for part in ("embed", PREFIX, "head"))
     depth = pytree.named_leaves(plan.like)[blocks[0]].shape[0]
-    return Parts(ordered(embed), ordered(blocks), ordered([*head, *model.shared]), plan.frozen, depth)
+    return Parts(ordered(embed), ordered(blocks), ordered([*head, *model.shared]), plan.frozen, depth, plan)
 
 
 class Streamed(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import checkpoint, models, optim, pytree
+from fzero import checkpoint, models, optim, pytree, runs
 from fzero.autodiff import Remat
 from fzero.config import Optim, RunConfig, family_of
 from fzero.init import init_state, whole_part
@@ -31,7 +31,6 @@ from fzero.state import TrainState, meta_state, state_specs
 from fzero.stored import lost_leaves, on_disk, put_on_disk, reopened
 from fzero.train import make_eval_step, make_train_step
 
-NVME = "nvme"  # in the run folder
 BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
 
 
@@ -104,7 +103,7 @@ def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Space | No
     if "nvme" not in Offload.parse(config.offload).memories:
         return None
     n = config.nvme
-    place = n.folder or (str(folder / NVME) if folder is not None else None)
+    place = n.folder or (str(folder / runs.NVME) if folder is not None else None)
     size = n.buffer_mb << 20 if n.buffer_mb else None
     settings = settings_for(place) if place is not None and not is_url(place) else Settings()
     return Space(place, buffer_bytes=size, slots=n.slots, verify=n.verify, settings=settings.share(mesh.size))

@@ -6,6 +6,7 @@ metrics.jsonl     one JSON object a line and step
 checkpoints/      see fzero/checkpoint.py
 tokenizer.json    where the tokenizer is not bytes
 data/             the corpus, where the run prepared its own
+nvme/             what rests on a disk, where the run names no other folder: see fzero/offload/store.py
 loss.png  throughput.png  tensorboard/
 """
 
@@ -24,20 +25,26 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero
-from fzero import checkpoint, config, models, pytree
+from fzero import checkpoint, config, models, pytree, weights
 from fzero.config import RunConfig
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.models import Model
+from fzero.offload import Space
+from fzero.offload.folder import is_url
+from fzero.precision import POLICIES
 from fzero.pytree import Tree
+from fzero.sharding import Plan, fake_mesh, one_process, zero_plan
+from fzero.sharding.tiers import Offload
 from fzero.sharding.zero import shapes_of
 
-CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS, TOKENIZER, DATA = (
+CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS, TOKENIZER, DATA, NVME = (
     "config.json",
     "environment.json",
     "metrics.jsonl",
     "checkpoints",
     "tokenizer.json",
     "data",
+    "nvme",
 )
 
 
@@ -138,6 +145,23 @@ def cut_metrics(folder: Path, step: int) -> None:
     os.replace(partial, folder / METRICS)
 
 
+PARAMS, MASTER, EMA = "params/", "master/", "extra/ema/"
+
+
+def shelf_of(folder: Path, value: RunConfig) -> weights.Shelf | None:
+    """The store of the run in `folder`, where its state is on a disk and weights can be read from there."""
+    if is_url(value.nvme.folder):
+        return None
+    shelf = weights.find(Path(value.nvme.folder or folder / NVME)) if "nvme" in Offload.parse(value.offload).memories else None
+    return shelf if shelf is not None and (shelf.holds(PARAMS) or shelf.holds(MASTER)) else None
+
+
+def plan_of(model: Model, value: RunConfig, shelf: weights.Shelf) -> Plan:
+    """The plan by which the ranks of a run hold their parts, as rank 0 has it."""
+    options = {"reduce": value.reduce, "accumulate": value.accumulate, "sequence": value.sequence}
+    return zero_plan(value.zero, model, fake_mesh(shelf.sizes), **options)
+
+
 class Trained(NamedTuple):
     """The weights of a run."""
 
@@ -148,6 +172,33 @@ class Trained(NamedTuple):
     warnings: list[str]  # checkpoints passed over because they are damaged
 
 
+def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Trained:
+    """`load` whose parameters stay on a disk: in `nvme`, or in the run folder; one whole leaf is in memory at a time."""
+    value = read_config(folder)
+    model = models.build(value.model)
+    plan, shelf = zero_plan(0, model, one_process()), shelf_of(folder, value)
+    damaged: list[tuple[Path, str]] = []
+    if shelf is not None:
+        prefix = EMA if ema else PARAMS if shelf.holds(PARAMS) else MASTER
+        there, step, dtype = plan_of(model, value, shelf), shelf.record.step, POLICIES[value.precision.policy]().param
+        specs = pytree.named_leaves(there.params if prefix == PARAMS else there.opt)
+        shapes = pytree.named_leaves(plan.like)
+        read = lambda name: shelf.leaf(prefix + name, tuple(shapes[name].shape), specs[name]).to(dtype)  # noqa: E731
+        held = shelf.holds(prefix)
+    else:
+        path, damaged = checkpoint.newest_sound(folder / CHECKPOINTS)
+        record, prefix = checkpoint.manifest(path), EMA if ema else PARAMS
+        step = record["step"]
+        read = lambda name: checkpoint.restore_leaves(path, (prefix + name).__eq__)[prefix + name]  # noqa: E731
+        held = any(name.startswith(prefix) for name in record["leaves"])
+    if not held:
+        raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
+    space = Space(nvme or folder / "nvme-sample", slots=1)
+    space.need(3 * weights.part_bytes(plan, 4))
+    params = weights.put_params(read, plan, space)
+    return Trained(value, model, params, step, [f"passed over {bad}: {why}" for bad, why in damaged])
+
+
 def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
     """The newest sound weights of the run in `folder`, checked.
 
@@ -155,9 +206,16 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
     Raises ValueError where there is no run, no sound checkpoint, or no average.
     """
     value = read_config(folder)
+    model = models.build(value.model)
+    shelf = shelf_of(folder, value)
+    if shelf is not None:
+        if ema and not shelf.holds(EMA):
+            raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
+        prefix = EMA if ema else MASTER if shelf.holds(MASTER) and (wide or not shelf.holds(PARAMS)) else PARAMS
+        dtype = None if wide or prefix == PARAMS else POLICIES[value.precision.policy]().param
+        return Trained(value, model, weights.weights(shelf, plan_of(model, value, shelf), prefix, dtype), shelf.record.step, [])
     path, damaged = checkpoint.newest_sound(folder / CHECKPOINTS)
     record = checkpoint.manifest(path)
-    model = models.build(value.model)
     held = {name.partition("/")[0] for name in record["leaves"]} | {
         "extra/ema" for name in record["leaves"] if name.startswith("extra/ema/")
     }

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from fzero import pytree, random
+from fzero.gradients import PREFIX, Parts, parts_of
 from fzero.models import Cache, Ctx, Model
 from fzero.pytree import Tree
+from fzero.sharding import one_process, zero_plan
+from fzero.sharding.gather import Ahead, Gather, Part
+from fzero.sharding.zero import STACKED
 
 
 @torch.no_grad()
@@ -31,10 +35,12 @@ def generate(
     temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all). top_p: among the
     fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1).
     vocab_size: only ids below are drawn. The draw at a position depends on the key and the position only, so the same key gives the
-    same text. Computes in the dtype of the parameters.
+    same text. Computes in the dtype of the parameters. Parameters on a disk (fzero.offload.Stored) are read part by part, each while the
+    one before it computes, for every token anew.
     Raises ValueError for an empty prompt, T + n above the model's max_len, an id outside the vocabulary, and numbers out of range.
     """
     check_sampling(temperature, top_k, top_p)
+    parts = parts_of(model, zero_plan(0, model, one_process()))
     batch, length = tokens.shape
     vocab = vocab_size or model.config.vocab_size
     if length < 1:
@@ -49,7 +55,7 @@ def generate(
     caches = make_caches(model, params, batch, length + n)
     seen, done = 0, torch.zeros(batch, dtype=torch.bool)
     for position in range(length, length + n):
-        logits = forward(model, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
+        logits = forward(model, parts, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
         seen = position
         new = draw(logits, random.fold_in(key, position), temperature, top_k, top_p)
         tokens = torch.cat((tokens, new[:, None]), 1)
@@ -79,15 +85,23 @@ def make_caches(model: Model, params: Tree, batch: int, length: int) -> list[Cac
     return [Cache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 0) for _ in range(c.n_layers)]
 
 
-def forward(model: Model, params: Tree, tokens: Tensor, caches: list[Cache | tuple], length: int) -> Tensor:
+def forward(model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: list[Cache | tuple], length: int) -> Tensor:
     """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into them."""
     ctx = Ctx(dtype=pytree.leaves(params)[0].dtype)
     caches = [cache._replace(length=length) if cache else () for cache in caches]
-    x = model.embed(params, {"tokens": tokens}, ctx._replace(cache=caches[0]))
+    embed, head = Part("embed", parts.embed), Part("head", parts.head)
+    layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
+    ahead = Ahead(Gather(params, parts.plan, one_process(), tokens.device), 1)
+    ahead.expect([embed, *layers, head], "sample")
+
+    def take(part: Part) -> Tree:
+        names = [name.removeprefix(STACKED) if part.layer is not None else name for name in part.leaves]
+        return pytree.nest(dict(zip(names, ahead.take(part))))
+
+    x = model.embed(take(embed), {"tokens": tokens}, ctx._replace(cache=caches[0]))
     for i, cache in enumerate(caches):
-        layer = pytree.map(lambda leaf, i=i: leaf[i], params["blocks"])
-        x = model.block(layer, x, ctx._replace(cache=cache, layer=torch.tensor(i)))
-    return model.logits(params, x, ctx)
+        x = model.block(take(layers[i]), x, ctx._replace(cache=cache, layer=torch.tensor(i)))
+    return model.logits(take(head), x, ctx)
 
 
 def draw(logits: Tensor, key: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:

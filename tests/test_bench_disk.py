@@ -316,6 +316,8 @@ def test_settings_of_a_disk_that_was_not_measured_are_the_default_ones(tmp_path)
     )
     disks.save("/some/other/disk", Settings(MB, 7, 7), {})
     assert disks.settings_for(tmp_path) == Settings()
+    disks.save(disks.mount_point("."), Settings(MB, 7, 7), {})
+    assert disks.settings_for(".") == Settings(MB, 7, 7) and disks.settings_for("s3://bucket/x") == Settings()
 
 
 def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):

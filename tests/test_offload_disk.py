@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,45 @@ def test_the_arena_is_in_huge_pages_where_the_system_has_them():
         pytest.fail(f"the memory does not ask for huge pages: {mapped['VmFlags:']}")
     assert "sh" not in mapped["VmFlags:"], "shared memory has small pages on most systems"
     assert int(mapped["Rss:"][0]) * 1024 >= arena.size, "the memory was not touched"
+
+
+def cuda(monkeypatch, code):
+    """A stand-in for CUDA that notes what is pinned, and answers with `code`."""
+    pinned = {}
+    register = lambda address, size, flags: pinned.update({address: size}) or code  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop))
+    return pinned
+
+
+def test_the_memory_is_pinned_while_it_is_there(monkeypatch):
+    pinned = cuda(monkeypatch, 0)
+    arena = Arena(HUGE + 1)
+    kept = arena.take((5,), torch.float32).view
+    (address,) = pinned
+    assert pinned == {address: 2 * HUGE} and address % HUGE == 0 and address <= kept.data_ptr() < address + 2 * HUGE
+    del arena
+    gc.collect()
+    assert pinned
+    del kept
+    assert not pinned
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
+    cuda(monkeypatch, 2)
+    with pytest.raises(ValueError, match=r"cannot pin the 2,097,152 bytes of the offload buffers \(error 2\); .*buffer_mb"):
+        Arena(HUGE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_device_reads_and_writes_the_arena_without_waiting():
+    buffer = Arena(HUGE).take((1000,), torch.float32)
+    assert buffer.view.is_pinned()
+    buffer.view.fill_(3)
+    there = buffer.view.to("cuda", non_blocking=True)
+    back = (2 * there).to("cpu")
+    assert bool((back == 6).all())
 
 
 def test_the_arena_never_lends_more_than_its_size(arena):

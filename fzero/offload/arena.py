@@ -47,7 +47,13 @@ class Arena:
         self.base = -start % HUGE
         np.frombuffer(self.memory, np.uint8)[:: mmap.PAGESIZE] = 0
         if torch.cuda.is_available():
-            torch.cuda.cudart().cudaHostRegister(start + self.base, self.size, 0)
+            address, runtime = start + self.base, torch.cuda.cudart()
+            if code := int(runtime.cudaHostRegister(address, self.size, 1)):  # 1: for all devices
+                raise ValueError(
+                    f"CUDA cannot pin the {self.size:,} bytes of the offload buffers (error {code}); give them less memory "
+                    "(offload.buffer_mb, --buffer-mb), or allow more locked memory (ulimit -l)"
+                )
+            weakref.finalize(self.memory, runtime.cudaHostUnregister, address).atexit = False
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
         self.returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self.lock = threading.Lock()

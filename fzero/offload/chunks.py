@@ -104,14 +104,15 @@ class Chunks:
             return
         _allow_files(sum(kept.slots * kept.layers for kept in leaves.values()))
 
-    def open(self, *, create: bool) -> None:
-        """Open this rank's chunks, once the arrays are there."""
+    def open(self, held: set[int]) -> None:
+        """Open this rank's chunks, once the arrays are there; the files of slots that are not `held` are made where they are missing."""
         if not self.direct:
             self.arrays = {name: _open_array(self.place, name, kept, self.ranks, create=False) for name, kept in self.leaves.items()}
             return
         for name, kept in self.leaves.items():
             for slot in range(kept.slots):
                 for layer in range(kept.layers):
+                    create = not held or (slot not in held and kept.slots > 1)
                     self.files[name, slot, layer] = self._open_file(name, kept, slot, layer, create)
 
     def path(self, name: str, slot: int, layer: int) -> Path:
@@ -216,6 +217,14 @@ class Chunks:
         for pending in [self.disk.run(lambda part=part: work(part), write=True) for part in parts]:
             pending.wait()
 
+    def trim(self, held: set[int]) -> None:
+        """Give the space of the slots that are not `held` back to the disk."""
+        for (name, slot, layer), fd in list(self.files.items()):
+            if slot not in held and self.leaves[name].slots > 1:
+                os.close(fd)
+                del self.files[name, slot, layer]
+                self.path(name, slot, layer).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Close the files."""
         for fd in self.files.values():
@@ -239,6 +248,12 @@ def _open_array(place: str | Path, name: str, kept: Kept, ranks: int, *, create:
         }
         return tensorstore.open(spec, open=True, create=True).result()
     return tensorstore.open(spec, open=True).result()
+
+
+def chunk_of(place: str | Path, name: str, kept: Kept, slot: int, layer: int, rank: int) -> np.ndarray:
+    """The bytes (uint8) of one chunk of any rank, through tensorstore: for those who read a store once."""
+    found = _open_array(place, name, kept, 0, create=False)[slot, layer, rank].read().result()
+    return np.ascontiguousarray(found).view(np.uint8)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -117,7 +117,7 @@ class Store:
             self._durably(lambda: self.chunks.sync(slot))
             if self.verify:
                 text = json.dumps(sums | (self.fixed if self.slots > 1 else {}))
-                self._durably(lambda: write_text(self.place, _sums_name(slot, self.chunks.rank), text))
+                self._durably(lambda: write_text(self.place, sums_name(slot, self.chunks.rank), text))
         together()
         self.target = None
         self._put(Record(step, slot, values, before.pinned if before else {}))
@@ -142,8 +142,14 @@ class Store:
         self._put(self.record._replace(pinned=dict(pinned)))
         return sorted(step for _, step in pinned)
 
+    def trim(self) -> None:
+        """Give the space of the slots that hold no step back to the disk: a run that ends needs them no more, and one that goes on makes
+        them again.
+        """
+        self.chunks.trim({self.record.slot, *self.record.pinned})
+
     def finish(self) -> None:
-        """Say that the run is over: the folder may be taken over by another."""
+        """Say that nobody needs the steps any more: the folder may be taken over by another run."""
         self._put(self.record._replace(done=True))
 
     def _put(self, record: Record) -> None:
@@ -161,7 +167,7 @@ class Store:
         """Raise ValueError naming a chunk of the slot that is not what was written there."""
         if not self.verify:
             return
-        where = _sums_name(slot, self.chunks.rank)
+        where = sums_name(slot, self.chunks.rank)
         try:
             sums = json.loads(read_text(self.place, where) or "null")
             sums = {name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()}
@@ -237,7 +243,7 @@ def checksum(buffer: Buffer) -> int:
     return int(buffer.raw.view(torch.int64).sum()) % WORD
 
 
-def _sums_name(slot: int, rank: int) -> str:
+def sums_name(slot: int, rank: int) -> str:
     return f"sums/slot-{slot}.rank-{rank}.json"
 
 
@@ -360,7 +366,7 @@ def open_store(
     try:
         chunks = Chunks(place, leaves, rank, ranks, arena, disk, create=not resume)
         together()
-        chunks.open(create=not resume)
+        chunks.open({record.slot, *record.pinned} if resume else set())
     except PermissionError as error:
         raise ValueError(f"{error.filename}: {error.strerror}; give a folder that this user may write (--nvme)") from None
     store = Store(chunks, slots, verify)

@@ -1,0 +1,127 @@
+"""The weights of a run whose state is on a disk: whole leaves of its ranks' chunks; and parameters that stay on a disk in use."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fzero import pytree
+from fzero.offload import Kept, Space, Stored
+from fzero.offload.arena import padded
+from fzero.offload.chunks import chunk_of
+from fzero.offload.folder import read_text
+from fzero.offload.store import STORE, Record, read_record, sums_name
+from fzero.pytree import Tree
+from fzero.sharding import Plan, fake_mesh, one_process
+from fzero.sharding.draw import window
+from fzero.sharding.pieces import pieces
+from fzero.sharding.zero import shard_dim
+from fzero.stored import write_rows
+
+
+class Shelf(NamedTuple):
+    """The last complete step of a store, as the runs that come after it see it."""
+
+    place: Path
+    record: Record
+    ranks: int
+    sizes: dict[str, int]  # of the axes of its mesh
+    leaves: dict[str, Any]  # name -> shape, dtype and stacked, of one rank
+    slots: int
+
+    def holds(self, prefix: str) -> bool:
+        """Whether there are leaves under `prefix`."""
+        return any(name.startswith(prefix) for name in self.leaves)
+
+    def leaf(self, name: str, shape: tuple[int, ...], spec: Any) -> Tensor:
+        """A whole leaf, of the parts that its ranks hold by `spec`; raises ValueError naming a chunk that is not what was written."""
+        said = self.leaves[name]
+        kept = Kept(tuple(said["shape"]), getattr(torch, said["dtype"]), said["stacked"])
+        whole, done = torch.empty(shape, dtype=kept.dtype), set()
+        for rank in range(self.ranks):
+            start, size = window(shape, spec, fake_mesh(self.sizes, rank))
+            if start in done:
+                continue  # another rank's copy
+            done.add(start)
+            sums = self.sums(rank)
+            part = whole
+            for dim, (at, n) in enumerate(zip(start, size)):
+                part = part.narrow(dim, at, n)
+            for layer in range(kept.layers):
+                value = self.chunk(name, kept, layer, rank, sums.get(name))
+                (part[layer] if kept.stacked else part).copy_(value)
+        return whole
+
+    def sums(self, rank: int) -> dict[str, list[int]]:
+        """The checksums of a rank's chunks; {} where the run kept none."""
+        text = read_text(self.place, sums_name(self.record.slot, rank))
+        return json.loads(text) if text else {}
+
+    def chunk(self, name: str, kept: Kept, layer: int, rank: int, sums: list[int] | None) -> Tensor:
+        """One layer of one rank's part."""
+        data = chunk_of(self.place, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
+        if sums is not None:
+            words = np.zeros(padded(kept.chunk_bytes), np.uint8)
+            words[: kept.chunk_bytes] = data[: kept.chunk_bytes]
+            if int(words.view(np.uint64).sum(dtype=np.uint64)) != sums[layer] % (1 << 64):
+                raise ValueError(f"{self.place}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
+        return torch.from_numpy(data[: kept.chunk_bytes].copy()).view(kept.dtype).reshape(kept.chunk)
+
+    def fixed(self, name: str) -> bool:
+        """Whether a leaf never changes, and so has one slot."""
+        return self.leaves[name]["fixed"]
+
+
+def find(place: Path) -> Shelf | None:
+    """The store in `place`, or None where there is none with a complete step."""
+    text = read_text(place, STORE) if place.is_dir() else None
+    record = read_record(place) if text else None
+    if record is None:
+        return None
+    if record.dirty:
+        raise ValueError(f"{place}: a step was being written over another one when its run ended; there are no weights in it")
+    said = json.loads(text)
+    return Shelf(place, record, said["ranks"], said["owner"].get("mesh", {}), said["leaves"], said["slots"])
+
+
+def weights(shelf: Shelf, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
+    """The whole parameters under `prefix` (params/, master/ or extra/ema/), in `dtype` (None: their own)."""
+    specs = pytree.named_leaves(plan.params if prefix == "params/" else plan.opt)
+    named = {n: shelf.leaf(prefix + n, tuple(x.shape), specs[n]) for n, x in pytree.named_leaves(plan.like).items()}
+    return pytree.from_named({n: x if dtype is None else x.to(dtype) for n, x in named.items()}, plan.like)
+
+
+def put_params(read: Callable[[str], Tensor], plan: Plan, space: Space) -> Tree:
+    """The parameters `read(name)`, one whole leaf at a time in memory, as leaves of a new store in `space`."""
+    store = None
+    for name, like in pytree.named_leaves(plan.like).items():
+        value = read(name)
+        if store is None:
+            kept = {n: Kept(tuple(x.shape), value.dtype, shard_dim(n) == 1) for n, x in pytree.named_leaves(plan.like).items()}
+            store = space.open(kept, one_process())
+            store.begin()
+        for i in range(store.leaves[name].layers):
+            layer = value[i] if store.leaves[name].stacked else value
+            for rows in pieces(store.leaves[name].chunk):
+                write_rows(store, name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+        store.settle()
+        del value, like
+    store.commit(0, {}, lambda: None)
+    store.finish()
+    return pytree.map_named(lambda name, _: Stored(store, name), plan.like)
+
+
+def part_bytes(plan: Plan, itemsize: int) -> int:
+    """The bytes of the largest part of a model: the embedding, a layer or the head."""
+    sizes: dict[str, int] = {}
+    for name, leaf in pytree.named_leaves(plan.like).items():
+        numel = math.prod(leaf.shape[1:]) if shard_dim(name) else leaf.numel()
+        sizes[name.split("/")[0]] = sizes.get(name.split("/")[0], 0) + padded(numel * itemsize)
+    return max(sizes.values())

@@ -1,0 +1,318 @@
+"""Offload is bitwise equal to none: losses, parameters, master weights, optimizer state and average, wherever they rest."""
+
+import contextlib
+import itertools
+import math
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import ranks
+import torch
+
+import fzero
+from fzero import models, optim, precision, pytree, update, update_streamed
+from fzero.offload import Space, Stored
+from fzero.offload.disk import serves_direct
+from fzero.optim import states
+from fzero.stored import reopened
+from fzero.train import local_batch
+
+MEMORY = Path("/dev/shm")  # a disk is slower and its time is other people's
+# Rows of 16 elements, and 600 of them: whole pages are 256 rows, so that such a leaf is cut, and its last rows are no whole page.
+SIZES = {"vocab_size": 600, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 600}
+SMALLEST = 1 << 30  # units of as few rows as can be (see update_streamed.SHARE)
+POLICIES = {
+    "fp32": precision.fp32(),
+    "bf16": precision.bf16(),
+    "fp16": precision.fp16(precision.LossScale(init=2.0**34, hysteresis=1, at_floor="hold")),
+}
+BF16 = torch.bfloat16
+
+
+def labelled(layout):
+    parts = {"muon": optim.muon(1e-2, layout=layout), "adamw": optim.adamw(1e-2)}
+    return optim.by_label(parts, ((r"^blocks/.*/w_", "muon"), (".*", "adamw")))
+
+
+def clipped(tx):
+    return lambda layout: optim.chain(optim.clip_by_global_norm(0.5, layout=layout), tx(layout))
+
+
+OPTIMIZERS = {
+    "clipped adamw": clipped(lambda layout: optim.adamw(1e-2, weight_decay=0.1, mask=optim.decay_matrices)),
+    "adamw": lambda layout: optim.adamw(1e-2),
+    "sgd": lambda layout: optim.sgd(0.3),
+    "sgd momentum": clipped(lambda layout: optim.sgd(0.3, 0.9, nesterov=True, weight_decay=0.1)),
+    "lion": clipped(lambda layout: optim.lion(1e-3, weight_decay=0.1)),
+    "lamb": clipped(lambda layout: optim.lamb(1e-2, weight_decay=0.1, layout=layout)),
+    "adafactor": clipped(lambda layout: optim.adafactor(1e-2, weight_decay=0.1, layout=layout)),
+    "muon by label": clipped(labelled),
+    "adamw 8": clipped(lambda layout: optim.adamw(1e-2, state_bits=8, block=16, layout=layout)),
+    "lion 8": clipped(lambda layout: optim.lion(1e-3, state_bits=8, block=16, layout=layout)),
+    "adamw stochastic": clipped(lambda layout: optim.adamw(1e-2, state_dtype=BF16, rounding="stochastic", layout=layout)),
+    "accumulate": clipped(lambda layout: optim.accumulate(optim.adamw(1e-2), 3)),
+    "value": lambda layout: optim.chain(optim.clip_by_value(1e-3), optim.adamw(1e-2, weight_decay=0.1)),
+    "scheduled": clipped(
+        lambda layout: optim.chain(
+            optim.adam(optim.warmup_cosine(1e-2, 5, 20)), optim.scale_by_rules(((r"^blocks/", (0.5, 0.9)), (".*", 0.1)))
+        )
+    ),
+}
+
+
+class Case(NamedTuple):
+    """A run; all but `offload` and `slots` is also that of the run without offload."""
+
+    offload: str
+    stage: int = 0
+    mesh: tuple = ()  # (axis, size) pairs, () for one process
+    policy: str = "fp32"
+    optimizer: str = "clipped adamw"
+    micro: int = 1
+    steps: int = 20
+    model: str = "llama"
+    remat: str = "none"
+    ema: bool = False
+    reduce: str = "fast"
+    frozen: str | None = None
+    sequence: bool = False
+    accumulate: str = "shards"
+    on_host: bool = False  # the one-pass form of the update
+    slots: int = 2
+
+
+def plain_tree():
+    g = torch.Generator().manual_seed(5)
+    return {
+        "first": torch.randn(600, 16, generator=g) / 4,
+        "blocks": {"w": torch.randn(2, 16, 16, generator=g) / 4},
+        "gain": torch.ones(()),
+    }
+
+
+def plain_loss(params, batch):
+    x = params["first"][batch["tokens"]]
+    for w in params["blocks"]["w"]:
+        x = x + torch.tanh(x @ w) * params["gain"]
+    found = torch.nn.functional.cross_entropy((x @ params["first"].T).flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
+    return found, batch["targets"].numel()
+
+
+def model_of(name):
+    """(loss, what the plan and the state are made of)."""
+    if name == "plain":
+        return plain_loss, plain_tree()
+    model = models.llama(models.LlamaConfig(**SIZES, tied=name == "tied"))
+    return model, model
+
+
+@contextlib.contextmanager
+def changed(case):
+    """Leaves as small as these in 8 bits, units as small as can be, and the one-pass form where it is asked for."""
+    with (
+        mock.patch.object(states, "SMALL", 100),
+        mock.patch.object(update_streamed, "SHARE", SMALLEST),
+        mock.patch.object(update, "MANY", 0 if case.on_host else 1 << 62),
+    ):
+        yield
+
+
+def train(mesh, case, folder=None):
+    """(metrics of each step, {leaf: tensor}, what the space and its store say) of this rank."""
+    loss, given = model_of(case.model)
+    policy = POLICIES[case.policy]
+    plan = fzero.zero_plan(
+        case.stage, given, mesh, offload=case.offload, reduce=case.reduce, frozen=case.frozen, sequence=case.sequence,
+        accumulate=case.accumulate,
+    )  # fmt: skip
+    layout = optim.sharded(plan.trained(plan.opt), mesh, like=plan.trained(plan.like), ordered=case.reduce == "canonical")
+    tx = OPTIMIZERS[case.optimizer](layout)
+    space = Space(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
+    state = fzero.init_state(given, tx, plan, mesh, seed=0, policy=policy, ema=case.ema, space=space)
+    step = fzero.make_train_step(
+        loss, tx, plan, mesh, policy=policy, remat=case.remat, micro_batches=case.micro, ema_decay=0.9 * case.ema, space=space
+    )  # fmt: skip
+    log = []
+    for i in range(case.steps):
+        rows = torch.randint(0, 20, (4 * case.micro, 9), generator=torch.Generator().manual_seed(i))
+        state, metrics = step(state, local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, mesh, case.micro))
+        log.append([float(x) for x in (metrics.loss, metrics.num_tokens, metrics.grad_norm, metrics.skipped, metrics.loss_scale)])
+    leaves = values(state)
+    if space is None:
+        return log, leaves
+    assert space._arena is None or space.arena.peak <= space.arena.size
+    stored = space.store is not None
+    space.close()
+    if stored and case.slots > 1:
+        again = Space(folder, buffer_bytes=1 << 20, slots=case.slots)
+        try:
+            found = values(reopened(tx, plan, mesh, again, policy=policy, ema=case.ema))
+            assert not differing(found, leaves), f"opened again: {differing(found, leaves)}"
+        except ValueError as error:
+            assert "keeps in memory" in str(error), error
+        again.close()
+    return log, leaves
+
+
+def values(state):
+    return {name: leaf.tensor() if isinstance(leaf, Stored) else leaf.clone() for name, leaf in pytree.named_leaves(state).items()}
+
+
+def differing(a, b):
+    """The names of leaves that have not the same dtype, shape and bits."""
+    assert list(a) == list(b)
+    return [n for n in a if a[n].dtype != b[n].dtype or a[n].shape != b[n].shape or not torch.equal(bits(a[n]), bits(b[n]))]
+
+
+def bits(x):
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+REFERENCES = {}
+
+
+def compare(mesh, case, folder):
+    """What of a rank's run with offload differs from the one without, and how many steps were skipped and leaves moved."""
+    reference = case._replace(offload="", slots=2, remat="none")
+    with changed(case), warnings.catch_warnings():
+        if reference not in REFERENCES:
+            REFERENCES[reference] = train(mesh, reference)
+        (log, leaves), (expected_log, expected) = train(mesh, case, folder), REFERENCES[reference]
+    steps = [i for i, (a, b) in enumerate(zip(log, expected_log)) if bits(torch.tensor(a)).tolist() != bits(torch.tensor(b)).tolist()]
+    assert all(math.isfinite(row[0]) for row in log) and len(log) == case.steps
+    moved = expected_log[0][0] - expected_log[-1][0]
+    return differing(leaves, expected), steps, sum(int(row[3]) for row in log), moved
+
+
+@pytest.fixture
+def folder(tmp_path):
+    quick = MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and serves_direct(MEMORY)
+    if not serves_direct(tmp_path) and not quick:
+        pytest.skip(f"{tmp_path}: its file system refuses O_DIRECT; tests/test_offload_store.py has the other way")
+    with tempfile.TemporaryDirectory(dir=MEMORY if quick else tmp_path) as folder:
+        yield os.path.join(folder, "state")
+
+
+def check(case, folder):
+    sizes = dict(case.mesh)
+    if sizes:
+        found = ranks.run(math.prod(sizes.values()), compare, case, folder, mesh=sizes)
+    else:
+        found = [compare(fzero.one_process(), case, folder)]
+    for rank, (leaves, steps, skipped, moved) in enumerate(found):
+        assert not steps, f"rank {rank}: the metrics of step {steps[0]} and {len(steps) - 1} more differ"
+        assert not leaves, f"rank {rank}: {leaves[0]} and {len(leaves) - 1} more differ"
+        assert skipped > 2 if case.policy == "fp16" else not skipped
+        assert moved > 0, "nothing was learned: the comparison would see nothing"
+
+
+def name_of(case):
+    given = {field: value for field, value in case._asdict().items() if value != Case._field_defaults.get(field)}
+    given["mesh"] = "x".join(f"{axis}{size}" for axis, size in case.mesh) or "alone"
+    return " ".join(f"{field}={value}" if field in ("stage", "micro", "slots") else str(value) for field, value in given.items())
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", cases, ids=name_of)
+
+
+TIERS, GROUPS = ("host", "nvme"), ("params", "grads", "opt", "acts")
+DP2, TP2 = (("dp", 2),), (("tp", 2),)
+
+
+def single(tier, group, stage, mesh, policy, **more):
+    return Case(f"{group}={tier}", stage, mesh, policy, remat="full" if group == "acts" else "none", **more)
+
+
+PRODUCT = [single(*choice) for choice in itertools.product(TIERS, GROUPS, (0, 3), ((), DP2), ("fp32", "bf16"))]
+# Every pair of values of tier, group, stage, ranks and dtype occurs in one of these.
+PAIRS = [
+    single("nvme", "params", 3, DP2, "fp32"), single("nvme", "params", 0, DP2, "bf16"),
+    single("nvme", "grads", 0, (), "fp32"), single("nvme", "grads", 3, DP2, "bf16"),
+    single("nvme", "opt", 3, DP2, "fp32"), single("nvme", "opt", 0, (), "bf16"),
+    single("nvme", "acts", 0, DP2, "fp32"), single("nvme", "acts", 3, (), "bf16"),
+    single("host", "params", 0, (), "fp32"), single("host", "params", 3, DP2, "bf16"),
+    single("host", "grads", 3, DP2, "fp32"), single("host", "grads", 0, (), "bf16"),
+    single("host", "opt", 0, DP2, "fp32"), single("host", "opt", 3, (), "bf16"),
+    single("host", "acts", 3, (), "fp32"), single("host", "acts", 0, DP2, "bf16"),
+]  # fmt: skip
+
+
+@each([*PAIRS, *(pytest.param(case, marks=pytest.mark.exhaustive, id=name_of(case)) for case in PRODUCT if case not in PAIRS)])
+def test_a_group_elsewhere_has_the_same_bits(case, folder):
+    check(case, folder)
+
+
+ALL = "params=nvme,grads=nvme,opt=nvme,acts=nvme"
+HOST = ALL.replace("nvme", "host")
+few = Case(ALL, remat="full", steps=8, ema=True)
+TOGETHER = [
+    few._replace(policy="bf16"),
+    few._replace(mesh=DP2, stage=3, policy="bf16", micro=2),
+    few._replace(mesh=DP2, stage=2, micro=2, accumulate="full"),
+    few._replace(mesh=DP2, stage=1, policy="bf16"),
+    few._replace(mesh=DP2, stage=3, micro=2, reduce="canonical"),
+    few._replace(mesh=DP2, stage=0, policy="bf16", reduce="canonical", micro=2, offload="grads=nvme,opt=nvme"),
+    few._replace(mesh=TP2, policy="bf16"),
+    few._replace(mesh=TP2, sequence=True, micro=2),
+    few._replace(offload="opt=nvme:0.5", policy="bf16", remat="none"),
+    few._replace(offload="params=nvme:0.4,opt=nvme:0.7,grads=nvme:0.2", mesh=DP2, stage=3, policy="bf16"),
+    few._replace(offload="params=host,opt=nvme,grads=nvme:0.5", mesh=DP2, stage=2, policy="bf16", remat="none"),
+    few._replace(offload="params=nvme,opt=host,acts=host", mesh=DP2, stage=3),
+    few._replace(offload="opt=nvme", mesh=DP2, stage=3, policy="bf16", remat="none"),
+    few._replace(offload=HOST, mesh=DP2, stage=3, policy="bf16", micro=2),
+    few._replace(remat="every:2", slots=3),
+    few._replace(slots=1, policy="bf16"),
+]
+
+
+@each(TOGETHER)
+def test_groups_together_have_the_same_bits(case, folder):
+    check(case, folder)
+
+
+@each(
+    [
+        *(few._replace(optimizer=name, policy="bf16", ema=False) for name in OPTIMIZERS if name != "clipped adamw"),
+        few._replace(optimizer="lamb", mesh=DP2, stage=3, ema=False),
+        few._replace(optimizer="adafactor", mesh=DP2, stage=1, policy="bf16", ema=False),
+        few._replace(optimizer="adamw 8", mesh=DP2, stage=3, policy="bf16"),
+        few._replace(optimizer="adamw stochastic", mesh=DP2, stage=2),
+        few._replace(optimizer="muon by label", mesh=DP2, stage=3, offload="opt=nvme", policy="bf16", remat="none"),
+        few._replace(optimizer="accumulate", mesh=DP2, stage=3, offload=HOST),
+    ]
+)
+def test_any_optimizer_has_the_same_bits(case, folder):
+    check(case, folder)
+
+
+@each(
+    [
+        few._replace(frozen="^embed|w_q|norm_1", policy="bf16"),
+        few._replace(frozen="^blocks", mesh=DP2, stage=3, micro=2),
+        few._replace(model="tied", policy="bf16", micro=2),
+        few._replace(model="tied", mesh=DP2, stage=3, policy="bf16"),
+        few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none"),
+        few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none", policy="bf16", mesh=DP2, stage=3, micro=2),
+        few._replace(policy="fp16", steps=20),
+        few._replace(policy="fp16", steps=20, mesh=DP2, stage=3, offload="params=nvme,opt=host,grads=host", remat="none", micro=2),
+    ]
+)
+def test_any_model_has_the_same_bits(case, folder):
+    check(case, folder)
+
+
+@each(
+    [
+        few._replace(on_host=True, policy="bf16"),
+        few._replace(on_host=True, policy="bf16", mesh=DP2, stage=3, optimizer="adamw 8"),
+        few._replace(on_host=True, offload="opt=nvme,grads=host", policy="fp32", optimizer="lion", remat="none"),
+    ]
+)
+def test_the_one_pass_form_has_the_same_bits(case, folder):
+    check(case, folder)
