@@ -29,6 +29,7 @@ import os
 import resource
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -70,17 +71,20 @@ CONTENDERS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     "steps": {
         "fio": ("", HUGE_PAGES),
         "fzero": ("fzero", {}),
-        "fzero+unchecked": ("fzero", {}),
+        "fzero+huge": ("fzero", HUGE_PAGES),
+        "fzero+huge+unchecked": ("fzero", HUGE_PAGES),
         "deepspeed": ("deepspeed", {}),
         "deepspeed+tuned": ("deepspeed", HUGE_PAGES),
     },
 }
-DEFAULT = {"disk": tuple(CONTENDERS["disk"]), "steps": ("fzero", "fio", "deepspeed+tuned")}
+DEFAULT = {"disk": tuple(CONTENDERS["disk"]), "steps": ("fzero+huge", "fio", "deepspeed+tuned")}
 NOTES = {
     "fio": "libaio, O_DIRECT, 4 MiB, depth 8, huge-page buffers; a job for reading and one for writing",
     "raw": f"preadv and pwritev from Python, O_DIRECT, {PIECE >> 20} MiB, 2 + 2 threads, huge-page buffers, in a process like ours",
     "fzero": "fzero/offload: two slots, checksums at write, synced and committed",
     "fzero+unchecked": "the same without checksums",
+    "fzero+huge": "the same in a process whose memory is in huge pages (glibc.malloc.hugetlb), as DeepSpeed's is where tuned",
+    "fzero+huge+unchecked": "the same without checksums",
     "tensorstore": "zarr3, a chunk a plane, direct reads, an allocator that keeps memory; writes end with an fsync of each chunk",
     "deepspeed-locked": "aio handles of 4 MiB and depth 8 with memory of new_cpu_locked_tensor",
     "deepspeed-ordinary": "the same with torch.empty, a block at a time",
@@ -698,6 +702,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("nvme.py: ended by SIGTERM"))  # the files are removed all the same
     args = parse()
     hidden = {"--deepspeed": "PYTHON", "--folder": "FOLDER"}  # where somebody keeps things is not part of the result
     given = [hidden.get(before, part) for before, part in zip(["", *sys.argv[1:]], sys.argv[1:])]

@@ -333,7 +333,7 @@ def bench_group() -> None:
 @bench_group.command(name="disk")
 @click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option("--size-gb", type=float, default=2.0, show_default=True, help="Of its two files together, which are gone afterwards.")
-@click.option("--seconds", type=float, default=0.5, show_default=True, help="For each of some 100 figures.")
+@click.option("--seconds", type=float, default=0.5, show_default=True, help="For each of some 160 figures.")
 @click.option("--no-write-config", is_flag=True, help="Leave the user's config.toml as it is.")
 def bench_disk(folder: Path, size_gb: float, seconds: float, no_write_config: bool) -> None:
     """Measure the disk of DIR and write the settings that suit it best into the user's config.toml, for runs with --nvme there."""

@@ -115,6 +115,8 @@ class Train:
     seed: int = 0
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: where there is a compiler
+    update: str = "end"  # or backward: each layer as soon as its gradient is reduced, where states are offloaded
+    mlp_tiles: int = 1  # parts that an MLP's hidden units are computed in, one at a time
     kernels: str = "auto"  # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
     ema_decay: float = 0.0  # 0: no average of the weights
     eval_every: int = 100
@@ -171,7 +173,7 @@ BOUNDS: dict[str, tuple[float, bool, float]] = {
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
     **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
-    **{f"train.{n}": SIZE for n in ("steps", "batch", "micro_batch", "log_every")},
+    **{f"train.{n}": SIZE for n in ("steps", "batch", "micro_batch", "log_every", "mlp_tiles")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last")},
     **{"train.seed": (0, True, 2**64), "train.ema_decay": FRACTION, "zero": (0, True, 4), "prefetch": COUNT},
     **{"nvme.buffer_mb": COUNT, "nvme.slots": SIZE},
@@ -185,6 +187,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision.policy": ("auto", *POLICIES),
     "precision.fp32_matmul": ("auto", "default", "onednn"),
     "train.compiled": ("auto", True, False),
+    "train.update": ("end", "backward"),
     "reduce": REDUCE,
     "accumulate": ACCUMULATE,
 }
@@ -348,6 +351,15 @@ def validate(config: RunConfig) -> None:
     remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)
     if offload.acts.memory != "device" and not remat.every:
         raise ValueError(f"offload is {c.offload!r} and train.remat is {t.remat}: acts are what a remat policy keeps; use --remat full")
+    if t.update == "backward" and (c.optim.clip or not {"params=nvme", "opt=nvme"} <= set(c.offload.split(","))):
+        raise ValueError(
+            f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer can be updated before all "
+            "gradients are known where nothing is clipped by their norm and a bad step can be undone; use optim.clip=0 and --offload params=nvme,opt=nvme"
+        )
+    if t.mlp_tiles > 1 and not isinstance(c.model, (GPT2Config, LlamaConfig)):
+        raise ValueError(
+            f"train.mlp_tiles is {t.mlp_tiles} and a model of family {family_of(c.model)} has no MLP that is computed in tiles; use 1"
+        )
     if c.nvme != Nvme() and "nvme" not in offload.memories:
         raise ValueError(f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload params=nvme,opt=nvme")
     Kernels.parse(t.kernels)

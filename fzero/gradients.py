@@ -103,8 +103,21 @@ class Streamed(NamedTuple):
             pair, out_def, extra = self.program("head", self.model.head, parts.head, x_def, (ctx, batch))
             return pytree.unflatten(pair.primal([*ahead.take(head), *x, zero, *extra]), out_def[0])
 
-    def backward(self, params: Tree, batch: base.Batch, key: Any, first: Any, seed: Tensor, reducer: Reducer, last: bool) -> base.Loss:
-        """The loss of a micro-batch; the gradient of total * seed goes to `reducer`, for which it may be the `last` one."""
+    def backward(
+        self,
+        params: Tree,
+        batch: base.Batch,
+        key: Any,
+        first: Any,
+        seed: Tensor,
+        reducer: Reducer,
+        last: bool,
+        ready: Callable[[base.Loss], None] | None = None,
+    ) -> base.Loss:
+        """The loss of a micro-batch; the gradient of total * seed goes to `reducer`, for which it may be the `last` one.
+
+        ready: is called with the loss between the forward and the backward pass.
+        """
         device = pytree.leaves(batch)[0].device
         parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params, device)
         embed, head = Part("embed", parts.embed), Part("head", parts.head)
@@ -126,6 +139,8 @@ class Streamed(NamedTuple):
             out, kept = head_pair.forward([*ahead.take(head), *x, zero, *head_extra])
             loss = pytree.unflatten(out, out_def[0])
             del x
+        if ready is not None:
+            ready(loss)
         with torch.no_grad(), self.mesh.ledger.phase("backward"):
             grads = head_pair.backward(kept, [seed.to(loss.total.dtype), *out[1:]])
             x_grads = grads[len(grads) - m :]

@@ -18,7 +18,7 @@ from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import Model, MoEConfig
 from fzero.offload import Settings, Space
 from fzero.offload.arena import padded
-from fzero.offload.bench import settings_for
+from fzero.offload.disks import settings_for
 from fzero.offload.folder import is_url
 from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
 from fzero.precision import POLICIES, Policy, fp16
@@ -90,9 +90,11 @@ def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = Non
         kernels=t.kernels,
         ema_decay=t.ema_decay,
         prefetch=config.prefetch,
+        update=t.update,
+        mlp_tiles=t.mlp_tiles,
         space=space,
     )
-    options = {"compiled": bool(t.compiled), "kernels": t.kernels, "prefetch": config.prefetch}
+    options = {"compiled": bool(t.compiled), "kernels": t.kernels, "prefetch": config.prefetch, "mlp_tiles": t.mlp_tiles}
     eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, **options)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
     return Program(config, mesh, model, plan, tx, schedule, policy, space, train_step, eval_step)

@@ -30,6 +30,7 @@ from fzero.sharding.zero import shapes_of
 from fzero.state import TrainState, expect_shapes
 from fzero.stored import commit
 from fzero.update import Gradients, own, update_donated, update_pure
+from fzero.update_early import EarlyUpdate, expect_early
 from fzero.update_streamed import StreamedUpdate, is_offloaded
 
 LossFn = Callable[[Tree, Any], Any]
@@ -47,7 +48,14 @@ class Metrics(NamedTuple):
 
 
 def make_loss(
-    loss_fn: base.Model | LossFn, policy: Policy, plan: Plan | None, mesh: Mesh, remat: Remat, compiled: bool, kernels: Kernels
+    loss_fn: base.Model | LossFn,
+    policy: Policy,
+    plan: Plan | None,
+    mesh: Mesh,
+    remat: Remat,
+    compiled: bool,
+    kernels: Kernels,
+    mlp_tiles: int = 1,
 ) -> Callable[..., base.Loss]:
     """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
 
@@ -55,7 +63,9 @@ def make_loss(
     the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, remat=remat)
+        ctx = base.Ctx(
+            mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, remat=remat, tiles=mlp_tiles
+        )
         ctx = ctx._replace(sequence=plan is not None and plan.sequence)
         return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
 
@@ -89,6 +99,8 @@ def make_train_step(
     ema_decay: float = 0.0,
     prefetch: int = 1,
     skip_nonfinite: bool = True,
+    update: str = "end",
+    mlp_tiles: int = 1,
     space: Space | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, Metrics)` of one training step.
@@ -103,6 +115,9 @@ def make_train_step(
     The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
     were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on. skip_nonfinite=False updates whatever comes,
     and waits for no value.
+    update: "end", or "backward": each layer is updated as soon as its gradient is reduced, and no gradient of layers is kept; for offloaded
+    states, without clipping by the norm.
+    mlp_tiles: parts that the hidden units of an MLP are computed in, one at a time, and again in the backward pass (see fzero.tiling).
     space: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
     The first call makes sure that all ranks run the same program: RankError says where two differ.
     Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
@@ -121,7 +136,13 @@ def make_train_step(
         )
     if plan.acts != "device" and not remat.every:
         raise ValueError(f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full or every:K")
-    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, space)
+    if update not in ("end", "backward"):
+        raise ValueError(f"update is {update!r}; it must be end or backward")
+    if update == "backward":
+        if streamed is None or not isinstance(loss_fn, base.Model):
+            raise ValueError('update="backward" is for a layered Model with offloaded states; give the plan offload="opt=..."')
+        expect_early(streamed, plan, space.slots if space is not None else 1, skip_nonfinite)
+    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, mlp_tiles, space)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
 
@@ -140,12 +161,18 @@ def make_train_step(
                 stack.enter_context(torch.no_grad())
             if unchecked:
                 stack.enter_context(unchecked.pop().checked())
-            grads, total = gradient(state, parts, size, key, scale / seed_divisor)
-            tokens = torch.where(total.num_tokens == 0, 1, total.num_tokens)  # a count may be a sum of weights, below 1
+            early = EarlyUpdate(streamed, layout, state, ema_decay) if update == "backward" else None
+
+            def mean(total: base.Loss) -> tuple[Tensor, Tensor]:
+                """(tokens, the factor that makes gradients of the mean of sums): they are sums until the update multiplies them."""
+                tokens = torch.where(total.num_tokens == 0, 1, total.num_tokens)  # a count may be a sum of weights, below 1
+                return tokens, seed_divisor / (tokens.to(torch.promote_types(total.total.dtype, torch.float32)) * scale)
+
+            grads, total = gradient(state, parts, size, key, scale / seed_divisor, early, lambda total: early.begin(mean(total)[1]))
             wide = torch.promote_types(total.total.dtype, torch.float32)
-            factor = seed_divisor / (tokens.to(wide) * scale)  # the gradients are sums until the update multiplies them
+            tokens, factor = mean(total)
             with mesh.ledger.phase("metrics"):
-                norm = layout.norm(grads)
+                norm = layout.norm(grads) if early is None else early.norm(grads)
             grad_norm = norm * factor
             skipped = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
             metrics = Metrics(
@@ -164,7 +191,11 @@ def make_train_step(
             sums, rest = Gradients(grads, factor, norm), (moved, skipped if skip_nonfinite else None, ema_decay)
             del grads
             with mesh.ledger.phase("update"):
-                if streamed is not None:
+                if early is not None:
+                    new = early.finish(sums.sums, skip_nonfinite and bool(skipped))
+                    new = new._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler)
+                    commit(space, new, mesh)
+                elif streamed is not None:
                     new = streamed.run(sums, *rest)
                     commit(space, new, mesh)
                 else:
@@ -190,14 +221,17 @@ def make_gradient(
     compiled: bool,
     kernels: Kernels,
     prefetch: int,
+    mlp_tiles: int = 1,
     space: Space | None = None,
 ) -> Callable[..., tuple[Tree, base.Loss]]:
     """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
 
     The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part.
     """
-    loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled, kernels)
-    ctx = base.Ctx(mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=plan.sequence)
+    loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled, kernels, mlp_tiles)
+    ctx = base.Ctx(
+        mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=plan.sequence, tiles=mlp_tiles
+    )
     streamed = None
     if isinstance(loss_fn, base.Model):
         streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch, space)
@@ -221,20 +255,33 @@ def make_gradient(
     def away(name: str, stream: str, depth: int | None) -> Scratched:
         return Scratched(space.scratch, ("grads", stream, name), depth, policy.accumulate)
 
-    def gradient(state: TrainState, parts: list[Any], size: int, key: Any, seed: Tensor) -> tuple[Tree, base.Loss]:
+    def gradient(
+        state: TrainState,
+        parts: list[Any],
+        size: int,
+        key: Any,
+        seed: Tensor,
+        early: EarlyUpdate | None = None,
+        known: Callable[[base.Loss], None] | None = None,
+    ) -> tuple[Tree, base.Loss]:
         firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh)
-        reducer = Reducer(plan, mesh, policy.reduce, policy.accumulate, len(parts), away)
+        reducer = Reducer(plan, mesh, policy.reduce, policy.accumulate, len(parts), away, early.take if early is not None else None)
         if streamed is None:
             losses = plain(state.params, parts, firsts, key, seed, reducer)
         else:
-            losses = [
-                streamed.backward(state.params, part, key, torch.tensor(first, device=seed.device), seed, reducer, last=j == len(parts) - 1)
-                for j, (part, first) in enumerate(zip(parts, firsts))
-            ]
-        return reducer.sums(plan.trained(plan.like)), sum_losses(losses, mesh)
+            losses = []
+            for j, (part, first) in enumerate(zip(parts, firsts)):
+                last, at = j == len(parts) - 1, torch.tensor(first, device=seed.device)
+                # Behind the last forward pass the sum of all losses is known.
+                ready = (lambda loss: known(sum_losses([*losses, loss], mesh))) if last and early is not None else None
+                losses.append(streamed.backward(state.params, part, key, at, seed, reducer, last=last, ready=ready))
+        like = plan.trained(plan.like)
+        if early is not None:
+            like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}
+        return reducer.sums(like), sum_losses(losses, mesh)
 
     return gradient
 
@@ -327,6 +374,7 @@ def make_eval_step(
     compiled: bool = False,
     kernels: Kernels | str = AUTO,
     prefetch: int = 1,
+    mlp_tiles: int = 1,
 ) -> Callable[[Tree, Any], base.Loss]:
     """The function `(params, batch) -> Loss` without dropout: this rank's sums, to be added up over batches and data ranks.
 
@@ -334,9 +382,17 @@ def make_eval_step(
     """
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
     if plan is None or not isinstance(loss_fn, base.Model):
-        loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled, kernels)
+        loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled, kernels, mlp_tiles)
     else:
-        ctx = base.Ctx(mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=plan.sequence)
+        ctx = base.Ctx(
+            mesh=mesh,
+            dtype=policy.compute,
+            matmul=policy.matmul,
+            compiled=compiled,
+            kernels=kernels,
+            sequence=plan.sequence,
+            tiles=mlp_tiles,
+        )
         loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, Remat(), prefetch).forward
 
     @torch.no_grad()

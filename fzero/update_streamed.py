@@ -84,16 +84,21 @@ class Update:
         self.owner = owners([f"/{name}" for name in self.columns], list(self.params))
         self.owner = {name.removeprefix("/"): owner for name, owner in self.owner.items()}
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
+        self.layer: dict[str, Tensor] = {}  # the gradients of the layer that is updated, where it is updated by itself
         self.store = how.space.store
         if self.store is not None:
             self.store.begin()
 
     def all(self) -> Tree:
         """The state after the update of all leaves."""
-        columns = (*self.columns.values(), *(self.master or self.params).values(), *self.ema.values(), *self.grads.values())
-        off = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
-        self.run(self.how.units(-(-off // len(self.params)) + 4 if off else 0))
+        self.run(self.how.units(self.width()))
         return self.finish()
+
+    def width(self) -> int:
+        """The bytes of buffers that a parameter takes, on the average, while it is updated; 0 where nothing is on a disk."""
+        columns = (*self.columns.values(), *(self.master or self.params).values(), *self.ema.values())
+        off = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
+        return -(-off // len(self.params)) + 8 if off or any(isinstance(x, OFF) for x in self.grads.values()) else 0
 
     def run(self, units: list[Unit]) -> None:
         """Update some units."""
@@ -107,7 +112,7 @@ class Update:
             name, master = part.name, bool(self.master)
             target = self.master[name] if master else self.params[name]
             found = {
-                "grad": fetch(self.grads[name], part),
+                "grad": fetch(self.layer[name][None], part._replace(layer=0)) if name in self.layer else fetch(self.grads[name], part),
                 "target": fetch(target, part, whole=not master and name in self.how.split),
             }
             if self.ema:
@@ -208,6 +213,7 @@ class Update:
 
     def finish(self) -> Tree:
         """The state, once all units were updated."""
+        assert self.shared.keys() == {name for name, owner in self.owner.items() if owner is None}, "an update without a unit"
         body = pytree.map_named(lambda column, leaf: self.shared.get(column, leaf), self.body)
         return self.state._replace(opt_state=self.how.parts.whole(self.state.opt_state, body))
 

@@ -13,13 +13,13 @@ import fzero
 ROOT = Path(fzero.__file__).parent
 # A module imports only from its own group or an earlier one.
 GROUPS = (
-    ("pytree", "random"),
+    ("pytree", "native", "random"),
     ("ledger", "rollcall"),
     ("links", "operators"),
     ("collectives",),
     ("autodiff", "compile", "sharding", "kernels"),
     ("optim", "offload", "models", "streaming", "tiling"),
-    ("precision", "gradients", "update", "update_streamed"),
+    ("precision", "gradients", "update", "update_streamed", "update_early"),
     ("state", "stored", "init", "weights"),
     ("train",),
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),

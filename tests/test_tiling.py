@@ -13,9 +13,10 @@ from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero import tiling
+from fzero import init_state, make_train_step, models, one_process, optim, pytree, tiling, zero_plan
 from fzero.compile import have_compiler, vjp_pair
 from fzero.kernels.registry import observe
+from fzero.precision import fp64
 from fzero.tiling import TiledLinear, TiledMLP, read_ahead, tile_spans, tiled_gelu_mlp, tiled_linear, tiled_mlp
 
 F64 = torch.float64
@@ -512,3 +513,21 @@ def test_arguments_that_are_refused():
         tiled_linear(x, w_gate, 2, dim=2)
     with pytest.raises(ValueError, match="ahead is -1"), tiling.read_ahead(lambda i: [], 1, -1):
         pass
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_a_model_in_tiles_is_the_model(family):
+    """Losses and updated parameters of a whole step, in float64, by every remat policy."""
+    sizes = {"vocab_size": 31, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 24}
+    config = models.GPT2Config(**sizes) if family == "gpt2" else models.LlamaConfig(**sizes, n_kv_heads=2)
+    model, mesh, tx = models.build(config), one_process(), optim.sgd(0.1)
+    plan, tokens = zero_plan(0, model, mesh), torch.arange(18).reshape(2, 9) % 31
+    results = []
+    for tiles, remat in ((1, "none"), (5, "none"), (5, "full")):
+        state = init_state(model, tx, plan, mesh, seed=0, policy=fp64())
+        step = make_train_step(model, tx, plan, mesh, policy=fp64(), remat=remat, mlp_tiles=tiles)
+        state, metrics = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+        results.append((metrics.loss, *pytree.leaves(state.params)))
+    for other in results[1:]:
+        for a, b in zip(results[0], other):
+            assert_close(b, a, rtol=1e-11, atol=1e-14)

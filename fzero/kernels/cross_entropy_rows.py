@@ -13,10 +13,7 @@ torch, and in C++ for a CPU; in Triton in cross_entropy_triton.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-import platform
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +22,7 @@ from torch import Tensor
 from fzero.compile import have_compiler
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
 from fzero.kernels.function import operator
+from fzero.native import CONTRACTED, library
 
 BLOCK_BYTES = 1 << 20  # of float32 logits that plain torch works on at a time, on a CPU
 NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}  # what the C++ takes
@@ -111,15 +109,9 @@ class _Shape(ctypes.Structure):
     ]
 
 
-@functools.cache
 def _library() -> ctypes.CDLL:
     """cross_entropy_rows.cpp, compiled when it is first used, and kept in Inductor's cache."""
-    from torch._inductor.codecache import CppCodeCache
-
-    flags = ["-ftree-loop-vectorize", "-ffp-contract=fast", "-fno-math-errno"]  # which Inductor's own leave out
-    if platform.machine() == "x86_64":
-        flags.append("-mprefer-vector-width=512")
-    return CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text(), extra_flags=tuple(flags))
+    return library(__file__, CONTRACTED)
 
 
 def native(logits: Tensor) -> bool:

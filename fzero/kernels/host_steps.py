@@ -9,15 +9,13 @@ misses the last place at times. The GIL is free meanwhile.
 from __future__ import annotations
 
 import ctypes
-import functools
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero import native
 from fzero.compile import have_compiler
 from fzero.kernels.leaf_steps import SIGNED, Leaf, Rates
 from fzero.kernels.lowbit import Place
@@ -44,15 +42,8 @@ class _Rates(ctypes.Structure):
     ]
 
 
-@functools.cache
 def _library() -> ctypes.CDLL:
-    from torch._inductor.codecache import CppCodeCache
-
-    # What rounds twice or not at all is off, whatever Inductor is told for its own code.
-    flags = ["-ftree-loop-vectorize", "-fno-math-errno", "-ffp-contract=off", "-fno-unsafe-math-optimizations", "-fsigned-zeros"]
-    if platform.machine() == "x86_64":
-        flags.append("-mprefer-vector-width=512")
-    return CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text(), extra_flags=tuple(flags))
+    return native.library(__file__, native.EXACT)
 
 
 def _address(x: Tensor | None) -> int | None:

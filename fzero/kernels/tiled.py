@@ -7,13 +7,11 @@ core's cache, the work is linear in the tiles that have a visible pair, and noth
 from __future__ import annotations
 
 import ctypes
-import functools
-import platform
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fzero import native
 from fzero.compile import have_compiler
 from fzero.kernels.function import Fused, operator
 from fzero.kernels.patterns import FULL, Pattern
@@ -30,15 +28,8 @@ class _Shape(ctypes.Structure):
     ]
 
 
-@functools.cache
 def _library() -> ctypes.CDLL:
-    from torch._inductor.codecache import CppCodeCache
-
-    # Inductor's own flags leave loops that it has vectorised itself as they are; these are plain ones.
-    flags = ["-ftree-loop-vectorize", "-ffp-contract=fast", "-fno-math-errno"]
-    if platform.machine() == "x86_64":
-        flags.append("-mprefer-vector-width=512")
-    return CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text(), extra_flags=tuple(flags))
+    return native.library(__file__, native.CONTRACTED)
 
 
 def _quick(dtype: torch.dtype) -> bool:

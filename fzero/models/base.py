@@ -48,6 +48,7 @@ class Ctx(NamedTuple):
     cache: Cache | tuple = ()
     kernels: Kernels = AUTO  # the form of each hot operation
     matmul: str = ""  # how the linears of the blocks multiply, see precision.Policy
+    tiles: int = 1  # parts that an MLP is computed in, see fzero.tiling
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
 
 

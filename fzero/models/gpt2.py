@@ -19,6 +19,8 @@ from fzero.models.layers import (
     embed_tokens,
     enter,
     expect_divisible,
+    expect_plain,
+    leave,
     leave_linear,
     linear,
     norm,
@@ -29,6 +31,7 @@ from fzero.models.layers import (
 )
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Rules
+from fzero.tiling import tiled_gelu_mlp
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,13 @@ def gpt2(config: GPT2Config) -> Model:
         h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_heads, pattern=pattern)
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
         h = enter(h, ctx, "blocks/mlp")
-        h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"], ctx), approximate="tanh")
-        h = leave_linear(h, p["mlp"]["w_out"], ctx, "blocks/mlp", p["mlp"]["b_out"])
+        if ctx.tiles > 1:
+            expect_plain(ctx)
+            h = tiled_gelu_mlp(h, p["mlp"]["w_in"], p["mlp"]["w_out"], ctx.tiles, p["mlp"]["b_in"])
+            h = leave(h, ctx, "blocks/mlp") + p["mlp"]["b_out"].to(h.dtype)
+        else:
+            h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"], ctx), approximate="tanh")
+            h = leave_linear(h, p["mlp"]["w_out"], ctx, "blocks/mlp", p["mlp"]["b_out"])
         return add(x, h, c.dropout, "mlp", ctx)
 
     def normed(params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:

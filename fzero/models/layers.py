@@ -28,6 +28,7 @@ from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
 from fzero.models.base import Batch, Ctx
 from fzero.pytree import Tree
 from fzero.sharding import Mesh
+from fzero.tiling import tiled_mlp
 
 
 class Split(NamedTuple):
@@ -203,8 +204,20 @@ def swiglu(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     Communicates over tp: see `enter` and `leave`, once each.
     """
     x = enter(x, ctx, "blocks/mlp")
+    if ctx.tiles > 1:
+        expect_plain(ctx)
+        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], ctx.tiles, impl=ctx.kernels["swiglu"])
+        return leave(h, ctx, "blocks/mlp")
     h = glu.swiglu(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels["swiglu"])
     return leave_linear(h, p["w_down"], ctx, "blocks/mlp")
+
+
+def expect_plain(ctx: Ctx) -> None:
+    """Raise ValueError where an MLP cannot be computed in tiles."""
+    if ctx.matmul:
+        raise ValueError(
+            f"mlp_tiles is {ctx.tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 form; use mlp_tiles=1"
+        )
 
 
 def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx) -> Tensor:

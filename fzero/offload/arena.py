@@ -51,7 +51,7 @@ class Arena:
             if code := int(runtime.cudaHostRegister(address, self.size, 1)):  # 1: for all devices
                 raise ValueError(
                     f"CUDA cannot pin the {self.size:,} bytes of the offload buffers (error {code}); give them less memory "
-                    "(offload.buffer_mb, --buffer-mb), or allow more locked memory (ulimit -l)"
+                    "(nvme.buffer_mb, --buffer-mb), or allow more locked memory (ulimit -l)"
                 )
             weakref.finalize(self.memory, runtime.cudaHostUnregister, address).atexit = False
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order

@@ -37,7 +37,7 @@ DEPTHS = (1, 2, 4)  # requests under way, for each thread
 DEPTH = 2
 KINDS = {"read": (False,), "write": (True,), "mixed": (False, True)}  # by whether a transfer writes
 ANCHOR_THREADS, ANCHOR_BLOCK, FIO_DEPTH = 8, 4 * MB, 8
-CLOSE = 0.97  # rates that differ less are the same
+CLOSE = 0.95  # rates that differ less are the same: disks are no steadier
 MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
@@ -257,7 +257,7 @@ def sweep(
         measure_anchors()
         for count in threads:
             add(measure(Settings(block, count, count)))
-    block = max(rows, key=_score).settings.block_bytes
+    block = choose(rows).settings.block_bytes
     for readers in threads:
         for writers in threads:
             if readers != writers:
@@ -295,13 +295,13 @@ def _score(row: Row) -> float:
 
 
 def choose(rows: Sequence[Row]) -> Row:
-    """Of the rows within 3% of the fastest (geometric mean of the rates) the defaults, or else the fewest threads and smallest blocks."""
+    """Of the rows within 5% of the fastest (geometric mean of the rates) the defaults, or else that of the least CPU time."""
     close = [row for row in rows if _score(row) >= CLOSE * max(map(_score, rows))]
-    return min(close, key=lambda row: (row.settings != Settings(), row.settings.readers + row.settings.writers, row.settings.block_bytes))
+    return min(close, key=lambda row: (row.settings != Settings(), row.rates["mixed"].cpu_s_per_gb))
 
 
 def choose_depth(rows: Sequence[Row]) -> int:
-    """The smallest depth within 3% of the fastest."""
+    """The smallest depth within 5% of the fastest."""
     return min(row.depth for row in rows if _score(row) >= CLOSE * max(map(_score, rows)))
 
 
@@ -362,7 +362,7 @@ def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, p
             if found.spread > 1.5
             else []
         ),
-        f"best: {named(best.settings)}; {enough} requests under way for each thread are enough.",
+        f"best: {named(best.settings)}; a depth of {enough} (requests under way for each thread) is enough.",
     ]
     if write_config:
         path = save(mount, best.settings, {kind: rate.gbs for kind, rate in best.rates.items()})

@@ -21,15 +21,7 @@ from torch import Tensor
 
 from fzero.offload.arena import PAGE, Arena, Buffer, padded
 from fzero.offload.disk import NEXT, Disk, Pending, open_direct, serves_direct
-from fzero.offload.folder import is_url, kvstore
-
-CONTEXT = {
-    "file_io_concurrency": {"limit": 4},
-    "file_io_sync": False,
-    "file_io_locking": {"mode": "none"},  # each chunk has one writer: its rank
-    "cache_pool": {"total_bytes_limit": 0},
-    "data_copy_concurrency": {"limit": 2},
-}
+from fzero.offload.folder import context, is_url, kvstore
 
 
 class Kept(NamedTuple):
@@ -54,6 +46,11 @@ class Kept(NamedTuple):
     def chunk_bytes(self) -> int:
         """The bytes of a chunk without what fills its last page."""
         return math.prod(self.chunk) * self.dtype.itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of a chunk's file: whole pages, and one for a leaf without elements."""
+        return max(PAGE, padded(self.chunk_bytes))
 
     @property
     def row_bytes(self) -> int:
@@ -93,6 +90,8 @@ class Chunks:
         self.direct = not is_url(place) and serves_direct(Path(place))
         self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
         self.arrays: dict[str, Any] = {}
+        self.synced: set[int] = set()  # slots all of whose files were synced since they were opened
+        self.in_place = self.direct and file_system(Path(place)) in IN_PLACE
         if not self.direct and not is_url(place):
             warnings.warn(
                 f"{place}: its file system refuses direct transfers (O_DIRECT); it is used through tensorstore, slower", stacklevel=3
@@ -120,7 +119,7 @@ class Chunks:
         return Path(self.place, "arrays", name, "c", str(slot), str(layer), str(self.rank), "0")
 
     def _open_file(self, name: str, kept: Kept, slot: int, layer: int, create: bool) -> int:
-        path, size = self.path(name, slot, layer), padded(kept.chunk_bytes)
+        path, size = self.path(name, slot, layer), kept.file_bytes
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.is_file():
@@ -145,7 +144,7 @@ class Chunks:
     def failed(self, error: OSError) -> ValueError:
         """What to tell of a transfer that failed."""
         if error.errno == errno.ENOSPC:
-            total = sum(k.slots * k.layers * padded(k.chunk_bytes) for k in self.leaves.values()) * self.ranks
+            total = sum(k.slots * k.layers * k.file_bytes for k in self.leaves.values()) * self.ranks
             return ValueError(
                 f"{self.place}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
             )
@@ -202,11 +201,19 @@ class Chunks:
         return self.disk.run(_reported(work), write=True, priority=priority)
 
     def sync(self, slot: int) -> None:
-        """Make what was written to a slot durable."""
+        """Make what was written to a slot durable, against a loss of power too.
+
+        A file that was made ready needs a sync of its own when it is first written. After that, where a file system overwrites in place,
+        all that is missing is that the disk empties its own cache, which one sync of any file asks for.
+        """
         if not self.direct:
             return
-        fds = [fd for (name, s, _), fd in self.files.items() if (s == slot and self.leaves[name].slots > 1) or self.leaves[name].slots == 1]
-        each = -(-len(fds) // max(1, self.disk.settings.writers))
+        slots = max(kept.slots for kept in self.leaves.values())
+        names = [name for name, kept in self.leaves.items() if kept.slots == slots or slot not in self.synced]
+        fds = [fd for (name, s, _), fd in self.files.items() if name in names and (s == slot or self.leaves[name].slots == 1)]
+        if slot in self.synced and self.in_place:
+            fds = fds[:1]
+        each = max(1, -(-len(fds) // max(1, self.disk.settings.writers)))
 
         def work(part: list[int]) -> int:
             for fd in part:
@@ -216,6 +223,7 @@ class Chunks:
         parts = [fds[at : at + each] for at in range(0, len(fds), each)]
         for pending in [self.disk.run(lambda part=part: work(part), write=True) for part in parts]:
             pending.wait()
+        self.synced.add(slot)
 
     def trim(self, held: set[int]) -> None:
         """Give the space of the slots that are not `held` back to the disk."""
@@ -236,8 +244,8 @@ def _open_array(place: str | Path, name: str, kept: Kept, ranks: int, *, create:
     """The array [slots, layers, ranks, elements of a chunk] of a leaf; what fills the last page is part of it."""
     import tensorstore
 
-    n = padded(kept.chunk_bytes) // kept.dtype.itemsize
-    spec = {"driver": "zarr3", "kvstore": kvstore(place, "arrays", name), "context": CONTEXT, "store_data_equal_to_fill_value": True}
+    n = kept.file_bytes // kept.dtype.itemsize
+    spec = {"driver": "zarr3", "kvstore": kvstore(place, "arrays", name), "store_data_equal_to_fill_value": True}
     if create:
         spec["metadata"] = {
             "shape": [kept.slots, kept.layers, ranks, n],
@@ -246,8 +254,11 @@ def _open_array(place: str | Path, name: str, kept: Kept, ranks: int, *, create:
             "codecs": [{"name": "bytes", **({"configuration": {"endian": "little"}} if kept.dtype.itemsize > 1 else {})}],
             "attributes": {"shape": list(kept.shape), "stacked": kept.stacked, "elements": math.prod(kept.chunk)},
         }
-        return tensorstore.open(spec, open=True, create=True).result()
-    return tensorstore.open(spec, open=True).result()
+    try:
+        return tensorstore.open(spec, open=True, create=create, context=context()).result()
+    except (ValueError, RuntimeError) as error:
+        said = str(error).split(" [")[0].splitlines()[0]
+        raise ValueError(f"{place}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
 
 
 def chunk_of(place: str | Path, name: str, kept: Kept, slot: int, layer: int, rank: int) -> np.ndarray:
@@ -275,6 +286,20 @@ def _reported(work: Any) -> Any:
             raise OSError(errno.EIO, str(error).splitlines()[0]) from error
 
     return run
+
+
+IN_PLACE = ("ext4", "xfs")  # file systems that overwrite a file's own blocks
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that an existing path is on, "" where that cannot be told."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    device = os.stat(path).st_dev
+    found = [kind for _, point, kind, *_ in mounts if os.path.exists(point) and os.stat(point).st_dev == device]
+    return found[-1] if found else ""
 
 
 def _allow_files(count: int) -> None:

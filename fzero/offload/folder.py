@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,23 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+@functools.cache
+def context() -> Any:
+    """How tensorstore uses its resources, in all that this process opens: a store in memory:// is one with what was put there before."""
+    import tensorstore
+
+    return tensorstore.Context(
+        {
+            "file_io_concurrency": {"limit": 4},
+            "file_io_sync": False,
+            "file_io_locking": {"mode": "none"},  # each chunk has one writer: its rank
+            "cache_pool": {"total_bytes_limit": 0},
+            "data_copy_concurrency": {"limit": 2},
+        }
+    )
+
+
 def _open(place: str | Path) -> Any:
     import tensorstore
 
-    return tensorstore.KvStore.open(kvstore(place)).result()
+    return tensorstore.KvStore.open(kvstore(place), context=context()).result()

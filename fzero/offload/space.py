@@ -82,8 +82,8 @@ class Space:
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 self._scratch = Scratch(path, self.arena, self.disk)
-            except PermissionError as error:
-                raise ValueError(f"{error.filename}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+            except OSError as error:
+                raise ValueError(f"{error.filename or path}: {error.strerror}; give a folder that this user may write (--nvme)") from None
         return self._scratch
 
     def open(self, leaves: dict[str, Kept], mesh: Mesh, *, owner: dict[str, Any] | None = None, resume: bool = False) -> Store:

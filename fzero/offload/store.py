@@ -367,8 +367,8 @@ def open_store(
         chunks = Chunks(place, leaves, rank, ranks, arena, disk, create=not resume)
         together()
         chunks.open({record.slot, *record.pinned} if resume else set())
-    except PermissionError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+    except OSError as error:
+        raise ValueError(f"{error.filename or place}: {error.strerror}; give a folder that this user may write (--nvme)") from None
     store = Store(chunks, slots, verify)
     if resume:
         store.record = record
@@ -400,12 +400,12 @@ def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
             shutil.rmtree(path / "sums", ignore_errors=True)
         (path / "sums").mkdir(exist_ok=True)
         write_text(place, STORE, json.dumps(wanted))
-    except PermissionError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; give a folder that this user may write (--nvme)") from None
     except NotADirectoryError as error:
         raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
     except FileExistsError as error:
         raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
+    except OSError as error:
+        raise ValueError(f"{error.filename or place}: {error.strerror}; give a folder that this user may write (--nvme)") from None
 
 
 def release(place: str | Path) -> None:
@@ -421,6 +421,4 @@ def _geometry(described: dict[str, Any]) -> Any:
 
 def total_bytes(leaves: Iterable[Kept], slots: int) -> int:
     """The bytes on disk of one rank's leaves."""
-    from fzero.offload.arena import padded
-
-    return sum((slots if kept.slots > 1 else 1) * kept.layers * padded(kept.chunk_bytes) for kept in leaves)
+    return sum((slots if kept.slots > 1 else 1) * kept.layers * kept.file_bytes for kept in leaves)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,19 @@ _COLUMNS = 1 << 16
 Dims = Sequence[int] | None
 
 
+@dataclass(frozen=True)
+class Squared:
+    """In place of a leaf in a tree of which the norm is asked: what `Layout.square` made of its pieces, in their order."""
+
+    squares: list[tuple[int, Tensor]]  # (layer, square)
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def dim(self) -> int:
+        """The number of the leaf's dims."""
+        return len(self.shape)
+
+
 class Layout(NamedTuple):
     """Functions of a leaf's full name ("blocks/attn/w_q") and tensors of this rank.
 
@@ -55,6 +68,7 @@ class Layout(NamedTuple):
     vary: Callable[[str, Tensor], Tensor]  # (name, what is the same on all ranks) -> the same, for use with the shard
     # (name, shape of the shard) -> (where the shard begins in each dim, shape of the whole leaf)
     window: Callable[[str, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+    square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> what `norm` needs of it
 
 
 def global_norm(tree: Tree) -> Tensor:
@@ -69,6 +83,10 @@ def global_norm(tree: Tree) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
 
 
+def _piece_square(piece: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(piece, dtype=torch.promote_types(piece.dtype, torch.float32)).square()
+
+
 WHOLE = Layout(
     parts=lambda name, dims: 1,
     gather=lambda name, x, dims=None: x,
@@ -78,6 +96,7 @@ WHOLE = Layout(
     norm=global_norm,
     vary=lambda name, x: x,
     window=lambda name, shape: ((0,) * len(shape), shape),
+    square=_piece_square,
 )
 
 
@@ -167,7 +186,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> La
         assert size == shape, f"{name}: the shard has shape {shape}, and {size} by its spec"
         return start, shapes[name]
 
-    return Layout(parts, gather, own, total, on_matrices, norm, vary, place)
+    return Layout(parts, gather, own, total, on_matrices, norm, vary, place, _row_squares if ordered else _piece_square)
 
 
 def check_layout(owner: str, layout: Layout) -> None:
@@ -222,12 +241,24 @@ def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: to
     def total(names: list[str]) -> Tensor:
         if all(isinstance(named[name], Tensor) for name in names) and _by_kernel([named[name] for name in names], dtype):
             return grad_norm([named[name] for name in names], impl="triton")[0].square()
-        squares = [
-            torch.linalg.vector_norm(piece, dtype=dtype).square() for name in names for _, piece in walk(named[name], shard_dim(name) == 1)
-        ]
-        return torch.stack(squares).sum()
+        found = [square for name in names for _, square in _squared(named[name], shard_dim(name) == 1, _piece_square)]
+        return torch.stack([square.to(found[0].device, dtype) for square in found]).sum()
 
     return {names[0]: total(names)[None] for names in members.values()}
+
+
+def _squared(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> list[tuple[int, Tensor]]:
+    return x.squares if isinstance(x, Squared) else [(layer, f(piece)) for layer, piece in walk(x, stacked)]
+
+
+def _row_squares(piece: Tensor) -> Tensor:
+    """The sums of squares, float64, of the rows of a piece."""
+    rows = piece.reshape(1, 1) if not piece.dim() else piece[:, None] if piece.dim() == 1 else piece.flatten(1)
+    most = max(1, _PIECE.get(piece.device.type, _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
+    sums = [
+        _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1)) for some in rows.split(most)
+    ]
+    return torch.cat(sums)
 
 
 def _row_sums(named: dict[str, Any], axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> dict[str, Tensor]:
@@ -253,13 +284,8 @@ def _own_rows(x: Any, dim: int, axes: tuple[tuple[Axis, ...], ...]) -> Tensor:
     """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other ranks."""
     over = axes[dim] if x.dim() > dim else ()  # without such a dim there is one row
     layers: dict[int, list[Tensor]] = {}
-    for layer, piece in walk(x, dim == 1):
-        rows = piece.reshape(1, 1) if not piece.dim() else piece[:, None] if piece.dim() == 1 else piece.flatten(1)
-        most = max(1, _PIECE.get(x.device.type, _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
-        layers.setdefault(layer, []).extend(
-            _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1))
-            for some in rows.split(most)
-        )
+    for layer, rows in _squared(x, dim == 1, _row_squares):
+        layers.setdefault(layer, []).append(rows)
     mine = _fold(torch.stack([torch.cat(sums) for sums in layers.values()], -1))
     start = 0
     for axis in over:

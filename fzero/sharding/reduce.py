@@ -49,14 +49,23 @@ class Reducer:
 
     dtypes: `reduce` while they travel, `accumulate` while they are summed and at the end. `parts` micro-batches. At most one part's
     gradients travel while the next one's are computed. away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see
-    offload.scratch.Scratched), with `add(layer, value)` and `plus(another)`.
+    offload.scratch.Scratched), with `add(layer, value)` and `plus(another)`. early: is handed (leaf, layer, sum) of each layer as soon as
+    that is final, so that nothing of layers is left for the end.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
     def __init__(
-        self, plan: Plan, mesh: Mesh, reduce: torch.dtype, accumulate: torch.dtype, parts: int, away: Callable[..., Any] | None = None
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        reduce: torch.dtype,
+        accumulate: torch.dtype,
+        parts: int,
+        away: Callable[..., Any] | None = None,
+        early: Callable[[str, int, Any], None] | None = None,
     ):
-        self.mesh, self.accumulate, self.parts, self.away = mesh, accumulate, parts, away
+        self.mesh, self.accumulate, self.parts, self.away, self.early = mesh, accumulate, parts, away, early
+        self.last = False  # whether the micro-batch under way is the last one
         self.memory = {name: spec.memory for name, spec in pytree.named_leaves(plan.grads).items()}
         self.canonical = plan.reduce == "canonical"
         # On one process there is no rank to sum over: one dtype for both is what makes the meshes agree.
@@ -75,6 +84,7 @@ class Reducer:
         last: the micro-batch is the last one. again: leaves of which another part will give a gradient in the same micro-batch.
         """
         self.finish()
+        self.last = last
         kinds = [(self.moves[name], name in again) for name in names]
         for group in together(grads, kinds):
             chosen, tensors = [names[i] for i in group], [grads[i] for i in group]
@@ -144,6 +154,9 @@ class Reducer:
     def place(self, key: tuple[str, str, int | None], value: Tensor) -> None:
         """Write or add a value into the stacked sums."""
         stream, name, layer = key
+        if self.early is not None and self.last and layer is not None:
+            self.early(name, layer, self.ended(key, value))
+            return
         if self.memory[name] == "nvme":
             self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name))).add(layer or 0, self.wide(value))
             return
@@ -163,6 +176,17 @@ class Reducer:
             slot.copy_(value)
             self.begun.add(key)
 
+    def ended(self, key: tuple[str, str, int | None], value: Tensor) -> Tensor:
+        """The final sum of a layer, of which `value` is the last term."""
+        stream, name, layer = key
+        so_far = self.final.get((stream, name))
+        if so_far is None:
+            return self.wide(value)
+        if self.memory[name] == "nvme":
+            reading = so_far.read(layer)
+            return reading.wait().add_(value)
+        return so_far[layer].add_(value)
+
     def wide(self, value: Tensor) -> Tensor:
         """A value in the dtype of its sum: one micro-batch's own gradients keep theirs until the end, when the activations are gone."""
         return value if self.parts == 1 else value.to(self.accumulate)
@@ -177,8 +201,11 @@ class Reducer:
         self.finish()
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
         out: dict[str, Any] = {}
+        wanted = set(pytree.names(like))
         for stream, name in sorted(self.final):
             value = self.final.pop((stream, name))
+            if name not in wanted:
+                continue
             if self.memory[name] == "nvme":
                 out[name] = out[name].plus(value) if name in out else value
                 continue
