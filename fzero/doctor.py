@@ -17,11 +17,12 @@ import torch
 
 import fzero
 from fzero import models
+from fzero.capacity import gigabytes
 from fzero.compile import have_compiler
 from fzero.config import RunConfig, from_table
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base
-from fzero.program import gigabytes, make_policy, settled
+from fzero.program import make_policy, settled
 
 GEMM = 1024  # side of the square products that are timed
 MAX_ERROR = 1e-6  # of a float32 product, relative to its float64 value

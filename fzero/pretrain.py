@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +18,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import checkpoint, corpus, data, doctor, pytree, random, runs
+from fzero.capacity import check_disk, check_memory
 from fzero.collectives import all_gather
 from fzero.config import RunConfig, check_vocabulary, from_json, to_json, to_table, updated
 from fzero.corpus import Say
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import Moved, Stored
+from fzero.offload.folder import is_url
 from fzero.offload.store import release
-from fzero.program import Program, all_on_disk, build, check_memory, first_state, flop_per_token, latest, num_params, restore, specs_of
+from fzero.program import Program, all_on_disk, build, first_state, flop_per_token, latest, num_params, restore, specs_of
 from fzero.report import plots
 from fzero.sample import generate
 from fzero.sharding import Mesh
@@ -64,6 +67,7 @@ def start(
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).absolute())))
     program = build(config, mesh, folder)
     check_memory(program, doctor.available_bytes() // team.local_size)
+    expect_disk(program, team)
     try:
         path = Path(team.share(lambda: str(corpus.find_corpus(config.data, folder, options.say))))
         size = read_meta(path)["vocab_size"]
@@ -132,6 +136,16 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, op
         old = ", ".join(f"{axis}={size}" for axis, size in before.items())
         options.say(f"on {mesh}, before that on {f'Mesh({old})' if old else 'one process'}")
     return finish(program, state, folder, path, team, options)
+
+
+def expect_disk(program: Program, team: Team) -> None:
+    """Raise ValueError where a new run has no room on its disk."""
+    place = program.space.folder if program.space is not None else None
+    if place is None or is_url(place) or not program.config.train.memory_check:
+        return
+    there = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.exists())
+    held = sum(path.stat().st_blocks * 512 for path in Path(place).rglob("*") if path.is_file())  # of a run that is over, taken over
+    team.share(lambda: check_disk(program, shutil.disk_usage(there).free + held))
 
 
 def newest_state(program: Program, folder: Path, team: Team, options: Options, init: Path | None) -> TrainState:

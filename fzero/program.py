@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint, models, optim, pytree, runs
-from fzero.autodiff import Remat
-from fzero.config import Optim, RunConfig, family_of
+from fzero.config import Optim, RunConfig
 from fzero.init import init_state, whole_part
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import Model, MoEConfig
@@ -287,96 +286,6 @@ def flop_per_token(program: Program) -> float:
         active += 0.0 if looked_up else share * leaf.numel()
     width = c.n_heads * getattr(c, "key_dim", c.d_model // c.n_heads) if hasattr(c, "n_heads") else 0
     return 6.0 * active + 12.0 * c.n_layers * program.config.data.seq_len * width
-
-
-class Memory(NamedTuple):
-    """Bytes that one rank of a run needs."""
-
-    state: int  # parameters, master weights, optimizer state, average: exact
-    grads: int  # their sums, and those of a part of the model on their way there
-    gathered: int  # parameters that are whole for use
-    activations: int  # of one micro-batch: a rough bound
-    buffers: int  # of what is on its way to or from a disk
-
-
-def memory_needed(program: Program) -> Memory:
-    """The bytes that each rank of `program` needs, without making a tensor of it."""
-    policy, plan, t, c = program.policy, program.plan, program.config.train, program.model.config
-    held = pytree.named_leaves(specs_of(program))
-    like = meta_state(program.tx, plan, program.mesh, policy, bool(t.ema_decay))
-    state = sum(x.numel() * x.dtype.itemsize for name, x in pytree.named_leaves(like).items() if held[name].memory != "nvme")
-    micro_batches = local_micro_batches(program.config, program.mesh)
-    # A sum by a binary tree holds a term for each of its levels.
-    terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
-    part = max(part_numels(plan).values())
-    grads = terms * numel(plan, plan.grads, in_memory=True) * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
-    moved = plan.sizes["dp"] > 1 and any("dp" in spec.axes for spec in pytree.leaves(plan.params))
-    gathered = (program.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
-    remat, tp = Remat.parse(t.remat), plan.sizes["tp"]
-    wide = c.d_ff * (c.top_k if isinstance(c, MoEConfig) else 1)
-    layer = int((10 * c.d_model + 4 * wide / tp) * remat.budget) + c.d_model
-    kept = c.n_layers * layer if not remat.every else c.d_model * c.n_layers // remat.every + remat.every * layer
-    tokens = t.micro_batch * program.config.data.seq_len
-    logits = 2 * 4 * min(tokens, 1024) * c.vocab_size // tp
-    acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
-    buffers = program.space.arena_bytes if program.space is not None else 0
-    return Memory(state, grads, gathered, acts, buffers)
-
-
-def numel(plan: Plan, specs: Tree, *, in_memory: bool = False) -> int:
-    """The elements of the parameters that one rank holds by `specs`; in_memory: without those on a disk."""
-    pairs = zip(pytree.leaves(plan.like), pytree.leaves(specs))
-    return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs if not in_memory or spec.memory != "nvme")
-
-
-def part_numels(plan: Plan) -> dict[str, int]:
-    """The elements of the embedding, of one layer and of the head, gathered over dp."""
-    compute, parts = pytree.named_leaves(plan.compute), {}
-    for name, leaf in pytree.named_leaves(plan.like).items():
-        part = name.split("/")[0]
-        layers = leaf.shape[0] if part == "blocks" else 1
-        parts[part] = parts.get(part, 0) + local_numel(leaf.shape, Spec(compute[name].dims), plan.sizes) // layers
-    return parts
-
-
-def tree_bytes(tree: Tree) -> int:
-    """The bytes of the tensors of a tree."""
-    return sum(leaf.numel() * leaf.dtype.itemsize for leaf in pytree.leaves(tree))
-
-
-def check_memory(program: Program, available: int) -> None:
-    """Raise ValueError saying what is needed, what there is and what would fit, where a rank does not fit into `available` bytes."""
-    need = memory_needed(program)
-    if not program.config.train.memory_check or sum(need) <= available:
-        return
-    c, n = program.config, num_params(program)
-    fixed, ranks = need.state + need.grads + need.gathered + need.buffers, program.mesh.size
-    if fixed <= available:
-        hint = "a smaller --micro-batch, a shorter --seq-len or --remat full needs less of them"
-    else:
-        fitting = [
-            (models.num_params(models.build(p())), name) for name, p in models.PRESETS.items() if family_of(p()) == family_of(c.model)
-        ]
-        fitting = [(size, name) for size, name in fitting if size * fixed / n < 0.9 * available]
-        hint = (
-            f"the largest preset of this kind that fits is {max(fitting)[1]}"
-            if fitting
-            else "a smaller model (--set model.n_layers=...) fits"
-        )
-    gathered = f", gathered parameters {gigabytes(need.gathered)}" if need.gathered else ""
-    gathered += f", buffers {gigabytes(need.buffers)}" if need.buffers else ""
-    parts = f"state {gigabytes(need.state)}, gradients {gigabytes(need.grads)}{gathered}, activations about {gigabytes(need.activations)}"
-    if ranks > 1 and program.config.zero < 3:
-        hint = f"--zero 3 shards all of it over dp; {hint}"
-    raise ValueError(
-        f"{c.preset or 'the model'} ({n / 1e9:.3g}B parameters) needs {gigabytes(sum(need))} {'a rank ' * (ranks > 1)}to train "
-        f"({parts}) and {gigabytes(available)} are available{' to each' * (ranks > 1)}; {hint}; --set train.memory_check=false tries anyway"
-    )
-
-
-def gigabytes(size: float) -> str:
-    """A number of bytes in words."""
-    return f"{size / 1e9:,.1f} GB"
 
 
 def settled(config: RunConfig, **changes: Any) -> RunConfig:

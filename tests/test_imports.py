@@ -24,7 +24,7 @@ GROUPS = (
     ("train",),
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),
     ("runs",),
-    ("program", "sample", "doctor", "corpus", "team"),
+    ("program", "capacity", "sample", "doctor", "corpus", "team"),
     ("pretrain", "exchange"),
     ("cli", "__main__"),
 )

@@ -42,7 +42,7 @@ def in_torch(draw, *args, **kwargs):
 @pytest.fixture
 def calls(monkeypatch):
     """The C++ serves whatever it can from here on; a list of the numbers of elements that it draws."""
-    library, seen = native.library_by_gcc(random.__file__, native.EXACT), []
+    library, seen = random._library(), []
 
     class Counted:
         @staticmethod
@@ -81,6 +81,21 @@ def test_any_number_of_threads_draws_the_same(draw, calls):
     assert calls == [N, N]
 
 
+@pytest.mark.parametrize("where", ("first", "index"))
+def test_narrow_types_are_drawn_part_by_part(where, calls, monkeypatch):
+    monkeypatch.setattr(random, "_CHUNK_ELSEWHERE", 1 << 13)
+    draw, at = DRAWS["normal bfloat16"], {"first": 5} if where == "first" else {"index": torch.arange(20000).flip(0)}
+    assert_same(draw(20000, **at), in_torch(draw, 20000, **at))
+    assert calls == [8192, 8192, 3616]
+
+
+def test_the_word_at_the_threshold_is_not_below_it(calls):
+    p = int(random.bits(KEY, (2048,))[77]) / 2**32
+    got = random.bernoulli(KEY, p, (2048,))
+    assert not bool(got[77])
+    assert_same(got, in_torch(random.bernoulli, KEY, p, (2048,)))
+
+
 def test_values_at_the_ends_and_where_the_formulas_meet(calls, monkeypatch, tmp_path):
     """The C++ with the index itself for a word."""
     source = (tmp_path / "values.py").with_suffix(".cpp")
@@ -104,7 +119,8 @@ def test_values_at_the_ends_and_where_the_formulas_meet(calls, monkeypatch, tmp_
 
 
 def test_square_roots_are_rounded_to_nearest():
-    x = torch.cat((torch.rand(1 << 16, dtype=F64) * 40.0, torch.tensor([0.69, 1.0, 22.8, 743.7], dtype=F64)))
+    x = torch.cat((random.uniform(KEY, (1 << 16,), 0.0, 40.0, dtype=F64), torch.tensor([0.69, 1.0, 22.8, 743.7], dtype=F64)))
+    assert_same(random._sqrt(x), torch.from_numpy(numpy.sqrt(x.numpy())))
 
     assert_same(random._sqrt(x), torch.from_numpy(numpy.sqrt(x.numpy())))
 

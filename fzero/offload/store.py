@@ -410,9 +410,14 @@ def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
 
 def release(place: str | Path) -> None:
     """Say that nobody needs the store in `place` any more, so that another may take its folder over."""
-    record = read_record(place) if not is_url(place) and Path(place, STEP).is_file() else None
-    if record is not None:
-        write_text(place, STEP, to_text(record._replace(pinned={}, done=True)))
+    if is_url(place) or not Path(place, STEP).is_file():
+        return
+    try:
+        record = read_record(place)
+    except ValueError:  # a damaged one, whose run goes on from a checkpoint
+        Path(place, STEP).unlink()
+        return
+    write_text(place, STEP, to_text(record._replace(pinned={}, done=True)))
 
 
 def _geometry(described: dict[str, Any]) -> Any:
