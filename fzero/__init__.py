@@ -17,6 +17,7 @@ _HOME = {
     "Plan": "sharding",
     "Policy": "precision",
     "Remat": "autodiff",
+    "Space": "offload",
     "Spec": "sharding",
     "TrainState": "state",
     "init_state": "init",
@@ -26,6 +27,7 @@ _HOME = {
     "make_train_step": "train",
     "one_process": "sharding",
     "remat": "autodiff",
+    "reopened": "stored",
     "stack": "streaming",
     "zero_plan": "sharding",
 }
@@ -37,6 +39,7 @@ _MODULES = (
     "data",
     "kernels",
     "models",
+    "offload",
     "optim",
     "precision",
     "pytree",

@@ -43,7 +43,8 @@ def memory_needed(program: Program) -> Memory:
     policy, plan, t, c = program.policy, program.plan, program.config.train, program.model.config
     held = pytree.named_leaves(specs_of(program))
     like = meta_state(program.tx, plan, program.mesh, policy, bool(t.ema_decay))
-    state = sum(x.numel() * x.dtype.itemsize for name, x in pytree.named_leaves(like).items() if held[name].memory != "nvme")
+    groups = pytree.named_leaves(like._replace(step=(), key=(), data_cursor=(), scaler=()))
+    state = tree_bytes([x for name, x in groups.items() if held[name].memory != "nvme"])
     micro_batches = local_micro_batches(program.config, program.mesh)
     # A sum by a binary tree holds a term for each of its levels.
     terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
@@ -76,6 +77,11 @@ def part_numels(plan: Plan) -> dict[str, int]:
         layers = leaf.shape[0] if part == "blocks" else 1
         parts[part] = parts.get(part, 0) + local_numel(leaf.shape, Spec(compute[name].dims), plan.sizes) // layers
     return parts
+
+
+def tree_bytes(tree: Tree) -> int:
+    """The bytes of the tensors of a tree."""
+    return sum(leaf.numel() * leaf.dtype.itemsize for leaf in pytree.leaves(tree))
 
 
 def disk_needed(program: Program) -> int:

@@ -353,8 +353,8 @@ def validate(config: RunConfig) -> None:
         raise ValueError(f"offload is {c.offload!r} and train.remat is {t.remat}: acts are what a remat policy keeps; use --remat full")
     if t.update == "backward" and (c.optim.clip or not {"params=nvme", "opt=nvme"} <= set(c.offload.split(","))):
         raise ValueError(
-            f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: it updates a layer before all gradients are "
-            "known, so nothing may be clipped by their norm, and a bad step must be undone; use optim.clip=0 and --offload params=nvme,opt=nvme"
+            f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer is updated before all gradients are "
+            "known, so nothing is clipped by their norm, and a bad step must be undone; use optim.clip=0 and --offload params=nvme,opt=nvme"
         )
     if t.mlp_tiles > 1 and not isinstance(c.model, (GPT2Config, LlamaConfig)):
         raise ValueError(

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 import torch
 
-from fzero import config, models, program, tables
+from fzero import capacity, config, models, program, tables
 from fzero.config import RunConfig, from_json, from_table, recipe, refuse_unused, to_json, to_table
 from fzero.sharding import fake_mesh
 
@@ -195,7 +195,7 @@ def test_state_bytes_are_those_of_the_state(preset, optimizer):
     made = program.build(settled({"preset": preset, "model": sizes, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}))
     state = program.first_state(made)
     parts = (state.params, state.master, state.opt_state, state.extra)
-    assert program.memory_needed(made).state == program.tree_bytes(parts)
+    assert capacity.memory_needed(made).state == capacity.tree_bytes(parts)
 
 
 def test_muon_is_for_the_matrices_of_blocks():
@@ -220,11 +220,11 @@ def test_a_model_too_large_for_the_memory_is_refused():
     made = program.build(settled({"preset": "llama-70b"}))
     said = r"llama-70b \(70.6B parameters\) needs .* GB .* 16.0 GB are available; the largest preset .* llama-"
     with pytest.raises(ValueError, match=said) as error:
-        program.check_memory(made, 16 * 10**9)
+        capacity.check_memory(made, 16 * 10**9)
     assert "\n" not in str(error.value)
     allowed = dataclasses.replace(made.config, train=dataclasses.replace(made.config.train, memory_check=False))
-    program.check_memory(made._replace(config=allowed), 16 * 10**9)
-    program.check_memory(program.build(settled({})), 16 * 10**9)
+    capacity.check_memory(made._replace(config=allowed), 16 * 10**9)
+    capacity.check_memory(program.build(settled({})), 16 * 10**9)
 
 
 PARALLEL = {"zero": 3, "reduce": "canonical", "sequence": True, "accumulate": "full", "prefetch": 2, "reshard": False, "mesh": {"dp": 2}}
@@ -247,8 +247,8 @@ def test_each_rank_needs_what_its_shards_have(stage, optimizer):
     for mesh in (fake_mesh({}), fake_mesh({"dp": 2, "tp": 2}, rank=3)):
         made = program.build(dataclasses.replace(settled(table), precision=config.Precision("bf16", "default")), mesh)
         state = program.first_state(made)
-        need = program.memory_needed(made)
-        assert need.state == program.tree_bytes((state.params, state.master, state.opt_state, state.extra))
+        need = capacity.memory_needed(made)
+        assert need.state == capacity.tree_bytes((state.params, state.master, state.opt_state, state.extra))
         bytes_of.append(need)
     alone, shared = bytes_of
     assert shared.grads < alone.grads and shared.activations < alone.activations
