@@ -115,7 +115,7 @@ class Train:
     seed: int = 0
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: where there is a compiler
-    update: str = "end"  # or backward: each layer as soon as its gradient is reduced, where states are offloaded
+    update: str = "end"  # where states are offloaded also: backward (each layer when its gradient is reduced), delayed (one step behind)
     mlp_tiles: int = 1  # parts that an MLP's hidden units are computed in, one at a time
     kernels: str = "auto"  # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
     ema_decay: float = 0.0  # 0: no average of the weights
@@ -187,7 +187,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision.policy": ("auto", *POLICIES),
     "precision.fp32_matmul": ("auto", "default", "onednn"),
     "train.compiled": ("auto", True, False),
-    "train.update": ("end", "backward"),
+    "train.update": ("end", "backward", "delayed"),
     "reduce": REDUCE,
     "accumulate": ACCUMULATE,
 }
@@ -355,6 +355,10 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer is updated before all gradients are "
             "known, so nothing is clipped by their norm, and a bad step must be undone; use optim.clip=0 and --offload params=nvme,opt=nvme"
+        )
+    if t.update == "delayed" and not c.offload:
+        raise ValueError(
+            "train.update is delayed and nothing is offloaded, so there is nothing to wait for; use end, or --offload opt=host"
         )
     if t.mlp_tiles > 1 and not isinstance(c.model, (GPT2Config, LlamaConfig)):
         raise ValueError(

@@ -37,6 +37,7 @@ from fzero.tables import Table
 from fzero.team import Team, launched, watched
 from fzero.train import Metrics
 from fzero.update import split_names, spread
+from fzero.update_delayed import settled
 
 ALONE = Team()
 MAX_SKIPPED = 50  # steps in a row whose gradient is not finite, until the run gives up
@@ -283,7 +284,7 @@ def train(
             if program.space.slots > 2:
                 program.space.store.pin(program.space.slots - 2)
             return step
-        whole = whole_on_first(in_memory(state), specs, mesh)
+        whole = whole_on_first(in_memory(settled(state)), specs, mesh)
         home, keep = folder / runs.CHECKPOINTS, t.keep_last or None
         team.share(lambda: str(checkpoint.save(home, whole, step=step, config=to_table(config), keep_last=keep)))
         return step

@@ -125,7 +125,8 @@ def buffer_bytes(plan: Plan, policy: Policy, mesh: Mesh, config: RunConfig) -> i
     acts = 4 * padded(tokens) if plan.acts == "nvme" else 0
     forward = (config.prefetch + 3) * max(parts.values(), default=0) + 2 * max(sums.values(), default=0) + acts
     total = sum(leaf.numel() for leaf in pytree.leaves(plan.like)) * 4
-    return max(forward, min(max(total // 4, 64 << 20), 512 << 20))
+    update = min(max(total // 4, 64 << 20), 512 << 20)
+    return forward + update if config.train.update == "delayed" else max(forward, update)
 
 
 def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:

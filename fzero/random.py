@@ -4,10 +4,11 @@ Words come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as 
 operations, so they are the same on every device, under vmap and inside a compiled graph. Element e is word `e % 4` of the block
 with counter `e // 4`. A slice of a leaf is drawn by giving the global indices of its elements, without drawing the rest.
 
-Floating values are made with +, -, *, /, sqrt and integer operations only. IEEE 754 rounds those exactly one way, where log and cos
-of a math library differ between the vector body and the scalar tail of one loop; so a slice has the same bits as the whole.
+Floating values are made with +, -, *, / and integer operations, and with a root that is corrected by these (torch's own on a CPU misses
+the last place at times). IEEE 754 rounds those exactly one way, where log and cos of a math library differ between the vector body and
+the scalar tail of one loop; so a slice has the same bits as the whole.
 
-Many elements on a CPU are drawn in C++ (random.cpp): the same operations, so the same bits, thirty times as fast.
+Many elements on a CPU are drawn in C++ (random.cpp): the same operations, so the same bits, twenty times as fast.
 
 A key is an int64 tensor [2] of two 32-bit words.
 """
@@ -276,7 +277,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Square root of positive float64 values, rounded to nearest; torch's own on a CPU misses the last place of one in 170."""
+    """Square root of positive float64 values, rounded to nearest: of one value in 170 torch's own, by MKL, misses the last place."""
     root = torch.sqrt(x)
     # The remainder x - root^2, exact, of the root's two halves of 26 bits.
     high = root * 134217729.0
@@ -295,7 +296,7 @@ def _ndtri(p: Tensor) -> Tensor:
 
 
 class _Draw(ctypes.Structure):
-    """random.cpp's; the numbers with one meaning for one kind of draw have defaults that do nothing."""
+    """As random.cpp has it."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "index")),
@@ -305,8 +306,11 @@ class _Draw(ctypes.Structure):
     ]
 
 
+# What leaves values as they are, of numbers that not every draw has.
 _NUMBERS = {"start": 0.0, "length": 1.0, "mean": 0.0, "std": 1.0, "low": -math.inf, "high": math.inf, "below": 0}
 _KINDS = {"bits": 0, "bernoulli": 1, "uniform": 2, "normal": 3}
+_WRITTEN = (torch.float32, torch.float64)
+_NARROWED = (torch.bfloat16, torch.float16)  # to which torch too goes by way of float32
 _COEFFICIENTS = [(ctypes.c_double * 16)(*top, *bottom) for top, bottom in (_CENTRE, _NEAR, _FAR)]
 
 
@@ -315,7 +319,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         return native.library_by_gcc(__file__, native.EXACT) if shutil.which("g++") else None
     except (RuntimeError, OSError) as error:
-        warnings.warn(f"random numbers are drawn without C++, with the same bits and thirty times as slowly: {error}", stacklevel=2)
+        warnings.warn(f"random numbers are drawn without C++, with the same bits and twenty times as slowly: {error}", stacklevel=2)
         return None
 
 
@@ -341,6 +345,9 @@ def _in_cpp(
     """The elements in C++; None where tensor operations are to draw them."""
     global _drawn
     n = math.prod(shape)
+    narrow = dtype in _NARROWED
+    if not (narrow or dtype in _WRITTEN or kind in ("bits", "bernoulli")):
+        return None
     if n < _SOME or not _plain(key, shape, first, index, numbers.values()):
         return None
     _drawn += n
@@ -349,8 +356,6 @@ def _in_cpp(
     key0, key1 = key.tolist()
     index = None if index is None else index.contiguous()
     flat = torch.empty(n, dtype=dtype, device="cpu")
-    # To narrower types torch too goes by way of float32.
-    narrow = dtype not in (torch.int64, torch.bool, torch.float32, torch.float64)
     room = torch.empty(min(n, _CHUNK_ELSEWHERE), dtype=torch.float32, device="cpu") if narrow else flat
     for start in range(0, n, room.numel()):
         part = room[: n - start]

@@ -22,6 +22,7 @@ from fzero.sharding.draw import normal_within, window
 from fzero.sharding.pieces import pieces
 from fzero.sharding.zero import shard_dim
 from fzero.state import TrainState, in_host_memory, meta_state, state_specs
+from fzero.update_delayed import settled
 
 
 def on_disk(plan: Plan) -> bool:
@@ -148,9 +149,8 @@ def commit(space: Space | None, state: TrainState, mesh: Mesh) -> None:
     """Make the state the last complete step of its store, with the values that lie outside of it: counts, keys, the loss scale."""
     if space is None or space.store is None:
         return
-    values = {
-        name: to_text(leaf) for name, leaf in pytree.named_leaves(state).items() if isinstance(leaf, Tensor) and leaf.numel() <= SMALL
-    }
+    leaves = pytree.named_leaves(settled(state))
+    values = {name: to_text(leaf) for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() <= SMALL}
     space.store.commit(int(state.step), values, together(mesh))
 
 

@@ -30,6 +30,7 @@ from fzero.sharding.zero import shapes_of
 from fzero.state import TrainState, expect_shapes
 from fzero.stored import commit
 from fzero.update import Gradients, own, update_donated, update_pure
+from fzero.update_delayed import Delayed, expect_delayed, waiting
 from fzero.update_early import EarlyUpdate, expect_early
 from fzero.update_streamed import StreamedUpdate, is_offloaded
 
@@ -115,8 +116,9 @@ def make_train_step(
     The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
     were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on. skip_nonfinite=False updates whatever comes,
     and waits for no value.
-    update: "end", or "backward": each layer is updated as soon as its gradient is reduced, and no gradient of layers is kept; for offloaded
-    states, without clipping by the norm.
+    update: "end"; for offloaded states also "backward": each layer is updated as soon as its gradient is reduced, and no gradient of layers
+    is kept, without clipping by the norm; or "delayed": the update runs beside the next step's computation, whose parameters are one
+    gradient behind: other numbers (see update_delayed).
     mlp_tiles: parts that the hidden units of an MLP are computed in, one at a time, and again in the backward pass (see fzero.tiling).
     space: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
     The first call makes sure that all ranks run the same program: RankError says where two differ.
@@ -136,13 +138,17 @@ def make_train_step(
         )
     if plan.acts != "device" and not remat.every:
         raise ValueError(f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full or every:K")
-    if update not in ("end", "backward"):
-        raise ValueError(f"update is {update!r}; it must be end or backward")
+    if update not in ("end", "backward", "delayed"):
+        raise ValueError(f"update is {update!r}; it must be end, backward or delayed")
+    if update != "end" and (streamed is None or not isinstance(loss_fn, base.Model)):
+        raise ValueError(f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."')
+    if update == "delayed":
+        expect_delayed(streamed, plan, policy.has_master)
     if update == "backward":
-        if streamed is None or not isinstance(loss_fn, base.Model):
-            raise ValueError('update="backward" is for a layered Model with offloaded states; give the plan offload="opt=..."')
         expect_early(streamed, plan, space.slots if space is not None else 1, skip_nonfinite)
-    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, mlp_tiles, space)
+    rooms: dict[Any, Tensor] | None = {} if update != "delayed" else None  # a gradient that waits keeps its memory
+    lasting = (rooms, streamed is not None)
+    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, mlp_tiles, space, lasting)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
 
@@ -161,6 +167,7 @@ def make_train_step(
                 stack.enter_context(torch.no_grad())
             if unchecked:
                 stack.enter_context(unchecked.pop().checked())
+            late = Delayed(streamed, state, ema_decay) if update == "delayed" else None
             early = EarlyUpdate(streamed, layout, state, ema_decay) if update == "backward" else None
 
             def mean(total: base.Loss) -> tuple[Tensor, Tensor]:
@@ -191,7 +198,11 @@ def make_train_step(
             sums, rest = Gradients(grads, factor, norm), (moved, skipped if skip_nonfinite else None, ema_decay)
             del grads
             with mesh.ledger.phase("update"):
-                if early is not None:
+                if late is not None:
+                    new = late.join()._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler)
+                    new = waiting(new, sums, skip_nonfinite and bool(skipped))
+                    commit(space, new, mesh)
+                elif early is not None:
                     new = early.finish(sums.sums, skip_nonfinite and bool(skipped))
                     new = new._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler)
                     commit(space, new, mesh)
@@ -223,10 +234,11 @@ def make_gradient(
     prefetch: int,
     mlp_tiles: int = 1,
     space: Space | None = None,
+    lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
 ) -> Callable[..., tuple[Tree, base.Loss]]:
     """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
 
-    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part.
+    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. lasting: see Reducer, rooms and narrow.
     """
     loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled, kernels, mlp_tiles)
     ctx = base.Ctx(
@@ -268,7 +280,9 @@ def make_gradient(
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh)
-        reducer = Reducer(plan, mesh, policy.reduce, policy.accumulate, len(parts), away, early.take if early is not None else None)
+        reducer = Reducer(
+            plan, mesh, policy.reduce, policy.accumulate, len(parts), away, early.take if early is not None else None, *lasting
+        )
         if streamed is None:
             losses = plain(state.params, parts, firsts, key, seed, reducer)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.offload.units import Unit
-from fzero.optim.layout import Layout, Squared
+from fzero.optim.layout import Layout, Squared, widened
 from fzero.pytree import Tree
 from fzero.sharding import Plan
 from fzero.sharding.pieces import walk
@@ -57,9 +57,7 @@ class EarlyUpdate:
 
     def take(self, name: str, layer: int, value: Tensor) -> None:
         """The final sum of a layer of a leaf; the layer is updated when all of its leaves are here."""
-        wide = value.to(self.how.policy.accumulate)
-        self.squares[name][layer] = [self.layout.square(piece) for _, piece in walk(wide, False)]
-        del wide
+        self.squares[name][layer] = [self.layout.square(piece) for _, piece in widened(walk(value, False))]
         held = self.waiting.setdefault(layer, {})
         held[name] = value
         if len(held) == len(self.stacked):

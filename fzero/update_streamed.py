@@ -70,8 +70,9 @@ class StreamedUpdate:
 class Update:
     """One update under way."""
 
-    def __init__(self, how: StreamedUpdate, grads: Gradients, state: Tree, ema_decay: float) -> None:
+    def __init__(self, how: StreamedUpdate, grads: Gradients, state: Tree, ema_decay: float, *, defer: bool = False) -> None:
         self.how, self.state, self.ema_decay = how, state, ema_decay
+        self.deferred: list[tuple[Tensor, Tensor]] | None = [] if defer else None  # (parameters in memory, their new values)
         parts, plan = how.parts, how.plan
         self.factor = parts.factor(grads.factor, grads.norm)
         self.grads = pytree.named_leaves(distinct(grads.sums))
@@ -167,7 +168,10 @@ class Update:
         """Where updated parameters go that are a copy of their master weights: (a buffer, where they rest on a disk; the rows)."""
         rest = self.params[part.name]
         if not isinstance(rest, Stored):
-            return None, part.of(rest)
+            if self.deferred is None:
+                return None, part.of(rest)
+            self.deferred.append((part.of(rest), torch.empty_like(part.of(rest))))
+            return None, self.deferred[-1][1]
         shape = tuple(rest.shape if part.layer is None else rest.shape[1:])
         if part.rows is not None:
             shape = (part.rows[1] - part.rows[0], *shape[1:])
@@ -207,6 +211,11 @@ class Update:
             view.copy_(whole)
         if emitted is not None:
             self.write(rest, part, emitted)
+
+    def emit(self) -> None:
+        """Write the parameters in memory whose new values were held back."""
+        for rest, value in self.deferred or ():
+            rest.copy_(value)
 
     def write(self, leaf: Stored, part: Slice, buffer: Buffer) -> None:
         self.store.write(leaf.name, part.layer or 0, part.rows, buffer)

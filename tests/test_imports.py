@@ -19,7 +19,7 @@ GROUPS = (
     ("collectives",),
     ("autodiff", "compile", "sharding", "kernels"),
     ("optim", "offload", "models", "streaming", "tiling"),
-    ("precision", "gradients", "update", "update_streamed", "update_early"),
+    ("precision", "gradients", "update", "update_streamed", "update_early", "update_delayed"),
     ("state", "stored", "init", "weights"),
     ("train",),
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),

@@ -141,6 +141,9 @@ def test_what_is_not_plain_is_drawn_by_tensor_operations(calls):
     with FakeTensorMode():
         assert draw(random.key(1)).shape == (2048,)
     assert random.normal(KEY.to("meta"), (2048,)).device.type == "meta"
+    whole_numbers = random.uniform(KEY, (2048,), 0.0, 100.0, dtype=torch.int64)
+    assert_same(whole_numbers, random.uniform(KEY, (2048,), 0.0, 100.0, dtype=F64).long())
+    assert calls.pop() == 2048  # of the float64
     assert not calls
     assert_same(draw(KEY), whole)
     assert calls == [2048]

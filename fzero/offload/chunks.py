@@ -185,16 +185,28 @@ class Chunks:
 
         return Reading(buffer, self.disk.run(_reported(work), write=False, priority=priority), self.failed)
 
-    def write(self, name: str, slot: int, layer: int, rows: Rows | None, buffer: Buffer, *, priority: int = NEXT) -> Pending:
-        """Start to write rows of a chunk; the buffer is lent until that is done."""
+    def write(
+        self,
+        name: str,
+        slot: int,
+        layer: int,
+        rows: Rows | None,
+        buffer: Buffer,
+        *,
+        priority: int = NEXT,
+        note: Callable[[memoryview], None] | None = None,
+    ) -> Pending:
+        """Start to write rows of a chunk; the buffer is lent until that is done. note: is called with each block of it first."""
         kept, shape, offset = self._span(name, rows)
         assert tuple(buffer.view.shape) == shape and buffer.view.dtype == kept.dtype, f"{name}: {buffer.view.shape} is not {shape}"
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
-            return self.disk.write(self.files[name, slot, layer], buffer.raw, offset, priority=priority)
+            return self.disk.write(self.files[name, slot, layer], buffer.raw, offset, priority=priority, note=note)
         first, count = offset // kept.dtype.itemsize, math.prod(shape)
 
         def work() -> int:
+            if note is not None:
+                note(memoryview(buffer.raw.numpy()))
             self.arrays[name][slot, layer, self.rank, first : first + count].write(_numpy(buffer.view)).result()
             return buffer.view.nbytes
 

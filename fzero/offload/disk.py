@@ -77,6 +77,7 @@ class Disk:
         self.tokens: dict[bool, SimpleQueue] = {False: SimpleQueue(), True: SimpleQueue()}
         self.order = itertools.count()
         self.in_flight = 0  # requests
+        self.shared = False  # by threads that each hold buffers
         self.read_bytes, self.written_bytes, self.waited_s, self.closed = 0, 0, 0.0, False
         self.kinds = [False] * settings.readers + [True] * settings.writers
         self.threads = [threading.Thread(target=self._serve, args=(write,), daemon=True, name="fzero-disk") for write in self.kinds]
@@ -88,16 +89,21 @@ class Disk:
         return Moved(self.read_bytes, self.written_bytes, self.waited_s)
 
     def busy(self) -> bool:
-        """Whether a request is under way: its buffers may be returned soon."""
-        return self.in_flight > 0
+        """Whether a request is under way, or another thread uses the buffers: some may be returned soon."""
+        return self.in_flight > 0 or self.shared
 
     def read(self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT) -> Pending:
         """Fill `raw` (uint8, contiguous; whole pages for direct files) from the bytes of a file at `offset` on."""
         return self._put(False, fd, raw, offset, priority)
 
-    def write(self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT) -> Pending:
-        """Write `raw` into a file at `offset`; `raw` must stay as it is until the request is done."""
-        return self._put(True, fd, raw, offset, priority)
+    def write(
+        self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT, note: Callable[[memoryview], None] | None = None
+    ) -> Pending:
+        """Write `raw` into a file at `offset`; `raw` must stay as it is until the request is done.
+
+        note: is called with each block before it is written, by the thread that does.
+        """
+        return self._put(True, fd, raw, offset, priority, note)
 
     def run(self, work: Callable[[], int], *, write: bool, priority: int = NEXT) -> Pending:
         """Have a thread call `work`, which returns the bytes that it has moved."""
@@ -105,11 +111,13 @@ class Disk:
         self._queue(write, [work], pending, priority)
         return pending
 
-    def _put(self, write: bool, fd: int, raw: Tensor, offset: int, priority: int) -> Pending:
+    def _put(
+        self, write: bool, fd: int, raw: Tensor, offset: int, priority: int, note: Callable[[memoryview], None] | None = None
+    ) -> Pending:
         view, block = memoryview(raw.numpy()), self.settings.block_bytes
         starts = range(0, len(view), block)
         pending = Pending(self, len(starts))
-        self._queue(write, [_transfer(write, fd, view[at : at + block], offset + at) for at in starts], pending, priority)
+        self._queue(write, [_transfer(write, fd, view[at : at + block], offset + at, note) for at in starts], pending, priority)
         return pending
 
     def _queue(self, write: bool, works: list[Callable[[], int]], pending: Pending, priority: int) -> None:
@@ -158,10 +166,12 @@ class Disk:
             thread.join()
 
 
-def _transfer(write: bool, fd: int, view: memoryview, offset: int) -> Callable[[], int]:
+def _transfer(write: bool, fd: int, view: memoryview, offset: int, note: Callable[[memoryview], None] | None = None) -> Callable[[], int]:
     move = os.pwritev if write else os.preadv
 
     def run() -> int:
+        if note is not None:
+            note(view)
         done, size = move(fd, [view], offset), len(view)
         while done < size:  # a direct transfer goes on at a page
             moved = 0 if done % PAGE else move(fd, [view[done:]], offset + done)

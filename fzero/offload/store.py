@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,7 +54,8 @@ class Store:
         self.arena, self.disk, self.place = chunks.arena, chunks.disk, chunks.place
         self.record: Record | None = None
         self.target: int | None = None  # the slot that is being written
-        self.sums: dict[tuple[str, int], dict[int, int]] = {}  # of what is being written: {(leaf, layer): {first row: sum}}
+        # Of what is being written: {(leaf, layer): {first row: sums of blocks}}.
+        self.sums: dict[tuple[str, int], dict[int, list[int]]] = {}
         self.fixed: dict[str, list[int]] = {}  # of leaves of one slot that are written once
         self.writing: list[Pending] = []
 
@@ -86,10 +88,15 @@ class Store:
     def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> Pending:
         """Start to write rows of a layer of a leaf into the next version; its buffer must stay as it is meanwhile."""
         assert self.target is not None, "begin was not called"
+        note = None
         if self.verify:
-            self.sums.setdefault((name, layer), {})[rows[0] if rows else 0] = checksum(buffer)
+            # By the threads that write: the sum reads a block just before the disk does.
+            buffer.raw[buffer.view.nbytes :] = 0
+            sums = self.sums.setdefault((name, layer), {}).setdefault(rows[0] if rows else 0, [])
+            sums.clear()
+            note = lambda block: sums.append(word_sum(block))  # noqa: E731
         self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
-        self.writing.append(self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER))
+        self.writing.append(self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER, note=note))
         return self.writing[-1]
 
     def settle(self) -> None:
@@ -111,7 +118,7 @@ class Store:
         slot = before.slot if self.target is None else self.target
         if self.target is not None:
             self.settle()
-            sums = {name: [sum(self.sums.get((name, i), {}).values()) % WORD for i in range(k.layers)] for name, k in self.leaves.items()}
+            sums = {name: [self._sum(name, i) for i in range(kept.layers)] for name, kept in self.leaves.items()}
             if before is None:
                 self.fixed = {name: found for name, found in sums.items() if self.leaves[name].slots == 1}
             self._durably(lambda: self.chunks.sync(slot))
@@ -121,6 +128,9 @@ class Store:
         together()
         self.target = None
         self._put(Record(step, slot, values, before.pinned if before else {}))
+
+    def _sum(self, name: str, layer: int) -> int:
+        return sum(sum(blocks) for blocks in self.sums.get((name, layer), {}).values()) % WORD
 
     def abandon(self) -> None:
         """Forget what was written since `begin`."""
@@ -237,10 +247,13 @@ class Stored:
 
 def checksum(buffer: Buffer) -> int:
     """The sum of a buffer's 64-bit words, modulo 2^64; what fills its last page is set to 0."""
-    n = buffer.view.nbytes
-    if n < len(buffer.raw):
-        buffer.raw[n:] = 0
-    return int(buffer.raw.view(torch.int64).sum()) % WORD
+    buffer.raw[buffer.view.nbytes :] = 0
+    return word_sum(memoryview(buffer.raw.numpy()))
+
+
+def word_sum(block: memoryview) -> int:
+    """The sum of the 64-bit words of whole pages, modulo 2^64."""
+    return int(np.frombuffer(block, np.uint64).sum(dtype=np.uint64))
 
 
 def sums_name(slot: int, rank: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -248,7 +248,20 @@ def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: to
 
 
 def _squared(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> list[tuple[int, Tensor]]:
-    return x.squares if isinstance(x, Squared) else [(layer, f(piece)) for layer, piece in walk(x, stacked)]
+    return x.squares if isinstance(x, Squared) else [(layer, f(piece)) for layer, piece in widened(walk(x, stacked))]
+
+
+def widened(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """The pieces (layer, tensor) in float32 or wider, those that are not in one buffer, so that a piece lasts until the next."""
+    room = torch.empty(0)
+    for layer, piece in pieces:
+        wide = torch.promote_types(piece.dtype, torch.float32)
+        if piece.dtype == wide or transforms() or needs_grad(piece):
+            yield layer, piece.to(wide)
+            continue
+        if room.numel() < piece.numel() or room.device != piece.device:
+            room = torch.empty(piece.numel(), dtype=wide, device=piece.device)
+        yield layer, room[: piece.numel()].view(piece.shape).copy_(piece)
 
 
 def _row_squares(piece: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ class Reducer:
     dtypes: `reduce` while they travel, `accumulate` while they are summed and at the end. `parts` micro-batches. At most one part's
     gradients travel while the next one's are computed. away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see
     offload.scratch.Scratched), with `add(layer, value)` and `plus(another)`. early: is handed (leaf, layer, sum) of each layer as soon as
-    that is final, so that nothing of layers is left for the end.
+    that is final, so that nothing of layers is left for the end. rooms: the memory of sums that rest in the host's memory, for the next
+    step too. narrow: the sums of a single micro-batch keep its dtype at the end.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
@@ -63,8 +64,11 @@ class Reducer:
         parts: int,
         away: Callable[..., Any] | None = None,
         early: Callable[[str, int, Any], None] | None = None,
+        rooms: dict[Any, Tensor] | None = None,
+        narrow: bool = False,
     ):
         self.mesh, self.accumulate, self.parts, self.away, self.early = mesh, accumulate, parts, away, early
+        self.rooms, self.narrow = {} if rooms is None else rooms, narrow
         self.last = False  # whether the micro-batch under way is the last one
         self.memory = {name: spec.memory for name, spec in pytree.named_leaves(plan.grads).items()}
         self.canonical = plan.reduce == "canonical"
@@ -168,7 +172,7 @@ class Reducer:
                 whole = self.final[stream, name] = value
                 self.begun.add(key)
                 return
-            whole = self.final[stream, name] = self.room(name, shape, value)
+            whole = self.final[stream, name] = self.room((stream, name), shape, value)
         slot = whole if layer is None else whole[layer]
         if key in self.begun:
             slot.add_(value)
@@ -191,10 +195,14 @@ class Reducer:
         """A value in the dtype of its sum: one micro-batch's own gradients keep theirs until the end, when the activations are gone."""
         return value if self.parts == 1 else value.to(self.accumulate)
 
-    def room(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+    def room(self, key: tuple[str, str], shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory for a sum."""
-        pinned = self.memory[name] == "host" and like.is_cuda
-        return torch.empty(shape, dtype=like.dtype, device="cpu" if pinned else like.device, pin_memory=pinned)
+        if self.memory[key[1]] != "host":
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        room = self.rooms.get(key)
+        if room is None or room.shape != torch.Size(shape) or room.dtype != like.dtype:
+            room = self.rooms[key] = torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+        return room
 
     def sums(self, like: Tree) -> Tree:
         """All sums, in the structure of `like`; what was not given a gradient is refused. Called once, behind the last put."""
@@ -209,6 +217,6 @@ class Reducer:
             if self.memory[name] == "nvme":
                 out[name] = out[name].plus(value) if name in out else value
                 continue
-            value = value.to(self.accumulate)
-            out[name] = out[name].add_(value) if name in out else value
+            value = value if self.narrow else value.to(self.accumulate)
+            out[name] = out[name].to(self.accumulate).add_(value) if name in out else value
         return pytree.from_named(out, like)
