@@ -125,10 +125,11 @@ class Largest(NamedTuple):
     parameters: int
     memory_bytes: int  # of a rank
     disk_bytes: int
-    binds: str  # "memory" or "disk": what the next larger model does not fit into
+    binds: str  # "memory" or "disk": what the next larger model does not fit into; "depth": DEEPEST layers
 
 
-# Width, layers, heads and hidden units of Llamas from 0.1B to 400B; between two of them the number of layers grows.
+DEEPEST = 1000  # layers
+# Width, layers, heads and hidden units of Llamas from 0.1B to 400B; the largest that has room is made deeper.
 SIZES = (
     (768, 12, 12, 2048), (1024, 16, 16, 2816), (1536, 20, 12, 4096), (2048, 16, 16, 5632), (2560, 24, 20, 6912), (3072, 28, 24, 8192),
     (4096, 32, 32, 11008), (5120, 40, 40, 13824), (6656, 60, 52, 17920), (8192, 80, 64, 28672), (12288, 96, 96, 36864),
@@ -152,22 +153,21 @@ def largest(config: RunConfig, memory: int, disk: int, mesh: Mesh | None = None)
     def fits(found: tuple[Program, int, int]) -> bool:
         return found[1] <= memory and found[2] <= disk
 
-    best, over = None, None
-    for size, after in zip(SIZES, (*SIZES[1:], None)):
-        found = needs(*size)
-        if not fits(found):
-            over = over or found
+    best, over = None, needs(*SIZES[0])
+    for size in SIZES:
+        if not fits(needs(*size)):
             break
-        best = found
-        most = 2 * (after[1] if after else size[1])
-        more = _last(lambda layers, size=size: fits(needs(size[0], layers, *size[2:])), size[1], most)
-        best, over = needs(size[0], more, *size[2:]), needs(size[0], more + 1, *size[2:])
+        best = size
     if best is None:
         raise ValueError(
             f"largest: {gigabytes(memory)} of memory and {gigabytes(disk)} of disk do not hold {num_params(over[0]):,} parameters, "
             f"which need {gigabytes(over[1])} and {gigabytes(over[2])}; offload more, or take a smaller batch"
         )
-    return Largest(best[0].config, num_params(best[0]), best[1], best[2], "memory" if over[1] > memory else "disk")
+    width, layers, *rest = best
+    layers = _last(lambda n: fits(needs(width, n, *rest)), layers, DEEPEST)
+    found, over = needs(width, layers, *rest), needs(width, layers + 1, *rest)
+    binds = "depth" if layers == DEEPEST else "memory" if over[1] > memory else "disk"
+    return Largest(found[0].config, num_params(found[0]), found[1], found[2], binds)
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int) -> int:

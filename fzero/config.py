@@ -360,7 +360,7 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             "train.update is delayed and nothing is offloaded, so there is nothing to wait for; use end, or --offload opt=host"
         )
-    if t.mlp_tiles > 1 and not isinstance(c.model, (GPT2Config, LlamaConfig)):
+    if t.mlp_tiles > 1 and family_of(c.model) not in ("gpt2", "llama"):
         raise ValueError(
             f"train.mlp_tiles is {t.mlp_tiles} and a model of family {family_of(c.model)} has no MLP that is computed in tiles; use 1"
         )

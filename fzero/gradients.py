@@ -131,7 +131,7 @@ class Streamed(NamedTuple):
             x, embed_kept = embed_pair.forward([*ahead.take(embed), zero, *embed_extra], drops["embed"] * len(parts.embed))
             x_def = out_def[0]
             pair, _, extra = self.program("block", self.model.block, parts.blocks, x_def, ctx)
-            run = Run(pair, parts.depth, self.remat.every, drops[PREFIX], self.pile(device))
+            run = Run(pair, parts.depth, self.remat.every, drops[PREFIX], **self.pile(device))
             x = run.forward(lambda i: ahead.take(layers[i]), x, extra)
             ahead.expect([layers[i] for i in run.order()] + [embed] * bool(embed_kept.needs), "backward")
             head_pair, out_def, head_extra = self.program("head", self.model.head, parts.head, x_def, (ctx, batch))
@@ -166,11 +166,11 @@ class Streamed(NamedTuple):
         """The fetches of one pass over the model."""
         return Ahead(Gather(params, self.plan, self.mesh, device), self.ahead)
 
-    def pile(self, device: torch.device) -> Any:
-        """Where what the remat policy keeps waits for the backward pass."""
+    def pile(self, device: torch.device) -> dict[str, Any]:
+        """{"kept": where what the remat policy keeps waits for the backward pass}, {} where that is on the device."""
         if self.plan.acts == "nvme":
-            return DiskPile(self.space.scratch)
-        return HostPile() if self.plan.acts == "host" and device.type == "cuda" else []
+            return {"kept": DiskPile(self.space.scratch)}
+        return {"kept": HostPile()} if self.plan.acts == "host" and device.type == "cuda" else {}
 
 
 def put_whole(reducer: Reducer, grads: Tree, last: bool) -> None:

@@ -68,7 +68,8 @@ def init_state(
         data_cursor=torch.tensor(0, device=device),
         extra={"ema": ema_init(target)} if ema else {},
     )
-    return in_host_memory(state, state_specs(plan, tx, policy, ema=ema))
+    on_host = any(spec.memory == "host" for tree in (plan.params, plan.opt) for spec in pytree.leaves(tree))
+    return in_host_memory(state, state_specs(plan, tx, policy, ema=ema)) if on_host else state
 
 
 def part_of(leaf: Tensor, plan: Plan, mesh: Mesh, name: str) -> Tensor:

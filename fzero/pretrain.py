@@ -169,6 +169,8 @@ def newest_state(program: Program, folder: Path, team: Team, options: Options, i
             raise ValueError(failures[0])
         options.say(f"passed over: {failures[0]}")
         team.share(lambda: release(program.space.folder))
+    elif program.space is not None and program.space.folder is not None:
+        team.share(lambda: release(program.space.folder))
     if saved:
         newest, damaged = team.share(lambda: _newest(home))
         for line in damaged:
@@ -322,6 +324,8 @@ def train(
         number = agreed(stop, mesh)
         if saved != step:
             save(state, step)
+        if program.space is not None and program.space.store is not None:
+            program.space.store.trim()
     return state, number
 
 

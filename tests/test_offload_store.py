@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import time
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -177,6 +178,7 @@ def test_rows_that_are_written_again_after_a_failure_are_summed_once(direct, ope
     store = opened(direct)
     make(store, 1)
     write(store, 7, leaves=["opt/codes", "params/embed"])
+    store.settle()
     make(store, 2)
     store.close()
     assert_version(opened(direct, resume=True), 2)
@@ -529,6 +531,24 @@ def test_a_step_that_failed_can_be_made_again(direct, opened):
     make(store, 2)
     store.close()
     assert_version(reopen(opened, direct)(), 2)
+
+
+def test_a_failure_is_told_when_no_write_is_under_way(direct, opened):
+    store, real = opened(direct), os.pwritev
+    make(store, 1)
+
+    def slow(fd, *rest):
+        if fd == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.05)
+        return real(fd, *rest)
+
+    bad = store.chunks.files["params/blocks/w", 1 - store.record.slot, 0]
+    with mock.patch.object(os, "pwritev", slow):
+        write(store, 2)
+        pending = [*store.writing]
+        said(store.settle, direct)
+        assert all(one.done.is_set() for one in pending)
 
 
 def test_a_read_that_fails_is_named(direct, opened):

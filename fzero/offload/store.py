@@ -16,6 +16,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,13 +102,12 @@ class Store:
 
     def settle(self) -> None:
         """Wait for all writes; raises ValueError where one failed."""
-        try:
-            for pending in self.writing:
+        writing, self.writing = self.writing, []
+        for pending in writing:  # all of them, before a failure is told: none may come after what is written next
+            with suppress(OSError):
                 pending.wait()
-        except OSError as error:
+        for error in filter(None, (pending.error for pending in writing)):
             raise self.chunks.failed(error) from error
-        finally:
-            self.writing.clear()
 
     def commit(self, step: int, values: dict[str, Any], together: Callable[[], None]) -> None:
         """Make what was written since `begin` the last complete step, or the old leaves with new values where nothing was.

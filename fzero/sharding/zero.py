@@ -138,6 +138,8 @@ def zero_plan(
 
 def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str, int], tier: Tier) -> dict[str, Spec]:
     """The specs with the memory of a tier, for the largest leaves that hold its fraction of the elements."""
+    if tier.memory == "device":
+        return specs  # as the model's own rules have them
     names = chosen({name: local_numel(named[name].shape, spec, sizes) for name, spec in specs.items()}, tier.fraction)
     return {name: replace(spec, memory=tier.memory) if name in names else spec for name, spec in specs.items()}
 

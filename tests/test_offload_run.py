@@ -1,0 +1,319 @@
+"""Runs, samples and predictions with a state on a disk; updates before and behind their time."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+import fzero
+from fzero import capacity, cli, config, models, optim, precision, program, pytree, runs, weights
+from fzero.autodiff import Remat
+from fzero.kernels.registry import AUTO
+from fzero.offload import Space, Stored
+from fzero.stored import reopened
+from fzero.train import local_batch, make_gradient, split_batch
+from fzero.update import Gradients, update_donated
+
+SIZES = {"vocab_size": 61, "max_len": 8, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
+MODEL = models.llama(models.LlamaConfig(**SIZES))
+ALL = "params=nvme,opt=nvme"
+POLICIES = {"fp32": precision.fp32(), "bf16": precision.bf16()}
+
+
+def batch_at(i):
+    tokens = torch.randint(0, 61, (4, 9), generator=torch.Generator().manual_seed(i))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def in_memory(tree):
+    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf, tree)
+
+
+def trained(folder, offload, policy, *, update="end", clip=None, micro=1, steps=4, bad=None, mesh=None, stage=0, keep=False):
+    """(losses, the state in memory); step `bad` has a gradient that is not finite."""
+    mesh = mesh or fzero.one_process()
+    plan = fzero.zero_plan(stage, MODEL, mesh, offload=offload)
+    layout = optim.sharded(plan.opt, mesh, like=plan.like)
+    tx = optim.adamw(1e-2, weight_decay=0.1)
+    tx = optim.chain(optim.clip_by_global_norm(clip, layout=layout), tx) if clip else tx
+    space = Space(folder) if "nvme" in offload else None
+    state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True, space=space)
+    options = {"policy": policy, "micro_batches": micro, "ema_decay": 0.9, "update": update}
+    step, losses = fzero.make_train_step(MODEL, tx, plan, mesh, space=space, **options), []
+    for i in range(steps):
+        batch = batch_at(i)
+        if i == bad:
+            # A loss function cannot be made infinite from outside; a weight can.
+            state = state._replace(params=poisoned(state.params, space))
+        state, metrics = step(state, local_batch(batch, mesh, micro))
+        losses.append(float(metrics.loss))
+    found = in_memory(state)
+    if space is not None and not keep:
+        space.close()
+    return losses, found
+
+
+def poisoned(params, space):
+    store = space.store
+    store.begin()
+    for name, kept in store.leaves.items():
+        for layer in range(kept.layers):
+            reading = store.read(name, layer)
+            value = reading.wait()
+            if name == "params/head/norm/scale":
+                value.fill_(float("inf"))
+            store.write(name, layer, None, reading.buffer)
+    store.commit(store.record.step, store.record.values, lambda: None)
+    return params
+
+
+def assert_equal(a, b):
+    first, second = pytree.named_leaves(a), pytree.named_leaves(b)
+    assert first.keys() == second.keys()
+    for name, leaf in first.items():
+        assert torch.equal(leaf, second[name]), name
+
+
+# -- updates before and behind their time
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("micro", (1, 2))
+def test_layers_updated_in_the_backward_pass_are_those_updated_behind_it(tmp_path, policy, micro):
+    expected = trained(None, "", POLICIES[policy], micro=micro)
+    for i, offload in enumerate((ALL, f"{ALL},grads=nvme")):
+        found = trained(tmp_path / str(i), offload, POLICIES[policy], update="backward", micro=micro)
+        assert found[0] == expected[0]
+        assert_equal(found[1], expected[1])
+
+
+def test_an_early_update_of_a_bad_gradient_is_undone(tmp_path):
+    """The step is skipped: everything but its counters is as before."""
+    plan = fzero.zero_plan(0, MODEL, fzero.one_process(), offload=ALL)
+    _, state = trained(tmp_path, ALL, POLICIES["fp32"], update="backward", steps=3, bad=2)
+    space = Space(tmp_path)
+    again = reopened(optim.adamw(1e-2), plan, fzero.one_process(), space, policy=POLICIES["fp32"], ema=True)
+    assert int(again.step) == 3 and int(again.opt_state.count) == 2
+    assert_equal(in_memory(again), state)
+    assert torch.isinf(state.params["head"]["norm"]["scale"]).all() and torch.isfinite(state.params["embed"]["tokens"]).all()
+    assert_equal(state.opt_state, trained(None, "", POLICIES["fp32"], steps=2)[1].opt_state)
+    space.close()
+
+
+def one_behind(policy, micro, steps=4):
+    """The definition of the delayed update: a gradient is applied behind the computation of the next one."""
+    mesh = fzero.one_process()
+    plan = fzero.zero_plan(0, MODEL, mesh)
+    layout = optim.sharded(plan.opt, mesh, like=plan.like)
+    tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
+    gradient = make_gradient(MODEL, plan, mesh, policy, Remat(), False, AUTO, 1)
+    state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True)
+    waiting, losses = None, []
+    for i in range(steps):
+        grads, total = gradient(state, *reversed(split_batch(batch_at(i), micro)), (), torch.ones(()))
+        losses.append(float(total.total / total.num_tokens))
+        grads = pytree.map(torch.clone, grads)
+        if waiting is not None:
+            state = update_donated(tx, policy, plan, mesh, waiting, state, None, 0.9)
+        waiting = Gradients(grads, 1 / total.num_tokens.float(), layout.norm(grads))
+    return losses, state
+
+
+@pytest.mark.parametrize("policy, offload", (("fp32", ALL), ("bf16", ALL), ("bf16", "opt=nvme"), ("bf16", "opt=host,grads=host")))
+def test_a_delayed_update_is_one_gradient_behind(tmp_path, policy, offload):
+    for micro in (1, 2):
+        losses, state = trained(tmp_path / str(micro), offload, POLICIES[policy], update="delayed", clip=0.5, micro=micro)
+        expected, after = one_behind(POLICIES[policy], micro)
+        assert losses == expected
+        assert_equal(state.params, after.params)
+        assert_equal(state.opt_state, after.opt_state)
+        assert losses != trained(None, "", POLICIES[policy], clip=0.5, micro=micro)[0]
+
+
+def test_updates_that_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="clip_by_global_norm, which needs all gradients"):
+        trained(tmp_path / "a", ALL, POLICIES["fp32"], update="backward", clip=1.0)
+    with pytest.raises(ValueError, match="needs params=nvme,opt=nvme and two"):
+        trained(tmp_path / "b", "opt=nvme", POLICIES["fp32"], update="backward")
+    with pytest.raises(ValueError, match="parameters without master weights"):
+        trained(tmp_path / "c", "opt=nvme", POLICIES["fp32"], update="delayed")
+    with pytest.raises(ValueError, match="gradients are on a disk"):
+        trained(tmp_path / "d", f"{ALL},grads=nvme", POLICIES["fp32"], update="delayed")
+    with pytest.raises(ValueError, match="is for a layered Model with offloaded states"):
+        trained(None, "", POLICIES["fp32"], update="delayed")
+    with pytest.raises(ValueError, match="update is 'later'; it must be end, backward or delayed"):
+        trained(None, "", POLICIES["fp32"], update="later")
+
+
+# -- weights of several ranks
+
+
+def of_ranks(mesh, folder, stage):
+    return trained(Path(folder), ALL, POLICIES["bf16"], mesh=mesh, stage=stage, clip=0.5)[0]
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_weights_that_ranks_hold_in_parts(tmp_path, stage):
+    found = ranks.run(2, of_ranks, str(tmp_path), stage)
+    losses, state = trained(None, "", POLICIES["bf16"], clip=0.5)
+    assert found[0] == found[1] == pytest.approx(losses, rel=1e-3)
+    shelf = weights.find(tmp_path)
+    plan = fzero.zero_plan(stage, MODEL, fzero.sharding.fake_mesh(shelf.sizes))
+    for prefix, expected in (("params/", state.params), ("master/", state.master)):
+        there = weights.weights(shelf, plan, prefix)
+        for name, leaf in pytree.named_leaves(expected).items():
+            other = pytree.named_leaves(there)[name]
+            assert other.shape == leaf.shape and other.dtype == leaf.dtype
+            assert torch.allclose(other.float(), leaf.float(), rtol=0.05, atol=0.05), name
+    chunk = tmp_path / "arrays/params/blocks/attn/w_q/c" / str(shelf.record.slot) / f"2/{int(stage == 3)}/0"
+    chunk.write_bytes(bytes([chunk.read_bytes()[0] ^ 1]) + chunk.read_bytes()[1:])
+    with pytest.raises(ValueError, match=r"params/blocks/attn/w_q, layer \d of rank \d, is not what was written"):
+        weights.weights(shelf, plan, "params/")
+
+
+# -- the command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a text and a run of 6 steps in memory."""
+    path = tmp_path_factory.mktemp("offload")
+    path.joinpath("text.txt").write_text("\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(300)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        assert fz(*TINY, "--out", "plain") == 0
+    return path
+
+
+TINY = shlex.split(
+    "pretrain --model llama-tiny --steps 6 --batch 4 --micro-batch 2 --seq-len 16 --precision bf16 --data text.txt --peak-tflops 1 "
+    "--set model.n_layers=2 --set model.d_model=16 --set model.d_ff=32 --set model.n_heads=4 --set model.n_kv_heads=2 "
+    "--set train.compiled=false --set train.eval_batches=2 --set train.eval_every=3 --set train.ema_decay=0.5 "
+    "--set train.checkpoint_every=2"
+)
+TIMED = {"step_s", "data_s", "tokens_per_s", "mfu", "disk_read_bytes", "disk_written_bytes", "disk_wait_s"}
+
+
+def fz(*args):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(arg) for arg in args])
+    return ended.value.code
+
+
+def numbers(run):
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in runs.read_metrics(Path(run))]
+
+
+def test_a_run_on_a_disk_is_the_run_in_memory(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert fz(*TINY, "--out", "disk", "--offload", f"{ALL},grads=nvme", "--set", "nvme.slots=4", "--stop-at", 3) == 0
+    assert not Path("disk/checkpoints").exists()
+    assert fz("pretrain", "--out", "disk", "--resume", "--sample", "line 7") == 0
+    assert numbers("disk") == numbers("plain")
+    said = capsys.readouterr().out
+    assert "the last 2 checkpoints are kept" in said and "resuming disk at step 3" in said
+    record = json.loads(Path("disk/nvme/step.json").read_text())
+    assert record["step"] == 6 and sorted(record["pinned"].values()) == [4, 6]
+    written = {line for line in said.splitlines() if line.startswith("line 7")}
+    held = {slot for slot in Path("disk/nvme/arrays/params/embed/tokens/c").iterdir() if any(slot.rglob("0"))}
+    assert len([slot for slot in held if any(path.is_file() for path in slot.rglob("*"))]) == 2, "spare slots are given back"
+    texts = set()
+    for more in ((), ("--offload", "params=nvme")):
+        for run in ("plain", "disk"):
+            assert fz("sample", run, "--prompt", "line 7", "--tokens", 12, "--seed", 3, *more) == 0
+            texts.add(capsys.readouterr().out)
+    assert len(texts) == 1 and written
+
+
+def test_a_state_part_of_which_is_on_a_disk_is_saved_as_any(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert fz(*TINY, "--out", "part", "--offload", "opt=nvme:0.5,params=host", "--stop-at", 3) == 0
+    assert fz("pretrain", "--out", "part", "--resume") == 0
+    assert numbers("part") == numbers("plain")
+
+
+def test_a_damaged_store_is_passed_over_only_for_a_checkpoint(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert fz(*TINY, "--out", "hurt", "--offload", ALL, "--stop-at", 3) == 0
+    slot = json.loads(Path("hurt/nvme/step.json").read_text())["slot"]
+    chunk = Path(f"hurt/nvme/arrays/master/blocks/attn/w_k/c/{slot}/1/0/0")
+    data = bytearray(chunk.read_bytes())
+    data[100] ^= 4
+    chunk.write_bytes(data)
+    capsys.readouterr()
+    assert fz("pretrain", "--out", "hurt", "--resume") == 2
+    said = capsys.readouterr().err
+    assert "master/blocks/attn/w_k" in said and "is damaged" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ("--offload params=disk", "'disk' is no memory"),
+        ("--offload acts=host", "use --remat full"),
+        ("--nvme somewhere", "puts nothing on one"),
+        ("--offload opt=nvme --set nvme.slots=0", "nvme.slots is 0"),
+        ("--offload opt=nvme --set train.update=backward", "use optim.clip=0"),
+        ("--set train.update=delayed", "nothing is offloaded"),
+        ("--model mixtral-tiny --set train.mlp_tiles=2", "family mixtral has no MLP"),
+    ],
+)
+def test_what_the_command_refuses(folder, monkeypatch, capsys, args, words):
+    monkeypatch.chdir(folder)
+    given = shlex.split(args)
+    base = ["pretrain", "--data", "text.txt"] if "--model" in given else TINY
+    assert fz(*base, "--out", "refused", *given) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.startswith("fzero: error:") and said.count("\n") == 1
+    assert not Path("refused").exists()
+
+
+# -- what a run needs
+
+
+def run_config(**changes):
+    sizes = {"vocab_size": 61, "max_len": 16, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
+    table = {
+        "preset": "llama-tiny",
+        "model": sizes,
+        "data": {"seq_len": 16},
+        "train": {"batch": 4, "micro_batch": 2, "remat": "full", "compiled": False, "ema_decay": 0.5},
+        "precision": {"policy": "bf16", "fp32_matmul": "default"},
+        "optim": {"name": "adamw"},
+        **changes,
+    }
+    return config.from_table(table)
+
+
+@pytest.mark.parametrize("offload", (ALL, f"{ALL},grads=nvme,acts=nvme", "opt=nvme:0.4"))
+@pytest.mark.parametrize("states", ("full", "8bit"))
+def test_the_disk_that_a_run_needs(tmp_path, offload, states):
+    made = program.build(run_config(offload=offload, optim={"name": "adamw", "states": states}), None, tmp_path)
+    state = program.first_state(made)
+    tokens = torch.randint(0, 61, (4, 17))
+    made.train_step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    held = sum(path.stat().st_size for path in (tmp_path / "nvme/arrays").rglob("*") if path.is_file() and path.name != "zarr.json")
+    scratch = made.space.scratch.end if "grads" in offload else 0
+    # Each value of the scratch file fills whole pages.
+    assert held <= capacity.disk_needed(made) <= held + scratch
+    assert ("grads" in offload) == (capacity.disk_needed(made) > held)
+    memory = capacity.memory_needed(made)
+    assert memory.buffers == made.space.arena.size and made.space.arena.peak <= memory.buffers
+    made.space.close()
+
+
+def test_the_largest_model_that_has_room():
+    run = run_config(offload=f"{ALL},grads=nvme,acts=nvme")
+    for memory, disk in ((2 * 10**9, 30 * 10**9), (8 * 10**9, 200 * 10**9), (3 * 10**9, 10**12)):
+        found = capacity.largest(run, memory, disk)
+        assert found.memory_bytes <= memory and found.disk_bytes <= disk
+        more = dataclasses.replace(found.config.model, n_layers=found.config.model.n_layers + 1)
+        next_one = program.build(dataclasses.replace(found.config, model=more))
+        needs = capacity.PROCESS + sum(capacity.memory_needed(next_one)), capacity.disk_needed(next_one)
+        assert needs[found.binds == "disk"] > (memory, disk)[found.binds == "disk"]
+    with pytest.raises(ValueError, match=r"do not hold .* parameters, which need"):
+        capacity.largest(run, 10**8, 10**9)
