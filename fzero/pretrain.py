@@ -25,6 +25,7 @@ from fzero.corpus import Say
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import Moved, Stored
+from fzero.offload.chunks import Damaged
 from fzero.offload.folder import is_url
 from fzero.offload.store import release
 from fzero.program import Program, all_on_disk, build, first_state, flop_per_token, latest, num_params, restore, specs_of
@@ -160,7 +161,7 @@ def newest_state(program: Program, folder: Path, team: Team, options: Options, i
         failure = ""
         try:
             state = latest(program)
-        except ValueError as error:
+        except Damaged as error:
             failure = str(error)
         failures = [text for text in team.gather(failure) if text]
         if not failures:

@@ -150,7 +150,8 @@ def commit(space: Space | None, state: TrainState, mesh: Mesh) -> None:
     if space is None or space.store is None:
         return
     leaves = pytree.named_leaves(settled(state))
-    values = {name: to_text(leaf) for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() <= SMALL}
+    owner = owners(list(leaves), pytree.names(state.params))
+    values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
     space.store.commit(int(state.step), values, together(mesh))
 
 
@@ -217,9 +218,6 @@ def write_rows(store: Store, name: str, layer: int, rows: tuple[int, int], value
     buffer = store.arena.take((rows[1] - rows[0], *chunk[1:]) if chunk else (), store.leaves[name].dtype, store.disk.busy)
     buffer.view.copy_(value.reshape(buffer.view.shape))
     store.write(name, layer, rows, buffer)
-
-
-SMALL = 64  # elements of a leaf that is written beside the step's number
 
 
 def to_text(leaf: Tensor) -> dict[str, Any]:

@@ -25,7 +25,7 @@ PENDING = "pending"
 def expect_delayed(how: StreamedUpdate, plan: Plan, has_master: bool) -> None:
     """Raise ValueError where an update cannot run beside the computation of the next gradient."""
     why = ""
-    if how.parts.body.needs != "elementwise" or how.split:
+    if how.parts.body.unit != "row" or how.split:
         why = "the optimizer, or the sharding by stage 1 or 2, makes ranks communicate in the update"
     elif any(spec.memory == "nvme" for spec in pytree.leaves(plan.grads)):
         why = "gradients are on a disk, and one must wait until the next step; leave grads in memory"

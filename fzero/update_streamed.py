@@ -41,16 +41,15 @@ class StreamedUpdate:
 
     def __init__(self, tx: GradientTransformation, policy: Policy, plan: Plan, mesh: Mesh, space: Space | None) -> None:
         self.parts, self.policy, self.plan, self.mesh, self.space = parted(tx), policy, plan, mesh, space or Space()
-        needs = self.parts.body.needs
-        if needs == "tree":
+        if self.parts.body.unit == "tree" or self.parts.body.needs == "tree":
             raise ValueError(
-                "offload: the optimizer needs all gradients at once (needs='tree') beyond their norm, and an offloaded state is updated "
-                "part by part; put clip_by_global_norm first in its chain, with layout=fzero.optim.sharded(plan.opt, mesh, like=plan.like)"
+                "offload: the optimizer looks at the whole tree (as scale_by_rules does, and clip_by_global_norm where it is not the first "
+                "of a chain), and an offloaded state is updated part by part; leave that out, or put the clipping first"
             )
         self.split = split_names(plan)
         opt = pytree.named_leaves(plan.trained(plan.opt))
         self.shards = {n: window(tuple(x.shape), opt[n], mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()}
-        self.whole = {n for n in self.shards if needs != "elementwise" or n in self.split}
+        self.whole = {n for n in self.shards if self.parts.body.unit != "row" or n in self.split}
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
 

@@ -57,11 +57,7 @@ OPTIMIZERS = {
     "adamw stochastic": clipped(lambda layout: optim.adamw(1e-2, state_dtype=BF16, rounding="stochastic", layout=layout)),
     "accumulate": clipped(lambda layout: optim.accumulate(optim.adamw(1e-2), 3)),
     "value": lambda layout: optim.chain(optim.clip_by_value(1e-3), optim.adamw(1e-2, weight_decay=0.1)),
-    "scheduled": clipped(
-        lambda layout: optim.chain(
-            optim.adam(optim.warmup_cosine(1e-2, 5, 20)), optim.scale_by_rules(((r"^blocks/", (0.5, 0.9)), (".*", 0.1)))
-        )
-    ),
+    "scheduled": clipped(lambda layout: optim.chain(optim.adam(optim.warmup_cosine(1e-2, 5, 20)), optim.clip_by_value(1e-2))),
 }
 
 

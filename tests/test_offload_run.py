@@ -149,6 +149,19 @@ def test_updates_that_cannot_be(tmp_path):
         trained(None, "", POLICIES["fp32"], update="later")
 
 
+def test_an_optimizer_that_looks_at_the_whole_tree_is_refused():
+    mesh = fzero.one_process()
+    plan = fzero.zero_plan(0, MODEL, mesh, offload="opt=host")
+    for tx in (
+        optim.chain(optim.adam(1e-2), optim.scale_by_rules(((".*", 0.5),))),
+        optim.chain(
+            optim.clip_by_value(1.0), optim.clip_by_global_norm(1.0, layout=optim.sharded(plan.opt, mesh, like=plan.like)), optim.sgd(0.1)
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"offload: the optimizer looks at the whole tree .* put the clipping first"):
+            fzero.make_train_step(MODEL, tx, plan, mesh)
+
+
 # -- weights of several ranks
 
 

@@ -24,6 +24,10 @@ from fzero.offload.disk import NEXT, Disk, Pending, open_direct, serves_direct
 from fzero.offload.folder import context, is_url, kvstore
 
 
+class Damaged(ValueError):
+    """A store does not hold what was written to it, or no step as a whole: a checkpoint may serve in its place."""
+
+
 class Kept(NamedTuple):
     """One rank's part of a leaf as it lies in a store."""
 
@@ -123,7 +127,7 @@ class Chunks:
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.is_file():
-            raise ValueError(f"{path}: is missing, a part of {name}; the store in {self.place} is damaged: resume from a checkpoint")
+            raise Damaged(f"{path}: is missing, a part of {name}; the store in {self.place} is damaged: resume from a checkpoint")
         fd = open_direct(path, os.O_RDWR | (os.O_CREAT if create else 0))
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
@@ -135,7 +139,7 @@ class Chunks:
             os.ftruncate(fd, size)
         elif (found := os.fstat(fd).st_size) != size:
             os.close(fd)
-            raise ValueError(
+            raise Damaged(
                 f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.place} is damaged: "
                 "resume from a checkpoint"
             )
@@ -270,7 +274,7 @@ def _open_array(place: str | Path, name: str, kept: Kept, ranks: int, *, create:
         return tensorstore.open(spec, open=True, create=create, context=context()).result()
     except (ValueError, RuntimeError) as error:
         said = str(error).split(" [")[0].splitlines()[0]
-        raise ValueError(f"{place}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
+        raise Damaged(f"{place}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
 
 
 def chunk_of(place: str | Path, name: str, kept: Kept, slot: int, layer: int, rank: int) -> np.ndarray:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fzero.offload.arena import Arena, Buffer
-from fzero.offload.chunks import Chunks, Kept, Reading, Rows
+from fzero.offload.chunks import Chunks, Damaged, Kept, Reading, Rows
 from fzero.offload.disk import LATER, NEXT, Disk, Pending
 from fzero.offload.folder import is_url, read_text, write_text
 from fzero.pytree import nearest
@@ -182,7 +182,7 @@ class Store:
             sums = json.loads(read_text(self.place, where) or "null")
             sums = {name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()}
         except (ValueError, TypeError, KeyError, IndexError):
-            raise ValueError(
+            raise Damaged(
                 f"{self.place}/{where}: does not hold the checksums of the store's leaves; it is damaged: resume from a checkpoint"
             ) from None
         for name, kept in self.leaves.items():
@@ -193,7 +193,7 @@ class Store:
                     reading.wait()
                     found += checksum(reading.buffer)
                 if found % WORD != sums[name][layer]:
-                    raise ValueError(
+                    raise Damaged(
                         f"{self.chunks.path(name, at, layer)}: is damaged: not what was written of {name}"
                         f"{f', layer {layer},' if kept.stacked else ''} at step {self.record.step}; resume from a checkpoint"
                     )
@@ -284,7 +284,7 @@ def read_record(place: str | Path) -> Record | None:
             raise ValueError("its checksum is another one")
         return Record(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{place}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
+        raise Damaged(f"{place}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
 
 
 def to_text(record: Record) -> str:
@@ -332,7 +332,7 @@ def read_description(place: str | Path) -> dict[str, Any] | None:
             return found
         raise ValueError("its leaves are others")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
+        raise Damaged(
             f"{place}/{STORE}: is not the description of a store ({error}); "
             "resume from a checkpoint, or start the run in another folder (--nvme)"
         ) from None
@@ -369,7 +369,7 @@ def open_store(
         if record is None:
             raise ValueError(f"{place}: holds no complete step yet; start the run anew")
         if record.dirty:
-            raise ValueError(
+            raise Damaged(
                 f"{place}: with one slot, step {record.step + 1} was being written over step {record.step} when its run ended; "
                 "resume from a checkpoint, and use nvme.slots=2 to survive a kill"
             )

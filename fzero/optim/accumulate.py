@@ -67,4 +67,5 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
         spec=lambda specs: AccumulateState(Spec(), pytree.map(settled, specs), tx.spec(specs)),
         needs=tx.needs,
         apply=apply,
+        unit=tx.unit,
     )

@@ -20,6 +20,7 @@ Schedule = Callable[[Tensor | int], Tensor]
 # What a transformation must see whole, weakest first: nothing, a row (last dim), a leaf (but for its stacked leading
 # dim), every leaf.
 NEEDS = ("elementwise", "row", "matrix", "tree")
+UNITS = ("row", "layer", "tree")
 
 
 class Pass(NamedTuple):
@@ -56,6 +57,8 @@ class GradientTransformation(NamedTuple):
     `factor(grads, so_far, norm) -> number` is that by which `update` multiplies every one of `grads * so_far` (None: 1), times so_far;
     where their `norm` (of grads) is given, grads are not looked at.
     `members` are those of a chain.
+    `unit` is the least of a leaf that may be updated apart from the rest, with the same bits: a "row" of a layer, a "layer", or the whole
+    "tree"; an offloaded state is updated by such units.
     """
 
     init: Callable[[Tree], Tree]
@@ -67,6 +70,7 @@ class GradientTransformation(NamedTuple):
     in_pass: Callable[[Tree, Tree, Tree, Pass], tuple[Tree, Tree]] | None = None
     factor: Callable[..., Tensor] | None = None
     members: tuple[GradientTransformation, ...] = ()
+    unit: str = "layer"
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -192,6 +196,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         apply=apply,
         in_pass=in_pass if one_pass else None,
         members=txs,
+        unit=max((tx.unit for tx in txs), key=UNITS.index),
     )
 
 
@@ -213,13 +218,13 @@ class Parted(NamedTuple):
 
     def _body_of(self, state: Tree) -> Tree:
         rest = state[len(self.heads) :]
-        return rest if self.body.members else rest[0]
+        return rest if len(rest) > 1 else rest[0]
 
     def whole(self, state: Tree, body: Tree) -> Tree:
         """The state with that of the body in its place."""
         if not self.heads:
             return body
-        return (*state[: len(self.heads)], *(body if self.body.members else (body,)))
+        return (*state[: len(self.heads)], *(body if len(state) - len(self.heads) > 1 else (body,)))
 
 
 def parted(tx: GradientTransformation) -> Parted:
@@ -278,4 +283,5 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
         donate=lambda *step: run(lambda tx: tx.donate or tx.update, *step),
         apply=lambda *step: run(lambda tx: lambda g, s, p: apply_in_place(tx, g, s, p), *step),
         in_pass=(lambda *step: run(lambda tx: tx.in_pass, *step)) if all(tx.in_pass for tx in transforms.values()) else None,
+        unit=max((tx.unit for tx in transforms.values()), key=UNITS.index),
     )

@@ -49,7 +49,7 @@ def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> 
         return by if so_far is None else by * so_far.to(by.dtype)
 
     needs = "tree" if layout is WHOLE else "elementwise"
-    return GradientTransformation(lambda params: (), update, lambda specs: (), needs, donate, factor=factor)
+    return GradientTransformation(lambda params: (), update, lambda specs: (), needs, donate, factor=factor, unit="tree")
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:
@@ -67,4 +67,5 @@ def clip_by_value(max_value: float) -> GradientTransformation:
         update=lambda grads, state, params: (pytree.map(lambda g: g.clamp(-max_value, max_value), grads), ()),
         spec=lambda specs: (),
         donate=donate,
+        unit="row",
     )

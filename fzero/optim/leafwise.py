@@ -189,4 +189,4 @@ def leafwise(
         apply_rows(rows_of(grads, columns, params), step, scalars(state.count), info, pieces)
         return params, state_type(state.count + 1, *columns, *spare)
 
-    return GradientTransformation(init, update, spec, needs, donate, apply)
+    return GradientTransformation(init, update, spec, needs, donate, apply, unit="row" if pieces is flat_pieces else "layer")

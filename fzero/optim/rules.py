@@ -50,7 +50,7 @@ def check_mask(owner: str, mask: Mask) -> Callable[[Tree], None]:
     return check
 
 
-def _stateless(update: Callable, donate: Callable, check: Callable = lambda params: None) -> GradientTransformation:
+def _stateless(update: Callable, donate: Callable, check: Callable = lambda params: None, unit: str = "row") -> GradientTransformation:
     def init(params: Tree) -> tuple:
         check(params)
         return ()
@@ -60,6 +60,7 @@ def _stateless(update: Callable, donate: Callable, check: Callable = lambda para
         update=lambda grads, state, params: (update(grads, params), ()),
         spec=lambda specs: (),
         donate=lambda grads, state, params: (donate(grads, params), ()),
+        unit=unit,
     )
 
 
@@ -122,4 +123,4 @@ def scale_by_rules(rules: Rules[float | Sequence[float]], *, layout: Layout = WH
         by = factors(params)
         return overwrite(lambda n, g: g.mul_(cast(by[n], g)), name_tree(params), grads)
 
-    return _stateless(update, donate, factors)
+    return _stateless(update, donate, factors, unit="tree")

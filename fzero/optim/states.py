@@ -162,7 +162,8 @@ def with_kernel(
         needs="elementwise" if exact or kept.layout is not WHOLE else "matrix",
         check=check_mask(owner, mask),
     )
-    pure = pure._replace(apply=apply, in_pass=in_pass)
+    # The scales of rows fill no whole pages of a disk.
+    pure = pure._replace(apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer")
     return pure if exact else pure._replace(update=update, donate=None)
 
 
