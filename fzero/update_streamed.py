@@ -73,7 +73,6 @@ class Update:
         self.how, self.state, self.ema_decay = how, state, ema_decay
         self.deferred: list[tuple[Tensor, Tensor]] | None = [] if defer else None  # (parameters in memory, their new values)
         parts, plan = how.parts, how.plan
-        self.factor = parts.factor(grads.factor, grads.norm)
         self.grads = pytree.named_leaves(distinct(grads.sums))
         self.params = pytree.named_leaves(plan.trained(state.params))
         self.master = pytree.named_leaves(state.master)
@@ -83,6 +82,10 @@ class Update:
         # A name of the body's own leaves has no path in front of it where the body is a parameter tree itself.
         self.owner = owners([f"/{name}" for name in self.columns], list(self.params))
         self.owner = {name.removeprefix("/"): owner for name, owner in self.owner.items()}
+        # On the host where any of the optimizer's own state is, or comes from a disk; else on the device.
+        kept = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None] + list(self.master.values())
+        self.where = torch.device("cpu") if any(isinstance(x, OFF) or x.device.type == "cpu" for x in kept) else state.step.device
+        self.factor = parts.factor(grads.factor, grads.norm).to(self.where)
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
         self.layer: dict[str, Tensor] = {}  # the gradients of the layer that is updated, where it is updated by itself
         self.store = how.space.store
@@ -124,24 +127,25 @@ class Update:
     def update(self, unit: Unit, fetched: dict[str, dict[str, Fetched]]) -> None:
         """Update a unit, and start to write it."""
         parts, at = {part.name: part for part in unit}, {}
-        values = {name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()}
+        homes = {name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()}
+        values = {name: {column: x.to(self.where) for column, x in found.items()} for name, found in homes.items()}
         grads, targets = {}, {}
         for name, part in parts.items():
             grad = values[name].pop("grad")
             grads[name] = grad if self.how.on_host else grad.to(self.how.policy.accumulate)
-            targets[name] = self.own(name, values[name].pop("target"))
+            targets[name] = self.own(name, values[name]["target"])
             shape = self.how.shards[name]
             at[name] = Piece(shape, part.start(len(shape)))
         like, pruned = self.structure(frozenset(parts))
         flat = {column: x for found in values.values() for column, x in found.items()}
-        flat |= {column: self.columns[column] for column in pytree.leaves(pruned) if self.owner[column] is None}
+        flat |= {column: self.columns[column].to(self.where) for column in pytree.leaves(pruned) if self.owner[column] is None}
         state = pytree.map(lambda column: flat[column], pruned)
         emitted = {name: self.room(part) for name, part in parts.items() if self.master and name not in self.how.split}
-        copies = {name: view for name, (_, view) in emitted.items()}
+        copies = {name: view for name, (_, view) in emitted.items() if view.device == self.where}
         new_targets, new_state = self.apply(pytree.from_named(grads, like), state, pytree.from_named(targets, like), at, copies)
         for column, new in zip(pytree.leaves(pruned), pytree.leaves(new_state)):
             if self.owner[column] is None:
-                self.shared.setdefault(column, new)
+                self.shared.setdefault(column, new.to(self.columns[column].device))
             else:
                 same(flat[column], new)
         for name, new in pytree.named_leaves(new_targets).items():
@@ -149,6 +153,11 @@ class Update:
         for name, part in parts.items():
             if self.ema:
                 same(values[name]["ema"], ema_update(values[name]["ema"], targets[name], self.ema_decay))
+            if name in emitted and name not in copies:
+                emitted[name][1].copy_(targets[name])
+            for column, home in homes[name].items():
+                if home.device != self.where and column != "grad":
+                    home.copy_(values[name][column])
             self.put(part, fetched[name], targets[name], emitted.get(name, (None, None))[0])
 
     def apply(self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece], copies: Mapping[str, Tensor]) -> tuple[Tree, Tree]:
@@ -205,7 +214,7 @@ class Update:
             self.write(self.master[name] if self.master else rest, part, fetched["target"].reading.buffer)
         if name in self.how.split:
             axis, dim = self.how.mesh["dp"], shard_dim(name)
-            whole = all_gather(target.to(rest.dtype).contiguous(), axis, dim, leaf=name)
+            whole = all_gather(target.to(self.state.step.device, rest.dtype).contiguous(), axis, dim, leaf=name)
             emitted, view = self.room(part)
             view.copy_(whole)
         if emitted is not None:

@@ -17,7 +17,7 @@ from fzero.offload import Kept, Space, Stored
 from fzero.offload.arena import padded
 from fzero.offload.chunks import chunk_of
 from fzero.offload.folder import read_text
-from fzero.offload.store import STORE, Record, read_record, sums_name
+from fzero.offload.record import Record, read_description, read_record, sums_name
 from fzero.pytree import Tree
 from fzero.sharding import Plan, fake_mesh, one_process
 from fzero.sharding.draw import window
@@ -81,13 +81,12 @@ class Shelf(NamedTuple):
 
 def find(place: Path) -> Shelf | None:
     """The store in `place`, or None where there is none with a complete step."""
-    text = read_text(place, STORE) if place.is_dir() else None
-    record = read_record(place) if text else None
+    said = read_description(place) if place.is_dir() else None
+    record = read_record(place) if said else None
     if record is None:
         return None
     if record.dirty:
         raise ValueError(f"{place}: a step was being written over another one when its run ended; there are no weights in it")
-    said = json.loads(text)
     return Shelf(place, record, said["ranks"], said["owner"].get("mesh", {}), said["leaves"], said["slots"])
 
 

@@ -23,7 +23,8 @@ from fzero.offload import chunks as chunks_module
 from fzero.offload import scratch as scratch_module
 from fzero.offload.arena import PAGE
 from fzero.offload.disk import serves_direct
-from fzero.offload.store import STEP, STORE, read_record, release
+from fzero.offload.record import STEP, STORE, read_record
+from fzero.offload.store import release
 from fzero.offload.units import Slice, ahead, cut, owners
 from fzero.sharding.pieces import MOST, pieces
 from fzero.stored import reopened

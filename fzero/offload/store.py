@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,23 +27,10 @@ from fzero.offload.arena import Arena, Buffer
 from fzero.offload.chunks import Chunks, Damaged, Kept, Reading, Rows
 from fzero.offload.disk import LATER, NEXT, Disk, Pending
 from fzero.offload.folder import is_url, read_text, write_text
-from fzero.pytree import nearest
+from fzero.offload.record import STEP, STORE, Record, describe, expect_same, read_description, read_record, sums_name, to_text
 
-FORMAT = 1
-STORE, STEP = "store.json", "step.json"
 OURS = {"arrays", "sums", "scratch", f"{STORE}.partial"}  # what may lie where a run ended before its store was described
 WORD = 1 << 64
-
-
-class Record(NamedTuple):
-    """What step.json says."""
-
-    step: int
-    slot: int
-    values: dict[str, Any]  # what the owner keeps beside the leaves
-    pinned: dict[int, int] = {}  # noqa: RUF012  (slot -> step: never mutated)
-    dirty: bool = False  # one slot, which is being overwritten
-    done: bool = False  # the run has ended, and the folder may be taken over
 
 
 class Store:
@@ -227,7 +213,7 @@ class Stored:
         """The bytes of an element."""
         return self.dtype.itemsize
 
-    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = LATER) -> Reading:
+    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT) -> Reading:
         """Start to read rows of a layer."""
         return self.store.read(self.name, layer, rows, priority=priority)
 
@@ -256,88 +242,6 @@ def word_sum(block: memoryview) -> int:
     return int(np.frombuffer(block, np.uint64).sum(dtype=np.uint64))
 
 
-def sums_name(slot: int, rank: int) -> str:
-    return f"sums/slot-{slot}.rank-{rank}.json"
-
-
-def _describe(leaves: dict[str, Kept], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
-    listed = {
-        name: {
-            "shape": list(kept.shape),
-            "dtype": str(kept.dtype).removeprefix("torch."),
-            "stacked": kept.stacked,
-            "fixed": kept.slots < slots,  # written once
-        }
-        for name, kept in leaves.items()
-    }
-    return {"format": FORMAT, "ranks": ranks, "slots": slots, "owner": owner, "leaves": listed}
-
-
-def read_record(place: str | Path) -> Record | None:
-    """The last complete step of the store in `place`, or None where there is none; raises ValueError where step.json is no record."""
-    try:
-        text = read_text(place, STEP)
-        if text is None:
-            return None
-        found = json.loads(text)
-        if found.pop("sum") != zlib.crc32(json.dumps(found).encode()):
-            raise ValueError("its checksum is another one")
-        return Record(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{place}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
-
-
-def to_text(record: Record) -> str:
-    """What step.json says of a record, with a checksum."""
-    said = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
-    return json.dumps({**said, "sum": zlib.crc32(json.dumps(said).encode())})
-
-
-def expect_same(place: str | Path, wanted: dict[str, Any]) -> None:
-    """Raise ValueError where the store in `place` is not the one described: naming what is missing, extra or other."""
-    found = read_description(place)
-    if found is None:
-        raise ValueError(f"{place}: holds no store (there is no {STORE}); start the run without --resume, or give the folder it began with")
-    leaves = found["leaves"]
-    if found.get("format") != FORMAT:
-        raise ValueError(
-            f"{place}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the version that wrote it"
-        )
-    for name, leaf in wanted["leaves"].items():
-        if name not in leaves:
-            raise ValueError(
-                f"{place}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; give the folder of this run"
-            )
-        if leaves[name] != leaf:
-            said, asked = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
-            raise ValueError(
-                f"{place}: is the store of another model or mesh: {name} is {said} there and {asked} here; give the folder of this run"
-            )
-    extra = sorted(set(leaves) - set(wanted["leaves"]))
-    if extra:
-        raise ValueError(f"{place}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run")
-    for key, fix in (("ranks", "use as many processes"), ("slots", "keep offload.slots"), ("owner", "give the folder of this run")):
-        if found.get(key) != wanted[key]:
-            raise ValueError(f"{place}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
-
-
-def read_description(place: str | Path) -> dict[str, Any] | None:
-    """What store.json in `place` says, or None where there is none; raises ValueError where that is no description of a store."""
-    try:
-        text = read_text(place, STORE)
-        if text is None:
-            return None
-        found = json.loads(text)
-        if all(leaf.keys() >= {"shape", "dtype", "stacked", "fixed"} for leaf in found["leaves"].values()):
-            return found
-        raise ValueError("its leaves are others")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(
-            f"{place}/{STORE}: is not the description of a store ({error}); "
-            "resume from a checkpoint, or start the run in another folder (--nvme)"
-        ) from None
-
-
 def open_store(
     place: str | Path,
     leaves: dict[str, Kept],
@@ -361,7 +265,7 @@ def open_store(
     if slots < 1:
         raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
     leaves = {name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()}
-    wanted = _describe(leaves, ranks, slots, owner or {})
+    wanted = describe(leaves, ranks, slots, owner or {})
     record = None
     if resume:
         expect_same(place, json.loads(json.dumps(wanted)))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from fzero.offload.chunks import Reading
+from fzero.offload.disk import LATER
 from fzero.offload.scratch import Scratched
 from fzero.offload.store import Stored
 from fzero.sharding.pieces import pieces
@@ -108,7 +109,7 @@ class Fetched(NamedTuple):
 def fetch(leaf: Any, part: Slice, *, whole: bool = False) -> Fetched:
     """Start to fetch a part of a leaf; whole: all rows of its layer."""
     if isinstance(leaf, OFF):
-        return Fetched(leaf.read(part.layer or 0, None if whole else part.rows), None)
+        return Fetched(leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER), None)
     return Fetched(None, (part._replace(rows=None) if whole else part).of(leaf))
 
 
