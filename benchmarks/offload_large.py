@@ -37,10 +37,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    from fzero import models
+    from fzero import capacity, models, program, runs
 
+    layers = {key: int(n) for key, _, n in (value.removeprefix("model.").partition("=") for value in args.set) if key == "n_layers"}
     config = models.preset(args.model)
-    config = type(config)(**{**config.__dict__, "vocab_size": args.vocab, "tied": False, "max_len": args.seq_len})
+    config = type(config)(**{**config.__dict__, "vocab_size": args.vocab, "tied": False, "max_len": args.seq_len, **layers})
     count = models.num_params(models.build(config))
     states = 16 * count  # bfloat16 parameters and gradients, float32 master weights and two moments
     limit = int(args.fraction * states)
@@ -62,6 +63,8 @@ def main() -> None:
 
         subprocess.run(command, check=True, preexec_fn=limited)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        made = program.build(runs.read_config(run), None, run)
+        predicted = {"memory": capacity.PROCESS + sum(capacity.memory_needed(made)), "disk": capacity.disk_needed(made)}
         disk = sum(path.stat().st_blocks * 512 for path in args.nvme.rglob("*") if path.is_file())
     shutil.rmtree(args.nvme, ignore_errors=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
@@ -72,11 +75,13 @@ def main() -> None:
         "states_bytes": states,
         "limit_bytes": limit,
         "peak_rss_bytes": peak,
-        "disk_bytes": disk,
+        "predicted_memory_bytes": predicted["memory"],
+        "disk_bytes_after": disk,
+        "predicted_disk_bytes": predicted["disk"],
         "losses": [row["loss"] for row in rows],
         **{key: sorted(row[key] for row in later)[len(later) // 2] for key in keys},
         "command": sys.argv,
-        "machine": turns.machine() if hasattr(turns, "machine") else {},
+        "machine": turns.machine(),
     }
     print(json.dumps(result, indent=2))
     if args.json:
