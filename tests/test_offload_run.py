@@ -33,8 +33,8 @@ def in_memory(tree):
     return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf, tree)
 
 
-def trained(folder, offload, policy, *, update="end", clip=None, micro=1, steps=4, bad=None, mesh=None, stage=0, keep=False):
-    """(losses, the state in memory); step `bad` has a gradient that is not finite."""
+def trained(folder, offload, policy, *, update="end", clip=None, micro=1, steps=4, bad=None, mesh=None, stage=0, norms=None):
+    """(losses, the state in memory); step `bad` has a gradient that is not finite. norms: is given those of the gradients."""
     mesh = mesh or fzero.one_process()
     plan = fzero.zero_plan(stage, MODEL, mesh, offload=offload)
     layout = optim.sharded(plan.opt, mesh, like=plan.like)
@@ -51,8 +51,10 @@ def trained(folder, offload, policy, *, update="end", clip=None, micro=1, steps=
             state = state._replace(params=poisoned(state.params, space))
         state, metrics = step(state, local_batch(batch, mesh, micro))
         losses.append(float(metrics.loss))
+        if norms is not None:
+            norms.append(float(metrics.grad_norm))
     found = in_memory(state)
-    if space is not None and not keep:
+    if space is not None:
         space.close()
     return losses, found
 
@@ -84,10 +86,12 @@ def assert_equal(a, b):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("micro", (1, 2))
 def test_layers_updated_in_the_backward_pass_are_those_updated_behind_it(tmp_path, policy, micro):
-    expected = trained(None, "", POLICIES[policy], micro=micro)
+    wanted: list[float] = []
+    expected = trained(None, "", POLICIES[policy], micro=micro, norms=wanted)
     for i, offload in enumerate((ALL, f"{ALL},grads=nvme")):
-        found = trained(tmp_path / str(i), offload, POLICIES[policy], update="backward", micro=micro)
-        assert found[0] == expected[0]
+        norms: list[float] = []
+        found = trained(tmp_path / str(i), offload, POLICIES[policy], update="backward", micro=micro, norms=norms)
+        assert found[0] == expected[0] and norms == wanted
         assert_equal(found[1], expected[1])
 
 
