@@ -27,10 +27,12 @@ class Record(NamedTuple):
 
 
 def sums_name(slot: int, rank: int) -> str:
+    """The name of the text that holds the checksums of a rank's chunks in a slot."""
     return f"sums/slot-{slot}.rank-{rank}.json"
 
 
 def describe(leaves: dict[str, Kept], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
+    """What store.json says of a store of these leaves, as JSON can hold it."""
     listed = {
         name: {
             "shape": list(kept.shape),
