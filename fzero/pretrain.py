@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,17 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import checkpoint, corpus, data, doctor, pytree, random, runs
-from fzero.capacity import check_disk, check_memory
+from fzero.capacity import check_memory
 from fzero.collectives import all_gather
 from fzero.config import RunConfig, check_vocabulary, from_json, to_json, to_table, updated
 from fzero.corpus import Say
 from fzero.data.tokens import read_meta
+from fzero.kept import disk_row, expect_disk, in_memory, newest_state, told_of_offload
 from fzero.kernels.registry import describe, observe
-from fzero.offload import Moved, Stored
-from fzero.offload.chunks import Damaged
-from fzero.offload.folder import is_url
-from fzero.offload.store import release
-from fzero.program import Program, all_on_disk, build, first_state, flop_per_token, latest, num_params, restore, specs_of
+from fzero.offload import Moved
+from fzero.program import Program, all_on_disk, build, first_state, flop_per_token, num_params, specs_of
 from fzero.report import plots
 from fzero.sample import generate
 from fzero.sharding import Mesh
@@ -124,7 +121,7 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, op
         path = Path(team.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, options.say))))
     if corpus.digest(path) != said["corpus_sha256"]:
         raise ValueError(f"{path}: is not the corpus this run began with; put that one back, or start a new run")
-    state = newest_state(program, folder, team, options, Path(said["init"]) if said["init"] else None)
+    state = newest_state(program, folder, team, options.say, Path(said["init"]) if said["init"] else None)
     step = int(state.step)
     if step >= config.train.steps:
         raise ValueError(f"{folder}: is complete: it has made its {step} steps; a longer run is a new one (--out)")
@@ -138,51 +135,6 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, op
         old = ", ".join(f"{axis}={size}" for axis, size in before.items())
         options.say(f"on {mesh}, before that on {f'Mesh({old})' if old else 'one process'}")
     return finish(program, state, folder, path, team, options)
-
-
-def expect_disk(program: Program, team: Team) -> None:
-    """Raise ValueError where a new run has no room on its disk."""
-    place = program.space.folder if program.space is not None else None
-    if place is None or is_url(place) or not program.config.train.memory_check:
-        return
-    there = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.exists())
-    held = sum(path.stat().st_blocks * 512 for path in Path(place).rglob("*") if path.is_file())  # of a run that is over, taken over
-    team.share(lambda: check_disk(program, shutil.disk_usage(there).free + held))
-
-
-def newest_state(program: Program, folder: Path, team: Team, options: Options, init: Path | None) -> TrainState:
-    """The state to go on with: the last complete step on the disk where all of it is there, else that of the newest sound checkpoint.
-
-    A damaged store is passed over where there is a checkpoint.
-    """
-    home = folder / runs.CHECKPOINTS
-    saved = team.share(lambda: bool(checkpoint.steps(home)))
-    if all_on_disk(program):
-        failure = ""
-        try:
-            state = latest(program)
-        except Damaged as error:
-            failure = str(error)
-        failures = [text for text in team.gather(failure) if text]
-        if not failures:
-            return state
-        if not saved:
-            raise ValueError(failures[0])
-        options.say(f"passed over: {failures[0]}")
-        team.share(lambda: release(program.space.folder))
-    elif program.space is not None and program.space.folder is not None:
-        team.share(lambda: release(program.space.folder))
-    if saved:
-        newest, damaged = team.share(lambda: _newest(home))
-        for line in damaged:
-            options.say(line)
-        return restore(program, Path(newest))
-    return first_state(program, runs.load(init, wide=True).params if init else None)
-
-
-def _newest(home: Path) -> tuple[str, list[str]]:
-    path, damaged = checkpoint.newest_sound(home)
-    return str(path), [f"passed over {bad}: {why}" for bad, why in damaged]
 
 
 def place(config: RunConfig, team: Team) -> tuple[RunConfig, Mesh, list[str]]:
@@ -254,19 +206,6 @@ def finish(program: Program, state: TrainState, folder: Path, path: Path, team: 
     return stopped
 
 
-def told_of_offload(program: Program) -> list[str]:
-    """What a run says of its disk before it begins."""
-    if program.space is None:
-        return []
-    size = program.space.arena_bytes
-    lines = [f"offload {program.config.offload}: {program.space.folder}, {size / 1e6:,.0f} MB of buffers a process"]
-    if all_on_disk(program):
-        kept = program.space.slots - 2
-        more = f", and the last {kept} checkpoints are kept" if kept > 0 else ""
-        lines.append(f"every step is complete on the disk when it ends: --resume goes on from the last one{more}")
-    return lines
-
-
 def train(
     program: Program, state: TrainState, folder: Path, path: Path, until: int, team: Team, options: Options
 ) -> tuple[TrainState, int]:
@@ -328,18 +267,6 @@ def train(
         if program.space is not None and program.space.store is not None:
             program.space.store.trim()
     return state, number
-
-
-def disk_row(program: Program, before: Moved) -> dict[str, Any]:
-    """What a step moved to and from the disk, and how long the computation waited for it."""
-    if program.space is None:
-        return {}
-    now = program.space.moved()
-    return {
-        "disk_read_bytes": now.read_bytes - before.read_bytes,
-        "disk_written_bytes": now.written_bytes - before.written_bytes,
-        "disk_wait_s": now.waited_s - before.waited_s,
-    }
 
 
 def agreed(stop: list[int], mesh: Mesh) -> int:
@@ -484,11 +411,6 @@ def best_params(program: Program, state: TrainState) -> Any:
         return whole_on_first(state.params, specs.params, program.mesh)
     whole = whole_on_first(state.extra["ema"], specs.extra["ema"], program.mesh)
     return pytree.map(lambda leaf: leaf.to(program.policy.param), whole)
-
-
-def in_memory(tree: Any) -> Any:
-    """The tree with what rests on a disk in memory."""
-    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf, tree)
 
 
 def per_byte(row: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ GROUPS = (
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),
     ("runs",),
     ("program", "capacity", "sample", "doctor", "corpus", "team"),
+    ("kept",),
     ("pretrain", "exchange"),
     ("cli", "__main__"),
 )
