@@ -63,6 +63,14 @@ def memory_needed(program: Program) -> Memory:
     return Memory(state, grads, gathered, acts, buffers)
 
 
+def snapshot_room(program: Program, available: int) -> int:
+    """The bytes that the snapshot of a checkpoint may take where the state is in memory and so many bytes are left: half of what a step
+    does not need, and 64 MiB at least.
+    """
+    needed = memory_needed(program)
+    return max(64 << 20, (available - (sum(needed) - needed.state)) // 2)
+
+
 def numel(plan: Plan, specs: Tree, *, in_memory: bool = False) -> int:
     """The elements of the parameters that one rank holds by `specs`; in_memory: without those on a disk."""
     pairs = zip(pytree.leaves(plan.like), pytree.leaves(specs))

@@ -5,15 +5,16 @@ Nothing heavy is imported before a command runs, so that `fzero --help` is quick
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from fzero import __version__
+from fzero import __version__, signals
 
 FOLDER = click.Path(path_type=Path)
 # Flags of `pretrain` that say a value of the config.
@@ -47,7 +48,7 @@ PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "buffer_mb"
 def cli(context: click.Context, traceback: bool) -> None:
     """fzero trains large models as pure functions. `fzero pretrain` alone trains a small one on Python's standard library."""
     size, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
-    if size != "1" and command != "pretrain":
+    if size != "1" and command not in ("pretrain", "replay"):
         raise ValueError(f"fzero {command} runs in one process and this is one of {size}; start it without torchrun")
 
 
@@ -58,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     try:
         code = cli.main(args, prog_name="fzero", standalone_mode=False)
     except click.ClickException as error:
-        sys.exit(fail(error.format_message()))
+        sys.exit(fail(error.format_message(), error))
     except (KeyboardInterrupt, click.Abort):
         if os.environ.get("RANK", "0") == "0":
             print("fzero: interrupted", file=sys.stderr)
@@ -68,33 +69,60 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         kind = type(error).__name__
         if kind == "Ended":  # another rank has said why
             sys.exit(2)
+        if isinstance(error, signals.Stopped):
+            sys.exit(leave(error))
         # torch raises RuntimeError where memory ends.
         memory = isinstance(error, RuntimeError) and ("allocate" in str(error) or "bad_alloc" in str(error))
         if show or not (isinstance(error, known) or kind == "RankError" or memory):
-            last_words(f"{kind}: {error}", False)  # the traceback is this rank's
+            last_words(f"{kind}: {error}", error)  # the traceback is this rank's
             raise
         message = str(error) or kind
         if memory:
             message = f"out of memory ({error}); a smaller --micro-batch, --seq-len or model needs less"
-        sys.exit(fail(message, lost=kind == "RankError"))
+        sys.exit(fail(message, error))
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def fail(message: str, lost: bool = False) -> int:
-    """Print the one line of an error, unless another rank has; returns the exit code. lost: the error is that another rank is gone."""
-    text = last_words(" ".join(message.split()), lost)
+def fail(message: str, error: Exception) -> int:
+    """Print the one line of an error, unless another rank has; returns the exit code."""
+    text, code = last_words(" ".join(message.split()), error)
     if text:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
-    return 2
+    return code
 
 
-def last_words(text: str, lost: bool) -> str:
-    """See fzero.team.last_words, which is not loaded where there is one process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return text
+def last_words(text: str, error: Exception) -> tuple[str, int]:
+    """See fzero.team.last_words, which is not loaded where torchrun is not."""
+    if not signals.launched():
+        return text, 2
     from fzero import team
 
-    return team.last_words(text, lost=lost)
+    return team.last_words(text, getattr(error, "team", None), lost=type(error).__name__ == "RankError")
+
+
+def leave(error: signals.Stopped) -> int:
+    """The exit code of a process that a signal ended before there was anything to save; the other ranks end too."""
+    team = getattr(error, "team", None)
+    if team is None and signals.launched():
+        return 128 + error.number  # torchrun ends the others
+    if team is not None:
+        team.stop(error.number)
+    if team is None or team.first:
+        print(f"fzero: {error}; there was nothing to save", file=sys.stderr, flush=True)
+    return signals.exit_code(error.number)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Any]:
+    """The fzero.team.Team of this process; an exception that ends the context has it as its `team`, for the other ranks to hear of it."""
+    from fzero import team
+
+    mine = team.join()
+    try:
+        yield mine
+    except BaseException as error:
+        error.team = mine  # type: ignore[attr-defined]
+        raise
 
 
 def say(line: str) -> None:
@@ -127,6 +155,7 @@ def say(line: str) -> None:
 @click.option("--buffer-mb", type=int, help="Memory for what is on its way to or from the disk; without it what the plan needs.")
 @click.option("--out", type=FOLDER, metavar="RUN", help="The run folder; without it the first free runs/PRESET-N.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, by its own config, on any mesh.")
+@click.option("--auto-resume", is_flag=True, help="Go on with the run in --out where there is one, else start it.")
 @click.option("--init", type=FOLDER, metavar="RUN", help="Begin with the weights (and sizes) of this run or import.")
 @click.option("--peak-tflops", type=float, help="What MFU is a fraction of, for all processes; without it the measured rate.")
 @click.option("--sample", metavar="TEXT", help="Prompt of the text written at the end ('' for none).")
@@ -135,6 +164,7 @@ def pretrain(
     settings: tuple[str, ...],
     out: Path | None,
     resume: bool,
+    auto_resume: bool,
     init: Path | None,
     stop_at: int | None,
     peak_tflops: float | None,
@@ -152,31 +182,41 @@ def pretrain(
     if resume and (told or settings):
         named = [f"--{name.replace('_', '-')}" for name in told] + ["--set"] * bool(settings)
         raise ValueError(f"--resume goes on with the run's own config; leave out {', '.join(named)}, or start a new run without --resume")
-    if resume and out is None:
-        raise ValueError("--resume needs the run folder: --out RUN")
+    if (resume or auto_resume) and out is None:
+        raise ValueError(f"--{'resume' if resume else 'auto-resume'} needs the run folder: --out RUN")
+    if resume and auto_resume:
+        raise ValueError("--resume and --auto-resume: the first wants a run that is there; give one of them")
     table = table_of(config_file, settings, mesh, flags)
 
-    import signal
-
-    from fzero import pretrain as run
-    from fzero import runs
-    from fzero import team as processes
-
     text = {} if sample is None else {"sample": sample}
-    team, peak = processes.join(), 1e12 * (peak_tflops or 0.0)
-    config = None if resume else config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
-    asked = {"--out": str(out), "--init": str(init), "--stop-at": stop_at, "--peak-tflops": peak_tflops, "--sample": sample}
-    team.compare({**versions(), **asked, **everything(config or table)}, "start all ranks with the same command")
-    with bar_or_lines() as (bar, line):
-        options = run.Options(stop_at=stop_at, peak_flops=peak, bar=bar and team.first, say=line if team.first else quiet, **text)
+    with signals.ending(), joined() as team, bar_or_lines() as (bar, line):
+        from fzero import again, elastic, runs
+        from fzero import pretrain as run
+
+        # An attempt of the same torchrun before this one has taken a folder: go on with that.
+        before = team.share(team.recorded)
+        auto = auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
+        there = resume or (auto and team.share(lambda: again.exists(out or Path(before))))
+        config = None if there else config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
+        asked = {"--out": str(out), "--init": str(init), "--stop-at": stop_at, "--peak-tflops": peak_tflops, "--sample": sample}
+        asked |= {"--resume": resume, "--auto-resume": auto_resume}
+        team.compare({**versions(), **asked, **everything(config or table)}, "start all ranks with the same command")
+        options = run.Options(
+            stop_at=stop_at, peak_flops=1e12 * (peak_tflops or 0.0), bar=bar and team.first, say=line if team.first else quiet, **text
+        )
         if config is None:
-            stopped = run.resume(out, team=team, changes=table, options=options)
+            folder = out or Path(before)
+            changes = table if resume else again.changes_of(table, folder, init)
+            stopped = run.resume(folder, team=team, changes=changes, auto=auto, options=options)
         else:
             grow = "vocab_size" not in table.get("model", {}) and init is None
-            folder = Path(team.share(lambda: str(out or runs.free_folder(config.preset or "model"))))
-            stopped = run.start(config, folder, team=team, grow_vocabulary=grow, init=init, options=options)
-        team.close()
-    return 130 if stopped == signal.SIGINT else 0
+            folder = Path(team.share(lambda: str(out or before or runs.free_folder(config.preset or "model"))))
+            stopped = run.start(config, folder, team=team, grow_vocabulary=grow, init=init, auto=auto, options=options)
+        if team.spare:
+            stopped = elastic.stand_by(team)
+        else:
+            team.close(stopped)
+        return team.code(stopped)
 
 
 def quiet(line: str) -> None:
@@ -303,6 +343,46 @@ def sample(
         eos=tokenizer.eos,
     )
     say(tokenizer.decode(out[0].tolist()))
+
+
+@cli.command()
+@click.argument("run", type=FOLDER)
+@click.option("--step", type=int, required=True, help="The recorded step to make again.")
+@click.option("--from", "start", type=int, help="The step of the checkpoint to begin with, 0 for the start; without it the nearest.")
+@click.option("--mesh", help="As of pretrain; without it the run's own where it fits the processes, else dp over all of them.")
+@click.option("--zero", type=int, help="ZeRO stage, 0 to 3; without it the run's own.")
+@click.option("--tolerance", type=float, help="How far a loss may be off, relatively; without it 0 where the same bits are due.")
+@click.option("--nvme", metavar="DIR", help="Where what the run keeps on a disk is put meanwhile; without it the system's folder.")
+def replay(run: Path, step: int, start: int | None, mesh: str | None, zero: int | None, tolerance: float | None, nvme: str | None) -> int:
+    """Make a recorded step again from the nearest checkpoint, and say whether it comes out as it was (exit code 0) or not (1)."""
+    sizes = None if mesh is None else table_of(None, (), mesh, dict.fromkeys(SHORTHANDS))["mesh"]
+
+    from fzero import replay as again
+    from fzero import team as processes
+
+    team = processes.join()
+    asked = {"RUN": str(run), "--step": step, "--from": start, "--mesh": mesh, "--zero": zero, "--tolerance": tolerance}
+    team.compare({**versions(), **asked}, "start all ranks with the same command")
+    tell = say if team.first else quiet
+    result = again.replay(run, step, sizes, zero=zero, start=start, tolerance=tolerance, nvme=nvme, team=team, say=tell)
+    for line in again.report(result):
+        tell(line)
+    team.close()
+    return 0 if result.reproduces else 1
+
+
+@cli.command()
+@click.argument("run_a", type=FOLDER)
+@click.argument("run_b", type=FOLDER)
+@click.option("--nvme", metavar="DIR", help="Where what the runs keep on a disk is put meanwhile; without it the system's folder.")
+def bisect(run_a: Path, run_b: Path, nvme: str | None) -> int:
+    """Find the first step and leaf in which two runs part: exit code 1 where they do, 0 where all that both recorded is equal."""
+    from fzero import bisect as runs_beside
+
+    result = runs_beside.bisect(run_a, run_b, nvme=nvme, say=say)
+    for line in runs_beside.report(result):
+        say(line)
+    return 0 if result.equal else 1
 
 
 @cli.group(name="data")

@@ -123,7 +123,14 @@ class Train:
     eval_batches: int = 16  # micro-batches of an evaluation; 0: the whole validation split
     checkpoint_every: int = 500
     keep_last: int = 2  # checkpoints; 0: all
+    keep_every: int = 0  # of these steps all are kept; 0: none
+    checkpoints: str = ""  # where they go, a folder or a URL such as s3://bucket/run; "": checkpoints/ in the run folder
+    compress: str = "none"  # checkpoints: zstd, or none
+    snapshot_mb: int = 0  # memory of a rank for the copy that is written while training goes on; 0: the state's size where there is room
+    on_save_error: str = "continue"  # continue: train on where a checkpoint cannot be written, and try again at the next; or stop
     log_every: int = 20
+    digest_every: int = 0  # rows of metrics.jsonl with a digest of all parameters, for fzero replay and bisect
+    hang_s: float = 600.0  # several processes end, naming the rank, where one makes no progress for so long; 0: never
     memory_check: bool = True
 
 
@@ -135,6 +142,21 @@ class Nvme:
     buffer_mb: int = 0  # all that is in memory on its way to or from the disk; 0: what the plan needs
     slots: int = 2  # versions on the disk: 2 make every step atomic, each one more keeps a checkpoint; 1 saves the space
     verify: bool = True  # checksums with every write, compared when the run is resumed
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What is done about a step that went wrong, and about hardware that computes wrongly: see docs/guard.md."""
+
+    nonfinite: str = "skip"  # a gradient that is not finite: skip the update, rollback to a checkpoint, or stop
+    max_skipped: int = 50  # steps skipped in a row, at which the run ends
+    spike: str = "off"  # a loss far above those before it: off, skip or rollback
+    sigmas: float = 6.0  # how far above their mean is a spike, in their standard deviations
+    window: int = 100  # steps that the mean and the deviation remember
+    warmup: int = 100  # losses seen before one is judged
+    rollback_steps: int = 0  # a rollback goes back at least so many steps
+    max_rollbacks: int = 10  # without a new checkpoint behind the step that went wrong, at which the run ends
+    check_every: int = 0  # steps between two comparisons of what the ranks compute and hold; 0: none
 
 
 @dataclass(frozen=True)
@@ -156,6 +178,7 @@ class RunConfig:
     reshard: bool = True  # stage 3: a layer's parameters are dropped behind its forward pass and gathered again
     offload: str = ""  # where groups of leaves rest: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
     nvme: Nvme = Nvme()
+    guard: Guard = Guard()
 
     def __post_init__(self) -> None:
         validate(self)
@@ -174,9 +197,10 @@ BOUNDS: dict[str, tuple[float, bool, float]] = {
     **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     **{f"train.{n}": SIZE for n in ("steps", "batch", "micro_batch", "log_every", "mlp_tiles")},
-    **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last")},
-    **{"train.seed": (0, True, 2**64), "train.ema_decay": FRACTION, "zero": (0, True, 4), "prefetch": COUNT},
-    **{"nvme.buffer_mb": COUNT, "nvme.slots": SIZE},
+    **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every", "snapshot_mb", "digest_every")},
+    **{"train.seed": (0, True, 2**64), "train.hang_s": RATE, "train.ema_decay": FRACTION, "zero": (0, True, 4), "prefetch": COUNT},
+    **{"nvme.buffer_mb": COUNT, "nvme.slots": SIZE, "guard.sigmas": POSITIVE, "guard.rollback_steps": COUNT, "guard.check_every": COUNT},
+    **{f"guard.{n}": SIZE for n in ("max_skipped", "window", "warmup", "max_rollbacks")},
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.name": tuple(OPTIMIZERS),
@@ -187,9 +211,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision.policy": ("auto", *POLICIES),
     "precision.fp32_matmul": ("auto", "default", "onednn"),
     "train.compiled": ("auto", True, False),
+    "train.compress": ("none", "zstd"),
+    "train.on_save_error": ("continue", "stop"),
     "train.update": ("end", "backward", "delayed"),
     "reduce": REDUCE,
     "accumulate": ACCUMULATE,
+    "guard.nonfinite": ("skip", "rollback", "stop"),
+    "guard.spike": ("off", "skip", "rollback"),
 }
 
 
@@ -366,6 +394,7 @@ def validate(config: RunConfig) -> None:
         )
     if c.nvme != Nvme() and "nvme" not in offload.memories:
         raise ValueError(f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload params=nvme,opt=nvme")
+    validate_guard(c)
     Kernels.parse(t.kernels)
     s = c.optim.schedule
     if s.warmup_steps >= t.steps:
@@ -383,6 +412,29 @@ def validate(config: RunConfig) -> None:
             raise ValueError(f"mesh.{axis} is {size}{near}; the axes are {', '.join(AXES)}, each of size 1 or more")
 
 
+def validate_guard(config: RunConfig) -> None:
+    """Raise ValueError where the policies of `config.guard` cannot work with the rest of the config."""
+    g, t, offload = config.guard, config.train, Offload.parse(config.offload)
+    if g.nonfinite != "skip" and config.precision.policy == "fp16":
+        raise ValueError(
+            f"guard.nonfinite is {g.nonfinite} and precision.policy is fp16, which finds its loss scale by steps that overflow; use skip"
+        )
+    if "rollback" not in (g.nonfinite, g.spike):
+        return
+    policy = "guard.nonfinite is rollback" if g.nonfinite == "rollback" else "guard.spike is rollback"
+    if "nvme" in (offload.params.memory, offload.opt.memory):
+        raise ValueError(f"{policy} and offload is {config.offload!r}: a state on a disk cannot be put back while a run goes on; use skip")
+    if not t.checkpoint_every:
+        raise ValueError(f"{policy} and train.checkpoint_every is 0, so there is nothing to go back to; give an interval")
+    reach = (t.keep_last - 1) * t.checkpoint_every
+    if t.keep_last and g.rollback_steps > reach:
+        fix = f"use train.keep_last={-(-g.rollback_steps // t.checkpoint_every) + 1} or more"
+        raise ValueError(
+            f"guard.rollback_steps is {g.rollback_steps} and the last {t.keep_last} checkpoints, {t.checkpoint_every} steps apart, "
+            f"reach back {reach}; {fix}"
+        )
+
+
 def refuse_unused(config: RunConfig, table: Table) -> None:
     """Raise ValueError where `table`, as somebody wrote it, sets a number that the chosen optimizer or schedule does not have."""
     optim = table.get("optim", {})
@@ -393,6 +445,14 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
         for key in given:
             if key not in uses:
                 raise ValueError(f"{where}.{key} does nothing with {kind}, which has {', '.join(sorted(uses - {'name'}))}; leave it out")
+    g = config.guard
+    for key in table.get("guard", {}):
+        if key in ("sigmas", "window", "warmup") and g.spike == "off":
+            raise ValueError(f"guard.{key} does nothing with guard.spike=off; use guard.spike=skip or rollback, or leave it out")
+        if key in ("rollback_steps", "max_rollbacks") and "rollback" not in (g.nonfinite, g.spike):
+            raise ValueError(
+                f"guard.{key} does nothing without a rollback; use guard.nonfinite=rollback or guard.spike=rollback, or leave it out"
+            )
 
 
 def check_vocabulary(config: RunConfig, corpus: str | Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +56,54 @@ def digest(corpus: Path) -> str:
     return hashlib.sha256((corpus / "meta.json").read_bytes()).hexdigest()
 
 
+Part = Callable[[int, int], Batch]
+Skips = Sequence[tuple[int, int]]
+
+
+def sample_at(cursor: int, skips: Skips) -> int:
+    """The first sample of the batch of a run that has consumed `cursor` samples, where `skips` are left out of the order of the data.
+
+    cursor: as in `state.data_cursor`, which counts what was trained on alone, so that it is step x train.batch whatever was left out.
+    skips: (first sample, count) of each batch left out, by sample numbers of the whole order (see `fzero.guard.skips_of`), each beginning
+    where a batch of the run without it would. They say nothing of the batches before them: a state from before a batch was left out is
+    one of the run without it too.
+
+    >>> [sample_at(cursor, [(8, 4), (16, 4)]) for cursor in (0, 4, 8, 12, 16)]
+    [0, 4, 12, 20, 24]
+    """
+    for first, count in sorted(skips):
+        if first > cursor:
+            break
+        cursor += count
+    return cursor
+
+
+def open_parts(config: RunConfig, corpus: Path) -> Part:
+    """The function (sample, m) -> micro-batch m of the batch that begins with that sample, the same on every mesh.
+
+    Of R data ranks, rank r computes the micro-batches r, r + R, ...
+    Raises ValueError where the split is too short.
+    """
+    t = config.train
+    stream = data.TokenStream(data.open_tokens(corpus, "train"), config.data.seq_len, t.batch, t.seed)
+    return lambda sample, m: without_documents(config, stream.samples_at(sample + m * t.micro_batch, t.micro_batch))
+
+
 def open_data(config: RunConfig, corpus: Path, mesh: Mesh) -> tuple[Callable[[int], Batch], Callable[[], Iterator[Any]]]:
-    """(a function from the samples consumed so far to this rank's rows of the next batch, one that gives its validation batches).
+    """(a function from the first sample of a batch to this rank's rows of it, one that gives its validation batches).
 
     The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the validation batches too.
     Raises ValueError where a split is too short.
     """
-    t, length = config.train, config.data.seq_len
-    stream = data.TokenStream(data.open_tokens(corpus, "train"), length, t.batch, t.seed)
+    t, length, part = config.train, config.data.seq_len, open_parts(config, corpus)
     split = data.open_tokens(corpus, "val")
     windows = t.eval_batches * t.micro_batch or None
     share = (mesh.data_rank, mesh.data_size)
     data.eval_batches(split, length, t.micro_batch, windows)
 
-    def batch_at(cursor: int) -> Batch:
-        firsts = range(mesh.data_rank * t.micro_batch, t.batch, mesh.data_size * t.micro_batch)
-        parts = [stream.samples_at(cursor + first, t.micro_batch) for first in firsts]
-        return without_documents(config, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    def batch_at(sample: int) -> Batch:
+        parts = [part(sample, m) for m in range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size)]
+        return {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
 
     # In batches of a micro-batch: the shapes that the training has, so that nothing is compiled again.
     return batch_at, lambda: (without_documents(config, b) for b in data.eval_batches(split, length, t.micro_batch, windows, share))

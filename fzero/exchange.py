@@ -1,54 +1,121 @@
-"""Run folders from and to folders of Hugging Face `transformers`."""
+"""Run folders from the weights of other systems, and to folders of Hugging Face `transformers`; one leaf is in memory at a time."""
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
-from fzero import checkpoint, huggingface, pytree, runs
-from fzero.config import recipe, to_table
+import torch
+
+from fzero import checkpoint, huggingface, migrate, models, pytree, runs, weights
+from fzero.config import RunConfig, recipe, to_table
 from fzero.data.tokenizers import Tokenizer, json_tokenizer
+from fzero.sharding.zero import shapes_of
+from fzero.tables import parse_json
+
+BUFFER_BYTES = 64 << 20  # of what is being written
 
 
-def import_hf(source: Path, out: Path) -> str:
-    """Make the run folder `out` of the weights and the tokenizer (where there is one) in `source`; returns a line that says so."""
+def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
+    """Make the run folder `out` of the weights in `folder`, and of the tokenizer there or beside `config`; returns a line that says so.
+
+    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `migrate.open_source` does.
+    """
     runs.expect_free(out)
-    model, params = huggingface.load_hf(source)
-    value = recipe("", model)
-    tokenizer = tokenizer_of(source)
+    source = migrate.open_source(folder, config)
+    value = recipe("", source.config)
+    tokenizer = tokenizer_of(folder, source.hf_config)
+    leaves = {name: checkpoint.Lazy(*leaf) for name, leaf in source.leaves.items()}
+    params = models.build(source.config).init(lambda name, shape, std, mean=0.0: leaves[name])
     there = out.exists()
     try:
-        runs.create(out, value, tokenizer, imported=str(source.resolve()))
-        checkpoint.save(out / runs.CHECKPOINTS, {"params": params}, step=0, config=to_table(value))
+        runs.create(out, value, tokenizer, imported=str(folder.resolve()), imported_from=source.kind)
+        home = runs.checkpoints_of(out, value)
+        checkpoint.save(home, {"params": params}, step=0, config=to_table(value), buffer_bytes=BUFFER_BYTES)
+    except checkpoint.SaveFailed as error:
+        runs.clear(out, keep=there)
+        raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None  # a source that is damaged
     except BaseException:
         runs.clear(out, keep=there)
         raise
-    count = sum(leaf.numel() for leaf in pytree.leaves(params))
+    count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     text = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
-    return f"{out}: {count:,} parameters, {text}; train on with: fzero pretrain --init {out} --data ..."
+    return f"{out}: {count:,} parameters of a {source.kind}, {text}; train on with: fzero pretrain --init {out} --data ..."
 
 
-def export_hf(run: Path, out: Path, *, ema: bool = False) -> str:
-    """Write the model of `run` to the new folder `out`; returns a line that says so."""
-    trained = runs.load(run, wide=True, ema=ema)
+def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
+    """Write the model of `run` to the new folder `out`; returns (a line that says so, a line for each checkpoint that was passed over).
+
+    The weights are the master weights where the run has them. A checkpoint in which a leaf is damaged is passed over for the one before.
+    """
+    value = runs.read_config(run)
     said = runs.read_environment(run)
     tokenizer = run / runs.TOKENIZER
-    huggingface.save_hf(
-        out,
-        trained.config.model,
-        trained.params,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
-        eos=said["eos"] if said["eos"] >= 0 else None,
-    )
-    return f"{out}: the model of {run} after step {trained.step}"
+
+    def write(leaves: huggingface.Leaves) -> None:
+        eos = said["eos"] if said["eos"] >= 0 else None
+        huggingface.save_hf(out, value.model, leaves, tokenizer=tokenizer if tokenizer.is_file() else None, eos=eos)
+
+    shelf = runs.shelf_of(run, value)
+    if shelf is not None:
+        write(on_disk(run, value, shelf, ema=ema))
+        step, passed = shelf.record.step, []
+    else:
+        _, step, passed = runs.newest_read(run, value, lambda held: write(in_checkpoint(run, value, held, ema=ema)))
+    return f"{out}: the model of {run} after step {step}", passed
 
 
-def tokenizer_of(source: Path) -> Tokenizer | None:
-    """The tokenizer in a Hugging Face folder, None without tokenizer.json; its eos is the one that config.json names."""
-    path = source / "tokenizer.json"
-    if not path.is_file():
+def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.Opened, *, ema: bool) -> huggingface.Leaves:
+    """The weights in a checkpoint."""
+    prefix = prefix_of(run, lambda prefix: any(name.startswith(prefix) for name in held.leaves), ema)
+    shapes = pytree.named_leaves(shapes_of(models.build(value.model)))
+    missing = [name for name in shapes if prefix + name not in held.leaves]
+    if missing:
+        raise ValueError(f"{held.path}: the model of the run has leaves that are not in it: {', '.join(missing[:5])}")
+    like = {name: torch.empty(held.leaves[prefix + name].shape, dtype=held.leaves[prefix + name].dtype, device="meta") for name in shapes}
+
+    def read(name: str, index: tuple[int, ...]) -> torch.Tensor:
+        shape = like[name].shape
+        inner = shape[len(index) :]
+        part = held.read(prefix + name, (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner))
+        return part.reshape(inner)
+
+    return huggingface.Leaves(like, read)
+
+
+def on_disk(run: Path, value: RunConfig, shelf: weights.Shelf, *, ema: bool) -> huggingface.Leaves:
+    """The weights in the store of a run whose state is on a disk."""
+    prefix = prefix_of(run, shelf.holds, ema)
+    model = models.build(value.model)
+    plan = runs.plan_of(model, value, shelf)
+    specs = pytree.named_leaves(plan.params if prefix == runs.PARAMS else plan.opt)
+    like = {
+        name: torch.empty(leaf.shape, dtype=getattr(torch, shelf.leaves[prefix + name]["dtype"]), device="meta")
+        for name, leaf in pytree.named_leaves(plan.like).items()
+    }
+
+    def read(name: str, index: tuple[int, ...]) -> torch.Tensor:
+        shape = tuple(like[name].shape)
+        inner = shape[len(index) :]
+        part = shelf.leaf(prefix + name, shape, specs[name], (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner))
+        return part.reshape(inner)
+
+    return huggingface.Leaves(like, read)
+
+
+def prefix_of(run: Path, holds: Any, ema: bool) -> str:
+    """Below which name the weights to export are, of those that a state has leaves below."""
+    if ema and not holds(runs.EMA):
+        raise ValueError(f"{run}: keeps no average of the weights (train.ema_decay is 0)")
+    return runs.EMA if ema else runs.MASTER if holds(runs.MASTER) else runs.PARAMS
+
+
+def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
+    """The tokenizer.json in `folder` or beside a config.json, None where there is none; its eos is the one that config.json names."""
+    path = next((place / "tokenizer.json" for place in (folder, hf_config.parent) if (place / "tokenizer.json").is_file()), None)
+    if path is None:
         return None
-    said: Any = json.loads((source / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    said = parse_json(hf_config.read_bytes(), str(hf_config)).get("eos_token_id")
     eos = said[0] if isinstance(said, list) and said else said
     return json_tokenizer(path.read_text(encoding="utf-8"), str(path), eos)

@@ -7,6 +7,8 @@ config.json a size of ours is.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,11 +167,39 @@ FAMILIES = (
 )
 
 
-def find_family(hf: dict[str, Any], where: Path) -> Family:
-    """The family of the model that a config.json describes; raises ValueError for one that fzero does not have."""
+# ---- tensors ----
+
+
+def places(row: Row, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name of theirs without prefix, index into our leaf of this shape) of every tensor that a row speaks of."""
+    letters = [letter for letter in "le" if f"{{{letter}}}" in row.theirs]
+    for index in itertools.product(*(range(n) for n in shape[: len(letters)])):
+        yield row.theirs.format(**dict(zip(letters, index))), index
+
+
+def their_shape(row: Row, shape: Sequence[int]) -> list[int]:
+    """The shape of theirs, from that of our part of it."""
+    *outer, last = shape
+    whole = [*outer, last * row.parts]
+    return [*whole[:-2], whole[-1], whole[-2]] if row.transposed else whole
+
+
+def full_name(family: Family, name: str) -> str:
+    """The name in a file of transformers, from the one in the rows."""
+    return name if name.startswith("lm_head.") else family.prefix + name
+
+
+# ---- config.json ----
+
+
+def find_family(hf: dict[str, Any], where: Path, *, bare: bool = False) -> Family:
+    """The family of the model that a config.json describes; raises ValueError for one that fzero does not have.
+
+    bare: model_type alone will do where there are no architectures, as a config that no model was saved with has none.
+    """
     names = hf.get("architectures") or []
     for family in FAMILIES:
-        if names == [family.architecture] and hf.get("model_type") == family.model_type:
+        if (names == [family.architecture] or (bare and not names)) and hf.get("model_type") == family.model_type:
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
     raise ValueError(f"{where}: architectures is {names} of model_type {hf.get('model_type')!r}; fzero reads {known}")

@@ -14,6 +14,7 @@ from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.draw import window
 from fzero.sharding.zero import shapes_of
+from fzero.spikes import LOSS, init_stats
 from fzero.state import TrainState, expect_shapes, in_host_memory, state_specs
 from fzero.stored import on_disk, stored_state
 from fzero.update import own
@@ -28,20 +29,22 @@ def init_state(
     seed: int | Tensor,
     policy: Policy = fp32(),  # noqa: B008
     ema: bool = False,
+    spike: bool = False,
     device: torch.device | str = "cpu",
     space: Space | None = None,
 ) -> TrainState:
     """This rank's state before the first step. Parameters are drawn from the seed (or key) for a Model, and taken from a whole tree.
 
-    `policy` must be the step's; `ema` keeps averaged weights, for a step made with `ema_decay`. A rank draws or copies its own shards
-    only, so that nothing larger is ever held: the same elements on every mesh.
+    `policy` must be the step's; `ema` keeps averaged weights, for a step made with `ema_decay`, and `spike` the running statistics of the
+    loss, for one made with `spike`. A rank draws or copies its own shards only, so that nothing larger is ever held: the same elements on
+    every mesh.
     space: where the leaves live that the plan puts on a disk; a store is made there, and they are drawn a few rows at a time.
     """
     key = seed.to(device) if isinstance(seed, Tensor) else random.key(seed, device)
     drawn = isinstance(model, base.Model)
     expect_shapes(plan, shapes_of(model))
     if on_disk(plan):
-        return stored_state(model, tx, plan, mesh, key, policy, ema, device, space)
+        return stored_state(model, tx, plan, mesh, key, policy, ema, device, space, spike)
     opt, masters = pytree.named_leaves(plan.opt), {}
 
     def keep(name: str, leaf: Tensor) -> Tensor:
@@ -66,10 +69,10 @@ def init_state(
         scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
         data_cursor=torch.tensor(0, device=device),
-        extra={"ema": ema_init(target)} if ema else {},
+        extra=({"ema": ema_init(target)} if ema else {}) | ({LOSS: init_stats(device)} if spike else {}),
     )
     on_host = any(spec.memory == "host" for tree in (plan.params, plan.opt) for spec in pytree.leaves(tree))
-    return in_host_memory(state, state_specs(plan, tx, policy, ema=ema)) if on_host else state
+    return in_host_memory(state, state_specs(plan, tx, policy, ema=ema, spike=spike)) if on_host else state
 
 
 def part_of(leaf: Tensor, plan: Plan, mesh: Mesh, name: str) -> Tensor:

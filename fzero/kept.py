@@ -12,9 +12,11 @@ from fzero.corpus import Say
 from fzero.offload import Moved, Stored
 from fzero.offload.chunks import Damaged
 from fzero.offload.folder import is_url
+from fzero.offload.record import read_description
 from fzero.offload.store import release
-from fzero.program import Program, all_on_disk, first_state, latest, restore
+from fzero.program import Program, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
 from fzero.state import TrainState
+from fzero.stored import kept_leaves, on_disk, owner_table
 from fzero.team import Team
 
 
@@ -29,13 +31,14 @@ def expect_disk(program: Program, team: Team) -> None:
 
 
 def newest_state(program: Program, folder: Path, team: Team, say: Say, init: Path | None) -> TrainState:
-    """The state to go on with: the last complete step on the disk where all of it is there, else that of the newest sound checkpoint.
+    """The state to go on with, of whatever mesh, stage, offload and policy: of the last complete step on the run's disk, else of the
+    newest sound checkpoint, else the first.
 
-    A damaged store is passed over where there is a checkpoint.
+    A damaged store or checkpoint is passed over where there is another checkpoint. The store of another plan becomes a checkpoint first.
     """
-    home = folder / runs.CHECKPOINTS
-    saved = team.share(lambda: bool(checkpoint.steps(home)))
-    if all_on_disk(program):
+    home = runs.checkpoints_of(folder, program.config)
+    saved = team.share(lambda: checkpoint.steps(home))
+    if all_on_disk(program) and is_own_store(program):
         failure = ""
         try:
             state = latest(program)
@@ -48,17 +51,70 @@ def newest_state(program: Program, folder: Path, team: Team, say: Say, init: Pat
             raise ValueError(failures[0])
         say(f"passed over: {failures[0]}")
         team.share(lambda: release(program.space.folder))
-    elif program.space is not None and program.space.folder is not None:
-        team.share(lambda: release(program.space.folder))
-    if saved:
-        newest, damaged = team.share(lambda: newest_sound(home))
+    else:
+        saved = moved_out(program, folder, saved, team, say)
+    if not saved:
+        return first_state(program, runs.load(init, wide=True).params if init else None)
+    return restored(program, home, saved, team, say)
+
+
+def is_own_store(program: Program) -> bool:
+    """Whether the store in the run's folder was made by the same plan; also where there is none, or it says nothing sensible."""
+    try:
+        said = read_description(program.space.folder)
+    except Damaged:
+        return True
+    if said is None or said["ranks"] != program.mesh.size or said["owner"] != owner_table(program.plan):
+        return said is None
+    leaves = kept_leaves(like_of(program), specs_of(program), program.plan)
+    ours = {name: [list(kept.shape), str(kept.dtype).removeprefix("torch.")] for name, kept in leaves.items()}
+    return ours == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in said["leaves"].items()}
+
+
+def moved_out(program: Program, folder: Path, saved: list[int], team: Team, say: Say) -> list[int]:
+    """The steps of the checkpoints, among them one of the store that the run had under another plan, whose folder is free then."""
+    shelf, home = runs.shelf_of(folder, runs.read_config(folder)), runs.checkpoints_of(folder, program.config)
+    failure, place = "", None
+    if shelf is not None and not shelf.record.done:
+        try:
+            place = save_store(program, shelf, home, saved[-1] if saved else -1)
+        except (ValueError, checkpoint.SaveFailed) as error:
+            failure = str(error)
+    failures = [text for text in team.gather(failure) if text]
+    if failures and not saved:
+        raise ValueError(failures[0])
+    if failures:
+        say(f"passed over: {failures[0]}")
+    elif place is not None:
+        say(f"step {shelf.record.step} on the disk was another plan's: it is {place} now")
+    for where in {str(shelf.place)} if shelf is not None else {str(program.space.folder)} if program.space is not None else ():
+        team.share(lambda where=where: release(where))
+    return team.share(lambda: checkpoint.steps(home))
+
+
+def restored(program: Program, home: checkpoint.Place, saved: list[int], team: Team, say: Say) -> TrainState:
+    """The state of the newest of the checkpoints of these steps that is sound; lines tell of those that are passed over."""
+    if on_disk(program.plan):  # all ranks make a store together: what it is made of is looked at first
+        path, damaged = team.share(lambda: newest_sound(home))
         for line in damaged:
             say(line)
-        return restore(program, Path(newest))
-    return first_state(program, runs.load(init, wide=True).params if init else None)
+        return restore(program, path)
+    damaged = []
+    for step in reversed(saved):
+        path, failure = checkpoint.folder_of(home, step), ""
+        try:
+            state = restore(program, path)
+        except Damaged as error:
+            failure = str(error)
+        failures = [text for text in team.gather(failure) if text]
+        if not failures:
+            return state
+        say(f"passed over {path}: {failures[0]}")
+        damaged.append(failures[0])
+    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(damaged)}")
 
 
-def newest_sound(home: Path) -> tuple[str, list[str]]:
+def newest_sound(home: checkpoint.Place) -> tuple[str, list[str]]:
     """(the newest sound checkpoint, a line for each that was passed over)."""
     path, damaged = checkpoint.newest_sound(home)
     return str(path), [f"passed over {bad}: {why}" for bad, why in damaged]

@@ -211,6 +211,7 @@ class Link:
         phase = self.ledger.phase_name
         dtype = str(x.dtype).removeprefix("torch.")
         call = Call(collective, self.axis, self.size, leaf, phase, dtype, list(x.shape), self.roll.number)
+        self.roll.last = call
         if self.roll.checking:
             self.roll.compare(call, self.ranks[self.rank - 1])
         self.ledger.add(collective, self.axis, leaf, x.dtype, sent_elements(collective, elements, self.size))
@@ -265,12 +266,14 @@ class Link:
                     raise self._lost(call, j, error) from None
 
         def finish() -> None:
+            self.roll.waiting = call
             while work:
                 started, j = work.pop(0)
                 try:
                     started.wait(*([] if self.transport == "nccl" else [datetime.timedelta(seconds=self.roll.timeout_s)]))
                 except RuntimeError as error:
                     raise self._lost(call, j, error) from None
+            self.roll.waiting = None
             messages.clear()
 
         return finish
@@ -280,10 +283,12 @@ class Link:
         work = start()
 
         def finish() -> None:
+            self.roll.waiting = call
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._lost(call, self.rank, error) from None
+            self.roll.waiting = None
 
         return _then(finish, lambda: out)
 

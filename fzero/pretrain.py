@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -16,29 +15,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import checkpoint, corpus, data, doctor, pytree, random, runs
-from fzero.capacity import check_memory
+from fzero import again, corpus, data, doctor, guard, pytree, random, runs
+from fzero.capacity import check_memory, snapshot_room
 from fzero.collectives import all_gather
-from fzero.config import RunConfig, check_vocabulary, from_json, to_json, to_table, updated
+from fzero.config import RunConfig, check_vocabulary, from_json, to_json, updated
 from fzero.corpus import Say
 from fzero.data.tokens import read_meta
+from fzero.elastic import refitted
+from fzero.evaluate import evaluate_all
 from fzero.kept import disk_row, expect_disk, in_memory, newest_state, told_of_offload
 from fzero.kernels.registry import describe, observe
 from fzero.offload import Moved
 from fzero.program import Program, all_on_disk, build, first_state, flop_per_token, num_params, specs_of
 from fzero.report import plots
 from fzero.sample import generate
+from fzero.saving import Saving
 from fzero.sharding import Mesh
+from fzero.sharding.digests import digest_text
 from fzero.sharding.whole import whole_on_first
+from fzero.signals import stop_signals
 from fzero.state import TrainState
 from fzero.tables import Table
-from fzero.team import Team, launched, watched
+from fzero.team import TIMEOUT_S, Team
 from fzero.train import Metrics
-from fzero.update import split_names, spread
-from fzero.update_delayed import settled
+from fzero.watchdog import watched
 
 ALONE = Team()
-MAX_SKIPPED = 50  # steps in a row whose gradient is not finite, until the run gives up
 
 
 class Options(NamedTuple):
@@ -52,14 +54,29 @@ class Options(NamedTuple):
 
 
 def start(
-    config: RunConfig, folder: Path, *, team: Team = ALONE, grow_vocabulary: bool = True, init: Path | None = None, options: Options
+    config: RunConfig,
+    folder: Path,
+    *,
+    team: Team = ALONE,
+    grow_vocabulary: bool = True,
+    init: Path | None = None,
+    auto: bool = False,
+    options: Options,
 ) -> int:
     """Run a new run in the free `folder`; returns the signal that stopped it, or 0.
 
-    grow_vocabulary: give the model as many tokens as the corpus has, where those are more. init: take the weights of this run.
+    grow_vocabulary: give the model as many tokens as the corpus has, where those are more. init: take the weights of this run. auto:
+    `folder` may hold what an attempt left that did not come to train; a mesh that does not fit the processes is changed, as in `resume`.
     Raises ValueError for whatever is wrong before anything is trained; `folder` is then as it was.
     """
-    there = team.share(lambda: runs.expect_free(folder) or folder.exists())
+    there, mesh_lines = team.share(lambda: again.take(folder, auto=auto)), []
+    if auto and (math.prod(config.mesh.values()) != team.size or not config.mesh):
+        sizes, line = refitted(config, config.mesh or {"dp": team.size}, team.size)
+        config, mesh_lines = replace(config, mesh=sizes), [line]
+        team.keep(math.prod(sizes.values()))
+    team.record(str(folder.absolute()))
+    if team.spare:
+        return 0
     weights = runs.load(init, wide=True) if init else None
     config, mesh, lines = place(config, team)
     if config.data.path != "stdlib":
@@ -68,6 +85,7 @@ def start(
     check_memory(program, doctor.available_bytes() // team.local_size)
     expect_disk(program, team)
     try:
+        team.share(lambda: again.begin(folder))
         path = Path(team.share(lambda: str(corpus.find_corpus(config.data, folder, options.say))))
         size = read_meta(path)["vocab_size"]
         if grow_vocabulary and size > config.model.vocab_size:
@@ -90,30 +108,40 @@ def start(
                 flop_per_token=flop_per_token(program),
                 processes=team.size,
             )
+            again.begun(folder)
     except BaseException:
         if team.first:
             runs.clear(folder, keep=there)
         raise
-    for line in [*(weights.warnings if weights else []), *lines]:
+    for line in [*(weights.warnings if weights else []), *mesh_lines, *lines]:
         options.say(line)
     return finish(program, state, folder, path, team, options)
 
 
-def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, options: Options) -> int:
+def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, auto: bool = False, options: Options) -> int:
     """Go on with the run in `folder` from its newest sound checkpoint, by its own config; returns as `start`.
 
     changes: values of the config about the mesh, which may be another one now; where the run's own does not fit the processes and none
-    is given, it is dp over all of them.
+    is given, it is the nearest that does (see fzero.elastic), and the processes that it leaves over are spares, for whom this returns at
+    once. auto: so where the given one does not fit too; and a run that has made its steps is no mistake.
     Raises ValueError where `folder` is no run, its corpus is another one now, or every checkpoint is damaged.
     """
     text, said = team.share(lambda: [to_json(runs.read_config(folder)), runs.read_environment(folder)])
-    config, changes = from_json(text, str(folder)), changes or {}
+    config, changes = from_json(text, str(folder)), dict(changes or {})
+    old = config
     if not said.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; start one from them with --init {folder}")
-    before = config.mesh
-    if "mesh" in changes or math.prod(before.values()) != team.size:
-        config = replace(config, mesh={})
-    config, mesh, lines = place(updated(config, changes), team)
+    team.record(str(folder.absolute()))
+    team.share(lambda: again.begun(folder))
+    before, given = config.mesh, changes.pop("mesh", None)
+    sizes, mesh_lines = before if given is None else given, []
+    if math.prod(sizes.values()) != team.size and (auto or given is None):
+        sizes, line = refitted(config, sizes, team.size)
+        mesh_lines = [line]
+        team.keep(math.prod(sizes.values()))
+        if team.spare:
+            return 0
+    config, mesh, lines = place(replace(updated(config, changes), mesh=sizes), team)
     program = build(config, mesh, folder)
     check_memory(program, doctor.available_bytes() // team.local_size)
     path = folder / said["corpus"]  # an absolute path stays what it is
@@ -121,17 +149,22 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, op
         path = Path(team.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, options.say))))
     if corpus.digest(path) != said["corpus_sha256"]:
         raise ValueError(f"{path}: is not the corpus this run began with; put that one back, or start a new run")
+    team.share(lambda: guard.settle(folder))
     state = newest_state(program, folder, team, options.say, Path(said["init"]) if said["init"] else None)
     step = int(state.step)
+    last = min(config.train.steps, options.stop_at or config.train.steps)
+    if auto and step >= last:
+        options.say(f"{folder}: {'is complete: it ' if last == config.train.steps else ''}has made its {step} steps")
+        return 0
     if step >= config.train.steps:
         raise ValueError(f"{folder}: is complete: it has made its {step} steps; a longer run is a new one (--out)")
     if options.stop_at is not None and options.stop_at <= step:
         raise ValueError(f"--stop-at {options.stop_at}: the run has made {step} steps already; give a larger number, or none")
     team.share(lambda: runs.cut_metrics(folder, step))
     options.say(f"resuming {folder} at step {step} of {config.train.steps}")
-    for line in lines if team.size > 1 else ():
+    for line in [*mesh_lines, *lines] if team.size > 1 or mesh_lines else ():
         options.say(line)
-    if before != config.mesh:
+    if before != config.mesh and not mesh_lines:
         old = ", ".join(f"{axis}={size}" for axis, size in before.items())
         options.say(f"on {mesh}, before that on {f'Mesh({old})' if old else 'one process'}")
     return finish(program, state, folder, path, team, options)
@@ -146,7 +179,8 @@ def place(config: RunConfig, team: Team) -> tuple[RunConfig, Mesh, list[str]]:
     if team.size > 1 and not config.mesh:
         config = replace(config, mesh={"dp": team.size})
         lines.append(f"mesh: dp={team.size}, all {team.size} processes (--mesh says otherwise)")
-    mesh = team.mesh(config.mesh)
+    # Behind the watchdog, which knows more of a rank that is late.
+    mesh = team.mesh(config.mesh, max(TIMEOUT_S, config.train.hang_s + 60.0))
     if team.size > 1:
         lines.append(doctor.share_cores(team.local_size))
 
@@ -211,34 +245,48 @@ def train(
 ) -> tuple[TrainState, int]:
     """(the state after step `until`, or after the step in which a signal came to any rank; the signal, or 0).
 
+    A step that went wrong is made again, from a checkpoint, where the config's `guard` says so.
+    """
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
+        stack.enter_context(watched(team, program.config.train.hang_s, stop))
+        while True:
+            state, number, fault = train_on(program, state, folder, path, until, team, options, stop)
+            if fault is None:
+                return state, number
+            guard.release(state)  # there is room for one
+            state = guard.go_back(program, folder, fault, team, options.say)
+
+
+def train_on(
+    program: Program, state: TrainState, folder: Path, path: Path, until: int, team: Team, options: Options, stop: list[int]
+) -> tuple[TrainState, int, guard.Fault | None]:
+    """As `train`, up to a step that asks for a rollback: then (the state after it, 0, the fault).
+
     Rank 0 writes a row of metrics for every step, checkpoints, and what `options` shows.
     """
     config, t, mesh = program.config, program.config.train, program.mesh
     batch_at, evaluate = corpus.open_data(config, path, mesh)
     bytes_per_token, flop, specs = corpus.mean_bytes(path), flop_per_token(program), specs_of(program)
-    first, cursor, skipped, saved = int(state.step), int(state.data_cursor), 0, int(state.step)
+    first, cursor, skipped, checked = int(state.step), int(state.data_cursor), 0, int(state.step)
+    part, every = corpus.open_parts(config, path), config.guard.check_every
+    skips, tried = team.share(lambda: guard.read_record(folder)[:2])
 
-    on_disk = all_on_disk(program)
+    def sample(step: int) -> int:
+        return corpus.sample_at(cursor + (step - first) * t.batch, skips)
 
-    def save(state: TrainState, step: int) -> int:
-        if on_disk:
-            # Each step is committed to the disk already; a checkpoint is a slot that later steps leave alone.
-            if program.space.slots > 2:
-                program.space.store.pin(program.space.slots - 2)
-            return step
-        whole = whole_on_first(in_memory(settled(state)), specs, mesh)
-        home, keep = folder / runs.CHECKPOINTS, t.keep_last or None
-        team.share(lambda: str(checkpoint.save(home, whole, step=step, config=to_table(config), keep_last=keep)))
+    def compare(state: TrainState, step: int) -> int:
+        guard.expect_agreement(program, state, lambda m: part(sample(step - 1), m), step)
         return step
 
     with ExitStack() as stack:
-        stop = stack.enter_context(stop_signals())
-        stack.enter_context(watched(team))
-        batches = stack.enter_context(closing(data.prefetch(lambda step: batch_at(cursor + (step - first) * t.batch), first)))
+        batches = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
         record = stack.enter_context(recorder(folder, first, until, t.log_every, options)) if team.first else lambda row: None
+        saving = Saving(program, folder, first, snapshot_room(program, doctor.available_bytes() // team.local_size), options.say)
+        saving.reserve(state)
         step, moved = first, program.space.moved() if program.space else Moved()
         while step < until and not (number := agreed(stop, mesh)):
-            begin = time.perf_counter()
+            begin, team.step = time.perf_counter(), step
             _, batch = next(batches)
             waited = time.perf_counter() - begin
             with observe() as used:
@@ -251,22 +299,32 @@ def train(
             rate = t.batch * config.data.seq_len / spent
             mfu = rate * flop / options.peak_flops
             row |= {"tokens": step * t.batch * config.data.seq_len, "step_s": spent, "data_s": waited, "tokens_per_s": rate, "mfu": mfu}
-            row |= disk_row(program, moved)
+            row |= disk_row(program, moved) | saving.poll()
             moved = program.space.moved() if program.space else moved
             if step == t.steps or (t.eval_every and step % t.eval_every == 0):
                 row |= evaluate_all(program, state, evaluate, bytes_per_token)
+            if t.digest_every and step % t.digest_every == 0:
+                row["digest"] = digest_text(state.params, specs.params, mesh)
             record(row)
             skipped = skipped + 1 if row["skipped"] else 0
-            if skipped >= MAX_SKIPPED:
-                raise FloatingPointError(f"the gradient has not been finite for {skipped} steps in a row (to step {step}); lower --lr")
-            if t.checkpoint_every and step % t.checkpoint_every == 0:
-                saved = save(state, step)
+            fault = guard.judged(config.guard, row, sample(step - 1), skipped)
+            if fault is not None:
+                saving.close(None, step)
+                return state, 0, fault
+            if sample(step - 1) in tried and not row["skipped"]:
+                guard.passed(folder, step, sample(step - 1), tried, team, options.say)
+            due = bool(t.checkpoint_every) and step % t.checkpoint_every == 0
+            if every and (due or step % every == 0):
+                checked = compare(state, step)
+            if due:
+                saving.save(state, step)
         number = agreed(stop, mesh)
-        if saved != step:
-            save(state, step)
+        if every and checked != step:
+            compare(state, step)
+        saving.close(state, step)
         if program.space is not None and program.space.store is not None:
             program.space.store.trim()
-    return state, number
+    return state, number, None
 
 
 def agreed(stop: list[int], mesh: Mesh) -> int:
@@ -291,69 +349,13 @@ def numbers(program: Program, metrics: Metrics, step: int) -> dict[str, Any]:
         "loss_scale": float(metrics.loss_scale),
     }
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    return {"step": step + 1, **values, "skipped": bool(metrics.skipped), "num_tokens": int(metrics.num_tokens)}
+    row = {"step": step + 1, **values, "skipped": bool(metrics.skipped), "num_tokens": int(metrics.num_tokens)}
+    if row["skipped"]:
+        row["reason"] = "spike" if values["grad_norm"] is not None else "nonfinite"
+    return row
 
 
-def evaluate_all(program: Program, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float) -> dict[str, float]:
-    """{"val_loss": nats per token on the validation split, ...}: cross entropy; per byte where tokens are not bytes; of the average too.
-
-    The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one process.
-    Communicates: what the model does, and two float64 per batch over dp and rp.
-    """
-    out, mesh = {}, program.mesh
-    for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(program, state))):
-        if not pytree.leaves(params):
-            continue
-        sums = []
-        for batch in batches():
-            loss = program.eval_step(params, batch)
-            sums.append([float(loss.extra.get("cross_entropy", loss.total)), float(loss.num_tokens)])
-        table = torch.tensor(sums, dtype=torch.float64)[None]
-        with mesh.ledger.phase("evaluate"):
-            for axis in ("dp", "rp"):
-                table = all_gather(table, mesh[axis], leaf="sums")
-        total, count = (sum(column) for column in table.transpose(0, 1).reshape(-1, 2).T.tolist())
-        out[name] = total / max(count, 1)
-        if bytes_per_token != 1.0:
-            out[f"{name}_per_byte"] = out[name] / bytes_per_token
-    return {name: value for name, value in out.items() if math.isfinite(value)}
-
-
-def at_rest(program: Program, state: TrainState) -> Any:
-    """The average of the weights in the layout of the parameters at rest, () where there is none.
-
-    Communicates: where the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
-    """
-    ema = state.extra.get("ema", ())
-    if not pytree.leaves(ema) or not split_names(program.plan):
-        return ema
-    whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=program.policy.state), state.params)
-    spread(program.plan, program.mesh, in_memory(ema), whole)
-    return whole
-
-
-# -- signals, rows, text
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list in which Ctrl-C and SIGTERM put their numbers; the second Ctrl-C is a KeyboardInterrupt again."""
-    received: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        received.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    except BaseException:
-        # torchrun sends SIGTERM when another rank has ended; this one is about to say, or to find out, why.
-        before[signal.SIGTERM] = signal.SIG_IGN if launched() else before[signal.SIGTERM]
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+# -- rows, text
 
 
 @contextlib.contextmanager

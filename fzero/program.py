@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fzero import checkpoint, models, optim, pytree, runs
-from fzero.config import Optim, RunConfig
-from fzero.init import init_state, whole_part
+from fzero.config import Optim, RunConfig, to_table
+from fzero.crosscheck import make_check
+from fzero.init import init_state
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import Model, MoEConfig
 from fzero.offload import Settings, Space
@@ -22,13 +22,15 @@ from fzero.offload.folder import is_url
 from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
 from fzero.precision import POLICIES, Policy, fp16
 from fzero.pytree import Tree
-from fzero.sharding import Mesh, Plan, Spec, make_mesh, zero_plan
-from fzero.sharding.draw import window
+from fzero.reshard import restore_state, save_shelf
+from fzero.sharding import Mesh, Plan, Spec, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.tiers import Offload
 from fzero.sharding.zero import STACKED, local_numel
+from fzero.spikes import Spike
 from fzero.state import TrainState, meta_state, state_specs
-from fzero.stored import lost_leaves, on_disk, put_on_disk, reopened
+from fzero.stored import lost_leaves, reopened
 from fzero.train import make_eval_step, make_train_step
+from fzero.weights import Shelf
 
 BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
 
@@ -46,6 +48,7 @@ class Program(NamedTuple):
     space: Space | None  # where what is on a disk lives
     train_step: Callable[[TrainState, Any], Any]
     eval_step: Callable[[Tree, Any], Any]
+    check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see crosscheck.make_check
 
 
 def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = None) -> Program:
@@ -77,6 +80,8 @@ def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = Non
     space = make_space(config, folder, mesh)
     if space is not None:
         space.need(buffer_bytes(plan, policy, mesh, config))
+    g = config.guard
+    spike = Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
     train_step = make_train_step(
         model,
         tx,
@@ -88,6 +93,7 @@ def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = Non
         compiled=bool(t.compiled),
         kernels=t.kernels,
         ema_decay=t.ema_decay,
+        spike=spike,
         prefetch=config.prefetch,
         update=t.update,
         mlp_tiles=t.mlp_tiles,
@@ -95,8 +101,10 @@ def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = Non
     )
     options = {"compiled": bool(t.compiled), "kernels": t.kernels, "prefetch": config.prefetch, "mlp_tiles": t.mlp_tiles}
     eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, **options)
+    specs = state_specs(plan, tx, policy, **kept_beside(config))
+    check = make_check(model, plan, mesh, specs, policy=policy, remat=t.remat, space=space, **options)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
-    return Program(config, mesh, model, plan, tx, schedule, policy, space, train_step, eval_step)
+    return Program(config, mesh, model, plan, tx, schedule, policy, space, train_step, eval_step, check)
 
 
 def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Space | None:
@@ -143,59 +151,58 @@ def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
     return total // ranks
 
 
+def kept_beside(config: RunConfig) -> dict[str, bool]:
+    """What a state keeps in `extra`, as arguments of what makes or describes one."""
+    return {"ema": config.train.ema_decay > 0, "spike": config.guard.spike != "off"}
+
+
 def specs_of(program: Program) -> TrainState:
     """The Spec of every leaf of the state."""
-    return state_specs(program.plan, program.tx, program.policy, ema=program.config.train.ema_decay > 0)
+    return state_specs(program.plan, program.tx, program.policy, **kept_beside(program.config))
 
 
 def first_state(program: Program, params: Tree | None = None) -> TrainState:
     """The state before the first step, drawn from the config's seed, or around the given parameters."""
     config = program.config.train
     start = program.model if params is None else params
-    ema = config.ema_decay > 0
-    options = {"seed": config.seed, "policy": program.policy, "ema": ema, "space": program.space}
+    options = {"seed": config.seed, "policy": program.policy, "space": program.space, **kept_beside(program.config)}
     return init_state(start, program.tx, program.plan, program.mesh, **options)
 
 
 def latest(program: Program) -> TrainState:
     """This rank's state of the last complete step on the disk. Raises ValueError where it is damaged or of another run."""
-    ema = program.config.train.ema_decay > 0
-    return reopened(program.tx, program.plan, program.mesh, program.space, policy=program.policy, ema=ema)
+    return reopened(program.tx, program.plan, program.mesh, program.space, policy=program.policy, **kept_beside(program.config))
 
 
 def all_on_disk(program: Program) -> bool:
     """Whether the store of a run holds, or determines, its whole state: then each step is a checkpoint."""
     if program.space is None:
         return False
-    ema = program.config.train.ema_decay > 0
-    return not lost_leaves(meta_state(program.tx, program.plan, program.mesh, program.policy, ema), specs_of(program), program.plan)
+    return not lost_leaves(like_of(program), specs_of(program), program.plan)
 
 
-def restore(program: Program, path: Path) -> TrainState:
-    """This rank's state from the checkpoint at `path`, which holds whole leaves, from whatever mesh.
+def restore(program: Program, path: checkpoint.Place) -> TrainState:
+    """This rank's state from the checkpoint at `path`, of whatever mesh, stage, offload and policy; see `restore_state`."""
+    return restore_state(path, like_of(program), specs_of(program), program.plan, program.mesh, program.policy, program.space)
 
-    One whole leaf is in memory at a time. Raises ValueError where the leaves are not those of the program, or are damaged.
+
+def like_of(program: Program) -> TrainState:
+    """This rank's state with its leaves on the meta device."""
+    return meta_state(program.tx, program.plan, program.mesh, program.policy, **kept_beside(program.config))
+
+
+def save_store(program: Program, shelf: Shelf, home: checkpoint.Place, step_before: int) -> checkpoint.Place | None:
+    """The checkpoint in `home` of the last complete step of another plan's store, where it is later than `step_before`; None where not.
+
+    Raises ValueError where the store is damaged.
     """
-    ema = program.config.train.ema_decay > 0
-    like = meta_state(program.tx, program.plan, program.mesh, program.policy, ema)
-    if program.mesh.size == 1 and not on_disk(program.plan):
-        return checkpoint.restore(path, first_state(program, program.plan.like))
-    specs, held = pytree.named_leaves(specs_of(program)), checkpoint.manifest(path)["leaves"]
-    wanted = pytree.named_leaves(like)
-    other = sorted(wanted.keys() ^ held.keys())
-    if other:
-        raise ValueError(f"{path}: the checkpoint's leaves are not those of the run: {other[0]} and {len(other) - 1} more are in one only")
-
-    def read(name: str, leaf: Tensor) -> Tensor:
-        shape = tuple(held[name]["shape"])
-        if window(shape, specs[name], program.mesh)[1] != tuple(leaf.shape) or held[name]["dtype"] != str(leaf.dtype).split(".")[1]:
-            raise ValueError(f"{path}: {name} is {held[name]['dtype']} {list(shape)} there, which is not what the run has")
-        whole = checkpoint.restore_leaves(path, name.__eq__)[name]
-        return whole_part(whole, specs[name], program.mesh).clone()
-
-    if on_disk(program.plan):
-        return put_on_disk(read, like, specs_of(program), program.plan, program.mesh, program.space)
-    return pytree.map_named(read, like)
+    if shelf.record.step <= step_before:
+        return None
+    options = {"reduce": program.config.reduce, "accumulate": program.config.accumulate, "sequence": program.config.sequence}
+    stage = program.config.zero if shelf.stage is None else shelf.stage
+    there = zero_plan(stage, program.model, fake_mesh(shelf.sizes), **options)
+    old = state_specs(there, program.tx, program.policy, **kept_beside(program.config))
+    return save_shelf(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(program.config))
 
 
 def make_policy(config: RunConfig) -> Policy:

@@ -52,6 +52,9 @@ class RollCall:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s
         self.number = 0  # of collectives so far: the same on all ranks at the same point of the program
         self.checking = False
+        # For whoever looks for a rank that hangs (fzero/watchdog.py), from another thread.
+        self.last: Call | None = None  # the collective that this rank began last
+        self.waiting: Call | None = None  # the one in which it waits for other ranks now
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
@@ -67,7 +70,7 @@ class RollCall:
 
         Raises RankError where it is at another one, and where it does not arrive in time.
         """
-        text = json.dumps(call)
+        text, self.waiting = json.dumps(call), call
         # By axis, so that it has one reader: a neighbour over another axis sees by `last` that this rank is elsewhere.
         self.store.set(f"{self.rank}/{call.axis}/{call.number}", text)
         self.store.set(f"{self.rank}/last", text)
@@ -78,6 +81,7 @@ class RollCall:
             raise self.error(call, f"the ranks run different programs: {at}; {fix}")
         # Its one reader has read it: what the store holds does not grow.
         self.store.delete_key(f"{left}/{call.axis}/{call.number}")
+        self.waiting = None
 
     def _arrival(self, call: Call, left: int) -> Call:
         """What rank `left` is at as its collective of the same number; raises RankError where it does not arrive in time."""

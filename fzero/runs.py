@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from fzero.config import RunConfig
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.models import Model
 from fzero.offload import Space
-from fzero.offload.folder import is_url
+from fzero.offload.folder import is_url, write_text
 from fzero.precision import POLICIES
 from fzero.pytree import Tree
 from fzero.sharding import Plan, fake_mesh, one_process, zero_plan
@@ -145,15 +145,40 @@ def cut_metrics(folder: Path, step: int) -> None:
     os.replace(partial, folder / METRICS)
 
 
+def checkpoints_of(folder: Path, value: RunConfig) -> checkpoint.Place:
+    """Where a run's checkpoints are: a folder, or the URL of one."""
+    return value.train.checkpoints or folder / CHECKPOINTS
+
+
+def newest_read(folder: Path, value: RunConfig, read: Callable[[checkpoint.Opened], Any]) -> tuple[Any, int, list[str]]:
+    """(what `read` returned of the newest checkpoint in which that is sound, its step, a line for each that was passed over)."""
+    home, passed = checkpoints_of(folder, value), []
+    checkpoint.latest(home)
+    for step in reversed(checkpoint.steps(home)):
+        path = checkpoint.folder_of(home, step)
+        try:
+            return read(checkpoint.opened(path)), step, passed
+        except checkpoint.Damaged as error:
+            passed.append(f"passed over {path}: {error}")
+    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(passed)}")
+
+
 PARAMS, MASTER, EMA = "params/", "master/", "extra/ema/"
 
 
 def shelf_of(folder: Path, value: RunConfig) -> weights.Shelf | None:
-    """The store of the run in `folder`, where its state is on a disk and weights can be read from there."""
+    """The store of the run in `folder`, where its newest state is on a disk and weights can be read from there."""
     if is_url(value.nvme.folder):
         return None
     shelf = weights.find(Path(value.nvme.folder or folder / NVME)) if "nvme" in Offload.parse(value.offload).memories else None
-    return shelf if shelf is not None and (shelf.holds(PARAMS) or shelf.holds(MASTER)) else None
+    if shelf is None or not (shelf.holds(PARAMS) or shelf.holds(MASTER)):
+        return None
+    return shelf if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= shelf.record.step else None
+
+
+def replace_config(folder: Path, value: RunConfig) -> None:
+    """Make `value` the config of the run in `folder`, at once."""
+    write_text(folder, CONFIG, config.to_json(value))
 
 
 def plan_of(model: Model, value: RunConfig, shelf: weights.Shelf) -> Plan:
@@ -177,7 +202,7 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
     value = read_config(folder)
     model = models.build(value.model)
     plan, shelf = zero_plan(0, model, one_process()), shelf_of(folder, value)
-    damaged: list[tuple[Path, str]] = []
+    damaged: list[tuple[checkpoint.Place, str]] = []
     if shelf is not None:
         prefix = EMA if ema else PARAMS if shelf.holds(PARAMS) else MASTER
         there, step, dtype = plan_of(model, value, shelf), shelf.record.step, POLICIES[value.precision.policy]().param
@@ -186,11 +211,11 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
         read = lambda name: shelf.leaf(prefix + name, tuple(shapes[name].shape), specs[name]).to(dtype)  # noqa: E731
         held = shelf.holds(prefix)
     else:
-        path, damaged = checkpoint.newest_sound(folder / CHECKPOINTS)
-        record, prefix = checkpoint.manifest(path), EMA if ema else PARAMS
-        step = record["step"]
-        read = lambda name: checkpoint.restore_leaves(path, (prefix + name).__eq__)[prefix + name]  # noqa: E731
-        held = any(name.startswith(prefix) for name in record["leaves"])
+        path, damaged = checkpoint.newest_sound(checkpoints_of(folder, value))
+        there, prefix = checkpoint.opened(path), EMA if ema else PARAMS
+        step = there.step
+        read = lambda name: there.read(prefix + name)  # noqa: E731
+        held = any(name.startswith(prefix) for name in there.leaves)
     if not held:
         raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
     space = Space(nvme or folder / "nvme-sample", slots=1)
@@ -214,14 +239,19 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
         prefix = EMA if ema else MASTER if shelf.holds(MASTER) and (wide or not shelf.holds(PARAMS)) else PARAMS
         dtype = None if wide or prefix == PARAMS else POLICIES[value.precision.policy]().param
         return Trained(value, model, weights.weights(shelf, plan_of(model, value, shelf), prefix, dtype), shelf.record.step, [])
-    path, damaged = checkpoint.newest_sound(folder / CHECKPOINTS)
-    record = checkpoint.manifest(path)
-    held = {name.partition("/")[0] for name in record["leaves"]} | {
-        "extra/ema" for name in record["leaves"] if name.startswith("extra/ema/")
-    }
-    if ema and "extra/ema" not in held:
-        raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
-    prefix = "extra/ema/" if ema else "master/" if wide and "master" in held else "params/"
-    leaves = checkpoint.restore_leaves(path, lambda name: name.startswith(prefix))
-    params = pytree.from_named({name.removeprefix(prefix): leaf for name, leaf in leaves.items()}, shapes_of(model))
-    return Trained(value, model, params, record["step"], [f"passed over {bad}: {why}" for bad, why in damaged])
+    like = shapes_of(model)
+
+    def read(held: checkpoint.Opened) -> Tree:
+        if ema and not any(name.startswith(EMA) for name in held.leaves):
+            raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
+        prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
+        return checkpoint.restore(held.path, as_held(held, like, prefix), under=prefix.rstrip("/"))
+
+    params, step, warnings = newest_read(folder, value, read)
+    return Trained(value, model, params, step, warnings)
+
+
+def as_held(held: checkpoint.Opened, like: Tree, prefix: str) -> Tree:
+    """`like` in the dtypes of the leaves of a checkpoint below `prefix`."""
+    dtypes = {name: leaf.dtype for name, leaf in held.leaves.items()}
+    return pytree.map_named(lambda name, leaf: leaf.to(dtypes.get(prefix + name, leaf.dtype)), like)

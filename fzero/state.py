@@ -14,6 +14,7 @@ from fzero.precision import Policy, ScalerState, init_scaler
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.draw import window
+from fzero.spikes import LOSS, init_stats
 
 
 class TrainState(NamedTuple):
@@ -26,10 +27,10 @@ class TrainState(NamedTuple):
     scaler: ScalerState | tuple
     key: Tensor  # int64 [2]
     data_cursor: Tensor  # int64 scalar: samples consumed
-    extra: dict[str, Tree]  # "ema": the averaged weights, where asked for
+    extra: dict[str, Tree]  # "ema": the averaged weights, "loss": its running statistics, where asked for
 
 
-def state_specs(plan: Plan, tx: GradientTransformation, policy: Policy, *, ema: bool = False) -> TrainState:
+def state_specs(plan: Plan, tx: GradientTransformation, policy: Policy, *, ema: bool = False, spike: bool = False) -> TrainState:
     """The state with a Spec in place of each tensor: how the states of the ranks make up one, whatever the mesh."""
     trained = plan.trained(plan.opt)
     scaler = init_scaler(policy.loss_scale) if policy.loss_scale else ()
@@ -41,7 +42,7 @@ def state_specs(plan: Plan, tx: GradientTransformation, policy: Policy, *, ema: 
         scaler=pytree.map(lambda _: Spec(), scaler),
         key=Spec(),
         data_cursor=Spec(),
-        extra={"ema": trained} if ema else {},
+        extra=({"ema": trained} if ema else {}) | ({LOSS: pytree.map(lambda _: Spec(), init_stats())} if spike else {}),
     )
 
 
@@ -59,7 +60,7 @@ def expect_shapes(plan: Plan, given: Tree, mesh: Mesh | None = None) -> None:
             raise ValueError(f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}")
 
 
-def meta_state(tx: GradientTransformation, plan: Plan, mesh: Mesh, policy: Policy, ema: bool) -> TrainState:
+def meta_state(tx: GradientTransformation, plan: Plan, mesh: Mesh, policy: Policy, ema: bool, spike: bool = False) -> TrainState:
     """A rank's state with meta tensors for leaves: shapes and dtypes without memory."""
 
     def local(specs: Tree, dtype: torch.dtype) -> Tree:
@@ -74,7 +75,7 @@ def meta_state(tx: GradientTransformation, plan: Plan, mesh: Mesh, policy: Polic
         scaler=pytree.map(lambda x: x.to("meta"), init_scaler(policy.loss_scale)) if policy.loss_scale else (),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
         data_cursor=torch.empty((), dtype=torch.int64, device="meta"),
-        extra={"ema": opt} if ema else {},
+        extra=({"ema": opt} if ema else {}) | ({LOSS: init_stats("meta")} if spike else {}),
     )
 
 

@@ -21,6 +21,7 @@ from fzero.sharding import Mesh, Plan
 from fzero.sharding.draw import normal_within, window
 from fzero.sharding.pieces import pieces
 from fzero.sharding.zero import shard_dim
+from fzero.spikes import LOSS, init_stats
 from fzero.state import TrainState, in_host_memory, meta_state, state_specs
 from fzero.update_delayed import settled
 
@@ -56,9 +57,10 @@ def stored_state(
     ema: bool,
     device: torch.device | str,
     space: Space | None,
+    spike: bool = False,
 ) -> TrainState:
     """`init_state` where some leaves rest on a disk: nothing larger than a few rows of them is ever in memory."""
-    like, specs = meta_state(tx, plan, mesh, policy, ema), state_specs(plan, tx, policy, ema=ema)
+    like, specs = meta_state(tx, plan, mesh, policy, ema, spike), state_specs(plan, tx, policy, ema=ema, spike=spike)
     leaves = kept_leaves(like, specs, plan)
     store = open_in(space, leaves, plan, mesh, resume=False)
     store.begin()
@@ -122,6 +124,8 @@ def stored_state(
     fixed = {"step": torch.tensor(0), "key": key, "data_cursor": torch.tensor(0)}
     if policy.loss_scale:
         fixed |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)})
+    if spike:
+        fixed |= pytree.named_leaves({"extra": {LOSS: init_stats()}})
     out |= {name: leaf.to(device) for name, leaf in fixed.items()}
     state = assembled(like, out, store)
     commit(space, state, mesh)
@@ -134,9 +138,12 @@ def open_in(space: Space | None, leaves: dict[str, Kept], plan: Plan, mesh: Mesh
         raise ValueError(
             f"offload: {next(iter(leaves))} rests on a disk by the plan; give space=fzero.offload.Space(folder) to init_state and the step"
         )
-    return space.open(
-        leaves, mesh, owner={"mesh": {n: size for n, size in plan.sizes.items() if size > 1}, "stage": plan.stage}, resume=resume
-    )
+    return space.open(leaves, mesh, owner=owner_table(plan), resume=resume)
+
+
+def owner_table(plan: Plan) -> dict[str, Any]:
+    """What a store says of the plan that it was made by."""
+    return {"mesh": {name: size for name, size in plan.sizes.items() if size > 1}, "stage": plan.stage}
 
 
 def assembled(like: TrainState, held: dict[str, Any], store: Store) -> TrainState:
@@ -155,13 +162,15 @@ def commit(space: Space | None, state: TrainState, mesh: Mesh) -> None:
     space.store.commit(int(state.step), values, together(mesh))
 
 
-def reopened(tx: GradientTransformation, plan: Plan, mesh: Mesh, space: Space, *, policy: Policy, ema: bool = False) -> TrainState:
+def reopened(
+    tx: GradientTransformation, plan: Plan, mesh: Mesh, space: Space, *, policy: Policy, ema: bool = False, spike: bool = False
+) -> TrainState:
     """This rank's state of the last complete step in the store of `space`: after a kill, or in a later process.
 
     What the plan keeps on the device is made of what is in the store: parameters of their master weights.
     Raises ValueError where the store is of another run, damaged, or lacks something that cannot be made.
     """
-    like, specs = meta_state(tx, plan, mesh, policy, ema), state_specs(plan, tx, policy, ema=ema)
+    like, specs = meta_state(tx, plan, mesh, policy, ema, spike), state_specs(plan, tx, policy, ema=ema, spike=spike)
     store = open_in(space, kept_leaves(like, specs, plan), plan, mesh, resume=True)
     held = {name: from_text(text) for name, text in store.record.values.items()}
     shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
@@ -191,20 +200,19 @@ def lost_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
 
 
 def put_on_disk(
-    read: Callable[[str, Tensor], Tensor], like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, space: Space | None
+    read: Callable[[str, Tensor, int | None], Tensor], like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, space: Space | None
 ) -> TrainState:
-    """The state whose leaves are `read(name, meta tensor)`, one at a time in memory, in a new store."""
+    """The state whose leaves are `read(name, meta tensor, layer)` in a new store: a layer of a stacked leaf, or all of it for None."""
     leaves = kept_leaves(like, specs, plan)
     store = open_in(space, leaves, plan, mesh, resume=False)
     store.begin()
     held: dict[str, Tensor] = {}
     for name, leaf in pytree.named_leaves(like).items():
-        value = read(name, leaf)
         if name not in leaves:
-            held[name] = value
+            held[name] = read(name, leaf, None)
             continue
         for i in range(leaves[name].layers):
-            layer = value[i] if leaves[name].stacked else value
+            layer = read(name, leaf, i if leaves[name].stacked else None)
             for rows in pieces(leaves[name].chunk):
                 write_rows(store, name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
     state = assembled(like, held, store)

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import select
 import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from fzero.sharding import Mesh, make_mesh
+from fzero.meeting import hellos, meet
+from fzero.sharding import Mesh, make_mesh, one_process
+from fzero.signals import Stopped, exit_code, launched
 
 TIMEOUT_S = 600.0  # for another rank, in a collective and at a comparison
 LOST_S = 2.0  # for the reason of a rank that is gone, until what was noticed of it is said
-BEAT_S = 1.0  # between two signs of life
-SILENT_S = 8.0  # without one, after a SIGTERM, until a rank counts as gone
-REASON = "reason"  # the key of why all end
+NODE_S = 5.0  # for a signal to this node too, where one to another node has stopped the run
+REASON, OVER, STOP, FOLDER = "reason", "over", "stop", "folder"  # keys: why all end, that they have ended, a spare's signal; the run
+SIGNAL = "signal "  # how a reason begins that is no failure
 AGAIN = "torchrun's report says how it ended; go on from the last checkpoint with --resume"
 
 
@@ -37,16 +37,42 @@ class Ended(Exception):
 
 
 class Team:
-    """The processes of a command as this one sees them; one alone agrees with itself at once. See `join`."""
+    """The processes of a command as this one sees them; one alone agrees with itself at once. See `join`.
 
-    def __init__(self, rank: int = 0, size: int = 1, local_size: int = 1, store: dist.Store | None = None) -> None:
-        self.rank, self.size, self.local_size, self.store = rank, size, local_size, store
+    store: of these processes alone. lasting: of all attempts of the same torchrun. names: of the processes, by rank.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        local_size: int = 1,
+        store: dist.Store | None = None,
+        lasting: dist.Store | None = None,
+        names: list[str] | None = None,
+    ) -> None:
+        self.rank, self.size, self.local_size = rank, size, local_size
+        self.store, self.lasting, self.names = store, lasting, names or []
         self.asked = 0  # of what is agreed on: the same on all ranks at the same point of the program
+        self.spares = 0  # processes, after the others, that wait for the run to end
+        self.signalled = False  # whether a signal came to this process itself while it trained
+        # For whoever looks for a rank that hangs (fzero/watchdog.py), from another thread.
+        self.step, self.waiting = 0, ""
+        self.at: Mesh | None = None
 
     @property
     def first(self) -> bool:
         """Whether this process decides, writes and speaks."""
         return self.rank == 0
+
+    @property
+    def spare(self) -> bool:
+        """Whether this process is left over: it waits for the run to end (see fzero.elastic.stand_by)."""
+        return self.rank >= self.size
+
+    def keep(self, size: int) -> None:
+        """Make the first `size` processes the team; the others are spares from here on."""
+        self.size, self.spares = size, self.size - size
 
     def share(self, make: Callable[[], Any]) -> Any:
         """What `make()` returns on rank 0 (anything JSON can hold), on all ranks; they wait for it however long it takes.
@@ -80,20 +106,47 @@ class Team:
                 if mine.get(name) != theirs.get(name):
                     raise ValueError(f"{name} is {theirs.get(name)!r} on rank {rank} and {mine.get(name)!r} on rank 0; {fix}")
 
-    def mesh(self, sizes: dict[str, int]) -> Mesh:
-        """The mesh of these processes over the CPU; raises ValueError where its sizes do not multiply to their number."""
-        if self.store is not None:
-            if sys.platform == "linux" and self.local_size == self.size:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host needs no network, whatever its name resolves to
-            timeout, store = timedelta(seconds=TIMEOUT_S), dist.PrefixStore("group", self.store)
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-        return make_mesh(sizes, timeout_s=TIMEOUT_S, device="cpu")
+    def mesh(self, sizes: Mapping[str, int], timeout_s: float = TIMEOUT_S) -> Mesh:
+        """The mesh of these processes over the CPU; raises ValueError where its sizes do not multiply to their number.
 
-    def close(self) -> None:
-        """Wait until rank 0 is here too, and end torch.distributed."""
+        timeout_s: how long a collective waits for another rank.
+        """
+        if self.size > 1 and self.store is not None:
+            if sys.platform == "linux" and self.local_size >= self.size:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host needs no network, whatever its name resolves to
+            timeout, store = timedelta(seconds=timeout_s), dist.PrefixStore("group", self.store)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+        if self.size == 1 and self.spares and math.prod(sizes.values()) == 1:
+            self.at = one_process()
+        else:
+            self.at = make_mesh(sizes, timeout_s=timeout_s, device="cpu")
+        return self.at
+
+    def close(self, stopped: int = 0) -> None:
+        """Wait until rank 0 is here too, let the spares go, and end torch.distributed. stopped: the signal that ended the run, or 0."""
         self.share(lambda: "end")
+        if self.store is not None and self.first:
+            self.store.set(OVER, str(stopped))
         if self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+    def code(self, stopped: int) -> int:
+        """The exit code of this process where the signal `stopped` (0: none) ended the run.
+
+        On several nodes, one of which was told to go: 2 on those that were not, so that torchrun goes on with them.
+        """
+        if not stopped or self.signalled or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+            return exit_code(stopped)
+        try:
+            time.sleep(NODE_S)  # a signal to all nodes, or torchrun's own before a restart, comes to this one too
+        except Stopped:
+            return exit_code(stopped)
+        return 2
+
+    def stop(self, number: int) -> None:
+        """Let all ranks end by the signal `number`, where there is nothing to save."""
+        with contextlib.suppress(RuntimeError):
+            self.claim(f"{SIGNAL}{number}")
 
     def claim(self, text: str) -> str:
         """Leave the reason why all ranks end; returns the one that was left first, by whichever rank."""
@@ -101,136 +154,101 @@ class Team:
             return text
         return self.store.compare_set(REASON, "", text).decode()
 
-    def reason(self) -> bool:
-        """Whether a rank has left the reason why all end."""
-        return self.store is not None and self.store.check([REASON])
+    def reason(self) -> str:
+        """The reason why all end that a rank has left; "" for none."""
+        return self.store.get(REASON).decode() if self.store is not None and self.store.check([REASON]) else ""
+
+    def recorded(self) -> str:
+        """The run folder that an attempt of the same torchrun has taken before; "" for none."""
+        return self.lasting.get(FOLDER).decode() if self.lasting is not None and self.lasting.check([FOLDER]) else ""
+
+    def record(self, folder: str) -> None:
+        """Note, for attempts after this one, that `folder` is this torchrun's run."""
+        if self.lasting is not None:
+            self.lasting.set(FOLDER, folder)
 
     def _hear(self, key: str, whose: str, timeout_s: float | None) -> bytes:
         # By looking again and again: a wait inside the store is deaf to signals and to a rank that has failed.
-        begin, pause = time.monotonic(), 0.002
+        begin, pause, looked, self.waiting = time.monotonic(), 0.002, 0.0, whose
         while not self.store.check([key]):
-            if self.reason():
-                raise Ended
-            if timeout_s is not None and time.monotonic() - begin > timeout_s:
+            now, reason = time.monotonic(), self.reason()
+            if reason:
+                raise Stopped(int(reason.removeprefix(SIGNAL))) if reason.startswith(SIGNAL) else Ended
+            if timeout_s is not None and now - begin > timeout_s:
                 raise TimeoutError(f"{whose} did not come within {timeout_s:g} s; look what it is doing, and start all ranks again")
+            if self.names and now - looked > 1.0:
+                looked = now
+                for rank, (name, found) in enumerate(zip(self.names, hellos(self.lasting, len(self.names)))):
+                    if name != found:
+                        raise TimeoutError(f"rank {rank} was started again, without the others; let torchrun restart all of them")
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+        self.waiting = ""
         return self.store.get(key)
 
 
-def launched() -> bool:
-    """Whether this process is one of several that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def join(timeout_s: float = 60.0) -> Team:
-    """The team of this process: of one, or of those that torchrun started.
+    """The team of this process: of one, or of those that torchrun started, when all of them are here.
 
-    Raises ValueError where the environment is not torchrun's, or its store does not answer.
+    timeout_s: for the store.
+    Raises ValueError where the environment is not torchrun's, or its store does not answer; TimeoutError where a rank does not come.
     """
     if not launched():
         return Team()
+    rank, size, local = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    # The store is in torchrun's own process, and outlives every rank.
+    lasting = torchrun_store(timeout_s)
+    number, names = meet(lasting, rank, size, TIMEOUT_S)
+    return Team(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names)
+
+
+def torchrun_store(timeout_s: float) -> dist.Store:
+    """torchrun's store, under the name of its run.
+
+    Raises ValueError where the environment is not torchrun's, or the store does not answer.
+    """
     env = os.environ
     try:
-        rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        # The store is torchrun's own process, and outlives every rank; with it, an attempt before this one may have left something.
-        where = f"fzero/{env['TORCHELASTIC_RUN_ID']}/{env['TORCHELASTIC_RESTART_COUNT']}"
+        _ = [int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")]
+        host, port, where = env["MASTER_ADDR"], int(env["MASTER_PORT"]), f"fzero/{env['TORCHELASTIC_RUN_ID']}"
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"WORLD_SIZE is {env['WORLD_SIZE']} and the rest of torchrun's environment is not there ({error}); use torchrun"
+            f"WORLD_SIZE is {env.get('WORLD_SIZE', '')} and the rest of torchrun's environment is not there ({error}); use torchrun"
         ) from None
     try:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise ValueError(f"torchrun's store at {host}:{port} does not answer ({str(error).splitlines()[0]})") from None
-    return Team(rank, size, local, dist.PrefixStore(where, store))
+    return dist.PrefixStore(where, store)
 
 
 # -- the end
 
 
-def last_words(text: str, *, lost: bool = False) -> str:
-    """What this process is to print of its reason to end: the text with its rank, or "" where another rank has said why all end.
+def last_words(text: str, team: Team | None, *, lost: bool = False) -> tuple[str, int]:
+    """(what this process is to print of its reason to end, its exit code): the text with its rank, or "" where another rank has said why.
 
-    lost: the reason is that another rank is gone, which may be about to say more of it.
+    team: None where it fails before it has joined the others. lost: the reason is that another rank is gone, which may be about to say
+    more of it. The code is 2, unless a signal has ended the run.
     """
     if not launched():
-        return text
+        return text, 2
     # torchrun ends what is left as soon as one process has ended; what is left may be about to say why.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text += f"; {AGAIN}" if lost and "is gone" in text else ""
     try:
-        team = join(timeout_s=5.0)
+        if team is None or team.store is None:
+            # Nothing tells attempts apart here but torchrun's count of them.
+            early = f"early/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+            team = Team(int(os.environ.get("RANK", "0")), store=dist.PrefixStore(early, torchrun_store(5.0)))
         # The same mistake on all ranks is for rank 0 to say.
         end = time.monotonic() + (LOST_S if lost else 0.0 if team.first else 0.5)
         while time.monotonic() < end and not team.reason():
             time.sleep(0.02)
         text = text if text.startswith("rank ") else f"rank {team.rank}: {text}"
-        return text if not team.reason() and team.claim(text) == text else ""
+        first = team.reason() or team.claim(text)
+        if first.startswith(SIGNAL):
+            return "", exit_code(int(first.removeprefix(SIGNAL)))
+        return text if first == text else "", 2
     except (ValueError, RuntimeError):
-        return text  # nobody can be asked
-
-
-@contextlib.contextmanager
-def watched(team: Team) -> Iterator[None]:
-    """A context in which a thread ends this process where the main thread cannot, because it waits for a rank that is gone.
-
-    It gives signs of life and looks for a reason to end. After a SIGTERM, which torchrun sends when a process has ended, it looks for
-    those of the other ranks.
-    """
-    if team.store is None:
-        yield
-        return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    ours.setblocking(False)
-    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(team, ours, over), name="fzero-watch")
-    thread.start()
-    try:
-        yield
-        team.store.set(f"beat/{team.rank}", "done")
-    finally:
-        over.set()
-        signal.set_wakeup_fd(before)
-        with contextlib.suppress(OSError):
-            theirs.send(b"\0")
-        thread.join()
-        ours.close()
-        theirs.close()
-
-
-def _watch(team: Team, wakeup: socket.socket, over: threading.Event) -> None:
-    # A connection of its own: the other one is taken while the main thread waits in it.
-    mine = Team(team.rank, team.size, team.local_size, team.store.clone())
-    beat, term, reason, seen = 0, 0.0, 0.0, {}
-
-    def beats() -> dict[int, bytes]:
-        keys = {rank: f"beat/{rank}" for rank in range(team.size)}
-        return {rank: mine.store.get(key) for rank, key in keys.items() if mine.store.check([key])}
-
-    # Where the store is gone there is nothing to look at.
-    with contextlib.suppress(RuntimeError):
-        while not over.is_set() and threading.main_thread().is_alive():
-            beat += 1
-            mine.store.set(f"beat/{team.rank}", str(beat))
-            now = time.monotonic()
-            if select.select([wakeup], [], [], BEAT_S)[0] and signal.SIGTERM in wakeup.recv(64) and not term:
-                term, seen = now, beats()
-            if mine.reason() and not reason:
-                reason = now
-            if over.is_set():
-                return
-            if reason and now - reason > LOST_S + 2 * BEAT_S:
-                os._exit(2)
-            if term and now - term > SILENT_S:
-                found = beats()
-                gone = [str(rank) for rank in range(team.size) if found.get(rank) != b"done" and found.get(rank) == seen.get(rank)]
-                term, seen = now, found
-                text = f"rank {team.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s; {AGAIN}"
-                if gone and mine.claim(text) == text:
-                    print(f"fzero: error: {text}", file=sys.stderr, flush=True)
-                if gone:
-                    os._exit(2)
+        return text, 2  # nobody can be asked

@@ -13,28 +13,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import pytree, random
-from fzero.autodiff import Remat, needs_grad, transforms
-from fzero.gradients import Streamed, functional, parts_of, put_whole, sum_losses, whole_params
+from fzero import pytree
+from fzero.autodiff import Remat, transforms
+from fzero.backward import LossFn, dropout_key, make_gradient, make_loss
+from fzero.gradients import Streamed, parts_of
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
-from fzero.offload import Scratched, Space
+from fzero.offload import Space
 from fzero.optim import GradientTransformation
 from fzero.optim.layout import sharded
 from fzero.precision import Policy, ScalerState, fp32, overflow_at_floor, update_scaler
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.fetch import fetch_tree
-from fzero.sharding.reduce import Reducer
 from fzero.sharding.zero import shapes_of
+from fzero.spikes import LOSS, Spike, judge
 from fzero.state import TrainState, expect_shapes
 from fzero.stored import commit
-from fzero.update import Gradients, own, update_donated, update_pure
+from fzero.update import Gradients, update_donated, update_pure
 from fzero.update_delayed import Delayed, expect_delayed, waiting
 from fzero.update_early import EarlyUpdate, expect_early
 from fzero.update_streamed import StreamedUpdate, is_offloaded
-
-LossFn = Callable[[Tree, Any], Any]
 
 
 class Metrics(NamedTuple):
@@ -43,46 +41,10 @@ class Metrics(NamedTuple):
     loss: Tensor  # nats per token (float32 or wider)
     num_tokens: Tensor
     grad_norm: Tensor  # of the gradient of that loss, before clipping
-    skipped: Tensor  # bool: the gradient was not finite, and parameters and optimizer state are as they were
+    skipped: Tensor  # bool: the gradient was not finite, or the loss a spike; parameters and optimizer state are as they were
     loss_scale: Tensor
     extra: dict[str, Tensor]  # the loss function's own sums, per token
-
-
-def make_loss(
-    loss_fn: base.Model | LossFn,
-    policy: Policy,
-    plan: Plan | None,
-    mesh: Mesh,
-    remat: Remat,
-    compiled: bool,
-    kernels: Kernels,
-    mlp_tiles: int = 1,
-) -> Callable[..., base.Loss]:
-    """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
-
-    A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the loss of a step is
-    the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
-    """
-    if isinstance(loss_fn, base.Model):
-        ctx = base.Ctx(
-            mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, remat=remat, tiles=mlp_tiles
-        )
-        ctx = ctx._replace(sequence=plan is not None and plan.sequence)
-        return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
-
-    def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
-        whole = params if plan is None or mesh.size == 1 else fetch_tree(params, plan, mesh)
-        return call_plain(loss_fn, whole, batch, policy)
-
-    return plain
-
-
-def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> base.Loss:
-    """The Loss of a plain function of whole parameters."""
-    out = loss_fn(pytree.map(lambda leaf: leaf.to(policy.compute), params), batch)
-    out = out if isinstance(out, tuple) else (out, torch.ones_like(out.detach()))
-    total, num_tokens, *extra = out
-    return base.Loss(total, torch.as_tensor(num_tokens), *extra)
+    spike: Tensor | tuple = ()  # bool: the loss was a spike; () where that is not judged
 
 
 def make_train_step(
@@ -100,6 +62,7 @@ def make_train_step(
     ema_decay: float = 0.0,
     prefetch: int = 1,
     skip_nonfinite: bool = True,
+    spike: Spike | None = None,
     update: str = "end",
     mlp_tiles: int = 1,
     space: Space | None = None,
@@ -115,7 +78,8 @@ def make_train_step(
     prefetch: layers whose parameters are gathered ahead of use at stage 3, so that prefetch + 1 layers are whole at a time.
     The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
     were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on. skip_nonfinite=False updates whatever comes,
-    and waits for no value.
+    and waits for no value. spike: a loss that is one by these numbers is skipped in the same way; the state must have been made with
+    `spike=True`. The loss scale moves by what is not finite alone.
     update: "end"; for offloaded states also "backward": each layer is updated as soon as its gradient is reduced, and no gradient of layers
     is kept, without clipping by the norm; or "delayed": the update runs beside the next step's computation, whose parameters are one
     gradient behind: other numbers (see update_delayed).
@@ -130,7 +94,6 @@ def make_train_step(
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
-    dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
     streamed = StreamedUpdate(tx, policy, plan, mesh, space) if is_offloaded(plan) else None
     if streamed is not None and not donate:
         raise ValueError(
@@ -142,10 +105,11 @@ def make_train_step(
         raise ValueError(f"update is {update!r}; it must be end, backward or delayed")
     if update != "end" and (streamed is None or not isinstance(loss_fn, base.Model)):
         raise ValueError(f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."')
+    skips = skip_nonfinite or spike is not None
     if update == "delayed":
         expect_delayed(streamed, plan, policy.has_master)
     if update == "backward":
-        expect_early(streamed, plan, space.slots if space is not None else 1, skip_nonfinite)
+        expect_early(streamed, plan, space.slots if space is not None else 1, skips)
     rooms: dict[Any, Tensor] | None = {} if update != "delayed" else None  # a gradient that waits keeps its memory
     lasting = (rooms, streamed is not None)
     gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, mlp_tiles, space, lasting)
@@ -155,8 +119,8 @@ def make_train_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if donate and transforms():
             raise ValueError("a train step under a torch.func transform overwrites its input; make it with donate=False")
-        expect_state(plan, policy, mesh, state, ema_decay)
-        key = random.fold_in(random.fold_in(state.key, "dropout"), state.step) if dropout else ()
+        expect_state(plan, policy, mesh, state, ema_decay, spike)
+        key = dropout_key(loss_fn, state)
         size, parts = split_batch(batch, micro_batches)
         scale = state.scaler.scale if policy.loss_scale else torch.ones((), device=state.step.device)
         # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.
@@ -181,30 +145,38 @@ def make_train_step(
             with mesh.ledger.phase("metrics"):
                 norm = layout.norm(grads) if early is None else early.norm(grads)
             grad_norm = norm * factor
-            skipped = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
+            overflow = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
+            loss = total.total.to(wide) / tokens
+            bad, stats = ((), ()) if spike is None else judge(spike, state.extra[LOSS], loss)
+            skipped, kept = (overflow, {}) if spike is None else (overflow | bad, {LOSS: stats})
             metrics = Metrics(
-                total.total.to(wide) / tokens,
+                loss,
                 total.num_tokens,
                 grad_norm,
                 skipped,
                 scale,
                 {name: value / tokens for name, value in total.extra.items()},
+                bad,
             )
             moved = state._replace(
                 step=state.step + 1,
                 data_cursor=state.data_cursor + size * micro_batches * mesh.data_size,
-                scaler=move_scaler(policy, state.scaler, skipped),
+                scaler=move_scaler(policy, state.scaler, overflow),
+                extra={**state.extra, **kept},
             )
-            sums, rest = Gradients(grads, factor, norm), (moved, skipped if skip_nonfinite else None, ema_decay)
+
+            def on(new: TrainState) -> TrainState:
+                """The state `new`, made of the one before the step, with what every step moves on."""
+                return new._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler, extra={**new.extra, **kept})
+
+            sums, rest = Gradients(grads, factor, norm), (moved, skipped if skips else None, ema_decay)
             del grads
             with mesh.ledger.phase("update"):
                 if late is not None:
-                    new = late.join()._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler)
-                    new = waiting(new, sums, skip_nonfinite and bool(skipped))
+                    new = waiting(on(late.join()), sums, skips and bool(skipped))
                     commit(space, new, mesh)
                 elif early is not None:
-                    new = early.finish(sums.sums, skip_nonfinite and bool(skipped))
-                    new = new._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler)
+                    new = on(early.finish(sums.sums, skips and bool(skipped)))
                     commit(space, new, mesh)
                 elif streamed is not None:
                     new = streamed.run(sums, *rest)
@@ -221,83 +193,6 @@ def plan_memories(plan: Plan) -> str:
     trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
     said = [f"{group}={spec.memory}" for group, tree in trees.items() for spec in pytree.leaves(tree) if spec.memory != "device"]
     return ", ".join(dict.fromkeys(said))
-
-
-def make_gradient(
-    loss_fn: base.Model | LossFn,
-    plan: Plan,
-    mesh: Mesh,
-    policy: Policy,
-    remat: Remat,
-    compiled: bool,
-    kernels: Kernels,
-    prefetch: int,
-    mlp_tiles: int = 1,
-    space: Space | None = None,
-    lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
-) -> Callable[..., tuple[Tree, base.Loss]]:
-    """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
-
-    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. lasting: see Reducer, rooms and narrow.
-    """
-    loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled, kernels, mlp_tiles)
-    ctx = base.Ctx(
-        mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=plan.sequence, tiles=mlp_tiles
-    )
-    streamed = None
-    if isinstance(loss_fn, base.Model):
-        streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch, space)
-
-    def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
-        return call_plain(loss_fn, params, part, policy)
-
-    def pure(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, list[base.Loss]]:
-        grads, losses = functional(loss, params, plan, parts, firsts, key, seed)
-        grads = pytree.map(lambda g: g.to(policy.accumulate), grads)
-        return own(plan, mesh, plan.whole(grads, params)), losses
-
-    def plain(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor, reducer: Reducer) -> list[base.Loss]:
-        losses = []
-        for j, part in enumerate(parts):
-            grads, out = functional(call, whole_params(params, plan, mesh, seed.device), plan, [part], firsts[j : j + 1], key, seed)
-            put_whole(reducer, grads, last=j == len(parts) - 1)
-            losses += out
-        return losses
-
-    def away(name: str, stream: str, depth: int | None) -> Scratched:
-        return Scratched(space.scratch, ("grads", stream, name), depth, policy.accumulate)
-
-    def gradient(
-        state: TrainState,
-        parts: list[Any],
-        size: int,
-        key: Any,
-        seed: Tensor,
-        early: EarlyUpdate | None = None,
-        known: Callable[[base.Loss], None] | None = None,
-    ) -> tuple[Tree, base.Loss]:
-        firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
-        if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
-            grads, losses = pure(state.params, parts, firsts, key, seed)
-            return grads, sum_losses(losses, mesh)
-        reducer = Reducer(
-            plan, mesh, policy.reduce, policy.accumulate, len(parts), away, early.take if early is not None else None, *lasting
-        )
-        if streamed is None:
-            losses = plain(state.params, parts, firsts, key, seed, reducer)
-        else:
-            losses = []
-            for j, (part, first) in enumerate(zip(parts, firsts)):
-                last, at = j == len(parts) - 1, torch.tensor(first, device=seed.device)
-                # Behind the last forward pass the sum of all losses is known.
-                ready = (lambda loss: known(sum_losses([*losses, loss], mesh))) if last and early is not None else None
-                losses.append(streamed.backward(state.params, part, key, at, seed, reducer, last=last, ready=ready))
-        like = plan.trained(plan.like)
-        if early is not None:
-            like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}
-        return reducer.sums(like), sum_losses(losses, mesh)
-
-    return gradient
 
 
 def move_scaler(policy: Policy, scaler: ScalerState | tuple, skipped: Tensor) -> ScalerState | tuple:
@@ -367,8 +262,8 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
         )
 
 
-def expect_state(plan: Plan, policy: Policy, mesh: Mesh, state: TrainState, ema_decay: float) -> None:
-    """Raise ValueError where the state was made for another plan or policy, or lacks the average that the step is to keep."""
+def expect_state(plan: Plan, policy: Policy, mesh: Mesh, state: TrainState, ema_decay: float, spike: Spike | None = None) -> None:
+    """Raise ValueError where the state was made for another plan or policy, or lacks what the step is to keep beside the parameters."""
     expect_shapes(plan, state.params, mesh)
     for name, leaf in pytree.named_leaves(state.params).items():
         if leaf.dtype != policy.param:
@@ -377,6 +272,8 @@ def expect_state(plan: Plan, policy: Policy, mesh: Mesh, state: TrainState, ema_
         raise ValueError(f"the state was not made for the step's policy {policy.name}; give init_state that policy")
     if ema_decay and "ema" not in state.extra:
         raise ValueError(f"ema_decay is {ema_decay} and the state keeps no average; give init_state ema=True")
+    if spike is not None and LOSS not in state.extra:
+        raise ValueError("the step judges losses by those before them and the state keeps none; give init_state spike=True")
 
 
 def make_eval_step(

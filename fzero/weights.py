@@ -33,6 +33,7 @@ class Shelf(NamedTuple):
     record: Record
     ranks: int
     sizes: dict[str, int]  # of the axes of its mesh
+    stage: int | None  # of its plan
     leaves: dict[str, Any]  # name -> shape, dtype and stacked, of one rank
     slots: int
 
@@ -40,24 +41,34 @@ class Shelf(NamedTuple):
         """Whether there are leaves under `prefix`."""
         return any(name.startswith(prefix) for name in self.leaves)
 
-    def leaf(self, name: str, shape: tuple[int, ...], spec: Any) -> Tensor:
-        """A whole leaf, of the parts that its ranks hold by `spec`; raises ValueError naming a chunk that is not what was written."""
+    def leaf(
+        self, name: str, shape: tuple[int, ...], spec: Any, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The elements [start, start + size) (None: all) of a leaf of `shape`, of the parts that its ranks hold by `spec`.
+
+        Raises ValueError naming a chunk that is not what was written.
+        """
         said = self.leaves[name]
         kept = Kept(tuple(said["shape"]), getattr(torch, said["dtype"]), said["stacked"])
-        whole, done = torch.empty(shape, dtype=kept.dtype), set()
+        start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
+        out, done = torch.empty(size, dtype=kept.dtype), set()
         for rank in range(self.ranks):
-            start, size = window(shape, spec, fake_mesh(self.sizes, rank))
-            if start in done:
-                continue  # another rank's copy
-            done.add(start)
+            at, extent = window(shape, spec, fake_mesh(self.sizes, rank))
+            spans = [(max(a, s), min(a + e, s + n)) for a, e, s, n in zip(at, extent, start, size)]
+            if at in done or any(low >= high for low, high in spans):
+                continue  # another rank's copy, or none of what is asked for
+            done.add(at)
             sums = self.sums(rank)
-            part = whole
-            for dim, (at, n) in enumerate(zip(start, size)):
-                part = part.narrow(dim, at, n)
-            for layer in range(kept.layers):
+            target = out
+            for dim, ((low, high), s) in enumerate(zip(spans, start)):
+                target = target.narrow(dim, low - s, high - low)
+            inner = [(low - a, high - a) for (low, high), a in zip(spans, at)]
+            for i, layer in enumerate(range(*inner[0]) if kept.stacked else [0]):
                 value = self.chunk(name, kept, layer, rank, sums.get(name))
-                (part[layer] if kept.stacked else part).copy_(value)
-        return whole
+                for dim, (low, high) in enumerate(inner[1:] if kept.stacked else inner):
+                    value = value.narrow(dim, low, high - low)
+                (target[i] if kept.stacked else target).copy_(value)
+        return out
 
     def sums(self, rank: int) -> dict[str, list[int]]:
         """The checksums of a rank's chunks; {} where the run kept none."""
@@ -87,7 +98,7 @@ def find(place: Path) -> Shelf | None:
         return None
     if record.dirty:
         raise ValueError(f"{place}: a step was being written over another one when its run ended; there are no weights in it")
-    return Shelf(place, record, said["ranks"], said["owner"].get("mesh", {}), said["leaves"], said["slots"])
+    return Shelf(place, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"])
 
 
 def weights(shelf: Shelf, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:

@@ -363,9 +363,9 @@ def test_a_complete_run_is_not_resumed(fz):
     assert code == 2 and "run: is complete: it has made its 8 steps" in err
 
 
-def test_a_gradient_that_stays_not_finite_ends_the_run(fz, monkeypatch):
-    monkeypatch.setattr(pretrain, "MAX_SKIPPED", 3)
-    args = [*QUIET, "--precision", "fp16", "--set", "precision.loss_scale.init=1e38", "--set", "precision.loss_scale.window=1000000"]
+def test_a_gradient_that_stays_not_finite_ends_the_run(fz):
+    settings = sets("guard.max_skipped=3", "precision.loss_scale.init=1e38", "precision.loss_scale.window=1000000")
+    args = [*QUIET, "--precision", "fp16", *settings]
     code, _, err = fz("pretrain", *args, "--data", "text.txt", "--out", "run")
     assert code == 2 and err == "fzero: error: the gradient has not been finite for 3 steps in a row (to step 3); lower --lr\n"
     assert [row["skipped"] for row in rows("run")] == [True] * 3

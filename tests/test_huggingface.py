@@ -256,8 +256,7 @@ def test_configs_say_what_the_model_is(saved):
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b", "llama2-70b", "mixtral-8x7b"])
 def test_presets_have_the_tensors_of_their_model(name, tmp_path):
     """Names and shapes of the real sizes, without the memory."""
-    from fzero.huggingface import full_name, places, their_shape
-    from fzero.huggingface_names import write_config
+    from fzero.huggingface_names import full_name, places, their_shape, write_config
 
     content, family = write_config(preset(name))
     file = tmp_path / "config.json"

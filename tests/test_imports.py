@@ -13,20 +13,25 @@ import fzero
 ROOT = Path(fzero.__file__).parent
 # A module imports only from its own group or an earlier one.
 GROUPS = (
-    ("pytree", "native", "random"),
+    ("pytree", "native", "random", "digest", "signals", "meeting"),
     ("ledger", "rollcall"),
     ("links", "operators"),
     ("collectives",),
     ("autodiff", "compile", "sharding", "kernels"),
     ("optim", "offload", "models", "streaming", "tiling"),
-    ("precision", "gradients", "update", "update_streamed", "update_early", "update_delayed"),
+    ("precision", "spikes", "gradients", "update", "update_streamed", "update_early", "update_delayed"),
     ("state", "stored", "init", "weights"),
-    ("train",),
-    ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "tables"),
+    ("train", "backward", "crosscheck"),
+    ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "huggingface_import", "migrate", "tables", "tensorfile"),
+    ("reshard",),
     ("runs",),
     ("program", "capacity", "sample", "doctor", "corpus", "team"),
-    ("kept",),
+    ("watchdog", "again"),
+    ("elastic",),
+    ("kept", "saving", "guard", "evaluate"),
     ("pretrain", "exchange"),
+    ("replay",),
+    ("bisect",),
     ("cli", "__main__"),
 )
 GROUP = {name: i for i, names in enumerate(GROUPS) for name in names}

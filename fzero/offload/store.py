@@ -217,11 +217,12 @@ class Stored:
         """Start to read rows of a layer."""
         return self.store.read(self.name, layer, rows, priority=priority)
 
-    def tensor(self, slot: int | None = None) -> Tensor:
-        """All of it, in memory."""
-        out = torch.empty(self.shape, dtype=self.dtype)
-        for layer in range(self.kept.layers):
-            part = out[layer] if self.kept.stacked else out
+    def tensor(self, slot: int | None = None, *, layers: tuple[int, int] | None = None) -> Tensor:
+        """All of it, or `layers` = (first, how many) of a stacked leaf, in memory."""
+        first, count = layers or (0, self.kept.layers)
+        out = torch.empty((count, *self.kept.chunk) if self.kept.stacked else self.shape, dtype=self.dtype)
+        for layer in range(first, first + count):
+            part = out[layer - first] if self.kept.stacked else out
             for rows in self.store.chunks.pieces(self.name, self.store.arena.size // 4):
                 value = self.store.read(self.name, layer, rows, slot=slot).wait()
                 (part[rows[0] : rows[1]] if part.dim() else part).copy_(value)

@@ -1,0 +1,87 @@
+"""Going on with a run by the command that started it: which folder it has, whether it is there, and whether the command still means it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fzero import runs
+from fzero.config import RunConfig, family_of, to_table, updated
+from fzero.tables import Table, flat
+
+BEGUN = "begun"  # a file in the folder of a run that has no config yet: what else is there is its own
+MAY_CHANGE = ("mesh", "zero", "reduce", "sequence", "accumulate", "prefetch", "reshard")  # of a config when a run is resumed
+
+
+def take(folder: Path, *, auto: bool) -> bool:
+    """Make sure that `folder` is free for a new run; returns whether it is there.
+
+    auto: what an attempt left there that had not begun to train is removed.
+    Raises ValueError where there is anything else.
+    """
+    if auto and (folder / BEGUN).is_file() and not (folder / runs.CONFIG).is_file():
+        runs.clear(folder, keep=True)
+    runs.expect_free(folder)
+    return folder.exists()
+
+
+def begin(folder: Path) -> None:
+    """Mark `folder` as that of a run which is being made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / BEGUN).touch()
+
+
+def begun(folder: Path) -> None:
+    """Take the mark away: the run is made."""
+    (folder / BEGUN).unlink(missing_ok=True)
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a run in `folder`."""
+    return (folder / runs.CONFIG).is_file()
+
+
+def changes_of(table: Table, folder: Path, init: Path | None) -> Table:
+    """What the table of a command says that a resumed run may change, from the run in `folder`.
+
+    Raises ValueError naming the first key whose value in `table` is another one than the run's, and may not be.
+    """
+    old, said = runs.read_config(folder), runs.read_environment(folder)
+    if init is not None and str(init.resolve()) != said.get("init", ""):
+        raise differs("--init", init, said.get("init") or "no other run", folder)
+    rest: dict[str, Any] = {key: value for key, value in table.items() if key not in MAY_CHANGE}
+    changes = {key: value for key, value in table.items() if key in MAY_CHANGE}
+    model = dict(rest.get("model", {})) if isinstance(rest.get("model"), dict) else {}
+    family = model.pop("family", family_of(old.model))
+    if family != family_of(old.model):
+        raise differs("model.family", family, family_of(old.model), folder)
+    if rest.pop("preset", old.preset) != old.preset:
+        raise differs("preset", table["preset"], old.preset, folder)
+    nvme = dict(rest.get("nvme", {})) if isinstance(rest.get("nvme"), dict) else {}
+    if "buffer_mb" in nvme:
+        changes["nvme"] = {"buffer_mb": nvme.pop("buffer_mb")}
+    for name, value in (("model", model), ("nvme", nvme)):
+        if isinstance(rest.get(name), dict):
+            rest[name] = value
+    given, mine = dict(flat(to_table(as_given(old, rest)))), dict(flat(to_table(old)))
+    for key, _ in flat(rest):
+        if given[key] not in (mine[key], "auto"):
+            raise differs(key, given[key], mine[key], folder)
+    return changes
+
+
+def as_given(old: RunConfig, table: Table) -> RunConfig:
+    """The run's config changed where `table` says, the corpus named as a run records it."""
+    path = old.data.path
+    new = updated(replace(old, mesh={}), table)
+    if new.data.path not in ("stdlib", path):
+        new = replace(new, data=replace(new.data, path=str(Path(new.data.path).absolute())))
+    return new
+
+
+def differs(key: str, given: Any, there: Any, folder: Path) -> ValueError:
+    """The error of a value that is not the run's."""
+    return ValueError(
+        f"{key} is {given} here and {there} in {folder}, which is to be gone on with; give the same, leave it out, or name another --out"
+    )

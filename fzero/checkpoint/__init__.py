@@ -1,0 +1,59 @@
+"""Checkpoints of a state tree: written by all ranks while training goes on, whole or not there, restored on any mesh."""
+
+from pathlib import Path
+from typing import Any
+
+from fzero.checkpoint.home import Leaf, Place, folder_of, latest, manifest, remove, steps
+from fzero.checkpoint.reader import Opened, newest_sound, opened, restore, restore_leaves, verify
+from fzero.checkpoint.writer import Lazy, Saved, SaveFailed, Writer
+from fzero.offload.chunks import Damaged
+from fzero.pytree import Tree
+from fzero.sharding import Mesh
+
+__all__ = [
+    "Damaged",
+    "Lazy",
+    "Leaf",
+    "Opened",
+    "Place",
+    "SaveFailed",
+    "Saved",
+    "Writer",
+    "folder_of",
+    "latest",
+    "manifest",
+    "newest_sound",
+    "opened",
+    "remove",
+    "restore",
+    "restore_leaves",
+    "save",
+    "steps",
+    "verify",
+]
+
+
+def save(
+    folder: str | Path,
+    state: Tree,
+    *,
+    step: int,
+    config: Any = None,
+    specs: Tree | None = None,
+    mesh: Mesh | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    compress: str = "",
+    buffer_bytes: int | None = 256 << 20,
+) -> Place:
+    """The path of the checkpoint `folder`/step-XXXXXXXX, written from `state` and complete on return; see `Writer` and `Writer.save`.
+
+    All ranks of `mesh` call it. Raises ValueError naming the leaf that cannot be stored, and SaveFailed (an OSError) where the disk fails;
+    what was there before is then as it was.
+    """
+    writer = Writer(folder, mesh, keep_last=keep_last, keep_every=keep_every, compress=compress, buffer_bytes=buffer_bytes)
+    try:
+        writer.save(state, step=step, config=config, specs=specs)
+        return writer.wait().path
+    finally:
+        writer.close()

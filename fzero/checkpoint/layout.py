@@ -1,0 +1,273 @@
+"""How a leaf lies in a checkpoint: in parts, each a file that one rank writes, of chunks, each of which is read whole and checked by itself.
+
+A leaf is a zarr3 array. A part is a chunk of its grid in zarr's terms. It holds one chunk of ours, and then its file is that chunk and
+the crc32c of it; or several, and then zarr's codec `sharding_indexed` describes it:
+
+    index       offset and bytes of every chunk, uint64, in C order; the crc32c of those
+    sums        the crc32c of every chunk, uint32, which zarr passes over: the manifest has the crc32c of the index and the sums together
+    chunks      each at a page, followed by its crc32c; zeros fill the page
+
+So any zarr library reads and checks it, a direct transfer can write and read it, and a slice of the leaf is a few chunks of a few files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fzero.offload.arena import padded
+from fzero.sharding import Mesh, Spec
+
+TARGET = 1 << 20  # bytes from which a chunk is not made smaller than half of
+LEAST = 1 << 18  # bytes below which no chunk is cut
+RUN = 2048  # bytes in a row below which rows are not cut
+SHARE = 1 << 20  # bytes from which a part is worth dividing among the ranks that all hold it
+CRC = 4  # bytes of a crc32c
+
+# What a dtype is called in a zarr array; those that plain zarr does not know lie there as integers of their width.
+ZARR = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "uint16",
+    torch.float8_e4m3fn: "uint8",
+    torch.float8_e5m2: "uint8",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+Index = tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """Where the elements of a leaf are."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grid: tuple[int, ...]  # parts along each dim
+    chunk: tuple[int, ...]  # the shape of one
+    compress: str = ""  # "" or "zstd"
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of a part."""
+        return tuple(n // g for n, g in zip(self.shape, self.grid))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The chunks of a part along each dim."""
+        return tuple(n // c if c else 0 for n, c in zip(self.part, self.chunk))
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of a part."""
+        return math.prod(self.counts)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes of a chunk's elements."""
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    @property
+    def stride(self) -> int:
+        """The bytes from one chunk that is not compressed to the next."""
+        return padded(self.chunk_bytes + CRC)
+
+    @property
+    def header(self) -> int:
+        """The bytes of a part's index and sums, whole pages; 0 where a part is one chunk."""
+        return padded(self.chunks * (16 + CRC) + CRC) if self.chunks > 1 else 0
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of a part's file where chunks are not compressed."""
+        return self.header + self.chunks * self.stride if self.chunks > 1 else self.chunk_bytes + CRC
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the leaf's elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def parts(self) -> list[Index]:
+        """The place of every part in the grid, in C order; none where the leaf has no elements."""
+        return list(itertools.product(*(range(n) for n in self.grid))) if self.nbytes else []
+
+    def number(self, part: Index) -> int:
+        """The number of a part among `parts`."""
+        return int(np.ravel_multi_index(part, self.grid)) if part else 0
+
+    def key(self, part: Index) -> str:
+        """The name of a part's file beside zarr.json."""
+        return ".".join(["c", *map(str, part)])
+
+
+def smallest_factor(n: int) -> int:
+    """The smallest prime factor of n; n itself where that is prime, 1 for 1."""
+    return next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
+
+
+def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec) -> tuple[int, ...]:
+    """The shape of the chunks of a part: as fine as slices that meshes will ask for, where chunks stay worth a transfer of their own.
+
+    Where there are three dims, the first counts layers, and one layer is cut off at a time. Then the rows, which a data axis shards, and
+    what `spec` has an axis for, sharded now or not, are cut alike; other dims only where those are at their end.
+    """
+    chunk, cuts = list(part), [1] * len(part)
+    lead = int(len(chunk) > 2)
+    named = {dim for dim, axes in enumerate(spec.dims) if axes} | {lead}
+
+    def size() -> int:
+        return math.prod(chunk) * itemsize
+
+    while lead and size() >= 2 * TARGET and chunk[0] > 1:
+        chunk[0] //= smallest_factor(chunk[0])
+    while size() >= 2 * TARGET:
+        ways = []
+        for dim in range(lead, len(chunk)):
+            p = smallest_factor(chunk[dim])
+            in_a_row = chunk[dim] // p * itemsize if dim == len(chunk) - 1 else RUN
+            if p > 1 and size() // p >= LEAST and (in_a_row >= RUN or len(chunk) == 1):
+                ways.append((dim not in named, cuts[dim], dim, p))
+        if not ways:
+            break
+        *_, dim, p = min(ways)
+        chunk[dim] //= p
+        cuts[dim] *= p
+    return tuple(chunk)
+
+
+class Mine(NamedTuple):
+    """What one rank writes of a leaf."""
+
+    layout: Layout
+    parts: list[Index]
+    start: Index  # of the rank's shard in the leaf
+
+
+def lay_out(
+    local: Sequence[int], dtype: torch.dtype, spec: Spec, mesh: Mesh, number: int, *, most: int | None = None, compress: str = ""
+) -> Mine:
+    """How a leaf of which this rank holds a shard of shape `local` by `spec` lies in a checkpoint that all ranks write together.
+
+    Ranks that hold the same shard write a piece of it each where it can be cut so, and take turns by the `number` of the leaf else.
+    most: bytes that no part exceeds where it can be cut.
+    """
+    part, grid, start, own = list(local), [1] * len(local), [0] * len(local), [range(1)] * len(local)
+    used = set()
+    for dim, axes in enumerate(spec.dims):
+        for name in axes:
+            used.add(name)
+            grid[dim] *= mesh[name].size
+            start[dim] = start[dim] * mesh[name].size + mesh[name].rank
+        own[dim] = range(start[dim], start[dim] + 1)
+        start[dim] *= part[dim]
+    shape = tuple(n * g for n, g in zip(part, grid))
+    copies, copy = 1, 0
+    for axis in mesh.axes:
+        if axis.name not in used:
+            copies, copy = copies * axis.size, copy * axis.size + axis.rank
+
+    def cut(dim: int, by: int) -> None:
+        part[dim] //= by
+        grid[dim] *= by
+        own[dim] = range(own[dim].start * by, own[dim].stop * by)
+
+    def size() -> int:
+        return math.prod(part) * dtype.itemsize
+
+    mine = True
+    if copies > 1:
+        dim = next((d for d, n in enumerate(part) if n % copies == 0 and n), None)
+        if dim is None or size() < copies * SHARE:
+            mine = number % copies == copy
+        else:
+            cut(dim, copies)
+            own[dim] = range(own[dim].start + copy, own[dim].start + copy + 1)
+    for dim in range(len(part)):
+        while most is not None and size() > most and part[dim] > 1:
+            cut(dim, smallest_factor(part[dim]))
+    layout = Layout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec), compress)
+    return Mine(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start))
+
+
+class Slab(NamedTuple):
+    """Chunks of a part that follow one another in its file and make up a box of the leaf."""
+
+    first: int  # the number of its first chunk
+    at: Index  # of that chunk in the part, in chunks
+    counts: Index  # chunks along each dim
+
+
+def slabs(layout: Layout, most: int) -> Iterator[Slab]:
+    """The slabs of a part, in order, of at most `most` bytes each where a chunk is not larger."""
+    counts, dims = layout.counts, len(layout.counts)
+    room, dim = max(1, most // layout.stride), dims
+    while dim > 0 and math.prod(counts[dim - 1 :]) <= room:
+        dim -= 1
+    if dim == 0:
+        yield Slab(0, (0,) * dims, counts)
+        return
+    inner = math.prod(counts[dim:])
+    step = room // inner
+    for outer in itertools.product(*(range(n) for n in counts[: dim - 1])):
+        for begin in range(0, counts[dim - 1], step):
+            at = (*outer, begin, *(0,) * (dims - dim))
+            size = (*(1,) * (dim - 1), min(step, counts[dim - 1] - begin), *counts[dim:])
+            yield Slab(int(np.ravel_multi_index(at, counts)), at, size)
+
+
+def positions(counts: Index) -> Iterator[Index]:
+    """The places of a box's chunks within it, in C order."""
+    return itertools.product(*(range(n) for n in counts))
+
+
+# ---- what zarr reads ----
+
+
+def array_json(layout: Layout, attributes: dict[str, Any]) -> str:
+    """The zarr.json of a leaf's array."""
+    little = [{"name": "bytes", "configuration": {"endian": "little"}} if layout.dtype.itemsize > 1 else {"name": "bytes"}]
+    packed = [{"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}] if layout.compress else []
+    codecs: list[dict[str, Any]] = [*little, *packed, {"name": "crc32c"}]
+    if layout.chunks > 1:
+        inner = {
+            "chunk_shape": list(layout.chunk),
+            "codecs": codecs,
+            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "index_location": "start",
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": inner}]
+    return _text(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(layout.shape),
+            "data_type": ZARR[layout.dtype],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in layout.part]}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": False if layout.dtype == torch.bool else 0.0 if ZARR[layout.dtype].startswith("float") else 0,
+            "codecs": codecs,
+            "attributes": {"dtype": str(layout.dtype).removeprefix("torch."), **attributes},
+        }
+    )
+
+
+ZSTD_LEVEL = 1
+
+
+def group_json() -> str:
+    """The zarr.json of a group."""
+    return _text({"zarr_format": 3, "node_type": "group", "attributes": {}})
+
+
+def _text(body: dict[str, Any]) -> str:
+    return json.dumps(body, indent=1) + "\n"

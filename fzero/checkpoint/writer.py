@@ -1,0 +1,438 @@
+"""Saving a state while training goes on: a snapshot, threads that write it, and a commit when every rank has written its part.
+
+`Writer.save` copies this rank's shards into buffers that were made before, and returns. Threads then checksum and write them. When all
+ranks have reported theirs to the first one, through the store of the mesh, it writes what describes them, and the manifest last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import pytree
+from fzero.checkpoint import home as homes
+from fzero.checkpoint.home import Leaf, Place, folder_of, join
+from fzero.checkpoint.layout import ZARR, Mine, Slab, array_json, group_json, lay_out, slabs
+from fzero.checkpoint.parts import Part
+from fzero.offload import Stored
+from fzero.offload.arena import Arena, padded
+from fzero.offload.folder import is_url, sync_folder, write_text
+from fzero.pytree import Tree
+from fzero.sharding import Mesh, Spec, one_process
+
+SLAB = 16 << 20  # bytes that are copied, checksummed and written at a time
+OBJECT = 64 << 20  # bytes of an object in an object store
+THREADS = 4
+_WRITERS = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Lazy:
+    """A leaf to save that is made when its turn comes, and dropped then: `give()` returns a tensor of this dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    give: Callable[[], Tensor]
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is complete."""
+
+    step: int
+    path: Place
+    blocked_s: float  # that `save` took
+    total_s: float  # until the manifest was in place
+    nbytes: int  # this rank's
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class Save:
+    """One checkpoint that is being written."""
+
+    def __init__(self, step: int, config: Any) -> None:
+        self.step, self.config, self.began = step, config, time.perf_counter()
+        self.target, self.go, self.staged, self.over = (threading.Event() for _ in range(4))
+        self.arrays, self.error, self.blocked_s, self.nbytes = "", None, 0.0, 0
+        self.layouts: dict[str, tuple[Mine, Spec]] = {}
+        self.parts: dict[str, list[Part]] = {}
+        self.tasks: list[Future] = []
+        self.outcome: Saved | SaveFailed | None = None
+
+
+class Writer:
+    """Writes checkpoints of the states of one run into a folder, one at a time. All ranks of `mesh` make one, and call it alike.
+
+    home: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/, gs://..., memory://...).
+    keep_last: checkpoints before the newest ones are removed, but for those whose step `keep_every` divides; None keeps all. The files of
+    one that goes are written over by the next save, which is quicker than to make new ones. compress: "zstd" or "".
+    buffer_bytes: memory for the snapshot; None: as much as the state. Where it is less, `save` returns when the rest of the state fits.
+    """
+
+    def __init__(
+        self,
+        home: Place,
+        mesh: Mesh | None = None,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        compress: str = "",
+        buffer_bytes: int | None = None,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"checkpoint: {name} is {value}; it must be at least 1, or None")
+        if compress not in ("", "zstd"):
+            raise ValueError(f"checkpoint: compress is {compress!r}; it must be 'zstd', or '' for none")
+        self.home: Place = home if is_url(home) else Path(home)
+        self.mesh = one_process() if mesh is None else mesh
+        self.keep_last, self.keep_every, self.compress, self.buffer_bytes = keep_last, keep_every, compress, buffer_bytes
+        self.first = self.mesh.rank == 0
+        self.store = self.mesh.store.clone() if self.mesh.store is not None else None  # the other connection may be taken by a wait
+        self.number, self.saves = next(_WRITERS), itertools.count()
+        self.arena: Arena | None = None
+        self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
+        self.current: Save | None = None
+        self.cleaned = False
+
+    # ---- what the caller sees ----
+
+    def save(self, state: Tree, *, step: int, config: Any = None, specs: Tree | None = None) -> None:
+        """Begin the checkpoint of `step`; the state may change when this returns. It waits for the one before, whose error it raises.
+
+        state: tensors (this rank's shards), leaves that rest on a disk, or `Lazy` ones. specs: the Spec of every leaf; None on one process.
+        config: anything JSON can hold, kept in the manifest. A checkpoint of the same step is replaced.
+        Raises ValueError naming the leaf that is not a tensor or has a dtype that cannot be stored, and SaveFailed.
+        """
+        named = self._checked(state, specs, step)
+        try:
+            config = json.loads(json.dumps(config, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"checkpoint: config is not JSON: {error}") from None
+        if not is_url(self.home) and self.home.exists() and not self.home.is_dir():
+            raise ValueError(f"{self.home}: is not a folder; give a folder to save checkpoints in")
+        self.wait()
+        save = self.current = Save(step, config)
+        threading.Thread(target=self._serve, args=(save, next(self.saves)), name="fzero-commit", daemon=True).start()
+        try:
+            self._snapshot(save, named)
+        except BaseException as error:
+            save.error = error
+            raise
+        finally:
+            save.blocked_s = time.perf_counter() - save.began
+            save.go.set()
+            save.staged.set()
+
+    def poll(self) -> Saved | None:
+        """The checkpoint that was completed since the last call, if one was; raises SaveFailed where it could not be written."""
+        if self.current is None or not self.current.over.is_set():
+            return None
+        return self.wait()
+
+    def wait(self) -> Saved | None:
+        """The checkpoint that was being written, when it is complete (None: none was); raises SaveFailed."""
+        save = self.current
+        if save is None:
+            return None
+        while not save.over.wait(0.2):  # in pieces: signals are served in between
+            pass
+        self.current = None
+        if isinstance(save.outcome, SaveFailed):
+            raise save.outcome
+        return save.outcome
+
+    def reserve(self, size: int) -> None:
+        """Make the memory of the snapshot ready, `size` bytes or what it may be at most: else the first `save` does."""
+        size = min(size, self.buffer_bytes or size)
+        if self.arena is None or self.arena.size < size:
+            self.arena = None
+            self.arena = Arena(size)
+
+    def close(self) -> None:
+        """Wait for what is being written, and give memory, threads and spare files back; raises SaveFailed."""
+        try:
+            self.wait()
+        finally:
+            self.pool.shutdown()
+            self.arena = None
+            if self.first:
+                homes.drop_spare(self.home)
+
+    # ---- the snapshot ----
+
+    def _checked(self, state: Tree, specs: Tree | None, step: int) -> dict[str, tuple[Any, Spec]]:
+        if type(step) is not int or step < 0:
+            raise ValueError(f"checkpoint: step is {step!r}; it must be an int of at least 0")
+        if specs is None and self.mesh.size > 1:
+            raise ValueError("checkpoint: a state on several processes needs specs=, the Spec of every leaf; see fzero.state_specs")
+        named, given = pytree.named_leaves(state), {} if specs is None else pytree.named_leaves(specs)
+        for name, leaf in named.items():
+            if not isinstance(leaf, (Tensor, Stored, Lazy)):
+                raise ValueError(f"checkpoint: leaf {name!r} is a {type(leaf).__name__}, not a tensor; use torch.tensor, or () for nothing")
+            if leaf.dtype not in ZARR:
+                held = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZARR)
+                raise ValueError(f"checkpoint: leaf {name!r} is {leaf.dtype}; a checkpoint holds {held}")
+        return {name: (leaf, given[name] if specs is not None else Spec()) for name, leaf in named.items()}
+
+    def _snapshot(self, save: Save, named: dict[str, tuple[Any, Spec]]) -> None:
+        most = OBJECT if is_url(self.home) else None
+        slab_bytes = 2 * OBJECT if is_url(self.home) else SLAB
+        work: list[tuple[str, Part, Slab]] = []
+        for number, (name, (leaf, spec)) in enumerate(named.items()):
+            mine = lay_out(leaf.shape, leaf.dtype, spec, self.mesh, number, most=most, compress=self.compress)
+            save.layouts[name] = (mine, spec)
+            for index in mine.parts:
+                part = Part(name, mine.layout, index, self._path)
+                save.parts.setdefault(name, []).append(part)
+                pieces = list(slabs(mine.layout, slab_bytes))
+                part.left = len(pieces)
+                work += [(name, part, slab) for slab in pieces]
+        sizes = [padded(math.prod(slab.counts) * part.layout.stride) for _, part, slab in work]
+        total, largest = sum(sizes), max(sizes, default=0)
+        room = total if self.buffer_bytes is None else min(total, max(self.buffer_bytes, THREADS * largest))
+        self.reserve_exactly(room)
+        save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
+        if self.arena is not None and self.arena.size < total:
+            save.go.set()  # else no thread takes memory bandwidth from the copies
+
+        def busy() -> bool:
+            save.go.set()
+            return save.error is None and any(not task.done() for task in save.tasks)
+
+        held: tuple[str, Callable[..., Tensor]] | None = None
+        for (name, part, slab), size in zip(work, sizes):
+            if held is None or held[0] != name:
+                held = (name, source(named[name][0]))
+            try:
+                raw = self.arena.take((size,), torch.uint8, busy).raw
+            except ValueError:
+                if save.error is None:
+                    raise
+                return  # a thread has failed, and `poll` will say so
+            part.fill(raw, slab, held[1], save.layouts[name][0].start)
+            save.tasks.append(self.pool.submit(self._write, save, part, slab, raw))
+            del raw
+
+    def reserve_exactly(self, size: int) -> None:
+        """As `reserve`, whatever the limit."""
+        if size and (self.arena is None or self.arena.size < size):
+            self.arena = None
+            self.arena = Arena(size)
+
+    # ---- the threads ----
+
+    def _path(self, name: str) -> Place:
+        return join(folder_of(self.home, self.current.step), self.current.arrays, name)
+
+    def _write(self, save: Save, part: Part, slab: Slab, raw: Tensor) -> None:
+        save.go.wait()
+        save.target.wait()
+        if save.error is None:
+            try:
+                part.write(raw, slab)
+            except BaseException as error:
+                save.error = save.error or error
+                raise
+
+    def _serve(self, save: Save, number: int) -> None:
+        key = f"save/{self.number}/{number}"
+        try:
+            report = self._written(save, key)
+        except BaseException as error:
+            save.error = save.error or error
+            save.target.set()
+            report = {"error": told(save.error)}
+        for task in save.tasks:  # none may write once the folder is another's
+            task.exception()
+        for part in itertools.chain(*save.parts.values()):
+            part.close()
+        try:
+            outcome = self._committed(save, key, report)
+        except BaseException as error:
+            outcome = {"error": told(error)}
+        path = folder_of(self.home, save.step)
+        if "error" in outcome:
+            save.outcome = SaveFailed(f"{path}: the checkpoint could not be written: {outcome['error']}")
+            save.outcome.__cause__ = save.error
+        else:
+            save.outcome = Saved(save.step, path, save.blocked_s, time.perf_counter() - save.began, save.nbytes)
+        save.tasks.clear()
+        save.parts.clear()
+        save.over.set()
+
+    def _written(self, save: Save, key: str) -> dict[str, Any]:
+        """What this rank has written, when it is durable."""
+        begun = self._say(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
+        if "error" in begun:
+            raise SaveFailed(begun["error"])
+        save.arrays = begun["arrays"]
+        save.target.set()
+        save.staged.wait()
+        if save.error is not None:
+            raise save.error
+        for task in save.tasks:
+            task.result()
+        return {name: {str(part.number): [part.sum, part.digest] for part in parts} for name, parts in save.parts.items()}
+
+    def _begin(self, step: int) -> str:
+        if not is_url(self.home):
+            Path(self.home).mkdir(parents=True, exist_ok=True)
+        if not self.cleaned:
+            homes.clean(self.home)
+            self.cleaned = True
+        return homes.begin(self.home, step)
+
+    def _committed(self, save: Save, key: str, report: dict[str, Any]) -> dict[str, Any]:
+        """What came of the checkpoint, on every rank: the first one hears the reports of all, and makes it complete."""
+        if self.store is not None and not self.first:
+            self.store.set(f"{key}/{self.mesh.rank}", json.dumps(report))
+        path = folder_of(self.home, save.step)
+
+        def commit() -> dict[str, Any]:
+            reports = [report, *(self._hear(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
+            failed = [(rank, said["error"]) for rank, said in enumerate(reports) if "error" in said]
+            if failed:
+                with contextlib.suppress(OSError):
+                    homes.clean_step(path)
+                rank, why = failed[0]
+                return {"error": why if self.mesh.size == 1 else f"rank {rank}: {why}"}
+            try:
+                self._complete(save, path, reports)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    homes.clean_step(path)  # by the manifest: where that is in place, the new files are what it names
+                raise
+            homes.clean_step(path)
+            homes.retire(self.home, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True)
+            return {}
+
+        return self._say(f"{key}/end", commit)
+
+    def _complete(self, save: Save, path: Place, reports: list[dict[str, Any]]) -> None:
+        leaves = {}
+        for name, (mine, spec) in save.layouts.items():
+            layout = mine.layout
+            found = {int(number): value for said in reports for number, value in said.get(name, {}).items()}
+            assert len(found) == len(layout.parts()), f"{name}: {len(found)} parts of {len(layout.parts())} were written"
+            digest = sum(value for _, value in found.values()) % (1 << 64)
+            leaves[name] = Leaf(layout, str(spec), f"{digest:016x}", [found[i][0] for i in range(len(found))])
+        describe(join(path, save.arrays), leaves, self.pool)
+        homes.write(path, save.arrays, leaves, step=save.step, config=save.config, mesh=self._sizes())
+        if not is_url(self.home):
+            sync_folder(Path(self.home))
+
+    def _sizes(self) -> dict[str, int]:
+        return {axis.name: axis.size for axis in self.mesh.axes if axis.size > 1}
+
+    # ---- what ranks tell each other ----
+
+    def _say(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `make()` returned on the first rank, or the error that it raised, on all."""
+        if not self.first:
+            return self._hear(key)
+        try:
+            said = make()
+        except Exception as error:
+            said = {"error": told(error)}
+        if self.store is not None:
+            self.store.set(key, json.dumps(said))
+        return said
+
+    def _hear(self, key: str) -> dict[str, Any]:
+        pause = 0.001
+        while not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return json.loads(self.store.get(key))
+
+
+def told(error: BaseException) -> str:
+    """One line of what went wrong."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def source(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
+    """A function that returns the box of a leaf of a given start and size."""
+    if isinstance(leaf, Lazy):
+        leaf_made = leaf.give()
+        assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), f"{leaf} gave {leaf_made.shape}"
+        leaf = leaf_made
+    if isinstance(leaf, Stored):
+        return stored_source(leaf)
+    return lambda start, size: box(leaf.detach(), start, size)
+
+
+def box(x: Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """A view of the elements [start, start + size)."""
+    for dim, (at, n) in enumerate(zip(start, size)):
+        x = x.narrow(dim, at, n)
+    return x
+
+
+def stored_source(leaf: Stored) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
+    """`source` of a leaf on a disk, of which the layers that were asked for last are in memory."""
+    held: tuple[Any, Tensor] | None = None
+
+    def give(start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        nonlocal held
+        layers = (start[0], size[0]) if leaf.kept.stacked else (0, 1)
+        if held is None or held[0] != layers:
+            held = None
+            held = (layers, leaf.tensor(layers=layers))
+        return box(held[1], (0, *start[1:]), size) if leaf.kept.stacked else box(held[1], start, size)
+
+    return give
+
+
+def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -> None:
+    """Write the zarr.json of every leaf and of the groups that they are in, and make them and their folders durable."""
+    texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in leaves.items()}
+    groups = {"/".join(parts[:n]) for name in leaves for parts in [name.split("/")] for n in range(len(parts))}
+    texts |= dict.fromkeys(groups - texts.keys(), group_json())
+    if is_url(arrays):
+        places = {name: join(arrays, *name.split("/")) if name else arrays for name in texts}
+        for task in [pool.submit(write_text, places[name], "zarr.json", text) for name, text in texts.items()]:
+            task.result()
+        return
+
+    def put(name: str) -> None:
+        folder = Path(arrays, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "zarr.json", "w", encoding="utf-8") as f:
+            f.write(texts[name])
+            f.flush()
+            os.fsync(f.fileno())
+
+    for task in [pool.submit(put, name) for name in texts]:
+        task.result()
+    keep = {Path(arrays, name, leaf.layout.key(part)) for name, leaf in leaves.items() for part in leaf.layout.parts()}
+    keep |= {Path(arrays, name, "zarr.json") for name in texts}
+    folders = []
+    for folder, _, files in os.walk(arrays, topdown=False):
+        for file in files:
+            if Path(folder, file) not in keep:
+                Path(folder, file).unlink()  # of the checkpoint whose files these were
+        if os.listdir(folder):
+            folders.append(Path(folder))
+        else:
+            os.rmdir(folder)
+    for task in [pool.submit(sync_folder, folder) for folder in folders]:
+        task.result()

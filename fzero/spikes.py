@@ -1,0 +1,69 @@
+"""Loss spikes: a running mean and variance of the loss, as part of the state, and what is far above them.
+
+With the losses x_1, x_2, ... and the rate r_t = max(1/t, 1/window), as in Finch 2009, "Incremental calculation of weighted mean and
+variance", section 9:
+
+    d = x_t - mean;  mean += r_t d;  var = (1 - r_t) (var + r_t d^2)
+
+So they are the plain mean and variance of the first `window` losses, and from then on forget with 1 - 1/window a step. A loss above
+mean + sigmas sqrt(var) of those before it is a spike. The rule, on the step's own loss and with 6 sigmas, is that of the step-skipping
+optimizer of OLMo (Walsh et al. 2025, "2 OLMo 2 Furious"), which keeps the last 128 losses themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOSS = "loss"  # the name of the statistics in `state.extra`
+
+
+@dataclass(frozen=True)
+class Spike:
+    """What a spike is: a loss above the mean of those before it by `sigmas` of their standard deviations.
+
+    window: losses that they remember. warmup: losses seen before one is judged, at least 1.
+    """
+
+    sigmas: float = 6.0
+    window: int = 100
+    warmup: int = 100
+
+    def __post_init__(self) -> None:
+        if not (self.sigmas > 0 and self.window >= 1 and self.warmup >= 1):
+            raise ValueError(f"spike: {self} needs sigmas above 0, and window and warmup of at least 1")
+
+
+class LossStats(NamedTuple):
+    """The running statistics of the loss: scalars, the same on all ranks."""
+
+    mean: Tensor  # float64
+    var: Tensor  # float64
+    count: Tensor  # int64: losses seen
+
+
+def init_stats(device: torch.device | str = "cpu") -> LossStats:
+    """The statistics of no loss."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return LossStats(zero, zero.clone(), torch.zeros((), dtype=torch.int64, device=device))
+
+
+def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossStats]:
+    """(whether `loss` is a spike, a bool scalar; the statistics after it). Pure, without branches: it vmaps.
+
+    A spike enters the statistics as the largest loss that is none: one of them moves them little, and where all losses have risen for
+    good, the bound follows within tens of steps. A loss that is not finite is a spike, and does not enter.
+    """
+    x = loss.detach().to(torch.float64)
+    bound = stats.mean + spike.sigmas * stats.var.sqrt()
+    judged = stats.count >= spike.warmup
+    bad = judged & ~(x <= bound)
+    clipped = torch.where(bad, bound, x)
+    rate = torch.clamp(1.0 / (stats.count + 1).to(torch.float64), min=1.0 / spike.window)
+    d = clipped - stats.mean
+    new = LossStats(stats.mean + rate * d, (1.0 - rate) * (stats.var + rate * d * d), stats.count + 1)
+    enters = torch.isfinite(x)
+    return bad, LossStats(*(torch.where(enters, after, before) for after, before in zip(new, stats)))
