@@ -38,7 +38,7 @@ SHORTHANDS = {
     "nvme": "nvme.folder",
     "buffer_mb": "nvme.buffer_mb",
 }
-PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "buffer_mb")  # what a resumed run may change, as its mesh
+PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "offload", "nvme", "buffer_mb", "precision")  # what a resumed run may change, as its mesh
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -434,13 +434,17 @@ def progress(line: str) -> None:
 
 
 @cli.command(name="import")
-@click.argument("hf_folder", type=FOLDER)
+@click.argument("source", type=FOLDER)
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The new run folder.")
-def import_command(hf_folder: Path, out: Path) -> None:
-    """Make a run folder of a GPT-2, Llama or Mixtral that Hugging Face transformers saved."""
+@click.option("--config", type=FOLDER, metavar="HF_CONFIG.json", help="The model's sizes; without it config.json in SOURCE.")
+def import_command(source: Path, out: Path, config: Path | None) -> None:
+    """Make a run folder of a GPT-2, Llama or Mixtral that another system saved.
+
+    SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal checkpoint.
+    """
     from fzero import exchange
 
-    say(exchange.import_hf(hf_folder, out))
+    say(exchange.import_weights(source, out, config))
 
 
 @cli.command()
@@ -451,7 +455,10 @@ def export(run: Path, out: Path, ema: bool) -> None:
     """Write the model of a run as Hugging Face transformers reads it."""
     from fzero import exchange
 
-    say(exchange.export_hf(run, out, ema=ema))
+    line, passed = exchange.export_hf(run, out, ema=ema)
+    for warning in passed:
+        print(warning, file=sys.stderr)
+    say(line)
 
 
 @cli.command()

@@ -8,6 +8,7 @@ from typing import Any
 
 from fzero import checkpoint, pytree, runs
 from fzero.capacity import check_disk
+from fzero.config import RunConfig
 from fzero.corpus import Say
 from fzero.offload import Moved, Stored
 from fzero.offload.chunks import Damaged
@@ -38,7 +39,9 @@ def newest_state(program: Program, folder: Path, team: Team, say: Say, init: Pat
     """
     home = runs.checkpoints_of(folder, program.config)
     saved = team.share(lambda: checkpoint.steps(home))
-    if all_on_disk(program) and is_own_store(program):
+    before = runs.read_config(folder)
+    moved = [before.offload, before.nvme.folder] != [program.config.offload, program.config.nvme.folder]
+    if all_on_disk(program) and not moved and is_own_store(program):
         failure = ""
         try:
             state = latest(program)
@@ -52,7 +55,7 @@ def newest_state(program: Program, folder: Path, team: Team, say: Say, init: Pat
         say(f"passed over: {failures[0]}")
         team.share(lambda: release(program.space.folder))
     else:
-        saved = moved_out(program, folder, saved, team, say)
+        saved = moved_out(program, folder, before, saved, team, say)
     if not saved:
         return first_state(program, runs.load(init, wide=True).params if init else None)
     return restored(program, home, saved, team, say)
@@ -71,14 +74,14 @@ def is_own_store(program: Program) -> bool:
     return ours == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in said["leaves"].items()}
 
 
-def moved_out(program: Program, folder: Path, saved: list[int], team: Team, say: Say) -> list[int]:
+def moved_out(program: Program, folder: Path, before: RunConfig, saved: list[int], team: Team, say: Say) -> list[int]:
     """The steps of the checkpoints, among them one of the store that the run had under another plan, whose folder is free then."""
-    shelf, home = runs.shelf_of(folder, runs.read_config(folder)), runs.checkpoints_of(folder, program.config)
+    shelf, home = runs.shelf_of(folder, before), runs.checkpoints_of(folder, program.config)
     failure, place = "", None
     if shelf is not None and not shelf.record.done:
         try:
-            place = save_store(program, shelf, home, saved[-1] if saved else -1)
-        except (ValueError, checkpoint.SaveFailed) as error:
+            place = save_store(program, before, shelf, home, saved[-1] if saved else -1)
+        except (Damaged, checkpoint.SaveFailed) as error:
             failure = str(error)
     failures = [text for text in team.gather(failure) if text]
     if failures and not saved:

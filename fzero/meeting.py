@@ -42,7 +42,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int
             store.set(f"{number}/complete", "")
             return number, names
         if time.monotonic() > end:
-            late = [str(r) for r in range(size) if not found[r] or r in missing] or ["0"]
+            late = [str(r) for r in range(size) if not found[r]] or [str(r) for r in missing] or ["0"]
             raise TimeoutError(
                 f"rank {', '.join(late)} did not come within {timeout_s:g} s; look what it is doing, and start all ranks again"
             )

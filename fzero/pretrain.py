@@ -128,7 +128,7 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, au
     """
     text, said = team.share(lambda: [to_json(runs.read_config(folder)), runs.read_environment(folder)])
     config, changes = from_json(text, str(folder)), dict(changes or {})
-    old = config
+    kept = config
     if not said.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; start one from them with --init {folder}")
     team.record(str(folder.absolute()))
@@ -151,6 +151,8 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, au
         raise ValueError(f"{path}: is not the corpus this run began with; put that one back, or start a new run")
     team.share(lambda: guard.settle(folder))
     state = newest_state(program, folder, team, options.say, Path(said["init"]) if said["init"] else None)
+    kept = replace(kept, offload=config.offload, nvme=config.nvme, precision=config.precision)
+    team.share(lambda: runs.replace_config(folder, kept))  # where the state is from now on
     step = int(state.step)
     last = min(config.train.steps, options.stop_at or config.train.steps)
     if auto and step >= last:

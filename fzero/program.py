@@ -191,18 +191,19 @@ def like_of(program: Program) -> TrainState:
     return meta_state(program.tx, program.plan, program.mesh, program.policy, **kept_beside(program.config))
 
 
-def save_store(program: Program, shelf: Shelf, home: checkpoint.Place, step_before: int) -> checkpoint.Place | None:
-    """The checkpoint in `home` of the last complete step of another plan's store, where it is later than `step_before`; None where not.
+def save_store(program: Program, before: RunConfig, shelf: Shelf, home: checkpoint.Place, last: int) -> checkpoint.Place | None:
+    """The checkpoint in `home` of the last complete step of the store of another plan, where that is after step `last`; None where not.
 
-    Raises ValueError where the store is damaged.
+    before: the config under which the store was written. Raises Damaged where it is not what was written.
     """
-    if shelf.record.step <= step_before:
+    if shelf.record.step <= last:
         return None
-    options = {"reduce": program.config.reduce, "accumulate": program.config.accumulate, "sequence": program.config.sequence}
-    stage = program.config.zero if shelf.stage is None else shelf.stage
+    program = program._replace(policy=make_policy(before))
+    stage = before.zero if shelf.stage is None else shelf.stage
+    options = {"reduce": before.reduce, "accumulate": before.accumulate, "sequence": before.sequence}
     there = zero_plan(stage, program.model, fake_mesh(shelf.sizes), **options)
     old = state_specs(there, program.tx, program.policy, **kept_beside(program.config))
-    return save_shelf(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(program.config))
+    return save_shelf(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(before))
 
 
 def make_policy(config: RunConfig) -> Policy:

@@ -328,7 +328,7 @@ def compare_leaves(program: Program, state: TrainState, path: Path, step: int, *
 
 
 def apart(a: Tensor, b: Tensor, values: str) -> str:
-    """Where and by how much two leaves that differ do, in words; "" where all bits are equal. values: what is said of those of the first."""
+    """Where and by how much two leaves that differ do, in words; "" where all bits are equal. values: of the first, in words."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f": {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}".replace("torch.", "")
     differ, largest, first = 0, 0.0, None

@@ -15,7 +15,7 @@ from torch import Tensor
 from fzero import pytree
 from fzero.offload import Kept, Space, Stored
 from fzero.offload.arena import padded
-from fzero.offload.chunks import chunk_of
+from fzero.offload.chunks import Damaged, chunk_of
 from fzero.offload.folder import read_text
 from fzero.offload.record import Record, read_description, read_record, sums_name
 from fzero.pytree import Tree
@@ -82,7 +82,7 @@ class Shelf(NamedTuple):
             words = np.zeros(padded(kept.chunk_bytes), np.uint8)
             words[: kept.chunk_bytes] = data[: kept.chunk_bytes]
             if int(words.view(np.uint64).sum(dtype=np.uint64)) != sums[layer] % (1 << 64):
-                raise ValueError(f"{self.place}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
+                raise Damaged(f"{self.place}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
         return torch.from_numpy(data[: kept.chunk_bytes].copy()).view(kept.dtype).reshape(kept.chunk)
 
     def fixed(self, name: str) -> bool:

@@ -10,9 +10,13 @@ import time
 import numpy
 import pytest
 import torch
+from ranks import run
 
 from fzero import digest as module
 from fzero.digest import DTYPES, combined, digest, digest_tree
+from fzero.sharding import Spec, one_process
+from fzero.sharding.digests import digest_text, digests
+from fzero.sharding.draw import window
 
 MASK = (1 << 64) - 1
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
@@ -178,6 +182,53 @@ def test_names_are_mixed_in():
     halves = [{"a": digest(torch.ones(n), (3,), (at,))} for n, at in ((1, 0), (2, 1))]
     rest = {name: value for name, value in digests.items() if name != "a"}
     assert sum(map(combined, (*halves, rest))) & MASK == combined(digests)
+
+
+# -- on a mesh
+
+SPECS = {
+    "whole": Spec(),
+    "rows": Spec(("dp",)),
+    "columns": Spec(((), "tp")),
+    "both": Spec(("tp", "dp")),
+    "nested": Spec(((), ("tp", "dp"))),
+    "count": Spec(),
+}
+
+
+def tree():
+    leaves = {name: some((4, 8, 3), (torch.float32, torch.bfloat16)[i % 2], seed=i) for i, name in enumerate(SPECS)}
+    return {**leaves, "count": torch.tensor(7)}
+
+
+class Away:
+    """A leaf that is somewhere else."""
+
+    def __init__(self, leaf):
+        self.leaf = leaf
+
+    def tensor(self):
+        return self.leaf
+
+
+def digests_of_shards(mesh):
+    shards = {}
+    for name, leaf in tree().items():
+        for dim, (start, size) in enumerate(zip(*window(tuple(leaf.shape), SPECS[name], mesh))):
+            leaf = leaf.narrow(dim, start, size)
+        shards[name] = Away(leaf) if name == "rows" else leaf
+    found = digests(shards, SPECS, mesh)
+    return found, mesh.ledger.total("digest").bytes, digest_text(shards, SPECS, mesh)
+
+
+@pytest.mark.parametrize("sizes", ({"dp": 2}, {"tp": 2}, {"rp": 2}, {"dp": 2, "tp": 2}, {"rp": 2, "tp": 2}), ids=str)
+def test_shards_have_the_digests_of_the_whole_on_every_mesh(sizes):
+    expected = digest_tree(tree())
+    assert digests(tree(), SPECS, one_process()) == expected
+    n = 2 ** len(sizes)
+    for found, sent, text in run(n, digests_of_shards, mesh=sizes):
+        assert found == expected and text == f"{combined(expected):016x}"
+        assert sent == 8 * len(SPECS) * len(sizes)  # a rank's own numbers to the one other of each axis
 
 
 def test_few_elements_wait_for_no_compiler():

@@ -8,72 +8,18 @@ import copy
 import dataclasses
 import json
 import re
-import shutil
 
 import pytest
 import torch
 from close import assert_same
+from hf_cases import CASES, CLASS, LLAMA3, OURS, V, copy_of, relative, save, theirs, tokens
 from safetensors.torch import load_file, save_file
 
 from fzero import pytree
 from fzero.huggingface import like, load_hf, save_hf
-from fzero.models import Ctx, GPT2Config, LlamaConfig, MLPConfig, MoEConfig, build, logits, loss, preset
+from fzero.models import Ctx, GPT2Config, MLPConfig, build, logits, loss, preset
 
 hf = pytest.importorskip("transformers", reason="transformers is not installed; it is the reference these tests compare with")
-
-V, T = 61, 24
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-SMALL = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 40,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # logits far from uniform
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-GPT2 = {
-    "vocab_size": V,
-    "n_positions": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-MIXTRAL = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
-CASES = {
-    "gpt2": ("GPT2", GPT2),
-    "gpt2-untied-wide": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 72, "activation_function": "gelu_pytorch_tanh"}),
-    "llama": ("Llama", SMALL),
-    "llama-tied-scaled": ("Llama", {**SMALL, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 1000.0}),
-    "llama-head-dim": ("Llama", {**SMALL, "head_dim": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
-    "mixtral": ("Mixtral", MIXTRAL),
-    "mixtral-window": ("Mixtral", {**MIXTRAL, "sliding_window": 7, "num_experts_per_tok": 1}),
-}
-CLASS = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Mixtral": "MixtralForCausalLM"}
-OURS = {"GPT2": GPT2Config, "Llama": LlamaConfig, "Mixtral": MoEConfig}
-
-
-def theirs(case):
-    """A randomly initialised model of transformers; norms and biases too are drawn, so that none of them goes unseen."""
-    kind, sizes = CASES[case]
-    torch.manual_seed(0)
-    model = getattr(hf, CLASS[kind])(getattr(hf, f"{kind}Config")(**sizes)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
-                p.add_(torch.randn_like(p) * 0.2)
-    return model
-
-
-def save(model, folder, **options):
-    model.save_pretrained(folder, **options)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -90,31 +36,11 @@ def saved(tmp_path_factory):
     return get
 
 
-def copy_of(folder, to, **entries):
-    """A copy of a saved model with some entries of its config.json replaced."""
-    shutil.copytree(folder, to)
-    file = to / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
-    return to
-
-
-def tokens(rows):
-    return torch.randint(0, V, (rows, T), generator=torch.Generator().manual_seed(1))
-
-
 def batch_of(ids):
     """Next-token targets as transformers takes them: the last position has none."""
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, -1] = False
     return {"tokens": ids, "targets": ids.roll(-1, 1), "mask": mask}
-
-
-def relative(actual, expected):
-    """The largest error relative to the largest element."""
-    assert actual.shape == expected.shape
-    largest = expected.abs().max()
-    assert largest > 0
-    return float((actual - expected).abs().max() / largest)
 
 
 @pytest.mark.parametrize("case", CASES)

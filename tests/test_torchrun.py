@@ -2,35 +2,21 @@
 
 import json
 import os
-import re
-import shlex
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from launched import SHORT, TINY, ended, hashes, ranks_of, rows, start, started, torchrun, write_text
 
-from fzero import checkpoint, cli, runs
-
-SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}
-# The default optimizer of small models: Muon, which works on whole matrices, with clipping.
-TINY = [
-    *shlex.split("--model llama-tiny --batch 8 --micro-batch 1 --seq-len 16 --precision fp32 --data text.txt --peak-tflops 1"),
-    *[part for name, size in SIZES.items() for part in ("--set", f"model.{name}={size}")],
-    *shlex.split("--set train.compiled=false --set precision.fp32_matmul=default --set train.ema_decay=0.5"),
-    *shlex.split("--set train.eval_batches=3 --set train.eval_every=3"),
-]
-SHORT, LONG = ("--steps", 6), ("--steps", 1000000)
-TIMED = {"step_s", "data_s", "tokens_per_s", "mfu"}
+from fzero import checkpoint, cli
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a text and two runs of one process on it: `fast` and `canonical`."""
     path = tmp_path_factory.mktemp("torchrun")
-    path.joinpath("text.txt").write_text("\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(400)))
+    write_text(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         for reduce in ("fast", "canonical"):
@@ -38,46 +24,6 @@ def folder(tmp_path_factory):
                 cli.main(["pretrain", *TINY, *map(str, SHORT), "--reduce", reduce, "--out", reduce, "--sample", "line "])
             assert ended.value.code == 0
     return path
-
-
-def start(folder, n, *args, command=("-m", "fzero")):
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        line = [*launcher, *command, "pretrain", *map(str, args)]
-        cores = os.sched_getaffinity(0)
-        # So that every rank has one thread, as this process has: the same bits need the same threads. A child takes its parent's cores.
-        os.sched_setaffinity(0, sorted(cores)[:2])
-        try:
-            return subprocess.Popen(line, cwd=folder, env=environment, stdout=out, stderr=err)
-        finally:
-            os.sched_setaffinity(0, cores)
-
-
-def ended(folder, process, timeout_s=60):
-    """(exit code of torchrun, what all ranks printed, the lines of fzero on stderr, exit codes of the ranks)."""
-    try:
-        code = process.wait(timeout_s)
-    finally:
-        process.kill()
-    err = (folder / "err").read_text()
-    assert f"{os.sep}fzero{os.sep}" not in err, err  # no traceback but torchrun's own
-    said = [line for line in err.splitlines() if line.startswith("fzero: ")]
-    return code, (folder / "out").read_text(), said, sorted(int(c) for c in re.findall(r"exitcode  : (-?\d+)", err))
-
-
-def torchrun(folder, n, *args):
-    code, out, said, _ = ended(folder, start(folder, n, *args), 120)
-    assert code == 0 and not said, (folder / "err").read_text()
-    return out
-
-
-def rows(run):
-    return [{name: value for name, value in row.items() if name not in TIMED} for row in runs.read_metrics(run)]
-
-
-def hashes(run):
-    return {n: leaf["digest"] for n, leaf in checkpoint.manifest(checkpoint.latest(run / "checkpoints"))["leaves"].items()}
 
 
 MESHES = {
@@ -131,27 +77,6 @@ def test_ranks_with_different_flags(folder):
     process = start(folder, 2, *TINY, *SHORT, "--out", "new", command=("--no-python", "bash", "-c", script, "fzero"))
     one_line(ended(folder, process), ["train.seed is 7 on rank 1 and 0 on rank 0; start all ranks with the same command"], [2, 2])
     assert not (folder / "new").exists()
-
-
-def ranks_of(process):
-    """{rank: process id} of the processes that torchrun has started."""
-    found = {}
-    for task in Path(f"/proc/{process.pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{child}/environ").read_bytes())
-            if rank:
-                found[int(rank[1])] = child
-    return found
-
-
-def started(folder, run, n, *args):
-    """torchrun in the middle of a run that would go on for hours."""
-    process = start(folder, n, *TINY, *LONG, *args, "--out", run, "--sample", "")
-    metrics, end = folder / run / "metrics.jsonl", time.monotonic() + 60
-    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return process
 
 
 def test_a_killed_rank_ends_all(folder):

@@ -218,6 +218,7 @@ class Writer:
         held: tuple[str, Callable[..., Tensor]] | None = None
         for (name, part, slab), size in zip(work, sizes):
             if held is None or held[0] != name:
+                held = None  # before the next leaf is made
                 held = (name, source(named[name][0]))
             try:
                 raw = self.arena.take((size,), torch.uint8, busy).raw

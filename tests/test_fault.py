@@ -1,0 +1,309 @@
+"""What happens to a run when a process, a node or an operator ends it, or a rank hangs: it says so, and goes on with the same loss curve."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from launched import (
+    LONG,
+    SHORT,
+    STANDALONE,
+    TINY,
+    ended,
+    ranks_of,
+    rows,
+    said_in,
+    start,
+    started,
+    steps_of,
+    until,
+    write_text,
+)
+
+from fzero import again, checkpoint, cli, meeting, runs
+from fzero.elastic import fitting_mesh
+from fzero.rollcall import Call
+from fzero.watchdog import Beat, verdict
+
+# Saves often, for ranks that may be killed.
+KEEP = [*TINY, "--reduce", "canonical", "--set", "train.checkpoint_every=2"]
+STEPS = ("--steps", 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a text and `whole`, the run of one process that nothing happens to."""
+    path = tmp_path_factory.mktemp("fault")
+    write_text(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        with pytest.raises(SystemExit) as code:
+            cli.main(["pretrain", *KEEP, *map(str, STEPS), "--out", "whole", "--sample", ""])
+        assert code.value.code == 0
+    return path
+
+
+# ---- finding each other, where others were before -------------------------------------------------------------------
+
+
+@pytest.fixture
+def store():
+    """Makes connections to one store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+
+
+def meet_all(store, size, ranks=None, timeout_s=20.0):
+    """{rank: what meet gave, or its error} of some ranks, each in a thread."""
+    found = {}
+
+    def one(rank):
+        try:
+            found[rank] = meeting.meet(store(), rank, size, timeout_s)
+        except (TimeoutError, ValueError) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (range(size) if ranks is None else ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_each_team_is_a_new_one_whatever_was_left_before(store):
+    seen = set()
+    for number, size in enumerate((3, 3, 2, 4, 1), 1):
+        found = meet_all(store, size)
+        assert len({(n, tuple(names)) for n, names in found.values()}) == 1, found
+        given, names = found[0]
+        assert given >= number and len(set(names)) == size and not seen & set(names)
+        seen |= set(names)
+
+
+def test_a_list_with_names_of_the_attempt_before_is_not_taken(store):
+    """Ranks 0 and 1 are here long before rank 2, whose old name is still there: rank 0 publishes a list that nobody acknowledges whole."""
+    old = meet_all(store, 3)[0]
+    late = {}
+    first = threading.Thread(target=lambda: late.update(meet_all(store, 3, ranks=(0, 1))))
+    first.start()
+    time.sleep(0.5)
+    assert not late  # they wait, although every key of a complete team is there
+    late |= meet_all(store, 3, ranks=(2,))
+    first.join()
+    assert late[0] == late[1] == late[2] and late[0][0] > old[0] and late[0][1][2] != old[1][2]
+
+
+def test_a_process_that_ends_while_all_meet_is_replaced(store):
+    """Rank 1 says hello, is listed, and is gone before it answers; the next one at its place is in the team."""
+    first = {}
+    thread = threading.Thread(target=lambda: first.update(meet_all(store, 2, ranks=(0,))))
+    thread.start()
+    gone = store()
+    gone.set("hello/1", "gone")
+    until(lambda: gone.check(["list"]))
+    first |= meet_all(store, 2, ranks=(1,))
+    thread.join()
+    assert first[0] == first[1] and "gone" not in first[0][1]
+
+
+def test_who_does_not_come_is_named(store):
+    found = meet_all(store, 4, ranks=(0, 2), timeout_s=0.5)
+    assert "rank 1, 3 did not come within 0.5 s" in str(found[0])
+    assert "rank 1, 3 did not come" in str(found[2])
+
+
+def test_a_process_whose_place_is_taken_ends(store):
+    found = {}
+    thread = threading.Thread(target=lambda: found.update(meet_all(store, 2, ranks=(1,))))
+    thread.start()
+    other = store()
+    until(lambda: other.check(["hello/1"]))
+    other.set("hello/1", "another")
+    thread.join()
+    assert "rank 1 was started again while this process" in str(found[1])
+
+
+# ---- another mesh ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes, processes, micro_batches, expected",
+    [
+        ({"dp": 4}, 3, 4, {"dp": 2}),
+        ({"dp": 4}, 3, 12, {"dp": 3}),
+        ({"dp": 4}, 1, 4, {}),
+        ({"dp": 2}, 4, 8, {"dp": 4}),
+        ({"dp": 2}, 5, 7, {}),
+        ({"dp": 2, "tp": 2}, 3, 4, {"tp": 2}),
+        ({"dp": 2, "tp": 2}, 6, 4, {"dp": 2, "tp": 2}),
+        ({"dp": 2, "tp": 2}, 6, 6, {"dp": 3, "tp": 2}),
+        ({"tp": 4}, 3, 4, {"tp": 2}),
+        ({"tp": 4}, 1, 4, {}),
+        ({"dp": 2, "rp": 2}, 3, 4, {"rp": 2}),
+        ({"dp": 2, "rp": 3}, 5, 12, {"rp": 3}),
+        ({"dp": 2, "rp": 2, "tp": 2}, 7, 8, {"rp": 2, "tp": 2}),
+        ({}, 3, 6, {"dp": 3}),
+    ],
+)
+def test_the_mesh_on_other_processes(sizes, processes, micro_batches, expected):
+    assert fitting_mesh(sizes, processes, micro_batches) == expected
+
+
+# ---- going on by the command of the start ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fz(folder, monkeypatch, capfd):
+    """Runs the command line here: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(folder)
+
+    def run(*args):
+        with pytest.raises(SystemExit) as error:
+            cli.main([str(arg) for arg in args])
+        out, err = capfd.readouterr()
+        return error.value.code, out, err
+
+    return run
+
+
+def test_auto_resume_starts_goes_on_and_ends(fz, folder):
+    command = ["pretrain", *KEEP, *STEPS, "--out", "auto", "--sample", "", "--auto-resume"]
+    code, out, _ = fz(*command, "--stop-at", 5)
+    assert code == 0 and "stopped after step 5 of 12" in out and not (folder / "auto" / again.BEGUN).exists()
+    code, out, _ = fz(*command, "--stop-at", 5)
+    assert code == 0 and "auto: has made its 5 steps" in out
+    code, out, _ = fz(*command)
+    assert code == 0 and "resuming auto at step 5 of 12" in out
+    assert rows(folder / "auto") == rows(folder / "whole")
+    code, out, err = fz(*command)
+    assert code == 0 and "auto: is complete: it has made its 12 steps" in out and not err
+    assert rows(folder / "auto") == rows(folder / "whole")
+
+
+DISAGREEING = {
+    "a flag": (["--lr", "0.5"], "optim.lr is 0.5 here and 0.02 in whole"),
+    "a setting": (["--set", "model.n_layers=3"], "model.n_layers is 3 here and 2 in whole"),
+    "the preset": (["--model", "gpt2-tiny"], "preset is gpt2-tiny here and llama-tiny in whole"),
+    "the corpus": (["--data", "other.txt"], "/other.txt here and "),
+    "the steps": (["--steps", 13], "train.steps is 13 here and 12 in whole"),
+    "the family": (["--set", "model.family=gpt2"], "model.family is gpt2 here and llama in whole"),
+    "weights": (["--init", "whole"], "--init is whole here and no other run in whole"),
+    "no such key": (["--set", "train.stepps=3"], "unknown key 'train.stepps' (did you mean steps?)"),
+    "both": (["--resume"], "--resume and --auto-resume: the first wants a run that is there"),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEING)
+def test_what_a_resumed_run_may_not_change_is_named(fz, what):
+    flags, text = DISAGREEING[what]
+    code, _, err = fz("pretrain", "--out", "whole", "--auto-resume", *flags)
+    assert code == 2 and err.count("\n") == 1 and text in err, err
+
+
+def test_what_agrees_or_may_change_is_no_mistake(fz):
+    flags = [*TINY, *STEPS, "--zero", 0, "--reduce", "fast", "--set", "reshard=false", "--prefetch", 2]
+    code, out, err = fz("pretrain", *flags, "--out", "whole", "--auto-resume")
+    assert code == 0 and "is complete" in out, err
+
+
+def test_auto_resume_needs_a_folder_and_takes_no_other(fz, folder):
+    code, _, err = fz("pretrain", *KEEP, "--auto-resume")
+    assert code == 2 and "--auto-resume needs the run folder: --out RUN" in err
+    (folder / "full").mkdir()
+    (folder / "full" / "note").write_text("mine")
+    code, _, err = fz("pretrain", *KEEP, "--auto-resume", "--out", "full")
+    assert code == 2 and "full: exists and is not empty; name another folder" in err and (folder / "full" / "note").exists()
+
+
+def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
+    """Killed while it prepared its corpus, and killed after that, before the first checkpoint."""
+    run = folder / "early"
+    (run / "data").mkdir(parents=True)
+    (run / "data" / "train.bin").write_bytes(b"half")
+    (run / again.BEGUN).touch()
+    command = ["pretrain", *KEEP, *STEPS, "--out", "early", "--sample", "", "--auto-resume"]
+    code, out, _ = fz(*command, "--stop-at", 3)
+    assert code == 0 and "preparing" in out and "stopped after step 3" in out
+    for path in sorted((run / "checkpoints").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    code, out, _ = fz(*command)
+    assert code == 0 and "resuming early at step 0 of 12" in out
+    assert rows(run) == rows(folder / "whole")
+
+
+# ---- restarts by torchrun -------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_is_restarted_and_the_run_goes_on_bit_for_bit(folder):
+    """torchrun starts all ranks again by the same command; --out was not given, so the folder is found in torchrun's store."""
+    run = folder / "runs" / "llama-tiny-1"
+    process = start(folder, 2, *KEEP, *STEPS, "--zero", 3, "--sample", "", how=(*STANDALONE, "--max-restarts", 2), log="-kill")
+    until(lambda: steps_of(run) >= 3, process)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    code, out, said, _ = ended(folder, process, log="-kill")
+    assert code == 0 and len(said) == 1 and "rank 1 is gone" in said[0], said
+    assert "resuming runs/llama-tiny-1 at step" in out.replace(f"{folder}/", "")
+    assert rows(run) == rows(folder / "whole") and not (folder / "runs" / "llama-tiny-2").exists()
+
+
+def test_a_restart_does_not_go_on_with_a_run_that_it_did_not_make(folder):
+    """The folder was refused at first; the restarted command refuses it too."""
+    before = rows(folder / "whole")
+    process = start(folder, 2, *KEEP, "--steps", 13, "--out", "whole", how=(*STANDALONE, "--max-restarts", 1), log="-refused")
+    code, _, said, _ = ended(folder, process, log="-refused")
+    assert code == 1 and len(said) == 2 and all("whole: exists and is not empty; go on with it by --resume" in line for line in said), said
+    assert rows(folder / "whole") == before
+
+
+# ---- a rank that hangs ----------------------------------------------------------------------------------------------
+
+NAP = """
+import os, sys, time
+from fzero import cli, links
+
+begin, seen = links.Link._begin, 0
+
+def nap(self, collective, x, leaf, elements):
+    global seen
+    seen += (collective, leaf) == ("all_gather", "blocks/mlp/w_in")
+    if seen == 20 and os.environ["RANK"] == "1":
+        time.sleep(600)
+    return begin(self, collective, x, leaf, elements)
+
+links.Link._begin = nap
+cli.main()
+"""
+HANG = ["--zero", 3, "--prefetch", 0, "--set", "train.hang_s=3"]
+
+
+def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(folder):
+    (folder / "nap.py").write_text(NAP)
+    process = start(folder, 2, *TINY, *LONG, *HANG, "--out", "nap", command=("nap.py",), log="-nap")
+    until(lambda: steps_of(folder / "nap") >= 1, process)
+    begin = time.monotonic()
+    code, _, said, codes = ended(folder, process, log="-nap")
+    assert time.monotonic() - begin < 25
+    assert code == 1 and len(said) == 1 and codes == [2, 2], said
+    assert re.search(r"error: rank 1 hangs: no progress for \d s, in step [23] at nap.py:11 nap, after #\d+ all_gather over dp", said[0]), said
+    assert re.search(r"; rank 0 waits in all_gather over dp \(2 ranks\) of blocks/mlp/w_in in \w+ \(#\d+\), step [23];", said[0]), said
+    assert "go on from the last checkpoint with --resume, or let torchrun --max-restarts do it" in said[0]
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_stopped_rank_is_named(folder, rank):
+    log = f"-stop{rank}"
+    process = started(folder, f"stop{rank}", 2, *HANG, how=(*STANDALONE, "--shutdown-timeout", 1), log=log)
+    stopped, begin = ranks_of(process)[rank], time.monotonic()
+    os.kill(stopped, signal.SIGSTOP)
+    code, _, said, codes = ended(folder, process, log=log)
+    assert time.monotonic() - begin < 20
+    assert code == 1 and len(said) == 1 and codes in ([2], [-9, 2]), (said, codes)
+    assert f"error: rank {rank} hangs: its process gives no sign of life for " in said[0] and "was last in step " in said[0]
+    assert f"; rank {1 - rank} waits in " in said[0] and " over dp (2 ranks) of " in said[0], said

@@ -1,0 +1,253 @@
+"""Loss spikes: the running statistics, and the steps that make no update because of them."""
+
+import functools
+import math
+
+import pytest
+import ranks
+import torch
+from close import assert_close, assert_same
+
+import fzero
+from fzero import checkpoint, models, optim, precision, pytree
+from fzero.offload import Space, Stored
+from fzero.optim.layout import sharded
+from fzero.sharding.whole import whole_on_first
+from fzero.spikes import LOSS, LossStats, Spike, init_stats, judge
+from fzero.state import state_specs
+from fzero.stored import reopened
+from fzero.train import local_batch
+
+MESH = fzero.one_process()
+SPIKE = Spike(sigmas=2.0, window=3, warmup=4)
+NEVER = Spike(sigmas=2.0, window=3, warmup=1000)
+SIZES = {"vocab_size": 64, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
+MODEL = models.llama(models.LlamaConfig(**SIZES))
+BAD = 6  # the step whose batch is none of the usual ones
+POLICIES = {
+    "fp32": precision.fp32(),
+    "bf16": precision.bf16(),
+    "fp16": precision.fp16(precision.LossScale(init=2.0**10, window=3, hysteresis=1)),
+}
+
+
+# -- the statistics
+
+
+def judged(spike, losses):
+    """([whether each of the losses is a spike], the statistics after them)."""
+    stats, out = init_stats(), []
+    for loss in losses:
+        bad, stats = judge(spike, stats, torch.as_tensor(loss))
+        out.append(bool(bad))
+    return out, stats
+
+
+def test_the_statistics_are_the_plain_ones_at_first_and_forget_then():
+    losses = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    spike = Spike(sigmas=100.0, window=16, warmup=1000)
+    for n in (1, 2, 7, 16):
+        _, stats = judged(spike, losses[:n])
+        assert_close(stats.mean, losses[:n].mean(), rtol=1e-12)
+        assert_close(stats.var + 1.0, losses[:n].var(correction=0) + 1.0, rtol=1e-12)
+    # From then on every loss has a 16th of the weight.
+    weight = torch.tensor([(1 / 16) * (15 / 16) ** n for n in range(24)], dtype=torch.float64).flip(0)
+    head = (15 / 16) ** 24
+    mean = head * losses[:16].mean() + (weight * losses[16:]).sum()
+    second = head * losses[:16].square().mean() + (weight * losses[16:].square()).sum()
+    _, stats = judged(spike, losses)
+    assert_close(stats.mean, mean, rtol=1e-12)
+    assert_close(stats.var, second - mean**2, rtol=1e-12)
+    assert stats.count == 40 and stats.mean.dtype == stats.var.dtype == torch.float64
+
+
+def test_a_spike_is_above_the_bound_of_the_losses_before_it():
+    losses = [1.0, 3.0] * 4  # mean 2, deviation 1
+    assert judged(Spike(3.0, 100, 8), [*losses, 4.999])[0][-1] is False
+    assert judged(Spike(3.0, 100, 8), [*losses, 5.001])[0][-1] is True
+    assert judged(Spike(3.0, 100, 9), [*losses, 5.001])[0][-1] is False  # one loss too few
+    assert judged(Spike(3.0, 100, 8), [*losses, -50.0])[0][-1] is False  # a good loss is none
+
+
+def test_a_spike_enters_as_the_bound_and_what_is_not_finite_does_not():
+    losses = [1.0, 3.0] * 4
+    spike = Spike(3.0, 100, 8)
+    bad, after = judged(spike, [*losses, 1e9])
+    assert bad[-1] and after.count == 9
+    assert_same(after, judged(Spike(3.0, 100, 1000), [*losses, 5.0])[1])
+    for loss in (math.inf, math.nan):
+        bad, after = judged(spike, [*losses, loss])
+        assert bad[-1]
+        assert_same(after, judged(spike, losses)[1])
+    assert not judged(spike, [math.nan])[0][-1]  # nothing is judged before the warmup
+
+
+def test_losses_that_have_risen_for_good_are_taken_within_tens_of_steps():
+    noise = torch.rand(300, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    bad, _ = judged(Spike(), [*(noise[:200]), *(1000.0 + noise[200:])])
+    assert not any(bad[:200]) and all(bad[200:210]) and sum(bad) < 50 and not any(bad[250:])
+
+
+def test_judging_maps_over_losses():
+    stats = judged(NEVER, [1.0, 3.0, 1.0, 3.0])[1]
+    losses = torch.tensor([2.0, 5.0, math.nan, math.inf])
+    spike = Spike(2.0, 10, 2)
+    bad, after = torch.func.vmap(lambda loss: judge(spike, stats, loss))(losses)
+    for i, loss in enumerate(losses):
+        one, new = judge(spike, stats, loss)
+        assert bad[i] == one
+        assert_same(LossStats(*(x[i] for x in after)), new)
+    assert bad.tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("numbers", [{"sigmas": 0.0}, {"window": 0}, {"warmup": 0}])
+def test_numbers_that_make_no_sense(numbers):
+    with pytest.raises(ValueError, match="sigmas above 0, and window and warmup of at least 1"):
+        Spike(**numbers)
+
+
+# -- steps
+
+
+def batch_at(i):
+    """The same batch at every step but BAD."""
+    g = torch.Generator().manual_seed(1 if i == BAD else 0)
+    tokens = torch.randint(0, 64, (8, 9), generator=g)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def in_memory(tree):
+    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf.clone(), tree)
+
+
+def trained(mesh, spike, *, policy="fp32", stage=0, micro=1, reduce="fast", offload="", update="end", folder=None, steps=10, donate=True):
+    """([(loss, skipped, spike)], the state after each step in whole leaves (rank 0's), as on one process)."""
+    policy = POLICIES[policy]
+    plan = fzero.zero_plan(stage, MODEL, mesh, reduce=reduce, offload=offload)
+    layout = sharded(plan.opt, mesh, like=plan.like, ordered=reduce == "canonical")
+    tx = optim.adamw(1e-2) if update == "backward" else optim.chain(optim.clip_by_global_norm(1.0, layout=layout), optim.adamw(1e-2))
+    space = Space(folder) if offload else None
+    keeps = {"ema": True, "spike": spike is not None}
+    state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, space=space, **keeps)
+    options = {"policy": policy, "micro_batches": micro, "ema_decay": 0.9, "update": update, "donate": donate}
+    step = fzero.make_train_step(MODEL, tx, plan, mesh, space=space, spike=spike, **options)
+    log, states = [], []
+    for i in range(steps):
+        state, metrics = step(state, local_batch(batch_at(i), mesh, micro))
+        log.append((float(metrics.loss), bool(metrics.skipped), bool(metrics.spike) if spike else None))
+        kept = state._replace(extra={name: value for name, value in state.extra.items() if name != "pending"})
+        states.append(in_memory(whole_on_first(in_memory(kept), state_specs(plan, tx, policy, **keeps), mesh)))
+    if space is not None:
+        last = in_memory(reopened(tx, plan, mesh, space, policy=policy, **keeps)) if update != "delayed" and offload == ALL else None
+        space.close()
+        if last is not None:
+            assert_same(last, states[-1])
+    return log, states
+
+
+ALL = "params=nvme,opt=nvme"
+
+
+def without(state):
+    """What a skipped step leaves alone: parameters, master weights, optimizer state, average."""
+    extra = {name: value for name, value in state.extra.items() if name != LOSS}
+    return state._replace(step=(), data_cursor=(), scaler=(), extra=extra)
+
+
+def expect_skipped(log, states, at=BAD):
+    assert [i for i, (_, skipped, _) in enumerate(log) if skipped] == [at] == [i for i, (*_, spike) in enumerate(log) if spike]
+    assert_same(without(states[at]), without(states[at - 1]))
+    assert int(states[at].step) == at + 1 and int(states[at].data_cursor) == 8 * (at + 1)
+    assert states[at].extra[LOSS].count == at + 1
+    before, loss = states[at - 1].extra[LOSS], log[at][0]
+    bound = before.mean + SPIKE.sigmas * before.var.sqrt()
+    assert loss > bound
+    assert_close(states[at].extra[LOSS].mean, before.mean + (bound - before.mean) / SPIKE.window, rtol=1e-12)
+    # The steps behind it do update.
+    assert not torch.equal(states[at + 1].params["embed"]["tokens"], states[at].params["embed"]["tokens"])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_spike_makes_no_update(policy, donate):
+    log, states = trained(MESH, SPIKE, policy=policy, micro=2, donate=donate)
+    expect_skipped(log, states)
+    if policy == "fp16":  # a spike is no overflow: the scale rises through it
+        assert states[BAD - 1].scaler.good_steps + 1 == states[BAD].scaler.good_steps
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_judges_and_finds_nothing_has_the_bits_of_one_that_does_not(policy):
+    log, states = trained(MESH, NEVER, policy=policy)
+    plain, expected = trained(MESH, None, policy=policy)
+    assert [row[0] for row in log] == [row[0] for row in plain] and not any(row[1] or row[2] for row in log)
+    assert_same(states[-1]._replace(extra={"ema": states[-1].extra["ema"]}), expected[-1])
+    assert LOSS not in expected[-1].extra
+
+
+def test_judged_steps_are_resumed_to_the_bit(tmp_path):
+    _, states = trained(MESH, SPIKE)
+    plan, tx = fzero.zero_plan(0, MODEL, MESH), optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+    path = checkpoint.save(tmp_path, states[4], step=5)
+    state = checkpoint.restore(path, fzero.init_state(MODEL, tx, plan, MESH, seed=9, ema=True, spike=True))
+    step = fzero.make_train_step(MODEL, tx, plan, MESH, ema_decay=0.9, spike=SPIKE)
+    for i in range(5, 10):
+        state, _ = step(state, batch_at(i))
+    assert_same(state, states[-1])
+
+
+@pytest.mark.parametrize(("offload", "update"), [(ALL, "end"), (ALL, "backward"), ("opt=nvme", "end"), ("opt=host", "end")])
+def test_a_spike_makes_no_update_of_an_offloaded_state(offload, update, tmp_path):
+    log, states = trained(MESH, SPIKE, offload=offload, update=update, folder=tmp_path / "disk")
+    expect_skipped(log, states)
+
+
+def test_a_delayed_update_waits_without_the_spike(tmp_path):
+    spike = Spike(0.5, 3, 4)  # the losses fall more slowly
+    log, states = trained(MESH, spike, policy="bf16", offload="opt=nvme", update="delayed", folder=tmp_path / "disk")
+    assert [i for i, (*_, spike) in enumerate(log) if spike] == [BAD]
+    # Step BAD made the update of the gradient before it; the next one had none to make.
+    assert_same(without(states[BAD + 1]), without(states[BAD]))
+    assert states[BAD + 1].extra[LOSS].count == BAD + 2
+
+
+def test_a_state_without_statistics_is_refused():
+    plan, tx = fzero.zero_plan(0, MODEL, MESH), optim.sgd(0.1)
+    step = fzero.make_train_step(MODEL, tx, plan, MESH, spike=SPIKE)
+    with pytest.raises(ValueError, match="give init_state spike=True"):
+        step(fzero.init_state(MODEL, tx, plan, MESH, seed=0), batch_at(0))
+
+
+def test_an_early_update_must_be_able_to_undo(tmp_path):
+    plan = fzero.zero_plan(0, MODEL, MESH, offload=ALL)
+    with pytest.raises(ValueError, match="two slots"):
+        space = Space(tmp_path, slots=1)
+        fzero.make_train_step(MODEL, optim.sgd(0.1), plan, MESH, spike=SPIKE, update="backward", skip_nonfinite=False, space=space)
+
+
+def on_ranks(mesh, cases):
+    out = []
+    for case in cases:
+        log, states = trained(mesh, SPIKE, micro=8 // mesh.data_size // 2, reduce="canonical", **case)
+        out.append((log, states[BAD], states[-1]))
+    return out
+
+
+@functools.cache
+def on_one_process(policy):
+    return trained(MESH, SPIKE, micro=4, reduce="canonical", policy=policy)
+
+
+CASES = [{"stage": stage, "policy": policy} for stage, policy in ((0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"))]
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "rp": 2}], ids=str)
+def test_all_meshes_judge_alike_to_the_bit(mesh):
+    found = ranks.run(4, on_ranks, CASES, mesh=mesh)
+    for i, case in enumerate(CASES):
+        log, states = on_one_process(case["policy"])
+        expect_skipped(log, states)
+        for rank in found:
+            assert rank[i][0] == log
+        assert_same(found[0][i][1], states[BAD])
+        assert_same(found[0][i][2], states[-1])
