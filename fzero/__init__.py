@@ -29,6 +29,7 @@ _HOME = {
     "remat": "autodiff",
     "reopened": "stored",
     "stack": "streaming",
+    "state_specs": "state",
     "zero_plan": "sharding",
 }
 _MODULES = (

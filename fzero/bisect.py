@@ -21,7 +21,7 @@ from fzero.corpus import Say
 from fzero.digest import combined, digest_tree
 from fzero.kept import in_memory
 from fzero.pretrain import ALONE
-from fzero.replay import Made, apart, checkpoint_of, program_of, recorded_config, recorded_digests, same_bits, state_at, steps_from
+from fzero.replay import Made, apart, checkpoints_in, program_of, recorded_config, recorded_digests, same_bits, state_at, steps_from
 from fzero.state import TrainState
 from fzero.tables import flat
 from fzero.update_delayed import settled
@@ -80,7 +80,7 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
     Raises ValueError where one is no run, they have no record of a common step, or what is needed to make them again is not there.
     """
     folders = (a, b)
-    kept = [{n: checkpoint_of(folder, n) for n in checkpoint.steps(folder / runs.CHECKPOINTS)} for folder in folders]
+    kept = [checkpoints_in(folder) for folder in folders]
     rows = [{row["step"]: row for row in runs.read_metrics(folder)} for folder in folders]
     differing = list(differences(*folders))
     equal, bound, what, steps = recorded_difference(kept, rows)
@@ -97,9 +97,9 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
     strays: list[Path] = []
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(program_of(folder, config, ALONE, nvme, say)) for folder, config in zip(folders, here)]
-        states = [state_at(f, p, held[equal] if equal else None) for f, (p, _), held in zip(folders, opened, kept)]
+        states = [state_at(f, p, held[equal] if equal else None) for f, (p, *_), held in zip(folders, opened, kept)]
         parting = first_parting(int(states[0].step), [], *states)
-        made = [steps_from(program, state, batch_at, bound) for (program, batch_at), state in zip(opened, states)]
+        made = [steps_from(program, state, batch_at, bound) for (program, batch_at, _), state in zip(opened, states)]
         del states
         while parting is None and (pair := [next(one, None) for one in made])[0] is not None:
             step = int(pair[0].state.step)
@@ -113,7 +113,7 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
     return Bisected(differing, bound, what, parting, strays, elsewhere, steps)
 
 
-def recorded_difference(kept: list[dict[int, Path]], rows: list[dict[int, dict[str, Any]]]) -> tuple[int, int | None, str, int]:
+def recorded_difference(kept: list[dict[int, checkpoint.Place]], rows: list[dict[int, dict[str, Any]]]) -> tuple[int, int | None, str, int]:
     """(the last step before the difference whose checkpoints are equal, 0 for none; the first step of which the rows or the checkpoints
     of two runs differ, None for none; what differs; the number of steps that both have a record of).
     """
@@ -149,7 +149,7 @@ def differ(x: dict[str, Any], y: dict[str, Any], name: str) -> bool:
     return name in x and name in y and x[name] != y[name]
 
 
-def first_leaf(a: Path, b: Path) -> list[str]:
+def first_leaf(a: checkpoint.Place, b: checkpoint.Place) -> list[str]:
     """The first leaf, in the order of the tree, that two checkpoints do not both have alike, and how; [] where they are equal."""
     x, y = recorded_digests(a), recorded_digests(b)
     for name in {**x, **y}:
@@ -160,7 +160,7 @@ def first_leaf(a: Path, b: Path) -> list[str]:
     return []
 
 
-def strays_from(one: Made, row: dict[str, Any], path: Path | None) -> bool:
+def strays_from(one: Made, row: dict[str, Any], path: checkpoint.Place | None) -> bool:
     """Whether a step made again is not what its run recorded of it."""
     if "digest" in row:
         one.row["digest"] = f"{combined(digest_tree(in_memory(one.state.params))):016x}"

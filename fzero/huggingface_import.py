@@ -126,7 +126,7 @@ def find_names(source: Path, family: Family, leaves: dict[str, Tensor], tensors:
         raise ValueError(f"{source}: the weights of more than one model are in it, as {shown} say; save the one to be imported by itself")
     stem, rows, wanted = next(rest for count, *rest in best if count == most)
     where = {name: plain[there] for name in (*wanted, HEAD) if (there := _put(stem, family, name)) in plain}
-    if not where:
+    if not set(where) - {HEAD}:
         known = list(plain.values())
         there = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "") if known else "nothing"
         raise ValueError(f"{source}: no tensor of a {family.architecture} is in it, under any prefix; there is {there}")

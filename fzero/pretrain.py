@@ -284,7 +284,8 @@ def train_on(
     with ExitStack() as stack:
         batches = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
         record = stack.enter_context(recorder(folder, first, until, t.log_every, options)) if team.first else lambda row: None
-        saving = Saving(program, folder, first, snapshot_room(program, doctor.available_bytes() // team.local_size), options.say)
+        room = snapshot_room(program, doctor.available_bytes() // team.local_size)
+        saving = stack.enter_context(Saving(program, folder, first, room, options.say))
         saving.reserve(state)
         step, moved = first, program.space.moved() if program.space else Moved()
         while step < until and not (number := agreed(stop, mesh)):

@@ -26,8 +26,9 @@ from fzero.corpus import Say
 from fzero.data.stream import Batch
 from fzero.kept import expect_disk
 from fzero.pretrain import ALONE, numbers, place
-from fzero.program import Program, build, first_state, restore, specs_of
+from fzero.program import Program, build, first_state, restore, save_store, specs_of
 from fzero.sharding.digests import digest_text, digests
+from fzero.sharding.tiers import Offload
 from fzero.sharding.whole import gathered
 from fzero.state import TrainState
 from fzero.tables import Table
@@ -137,7 +138,7 @@ def replay(
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"--tolerance is {tolerance}; it must be at least 0")
     rows = {row["step"]: row for row in runs.read_metrics(folder)}
-    kept = {n: checkpoint_of(folder, n) for n in checkpoint.steps(folder / runs.CHECKPOINTS)}
+    kept = checkpoints_in(folder)
     config = recorded_config(folder, step, kept)
     if step not in rows and step not in kept:
         last = max([*rows, *kept], default=0)
@@ -145,10 +146,11 @@ def replay(
     changes: Table = {} if zero is None else {"zero": zero}
     fits = math.prod(config.mesh.values()) == team.size
     changes["mesh"] = mesh if mesh is not None else config.mesh if fits else {}
-    with program_of(folder, updated(replace(config, mesh={}), changes), team, nvme, say) as (program, batch_at):
-        path = beginning(folder, step, start, program, team, say)
-        state = state_at(folder, program, path)
-        source, first = path.name if path else "the start of the run", int(state.step)
+    with program_of(folder, updated(replace(config, mesh={}), changes), team, nvme, say) as (program, batch_at, room):
+        begin = beginning(kept, step, start, program, team, say)
+        state = state_at(folder, program, kept[begin] if begin else None)
+        source, first = f"step-{begin:08d}" if begin else "the start of the run", int(state.step)
+        kept |= step_on_disk(program, folder, step, room) if step not in kept and room is not None else {}
         say(f"replaying {folder} from {source} to step {step}, on {words_of(program.config)}")
         exact = same_bits(config, program.config)
         if tolerance is None:
@@ -203,12 +205,17 @@ def steps_from(program: Program, state: TrainState, batch_at: Callable[[int], Ba
         yield Made(state, numbers(program, metrics, step), batch)
 
 
-@contextlib.contextmanager
-def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, say: Say) -> Iterator[tuple[Program, Callable[[int], Batch]]]:
-    """(the program of the run in `folder` by `config`, its batches by `state.data_cursor`), with as many threads as the run had.
+class Again(NamedTuple):
+    """What it takes to make steps of a run again."""
 
-    What it keeps on a disk is in a folder that is removed at the end.
-    """
+    program: Program
+    batch_at: Callable[[int], Batch]  # this rank's rows by `state.data_cursor`
+    room: Path | None  # a folder for what is on a disk, where the run has any
+
+
+@contextlib.contextmanager
+def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, say: Say) -> Iterator[Again]:
+    """The program of the run in `folder` by `config`, with as many threads as the run had; its room is removed at the end."""
     said, threads = runs.read_environment(folder), torch.get_num_threads()
     if not said.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is no step to make again")
@@ -217,7 +224,7 @@ def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, sa
     room = None
     try:
         torch.set_num_threads(said.get("threads", threads))
-        if config.offload and "nvme" in config.offload:
+        if "nvme" in Offload.parse(config.offload).memories:
             room = Path(team.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
         program = build(config, mesh, room)
         check_memory(program, doctor.available_bytes() // team.local_size)
@@ -229,7 +236,7 @@ def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, sa
             raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
         with watched(team):
             batch_at, skips = corpus.open_data(config, path, mesh)[0], team.share(lambda: guard.skips_of(folder))
-            yield program, lambda cursor: batch_at(corpus.sample_at(cursor, skips))
+            yield Again(program, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), room)
         if program.space is not None:
             program.space.close()
         team.share(lambda: "all have closed their files")
@@ -239,27 +246,27 @@ def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, sa
             shutil.rmtree(room, ignore_errors=True)
 
 
-def beginning(folder: Path, step: int, asked: int | None, program: Program, team: Team, say: Say) -> Path | None:
-    """The checkpoint to begin with for step `step`; None for the first state. asked: the step that it must be of."""
-    home = folder / runs.CHECKPOINTS
-    found = [n for n in checkpoint.steps(home) if n < step]
+def beginning(kept: dict[int, checkpoint.Place], step: int, asked: int | None, program: Program, team: Team, say: Say) -> int:
+    """The step of the checkpoint to begin with for step `step`; 0 for the first state. asked: the one that it must be."""
+    found = sorted(n for n in kept if n < step)
     if asked is not None and asked not in (0, *found):
         raise ValueError(f"--from {asked}: there is no such checkpoint below step {step}; there are 0 (the start), {show(found)}")
     if asked is not None:
-        return checkpoint_of(folder, asked) if asked else None
+        return asked
     if program.config.train.update == "delayed" and found:
         say("train.update is delayed: no checkpoint has the gradient that waits for its update; from the start of the run")
-        return None
+        return 0
     for n in reversed(found):
-        damaged = team.share(lambda n=n: checkpoint.verify(checkpoint_of(folder, n)))
+        damaged = team.share(lambda n=n: checkpoint.verify(kept[n]))
         if not damaged:
-            return checkpoint_of(folder, n)
-        say(f"passed over {checkpoint_of(folder, n)}: {damaged[0]}")
-    say(f"{home}: no checkpoint below step {step}; from the start of the run")
-    return None
+            return n
+        say(f"passed over {kept[n]}: {damaged[0]}")
+    why = ", and the disk of its state has its last step alone" if program.space is not None else ""
+    say(f"there is no checkpoint below step {step} of the run{why}; from its start")
+    return 0
 
 
-def state_at(folder: Path, program: Program, path: Path | None) -> TrainState:
+def state_at(folder: Path, program: Program, path: checkpoint.Place | None) -> TrainState:
     """This rank's state from a checkpoint, or the first one of the run."""
     if path is not None:
         return restore(program, path)
@@ -267,12 +274,23 @@ def state_at(folder: Path, program: Program, path: Path | None) -> TrainState:
     return first_state(program, runs.load(Path(init), wide=True).params if init else None)
 
 
-def checkpoint_of(folder: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
-    return folder / runs.CHECKPOINTS / f"step-{step:08d}"
+def step_on_disk(program: Program, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Place]:
+    """{step: a checkpoint in `room`} of what the disk of the run has, where that is this step; else {}."""
+    config = runs.read_config(folder)
+    shelf = runs.shelf_of(folder, config)
+    if shelf is None or shelf.record.step != step or shelf.record.dirty:
+        return {}
+    path = save_store(program, config, shelf, room / runs.CHECKPOINTS, -1)
+    return {} if path is None else {step: path}
 
 
-def recorded_config(folder: Path, step: int, kept: dict[int, Path]) -> RunConfig:
+def checkpoints_in(folder: Path) -> dict[int, checkpoint.Place]:
+    """{step: place} of the checkpoints of the run in `folder`."""
+    home = runs.checkpoints_of(folder, runs.read_config(folder))
+    return {step: checkpoint.folder_of(home, step) for step in checkpoint.steps(home)}
+
+
+def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Place]) -> RunConfig:
     """The config by which the run made step `step`: that of the checkpoint behind it, as a resumed run may have another mesh."""
     config = runs.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
@@ -305,12 +323,12 @@ def show(steps: list[int]) -> str:
 # -- leaves
 
 
-def recorded_digests(path: Path) -> dict[str, int]:
+def recorded_digests(path: checkpoint.Place) -> dict[str, int]:
     """{name: digest} of the leaves of a checkpoint."""
     return {name: int(leaf.digest, 16) for name, leaf in checkpoint.opened(path).leaves.items()}
 
 
-def compare_leaves(program: Program, state: TrainState, path: Path, step: int, *, explain: bool) -> list[Compared]:
+def compare_leaves(program: Program, state: TrainState, path: checkpoint.Place, step: int, *, explain: bool) -> list[Compared]:
     """The leaves of a state beside those of a checkpoint, by digest. explain: say of the first that differs where, and by how much."""
     state, specs = settled(state), specs_of(program)
     theirs, mine = recorded_digests(path), digests(state, specs, program.mesh)

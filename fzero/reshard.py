@@ -43,13 +43,11 @@ def _restored(
     fresh = pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
     def place(name: str, leaf: Tensor) -> tuple[Any, Any]:
-        start, size = window(held.leaves[source[name]].shape, spec_of[name], mesh)
-        if size != tuple(leaf.shape):
-            raise ValueError(
-                f"{held.path}: {name} has shape {list(held.leaves[source[name]].shape)} there, of which this rank would hold {list(size)} "
-                f"and not {list(leaf.shape)}; it is of another model"
-            )
-        return start, size
+        there = held.leaves[source[name]].shape
+        whole = tuple(n * count for n, count in zip(leaf.shape, counts(leaf, spec_of[name], mesh)))
+        if whole != there:
+            raise ValueError(f"{held.path}: {name} has shape {list(there)} there and {list(whole)} in this run; it is of another model")
+        return window(there, spec_of[name], mesh)
 
     places = {name: place(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
 

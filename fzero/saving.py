@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fzero.update_delayed import settled
 
 
 class Saving:
-    """`save` after steps that are to be kept, `poll` after every step, `close` at the end; all ranks alike.
+    """`save` after steps that are to be kept, `poll` after every step, `close` at the end; all ranks alike. In a `with`, an error ends it.
 
     A run whose whole state is committed to a disk with every step writes no checkpoints: a slot of its store is one.
     room: bytes of memory that a snapshot may take.
@@ -67,6 +68,18 @@ class Saving:
             self.say(f"{error}; training goes on, the next checkpoint is tried {self.every} steps after this one")
             return None
 
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or self.writer is None:
+            return
+        if issubclass(kind, Exception) and self.program.mesh.size == 1:
+            with contextlib.suppress(checkpoint.SaveFailed):
+                self.writer.close()  # what was begun is worth having
+        else:
+            self.writer.abandon()  # it may need a rank that is gone
+
     def close(self, state: TrainState | None, step: int) -> None:
         """End it, with a checkpoint of `step` where there is none yet. Raises SaveFailed where that cannot be written."""
         try:
@@ -74,6 +87,8 @@ class Saving:
                 self.save(state, step)
             if self.writer is not None and state is not None:
                 self.writer.wait()
+            elif self.writer is not None:
+                self._told(self.writer.wait)  # the run goes on
         finally:
             if self.writer is not None:
                 self.writer.close()

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from fzero.team import AGAIN, LOST_S, STOP, Team
@@ -86,6 +87,7 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: flo
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
     # Where the store is gone there is nothing to look at.
     with contextlib.suppress(RuntimeError):
+        mine.store.set(f"process/{team.rank}", str(os.getpid()))
         while not over.is_set() and main.is_alive():
             number, now, place = number + 1, time.monotonic(), place_of(team)
             if place != before:
@@ -121,6 +123,8 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: flo
                 stale = {rank: now - at for rank, (sign, at) in heard.items() if sign != DONE and now - at >= STALE_S}
                 text = verdict(states, stale, hang_s)
                 if text:
+                    for rank in stale:
+                        kill_sibling(int(mine.store.get(f"process/{rank}")))
                     say_and_end(mine, text)
 
 
@@ -132,9 +136,18 @@ def beats(team: Team) -> dict[int, bytes]:
 
 def say_and_end(team: Team, text: str) -> None:
     """End this process, with the text on stderr unless another rank has said why all end."""
-    if team.claim(text) == text:
+    mine = f"{text}\n{team.rank}"  # others may find the same
+    if team.claim(mine) == mine:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
     os._exit(2)
+
+
+def kill_sibling(process: int) -> None:
+    """SIGKILL the process where torchrun started it as it did this one: it heeds nothing else, and torchrun would wait for it for 30 s."""
+    with contextlib.suppress(OSError):
+        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getppid() and process != os.getpid():
+            os.kill(process, signal.SIGKILL)
 
 
 def place_of(team: Team) -> tuple[object, ...]:

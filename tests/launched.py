@@ -92,7 +92,11 @@ def until(condition, process=None, timeout_s=60):
     """Wait for `condition()`, for so long, and as long as the process lives; returns what it gave."""
     end = time.monotonic() + timeout_s
     while not (result := condition()) and (process is None or process.poll() is None):
-        assert time.monotonic() < end
+        if time.monotonic() > end:
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise TimeoutError(f"not within {timeout_s:g} s")
         time.sleep(0.02)
     return result
 

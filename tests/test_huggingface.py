@@ -1,9 +1,5 @@
 """Models from and to `transformers` (fzero/huggingface.py): it is the independent implementation of GPT-2, Llama and Mixtral."""
 
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import copy
 import dataclasses
 import json
@@ -12,14 +8,12 @@ import re
 import pytest
 import torch
 from close import assert_same
-from hf_cases import CASES, CLASS, LLAMA3, OURS, V, copy_of, relative, save, theirs, tokens
+from hf_cases import CASES, CLASS, LLAMA3, OURS, V, copy_of, hf, relative, save, theirs, tokens
 from safetensors.torch import load_file, save_file
 
 from fzero import pytree
 from fzero.huggingface import like, load_hf, save_hf
 from fzero.models import Ctx, GPT2Config, MLPConfig, build, logits, loss, preset
-
-hf = pytest.importorskip("transformers", reason="transformers is not installed; it is the reference these tests compare with")
 
 
 @pytest.fixture(scope="module")

@@ -5,20 +5,26 @@ On a disk that takes direct transfers large files pass the page cache by.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.home import Place, join, store
-from fzero.offload.arena import PAGE, padded
+from fzero.checkpoint.home import Place, join
+from fzero.offload.arena import HUGE, PAGE, padded
 from fzero.offload.disk import open_direct
 from fzero.offload.folder import is_url
+from fzero.offload.objects import Objects
 
+OPEN = 64  # files that stay open behind a read: a checkpoint may have more of them than a process may open
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SMALL = 1 << 18  # bytes of a file up to which the page cache is the quicker way
 
 
@@ -66,13 +72,22 @@ class Writing:
             self.fd = -1
 
 
+@dataclass
+class Held:
+    """A file that is open, and how many threads are reading it now."""
+
+    fd: int
+    direct: bool
+    users: int = 0
+
+
 class Reading:
     """The files of the parts below a place, for threads that each read ranges of them into a buffer of their own."""
 
     def __init__(self, place: Place) -> None:
         self.place, self.url, self.lock = place, is_url(place), threading.Lock()
-        self.store = store(place) if self.url else None
-        self.open: dict[str, tuple[int, bool]] = {}
+        self.objects = Objects(str(place)) if self.url else None
+        self.open: dict[str, Held] = {}  # those asked for last at the end
         self.local = threading.local()
         self.read_bytes = 0
 
@@ -82,24 +97,19 @@ class Reading:
         Raises OSError where it cannot be read, EOFError where it ends before.
         """
         if self.url:
-            import tensorstore
-
-            found = self.store.read(name, byte_range=tensorstore.KvStore.ByteRange(offset, offset + size)).result()
-            if found.state == "missing":
-                raise FileNotFoundError(2, "No such file", str(join(self.place, name)))
-            raw = np.frombuffer(found.value, np.uint8)
+            raw = self._range(name, offset, size)
         else:
-            fd, direct = self._open(name)
-            wanted = padded(size) if direct else size
-            raw = self._buffer(wanted)
-            done = 0
-            while done < size:
-                moved = os.preadv(fd, [memoryview(raw)[done:wanted]], offset + done)
-                if not moved:
-                    break
-                done += moved
-                if direct and done % PAGE:
-                    break  # the file's end
+            with self._held(name) as file:
+                wanted = padded(size) if file.direct else size
+                raw = self._buffer(wanted)
+                done = 0
+                while done < size:
+                    moved = os.preadv(file.fd, [memoryview(raw)[done:wanted]], offset + done)
+                    if not moved:
+                        break
+                    done += moved
+                    if file.direct and done % PAGE:
+                        break  # the file's end
             raw = raw[: min(done, size)]
         self.read_bytes += len(raw)
         if len(raw) < size:
@@ -107,18 +117,46 @@ class Reading:
         return raw[:size]
 
     def size(self, name: str) -> int:
-        """The bytes of a file; raises OSError where it is not there."""
+        """The bytes of a file; raises OSError where it is not there. An object is read for it, and this thread's next `get` are of that."""
         if not self.url:
             return os.stat(join(self.place, name)).st_size
-        return len(self.store.read(name).result().value)
+        self.local.whole = None
+        self.local.whole = (name, self._object(name))
+        return len(self.local.whole[1])
 
-    def _open(self, name: str) -> tuple[int, bool]:
+    def _object(self, name: str, start: int = 0, end: int | None = None) -> np.ndarray:
+        try:
+            found = self.objects.read(name, start, end)
+        except EOFError:
+            raise EOFError(len(self.objects.read(name) or b"")) from None
+        if found is None:
+            raise FileNotFoundError(2, "No such file", str(join(self.place, name)))
+        return np.frombuffer(found, np.uint8)
+
+    def _range(self, name: str, offset: int, size: int) -> np.ndarray:
+        held = getattr(self.local, "whole", None)
+        if held is not None and held[0] == name:
+            return held[1][offset : offset + size]
+        return self._object(name, offset, offset + size)
+
+    @contextlib.contextmanager
+    def _held(self, name: str) -> Iterator[Held]:
         with self.lock:
-            if name not in self.open:
-                path = Path(self.place, name)
-                fd = open_direct(path, os.O_RDONLY) if os.stat(path).st_size > SMALL else None
-                self.open[name] = (os.open(path, os.O_RDONLY), False) if fd is None else (fd, True)
-            return self.open[name]
+            file = self.open.pop(name, None) or self._open(name)
+            self.open[name] = file
+            file.users += 1
+            for old in [key for key, one in self.open.items() if not one.users][: max(0, len(self.open) - OPEN)]:
+                os.close(self.open.pop(old).fd)
+        try:
+            yield file
+        finally:
+            with self.lock:
+                file.users -= 1
+
+    def _open(self, name: str) -> Held:
+        path = Path(self.place, name)
+        fd = open_direct(path, os.O_RDONLY) if os.stat(path).st_size > SMALL else None
+        return Held(os.open(path, os.O_RDONLY), False) if fd is None else Held(fd, True)
 
     def _buffer(self, size: int) -> np.ndarray:
         held = getattr(self.local, "buffer", None)
@@ -128,14 +166,25 @@ class Reading:
 
     def close(self) -> None:
         """Close the files."""
-        for fd, _ in self.open.values():
-            os.close(fd)
+        for file in self.open.values():
+            os.close(file.fd)
         self.open.clear()
 
 
 def aligned(size: int) -> np.ndarray:
-    """`size` bytes of memory that begin at a page."""
-    return np.frombuffer(mmap.mmap(-1, padded(max(size, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    """`size` bytes of memory, zeros, that begin at a page: large ones at a huge page, of which a direct transfer needs fewer."""
+    room = HUGE if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
+    memory = mmap.mmap(-1, padded(max(size, 1)) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if room:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    begin = -raw.ctypes.data % HUGE if room else 0
+    return raw[begin : begin + padded(max(size, 1))]
+
+
+def words(x: Tensor) -> np.ndarray:
+    """The memory of a tensor of the CPU as an array of integers of its elements' width."""
+    return x.view(WORDS[x.dtype.itemsize]).numpy()
 
 
 def tensor_of(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

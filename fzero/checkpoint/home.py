@@ -27,7 +27,8 @@ import torch
 import fzero
 from fzero.checkpoint.layout import Layout
 from fzero.offload.chunks import Damaged
-from fzero.offload.folder import context, is_url, kvstore, read_text, sync_folder, write_text
+from fzero.offload.folder import is_url, read_text, sync_folder, write_text
+from fzero.offload.objects import Objects
 
 FORMAT, VERSION = "fzero-checkpoint", 2
 MANIFEST, ARRAYS = "manifest.json", "arrays"
@@ -87,7 +88,12 @@ def write(path: Place, arrays: str, leaves: dict[str, Leaf], *, step: int, confi
         "arrays": arrays,
         "leaves": {name: leaf.table() for name, leaf in leaves.items()},
     }
-    write_text(path, MANIFEST, json.dumps({**body, "sha256": _digest(body)}, indent=1))
+    write_text(path, MANIFEST, as_text({**body, "sha256": _digest(body)}))
+
+
+def as_text(body: dict[str, Any]) -> str:
+    """The text of a manifest."""
+    return json.dumps(body, indent=1)
 
 
 def manifest(path: Place) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def step_of(name: str) -> int | None:
 def steps(home: Place) -> list[int]:
     """The steps of the complete checkpoints in `home`, rising; their content is not read. A folder that is not there has none."""
     if is_url(home):
-        found = (key.decode().split("/") for key in store(home).list().result())
+        found = (name.split("/") for name in Objects(str(home)).names())
         return sorted(step for name in found if len(name) == 2 and name[1] == MANIFEST and (step := step_of(name[0])) is not None)
     return sorted(step for path, step in _places(Path(home)) if (path / MANIFEST).is_file())
 
@@ -155,13 +161,6 @@ def latest(home: Place) -> Place:
 def _places(home: Path) -> list[tuple[Path, int]]:
     there = home.iterdir() if home.is_dir() else ()
     return [(path, step) for path in there if (step := step_of(path.name)) is not None and path.is_dir()]
-
-
-def store(place: Place) -> Any:
-    """tensorstore's key-value store of a place."""
-    import tensorstore
-
-    return tensorstore.KvStore.open(kvstore(place), context=context()).result()
 
 
 # ---- what a writer does to it ----
@@ -231,7 +230,7 @@ def clean_step(path: Place) -> None:
 
 
 def _clean_url(home: str, but: int | None) -> None:
-    there = {key.decode().split("/")[0] for key in store(home).list().result()}
+    there = {name.split("/")[0] for name in Objects(home).names()}
     for name in there:
         step = step_of(name)
         if step is not None and step != but:
@@ -239,21 +238,19 @@ def _clean_url(home: str, but: int | None) -> None:
 
 
 def _clean_url_step(path: str) -> None:
-    kv, used = store(path), _arrays_used(path)
-    keys = [key.decode() for key in kv.list().result()]
-    if used is None and MANIFEST in keys:
+    objects, used = Objects(path), _arrays_used(path)
+    names = objects.names()
+    if used is None and MANIFEST in names:
         return
-    for key in keys:
-        top = key.split("/")[0]
-        if top != used and re.fullmatch(rf"{ARRAYS}(-\d+)?", top):
-            kv.write(key, None).result()
+    tops = {name: name.split("/")[0] for name in names}
+    objects.remove([name for name, top in tops.items() if top != used and re.fullmatch(rf"{ARRAYS}(-\d+)?", top)])
 
 
 def remove(home: Place, step: int, *, spare: bool = False) -> None:
     """Remove the checkpoint of a step: its manifest first, so that it is whole or gone. spare: keep its files to be written over."""
     path = folder_of(home, step)
     if is_url(home):
-        store(path).write(MANIFEST, None).result()
+        Objects(str(path)).remove([MANIFEST])
         _clean_url_step(path)
         return
     arrays = _arrays_used(path)

@@ -1,4 +1,4 @@
-"""How a leaf lies in a checkpoint: in parts, each a file that one rank writes, of chunks, each of which is read whole and checked by itself.
+"""How a leaf lies in a checkpoint: in parts, each a file that one rank writes, of chunks, each read whole and checked by itself.
 
 A leaf is a zarr3 array. A part is a chunk of its grid in zarr's terms. It holds one chunk of ours, and then its file is that chunk and
 the crc32c of it; or several, and then zarr's codec `sharding_indexed` describes it:

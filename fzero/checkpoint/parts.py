@@ -12,11 +12,12 @@ from crc32c import crc32c
 from torch import Tensor
 
 from fzero.checkpoint.files import Writing, aligned
-from fzero.checkpoint.home import Place, store
+from fzero.checkpoint.home import Place
 from fzero.checkpoint.layout import CRC, ZSTD_LEVEL, Index, Layout, Slab, positions
 from fzero.digest import digest
 from fzero.offload.arena import padded
 from fzero.offload.folder import is_url
+from fzero.offload.objects import Objects
 
 Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> elements of this rank's shard
 
@@ -171,7 +172,7 @@ class Putting:
     def end(self, size: int) -> None:
         """Send it; it is durable then."""
         self.data.extend(bytes(max(0, size - len(self.data))))
-        store(self.folder).write(self.name, bytes(self.data[:size])).result()
+        Objects(self.folder).write(self.name, bytes(memoryview(self.data)[:size]))
 
     def close(self) -> None:
         """Forget it."""

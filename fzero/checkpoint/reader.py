@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 import threading
@@ -17,12 +18,13 @@ from crc32c import crc32c
 from torch import Tensor
 
 from fzero import pytree
-from fzero.checkpoint.files import Reading, tensor_of
-from fzero.checkpoint.home import Leaf, Place, folder_of, join, latest, leaf_of, manifest, steps
+from fzero.checkpoint.files import Reading, tensor_of, words
+from fzero.checkpoint.home import MANIFEST, Leaf, Place, as_text, folder_of, join, latest, leaf_of, manifest, steps
 from fzero.checkpoint.layout import CRC, Index, Layout, array_json, group_json
 from fzero.digest import digest
 from fzero.offload.chunks import Damaged
 from fzero.offload.folder import is_url, read_text
+from fzero.offload.objects import Objects
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
 from fzero.sharding.draw import window
@@ -144,7 +146,7 @@ def read_run(held: Opened, box: Box, part: Index, numbers: list[int]) -> None:
         for dim, (f, c, at, k) in enumerate(zip(first, layout.chunk, box.start, box.size)):
             low, high = max(f, at), min(f + c, at + k)
             chunk, target = chunk.narrow(dim, low - f, high - low), target.narrow(dim, low - at, high - low)
-        target.copy_(chunk)
+        np.copyto(words(target), words(chunk))  # a tensor's copy would start threads of its own in each of ours
 
 
 def verified(held: Opened, name: str, part: Index, number: int, raw: np.ndarray, crc: int) -> np.ndarray:
@@ -192,6 +194,8 @@ def get(held: Opened, name: str, key: str, offset: int, size: int) -> np.ndarray
     except EOFError as error:
         raise Damaged(f"leaf {name} is damaged: {join(held.arrays, key)} ends after {error.args[0]:,} bytes") from None
     except OSError as error:
+        if held.files.url:
+            raise  # the network's failure is no damage
         raise Damaged(f"leaf {name} cannot be read: {join(held.arrays, key)}: {error.strerror or error}") from None
 
 
@@ -199,7 +203,7 @@ def size_of(held: Opened, name: str, key: str) -> int:
     """The bytes of a file; raises Damaged where it is missing."""
     try:
         return held.files.size(key)
-    except (OSError, ValueError):
+    except FileNotFoundError:
         raise Damaged(f"leaf {name} is damaged: {join(held.arrays, key)} is missing") from None
 
 
@@ -257,7 +261,7 @@ def restore(
     windows: dict[str, tuple[Index, Index]] = {}
     for name in wanted_leaves.keys() & there.keys():
         spec = spec_of.get(name.removeprefix(prefix), Spec())
-        windows[name] = window(there[name].shape, spec, mesh) if len(spec.dims) <= len(there[name].shape) else ((), there[name].shape)
+        windows[name] = window(there[name].shape, spec, mesh) if divides(there[name].shape, spec, mesh) else ((), there[name].shape)
     expect(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
     try:
         for name in wanted_leaves:
@@ -286,6 +290,12 @@ def restore_leaves(path: Place, select: Callable[[str], bool]) -> dict[str, Tens
         fetch(held, boxes, pool)
     held.close()
     return {box.name: box.out for box in boxes}
+
+
+def divides(shape: Index, spec: Spec, mesh: Mesh) -> bool:
+    """Whether a leaf of this shape can be sharded so."""
+    parts = [math.prod(mesh[axis].size for axis in axes) for axes in spec.dims]
+    return len(parts) <= len(shape) and all(n % k == 0 for n, k in zip(shape, parts))
 
 
 def expect(path: Place, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]) -> None:
@@ -397,21 +407,30 @@ def verify_descriptions(held: Opened) -> list[str]:
     texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in held.leaves.items()}
     groups = {"/".join(parts[:n]) for name in held.leaves for parts in [name.split("/")] for n in range(len(parts))}
     texts |= dict.fromkeys(groups - texts.keys(), group_json())
-    found = []
+    found, said = [], read_text(held.path, MANIFEST)
+    if said != as_text(json.loads(said)):
+        found.append(f"{join(held.path, MANIFEST)}: damaged: it says what it should in another text")
     for name, text in texts.items():
         place = join(held.arrays, *name.split("/")) if name else held.arrays
         try:
             same = read_text(place, "zarr.json") == text
-        except (OSError, UnicodeDecodeError):
+        except UnicodeDecodeError:
+            same = False
+        except OSError:
+            if is_url(place):
+                raise
             same = False
         if not same:
             found.append(f"{join(place, 'zarr.json')}: damaged or missing; what it describes can still be restored")
-    if not is_url(held.arrays):
-        known = {Path(held.arrays, name, "zarr.json") for name in texts}
-        known |= {Path(held.arrays, file_of(leaf.layout, name, part)) for name, leaf in held.leaves.items() for part in leaf.layout.parts()}
-        there = sorted(path for path in Path(held.arrays).rglob("*") if path.is_file())
-        found += [f"{path}: is none of the checkpoint's files" for path in there if path not in known]
-    return found
+    known = {f"{name}/zarr.json".lstrip("/") for name in texts}
+    known |= {file_of(leaf.layout, name, part) for name, leaf in held.leaves.items() for part in leaf.layout.parts()}
+    there = Objects(str(held.arrays)).names() if is_url(held.arrays) else files_below(Path(held.arrays))
+    return found + [f"{join(held.arrays, name)}: is none of the checkpoint's files" for name in sorted(there) if name not in known]
+
+
+def files_below(folder: Path) -> list[str]:
+    """The names of the files in a folder and those below it."""
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 def size_bytes(held: Opened) -> int:

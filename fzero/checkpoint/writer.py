@@ -13,8 +13,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,6 +175,15 @@ class Writer:
             if self.first:
                 homes.drop_spare(self.home)
 
+    def abandon(self) -> None:
+        """End at once: what is being written is left for the next writer to remove. For a process that ends because another is gone."""
+        save = self.current
+        if save is not None:
+            save.error = save.error or SaveFailed("the run has ended")
+            for event in (save.target, save.go, save.staged):
+                event.set()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
     # ---- the snapshot ----
 
     def _checked(self, state: Tree, specs: Tree | None, step: int) -> dict[str, tuple[Any, Spec]]:
@@ -208,12 +218,10 @@ class Writer:
         room = total if self.buffer_bytes is None else min(total, max(self.buffer_bytes, THREADS * largest))
         self.reserve_exactly(room)
         save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
-        if self.arena is not None and self.arena.size < total:
-            save.go.set()  # else no thread takes memory bandwidth from the copies
-
         def busy() -> bool:
-            save.go.set()
-            return save.error is None and any(not task.done() for task in save.tasks)
+            if self.arena.size < total:
+                save.go.set()  # else no thread takes memory bandwidth from the copies
+            return save.go.is_set() and save.error is None and any(not task.done() for task in save.tasks)
 
         held: tuple[str, Callable[..., Tensor]] | None = None
         for (name, part, slab), size in zip(work, sizes):
@@ -227,7 +235,7 @@ class Writer:
                     raise
                 return  # a thread has failed, and `poll` will say so
             part.fill(raw, slab, held[1], save.layouts[name][0].start)
-            save.tasks.append(self.pool.submit(self._write, save, part, slab, raw))
+            save.tasks.append(self.pool.submit(self._write, save, part, slab, [raw]))
             del raw
 
     def reserve_exactly(self, size: int) -> None:
@@ -241,7 +249,8 @@ class Writer:
     def _path(self, name: str) -> Place:
         return join(folder_of(self.home, self.current.step), self.current.arrays, name)
 
-    def _write(self, save: Save, part: Part, slab: Slab, raw: Tensor) -> None:
+    def _write(self, save: Save, part: Part, slab: Slab, held: list[Tensor]) -> None:
+        raw = held.pop()  # so that the memory is given back before the task counts as done
         save.go.wait()
         save.target.wait()
         if save.error is None:
@@ -271,6 +280,8 @@ class Writer:
         if "error" in outcome:
             save.outcome = SaveFailed(f"{path}: the checkpoint could not be written: {outcome['error']}")
             save.outcome.__cause__ = save.error
+            if save.error is not None:
+                traceback.clear_frames(save.error.__traceback__)  # which hold memory of the snapshot
         else:
             save.outcome = Saved(save.step, path, save.blocked_s, time.perf_counter() - save.began, save.nbytes)
         save.tasks.clear()
@@ -422,8 +433,7 @@ def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -
             f.flush()
             os.fsync(f.fileno())
 
-    for task in [pool.submit(put, name) for name in texts]:
-        task.result()
+    every(pool, put, texts)
     keep = {Path(arrays, name, leaf.layout.key(part)) for name, leaf in leaves.items() for part in leaf.layout.parts()}
     keep |= {Path(arrays, name, "zarr.json") for name in texts}
     folders = []
@@ -435,5 +445,12 @@ def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -
             folders.append(Path(folder))
         else:
             os.rmdir(folder)
-    for task in [pool.submit(sync_folder, folder) for folder in folders]:
+    every(pool, sync_folder, folders)
+
+
+def every(pool: ThreadPoolExecutor, fn: Callable[[Any], None], among: Iterable[Any]) -> None:
+    """Call `fn` with each; when all calls have ended, raise the first error: none makes files once they are being removed."""
+    tasks = [pool.submit(fn, one) for one in among]
+    wait(tasks)
+    for task in tasks:
         task.result()

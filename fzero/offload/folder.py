@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
 
+from fzero.offload.objects import Objects, context, is_url, url_spec
 
-def is_url(place: str | Path) -> bool:
-    """Whether `place` is a URL, such as gs://bucket/run/ or memory://run/, and not a local path."""
-    return "://" in str(place)
+__all__ = ["context", "is_url", "kvstore", "read_text", "sync_folder", "write_text"]
 
 
 def kvstore(place: str | Path, *path: str) -> Any:
     """tensorstore's specification of a folder in `place`."""
     if is_url(place):
-        return "/".join((str(place).rstrip("/"), *path)) + "/"
+        return url_spec("/".join((str(place).rstrip("/"), *path)))
     return {"driver": "file", "path": str(Path(place, *path)) + "/"}
 
 
 def read_text(place: str | Path, name: str) -> str | None:
     """The text `name`, or None where there is none."""
     if is_url(place):
-        found = _open(place).read(name).result()
-        return None if found.state == "missing" else found.value.decode()
+        found = Objects(str(place)).read(name)
+        return None if found is None else found.decode()
     path = Path(place, name)
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
@@ -32,13 +30,15 @@ def read_text(place: str | Path, name: str) -> str | None:
 def write_text(place: str | Path, name: str, text: str) -> None:
     """Replace the text `name`, durably: whoever reads it, after whatever end, finds all of the old one or all of the new one."""
     if is_url(place):
-        _open(place).write(name, text.encode()).result()
+        Objects(str(place)).write(name, text.encode())
         return
     path = Path(place, name)
     partial = path.with_name(f"{path.name}.partial")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        os.write(fd, text.encode())
+        view = memoryview(text.encode())
+        while view:
+            view = view[os.write(fd, view) :]
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -53,25 +53,3 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-@functools.cache
-def context() -> Any:
-    """How tensorstore uses its resources, in all that this process opens: a store in memory:// is one with what was put there before."""
-    import tensorstore
-
-    return tensorstore.Context(
-        {
-            "file_io_concurrency": {"limit": 4},
-            "file_io_sync": False,
-            "file_io_locking": {"mode": "none"},  # each chunk has one writer: its rank
-            "cache_pool": {"total_bytes_limit": 0},
-            "data_copy_concurrency": {"limit": 2},
-        }
-    )
-
-
-def _open(place: str | Path) -> Any:
-    import tensorstore
-
-    return tensorstore.KvStore.open(kvstore(place), context=context()).result()

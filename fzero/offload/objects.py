@@ -1,0 +1,141 @@
+"""The objects of an object store below a URL, through tensorstore; what goes wrong with the store is an OSError of one line.
+
+    s3://bucket/path    the endpoint of another store than Amazon's is $AWS_ENDPOINT_URL_S3 or $AWS_ENDPOINT_URL; the region is $AWS_REGION
+                        or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, else those of the profile, the
+                        container or the instance
+    gs://bucket/path    with Google's application default credentials
+    file:///path        files, each put in place by a rename and durable then
+    memory://name       of this process alone
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+WAIT_S = 30.0  # for a transfer, and as long again for every
+SLOWEST = 8 << 20  # bytes of it
+# A store that is not there is known for it within some 10 s; one that asks for a pause gets it.
+RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "4s"}
+
+
+def is_url(place: Any) -> bool:
+    """Whether `place` is a URL, such as gs://bucket/run/ or memory://run/, and not a local path."""
+    return "://" in str(place)
+
+
+def url_spec(url: str) -> Any:
+    """tensorstore's specification of what is below a URL: the URL, or what it cannot say."""
+    parts = urlsplit(url)
+    path = f"{unquote(parts.path).strip('/')}/".lstrip("/")
+    if parts.scheme == "file":
+        return {"driver": "file", "path": f"/{path}", "file_io_sync": True}
+    if parts.scheme != "s3" or parts.query or parts.fragment:
+        return url.rstrip("/") + "/"
+    spec: dict[str, Any] = {"driver": "s3", "bucket": parts.netloc, "path": path}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if endpoint:
+        spec["endpoint"] = endpoint.rstrip("/")
+    if region or endpoint:
+        spec["aws_region"] = region or "us-east-1"
+    if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
+        spec["aws_credentials"] = {"type": "environment"}  # else all places are searched, some of them over the network
+    return spec
+
+
+@functools.cache
+def context() -> Any:
+    """How tensorstore uses its resources, in all that this process opens: a store in memory:// is one with what was put there before."""
+    import tensorstore
+
+    return tensorstore.Context(
+        {
+            "file_io_concurrency": {"limit": 4},
+            "file_io_sync": False,
+            "file_io_locking": {"mode": "none"},  # each chunk has one writer: its rank
+            "cache_pool": {"total_bytes_limit": 0},
+            "data_copy_concurrency": {"limit": 2},
+            "s3_request_retries": RETRIES,
+            "gcs_request_retries": RETRIES,
+        }
+    )
+
+
+class Objects:
+    """The objects below a URL by name, for any number of threads.
+
+    Raises ValueError for a URL that names no store. All else that the store or the network does not do is an OSError, also when it takes
+    longer than WAIT_S and the bytes' share.
+    """
+
+    def __init__(self, url: str) -> None:
+        import tensorstore
+
+        self.url = str(url)
+        try:
+            self.kv = tensorstore.KvStore.open(url_spec(self.url), context=context()).result()
+        except ValueError as error:
+            why = str(error).removeprefix(f'Parsing spec from url: "{self.url.rstrip("/")}/": ')
+            raise ValueError(f"{self.url}: names no store ({why}); use s3://bucket/path, gs://bucket/path or file:///path") from None
+
+    def names(self) -> list[str]:
+        """The names of all objects below the URL."""
+        return [name.decode() for name in self._done(self.kv.list(), 0)]
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """The bytes [start, end) of an object (None: to its end), or None where there is no such object.
+
+        Raises EOFError where it ends before.
+        """
+        size = 64 << 20 if end is None else end - start
+        asked = None if (start, end) == (0, None) else slice(start, end)
+        found = self._done(self.kv.read(name, byte_range=asked), size)
+        return None if found.state == "missing" else found.value
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace an object, durably and at once."""
+        self._done(self.kv.write(name, data), len(data))
+
+    def remove(self, names: list[str]) -> None:
+        """Remove objects, whether they are there or not."""
+        for future in [self.kv.write(name, None) for name in names]:
+            self._done(future, 0)
+
+    def _done(self, future: Any, size: int) -> Any:
+        wait_s = WAIT_S * (1 + size / SLOWEST)
+        try:
+            return future.result(timeout=wait_s)
+        except TimeoutError:
+            raise TimeoutError(f"{self.url}: no answer in {wait_s:.0f} s{hint('UNAVAILABLE')}") from None
+        except ValueError as error:
+            code, said = parsed(str(error))
+            if code == "OUT_OF_RANGE":
+                raise EOFError(said) from None
+            raise OSError(f"{self.url}: {said}{hint(code)}") from None
+
+
+def parsed(text: str) -> tuple[str, str]:
+    """(the code, what is said) of a message of tensorstore, as `CODE: said [name='value'] ...`."""
+    code, colon, said = text.partition(": ")
+    if not colon or not re.fullmatch(r"[A-Z_]+", code):
+        code, said = "", text
+    bare = re.split(r" \[\w[\w-]*='", said)[0]
+    bare = re.sub(r"^All \d+ retry attempts failed: ", "", bare)
+    http = re.search(r"http_response_code='(\d+)'", said)
+    return code, " ".join((bare if bare != "Unknown" or http is None else f"HTTP {http[1]}").split())
+
+
+def hint(code: str) -> str:
+    """What to do about an error of a code."""
+    return {
+        "NOT_FOUND": "; create the bucket, or name another one",
+        "PERMISSION_DENIED": "; check the credentials, and what they allow",
+        "UNAUTHENTICATED": "; check the credentials",
+        "ABORTED": "; check the network, and for s3:// $AWS_ENDPOINT_URL",
+        "UNAVAILABLE": "; check the network, and for s3:// $AWS_ENDPOINT_URL",
+        "DEADLINE_EXCEEDED": "; check the network, and for s3:// $AWS_ENDPOINT_URL",
+    }.get(code, "")
