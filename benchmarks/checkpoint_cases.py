@@ -177,7 +177,7 @@ def ours(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str]
         row = timed(work)
         if kind == "new":
             checkpoint.remove(homes[kind], step)
-        return row | {"blocked_s": blocked, "memcpy_s": memcpy}
+        return row | {"blocked_s": blocked, "memcpy_s": memcpy, "after_s": row["s"] - blocked}
 
     def load(i: int, out: Any) -> dict[str, float]:
         path, found = checkpoint.latest(homes["recycled"]), None
@@ -205,6 +205,7 @@ def ours(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str]
 
     for _ in range(2):
         save("recycled")
+    kept["new"].arena = kept["recycled"].arena  # they take turns
     ops: dict[str, Op] = {}
     if "save" in sections:
         save("new")
@@ -274,7 +275,7 @@ def peers(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str
         row = timed(work)
         if path is None:
             shutil.rmtree(place)
-        return row | {"blocked_s": blocked, "memcpy_s": memcpy}
+        return row | {"blocked_s": blocked, "memcpy_s": memcpy, "after_s": row["s"] - blocked}
 
     def load(i: int) -> dict[str, float]:
         if i == 0:

@@ -39,7 +39,7 @@ NOTES = {
     "raw": "O_DIRECT from Python, huge-page buffers, the best of 1, 2, 4 threads and 4, 8, 16 MiB; fdatasync; new: posix_fallocate first",
     "fio": "libaio, O_DIRECT, 4 MiB, depth 8, huge-page buffers; the reference is whichever of raw and fio has the higher median",
     "memcpy": "copy_ leaf by leaf into memory that was there before, all threads, just before each save",
-    "fzero": "Writer with memory for all of the state, from the third save on; new: new files; recycled: over those of a checkpoint that has gone",
+    "fzero": "Writer with memory for the whole state, steady; new: into new files; recycled: over those of a checkpoint that has gone",
     "dcp": "async_save, a stager kept from save to save, not pinned, files synced, the best thread_count of 1, 2, 4; load in place",
     "safetensors": "save_file and fsync; load_file, of which one byte a page is used",
     "slices": "what a rank of dp 4 (stage 3), or of dp 2 x tp 2, reads of the checkpoint that one process wrote; another rank each round",
@@ -53,6 +53,8 @@ GOALS = {
     "save new of overwrite >= 0.6": ("write", "s", "save new", "s"),
     "save new of raw new": ("write new", "s", "save new", "s"),
     "save recycled of overwrite >= 0.9": ("write", "s", "save recycled", "s"),
+    "of overwrite once unblocked, recycled": ("write", "s", "save recycled", "after_s"),
+    "of overwrite once unblocked, new": ("write", "s", "save new", "after_s"),
     "load in place of read >= 0.9": ("read", "s", "load out", "s"),
     "load of read >= 0.9": ("read", "s", "load new", "s"),
     "times DCP, save new >= 2.5": ("dcp save", "s", "save new", "s"),
@@ -99,7 +101,7 @@ def figures(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     for name, found in rows.items():
         results[name] = {
             key: spread([row[key] for row in found])
-            for key in ("s", "cpu_s", "blocked_s", "memcpy_s", "of_idle", "lost_s")
+            for key in ("s", "cpu_s", "blocked_s", "memcpy_s", "after_s", "of_idle", "lost_s")
             if key in found[0]
         }
         results[name]["gb_per_s"] = spread([row["bytes"] / 1e9 / row["s"] for row in found])
@@ -140,7 +142,9 @@ def table(run: dict[str, Any]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size-gb", type=float, default=2.0, help="of the state; the process takes six times as much memory")
+    parser.add_argument(
+        "--size-gb", type=float, default=2.0, help="of the state; the process takes six times as much memory, and nine times on the disk"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--states", default="fp32,bf16", help=f"comma list of {', '.join(STATES)}")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"comma list of {', '.join(SECTIONS)}")

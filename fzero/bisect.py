@@ -99,7 +99,7 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
         opened = [stack.enter_context(program_of(folder, config, ALONE, nvme, say)) for folder, config in zip(folders, here)]
         states = [state_at(f, p, held[equal] if equal else None) for f, (p, *_), held in zip(folders, opened, kept)]
         parting = first_parting(int(states[0].step), [], *states)
-        made = [steps_from(program, state, batch_at, bound) for (program, batch_at, _), state in zip(opened, states)]
+        made = [steps_from(again, state, bound) for again, state in zip(opened, states)]
         del states
         while parting is None and (pair := [next(one, None) for one in made])[0] is not None:
             step = int(pair[0].state.step)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from fzero import __version__, signals
+from fzero.cli_ckpt import ckpt
 
 FOLDER = click.Path(path_type=Path)
 # Flags of `pretrain` that say a value of the config.
@@ -355,19 +356,18 @@ def sample(
 @click.option("--nvme", metavar="DIR", help="Where what the run keeps on a disk is put meanwhile; without it the system's folder.")
 def replay(run: Path, step: int, start: int | None, mesh: str | None, zero: int | None, tolerance: float | None, nvme: str | None) -> int:
     """Make a recorded step again from the nearest checkpoint, and say whether it comes out as it was (exit code 0) or not (1)."""
-    sizes = None if mesh is None else table_of(None, (), mesh, dict.fromkeys(SHORTHANDS))["mesh"]
+    sizes = None if mesh is None else table_of(None, (), mesh, dict.fromkeys(SHORTHANDS)).get("mesh", {})
 
-    from fzero import replay as again
-    from fzero import team as processes
+    from fzero import replay as steps_again
 
-    team = processes.join()
-    asked = {"RUN": str(run), "--step": step, "--from": start, "--mesh": mesh, "--zero": zero, "--tolerance": tolerance}
-    team.compare({**versions(), **asked}, "start all ranks with the same command")
-    tell = say if team.first else quiet
-    result = again.replay(run, step, sizes, zero=zero, start=start, tolerance=tolerance, nvme=nvme, team=team, say=tell)
-    for line in again.report(result):
-        tell(line)
-    team.close()
+    with signals.ending(), joined() as team:
+        asked = {"RUN": str(run), "--step": step, "--from": start, "--mesh": mesh, "--zero": zero, "--tolerance": tolerance}
+        team.compare({**versions(), **asked}, "start all ranks with the same command")
+        tell = say if team.first else quiet
+        result = steps_again.replay(run, step, sizes, zero=zero, start=start, tolerance=tolerance, nvme=nvme, team=team, say=tell)
+        for line in steps_again.report(result):
+            tell(line)
+        team.close()
     return 0 if result.reproduces else 1
 
 
@@ -383,6 +383,9 @@ def bisect(run_a: Path, run_b: Path, nvme: str | None) -> int:
     for line in runs_beside.report(result):
         say(line)
     return 0 if result.equal else 1
+
+
+cli.add_command(ckpt)
 
 
 @cli.group(name="data")

@@ -3,8 +3,8 @@
 A processor that multiplies wrongly now and then, or a memory that flips a bit, raises no error, and the run goes on with other numbers.
 But the gradient of a micro-batch is a function: whoever computes it must get the same bits. And what the plan replicates must be the same
 on all its ranks.
-Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245; Gemini Team 2023, arXiv:2312.11805, section 4 (replay to find
-faulty hardware).
+Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245; Gemini Team 2023, arXiv:2312.11805, section 3 (deterministic
+replay against silent data corruption).
 """
 
 from __future__ import annotations

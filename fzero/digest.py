@@ -118,6 +118,12 @@ def _worth(words: Tensor) -> ctypes.CDLL | None:
         return _library()
 
 
+def prepare() -> None:
+    """Compile the C++ now, for who is about to digest much: else the first large call does."""
+    with _compiling:
+        _library()
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:

@@ -12,28 +12,29 @@ from fzero.team import OVER, STOP, TIMEOUT_S, Ended, Team
 from fzero.watchdog import BEAT_S, SILENT_S, beats
 
 
-def fitting_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int) -> dict[str, int]:
+def fitting_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *, canonical: bool = False) -> dict[str, int]:
     """The sizes of a mesh like `sizes` on so many processes; they may need fewer.
 
     Each axis but dp keeps its size where that fits, tp first, and else takes its largest divisor that does. dp is as large as the rest of
-    the processes allow, where the data ranks (dp x rp) divide the micro-batches of a step.
+    the processes allow, where the data ranks (dp x rp) divide the micro-batches of a step, and are a power of two for canonical sums.
     """
     out, left = {}, processes
     for axis in sorted(sizes.keys() - {"dp"}, key=lambda axis: (axis != "tp", axis)):
         out[axis] = max(d for d in range(1, sizes[axis] + 1) if sizes[axis] % d == 0 and d <= left)
         left //= out[axis]
     copies = out.get("rp", 1)
-    out["dp"] = max([d for d in range(1, left + 1) if micro_batches % (d * copies) == 0], default=1)
+    fits = [d for d in range(1, left + 1) if micro_batches % (d * copies) == 0 and not (canonical and d & (d - 1))]
+    out["dp"] = max(fits, default=1)
     return {axis: out[axis] for axis in [*sizes, "dp"] if out[axis] > 1}
 
 
 def refitted(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tuple[dict[str, int], str]:
     """(`fitting_mesh` of the run, a line that says it)."""
     micro_batches = config.train.batch // config.train.micro_batch
-    mesh = fitting_mesh(sizes, processes, micro_batches)
+    mesh = fitting_mesh(sizes, processes, micro_batches, canonical=config.reduce == "canonical")
     used = math.prod(mesh.values())
     line = f"mesh: {text(mesh)} for {processes} process{'es' * (processes > 1)}, before that {text(sizes)}"
-    line += f"; {micro_batches} micro-batches a step"
+    line += f"; {micro_batches} micro-batches a step" + (", canonical sums" if config.reduce == "canonical" else "")
     if used < processes:
         spare = f"{used}" if used == processes - 1 else f"{used} to {processes - 1}"
         line += f"; rank {spare} is spare and waits"
@@ -69,4 +70,6 @@ def stand_by(team: Team) -> int:
             if now - heard > TIMEOUT_S:
                 raise TimeoutError(f"rank {team.rank}, a spare: no other rank gives a sign of life for {TIMEOUT_S:g} s")
             time.sleep(0.1)
-        return int(team.store.get(OVER))
+        stopped = int(team.store.get(OVER))
+        team.bye()
+        return stopped

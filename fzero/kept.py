@@ -31,6 +31,14 @@ def expect_disk(program: Program, team: Team) -> None:
     team.share(lambda: check_disk(program, shutil.disk_usage(there).free + held))
 
 
+def expect_new(program: Program, folder: Path, team: Team) -> None:
+    """Raise ValueError where the place that a new run names for its checkpoints has some, OSError where its store cannot be reached."""
+    if program.config.train.checkpoints and not all_on_disk(program):
+        home = runs.checkpoints_of(folder, program.config)
+        if found := team.share(lambda: checkpoint.steps(home)):
+            raise ValueError(f"train.checkpoints is {home}, which has the step {found[-1]} of a run already; name another place")
+
+
 def newest_state(program: Program, folder: Path, team: Team, say: Say, init: Path | None) -> TrainState:
     """The state to go on with, of whatever mesh, stage, offload and policy: of the last complete step on the run's disk, else of the
     newest sound checkpoint, else the first.

@@ -23,9 +23,10 @@ from fzero.corpus import Say
 from fzero.data.tokens import read_meta
 from fzero.elastic import refitted
 from fzero.evaluate import evaluate_all
-from fzero.kept import disk_row, expect_disk, in_memory, newest_state, told_of_offload
+from fzero.kept import disk_row, expect_disk, expect_new, in_memory, newest_state, told_of_offload
 from fzero.kernels.registry import describe, observe
 from fzero.offload import Moved
+from fzero.offload.folder import is_url
 from fzero.program import Program, all_on_disk, build, first_state, flop_per_token, num_params, specs_of
 from fzero.report import plots
 from fzero.sample import generate
@@ -81,9 +82,12 @@ def start(
     config, mesh, lines = place(config, team)
     if config.data.path != "stdlib":
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).absolute())))
+    if (home := config.train.checkpoints) and not is_url(home):
+        config = replace(config, train=replace(config.train, checkpoints=str(Path(home).absolute())))
     program = build(config, mesh, folder)
     check_memory(program, doctor.available_bytes() // team.local_size)
     expect_disk(program, team)
+    expect_new(program, folder, team)
     try:
         team.share(lambda: again.begin(folder))
         path = Path(team.share(lambda: str(corpus.find_corpus(config.data, folder, options.say))))
@@ -233,7 +237,7 @@ def finish(program: Program, state: TrainState, folder: Path, path: Path, team: 
     last = next((row for row in reversed(rows) if "val_loss" in row), {})
     seconds = time.perf_counter() - begin
     say(f"{step} steps in {clock(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} nats per token" + per_byte(last))
-    where = program.space.folder if all_on_disk(program) else f"checkpoints/step-{step:08d}"
+    where = program.space.folder if all_on_disk(program) else f"{config.train.checkpoints or runs.CHECKPOINTS}/step-{step:08d}"
     say(f"written: {folder}/metrics.jsonl, loss.png, throughput.png, {where}")
     params = best_params(program, state) if options.sample else ()
     if options.sample and team.first:

@@ -146,7 +146,8 @@ def replay(
     changes: Table = {} if zero is None else {"zero": zero}
     fits = math.prod(config.mesh.values()) == team.size
     changes["mesh"] = mesh if mesh is not None else config.mesh if fits else {}
-    with program_of(folder, updated(replace(config, mesh={}), changes), team, nvme, say) as (program, batch_at, room):
+    with program_of(folder, updated(replace(config, mesh={}), changes), team, nvme, say) as again:
+        program, room = again.program, again.room
         begin = beginning(kept, step, start, program, team, say)
         state = state_at(folder, program, kept[begin] if begin else None)
         source, first = f"step-{begin:08d}" if begin else "the start of the run", int(state.step)
@@ -156,15 +157,14 @@ def replay(
         if tolerance is None:
             tolerance = 0.0 if exact else CLOSE[config.precision.policy]
         found: list[Compared] = []
-        for made in steps_from(program, state, batch_at, step):
+        for made in steps_from(again, state, step):
             number, recorded = int(made.state.step), rows.get(int(made.state.step), {})
             if "digest" in recorded:
                 made.row["digest"] = digest_text(made.state.params, specs_of(program).params, program.mesh)
             found += [Compared(number, n, recorded[n], made.row[n]) for n in made.row if n in recorded and n != "step"]
             if number in kept:
-                found += compare_leaves(
-                    program, made.state, kept[number], number, explain=not any(row.leaf and not row.same for row in found)
-                )
+                parted = any(row.leaf and not row.same for row in found)
+                found += compare_leaves(program, made.state, kept[number], number, explain=not parted)
     return Replayed(first, step, source, found, tolerance)
 
 
@@ -197,33 +197,38 @@ class Made(NamedTuple):
     batch: Batch  # this rank's rows
 
 
-def steps_from(program: Program, state: TrainState, batch_at: Callable[[int], Batch], until: int) -> Iterator[Made]:
-    """The steps of a run from `state` to step `until`. Each overwrites the state before it."""
-    while (step := int(state.step)) < until:
-        batch = batch_at(int(state.data_cursor))
-        state, metrics = program.train_step(state, batch)
-        yield Made(state, numbers(program, metrics, step), batch)
-
-
 class Again(NamedTuple):
     """What it takes to make steps of a run again."""
 
     program: Program
     batch_at: Callable[[int], Batch]  # this rank's rows by `state.data_cursor`
+    threads: int  # that the run had
     room: Path | None  # a folder for what is on a disk, where the run has any
+
+
+def steps_from(again: Again, state: TrainState, until: int) -> Iterator[Made]:
+    """The steps of a run from `state` to step `until`. Each overwrites the state before it."""
+    program = again.program
+    while (step := int(state.step)) < until:
+        # Of the process; another run beside this one may have others.
+        torch.set_num_threads(again.threads)
+        doctor.set_fp32_matmul(program.config.precision.fp32_matmul)
+        batch = again.batch_at(int(state.data_cursor))
+        state, metrics = program.train_step(state, batch)
+        yield Made(state, numbers(program, metrics, step), batch)
 
 
 @contextlib.contextmanager
 def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, say: Say) -> Iterator[Again]:
     """The program of the run in `folder` by `config`, with as many threads as the run had; its room is removed at the end."""
-    said, threads = runs.read_environment(folder), torch.get_num_threads()
+    said, before = runs.read_environment(folder), torch.get_num_threads()
     if not said.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is no step to make again")
     config = replace(config, nvme=replace(config.nvme, folder="", slots=min(config.nvme.slots, 2)))
     config, mesh, _ = place(config, team)
     room = None
     try:
-        torch.set_num_threads(said.get("threads", threads))
+        torch.set_num_threads(said.get("threads", before))
         if "nvme" in Offload.parse(config.offload).memories:
             room = Path(team.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
         program = build(config, mesh, room)
@@ -236,12 +241,12 @@ def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, sa
             raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
         with watched(team):
             batch_at, skips = corpus.open_data(config, path, mesh)[0], team.share(lambda: guard.skips_of(folder))
-            yield Again(program, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), room)
+            yield Again(program, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room)
         if program.space is not None:
             program.space.close()
         team.share(lambda: "all have closed their files")
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
         if room is not None and team.first:
             shutil.rmtree(room, ignore_errors=True)
 

@@ -57,7 +57,7 @@ class Saving:
     def poll(self) -> dict[str, Any]:
         """What a row of metrics says of a checkpoint that was completed meanwhile; as `save` where one could not be written."""
         done = self._told(self.writer.poll) if self.writer is not None else None
-        return {} if done is None else {"checkpoint": done.step, "checkpoint_blocked_s": done.blocked_s, "checkpoint_s": done.total_s}
+        return {} if done is None else {"saved_step": done.step, "save_blocked_s": done.blocked_s, "save_s": done.total_s}
 
     def _told(self, ask: Any) -> checkpoint.Saved | None:
         try:

@@ -6,8 +6,8 @@ variance", section 9:
     d = x_t - mean;  mean += r_t d;  var = (1 - r_t) (var + r_t d^2)
 
 So they are the plain mean and variance of the first `window` losses, and from then on forget with 1 - 1/window a step. A loss above
-mean + sigmas sqrt(var) of those before it is a spike. The rule, on the step's own loss and with 6 sigmas, is that of the step-skipping
-optimizer of OLMo (Walsh et al. 2025, "2 OLMo 2 Furious"), which keeps the last 128 losses themselves.
+mean + sigmas sqrt(var) of those before it is a spike. To leave out the update of such a step, and the 6 sigmas, are `SkipStepOptimizer`
+of OLMo-core (olmo_core/optim/skip_step_optimizer.py), which keeps the last 128 losses themselves.
 """
 
 from __future__ import annotations

@@ -21,13 +21,15 @@ from typing import Any
 import torch.distributed as dist
 
 from fzero.meeting import hellos, meet
+from fzero.rollcall import RankError
 from fzero.sharding import Mesh, make_mesh, one_process
 from fzero.signals import Stopped, exit_code, launched
 
 TIMEOUT_S = 600.0  # for another rank, in a collective and at a comparison
 LOST_S = 2.0  # for the reason of a rank that is gone, until what was noticed of it is said
 NODE_S = 5.0  # for a signal to this node too, where one to another node has stopped the run
-REASON, OVER, STOP, FOLDER = "reason", "over", "stop", "folder"  # keys: why all end, that they have ended, a spare's signal; the run
+# Keys: why all end, that they have ended, who is done, a spare's signal, the run.
+REASON, OVER, BYE, STOP, FOLDER = "reason", "over", "bye", "stop", "folder"
 SIGNAL = "signal "  # how a reason begins that is no failure
 AGAIN = "torchrun's report says how it ended; go on from the last checkpoint with --resume"
 
@@ -127,8 +129,17 @@ class Team:
         self.share(lambda: "end")
         if self.store is not None and self.first:
             self.store.set(OVER, str(stopped))
+            end = time.monotonic() + NODE_S
+            while own_store() and self.store.add(BYE, 0) < self.size + self.spares - 1 and time.monotonic() < end:
+                time.sleep(0.01)  # the store ends with this process
+        self.bye()
         if self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+    def bye(self) -> None:
+        """Tell rank 0 that this process needs the store no more."""
+        if self.store is not None and not self.first:
+            self.store.add(BYE, 1)
 
     def code(self, stopped: int) -> int:
         """The exit code of this process where the signal `stopped` (0: none) ended the run.
@@ -170,7 +181,7 @@ class Team:
     def _hear(self, key: str, whose: str, timeout_s: float | None) -> bytes:
         # By looking again and again: a wait inside the store is deaf to signals and to a rank that has failed.
         begin, pause, looked, self.waiting = time.monotonic(), 0.002, 0.0, whose
-        while not self.store.check([key]):
+        while not self._answered(key):
             now, reason = time.monotonic(), self.reason()
             if reason:
                 raise Stopped(int(reason.removeprefix(SIGNAL))) if reason.startswith(SIGNAL) else Ended
@@ -186,6 +197,12 @@ class Team:
         self.waiting = ""
         return self.store.get(key)
 
+    def _answered(self, key: str) -> bool:
+        try:
+            return self.store.check([key])
+        except RuntimeError:
+            raise RankError(f"rank {self.rank}: {'rank 0' if own_store() else 'torchrun'} is gone, and the store with it") from None
+
 
 def join(timeout_s: float = 60.0) -> Team:
     """The team of this process: of one, or of those that torchrun started, when all of them are here.
@@ -196,10 +213,14 @@ def join(timeout_s: float = 60.0) -> Team:
     if not launched():
         return Team()
     rank, size, local = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    # The store is in torchrun's own process, and outlives every rank.
     lasting = torchrun_store(timeout_s)
     number, names = meet(lasting, rank, size, TIMEOUT_S)
     return Team(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names)
+
+
+def own_store() -> bool:
+    """Whether rank 0 keeps the store, and not torchrun."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "False"
 
 
 def torchrun_store(timeout_s: float) -> dist.Store:
@@ -216,7 +237,9 @@ def torchrun_store(timeout_s: float) -> dist.Store:
             f"WORLD_SIZE is {env.get('WORLD_SIZE', '')} and the rest of torchrun's environment is not there ({error}); use torchrun"
         ) from None
     try:
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        # Where torchrun keeps no store for its workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 does: a new one at every restart.
+        mine = own_store() and env["RANK"] == "0"
+        store = dist.TCPStore(host, port, is_master=mine, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise ValueError(f"torchrun's store at {host}:{port} does not answer ({str(error).splitlines()[0]})") from None
     return dist.PrefixStore(where, store)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fzero.rollcall import Call
 from fzero.team import AGAIN, LOST_S, STOP, Team
 
 BEAT_S = 1.0  # between two signs of life
@@ -159,9 +160,17 @@ def place_of(team: Team) -> tuple[object, ...]:
 def beat_of(team: Team, number: int, idle_s: float, main: int | None) -> Beat:
     """This rank's sign of life."""
     roll = team.at.roll if team.at is not None else None
-    last, call = (str(roll.last or ""), roll.waiting) if roll is not None else ("", None)
-    waits = f"{call} (#{call.number})" if call is not None else f"a message of {team.waiting}" if team.waiting else ""
+    last, call = (brief(roll.last), roll.waiting) if roll is not None else ("", None)
+    waits = f"{brief(call)} (#{call.number})" if call is not None else f"a message of {team.waiting}" if team.waiting else ""
     return Beat(number, round(idle_s, 1), team.step, roll.number if roll is not None else 0, last, waits, stack_top(main))
+
+
+def brief(call: Call | None) -> str:
+    """A collective in words, of several leaves the first."""
+    if call is None:
+        return ""
+    first, *more = call.leaf.split(" ")
+    return str(call._replace(leaf=f"{first} and {len(more)} more" if more else first))
 
 
 def stack_top(thread: int | None) -> str:
@@ -193,8 +202,8 @@ def verdict(states: Mapping[int, Beat], stale: Mapping[int, float], hang_s: floa
         else:
             how = f"no progress for {s.idle_s:.0f} s, in"
         waits = f" waiting in {s.waits}" if s.waits else ""
-        passed = f"after #{s.calls} {s.last}" if s.last else "before any collective"
-        told.append(f"rank {rank} hangs: {how} step {s.step + 1}{waits} at {s.at or 'an unknown place'}, {passed}")
+        passed = "" if s.waits else f", after {s.last} (#{s.calls})" if s.last else ", before any collective"
+        told.append(f"rank {rank} hangs: {how} step {s.step + 1}{waits} at {s.at or 'an unknown place'}{passed}")
     waiting: dict[str, list[int]] = {}
     for rank, s in sorted(states.items()):
         if rank not in hung and s.waits:

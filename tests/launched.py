@@ -19,7 +19,7 @@ TINY = [
     *shlex.split("--set train.eval_batches=3 --set train.eval_every=3"),
 ]
 SHORT, LONG = ("--steps", 6), ("--steps", 1000000)
-TIMED = {"step_s", "data_s", "save_s", "tokens_per_s", "mfu"}
+TIMED = {"step_s", "data_s", "saved_step", "save_blocked_s", "save_s", "tokens_per_s", "mfu"}
 SAVED = re.compile(r"save|checkpoint")  # of a row: what a save cost, which is another row's after a restart
 STANDALONE = ("--standalone",)
 
@@ -49,7 +49,7 @@ def said_in(err):
     return [line for line in err.splitlines() if line.startswith("fzero: ")]
 
 
-def ended(folder, process, timeout_s=60, log=""):
+def ended(folder, process, timeout_s=120, log=""):
     """(exit code of torchrun, what all ranks printed, the lines of fzero on stderr, exit codes of the ranks)."""
     try:
         code = process.wait(timeout_s)
@@ -88,7 +88,7 @@ def ranks_of(process):
     return found
 
 
-def until(condition, process=None, timeout_s=60):
+def until(condition, process=None, timeout_s=120):
     """Wait for `condition()`, for so long, and as long as the process lives; returns what it gave."""
     end = time.monotonic() + timeout_s
     while not (result := condition()) and (process is None or process.poll() is None):

@@ -138,7 +138,7 @@ def test_neighbours_are_read_together():
     ],
 )
 def test_chunks(shape, spec, expected):
-    found = chunk_shape(shape, 4, Spec.parse(spec))
+    found = chunk_shape(shape, 4, Spec.parse(spec), [1] * len(shape))
     size = math.prod(found) * 4
     assert found == expected
     assert all(n % c == 0 for n, c in zip(shape, found))
@@ -146,12 +146,19 @@ def test_chunks(shape, spec, expected):
     assert size >= min(LEAST, math.prod(shape) * 4)
 
 
+def test_dims_are_cut_alike_with_the_cuts_of_the_mesh():
+    """So that what one mesh has written in pieces another one can read in its own."""
+    spec = Spec.parse("[L, D/dp, F/tp]")
+    for sizes, chunk in (({"dp": 4}, (1, 256, 1024)), ({"tp": 2}, (1, 256, 1024)), ({}, (1, 256, 1024)), ({"dp": 2, "tp": 2}, (1, 256, 1024))):
+        assert laid_out(sizes, (4, 1024, 2048), torch.float32, spec)[0].chunk == chunk, sizes
+
+
 def test_chunks_of_sizes_that_have_factors_are_worth_a_transfer_of_their_own():
     for i in range(300):
         draw = random.Random(i)
         shape = [2 ** draw.randint(0, 4) * draw.choice([1, 3]) for _ in range(draw.randint(0, 1))]
         shape += [2 ** draw.randint(4, 12) * draw.choice([1, 3]) for _ in range(2)]
-        chunk = chunk_shape(shape, 4, Spec())
+        chunk = chunk_shape(shape, 4, Spec(), [1] * len(shape))
         size, whole = math.prod(chunk) * 4, math.prod(shape) * 4
         assert size < 2 * TARGET and size >= min(LEAST, whole), (shape, chunk)
         assert all(n % c == 0 for n, c in zip(shape, chunk))

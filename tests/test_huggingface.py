@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from fzero import pytree
 from fzero.huggingface import like, load_hf, save_hf
 from fzero.models import Ctx, GPT2Config, MLPConfig, build, logits, loss, preset
+from fzero.tensorfile import DTYPES, read_safetensors, write_safetensors
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +311,13 @@ def test_folders_that_are_not_whole_models(saved, tmp_path):
     shards = save(model, tmp_path / "shards", max_shard_size="12KB")
     sorted(shards.glob("model-00002-*"))[0].unlink()
     refused(shards, "no such file, but model.safetensors.index.json names it")
+    index = save(model, tmp_path / "index", max_shard_size="12KB")
+    (index / "model.safetensors.index.json").write_text("{}")
+    refused(index, "model.safetensors.index.json: damaged: it has no weight_map")
+    twice = save(model, tmp_path / "twice", max_shard_size="12KB")
+    one, two, *_ = sorted(twice.glob("model-*.safetensors"))
+    shutil.copy(one, two)
+    refused(twice, " is there twice")
     text = copy_of(folder, tmp_path / "text")
     (text / "config.json").write_text("{")
     refused(text, "config.json: not JSON")
@@ -318,6 +327,80 @@ def test_folders_that_are_not_whole_models(saved, tmp_path):
     refused(whole, "tensor model.norm.weight is torch.int8")
     save_file({**weights, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, whole / "model.safetensors")
     refused(whole, "tensors are unexpected for a LlamaForCausalLM of these sizes: model.layers.0.self_attn.q_proj.bias")
+
+
+def test_safetensors_files_of_every_dtype_are_read_as_they_are_written(tmp_path):
+    drawn = {str(dtype): torch.randint(0, 2, (3, 5), generator=torch.Generator().manual_seed(3)).to(dtype) for dtype in DTYPES}
+    tensors = {**drawn, "scalar": torch.tensor(2.5), "none": torch.empty(0, 3), "turned": torch.rand(4, 6).T.contiguous()}
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    found = read_safetensors(tmp_path / "theirs")
+    assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    given = {name: entry.give() for name, entry in found.items()}
+    assert all(torch.equal(given[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in drawn)
+    assert all(torch.equal(given[name], tensors[name]) for name in tensors.keys() - drawn.keys())
+    size = write_safetensors(tmp_path / "ours", found)
+    assert size == (tmp_path / "ours").stat().st_size
+    assert all(torch.equal(t.view(torch.uint8), tensors[n].view(torch.uint8)) for n, t in load_file(tmp_path / "ours").items() if t.dim())
+
+
+def header_of(file, change):
+    """Change the header of a safetensors file."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    text = json.dumps(change(json.loads(content[8:end]))).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+def entry_of(table, **entries):
+    return {**table, "b": {**table["b"], **entries}}
+
+
+DAMAGED = {
+    "nothing": (lambda file: file.write_bytes(b""), "damaged: a header of 0 bytes in a file of 0"),
+    "length": (lambda file: file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:]), "damaged: a header of 18446744073709551615 bytes"),
+    "text": (
+        lambda file: file.write_bytes(file.read_bytes().replace(b'"dtype"', b'"dt\xffpe"', 1)),
+        "its header is not that",
+    ),
+    "list": (lambda file: header_of(file, lambda table: [1]), "its header is not that of a safetensors file"),
+    "no shape": (lambda file: header_of(file, lambda table: {**table, "b": {"dtype": "F32"}}), "its header is not that"),
+    "more": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "its header speaks of"),
+    "less": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "its header speaks of"),
+    "gap": (
+        lambda file: header_of(file, lambda table: entry_of(table, data_offsets=[24, 32])),
+        "b begins at byte 24 of the data",
+    ),
+    "shared": (
+        lambda file: header_of(file, lambda table: entry_of(table, data_offsets=[8, 16])),
+        "b begins at byte 8 of the data",
+    ),
+    "size": (lambda file: header_of(file, lambda table: entry_of(table, shape=[3])), "tensor b [3] of F32 has 8 bytes"),
+    "dtype": (
+        lambda file: header_of(file, lambda table: entry_of(table, dtype="C64")),
+        "tensor b is of dtype C64; these are known",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_safetensors_file(how, tmp_path):
+    file = tmp_path / "some.safetensors"
+    save_file({"a": torch.ones(4), "b": torch.ones(2)}, file)
+    assert list(read_safetensors(file)) == ["a", "b"]
+    change, said = DAMAGED[how]
+    change(file)
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        read_safetensors(file)
+    assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+    file = tmp_path / "some.safetensors"
+    save_file({"a": torch.ones(4)}, file)
+    entry = read_safetensors(file)["a"]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="damaged: it ends within tensor a"):
+        entry.give()
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(saved, tmp_path):

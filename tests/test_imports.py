@@ -25,6 +25,8 @@ GROUPS = (
     ("checkpoint", "data", "report", "config", "huggingface", "huggingface_names", "huggingface_import", "migrate", "tables", "tensorfile"),
     ("reshard",),
     ("runs",),
+    ("inspect",),
+    ("differences",),
     ("program", "capacity", "sample", "doctor", "corpus", "team"),
     ("watchdog", "again"),
     ("elastic",),
@@ -32,7 +34,7 @@ GROUPS = (
     ("pretrain", "exchange"),
     ("replay",),
     ("bisect",),
-    ("cli", "__main__"),
+    ("cli_ckpt", "cli", "__main__"),
 )
 GROUP = {name: i for i, names in enumerate(GROUPS) for name in names}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

@@ -68,7 +68,7 @@ def universal(folder, case, stage, weights=None):
             value = value.clone()
             torch.save(value.reshape(-1) if stage == 3 else {"cat_dim": 0, "param": value}, zero / name / f"{what}.pt")
         if stage < 3:
-            torch.save(2, zero / name / "step.pt")
+            torch.save(torch.tensor(2.0), zero / name / "step.pt")
     torch.save({"param_groups": [{"lr": 0.001}]}, zero / "optimizer_state.pt")
     if stage < 3:
         for name, first in alias.items():  # as the model computed with them
@@ -81,9 +81,9 @@ def universal(folder, case, stage, weights=None):
                 (name, torch.empty(0).bfloat16() if stage == 3 else t.bfloat16()) for name, t in named.items()
             ),
             "param_shapes": shapes,
-            "frozen_param_shapes": collections.OrderedDict(),
+            "frozen_param_shapes": None if stage == 1 else collections.OrderedDict(),
             "shared_params": alias if rank == 0 else {},
-            "frozen_param_fragments": collections.OrderedDict(),
+            "frozen_param_fragments": None if stage == 1 else collections.OrderedDict(),
             "ds_config": {"zero_optimization": {"stage": stage}},
             "ds_version": "0.19.8",
         }
@@ -166,7 +166,7 @@ def test_a_sharded_torch_distributed_checkpoint(case, known, tmp_path):
     expect_equal(case, known, held)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_deepspeed_universal_checkpoint(case, stage, known, tmp_path):
     folder = universal(tmp_path / "universal", case, stage)
@@ -478,9 +478,12 @@ def form(value):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize(("case", "stage"), [("llama-tied-scaled", 2), ("llama-tied-scaled", 3), ("gpt2", 1), ("mixtral", 3), ("llama", 3)])
-def test_the_real_deepspeed(case, stage, tmp_path):
-    frozen = "model.norm.weight" if (case, stage) == ("llama", 3) else ""
+@pytest.mark.parametrize(
+    ("case", "stage", "frozen"),
+    [("llama-tied-scaled", 2, ""), ("llama-tied-scaled", 3, ""), ("gpt2", 1, ""), ("mixtral", 3, "")]
+    + [("llama", stage, "model.norm.weight") for stage in (1, 2, 3)],
+)
+def test_the_real_deepspeed(case, stage, frozen, tmp_path):
     worker = [Path(__file__).with_name("deepspeed_worker.py"), case, stage, tmp_path, *[frozen] * bool(frozen)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, worker)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -504,7 +507,7 @@ def test_the_real_deepspeed(case, stage, tmp_path):
     made = universal(tmp_path / "made", case, stage, truth)
     names = {p.relative_to(made) for p in made.rglob("*.pt")}
     assert names == {p.relative_to(real) for p in real.rglob("*.pt")}
-    for name in sorted(names):
+    for name in sorted(names - {Path("zero", "optimizer_state.pt")}):
         ours, its = (torch.load(folder / name, weights_only=True) for folder in (made, real))
         if name.name.endswith("model_states.pt"):
             for key in set(ours) - {"ds_config"}:
@@ -516,5 +519,5 @@ def test_the_real_deepspeed(case, stage, tmp_path):
         elif name.name == "fp32.pt":
             assert form(ours) == form(its), name
             assert torch.equal(*(x["param"] if isinstance(x, dict) else x for x in (ours, its))), name
-        elif name.name != "optimizer_state.pt":
+        else:
             assert form(ours) == form(its), name

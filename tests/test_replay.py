@@ -1,20 +1,24 @@
 """Recorded steps made again, and runs side by side: what was planted is found at its step and leaf."""
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fzero import checkpoint, cli, config, guard, pytree, runs
+from fzero import replay as again
 from fzero.bisect import bisect
 from fzero.bisect import report as report_bisect
-from fzero.replay import replay, report
+from fzero.pretrain import numbers
+from fzero.replay import replay, report, same_bits
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2}
 SETTINGS = [f"model.{name}={size}" for name, size in SIZES.items()] + [
@@ -213,7 +217,9 @@ def test_what_is_asked_wrongly_is_said(plain, copy, home, capsys):
 
 def test_other_states_are_made_again_too(home):
     settings = [*SETTINGS[:-1], "optim.name=adamw", "train.ema_decay=0.9", "train.digest_every=1"]
-    run = pretrain(home / "bf16", "--precision", "bf16", "--micro-batch", 2, settings=settings)
+    settings += ["guard.spike=skip", "guard.warmup=2", "guard.sigmas=0.1"]
+    run = pretrain(home / "bf16", "--precision", "bf16", "--lr", 0.5, settings=settings)
+    assert {row.get("reason") for row in runs.read_metrics(run)} == {None, "spike"}
     result = replay(run, 8)
     named = {row.name.split("/")[0] for row in result.rows if row.leaf}
     assert result.reproduces and {"params", "master", "opt_state", "extra", "key", "data_cursor"} <= named
@@ -238,9 +244,18 @@ def test_a_run_whose_state_is_on_a_disk(home, update, tmp_path):
     # The disk has the last step.
     assert {row.name.split("/")[0] for row in result.rows if row.leaf and row.step == 6} >= {"params", "opt_state", "data_cursor"}
     assert content(run) == before and list(tmp_path.iterdir()) == []
-    print(said, result, checkpoint.steps(run / "checkpoints"))
+    assert said[0] == "there is no checkpoint below step 6 of the run, and the disk of its state has its last step alone; from its start"
     edit_row(run, 4, digest="0" * 16)
     assert [(row.step, row.name) for row in replay(run, 5, start=0).failed] == [(4, "digest")]
+
+
+def test_as_many_threads_as_the_run_had(copy, monkeypatch):
+    said = json.loads((copy / "environment.json").read_text())
+    (copy / "environment.json").write_text(json.dumps({**said, "threads": 3}))
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(again, "numbers", lambda *given: seen.append(torch.get_num_threads()) or numbers(*given))
+    replay(copy, 5)
+    assert seen == [3, 3] and torch.get_num_threads() == before
 
 
 def test_batches_that_were_left_out_are_left_out_again(home):
@@ -355,6 +370,34 @@ def test_runs_without_a_common_step(plain, copy, capsys):
 # -- meshes
 
 
+def test_which_configs_must_give_the_same_bits(plain):
+    one = runs.read_config(plain)
+    many = [replace(one, mesh={"dp": n}, zero=stage) for n, stage in ((1, 3), (2, 1), (2, 2), (4, 2))]
+    assert same_bits(one, many[0]) and same_bits(many[1], many[1])
+    assert not any(same_bits(a, b) for a, b in itertools.permutations(many, 2))
+    canonical = [replace(config, reduce="canonical") for config in (one, *many)]
+    assert all(same_bits(a, b) for a, b in itertools.permutations(canonical, 2))
+    assert not same_bits(canonical[0], replace(canonical[0], mesh={"tp": 2}))
+    assert same_bits(replace(canonical[0], mesh={"tp": 2}), replace(canonical[0], mesh={"tp": 2, "dp": 2}))
+
+
+def test_the_config_is_that_of_the_checkpoint_behind_the_step(copy):
+    """As where the run went on on two processes: then other bits are due on one."""
+    held = checkpoint.opened(place(copy, 6))
+    leaves = checkpoint.restore_leaves(place(copy, 6), lambda name: True)
+    checkpoint.save(copy / "checkpoints", pytree.nest(leaves), step=6, config={**held.config, "mesh": {"dp": 2}})
+    result = replay(copy, 5)
+    assert result.tolerance == 1e-3 and str(result).startswith("reproduces bit for bit")
+    assert replay(copy, 5, tolerance=0).tolerance == replay(copy, 3).tolerance == replay(copy, 8).tolerance == 0
+    loss = next(row["loss"] for row in runs.read_metrics(copy) if row["step"] == 5)
+    edit_row(copy, 5, loss=loss * 1.0005)
+    assert str(replay(copy, 5)).startswith("agrees within 0.001: the losses differ by 5.0e-04 at most ")
+    edit_row(copy, 5, loss=loss * 1.002)
+    assert str(replay(copy, 5)).startswith("parts at step 5 (loss;")
+    edit_row(copy, 5, loss=loss, num_tokens=3)
+    assert str(replay(copy, 5)).startswith("parts at step 5 (num_tokens;")
+
+
 def torchrun(folder, *args):
     """(exit code, standard output) of a command on two processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -375,7 +418,3 @@ def test_on_another_mesh_canonical_sums_are_the_same_and_fast_ones_close(home, p
     assert out.count("parts at step 6 (params/head/w; steps 4 to 6, from step-00000003: 20 numbers and 34 leaves, of which 1 fail)") == 1
     code, out = torchrun(home, "replay", plain, "--step", 6, "--zero", 1)
     assert code == 0 and out.count("agrees within 0.001: the losses differ by ") == 1, out
-    # And the other way round: what two processes did comes out as it was on one.
-    pretrain(home / "parts", "--reduce", "canonical", "--stop-at", 3)
-    assert torchrun(home, "pretrain", "--resume", "--out", "parts", "--sample", "", "--peak-tflops", 1)[0] == 0
-    assert replay(home / "parts", 8, start=3).reproduces and bisect(run, home / "parts").equal

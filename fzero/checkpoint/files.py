@@ -29,7 +29,7 @@ SMALL = 1 << 18  # bytes of a file up to which the page cache is the quicker way
 
 
 class Writing:
-    """A file that is being written by several threads: `put` each range, then `end`."""
+    """A file that is being written by several threads: `put` each range, then `end`. What is written is not durable yet."""
 
     def __init__(self, path: Path, size: int) -> None:
         """size: the bytes of the file; 0 where they are not known yet."""
@@ -59,10 +59,9 @@ class Writing:
             return offset
 
     def end(self, size: int) -> None:
-        """Make the file durable, with `size` bytes."""
+        """Close the file, with `size` bytes."""
         if os.fstat(self.fd).st_size != size:
             os.ftruncate(self.fd, size)
-        os.fdatasync(self.fd)
         self.close()
 
     def close(self) -> None:

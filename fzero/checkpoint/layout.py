@@ -26,6 +26,7 @@ from fzero.sharding import Mesh, Spec
 
 TARGET = 1 << 20  # bytes from which a chunk is not made smaller than half of
 LEAST = 1 << 18  # bytes below which no chunk is cut
+FINE = 16  # chunks of a layer until which it is cut, though they become smaller than TARGET
 RUN = 2048  # bytes in a row below which rows are not cut
 SHARE = 1 << 20  # bytes from which a part is worth dividing among the ranks that all hold it
 CRC = 4  # bytes of a crc32c
@@ -115,13 +116,14 @@ def smallest_factor(n: int) -> int:
     return next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
 
 
-def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec) -> tuple[int, ...]:
+def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[int]) -> tuple[int, ...]:
     """The shape of the chunks of a part: as fine as slices that meshes will ask for, where chunks stay worth a transfer of their own.
 
     Where there are three dims, the first counts layers, and one layer is cut off at a time. Then the rows, which a data axis shards, and
-    what `spec` has an axis for, sharded now or not, are cut alike; other dims only where those are at their end.
+    what `spec` has an axis for, sharded now or not, are cut alike, with the cuts into parts of `grid`; other dims only where those are at
+    their end.
     """
-    chunk, cuts = list(part), [1] * len(part)
+    chunk, cuts = list(part), list(grid)
     lead = int(len(chunk) > 2)
     named = {dim for dim, axes in enumerate(spec.dims) if axes} | {lead}
 
@@ -130,7 +132,7 @@ def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec) -> tuple[int, ..
 
     while lead and size() >= 2 * TARGET and chunk[0] > 1:
         chunk[0] //= smallest_factor(chunk[0])
-    while size() >= 2 * TARGET:
+    while size() >= 2 * TARGET or math.prod(cuts[lead:]) < FINE:
         ways = []
         for dim in range(lead, len(chunk)):
             p = smallest_factor(chunk[dim])
@@ -195,7 +197,7 @@ def lay_out(
     for dim in range(len(part)):
         while most is not None and size() > most and part[dim] > 1:
             cut(dim, smallest_factor(part[dim]))
-    layout = Layout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec), compress)
+    layout = Layout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
     return Mine(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start))
 
 

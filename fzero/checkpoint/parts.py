@@ -60,7 +60,7 @@ class Part:
         raw.view(layout.dtype).as_strided((*slab.counts, *layout.chunk), (*steps[:dims], *inner)).copy_(split)
 
     def write(self, raw: Tensor, slab: Slab) -> None:
-        """Checksum a slab and write it, and with the last one the index; then the file is durable. Raises OSError."""
+        """Checksum a slab and write it, and with the last one the index. Raises OSError."""
         layout, n = self.layout, self.layout.chunk_bytes
         with self.lock:
             if self.file is None:

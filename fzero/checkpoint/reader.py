@@ -94,12 +94,12 @@ def opened(path: Place) -> Opened:
 
 def fetch(held: Opened, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
     """Fill the boxes, each with what it needs and no more than the chunks that this is in."""
-    tasks = []
-    for box in boxes:
-        leaf = held.leaves[box.name]
-        for part, numbers in wanted(leaf.layout, box.start, box.size):
-            for run in runs(leaf.layout, numbers):
-                tasks.append(pool.submit(read_run, held, box, part, run))
+    needs = [(box, part, numbers) for box in boxes for part, numbers in wanted(held.leaves[box.name].layout, box.start, box.size)]
+    # The small reads of headers go before the large ones, which would wait for them.
+    tasks = [pool.submit(head_of, held, box.name, part) for box, part, _ in needs]
+    for box, part, numbers in needs:
+        for run in runs(held.leaves[box.name].layout, numbers):
+            tasks.append(pool.submit(read_run, held, box, part, run))
     failures = [error for task in tasks if (error := task.exception()) is not None]
     if failures:
         raise failures[0]
@@ -395,8 +395,9 @@ def verify_part(held: Opened, name: str, part: Index) -> tuple[list[str], int]:
             place_of = np.unravel_index(number, layout.counts) if layout.counts else ()
             start = tuple(int(p * w + i * c) for p, w, i, c in zip(part, layout.part, place_of, layout.chunk))
             total += digest(tensor_of(data, layout.dtype, layout.chunk), layout.shape, start)
-        if size > (end if layout.chunks == 1 or layout.compress else layout.file_bytes):
-            found.append(f"leaf {name} is damaged: {where(held, name, part)} has {size:,} bytes, more than were written")
+        written = end if layout.chunks == 1 or layout.compress else layout.file_bytes
+        if size != written:
+            found.append(f"leaf {name} is damaged: {where(held, name, part)} has {size:,} bytes, and {written:,} were written")
     except Damaged as error:
         found.append(str(error))
     return found, total % (1 << 64)

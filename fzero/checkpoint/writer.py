@@ -28,15 +28,17 @@ from fzero.checkpoint import home as homes
 from fzero.checkpoint.home import Leaf, Place, folder_of, join
 from fzero.checkpoint.layout import ZARR, Mine, Slab, array_json, group_json, lay_out, slabs
 from fzero.checkpoint.parts import Part
+from fzero.digest import prepare
 from fzero.offload import Stored
 from fzero.offload.arena import Arena, padded
-from fzero.offload.folder import is_url, sync_folder, write_text
+from fzero.offload.folder import is_url, sync_file_system, sync_folder, write_text
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
 
 SLAB = 16 << 20  # bytes that are copied, checksummed and written at a time
 OBJECT = 64 << 20  # bytes of an object in an object store
 THREADS = 4
+MANY = 1 << 27  # bytes of a state from which its digests are worth a compiler's second
 _WRITERS = itertools.count()
 
 
@@ -70,6 +72,7 @@ class Save:
         self.step, self.config, self.began = step, config, time.perf_counter()
         self.target, self.go, self.staged, self.over = (threading.Event() for _ in range(4))
         self.arrays, self.error, self.blocked_s, self.nbytes = "", None, 0.0, 0
+        self.early = threading.Lock()
         self.layouts: dict[str, tuple[Mine, Spec]] = {}
         self.parts: dict[str, list[Part]] = {}
         self.tasks: list[Future] = []
@@ -160,6 +163,8 @@ class Writer:
 
     def reserve(self, size: int) -> None:
         """Make the memory of the snapshot ready, `size` bytes or what it may be at most: else the first `save` does."""
+        if size >= MANY:
+            threading.Thread(target=prepare, name="fzero-compile", daemon=True).start()
         size = min(size, self.buffer_bytes or size)
         if self.arena is None or self.arena.size < size:
             self.arena = None
@@ -218,10 +223,11 @@ class Writer:
         room = total if self.buffer_bytes is None else min(total, max(self.buffer_bytes, THREADS * largest))
         self.reserve_exactly(room)
         save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
+
         def busy() -> bool:
             if self.arena.size < total:
                 save.go.set()  # else no thread takes memory bandwidth from the copies
-            return save.go.is_set() and save.error is None and any(not task.done() for task in save.tasks)
+            return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
 
         held: tuple[str, Callable[..., Tensor]] | None = None
         for (name, part, slab), size in zip(work, sizes):
@@ -251,7 +257,15 @@ class Writer:
 
     def _write(self, save: Save, part: Part, slab: Slab, held: list[Tensor]) -> None:
         raw = held.pop()  # so that the memory is given back before the task counts as done
-        save.go.wait()
+        with contextlib.ExitStack() as stack:
+            # While the snapshot is made one thread writes: that keeps the disk busy, and leaves the copies their memory bandwidth.
+            if not save.go.is_set() and save.early.acquire(blocking=False):
+                stack.callback(save.early.release)
+            else:
+                save.go.wait()
+            self._write_now(save, part, slab, raw)
+
+    def _write_now(self, save: Save, part: Part, slab: Slab, raw: Tensor) -> None:
         save.target.wait()
         if save.error is None:
             try:
@@ -300,6 +314,8 @@ class Writer:
             raise save.error
         for task in save.tasks:
             task.result()
+        if not is_url(self.home):
+            sync_file_system(Path(self.home))
         return {name: {str(part.number): [part.sum, part.digest] for part in parts} for name, parts in save.parts.items()}
 
     def _begin(self, step: int) -> str:
@@ -430,22 +446,17 @@ def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "zarr.json", "w", encoding="utf-8") as f:
             f.write(texts[name])
-            f.flush()
-            os.fsync(f.fileno())
 
     every(pool, put, texts)
     keep = {Path(arrays, name, leaf.layout.key(part)) for name, leaf in leaves.items() for part in leaf.layout.parts()}
     keep |= {Path(arrays, name, "zarr.json") for name in texts}
-    folders = []
     for folder, _, files in os.walk(arrays, topdown=False):
         for file in files:
             if Path(folder, file) not in keep:
                 Path(folder, file).unlink()  # of the checkpoint whose files these were
-        if os.listdir(folder):
-            folders.append(Path(folder))
-        else:
+        if not os.listdir(folder):
             os.rmdir(folder)
-    every(pool, sync_folder, folders)
+    sync_file_system(Path(arrays))
 
 
 def every(pool: ThreadPoolExecutor, fn: Callable[[Any], None], among: Iterable[Any]) -> None:

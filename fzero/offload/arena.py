@@ -89,9 +89,12 @@ class Arena:
 
     def _place(self, size: int) -> int | None:
         with self.lock:
+            back = []
             with suppress(Empty):
                 while True:
-                    self._merge(*self.returned.get_nowait())
+                    back.append(self.returned.get_nowait())
+            if back:
+                self._merge(back)
             for i, (offset, room) in enumerate(self.free):
                 if room >= size:
                     self.free[i : i + 1] = [(offset + size, room - size)] if room > size else []
@@ -100,12 +103,11 @@ class Arena:
                     return offset
             return None
 
-    def _merge(self, offset: int, size: int) -> None:
-        self.lent -= size
-        self.free.append((offset, size))
-        self.free.sort()
-        merged = [self.free[0]]
-        for start, room in self.free[1:]:
+    def _merge(self, back: list[tuple[int, int]]) -> None:
+        self.lent -= sum(size for _, size in back)
+        pieces = sorted([*self.free, *back])
+        merged = [pieces[0]]
+        for start, room in pieces[1:]:
             last, before = merged[-1]
             if last + before == start:
                 merged[-1] = (last, before + room)

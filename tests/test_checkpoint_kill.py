@@ -1,0 +1,349 @@
+"""Runs that are ended by SIGKILL at any instant, many times over, and go on from what they saved: the run that was not."""
+
+import contextlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fzero
+from fzero import checkpoint, models, optim, precision, pytree
+from fzero.checkpoint import home as homes
+from fzero.checkpoint.parts import Part
+from fzero.state import meta_state, state_specs
+
+STEPS, EVERY, KEPT = 12, 2, [6, 10, 12]  # a checkpoint after every second step; of those keep_last=2 and keep_every=6 leave these
+CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
+# Where a run ends itself: what is called, and whether it then ends before or after the call.
+POINTS = {
+    "a save begins": (homes, "begin", "before"),
+    "a save has begun": (homes, "begin", "after"),
+    "a part is written": (Part, "_end", "before"),
+    "a part is there": (Part, "_end", "after"),
+    "all is written": (homes, "write", "before"),
+    "the manifest is written": (os, "replace", "before"),
+    "the manifest is there": (os, "replace", "after"),
+    "old files go": (homes, "retire", "before"),
+    "an old one goes": (homes, "remove", "before"),
+    "an old one has gone": (homes, "remove", "after"),
+    "a folder is renamed": (os, "rename", "before"),
+    "a folder has been renamed": (os, "rename", "after"),
+    "a folder is removed": (shutil, "rmtree", "before"),
+    "a folder is synced": (homes, "sync_folder", "before"),
+}
+
+
+# ---- what follows runs in a process of its own (`python test_checkpoint_kill.py FOLDER`), which forks those that are killed ----
+
+
+class Run:
+    """A run on one rank, in a process that ends with it."""
+
+    def __init__(self, store, rank, ranks):
+        if ranks > 1:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+        self.mesh = fzero.make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else fzero.one_process()
+        self.model, self.policy = models.llama(CONFIG), precision.bf16()
+        self.plan = fzero.zero_plan(3 if ranks > 1 else 0, self.model, self.mesh)
+        layout = optim.sharded(self.plan.opt, self.mesh, like=self.plan.like)
+        self.tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
+        self.step = fzero.make_train_step(self.model, self.tx, self.plan, self.mesh, policy=self.policy)
+        self.specs = state_specs(self.plan, self.tx, self.policy)
+
+    def begin(self, home):
+        if not checkpoint.steps(home):
+            return fzero.init_state(self.model, self.tx, self.plan, self.mesh, seed=0, policy=self.policy)
+        path, damaged = checkpoint.newest_sound(home)
+        assert not damaged, damaged
+        like = meta_state(self.tx, self.plan, self.mesh, self.policy, ema=False)
+        return checkpoint.restore(path, like, specs=self.specs, mesh=self.mesh)
+
+    def go_on(self, home, tell):
+        state = self.begin(home)
+        tell(["begun", int(state.step)])
+        writer = checkpoint.Writer(home, self.mesh, keep_last=2, keep_every=6)
+        saved = -1
+        for i in range(int(state.step), STEPS):
+            rows = torch.randint(0, CONFIG.vocab_size, (4, 9), generator=torch.Generator().manual_seed(i))
+            batch = fzero.train.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
+            state, _ = self.step(state, batch)
+            done = writer.poll()
+            if done:
+                tell(["saved", done.step])
+            if (i + 1) % EVERY == 0:
+                if done := writer.wait():
+                    tell(["saved", done.step])
+                writer.save(state, step=i + 1, specs=self.specs)
+                saved = i + 1
+        if saved < STEPS:  # killed behind the last manifest
+            writer.save(state, step=STEPS, specs=self.specs)
+        tell(["saved", writer.wait().step])
+        writer.close()
+        tell(["done", STEPS])
+
+
+def kill_me_at(point):
+    """Arm one of POINTS: this process ends when it gets there for the given time."""
+    name, count = point
+    (owner, attribute, when), seen = POINTS[name], 0
+    whole = getattr(owner, attribute)
+
+    def call(*args, **kwargs):
+        nonlocal seen
+        seen += 1
+        if seen == count and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        out = whole(*args, **kwargs)
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return out
+
+    setattr(owner, attribute, call)
+
+
+def forked(home, rank, ranks, point, port, tag):
+    """(pid, a descriptor of what it tells) of a process that is one rank of a run."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return pid, ours
+    try:
+        store = dist.PrefixStore(tag, dist.TCPStore("127.0.0.1", port, is_master=False)) if ranks > 1 else None
+        run = Run(store, rank, ranks)
+        if point:
+            kill_me_at(point)
+        run.go_on(home, lambda said: os.write(theirs, f"{json.dumps(said)}\n".encode()))
+        os._exit(0)
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            os.write(theirs, f"{json.dumps(['error', traceback.format_exc()])}\n".encode())
+        os._exit(1)
+
+
+def attempt(home, ranks, port, tag, *, after_s=None, victim=0, alone=True, point=None):
+    """(exit code of the victim, what rank 0 told) of a run in which a rank is killed after some seconds, or at a point.
+
+    alone: the others live for a moment longer, in which they may do harm; else all are killed at once.
+    """
+    started = [forked(str(home), rank, ranks, point if rank == victim else None, port, tag) for rank in range(ranks)]
+    pids, told, end = [pid for pid, _ in started], b"", time.monotonic() + 60
+    pid, begin = pids[victim], None
+    while True:
+        found, _, _ = select.select([started[0][1]], [], [], 0.002)
+        if found:
+            data = os.read(started[0][1], 1 << 16)
+            told += data
+            if begin is None and b"begun" in told:
+                begin = time.monotonic()
+            if not data:
+                break
+        gone, status = os.waitpid(pid, os.WNOHANG)
+        late = after_s is not None and begin is not None and time.monotonic() > begin + after_s
+        if not gone and (late or time.monotonic() > end):
+            for other in [pid] if alone else pids:
+                os.kill(other, signal.SIGKILL)
+        if gone or (ranks == 1 and not found and late):
+            break
+    if not gone:
+        _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    for other in pids:
+        if other != pid:
+            if code:
+                time.sleep(0.02)
+                os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)
+    while data := os.read(started[0][1], 1 << 16):
+        told += data
+    for _, fd in started:
+        os.close(fd)
+    return code, [json.loads(line) for line in told.decode().splitlines()]
+
+
+class Killer:
+    """Runs that are killed, and what must hold of them."""
+
+    def __init__(self, folder):
+        self.folder, self.count, self.whole = Path(folder), 0, {}
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def once(self, home, ranks, **options):
+        self.count += 1
+        return attempt(home, ranks, self.store.port, f"attempt {self.count}", **options)
+
+    def uninterrupted(self, ranks):
+        """({step: digests of its leaves}, seconds from the first step to the end)."""
+        if ranks not in self.whole:
+            home, begin = self.folder / f"whole-{ranks}", time.monotonic()
+            code, told = self.once(home, ranks)
+            assert code == 0 and told[-1] == ["done", STEPS], told
+            self.end(home, {step: digests_of(home, step) for step in KEPT})
+            # With the time of a start, which is more than that of the steps: all instants of a run and some of its end.
+            seconds = 0.6 * (time.monotonic() - begin)
+            self.whole[ranks] = {step: digests_of(home, step) for step in KEPT}, seconds
+        return self.whole[ranks]
+
+    def end(self, home, expected):
+        """What is left at the end: the checkpoints that are kept, sound, and nothing else."""
+        assert checkpoint.steps(home) == KEPT
+        assert sorted(path.name for path in home.iterdir()) == [f"step-{step:08d}" for step in KEPT]
+        for step in KEPT:
+            path = checkpoint.folder_of(home, step)
+            assert checkpoint.verify(path) == [] and len(list(path.iterdir())) == 2
+            assert digests_of(home, step) == expected[step], f"step {step} is not that of the uninterrupted run"
+
+    def check(self, home, told, reported, expected):
+        """The highest step told of so far, after it was seen that nothing of it is lost."""
+        assert not [said for said in told if said[0] == "error" and "is gone" not in said[1]], told
+        for what, step in (said for said in told if said[0] != "error"):
+            if what == "begun":
+                assert step >= reported, f"step {reported} had been told of and the run began at {step}"
+            else:
+                reported = max(reported, step)
+        there = checkpoint.steps(home)
+        assert max(there, default=0) >= reported
+        for step in there:
+            assert checkpoint.verify(checkpoint.folder_of(home, step)) == []
+            assert step not in expected or digests_of(home, step) == expected[step], f"step {step} is another one"
+        return reported
+
+    def killed(self, ranks, kills, seed):
+        """How a run went that was killed so many times: [[begun, steps told of, whether a save had begun]]."""
+        expected, seconds = self.uninterrupted(ranks)
+        draw, home, out, reported = random.Random(seed), self.folder / f"killed-{ranks}-{seed}", [], 0
+        while True:
+            last = len(out) == kills
+            instant = {} if last else {"after_s": draw.uniform(0, seconds), "victim": draw.randrange(ranks), "alone": draw.random() < 0.7}
+            code, told = self.once(home, ranks, **instant)
+            assert code in (0, -signal.SIGKILL), told
+            reported = self.check(home, told, reported, expected)
+            inside = any((path / "manifest.json").is_file() is False or len(list(path.iterdir())) > 2 for path in home.glob("step-*"))
+            if code == 0:
+                break
+            out.append([told[0][1] if told else None, reported, inside])
+        assert told[-1] == ["done", STEPS]
+        self.end(home, expected)
+        shutil.rmtree(home)
+        return out
+
+    def points(self, ranks, points):
+        """The step that each attempt began with; each but the last is killed at the next of [point, count, victim]."""
+        expected, _ = self.uninterrupted(ranks)
+        home, begun, reported = self.folder / f"points-{ranks}-{time.monotonic_ns()}", [], 0
+        for name, count, victim in points:
+            code, told = self.once(home, ranks, point=(name, count), victim=victim)
+            assert code == -signal.SIGKILL, f"{name} {count} was not passed: {told}"
+            reported = self.check(home, told, reported, expected)
+            begun.append(told[0][1])
+        code, told = self.once(home, ranks)
+        assert code == 0, told
+        self.check(home, told, reported, expected)
+        self.end(home, expected)
+        shutil.rmtree(home)
+        return [*begun, told[0][1]]
+
+
+def digests_of(home, step):
+    """{leaf: digest} of a checkpoint."""
+    return {name: leaf["digest"] for name, leaf in checkpoint.manifest(checkpoint.folder_of(home, step))["leaves"].items()}
+
+
+# ---- the tests ----
+
+
+class Worker:
+    """The process of this file; `worker(name, **options)` is what a method of Killer returned there."""
+
+    def __init__(self, folder):
+        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(fzero.__file__).parents[1]), *sys.path])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, __file__, folder]
+        self.process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def __call__(self, request, **options):
+        self.process.stdin.write(f"{json.dumps([request, options])}\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["returned"]
+
+    def close(self):
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    # A kill is the same on a disk and on a file system in memory, which is quicker and less noisy.
+    where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=where) as folder, contextlib.closing(Worker(folder)) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("ranks, kills", [(1, 6), (2, 4)])
+def test_a_run_killed_at_random_instants_ends_as_one_that_was_not(worker, ranks, kills):
+    found = worker("killed", ranks=ranks, kills=kills, seed=0)
+    print(f"\n{ranks} ranks, [begun at step, saved up to, inside a save]: {found}")
+    assert len(found) >= 2
+
+
+@pytest.mark.parametrize("ranks, runs", [(1, 25), (2, 15)])
+@pytest.mark.exhaustive
+def test_two_hundred_kills(worker, ranks, runs):
+    found = [worker("killed", ranks=ranks, kills=5, seed=seed + 1) for seed in range(runs)]
+    kills = [one for run in found for one in run]
+    inside = sum(one[2] for one in kills)
+    print(f"\n{ranks} ranks: {len(kills)} kills in {runs} runs, {inside} inside a save; runs began at {sorted({str(k[0]) for k in kills})}")
+    assert len(kills) >= 4 * runs and inside > 0.02 * len(kills)
+
+
+# [point, which time it is passed, by which rank]; and the step that the attempt after it begins with. A save passes "a part is written"
+# 50 times on one rank. The folder of a step is removed with its arrays' folder where there is a spare one already.
+PLACES = {
+    "begin": ([["a save begins", 2, 0], ["a save has begun", 1, 0], ["a save has begun", 2, 0]], [0, 2, 2, 4]),
+    "parts": ([["a part is written", 70, 0], ["a part is there", 80, 0]], [0, 2, 4]),
+    "manifest": ([["all is written", 2, 0], ["the manifest is written", 1, 0], ["the manifest is there", 2, 0]], [0, 2, 2, 6]),
+    "retire": ([["old files go", 3, 0], ["an old one goes", 1, 0], ["an old one has gone", 1, 0]], [0, 6, 8, 10]),
+    "rename": ([["a folder is renamed", 1, 0], ["a folder has been renamed", 2, 0], ["a folder has been renamed", 1, 0]], [0, 6, 8, 12]),
+    "sync": ([["a folder is synced", 1, 0], ["a folder is synced", 1, 0]], [0, 6, 8]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kill_at_a_point_of_a_save(worker, place):
+    points, begun = PLACES[place]
+    found = worker("points", ranks=1, points=points)
+    assert found == begun
+
+
+def test_a_kill_of_one_of_two_ranks_inside_a_save(worker):
+    points = [["a part is there", 30, 1], ["a part is written", 3, 0], ["all is written", 2, 0], ["the manifest is there", 1, 0]]
+    found = worker("points", ranks=2, points=points)
+    assert found[0] == 0 and found == sorted(found)
+
+
+if __name__ == "__main__":
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    killer = Killer(sys.argv[1])
+    Run(None, 0, 1).step  # noqa: B018  (so that no fork imports what it needs)
+    for request in sys.stdin:
+        name, options = json.loads(request)
+        try:
+            answer = {"returned": getattr(killer, name)(**options)}
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
