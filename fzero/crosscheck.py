@@ -10,6 +10,7 @@ replay against silent data corruption).
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ def make_check(
     remat = Remat.parse(remat) if isinstance(remat, str) else remat
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
     backward = make_backward(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, mlp_tiles, space)
-    shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if len(replicas(spec, mesh, mesh.rank)) > 1}
+    shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
     def computed(state: TrainState, m: int, part: Any) -> dict[str, int]:
         rows, sink = pytree.leaves(part)[0], Digests()
@@ -114,20 +115,27 @@ def coordinates(mesh: Mesh) -> list[dict[str, int]]:
     return [dict(zip(ORDER, at)) for at in itertools.product(*(range(mesh[name].size) for name in ORDER))]
 
 
-def replicas(spec: Spec, mesh: Mesh, rank: int) -> list[int]:
-    """The ranks whose part of a leaf is that of `rank`."""
-    at = coordinates(mesh)
-    return [r for r, where in enumerate(at) if all(where[axis] == at[rank][axis] for axis in spec.axes)]
+def copies(spec: Spec, mesh: Mesh) -> int:
+    """The number of ranks that hold the same part of a leaf."""
+    return math.prod(axis.size for axis in mesh.axes if axis.name not in spec.axes)
+
+
+def replicas(spec: Spec, mesh: Mesh) -> list[list[int]]:
+    """The ranks in groups that hold the same part of a leaf."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, where in enumerate(coordinates(mesh)):
+        found.setdefault(tuple(where[axis] for axis in spec.axes), []).append(rank)
+    return list(found.values())
 
 
 def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mesh: Mesh) -> list[str]:
     """A line for each group of ranks that hold different values of what should be one; the fewer are to blame."""
     lines, told = [], set()
+    groups = {spec.axes: replicas(spec, mesh) for spec in specs.values()}
     for i, name in enumerate(names):
-        for rank in range(mesh.size):
-            ranks = replicas(specs[name], mesh, rank)
+        for ranks in groups[specs[name].axes]:
             counts = Counter(table[r][i] for r in ranks)
-            if len(counts) == 1 or ranks[0] != rank:
+            if len(counts) == 1:
                 continue
             value, most = counts.most_common(1)[0]
             odd = tuple(r for r in ranks if table[r][i] != value) if 2 * most > len(ranks) else ()
@@ -141,11 +149,11 @@ def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mes
 
 def disagreeing(names: list[str], own: list[list[int]], again: list[list[int]], mesh: Mesh) -> list[str]:
     """A line for each rank whose micro-batch the next one computes otherwise; who differs from both its neighbours is to blame."""
-    at = coordinates(mesh)
+    ranks = {tuple(where.values()): rank for rank, where in enumerate(coordinates(mesh))}
     found = []
-    for rank, where in enumerate(at):
+    for rank, where in enumerate(coordinates(mesh)):
         number = (where["rp"] * mesh["dp"].size + where["dp"] + 1) % mesh.data_size
-        after = at.index({**where, "rp": number // mesh["dp"].size, "dp": number % mesh["dp"].size})
+        after = ranks[tuple((where | {"rp": number // mesh["dp"].size, "dp": number % mesh["dp"].size}).values())]
         first = next((name for name, a, b in zip(names, own[rank], again[after]) if a != b), None)
         if first is not None:
             found.append((rank, after, first))

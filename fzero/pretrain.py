@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
 import math
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +25,7 @@ from fzero.offload import Moved
 from fzero.offload.folder import is_url
 from fzero.program import Program, all_on_disk, build, first_state, flop_per_token, num_params, specs_of
 from fzero.report import plots
+from fzero.rows import clock, numbers, recorder
 from fzero.sample import generate
 from fzero.saving import Saving
 from fzero.sharding import Mesh
@@ -38,7 +35,6 @@ from fzero.signals import stop_signals
 from fzero.state import TrainState
 from fzero.tables import Table
 from fzero.team import TIMEOUT_S, Team
-from fzero.train import Metrics
 from fzero.watchdog import watched
 
 ALONE = Team()
@@ -287,7 +283,8 @@ def train_on(
 
     with ExitStack() as stack:
         batches = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
-        record = stack.enter_context(recorder(folder, first, until, t.log_every, options)) if team.first else lambda row: None
+        told = (folder, first, until, t.log_every, options.bar, options.say)
+        record = stack.enter_context(recorder(*told)) if team.first else lambda row: None
         room = snapshot_room(program, doctor.available_bytes() // team.local_size)
         saving = stack.enter_context(Saving(program, folder, first, room, options.say))
         saving.reserve(state)
@@ -346,63 +343,6 @@ def agreed(stop: list[int], mesh: Mesh) -> int:
     return int(number)
 
 
-def numbers(program: Program, metrics: Metrics, step: int) -> dict[str, Any]:
-    """The row of a step's metrics: numbers that JSON has (None for what is not finite). `step` steps were made before."""
-    values = {
-        "loss": float(metrics.loss),
-        **{name: float(value) for name, value in metrics.extra.items()},
-        "grad_norm": float(metrics.grad_norm),
-        "lr": float(program.schedule(step)),
-        "loss_scale": float(metrics.loss_scale),
-    }
-    values = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    row = {"step": step + 1, **values, "skipped": bool(metrics.skipped), "num_tokens": int(metrics.num_tokens)}
-    if row["skipped"]:
-        row["reason"] = "spike" if values["grad_norm"] is not None else "nonfinite"
-    return row
-
-
-# -- rows, text
-
-
-@contextlib.contextmanager
-def recorder(folder: Path, first: int, until: int, every: int, options: Options) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that takes a step's row to metrics.jsonl, to the terminal, and to TensorBoard where that package is there."""
-    with ExitStack() as stack:
-        file = stack.enter_context((folder / runs.METRICS).open("a", encoding="utf-8"))
-        bar = board = None
-        if options.bar:
-            from tqdm import tqdm
-
-            bar = stack.enter_context(tqdm(total=until, initial=first, unit="step", dynamic_ncols=True))
-        if importlib.util.find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            board = stack.enter_context(SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1))
-        recent: list[float] = []
-        val = ""
-
-        def record(row: dict[str, Any]) -> None:
-            nonlocal val
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            for name, value in row.items() if board else ():
-                if name != "step" and value is not None:
-                    board.add_scalar(name, value, row["step"])
-            recent[:] = [*recent[-19:], row["step_s"]]
-            loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
-            val = f"  val {row['val_loss']:.4f}" if "val_loss" in row else val
-            speed = f"{row['tokens_per_s']:,.0f} tokens/s  MFU {100 * row['mfu']:.0f}%"
-            if bar is not None:
-                bar.set_postfix_str(f"loss {loss}{val}  {speed}", refresh=False)
-                bar.update()
-            elif row["step"] % every == 0 or row["step"] in (first + 1, until) or "val_loss" in row:
-                left = clock((until - row["step"]) * sum(recent) / len(recent))
-                options.say(f"step {row['step']}/{until}  loss {loss}{val}  {speed}  ETA {left}{'  SKIPPED' if row['skipped'] else ''}")
-
-        yield record
-
-
 def sample_text(program: Program, params: Any, folder: Path, prompt: str, n: int = 300) -> str:
     """A text that the model with these whole parameters writes behind `prompt`."""
     tokenizer = runs.read_tokenizer(folder)
@@ -425,9 +365,3 @@ def best_params(program: Program, state: TrainState) -> Any:
 def per_byte(row: dict[str, Any]) -> str:
     """The part of the summary that speaks of bytes."""
     return f" ({row['val_loss_per_byte']:.4f} per byte)" if "val_loss_per_byte" in row else ""
-
-
-def clock(seconds: float) -> str:
-    """A duration in words: 0:42, 12:05, 3:00:00."""
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"

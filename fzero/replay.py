@@ -25,8 +25,9 @@ from fzero.config import RunConfig, from_table, updated
 from fzero.corpus import Say
 from fzero.data.stream import Batch
 from fzero.kept import expect_disk
-from fzero.pretrain import ALONE, numbers, place
+from fzero.pretrain import ALONE, place
 from fzero.program import Program, build, first_state, restore, save_store, specs_of
+from fzero.rows import numbers
 from fzero.sharding.digests import digest_text, digests
 from fzero.sharding.tiers import Offload
 from fzero.sharding.whole import gathered
@@ -356,9 +357,10 @@ def apart(a: Tensor, b: Tensor, values: str) -> str:
         return f": {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}".replace("torch.", "")
     differ, largest, first = 0, 0.0, None
     for at, (x, y) in enumerate(zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE))):
-        other = (x.view(torch.uint8).reshape(len(x), -1) != y.view(torch.uint8).reshape(len(y), -1)).any(-1)
-        if not bool(other.any()):
+        one, two = x.view(torch.uint8), y.view(torch.uint8)
+        if torch.equal(one, two):
             continue
+        other = (one.reshape(len(x), -1) != two.reshape(len(y), -1)).any(-1)
         differ += int(other.sum())
         largest = max(largest, float((x.to(torch.float64) - y.to(torch.float64))[other].abs().nan_to_num(math.inf).max()))
         first = at * PIECE + int(other.to(torch.uint8).argmax()) if first is None else first

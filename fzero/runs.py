@@ -3,10 +3,11 @@
 config.json       the resolved config: every value, read back equal
 environment.json  versions, machine, command, corpus and tokenizer
 metrics.jsonl     one JSON object a line and step
-checkpoints/      see fzero/checkpoint.py
+checkpoints/      see fzero/checkpoint/, or elsewhere: train.checkpoints
 tokenizer.json    where the tokenizer is not bytes
 data/             the corpus, where the run prepared its own
 nvme/             what rests on a disk, where the run names no other folder: see fzero/offload/store.py
+skips.json        the batches left out, where the run has gone back to a checkpoint: see fzero/guard.py
 loss.png  throughput.png  tensorboard/
 """
 

@@ -80,6 +80,7 @@ class Run:
             rows = torch.randint(0, CONFIG.vocab_size, (4, 9), generator=torch.Generator().manual_seed(i))
             batch = fzero.train.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
             state, _ = self.step(state, batch)
+            tell(["step", i + 1])
             done = writer.poll()
             if done:
                 tell(["saved", done.step])
@@ -122,6 +123,7 @@ def forked(home, rank, ranks, point, port, tag):
         os.close(theirs)
         return pid, ours
     try:
+        torch.set_num_threads(1)  # PyTorch makes its pool of threads anew after a fork, and two threads at once cannot
         store = dist.PrefixStore(tag, dist.TCPStore("127.0.0.1", port, is_master=False)) if ranks > 1 else None
         run = Run(store, rank, ranks)
         if point:
@@ -134,32 +136,27 @@ def forked(home, rank, ranks, point, port, tag):
         os._exit(1)
 
 
-def attempt(home, ranks, port, tag, *, after_s=None, victim=0, alone=True, point=None):
-    """(exit code of the victim, what rank 0 told) of a run in which a rank is killed after some seconds, or at a point.
+def attempt(home, ranks, port, tag, *, instant=None, victim=0, alone=True, point=None):
+    """(exit code of the victim, what rank 0 told) of a run in which a rank is killed at an instant, or at a point.
 
-    alone: the others live for a moment longer, in which they may do harm; else all are killed at once.
+    instant: after so many steps, and for how much longer, in times of a step. alone: the others live for a moment longer, in which they
+    may do harm; else all are killed at once.
     """
     started = [forked(str(home), rank, ranks, point if rank == victim else None, port, tag) for rank in range(ranks)]
-    pids, told, end = [pid for pid, _ in started], b"", time.monotonic() + 60
-    pid, begin = pids[victim], None
-    while True:
-        found, _, _ = select.select([started[0][1]], [], [], 0.002)
-        if found:
-            data = os.read(started[0][1], 1 << 16)
-            told += data
-            if begin is None and b"begun" in told:
-                begin = time.monotonic()
-            if not data:
-                break
+    pids, told, end, times = [pid for pid, _ in started], b"", time.monotonic() + 60, []
+    pid, gone, kill_at = pids[victim], 0, end
+    while not gone:
+        if select.select([started[0][1]], [], [], 0.001)[0]:
+            told += os.read(started[0][1], 1 << 16)
+            times += [time.monotonic()] * (told.count(b"begun") + told.count(b"step") - len(times))
+            if instant and len(times) > instant[0] and kill_at == end:
+                step_s = times[-1] - times[-2] if len(times) > 1 else 0.05
+                kill_at = time.monotonic() + instant[1] * step_s
         gone, status = os.waitpid(pid, os.WNOHANG)
-        late = after_s is not None and begin is not None and time.monotonic() > begin + after_s
-        if not gone and (late or time.monotonic() > end):
+        if not gone and time.monotonic() > kill_at:
             for other in [pid] if alone else pids:
                 os.kill(other, signal.SIGKILL)
-        if gone or (ranks == 1 and not found and late):
-            break
-    if not gone:
-        _, status = os.waitpid(pid, 0)
+            gone, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     for other in pids:
         if other != pid:
@@ -186,15 +183,13 @@ class Killer:
         return attempt(home, ranks, self.store.port, f"attempt {self.count}", **options)
 
     def uninterrupted(self, ranks):
-        """({step: digests of its leaves}, seconds from the first step to the end)."""
+        """{step: digests of its leaves} of the checkpoints that are left at the end."""
         if ranks not in self.whole:
-            home, begin = self.folder / f"whole-{ranks}", time.monotonic()
+            home = self.folder / f"whole-{ranks}"
             code, told = self.once(home, ranks)
             assert code == 0 and told[-1] == ["done", STEPS], told
-            self.end(home, {step: digests_of(home, step) for step in KEPT})
-            # With the time of a start, which is more than that of the steps: all instants of a run and some of its end.
-            seconds = 0.6 * (time.monotonic() - begin)
-            self.whole[ranks] = {step: digests_of(home, step) for step in KEPT}, seconds
+            self.whole[ranks] = {step: digests_of(home, step) for step in KEPT}
+            self.end(home, self.whole[ranks])
         return self.whole[ranks]
 
     def end(self, home, expected):
@@ -212,7 +207,7 @@ class Killer:
         for what, step in (said for said in told if said[0] != "error"):
             if what == "begun":
                 assert step >= reported, f"step {reported} had been told of and the run began at {step}"
-            else:
+            elif what == "saved":
                 reported = max(reported, step)
         there = checkpoint.steps(home)
         assert max(there, default=0) >= reported
@@ -223,12 +218,12 @@ class Killer:
 
     def killed(self, ranks, kills, seed):
         """How a run went that was killed so many times: [[begun, steps told of, whether a save had begun]]."""
-        expected, seconds = self.uninterrupted(ranks)
+        expected = self.uninterrupted(ranks)
         draw, home, out, reported = random.Random(seed), self.folder / f"killed-{ranks}-{seed}", [], 0
         while True:
             last = len(out) == kills
-            instant = {} if last else {"after_s": draw.uniform(0, seconds), "victim": draw.randrange(ranks), "alone": draw.random() < 0.7}
-            code, told = self.once(home, ranks, **instant)
+            options = {"instant": (draw.randint(0, 5), draw.uniform(0, 1.5)), "victim": draw.randrange(ranks), "alone": draw.random() < 0.7}
+            code, told = self.once(home, ranks, **({} if last else options))
             assert code in (0, -signal.SIGKILL), told
             reported = self.check(home, told, reported, expected)
             inside = any((path / "manifest.json").is_file() is False or len(list(path.iterdir())) > 2 for path in home.glob("step-*"))
@@ -242,7 +237,7 @@ class Killer:
 
     def points(self, ranks, points):
         """The step that each attempt began with; each but the last is killed at the next of [point, count, victim]."""
-        expected, _ = self.uninterrupted(ranks)
+        expected = self.uninterrupted(ranks)
         home, begun, reported = self.folder / f"points-{ranks}-{time.monotonic_ns()}", [], 0
         for name, count, victim in points:
             code, told = self.once(home, ranks, point=(name, count), victim=victim)
@@ -297,10 +292,10 @@ def worker():
 def test_a_run_killed_at_random_instants_ends_as_one_that_was_not(worker, ranks, kills):
     found = worker("killed", ranks=ranks, kills=kills, seed=0)
     print(f"\n{ranks} ranks, [begun at step, saved up to, inside a save]: {found}")
-    assert len(found) >= 2
+    assert found and all(one[1] <= STEPS for one in found)
 
 
-@pytest.mark.parametrize("ranks, runs", [(1, 25), (2, 15)])
+@pytest.mark.parametrize("ranks, runs", [(1, 27), (2, 19)])
 @pytest.mark.exhaustive
 def test_two_hundred_kills(worker, ranks, runs):
     found = [worker("killed", ranks=ranks, kills=5, seed=seed + 1) for seed in range(runs)]
@@ -339,7 +334,8 @@ if __name__ == "__main__":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     killer = Killer(sys.argv[1])
-    Run(None, 0, 1).step  # noqa: B018  (so that no fork imports what it needs)
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as place:
+        Run(None, 0, 1).go_on(place, lambda said: None)  # so that no fork imports or makes what all need
     for request in sys.stdin:
         name, options = json.loads(request)
         try:

@@ -312,7 +312,7 @@ MISTAKES = {
     "no prompt": (["sample", "full"], "--prompt"),
     "prepare nothing": (["data", "prepare", "--out", "new"], "no source given"),
     "prepare over": (["data", "prepare", "text.txt", "--out", "full"], "full: already exists"),
-    "import of nothing": (["import", "none", "--out", "new"], "config.json"),
+    "import of nothing": (["import", "none", "--out", "new"], "none: no such folder"),
     "export of nothing": (["export", "none", "--out", "new"], "none: no such folder"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What happens to a run when a process, a node or an operator ends it, or a rank hangs: it says so, and goes on with the same loss curve."""
+"""A run whose process, node or operator ends it, or a rank of which hangs, says so, and goes on with the same loss curve."""
 
 import contextlib
 import os
@@ -15,7 +15,6 @@ import pytest
 import torch.distributed as dist
 from launched import (
     LONG,
-    SHORT,
     STANDALONE,
     TINY,
     ended,
@@ -29,9 +28,8 @@ from launched import (
     write_text,
 )
 
-from fzero import again, checkpoint, cli, meeting, runs
+from fzero import again, checkpoint, cli, meeting
 from fzero.elastic import fitting_mesh
-from fzero.rollcall import Call
 from fzero.watchdog import Beat, verdict
 
 # Saves often, for ranks that may be killed.
@@ -269,6 +267,36 @@ def test_a_restart_does_not_go_on_with_a_run_that_it_did_not_make(folder):
 
 # ---- a rank that hangs ----------------------------------------------------------------------------------------------
 
+
+def at(idle_s=9.0, waits="", step=4, calls=70, last="psum over dp (2 ranks) of w"):
+    return Beat(1, idle_s, step, calls, last, waits, "a.py:1 f")
+
+
+GATHER = "all_gather over dp (4 ranks) of v in forward (#71)"
+VERDICTS = {
+    "one computes": (
+        {0: at(waits=GATHER), 1: at(), 2: at(waits=GATHER)},
+        {},
+        ["rank 1 hangs: no progress for 9 s, in step 5 at a.py:1 f, "],
+    ),
+    "who waits is told": ({0: at(waits=GATHER), 1: at(), 2: at(waits=GATHER)}, {}, [f"; rank 0, 2 wait in {GATHER}, step 5; "]),
+    "two compute": ({0: at(), 1: at(waits=GATHER), 2: at()}, {}, ["rank 0 hangs: ", "; rank 2 hangs: ", "; rank 1 waits in all_gather"]),
+    "one is stopped": ({0: at(waits=GATHER), 1: at(0.2)}, {1: 4.0}, ["rank 1 hangs: its process gives no sign of life for 4 s "]),
+    "one is stopped in a wait": ({0: at(waits=GATHER), 1: at(0.2, "psum")}, {1: 4.0}, ["rank 1 hangs: ", "waiting in psum at a.py:1 f;"]),
+    "all wait": ({0: at(waits="psum (#9)", calls=9), 1: at(waits=GATHER)}, {}, ["rank 0 hangs: no progress", "rank 1 waits in all_gather"]),
+    "one goes on": ({0: at(waits=GATHER), 1: at(0.5)}, {}, []),
+    "one waits for one that goes on": ({0: at(waits=GATHER), 1: at(0.5, "psum"), 2: at(0.1)}, {}, []),
+    "nothing before": ({0: at(waits=GATHER), 1: at(last="", calls=0)}, {}, ["f, before any collective; rank 0 waits"]),
+}
+
+
+@pytest.mark.parametrize("what", VERDICTS)
+def test_the_verdict_names_who_keeps_the_others_waiting(what):
+    states, stale, parts = VERDICTS[what]
+    text = verdict(states, stale, 5.0)
+    assert all(part in text for part in parts) and bool(text) == bool(parts) and "\n" not in text, text
+
+
 NAP = """
 import os, sys, time
 from fzero import cli, links
@@ -296,13 +324,10 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
     code, _, said, codes = ended(folder, process, log="-nap")
     assert time.monotonic() - begin < 25
     assert code == 1 and len(said) == 1 and codes == [2, 2], said
-    assert re.search(
-        r"error: rank 1 hangs: no progress for \d s, in step 3 at nap.py:11 nap, after all_gather over dp .* of blocks/\S+ and 8 more in forward \(#\d+\); rank 0",
-        said[0],
-    ), said
-    assert re.search(
-        r"; rank 0 waits in all_gather over dp \(2 ranks\) of head/norm/scale and 1 more in forward \(#\d+\), step 3;", said[0]
-    ), said
+    hung = r"rank 1 hangs: no progress for \d s, in step 3 at nap.py:11 nap, after all_gather over dp .*"
+    hung += r" of blocks/\S+ and 8 more in forward \(#\d+\)"
+    waits = r"rank 0 waits in all_gather over dp \(2 ranks\) of head/norm/scale and 1 more in forward \(#\d+\), step 3"
+    assert re.search(f"error: {hung}; {waits};", said[0]), said
     assert "go on from the last checkpoint with --resume, or let torchrun --max-restarts do it" in said[0]
 
 
@@ -499,28 +524,61 @@ def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
     assert rows(folder / name) == rows(folder / "whole")
 
 
+def test_a_spare_hears_of_the_end_and_hands_a_signal_on(folder):
+    """12 micro-batches canonically on three processes: dp=2 and a spare. SIGTERM to the spare alone stops the run."""
+    process = started(folder, "spare", 3, "--reduce", "canonical", "--auto-resume", log="-spare")
+    assert "mesh: dp=2 for 3 processes, before that dp=3" in (folder / "out-spare").read_text()
+    os.kill(ranks_of(process)[2], signal.SIGTERM)
+    code, _, _ = stopped_well(folder, process, "spare", "-spare")
+    assert code == 0
+    process = start(folder, 3, "--out", "spare", "--resume", "--stop-at", steps_of(folder / "spare") + 1, "--sample", "", log="-spare")
+    code, out, said, _ = ended(folder, process, log="-spare")
+    assert code == 0 and not said and "rank 2 is spare and waits" in out
+
+
+# torch 2.13 tells a node that comes later where the workers' store is only if each round has a new one.
+ROUNDS = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
 @pytest.mark.exhaustive
-def test_a_lost_node_makes_the_mesh_smaller_and_a_new_one_larger(folder):
-    """dp=4, then dp=2 and a spare, then dp=4 again."""
-    name = "grown"
-    with on_nodes(folder, name, 2, 4, 4, *KEEP, "--steps", 300, "--set", "train.log_every=1", "--zero", 3) as (agents, more):
+def test_a_lost_node_makes_the_mesh_smaller_and_a_new_one_larger(folder, monkeypatch):
+    """dp=4, then dp=2 and a spare, then dp=4 again; the node that is lost holds rank 0, and the store of the workers with it."""
+    monkeypatch.setenv(*ROUNDS)
+    name, flags = "grown", [*KEEP, "--steps", 400, "--set", "train.log_every=1"]
+    with on_nodes(folder, name, 2, 4, 4, *flags, "--zero", 3) as (agents, more):
         until(lambda: steps_of(folder / name) >= 3, agents[0])
-        kill_node(node_of(agents, 2))
+        lost = next(agent for agent in agents[1:] if 0 in ranks_of(agent) or 1 in ranks_of(agent))
+        kill_node(lost)
         until(lambda: "mesh: dp=2 for 3 processes, before that dp=4" in texts(folder, name, agents), agents[0])
         had = steps_of(folder / name)
         until(lambda: steps_of(folder / name) > had + 2, agents[0])
         more()
         until(lambda: texts(folder, name, agents).count("ZeRO stage 3 on dp=4") == 2, agents[0])
-        node_of(agents, 3)
-        until(lambda: steps_of(folder / name) > had + 10, agents[0])
+        had = steps_of(folder / name)
+        until(lambda: steps_of(folder / name) > had + 5, agents[0])
         for agent in agents:
             agent.terminate()
         for agent in agents:
             agent.wait(120)
-    _, err = texts(folder, name, agents), said_in(texts(folder, name, agents, "err"))
-    assert len(err) == 1 and "rank 2 is gone" in err[0], err
-    plain = folder / "plain"
     step = steps_of(folder / name)
-    process = start(folder, 1, *KEEP, "--steps", 300, "--stop-at", step, "--out", "plain", "--sample", "", log="-plain")
-    assert ended(folder, process, 120, log="-plain")[0] == 0
-    assert rows(plain)[:step] == rows(folder / name)
+    process = start(folder, 1, *flags, "--stop-at", step, "--out", "plain", "--sample", "", log="-plain")
+    assert ended(folder, process, 240, log="-plain")[0] == 0
+    assert rows(folder / "plain") == rows(folder / name)
+
+
+@pytest.mark.exhaustive
+def test_a_node_that_is_told_to_go_leaves_and_the_other_goes_on(folder):
+    """SIGTERM to one torchrun of two: both save, and the other is restarted from there, with no step lost."""
+    name = "told"
+    with on_nodes(folder, name, 1, 2, 2, *KEEP, *LONG, "--set", "train.checkpoint_every=100000") as (agents, _):
+        until(lambda: steps_of(folder / name) >= 3, agents[0])
+        node_of(agents, 1).terminate()
+        until(lambda: "resuming told at step" in texts(folder, name, agents), agents[0])
+        had = steps_of(folder / name)
+        until(lambda: steps_of(folder / name) > had + 2, agents[0])
+        agents[0].terminate()
+        agents[0].wait(120)
+    out = texts(folder, name, agents)
+    first = re.search(r"stopped after step (\d+) of", out)[1]
+    assert f"resuming told at step {first} of 1000000" in out
+    assert [row["step"] for row in rows(folder / name)] == list(range(1, steps_of(folder / name) + 1))

@@ -8,7 +8,7 @@ import torch
 from close import assert_same
 from launched import TIMED
 
-from fzero import checkpoint, cli, config, corpus, guard, pretrain, pytree, runs
+from fzero import checkpoint, cli, config, corpus, crosscheck, guard, pretrain, pytree, runs
 from fzero.spikes import LOSS
 
 TINY = [
@@ -208,6 +208,15 @@ def test_it_goes_back_as_far_as_it_is_told(fz, plain, monkeypatch):
     assert rows("run") == rows(plain)
 
 
+@pytest.mark.parametrize(("back", "order"), [(0, [9, 6, 3]), (2, [6, 3]), (6, [3]), (8, [])])
+def test_the_newest_far_enough_back_comes_first_and_then_the_oldest(back, order, fz, plain, monkeypatch):
+    monkeypatch.setattr(checkpoint, "steps", lambda home: [3, 6, 9, 12])
+    fault = guard.Fault(10, 40, "why")
+    rest = [step for step in (3, 6, 9) if step not in order]  # 12 is behind the fault
+    found, init = guard.candidates(config.Guard(rollback_steps=back), Path(plain), Path(plain, "checkpoints"), fault)
+    assert found == order + rest and init == ""
+
+
 # -- the data is to blame
 
 
@@ -323,6 +332,28 @@ def test_a_run_may_stop_at_the_first(fz, plain, monkeypatch):
     ok(fz("--out", "run", "--resume", "--sample", "", "--peak-tflops", 1))
     assert_same(leaves("run"), leaves(plain))
     assert rows("run") == rows(plain)
+
+
+def test_the_last_step_is_compared_before_it_is_saved(fz, monkeypatch):
+    put, calls = crosscheck.Digests.put, []
+
+    def wrong(self, part, names, grads, **options):
+        calls.append(part)
+        if len(calls) == 2:
+            grads = [grad + 1.0 for grad in grads]
+        put(self, part, names, grads, **options)
+
+    monkeypatch.setattr(crosscheck.Digests, "put", wrong)
+    args = [arg.replace("checkpoint_every=3", "checkpoint_every=100") for arg in QUIET]
+    code, _, err = fz(*args, *sets("guard.check_every=100"), "--out", "run")
+    assert code == 2 and "step 12: rank 0 computes one micro-batch twice and differs from itself, first in " in err
+    assert err.count("\n") == 1 and checkpoint.steps(Path("run/checkpoints")) == []
+
+
+def test_the_memory_of_a_state_is_given_back_whoever_holds_it():
+    state = {"a": torch.ones(1000), "b": (torch.ones(3), ())}
+    guard.release(state)
+    assert [leaf.untyped_storage().size() for leaf in pytree.leaves(state)] == [0, 0]
 
 
 # -- kills

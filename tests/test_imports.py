@@ -30,7 +30,7 @@ GROUPS = (
     ("program", "capacity", "sample", "doctor", "corpus", "team"),
     ("watchdog", "again"),
     ("elastic",),
-    ("kept", "saving", "guard", "evaluate"),
+    ("kept", "saving", "guard", "evaluate", "rows"),
     ("pretrain", "exchange"),
     ("replay",),
     ("bisect",),

@@ -17,8 +17,9 @@ from fzero import checkpoint, cli, config, guard, pytree, runs
 from fzero import replay as again
 from fzero.bisect import bisect
 from fzero.bisect import report as report_bisect
-from fzero.pretrain import numbers
+from fzero.digest import DTYPES
 from fzero.replay import replay, report, same_bits
+from fzero.rows import numbers
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2}
 SETTINGS = [f"model.{name}={size}" for name, size in SIZES.items()] + [
@@ -229,9 +230,11 @@ def test_other_states_are_made_again_too(home):
     assert row.name == "extra/ema/head/w"
 
 
-def test_a_run_that_began_with_the_weights_of_another(home, plain):
-    run = pretrain(home / "init", "--init", plain, settings=[s for s in SETTINGS if not s.startswith("model.")])
+def test_a_run_that_began_with_the_weights_of_another_and_saves_elsewhere(home, plain):
+    settings = [s for s in SETTINGS if not s.startswith("model.")] + [f"train.checkpoints={home / 'elsewhere'}"]
+    run = pretrain(home / "init", "--init", plain, settings=settings)
     assert replay(run, 2).reproduces and replay(run, 8, start=0).reproduces
+    assert replay(run, 5).start == 3 and not (run / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("update", ("end", "delayed"))
@@ -266,6 +269,30 @@ def test_batches_that_were_left_out_are_left_out_again(home):
     assert replay(run, 8).reproduces and replay(run, 8, start=0).reproduces
     (run / guard.SKIPS).unlink()
     assert replay(run, 8, start=0).failed[0][:2] == (5, "loss")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
+def test_where_leaves_differ(dtype, monkeypatch):
+    monkeypatch.setattr(again, "PIECE", 2)
+    for shape, last in (((), "[]"), ((3,), "[2]"), ((2, 5), "[1, 4]")):
+        a = torch.zeros(shape).to(dtype)
+        b = a.clone()
+        assert again.apart(a, b, "{} {}") == ""
+        b.view(-1).view(torch.uint8)[-1] ^= 1
+        assert f": 1 of {a.numel()} elements, by " in again.apart(a, b, "{} {}")
+        assert f"the first at {last}, {a.view(-1)[0].item()!r} {b.view(-1)[-1].item()!r}" in again.apart(a, b, "{} {}")
+
+
+def test_the_largest_difference_of_leaves_and_the_first(monkeypatch):
+    monkeypatch.setattr(again, "PIECE", 2)
+    a = torch.arange(12.0).reshape(3, 4)
+    b = a.clone()
+    b[1, 1], b[2, 1], b[2, 2] = 0.0, 100.0, 11.0
+    assert again.apart(a, b, "{} and {}") == ": 3 of 12 elements, by 91 at most; the first at [1, 1], 5.0 and 0.0"
+    assert again.apart(torch.zeros(3), -torch.zeros(3), "{}, {}") == ": 3 of 3 elements, by 0 at most; the first at [0], 0.0, -0.0"
+    nan = torch.tensor([1.0, torch.nan])
+    assert again.apart(nan, nan.clone(), "") == "" and "by inf at most" in again.apart(nan, torch.ones(2), "{} {}")
+    assert again.apart(a, a.bfloat16(), "") == ": float32 [3, 4] and bfloat16 [3, 4]"
 
 
 # -- two runs
@@ -357,6 +384,27 @@ def test_an_edited_digest_is_no_parting(plain, copy):
     edit_row(copy, 4, digest="0" * 16)
     result = bisect(copy, plain)
     assert (result.recorded, result.what, result.parting, result.strays) == (4, "digest", None, [copy])
+
+
+def test_neither_of_two_runs_reproduces_itself(plain, copy, home):
+    edit_row(copy, 4, loss=5.0)
+    other = home / "neither"
+    shutil.copytree(copy, other)
+    edit_row(copy, 5, loss=5.0)
+    result = bisect(copy, other)
+    assert (result.recorded, result.parting, result.strays) == (5, None, [copy, other])
+    assert str(result).endswith("equal there when made again in one process: neither run reproduces itself")
+
+
+def test_a_difference_between_meshes_says_nothing_of_the_hardware(plain, copy):
+    """As if one had run on two processes."""
+    table = config.to_table(runs.read_config(copy))
+    (copy / runs.CONFIG).write_text(config.to_json(config.from_table({**table, "mesh": {"dp": 2}})))
+    edit_row(copy, 8, loss=5.0)
+    shutil.rmtree(place(copy, 8))
+    result = bisect(plain, copy)
+    assert result.elsewhere and result.parting is None and ("mesh.dp", None, 2) in result.differing
+    assert "the meshes they ran on add in another order (reduce=canonical does not), or the hardware made a mistake" in str(result)
 
 
 def test_runs_without_a_common_step(plain, copy, capsys):

@@ -282,8 +282,7 @@ class Writer:
             save.error = save.error or error
             save.target.set()
             report = {"error": told(save.error)}
-        for task in save.tasks:  # none may write once the folder is another's
-            task.exception()
+        end_all(save.tasks)  # none may write once the folder is another's
         for part in itertools.chain(*save.parts.values()):
             part.close()
         try:
@@ -295,7 +294,7 @@ class Writer:
             save.outcome = SaveFailed(f"{path}: the checkpoint could not be written: {outcome['error']}")
             save.outcome.__cause__ = save.error
             if save.error is not None:
-                traceback.clear_frames(save.error.__traceback__)  # which hold memory of the snapshot
+                traceback.clear_frames(save.error.__traceback__)  # as in `end_all`
         else:
             save.outcome = Saved(save.step, path, save.blocked_s, time.perf_counter() - save.began, save.nbytes)
         save.tasks.clear()
@@ -388,6 +387,14 @@ class Writer:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return json.loads(self.store.get(key))
+
+
+def end_all(tasks: list[Future]) -> None:
+    """Wait for tasks; the memory that those that failed hold on to is free then."""
+    for task in tasks:
+        error = task.exception()
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
 
 
 def told(error: BaseException) -> str:
