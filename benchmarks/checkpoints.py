@@ -168,7 +168,10 @@ def main() -> None:
     args = parse()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     torch.set_num_threads(args.threads)
-    given = ["FOLDER" if before == "--folder" else part for before, part in zip(["", *sys.argv[1:]], sys.argv[1:])]
+    given = [
+        "FOLDER" if before == "--folder" else Path(part).name if part.startswith("/") else part
+        for before, part in zip(["", *sys.argv[1:]], sys.argv[1:])
+    ]
     result = {"command": shlex.join(["python", "benchmarks/checkpoints.py", *given]), "machine": machine(), "notes": NOTES}
     result["versions"] = {name: version(name) for name in ("torch", "safetensors", "numpy", "crc32c")}
     runs: list[dict[str, Any]] = []

@@ -217,7 +217,10 @@ def pretrain(
             stopped = elastic.stand_by(team)
         else:
             team.close(stopped)
-        return team.code(stopped)
+        code = team.code(stopped)
+        if code == 2 and os.environ.get("LOCAL_RANK") == "0":
+            print("fzero: stopped with another node; exit code 2, so that torchrun goes on with this one", file=sys.stderr, flush=True)
+        return code
 
 
 def quiet(line: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.checkpoint import Opened, Place
-from fzero.checkpoint.reader import dtype_name
+from fzero.checkpoint.trees import dtype_name
 from fzero.inspect import path_of
 
 BLOCK = 4 << 20  # bytes of each leaf in memory at a time, where its chunks are not larger

@@ -65,11 +65,15 @@ def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] |
     whole, begin = tuple(x.shape if shape is None else shape), tuple((0,) * x.ndim if start is None else start)
     if not len(whole) == len(begin) == x.ndim or any(b < 0 or b + n > size for b, n, size in zip(begin, x.shape, whole)):
         raise ValueError(f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(whole)}")
+    steps = [math.prod(whole[dim + 1 :]) for dim in range(x.ndim)]
+    return digest_at(x, steps, sum(b * step for b, step in zip(begin, steps)))
+
+
+def digest_at(x: Tensor, steps: Sequence[int], first: int) -> int:
+    """The digest of elements of a leaf, of which `x[i, j, ...]` has the number first + i steps[0] + j steps[1] + ... there; as `digest`."""
     words = x.detach().view(_WORDS[x.dtype.itemsize])
     if not words.numel():
         return 0
-    steps = [math.prod(whole[dim + 1 :]) for dim in range(x.ndim)]
-    first = sum(b * step for b, step in zip(begin, steps))
     dims = _joined(list(zip(words.shape, words.stride(), steps)))
     library = _worth(words)
     if library is None:

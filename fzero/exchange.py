@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -76,10 +76,8 @@ def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.Opened, *, ema: 
     like = {name: torch.empty(held.leaves[prefix + name].shape, dtype=held.leaves[prefix + name].dtype, device="meta") for name in shapes}
 
     def read(name: str, index: tuple[int, ...]) -> torch.Tensor:
-        shape = like[name].shape
-        inner = shape[len(index) :]
-        part = held.read(prefix + name, (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner))
-        return part.reshape(inner)
+        shape = tuple(like[name].shape)
+        return held.read(prefix + name, *box_of(shape, index)).reshape(shape[len(index) :])
 
     return huggingface.Leaves(like, read)
 
@@ -97,14 +95,18 @@ def on_disk(run: Path, value: RunConfig, shelf: weights.Shelf, *, ema: bool) -> 
 
     def read(name: str, index: tuple[int, ...]) -> torch.Tensor:
         shape = tuple(like[name].shape)
-        inner = shape[len(index) :]
-        part = shelf.leaf(prefix + name, shape, specs[name], (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner))
-        return part.reshape(inner)
+        return shelf.leaf(prefix + name, shape, specs[name], *box_of(shape, index)).reshape(shape[len(index) :])
 
     return huggingface.Leaves(like, read)
 
 
-def prefix_of(run: Path, holds: Any, ema: bool) -> str:
+def box_of(shape: tuple[int, ...], index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) of what is at an index into the first dims of a leaf."""
+    inner = shape[len(index) :]
+    return (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner)
+
+
+def prefix_of(run: Path, holds: Callable[[str], bool], ema: bool) -> str:
     """Below which name the weights to export are, of those that a state has leaves below."""
     if ema and not holds(runs.EMA):
         raise ValueError(f"{run}: keeps no average of the weights (train.ema_decay is 0)")

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from fzero import checkpoint, config, runs
 from fzero.checkpoint import Damaged, Place
 from fzero.checkpoint.home import MANIFEST, SPARE, clean_step, join, leaf_of, step_of
-from fzero.checkpoint.reader import dtype_name, file_of
+from fzero.checkpoint.reader import file_of
+from fzero.checkpoint.trees import dtype_name
 from fzero.offload.folder import is_url
 from fzero.offload.objects import Objects
 from fzero.offload.record import read_record

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from fzero import checkpoint, pytree
-from fzero.checkpoint.reader import THREADS, fetch, some
+from fzero.checkpoint.reader import THREADS, fetch
+from fzero.checkpoint.trees import some
 from fzero.offload import Space
 from fzero.precision import Policy, init_scaler
 from fzero.sharding import Mesh, Plan

@@ -12,10 +12,9 @@ from close import assert_same
 
 import fzero
 from fzero import checkpoint, pytree
-from fzero.checkpoint import home
+from fzero.checkpoint import home, writer
 from fzero.digest import digest
 from fzero.sharding import Spec, fake_mesh
-
 
 # ---- round trips ----
 
@@ -221,10 +220,10 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     for step in (1, 2):
-        for name in ("mkdir", "pwrite", "fdatasync", "fsync", "replace", "posix_fallocate"):
+        for name in ("mkdir", "pwrite", "fsync", "replace", "posix_fallocate", "sync_file_system"):
             state = small(1, n=300_000 if name == "posix_fallocate" else 5)
             with monkeypatch.context() as patch, pytest.raises(checkpoint.SaveFailed, match=f"step-0000000{step}: .*No space left"):
-                patch.setattr(os, name, full)
+                patch.setattr(writer if name == "sync_file_system" else os, name, full)
                 checkpoint.save(tmp_path, state, step=step, keep_last=1)
             assert contents(tmp_path) == before, name
             assert_same_bits(checkpoint.restore(tmp_path / "step-00000001", small(0)), small(0))

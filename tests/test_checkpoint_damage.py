@@ -56,7 +56,7 @@ def test_a_hundred_flipped_bytes_are_found_by_name(tmp_path, fine, compress):
         try:
             assert_same_bits(checkpoint.restore(path, like), state)
         except checkpoint.Damaged as error:
-            assert str(file) in str(error) and "\n" not in str(error)  # noqa: PT017
+            assert str(file) in str(error) and "\n" not in str(error)
             refusals += 1
         if leaf is not None:
             hit.add(leaf)
@@ -123,9 +123,6 @@ def test_cut_lost_and_foreign_files(tmp_path):
             file.write_bytes(whole[:size])
             found = checkpoint.verify(path)[0]
             assert f"leaf {name} is damaged" in found and str(file) in found, (size, found)
-            if name == "a" and size == len(whole) - 1:  # what is cut off is padding
-                assert_same_bits(checkpoint.restore(path, state), state)
-                continue
             found = told(checkpoint.restore, path, state)
             assert f"leaf {name} is damaged" in found and str(file) in found, (size, found)
         file.write_bytes(whole + b"\0")

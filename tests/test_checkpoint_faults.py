@@ -29,7 +29,9 @@ def disk(request, tmp_path):
         image = tmp_path / "image"
         with image.open("wb") as f:
             f.truncate(48 * MB)
-        made = shutil.which("mkfs.ext4") and subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-F", image], capture_output=True).returncode == 0
+        made = (
+            shutil.which("mkfs.ext4") and subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-F", image], capture_output=True).returncode == 0
+        )
         line = ["mount", "-o", "loop", image, folder] if made else ["false"]
     if os.geteuid() != 0 or subprocess.run(line, capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
@@ -86,7 +88,7 @@ def test_a_disk_that_is_full_at_any_byte(disk):
         try:
             seen.add(checkpoint.save(home, state, step=i + 2, keep_last=1) is not None)
         except checkpoint.SaveFailed as error:
-            assert "No space left on device" in str(error)  # noqa: PT017
+            assert "No space left on device" in str(error)
             seen.add(False)
         assert len(checkpoint.steps(home)) == 1 and checkpoint.verify(checkpoint.latest(home)) == []
         (disk / "ballast").unlink()
@@ -151,9 +153,9 @@ def test_a_folder_that_is_replaced_by_a_file(tmp_path):
 # ---- runs ----
 
 RUN = shlex.split(
-    "pretrain --model mlp-tiny --steps 12 --batch 4 --micro-batch 2 --seq-len 8 --precision fp32 --data text.txt --peak-tflops 1 --sample '' "
-    "--out run --set train.compiled=false --set precision.fp32_matmul=default --set train.eval_batches=1 --set train.log_every=1 "
-    "--set train.checkpoint_every=2 --set model.d_model=16"
+    "pretrain --model mlp-tiny --steps 12 --batch 4 --micro-batch 2 --seq-len 8 --precision fp32 --data text.txt --peak-tflops 1 "
+    "--sample '' --out run --set train.compiled=false --set precision.fp32_matmul=default --set train.eval_batches=1 "
+    "--set train.log_every=1 --set train.checkpoint_every=2 --set model.d_model=16"
 )
 
 

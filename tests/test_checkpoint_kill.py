@@ -251,6 +251,52 @@ class Killer:
         shutil.rmtree(home)
         return [*begun, told[0][1]]
 
+    def events(self, again):
+        """[killed, whether the new one is there] for a save that is killed before each thing that it does to the file system.
+
+        The save is of a new step, or again of the last one.
+        """
+        out, state = [], {"a": torch.ones(50), "b": {"c": torch.ones(9)}}
+        while not out or out[-1][0]:
+            home = self.folder / f"events-{again}-{len(out)}"
+            for step in (1, 2):
+                checkpoint.save(home, pytree.map(lambda x, step=step: x * step, state), step=step)
+            pid = os.fork()
+            if not pid:
+                torch.set_num_threads(1)
+                kill_me_at_event(len(out) + 1, home)
+                checkpoint.save(home, pytree.map(lambda x: x * 7, state), step=2 if again else 3, keep_last=2)
+                os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            assert code in (0, -signal.SIGKILL)
+            path, damaged = checkpoint.newest_sound(home)
+            found = checkpoint.restore(path, state)
+            value = int(found["a"][0])
+            assert not damaged and value in (2, 7) and all(bool((leaf == value).all()) for leaf in pytree.leaves(found))
+            assert all(checkpoint.verify(checkpoint.folder_of(home, step)) == [] for step in checkpoint.steps(home))
+            checkpoint.save(home, state, step=4, keep_last=2)
+            kept = checkpoint.steps(home)
+            assert kept == ([3, 4] if value == 7 and not again else [2, 4])
+            assert sorted(place.name for place in home.iterdir()) == [f"step-{step:08d}" for step in kept]
+            assert all(len(list(place.iterdir())) == 2 for place in home.iterdir())
+            out.append([code != 0, value == 7])
+            shutil.rmtree(home)
+        return out
+
+
+def kill_me_at_event(count, home):
+    """From here on, end this process right before its count-th opening, making, renaming or removing of something in `home`."""
+    seen = 0
+
+    def hook(event, args):
+        nonlocal seen
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and str(args[0]).startswith(str(home)):
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
 
 def digests_of(home, step):
     """{leaf: digest} of a checkpoint."""
@@ -328,6 +374,14 @@ def test_a_kill_of_one_of_two_ranks_inside_a_save(worker):
     points = [["a part is there", 30, 1], ["a part is written", 3, 0], ["all is written", 2, 0], ["the manifest is there", 1, 0]]
     found = worker("points", ranks=2, points=points)
     assert found[0] == 0 and found == sorted(found)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_kill_at_every_event_of_a_save_leaves_the_old_or_the_new(worker, again):
+    found = worker("events", again=again)
+    assert len(found) > 15 and found[-1] == [False, True] and all(killed for killed, _ in found[:-1])
+    # Old up to some instant, new from then on, which is before the last one.
+    assert found[0] == [True, False] and found[-2] == [True, True]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from fzero.checkpoint import layout as layouts
 from fzero.checkpoint.layout import CRC, LEAST, TARGET, Layout, array_json, chunk_shape, lay_out, positions, slabs, smallest_factor
-from fzero.checkpoint.reader import runs, wanted
+from fzero.checkpoint.reader import wanted
 from fzero.offload.arena import PAGE
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.draw import window
@@ -101,7 +101,9 @@ def test_a_box_is_read_from_the_chunks_that_it_touches_and_no_others(fine):
     for i in range(150):
         draw, layout = random.Random(i), laid_out(*case(i))[0]
         start = tuple(draw.randint(0, max(n - 1, 0)) for n in layout.shape)
-        size = tuple(draw.randint(0, n - at) if draw.random() < 0.1 else draw.randint(min(1, n - at), n - at) for n, at in zip(layout.shape, start))
+        size = tuple(
+            draw.randint(0, n - at) if draw.random() < 0.1 else draw.randint(min(1, n - at), n - at) for n, at in zip(layout.shape, start)
+        )
         inside = np.zeros(layout.shape, bool)
         inside[tuple(slice(at, at + n) for at, n in zip(start, size))] = True
         touched = set()
@@ -110,30 +112,33 @@ def test_a_box_is_read_from_the_chunks_that_it_touches_and_no_others(fine):
                 place = np.unravel_index(number, layout.counts) if layout.counts else ()
                 if inside[box_of(layout, part, place)].any():
                     touched.add((part, number))
-        found = [(part, number) for part, numbers in wanted(layout, start, size) for number in numbers]
+        found = []
+        for part, spans in wanted(layout, start, size):
+            for slab in slabs(layout, draw.choice([0, 2, 5, 100]) * layout.stride, spans):
+                found += [(part, slab.first + i) for i in range(slab.size)]
         assert len(found) == len(set(found)) and set(found) == touched
 
 
 def test_neighbours_are_read_together():
-    layout = Layout((64, 1024), torch.float32, (1, 1), (1, 1024))
-    assert list(runs(layout, [0, 1, 2, 5, 6, 9])) == [[0, 1, 2], [5, 6], [9]]
-    assert list(runs(layout, [])) == []
-    assert list(runs(layout._replace(compress="zstd"), [0, 1])) == [[0], [1]]
-    large = Layout((64, 1 << 20), torch.float32, (1, 1), (1, 1 << 20))
-    assert [len(run) for run in runs(large, list(range(4)))] == [1, 1, 1, 1]
+    layout = Layout((64, 4096), torch.float32, (1, 1), (4, 1024))  # 16 x 4 chunks
+    sizes = lambda spans: [(slab.first, slab.size) for slab in slabs(layout, 8 * layout.stride, spans)]  # noqa: E731
+    assert sizes([(0, 16), (0, 4)]) == [(8 * i, 8) for i in range(8)]
+    assert sizes([(3, 8), (0, 4)]) == [(12, 8), (20, 8), (28, 4)]
+    assert sizes([(3, 5), (1, 3)]) == [(13, 2), (17, 2)]
+    assert [slab.size for slab in slabs(layout, 0)] == [1] * 64
 
 
 @pytest.mark.parametrize(
     "shape, spec, expected",
     [
-        ((1024, 1024), "[V, D]", (256, 1024)),  # rows, to 1 MiB
-        ((1024, 1024), "[V/tp+dp, D]", (256, 1024)),
-        ((1024, 1024), "[D, F/tp]", (512, 512)),  # what has an axis is cut as often as the rows
-        ((12, 512, 512), "[L, D, F]", (1, 512, 512)),  # layers first
-        ((12, 768, 3072), "[L, D/dp, F/tp]", (1, 192, 1536)),
+        ((1024, 1024), "[V, D]", (64, 1024)),  # rows, to 16 chunks
+        ((1024, 1024), "[V/tp+dp, D]", (64, 1024)),
+        ((1024, 1024), "[D, F/tp]", (128, 512)),  # what has an axis is cut as often as the rows
+        ((12, 512, 512), "[L, D, F]", (1, 128, 512)),  # layers first
+        ((12, 768, 3072), "[L, D/dp, F/tp]", (1, 192, 768)),
         ((3, 7), "[D, F]", (3, 7)),
         ((4, 100, 10), "[L, D, F]", (4, 100, 10)),  # too little to be cut at all
-        ((1 << 20,), "[D]", (1 << 18,)),
+        ((1 << 20,), "[D]", (1 << 16,)),
         ((524_309, 4), "[V, D]", (524_309, 4)),  # a prime, and rows too short
     ],
 )
@@ -149,7 +154,12 @@ def test_chunks(shape, spec, expected):
 def test_dims_are_cut_alike_with_the_cuts_of_the_mesh():
     """So that what one mesh has written in pieces another one can read in its own."""
     spec = Spec.parse("[L, D/dp, F/tp]")
-    for sizes, chunk in (({"dp": 4}, (1, 256, 1024)), ({"tp": 2}, (1, 256, 1024)), ({}, (1, 256, 1024)), ({"dp": 2, "tp": 2}, (1, 256, 1024))):
+    for sizes, chunk in (
+        ({"dp": 4}, (1, 256, 512)),
+        ({"tp": 2}, (1, 256, 512)),
+        ({}, (1, 256, 512)),
+        ({"dp": 2, "tp": 2}, (1, 256, 512)),
+    ):
         assert laid_out(sizes, (4, 1024, 2048), torch.float32, spec)[0].chunk == chunk, sizes
 
 

@@ -1,6 +1,8 @@
-"""Checkpoints on several ranks: what one mesh saves another one resumes from, each rank reads its slices, and what a change of policy makes."""
+"""Checkpoints on several ranks: what one mesh saves another resumes from; each rank reads its slices; what a change of policy makes."""
 
 import itertools
+import json
+import shutil
 import tempfile
 from contextlib import closing
 from pathlib import Path
@@ -10,10 +12,11 @@ import ranks
 import torch
 from checkpoint_cases import assert_same_bits
 from close import assert_close
+from launched import SHORT, TINY, hashes, rows, torchrun, write_text
 from zero_cases import whole
 
 import fzero
-from fzero import checkpoint, config, program, pytree
+from fzero import checkpoint, cli, config, program, pytree
 from fzero.checkpoint import reader
 from fzero.digest import combined, digest
 from fzero.offload import Stored
@@ -65,7 +68,9 @@ def trained(made, state, steps=STEPS):
     """(the state after so many steps more, their losses)."""
     losses = []
     for _ in range(steps):
-        state, metrics = made.train_step(state, local_batch(batch_at(int(state.step)), made.mesh, program.local_micro_batches(made.config, made.mesh)))
+        state, metrics = made.train_step(
+            state, local_batch(batch_at(int(state.step)), made.mesh, program.local_micro_batches(made.config, made.mesh))
+        )
         losses.append(float(metrics.loss))
     return state, losses
 
@@ -214,7 +219,8 @@ def test_a_rank_reads_its_slices_and_nothing_else(wide_home, monkeypatch, saved,
         found = checkpoint.restore(path, expected, specs=specs, mesh=mesh)
         assert_same_bits(found, expected)
         needed = sum(leaf.nbytes for leaf in expected.values())
-        assert round(held[-1].read_bytes / needed, 2) <= 1.00, (saved, sizes, rank)
+        # Chunks of half a megabyte with a page each for what is behind them, and the indices of the parts.
+        assert 1 <= held[-1].read_bytes / needed < 1.012, (saved, sizes, rank)
 
 
 def test_every_mesh_writes_the_same_elements_under_the_same_digest(wide_home):
@@ -276,7 +282,9 @@ def test_a_rank_that_cannot_write_fails_the_save_of_all(tmp_path):
     line = f"{tmp_path}/step-00000002: the checkpoint could not be written: rank 1: No space left on device"
     assert ranks.run(2, fail_on_one, str(tmp_path)) == [([line, line], 3)] * 2
     assert checkpoint.steps(tmp_path) == [1, 3] and sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
-    assert torch.equal(checkpoint.restore_leaves(checkpoint.latest(tmp_path), lambda name: True)["a"], torch.arange(2.0).repeat_interleave(4))
+    assert torch.equal(
+        checkpoint.restore_leaves(checkpoint.latest(tmp_path), lambda name: True)["a"], torch.arange(2.0).repeat_interleave(4)
+    )
 
 
 # ---- other policies, other memory ----
@@ -298,7 +306,8 @@ def restored_as(tmp_path, policy, path, offload=""):
     "before, after, offload",
     [
         ("fp32", "bf16", ""), ("fp32", "bf16", EVERYTHING), ("bf16", "fp32", ""), ("bf16", "fp32", "opt=nvme:0.5,params=host"),
-        ("bf16", "bf16", "opt=host"), ("bf16", "bf16", EVERYTHING), ("fp32", "fp16", ""), ("fp16", "fp16", EVERYTHING), ("fp16", "bf16", ""),
+        ("bf16", "bf16", "opt=host"), ("bf16", "bf16", EVERYTHING), ("fp32", "fp16", ""),
+        ("fp16", "fp16", EVERYTHING), ("fp16", "bf16", ""),
     ],
 )  # fmt: skip
 def test_another_policy_and_other_memory(tmp_path, before, after, offload):
@@ -329,5 +338,38 @@ def test_another_model_is_refused_with_the_leaf_named(tmp_path):
     with pytest.raises(ValueError, match=r"params/blocks/mlp/\S+ has shape \[2, \d+, \d+\] there and \[2, \d+, \d+\] in this run"):
         program.restore(made, path)
     made = program.build(config_of({}, 0, "", "fp32", optim={"name": "lion"}), fzero.one_process(), tmp_path)
-    with pytest.raises(ValueError, match="the checkpoint's leaves are not those of the run; .*extra: opt_state"):
+    with pytest.raises(ValueError, match=r"the checkpoint's leaves are not those of the run; .*extra: opt_state"):
         program.restore(made, path)
+
+
+# ---- the store of another mesh ----
+
+CANONICAL = ("--reduce", "canonical", "--set", "optim.name=adamw", "--sample", "")
+
+
+def fz(*args):
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(arg) for arg in args])
+    return end.value.code
+
+
+def test_a_run_on_the_disk_of_two_ranks_goes_on_on_one(tmp_path, monkeypatch, capsys):
+    """Its store becomes a checkpoint first; from that the run goes on in memory, or on the disk in another layout."""
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    torchrun(tmp_path, 2, *TINY, *SHORT, *CANONICAL, "--zero", 3, "--offload", EVERYTHING, "--out", "disk", "--stop-at", 3)
+    assert not Path("disk/checkpoints").exists() and Path("disk/nvme").is_dir()
+    shutil.copytree("disk", "memory")
+    assert fz("pretrain", *TINY, *SHORT, *CANONICAL, "--out", "whole") == 0
+    for run, offload in (("memory", ""), ("disk", EVERYTHING)):
+        capsys.readouterr()
+        code = fz("pretrain", "--out", run, "--resume", "--zero", 0, "--offload", offload, "--peak-tflops", 1, "--sample", "")
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        assert f"step 3 on the disk was another plan's: it is {run}/checkpoints/step-00000003 now" in said.out
+        assert f"resuming {run} at step 3 of 6" in said.out
+        expected = [{n: value for n, value in row.items() if not n.startswith("disk_")} for row in rows(Path("whole"))]
+        assert [{n: value for n, value in row.items() if not n.startswith("disk_")} for row in rows(Path(run))] == expected
+        assert checkpoint.verify(f"{run}/checkpoints/step-00000003") == []
+    assert json.loads(Path("memory/nvme/step.json").read_text())["done"]  # nobody goes on with it
+    assert hashes(Path("memory")) == hashes(Path("whole"))

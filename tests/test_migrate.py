@@ -7,6 +7,7 @@ DeepSpeed is installed, and compares file by file what it wrote with what is mad
 
 import collections
 import importlib.util
+import json
 import os
 import pickle
 import re
@@ -222,6 +223,17 @@ def test_objects_of_the_program_that_saved_are_passed_over(known, tmp_path):
     before = Foreign.made
     assert_same(migrate.load(migrate.open_source(folder, known("llama")[1])), known("llama")[2])
     assert Foreign.made == before
+
+
+def test_a_config_of_a_model_that_was_never_saved(known, tmp_path):
+    """It names no architecture; beside a checkpoint its model_type will do."""
+    model, config, params = known("llama")
+    model.config.__class__(**{**model.config.to_dict(), "architectures": None}).save_pretrained(tmp_path)
+    assert not json.loads((tmp_path / "config.json").read_text()).get("architectures")
+    assert_same(migrate.load(migrate.open_source(write_dcp(tmp_path / "dcp", model.state_dict()), tmp_path / "config.json")), params)
+    assert_same(migrate.load(migrate.open_source(universal(tmp_path / "ds", "llama", 2), tmp_path / "config.json")), params)
+    with pytest.raises(ValueError, match="architectures is \\[\\] of model_type 'llama'"):
+        migrate.open_source(config.parent, tmp_path / "config.json")
 
 
 # ---- what is refused ----

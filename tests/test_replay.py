@@ -15,7 +15,7 @@ import torch
 
 from fzero import checkpoint, cli, config, guard, pytree, runs
 from fzero import replay as again
-from fzero.bisect import bisect
+from fzero.bisect import bisect, first_parting
 from fzero.bisect import report as report_bisect
 from fzero.digest import DTYPES
 from fzero.replay import replay, report, same_bits
@@ -252,13 +252,17 @@ def test_a_run_whose_state_is_on_a_disk(home, update, tmp_path):
     assert [(row.step, row.name) for row in replay(run, 5, start=0).failed] == [(4, "digest")]
 
 
-def test_as_many_threads_as_the_run_had(copy, monkeypatch):
+def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
     said = json.loads((copy / "environment.json").read_text())
     (copy / "environment.json").write_text(json.dumps({**said, "threads": 3}))
     before, seen = torch.get_num_threads(), []
     monkeypatch.setattr(again, "numbers", lambda *given: seen.append(torch.get_num_threads()) or numbers(*given))
     replay(copy, 5)
     assert seen == [3, 3] and torch.get_num_threads() == before
+    seen.clear()
+    edit_row(copy, 5, loss=5.0)
+    assert ("threads", before, 3) in bisect(plain, copy).differing
+    assert seen == [before, 3] * 2 and torch.get_num_threads() == before
 
 
 def test_batches_that_were_left_out_are_left_out_again(home):
@@ -322,6 +326,13 @@ def test_another_model_shows_in_its_leaves(plain, home):
     result = bisect(plain, other)
     assert result.parting.step == 0 and result.parting.leaf == "params/blocks/norm_1/scale"
     assert result.parting.note == ": float32 [2, 16] and float32 [1, 16]"
+
+
+def test_a_leaf_that_one_of_them_lacks():
+    one, two = {"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(1)}
+    assert first_parting(3, [], one, one) is None
+    assert first_parting(3, [], one, two) == first_parting(3, [], two, one) == (3, [], "b", " is in one of them only")
+    assert first_parting(3, ["loss"], one, one) == (3, ["loss"], "", "")
 
 
 def test_other_data_shows_in_the_batch(plain, home):

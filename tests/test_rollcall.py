@@ -44,6 +44,24 @@ def test_checked_mode_lets_equal_programs_pass():
         assert torch.allclose(out, plain, atol=1e-6)
 
 
+def places(mesh):
+    """Where the roll call has this rank: (name and number of the collective begun last, whether it waits, its number at a wait)."""
+    dp, roll, x = mesh["dp"], mesh.roll, mine(mesh, 4)
+    psum(x, dp, leaf="v")
+    started = dp.link.start_all_gather(x, "w")
+    between = roll.last.leaf, roll.last.number - roll.number, roll.waiting
+    at, wait = [], torch.distributed.Work.wait
+    torch.distributed.Work.wait = lambda self, *args: at.append(roll.waiting) or wait(self, *args)
+    started.wait()
+    torch.distributed.Work.wait = wait
+    return between, {call.leaf for call in at}, roll.waiting
+
+
+def test_where_a_rank_is_can_be_seen_by_another_thread():
+    for found in ranks.run(2, places):
+        assert found == (("w", 0, None), {"w"}, None)
+
+
 def differing(mesh, what):
     dp, r = mesh["dp"], mesh.rank
     x = mine(mesh, 4, 4)

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from fzero.checkpoint.home import Leaf, Place, folder_of, latest, manifest, remove, steps
-from fzero.checkpoint.reader import Opened, newest_sound, opened, restore, restore_leaves, verify
+from fzero.checkpoint.reader import Opened, opened
+from fzero.checkpoint.trees import restore, restore_leaves
+from fzero.checkpoint.verify import newest_sound, verify
 from fzero.checkpoint.writer import Lazy, Saved, SaveFailed, Writer
 from fzero.offload.chunks import Damaged
 from fzero.pytree import Tree

@@ -18,9 +18,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from torch import Tensor
 
+from fzero.digest import digest_at
 from fzero.offload.arena import padded
 from fzero.sharding import Mesh, Spec
 
@@ -104,7 +105,7 @@ class Layout(NamedTuple):
 
     def number(self, part: Index) -> int:
         """The number of a part among `parts`."""
-        return int(np.ravel_multi_index(part, self.grid)) if part else 0
+        return number_of(part, self.grid)
 
     def key(self, part: Index) -> str:
         """The name of a part's file beside zarr.json."""
@@ -132,7 +133,7 @@ def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[i
 
     while lead and size() >= 2 * TARGET and chunk[0] > 1:
         chunk[0] //= smallest_factor(chunk[0])
-    while size() >= 2 * TARGET or math.prod(cuts[lead:]) < FINE:
+    while size() >= 2 * TARGET or (size() and math.prod(cuts[lead:]) < FINE):
         ways = []
         for dim in range(lead, len(chunk)):
             p = smallest_factor(chunk[dim])
@@ -208,28 +209,73 @@ class Slab(NamedTuple):
     at: Index  # of that chunk in the part, in chunks
     counts: Index  # chunks along each dim
 
+    @property
+    def size(self) -> int:
+        """Its chunks."""
+        return math.prod(self.counts)
 
-def slabs(layout: Layout, most: int) -> Iterator[Slab]:
-    """The slabs of a part, in order, of at most `most` bytes each where a chunk is not larger."""
+
+def slabs(layout: Layout, most: int, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[Slab]:
+    """The slabs of a part, in order, of at most `most` bytes each where a chunk is not larger.
+
+    spans: the first chunk along each dim, and the one behind the last; None: all.
+    """
     counts, dims = layout.counts, len(layout.counts)
-    room, dim = max(1, most // layout.stride), dims
-    while dim > 0 and math.prod(counts[dim - 1 :]) <= room:
+    spans = [(0, n) for n in counts] if spans is None else spans
+    room, dim = max(1, most // max(1, layout.stride)), dims
+    while dim > 0 and spans[dim - 1] == (0, counts[dim - 1]) and math.prod(counts[dim - 1 :]) <= room:
         dim -= 1
     if dim == 0:
         yield Slab(0, (0,) * dims, counts)
         return
-    inner = math.prod(counts[dim:])
-    step = room // inner
-    for outer in itertools.product(*(range(n) for n in counts[: dim - 1])):
-        for begin in range(0, counts[dim - 1], step):
+    step, last = room // math.prod(counts[dim:]), spans[dim - 1][1]
+    for outer in itertools.product(*(range(*span) for span in spans[: dim - 1])):
+        for begin in range(spans[dim - 1][0], last, step):
             at = (*outer, begin, *(0,) * (dims - dim))
-            size = (*(1,) * (dim - 1), min(step, counts[dim - 1] - begin), *counts[dim:])
-            yield Slab(int(np.ravel_multi_index(at, counts)), at, size)
+            yield Slab(number_of(at, counts), at, (*(1,) * (dim - 1), min(step, last - begin), *counts[dim:]))
+
+
+def number_of(place: Index, counts: Index) -> int:
+    """The number, in C order, of a place in a box of these counts."""
+    number = 0
+    for at, count in zip(place, counts):
+        number = number * count + at
+    return number
 
 
 def positions(counts: Index) -> Iterator[Index]:
     """The places of a box's chunks within it, in C order."""
     return itertools.product(*(range(n) for n in counts))
+
+
+def by_chunks(box: Tensor, counts: Index, chunk: Index) -> Tensor:
+    """The view [*counts, *chunk] of a box of elements."""
+    strides = (*(stride * n for stride, n in zip(box.stride(), chunk)), *box.stride())
+    return box.as_strided((*counts, *chunk), strides, box.storage_offset())
+
+
+def in_file(raw: Tensor, layout: Layout, counts: Index) -> Tensor:
+    """The same view of the bytes of a slab as they lie in a file."""
+    steps, step = [], layout.stride // layout.dtype.itemsize
+    for size, gap in ((layout.chunk, 1), (counts, step)):
+        inner = gap
+        for n in reversed(size):
+            steps.append(inner)
+            inner *= n
+    chunk, outer = steps[: len(layout.chunk)], steps[len(layout.chunk) :]
+    return raw.view(layout.dtype).as_strided((*counts, *layout.chunk), (*reversed(outer), *reversed(chunk)))
+
+
+def start_of(layout: Layout, part: Index, slab: Slab) -> Index:
+    """Where in its leaf a slab begins."""
+    return tuple(p * n + at * c for p, n, at, c in zip(part, layout.part, slab.at, layout.chunk))
+
+
+def digest_of(raw: Tensor, layout: Layout, part: Index, slab: Slab) -> int:
+    """The digest of the elements of a slab, from its bytes."""
+    steps = [math.prod(layout.shape[dim + 1 :]) for dim in range(len(layout.shape))]
+    first = sum(at * step for at, step in zip(start_of(layout, part, slab), steps))
+    return digest_at(in_file(raw, layout, slab.counts), [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first)
 
 
 # ---- what zarr reads ----

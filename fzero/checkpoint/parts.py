@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fzero.checkpoint.files import Writing, aligned
 from fzero.checkpoint.home import Place
-from fzero.checkpoint.layout import CRC, ZSTD_LEVEL, Index, Layout, Slab, positions
-from fzero.digest import digest
+from fzero.checkpoint.layout import CRC, ZSTD_LEVEL, Index, Layout, Slab, by_chunks, digest_of, in_file, start_of
 from fzero.offload.arena import padded
 from fzero.offload.folder import is_url
 from fzero.offload.objects import Objects
@@ -44,44 +43,24 @@ class Part:
     def fill(self, raw: Tensor, slab: Slab, give: Box, begins: Index) -> None:
         """Copy a slab's elements into `raw`, each chunk at its place. begins: where the shard that `give` speaks of begins in the leaf."""
         layout = self.layout
-        start = tuple(i * n + a * c - b for i, n, a, c, b in zip(self.index, layout.part, slab.at, layout.chunk, begins))
+        start = tuple(at - begin for at, begin in zip(start_of(layout, self.index, slab), begins))
         size = tuple(k * c for k, c in zip(slab.counts, layout.chunk))
-        elements, dims = give(start, size), len(size)
-        split = elements.as_strided(
-            (*slab.counts, *layout.chunk),
-            (*(s * c for s, c in zip(elements.stride(), layout.chunk)), *elements.stride()),
-            elements.storage_offset(),
-        )
-        steps, step = [], layout.stride // layout.dtype.itemsize
-        for count in reversed(slab.counts):
-            steps.insert(0, step)
-            step *= count
-        inner = torch.empty(layout.chunk, device="meta").stride()
-        raw.view(layout.dtype).as_strided((*slab.counts, *layout.chunk), (*steps[:dims], *inner)).copy_(split)
+        in_file(raw, layout, slab.counts).copy_(by_chunks(give(start, size), slab.counts, layout.chunk))
 
     def write(self, raw: Tensor, slab: Slab) -> None:
         """Checksum a slab and write it, and with the last one the index. Raises OSError."""
-        layout, n = self.layout, self.layout.chunk_bytes
+        layout = self.layout
         with self.lock:
             if self.file is None:
                 self.file = self._open()
-        total, bytes_of, packed = 0, raw.numpy(), []
-        for i, at in enumerate(positions(slab.counts)):
-            block = bytes_of[i * layout.stride : (i + 1) * layout.stride]
-            start = tuple(p * size + (a + b) * c for p, size, a, b, c in zip(self.index, layout.part, slab.at, at, layout.chunk))
-            total += digest(torch.from_numpy(block[:n]).view(layout.dtype).view(layout.chunk), layout.shape, start)
-            if layout.compress:
-                packed.append(compressed(block[:n]))
-                continue
-            number = slab.first + i
-            self.sums[number] = seal(block, n)
-            self.table[number] = layout.header + number * layout.stride, n + CRC
+        total = digest_of(raw, layout, self.index, slab)
+        rows = raw.numpy().reshape(-1, layout.stride)
         if layout.compress:
-            self._put_packed(packed, slab)
-        elif layout.chunks == 1:
-            self.file.put(raw, n + CRC, 0)
+            self._put_packed([compressed(row[: layout.chunk_bytes]) for row in rows], slab)
         else:
-            self.file.put(raw, len(bytes_of), layout.header + slab.first * layout.stride)
+            self.sums[slab.first : slab.first + len(rows)] = seal(rows, layout.chunk_bytes)
+            size = raw.numel() if layout.chunks > 1 else layout.file_bytes
+            self.file.put(raw, size, layout.header + slab.first * layout.stride)
         with self.lock:
             self.digest = (self.digest + total) % (1 << 64)
             self.left -= 1
@@ -94,7 +73,7 @@ class Part:
             size = len(data) + CRC
             block = aligned(size)
             block[: len(data)] = data
-            self.sums[number] = seal(block, len(data))
+            self.sums[number] = seal(block[None], len(data))[0]
             offset = self.file.append(size) if self.layout.chunks > 1 else 0
             self.table[number] = offset, size
             self.file.put(torch.from_numpy(block), size, offset)
@@ -110,14 +89,16 @@ class Part:
 
     def _end(self) -> None:
         layout = self.layout
+        if not layout.compress:
+            self.table[:, 0] = layout.header + np.arange(layout.chunks) * layout.stride
+            self.table[:, 1] = layout.chunk_bytes + CRC
+        size = int(self.table.sum(1).max()) if layout.compress else layout.file_bytes
         if layout.chunks == 1:
-            self.sum, size = int(self.sums[0]), int(self.table[0, 1])
+            self.sum = int(self.sums[0])
         else:
             head = header(self.table, self.sums, layout.header)
             self.file.put(torch.from_numpy(head), len(head), 0)
-            self.sum, size = crc32c(memoryview(head)), padded(int(self.table.sum(1).max()))
-            if layout.compress:
-                size = int(self.table.sum(1).max())
+            self.sum = crc32c(memoryview(head))
         self.file.end(size)
         self.file = None
 
@@ -127,12 +108,12 @@ class Part:
             self.file.close()
 
 
-def seal(block: np.ndarray, n: int) -> int:
-    """The crc32c of the first n bytes of a block, which is put behind them; what is left of the block is zeros then."""
-    crc = crc32c(memoryview(block[:n]))
-    block[n : n + CRC] = np.frombuffer(crc.to_bytes(CRC, "little"), np.uint8)
-    block[n + CRC :] = 0
-    return crc
+def seal(rows: np.ndarray, n: int) -> np.ndarray:
+    """The crc32c of the first n bytes of each row, which is put behind them; what is left of the row is zeros then."""
+    sums = np.array([crc32c(row[:n]) for row in rows], "<u4")
+    rows[:, n : n + CRC] = sums.view(np.uint8).reshape(-1, CRC)
+    rows[:, n + CRC :] = 0
+    return sums
 
 
 def header(table: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:

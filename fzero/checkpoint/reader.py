@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
-import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from crc32c import crc32c
 from torch import Tensor
 
 from fzero import pytree
-from fzero.checkpoint.files import Reading, tensor_of, words
-from fzero.checkpoint.home import MANIFEST, Leaf, Place, as_text, folder_of, join, latest, leaf_of, manifest, steps
-from fzero.checkpoint.layout import CRC, Index, Layout, array_json, group_json
-from fzero.digest import digest
+from fzero.checkpoint.files import Reading, fresh, tensor_of, words
+from fzero.checkpoint.home import Leaf, Place, join, leaf_of, manifest
+from fzero.checkpoint.layout import CRC, Index, Layout, Slab, by_chunks, in_file, positions, slabs, start_of
 from fzero.offload.chunks import Damaged
-from fzero.offload.folder import is_url, read_text
-from fzero.offload.objects import Objects
-from fzero.pytree import Tree
-from fzero.sharding import Mesh, Spec, one_process
-from fzero.sharding.draw import window
 
 RUN = 8 << 20  # bytes of neighbouring chunks that are read at a time
 THREADS = 4
@@ -71,7 +60,7 @@ class Opened:
         fits = len(start) == len(size) == len(leaf.shape)
         if not fits or any(not 0 <= at <= at + n <= whole for at, n, whole in zip(start, size, leaf.shape)):
             raise ValueError(f"{self.path}: {name} has shape {list(leaf.shape)}, and no slice of {list(size)} from {list(start)} on")
-        return Box(name, start, size, torch.empty(size, dtype=leaf.dtype) if out is None else out)
+        return Box(name, start, size, fresh(size, leaf.dtype) if out is None else out)
 
     def close(self) -> None:
         """Close its files."""
@@ -94,74 +83,79 @@ def opened(path: Place) -> Opened:
 
 def fetch(held: Opened, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
     """Fill the boxes, each with what it needs and no more than the chunks that this is in."""
-    needs = [(box, part, numbers) for box in boxes for part, numbers in wanted(held.leaves[box.name].layout, box.start, box.size)]
+    needs = [(box, part, spans) for box in boxes for part, spans in wanted(held.leaves[box.name].layout, box.start, box.size)]
     # The small reads of headers go before the large ones, which would wait for them.
     tasks = [pool.submit(head_of, held, box.name, part) for box, part, _ in needs]
-    for box, part, numbers in needs:
-        for run in runs(held.leaves[box.name].layout, numbers):
-            tasks.append(pool.submit(read_run, held, box, part, run))
+    for box, part, spans in needs:
+        layout = held.leaves[box.name].layout
+        for slab in slabs(layout, 0 if layout.compress else RUN, spans):
+            tasks.append(pool.submit(read_slab, held, box, part, slab))
     failures = [error for task in tasks if (error := task.exception()) is not None]
     if failures:
         raise failures[0]
 
 
-def wanted(layout: Layout, start: Index, size: Index) -> Iterator[tuple[Index, list[int]]]:
-    """(part, the numbers of its chunks) of every part that holds elements of a box."""
+def wanted(layout: Layout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
+    """(part, along each dim the first chunk and the one behind the last) of every part that holds elements of a box."""
     if not all(size):
         return
-    spans = [range(at // n, (at + k - 1) // n + 1) for at, k, n in zip(start, size, layout.part)]
-    for part in itertools.product(*spans):
-        inner = []
+    for part in itertools.product(*(range(at // n, (at + k - 1) // n + 1) for at, k, n in zip(start, size, layout.part))):
+        spans = []
         for p, n, c, at, k in zip(part, layout.part, layout.chunk, start, size):
             low, high = max(at - p * n, 0), min(at + k - p * n, n)
-            inner.append(range(low // c, (high - 1) // c + 1))
-        places = itertools.product(*inner)
-        yield part, [int(np.ravel_multi_index(place, layout.counts)) if place else 0 for place in places]
+            spans.append((low // c, (high - 1) // c + 1))
+        yield part, spans
 
 
-def runs(layout: Layout, numbers: list[int]) -> Iterator[list[int]]:
-    """The numbers in stretches of neighbours that are read at a time."""
-    run: list[int] = []
-    for number in numbers:
-        if run and (number != run[-1] + 1 or (len(run) + 1) * layout.stride > RUN or layout.compress):
-            yield run
-            run = []
-        run.append(number)
-    if run:
-        yield run
-
-
-def read_run(held: Opened, box: Box, part: Index, numbers: list[int]) -> None:
-    """Read some neighbouring chunks, verify them, and put what a box wants of them in their places."""
+def read_slab(held: Opened, box: Box, part: Index, slab: Slab) -> None:
+    """Read some chunks that lie together, verify them, and put what a box wants of them in its place."""
     layout = held.leaves[box.name].layout
-    table, sums = head_of(held, box.name, part)
-    key, begin = file_of(layout, box.name, part), int(table[numbers[0], 0])
-    raw = get(held, box.name, key, begin, int(table[numbers[-1]].sum()) - begin)
-    for number in numbers:
-        at, size = int(table[number, 0]) - begin, int(table[number, 1])
-        data = verified(held, box.name, part, number, raw[at : at + size], int(sums[number]))
-        place_of = np.unravel_index(number, layout.counts) if layout.counts else ()
-        first = tuple(int(p * n + i * c) for p, n, i, c in zip(part, layout.part, place_of, layout.chunk))
-        chunk, target = tensor_of(data, layout.dtype, layout.chunk), box.out
-        for dim, (f, c, at, k) in enumerate(zip(first, layout.chunk, box.start, box.size)):
-            low, high = max(f, at), min(f + c, at + k)
-            chunk, target = chunk.narrow(dim, low - f, high - low), target.narrow(dim, low - at, high - low)
-        np.copyto(words(target), words(chunk))  # a tensor's copy would start threads of its own in each of ours
+    found = in_file(tensor_of(checked(held, box.name, part, slab)), layout, slab.counts)
+    first = start_of(layout, part, slab)
+    ends = [at + k * c for at, k, c in zip(first, slab.counts, layout.chunk)]
+    if all(at >= begin and end <= begin + n for at, end, begin, n in zip(first, ends, box.start, box.size)):
+        target = box.out
+        for dim, (at, end, begin) in enumerate(zip(first, ends, box.start)):
+            target = target.narrow(dim, at - begin, end - at)
+        copy(found, by_chunks(target, slab.counts, layout.chunk))
+        return
+    for place in positions(slab.counts):
+        chunk, target = found[place], box.out
+        for dim, (f, i, c, begin, n) in enumerate(zip(first, place, layout.chunk, box.start, box.size)):
+            low, high = max(f + i * c, begin), min(f + (i + 1) * c, begin + n)
+            chunk, target = chunk.narrow(dim, low - f - i * c, high - low), target.narrow(dim, low - begin, high - low)
+        copy(chunk, target)
 
 
-def verified(held: Opened, name: str, part: Index, number: int, raw: np.ndarray, crc: int) -> np.ndarray:
-    """The elements' bytes of a chunk with its crc32c behind it; raises Damaged where they are not what was written."""
+def copy(source: Tensor, target: Tensor) -> None:
+    """Copy elements, bit for bit, by this thread alone: a tensor's own copy would start threads in each of ours."""
+    np.copyto(words(target), words(source))
+
+
+def checked(held: Opened, name: str, part: Index, slab: Slab) -> np.ndarray:
+    """The bytes of a slab as they lie in a file, verified; good until this thread reads again.
+
+    Raises Damaged naming the first chunk that is not what was written.
+    """
     layout = held.leaves[name].layout
-    data, behind = raw[:-CRC], int.from_bytes(raw[-CRC:].tobytes(), "little")
-    if crc32c(memoryview(data)) != crc or behind != crc:
-        raise Damaged(
-            f"leaf {name} is damaged: chunk {chunk_name(layout, part, number)} in {where(held, name, part)} is not what was written"
-        )
+    table, sums = head_of(held, name, part)
+    if layout.compress or layout.chunks == 1:
+        offset, size = (int(x) for x in table[slab.first])
+        rows = get(held, name, file_of(layout, name, part), offset, size)[None]
+    else:
+        rows = get(held, name, file_of(layout, name, part), layout.header + slab.first * layout.stride, slab.size * layout.stride)
+        rows = rows.reshape(slab.size, layout.stride)
+    n = rows.shape[1] - CRC if layout.compress else layout.chunk_bytes
+    behind = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
+    for i, (row, wanted_sum) in enumerate(zip(rows, sums[slab.first :].tolist())):
+        if crc32c(row[:n]) != wanted_sum or behind[i] != wanted_sum:
+            at = f"chunk {chunk_name(layout, part, slab.first + i)} in {where(held, name, part)}"
+            raise Damaged(f"leaf {name} is damaged: {at} is not what was written")
     if not layout.compress:
-        return data
+        return rows.reshape(-1)[: n if layout.chunks == 1 else None]
     import zstandard
 
-    return np.frombuffer(zstandard.ZstdDecompressor().decompress(memoryview(data), layout.chunk_bytes), np.uint8)
+    return np.frombuffer(zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes), np.uint8)
 
 
 def head_of(held: Opened, name: str, part: Index) -> tuple[np.ndarray, np.ndarray]:
@@ -221,219 +215,3 @@ def chunk_name(layout: Layout, part: Index, number: int) -> str:
     """The place of a chunk among all of its leaf, as 0,3,1."""
     place = np.unravel_index(number, layout.counts) if layout.counts else ()
     return ",".join(str(int(p * k + i)) for p, k, i in zip(part, layout.counts, place)) or "0"
-
-
-# ---- trees ----
-
-
-def restore(
-    path: Place,
-    like: Tree,
-    *,
-    under: str = "",
-    specs: Tree | None = None,
-    mesh: Mesh | None = None,
-    keep: str = "",
-    drop: str = "",
-    out: Tree | None = None,
-) -> Tree:
-    """The tree of the checkpoint at `path`, in the containers of `like`: this rank's shards by `specs` on `mesh` (None: whole leaves).
-
-    like: a tree of tensors of which names, shapes and dtypes are compared; they may be on the meta device (then leaves go to the CPU).
-    A rank reads the chunks that its slices are in, and compares each with its checksum. All of `like` must be in the checkpoint and all
-    of the checkpoint in `like`, except
-    under: take the part of the state below this name only: `restore(path, params, under="params")` gives the weights;
-    keep: leaves whose name this regular expression matches whole are taken from `like` as they are, whether or not the checkpoint has them;
-    drop: leaves of the checkpoint whose name this matches are passed over.
-    out: a tree of tensors of the CPU to fill, and to return. Else the leaves own their memory.
-    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged for the leaf, chunk and file that
-    are not what was written.
-    """
-    held = opened(path)
-    mesh, prefix = one_process() if mesh is None else mesh, f"{under}/" if under else ""
-    leaves, spec_of = pytree.named_leaves(like), pytree.named_leaves(specs) if specs is not None else {}
-    outs = pytree.named_leaves(out) if out is not None else {}
-    kept = {name for name in leaves if keep and re.fullmatch(keep, name)}
-    wanted_leaves = {prefix + name: leaf for name, leaf in leaves.items() if name not in kept}
-    there = {name: leaf for name, leaf in held.leaves.items() if name.startswith(prefix)}
-    passed = {name for name in there if name.removeprefix(prefix) in kept or (drop and re.fullmatch(drop, name.removeprefix(prefix)))}
-    boxes: dict[str, Box] = {}
-    windows: dict[str, tuple[Index, Index]] = {}
-    for name in wanted_leaves.keys() & there.keys():
-        spec = spec_of.get(name.removeprefix(prefix), Spec())
-        windows[name] = window(there[name].shape, spec, mesh) if divides(there[name].shape, spec, mesh) else ((), there[name].shape)
-    expect(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
-    try:
-        for name in wanted_leaves:
-            boxes[name] = held.box(name, *windows[name], outs.get(name.removeprefix(prefix)))
-        with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            fetch(held, list(boxes.values()), pool)
-    finally:
-        held.close()
-    done = {name.removeprefix(prefix): box.out for name, box in boxes.items()}
-    for name, leaf in leaves.items():
-        if name in kept:
-            done[name] = leaf
-        elif leaf.device.type not in ("meta", "cpu"):
-            done[name] = done[name].to(leaf.device)
-    return pytree.from_named(done, like)
-
-
-def restore_leaves(path: Place, select: Callable[[str], bool]) -> dict[str, Tensor]:
-    """`{name: leaf}` of the leaves of the checkpoint at `path` whose name `select` is true of, checked; ValueError where it is of none."""
-    held = opened(path)
-    chosen = [name for name in held.leaves if select(name)]
-    if not chosen:
-        raise ValueError(f"{path}: none of its leaves is selected; they are {some(list(held.leaves))}")
-    boxes = [held.box(name) for name in chosen]
-    with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-        fetch(held, boxes, pool)
-    held.close()
-    return {box.name: box.out for box in boxes}
-
-
-def divides(shape: Index, spec: Spec, mesh: Mesh) -> bool:
-    """Whether a leaf of this shape can be sharded so."""
-    parts = [math.prod(mesh[axis].size for axis in axes) for axes in spec.dims]
-    return len(parts) <= len(shape) and all(n % k == 0 for n, k in zip(shape, parts))
-
-
-def expect(path: Place, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]) -> None:
-    """Raise ValueError naming the leaves that are missing, extra, or of another shape or dtype."""
-    missing = [name for name in wanted if name not in held]
-    extra = [name for name in held if name not in wanted]
-    shapes, dtypes = [], []
-    for name, leaf in wanted.items():
-        if name not in held:
-            continue
-        if tuple(windows[name][1]) != tuple(leaf.shape):
-            mine = f", this rank's part {list(windows[name][1])}" if tuple(windows[name][1]) != held[name].shape else ""
-            shapes.append(f"{name} {list(held[name].shape)}{mine} (wanted {list(leaf.shape)})")
-        if held[name].dtype != leaf.dtype:
-            dtypes.append(f"{name} {dtype_name(held[name].dtype)} (wanted {dtype_name(leaf.dtype)})")
-    groups = {"missing": missing, "extra": extra, "of another shape": shapes, "of another dtype": dtypes}
-    said = [f"{what}: {some(group)}" for what, group in groups.items() if group]
-    if said:
-        raise ValueError(f"{path}: the checkpoint's leaves are not those of the tree; {'; '.join(said)}")
-
-
-def some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """float32 and not torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
-# ---- soundness ----
-
-
-def newest_sound(home: Place) -> tuple[Place, list[tuple[Place, str]]]:
-    """(the checkpoint of the highest step in `home` that is sound, the later ones with what is damaged in each).
-
-    Reads them whole. Raises ValueError where there is none, or all are damaged.
-    """
-    latest(home)
-    damaged: list[tuple[Place, str]] = []
-    for step in reversed(steps(home)):
-        path = folder_of(home, step)
-        found = verify(path)
-        if not found:
-            return path, damaged
-        damaged.append((path, found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")))
-    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(reason for _, reason in damaged)}")
-
-
-def verify(path: Place) -> list[str]:
-    """What is damaged in a checkpoint, one line per chunk or file, by name: [] for a sound one.
-
-    Reads it whole, a few chunks in memory at a time. Every byte of its files is compared with something: chunks with their checksums, what
-    is between them with zeros, descriptions with what the manifest implies, each leaf with its digest.
-    """
-    try:
-        held = opened(path)
-    except ValueError as error:
-        return [str(error)]
-    found: list[str] = []
-    with ThreadPoolExecutor(THREADS, "fzero-verify") as pool:
-        tasks = [(name, [pool.submit(verify_part, held, name, part) for part in leaf.layout.parts()]) for name, leaf in held.leaves.items()]
-        for name, parts in tasks:
-            results = [task.result() for task in parts]
-            lines = [line for said, _ in results for line in said]
-            total = sum(value for _, value in results) % (1 << 64)
-            if not lines and f"{total:016x}" != held.leaves[name].digest:
-                lines = [f"leaf {name} is damaged: its digest is {total:016x} and the manifest has {held.leaves[name].digest}"]
-            found += lines
-    held.close()
-    return found + verify_descriptions(held)
-
-
-def verify_part(held: Opened, name: str, part: Index) -> tuple[list[str], int]:
-    """(what is damaged in a part, the digest of its elements)."""
-    leaf, found, total, end = held.leaves[name], [], 0, 0
-    layout = leaf.layout
-    key = file_of(layout, name, part)
-    try:
-        table, sums = head_of(held, name, part)
-        size = size_of(held, name, key)
-        for number in range(layout.chunks):
-            offset, n = (int(x) for x in table[number])
-            end = max(end, offset + n)
-            page = min(size, -(-(offset + n) // 4096) * 4096) - offset
-            raw = get(held, name, key, offset, max(n, page))
-            if raw[n:].any():
-                found.append(
-                    f"leaf {name} is damaged: what lies behind chunk {chunk_name(layout, part, number)} in {where(held, name, part)}"
-                )
-            try:
-                data = verified(held, name, part, number, raw[:n], int(sums[number]))
-            except Damaged as error:
-                found.append(str(error))
-                continue
-            place_of = np.unravel_index(number, layout.counts) if layout.counts else ()
-            start = tuple(int(p * w + i * c) for p, w, i, c in zip(part, layout.part, place_of, layout.chunk))
-            total += digest(tensor_of(data, layout.dtype, layout.chunk), layout.shape, start)
-        written = end if layout.chunks == 1 or layout.compress else layout.file_bytes
-        if size != written:
-            found.append(f"leaf {name} is damaged: {where(held, name, part)} has {size:,} bytes, and {written:,} were written")
-    except Damaged as error:
-        found.append(str(error))
-    return found, total % (1 << 64)
-
-
-def verify_descriptions(held: Opened) -> list[str]:
-    """The zarr.json files that are not what they should be, and files that should not be there."""
-    texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in held.leaves.items()}
-    groups = {"/".join(parts[:n]) for name in held.leaves for parts in [name.split("/")] for n in range(len(parts))}
-    texts |= dict.fromkeys(groups - texts.keys(), group_json())
-    found, said = [], read_text(held.path, MANIFEST)
-    if said != as_text(json.loads(said)):
-        found.append(f"{join(held.path, MANIFEST)}: damaged: it says what it should in another text")
-    for name, text in texts.items():
-        place = join(held.arrays, *name.split("/")) if name else held.arrays
-        try:
-            same = read_text(place, "zarr.json") == text
-        except UnicodeDecodeError:
-            same = False
-        except OSError:
-            if is_url(place):
-                raise
-            same = False
-        if not same:
-            found.append(f"{join(place, 'zarr.json')}: damaged or missing; what it describes can still be restored")
-    known = {f"{name}/zarr.json".lstrip("/") for name in texts}
-    known |= {file_of(leaf.layout, name, part) for name, leaf in held.leaves.items() for part in leaf.layout.parts()}
-    there = Objects(str(held.arrays)).names() if is_url(held.arrays) else files_below(Path(held.arrays))
-    return found + [f"{join(held.arrays, name)}: is none of the checkpoint's files" for name in sorted(there) if name not in known]
-
-
-def files_below(folder: Path) -> list[str]:
-    """The names of the files in a folder and those below it."""
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-
-
-def size_bytes(held: Opened) -> int:
-    """The bytes of all elements of a checkpoint."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in held.leaves.values())

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 WAIT_S = 30.0  # for a transfer, and as long again for every
 SLOWEST = 8 << 20  # bytes of it
 # A store that is not there is known for it within some 10 s; one that asks for a pause gets it.
-RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "4s"}
+RETRIES = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "3s"}
 
 
 def is_url(place: Any) -> bool:

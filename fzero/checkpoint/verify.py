@@ -1,0 +1,137 @@
+"""Whether a checkpoint is sound: every byte of its files compared with something."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from fzero.checkpoint.files import tensor_of
+from fzero.checkpoint.home import MANIFEST, Place, as_text, folder_of, join, latest, steps
+from fzero.checkpoint.layout import CRC, Index, Slab, array_json, digest_of, group_json, number_of, positions, slabs
+from fzero.checkpoint.reader import RUN, THREADS, Opened, checked, chunk_name, file_of, get, head_of, opened, size_of, where
+from fzero.offload.arena import PAGE, padded
+from fzero.offload.chunks import Damaged
+from fzero.offload.folder import is_url, read_text
+from fzero.offload.objects import Objects
+
+
+def newest_sound(home: Place) -> tuple[Place, list[tuple[Place, str]]]:
+    """(the checkpoint of the highest step in `home` that is sound, the later ones with what is damaged in each).
+
+    Reads them whole. Raises ValueError where there is none, or all are damaged.
+    """
+    latest(home)
+    damaged: list[tuple[Place, str]] = []
+    for step in reversed(steps(home)):
+        path = folder_of(home, step)
+        found = verify(path)
+        if not found:
+            return path, damaged
+        damaged.append((path, found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")))
+    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(reason for _, reason in damaged)}")
+
+
+def verify(path: Place) -> list[str]:
+    """What is damaged in a checkpoint, one line per chunk or file, by name: [] for a sound one.
+
+    Reads it whole, a few chunks in memory at a time. Every byte of its files is compared with something: chunks with their checksums, what
+    is between them with zeros, descriptions with what the manifest implies, each leaf with its digest.
+    """
+    try:
+        held = opened(path)
+    except ValueError as error:
+        return [str(error)]
+    found: list[str] = []
+    with ThreadPoolExecutor(THREADS, "fzero-verify") as pool:
+        tasks = [(name, [pool.submit(verify_part, held, name, part) for part in leaf.layout.parts()]) for name, leaf in held.leaves.items()]
+        for name, parts in tasks:
+            results = [task.result() for task in parts]
+            lines = [line for said, _ in results for line in said]
+            total = sum(value for _, value in results) % (1 << 64)
+            if not lines and f"{total:016x}" != held.leaves[name].digest:
+                lines = [f"leaf {name} is damaged: its digest is {total:016x} and the manifest has {held.leaves[name].digest}"]
+            found += lines
+    held.close()
+    return found + verify_descriptions(held)
+
+
+def verify_part(held: Opened, name: str, part: Index) -> tuple[list[str], int]:
+    """(what is damaged in a part, the digest of its elements)."""
+    layout, found, total = held.leaves[name].layout, [], 0
+    try:
+        table, _ = head_of(held, name, part)
+        size = size_of(held, name, file_of(layout, name, part))
+        work = list(slabs(layout, 0 if layout.compress else RUN))
+        while work:
+            slab = work.pop(0)
+            try:
+                raw = checked(held, name, part, slab)
+            except Damaged as error:
+                if slab.size == 1:
+                    found.append(str(error))
+                else:
+                    work = [*singles(slab, layout.counts), *work]
+                continue
+            total += digest_of(tensor_of(raw), layout, part, slab)
+            for number in not_zero(held, name, part, slab, raw, int(table[slab.first].sum()), size):
+                at = f"{chunk_name(layout, part, number)} in {where(held, name, part)}"
+                found.append(f"leaf {name} is damaged: what lies behind chunk {at}")
+        written = int(table.sum(1).max()) if layout.compress else layout.file_bytes
+        if size != written:
+            found.append(f"leaf {name} is damaged: {where(held, name, part)} has {size:,} bytes, and {written:,} were written")
+    except Damaged as error:
+        found.append(str(error))
+    return found, total % (1 << 64)
+
+
+def singles(slab: Slab, counts: Index) -> list[Slab]:
+    """The slabs of one chunk each that make up a slab."""
+    places = (tuple(a + b for a, b in zip(slab.at, place)) for place in positions(slab.counts))
+    return [Slab(number_of(place, counts), place, (1,) * len(counts)) for place in places]
+
+
+def not_zero(held: Opened, name: str, part: Index, slab: Slab, raw: np.ndarray, end: int, size: int) -> list[int]:
+    """The numbers of the chunks of a slab behind which there is something up to the page's end. end: of its first chunk in the file."""
+    layout = held.leaves[name].layout
+    if layout.chunks == 1:
+        return []
+    if layout.compress:
+        gap = min(size, padded(end)) - end
+        page = get(held, name, file_of(layout, name, part), end // PAGE * PAGE, end % PAGE + gap) if gap else np.zeros(0)
+        return [slab.first] if page[end % PAGE :].any() else []
+    rows = raw.reshape(slab.size, layout.stride)
+    return [slab.first + int(i) for i in rows[:, layout.chunk_bytes + CRC :].any(1).nonzero()[0]]
+
+
+def verify_descriptions(held: Opened) -> list[str]:
+    """The zarr.json files that are not what they should be, and files that should not be there."""
+    texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in held.leaves.items()}
+    groups = {"/".join(parts[:n]) for name in held.leaves for parts in [name.split("/")] for n in range(len(parts))}
+    texts |= dict.fromkeys(groups - texts.keys(), group_json())
+    found, said = [], read_text(held.path, MANIFEST)
+    if said != as_text(json.loads(said)):
+        found.append(f"{join(held.path, MANIFEST)}: damaged: it says what it should in another text")
+    for name, text in texts.items():
+        place = join(held.arrays, *name.split("/")) if name else held.arrays
+        try:
+            same = read_text(place, "zarr.json") == text
+        except UnicodeDecodeError:
+            same = False
+        except OSError:
+            if is_url(place):
+                raise
+            same = False
+        if not same:
+            found.append(f"{join(place, 'zarr.json')}: damaged or missing; what it describes can still be restored")
+    known = {f"{name}/zarr.json".lstrip("/") for name in texts}
+    known |= {file_of(leaf.layout, name, part) for name, leaf in held.leaves.items() for part in leaf.layout.parts()}
+    there = Objects(str(held.arrays)).names() if is_url(held.arrays) else files_below(Path(held.arrays))
+    return found + [f"{join(held.arrays, name)}: is none of the checkpoint's files" for name in sorted(there) if name not in known]
+
+
+def files_below(folder: Path) -> list[str]:
+    """The names of the files in a folder and those below it."""
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
