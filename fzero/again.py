@@ -8,10 +8,12 @@ from typing import Any
 
 from fzero import runs
 from fzero.config import RunConfig, family_of, to_table, updated
-from fzero.tables import Table, flat
+from fzero.tables import Table, flat, put
 
 BEGUN = "begun"  # a file in the folder of a run that has no config yet: what else is there is its own
-MAY_CHANGE = ("mesh", "zero", "reduce", "sequence", "accumulate", "prefetch", "reshard")  # of a config when a run is resumed
+# What may be another value when a run is resumed.
+MAY_CHANGE = ("mesh", "zero", "reduce", "sequence", "accumulate", "prefetch", "reshard", "offload")
+MAY_CHANGE += ("nvme.folder", "nvme.buffer_mb", "precision.policy")
 
 
 def take(folder: Path, *, auto: bool) -> bool:
@@ -50,23 +52,19 @@ def changes_of(table: Table, folder: Path, init: Path | None) -> Table:
     old, said = runs.read_config(folder), runs.read_environment(folder)
     if init is not None and str(init.resolve()) != said.get("init", ""):
         raise differs("--init", init, said.get("init") or "no other run", folder)
-    rest: dict[str, Any] = {key: value for key, value in table.items() if key not in MAY_CHANGE}
-    changes = {key: value for key, value in table.items() if key in MAY_CHANGE}
-    model = dict(rest.get("model", {})) if isinstance(rest.get("model"), dict) else {}
-    family = model.pop("family", family_of(old.model))
-    if family != family_of(old.model):
-        raise differs("model.family", family, family_of(old.model), folder)
-    if rest.pop("preset", old.preset) != old.preset:
+    if table.get("preset", old.preset) != old.preset:
         raise differs("preset", table["preset"], old.preset, folder)
-    nvme = dict(rest.get("nvme", {})) if isinstance(rest.get("nvme"), dict) else {}
-    if "buffer_mb" in nvme:
-        changes["nvme"] = {"buffer_mb": nvme.pop("buffer_mb")}
-    for name, value in (("model", model), ("nvme", nvme)):
-        if isinstance(rest.get(name), dict):
-            rest[name] = value
+    rest: Table = {}
+    changes: Table = {}
+    for key, value in flat({name: value for name, value in table.items() if name != "preset"}):
+        if key == "model.family":
+            if value != family_of(old.model):
+                raise differs(key, value, family_of(old.model), folder)
+        elif value != "auto":  # which is decided already
+            put(changes if key in MAY_CHANGE or key.startswith("mesh.") else rest, key, value)
     given, mine = dict(flat(to_table(as_given(old, rest)))), dict(flat(to_table(old)))
     for key, _ in flat(rest):
-        if given[key] not in (mine[key], "auto"):
+        if given[key] != mine[key]:
             raise differs(key, given[key], mine[key], folder)
     return changes
 

@@ -136,7 +136,7 @@ def resume(folder: Path, *, team: Team = ALONE, changes: Table | None = None, au
     before, given = config.mesh, changes.pop("mesh", None)
     sizes, mesh_lines = before if given is None else given, []
     if math.prod(sizes.values()) != team.size and (auto or given is None):
-        sizes, line = refitted(config, sizes, team.size)
+        sizes, line = refitted(updated(config, changes), sizes, team.size)
         mesh_lines = [line]
         team.keep(math.prod(sizes.values()))
         if team.spare:

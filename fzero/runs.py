@@ -172,7 +172,12 @@ def shelf_of(folder: Path, value: RunConfig) -> weights.Shelf | None:
     if is_url(value.nvme.folder):
         return None
     shelf = weights.find(Path(value.nvme.folder or folder / NVME)) if "nvme" in Offload.parse(value.offload).memories else None
-    if shelf is None or not (shelf.holds(PARAMS) or shelf.holds(MASTER)):
+    if shelf is None:
+        return None
+    names = pytree.names(shapes_of(models.build(value.model)))  # a fraction of them may be on the disk: then none of these counts
+    whole = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in shelf.leaves for name in names))
+    shelf = shelf._replace(leaves={name: leaf for name, leaf in shelf.leaves.items() if whole and name.startswith(whole)})
+    if not (shelf.holds(PARAMS) or shelf.holds(MASTER)):
         return None
     return shelf if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= shelf.record.step else None
 

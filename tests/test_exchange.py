@@ -1,5 +1,7 @@
 """Exports of runs (fzero/exchange.py): of any mesh, with master weights or an average, from checkpoints and from a disk."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from close import assert_same
@@ -8,7 +10,7 @@ from ranks import run
 from safetensors.torch import load_file
 
 import fzero
-from fzero import checkpoint, exchange, huggingface, models, optim, precision, pytree, runs
+from fzero import checkpoint, cli, exchange, huggingface, models, optim, precision, pytree, runs
 from fzero.config import recipe, to_table
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
@@ -70,6 +72,22 @@ def test_a_run_whose_state_is_on_a_disk(tmp_path):
         assert_same(found[ema], held.params)
         assert {leaf.dtype for leaf in pytree.leaves(held.params)} == {torch.float32}
     assert not torch.equal(found[False]["head"]["w"], found[True]["head"]["w"])
+
+
+def test_a_run_of_which_a_part_is_on_a_disk(tmp_path, monkeypatch):
+    """The disk has no whole weights then; its checkpoints have."""
+    write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for offload in ("opt=nvme:0.5", "params=nvme:0.5,opt=nvme:0.5"):
+        flags = ["--precision", "bf16", "--offload", offload, "--steps", "1", "--sample", "", "--out", offload]
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["pretrain", *TINY, *flags])
+        assert ended.value.code == 0 and (tmp_path / offload / "nvme").is_dir()
+        exchange.export_hf(Path(offload), tmp_path / "out" / offload)
+        held = checkpoint.restore_leaves(checkpoint.latest(tmp_path / offload / "checkpoints"), lambda name: name.startswith("master/"))
+        found = pytree.named_leaves(huggingface.load_hf(tmp_path / "out" / offload)[1])
+        assert_same(found, {name: held[f"master/{name}"] for name in found})
+        assert {leaf.dtype for leaf in pytree.leaves(runs.load(Path(offload)).params)} == {torch.bfloat16}
 
 
 def test_one_layer_is_read_at_a_time(tmp_path):
