@@ -39,7 +39,8 @@ SHORTHANDS = {
     "nvme": "nvme.folder",
     "buffer_mb": "nvme.buffer_mb",
 }
-PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "offload", "nvme", "buffer_mb", "precision")  # what a resumed run may change, as its mesh
+# What a resumed run may change, as its mesh.
+PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "offload", "nvme", "buffer_mb", "precision")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

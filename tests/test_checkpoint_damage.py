@@ -16,7 +16,7 @@ from fzero.checkpoint.layout import array_json
 @pytest.fixture
 def fine(monkeypatch):
     """Chunks of some bytes, so that small leaves have many."""
-    for name, value in {"TARGET": 64, "LEAST": 16, "RUN": 8}.items():
+    for name, value in {"TARGET": 256, "LEAST": 128, "RUN": 32}.items():
         monkeypatch.setattr(layout, name, value)
 
 

@@ -203,7 +203,7 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(here, monkeypatch
     assert checkpoint.steps(Path("run/checkpoints")) == [2, 8, 10, 12]
     rows = list(runs.read_metrics(Path("run")))
     assert [row["loss"] for row in rows] == whole and [row["step"] for row in rows] == list(range(1, 13))
-    told = [row["checkpoint"] for row in rows if "checkpoint" in row]
+    told = [row["saved_step"] for row in rows if "saved_step" in row]
     assert told == sorted(set(told)) and set(told) <= {2, 8, 10}
     assert all(checkpoint.verify(checkpoint.folder_of("run/checkpoints", step)) == [] for step in (2, 8, 10, 12))
 

@@ -212,6 +212,15 @@ def test_small_damage(home):
         checkpoint.opened(path)
 
 
+def test_a_damaged_manifest_stays_as_evidence(home):
+    path = checkpoint.save(home, state(1), step=1)
+    store = Objects(path)
+    store.write("manifest.json", cut(store.read("manifest.json")))
+    before = names(path)
+    checkpoint.save(home, state(2), step=2)
+    assert names(path) == before
+
+
 # ---- saves that do not end ----
 
 KILLED = """
@@ -461,6 +470,10 @@ def test_what_the_environment_says_of_s3(monkeypatch):
     assert "aws_credentials" not in objects.url_spec("s3://b/d")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
     assert objects.url_spec("s3://b/d")["aws_credentials"] == {"type": "environment"}
+
+
+def test_files_by_url_are_durable():
+    assert objects.url_spec("file:///a/b%20c") == {"driver": "file", "path": "/a/b c/", "file_io_sync": True}
 
 
 def test_places_are_joined():
