@@ -1,7 +1,7 @@
 """The watch thread of a rank: signs of life, the end of a process whose main thread waits for a rank that is gone, and hangs by name.
 
 Each rank publishes, once a second, where its main thread is: how many collectives it has begun, which one it waits in, its step, the top of
-its stack. The main thread pays for that with two attributes a collective (fzero/links.py). A rank whose own main thread makes no progress
+its stack. The main thread pays for that with three attributes a collective (fzero/links.py). A rank whose own main thread makes no progress
 looks at the others', and after `hang_s` says which of them hangs and what the rest wait for.
 """
 

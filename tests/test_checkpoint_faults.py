@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -228,13 +229,15 @@ def test_the_last_checkpoint_of_a_run_must_be_written(here, monkeypatch, capsys)
 
 
 WORKER = """
-import os, sys
+import os, signal, sys
 from fzero import cli
 from fzero.checkpoint import home, parts
 write, said = parts.Part.write, []
 def full(self, raw, slab):
     if os.environ["RANK"] == "1" and len(said) < int(os.environ["FAILS"]):
         said.append(1)
+        if "KILL" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(28, "No space left on device")
     return write(self, raw, slab)
 parts.Part.write = full
@@ -258,3 +261,16 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, policy):
     else:
         assert code != 0 and len(said) == 1 and line in said[0] and codes == [2, 2], (said, codes)
         assert checkpoint.steps(home) == []
+
+
+def test_a_rank_that_is_killed_while_it_writes_ends_all(tmp_path, monkeypatch):
+    """The other one waits for it in a thread, which must not keep its process."""
+    write_text(tmp_path)
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("KILL", "1")
+    args = ("--steps", 1000, "--zero", 3, "--out", "run", "--sample", "", "--set", "train.checkpoint_every=2")
+    process, begin = start(tmp_path, 2, *TINY, *args, command=("worker.py",)), time.monotonic()
+    code, _, said, codes = ended(tmp_path, process, 120)
+    assert code != 0 and len(said) == 1 and "rank 1 is gone" in said[0] and codes == [-9, 2], (said, codes)
+    assert time.monotonic() - begin < 60 and checkpoint.steps(tmp_path / "run" / "checkpoints") == []

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import subprocess
@@ -424,6 +425,48 @@ def test_a_damaged_universal_checkpoint(how, known, tmp_path):
         exchange.import_weights(folder, tmp_path / "run", config)
     one_line(what, *said)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["__0_0.distcp", ".metadata", "zero/model.norm.weight/fp32.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+)
+def test_a_flipped_bit_is_refused_or_changes_nothing(file, known, tmp_path):
+    model, config, params = known("llama")
+    folder = universal(tmp_path / "ds", "llama", 3) if file.endswith(".pt") else write_dcp(tmp_path / "dcp", model.state_dict())
+    path, refused = folder / file, 0
+    content, draw = path.read_bytes(), random.Random(0)
+    for _ in range(60):
+        at = draw.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :])
+        try:
+            found = migrate.load(migrate.open_source(folder, config))
+        except ValueError as error:
+            assert "\n" not in str(error) and str(folder) in str(error)
+            refused += 1
+        else:
+            assert_same(found, params)
+    assert refused > 10
+
+
+def test_chunks_that_overlap(known, tmp_path):
+    """As many elements as the tensor has, but not each once."""
+    run(2, save_sharded, str(tmp_path / "dcp"), "llama")
+    path = tmp_path / "dcp" / ".metadata"
+    said = pickle.loads(path.read_bytes())
+    first, second = said.state_dict_metadata[UP].chunks
+    index = dcp.metadata.MetadataIndex(UP, second.offsets)
+    place = said.storage_data.pop(index)
+    second.offsets = torch.Size([first.offsets[0] + 1, *first.offsets[1:]])
+    said.storage_data[dcp.metadata.MetadataIndex(UP, second.offsets)] = place
+    path.write_bytes(pickle.dumps(said))
+    with pytest.raises(ValueError) as what:
+        migrate.load(migrate.open_source(tmp_path / "dcp", known("llama")[1]))
+    one_line(what, f"tensor {UP} cannot be read: two of its chunks overlap, one from [1, 0] on")
+    del said.state_dict_metadata[UP].chunks[1]
+    path.write_bytes(pickle.dumps(said))
+    with pytest.raises(ValueError) as what:
+        migrate.load(migrate.open_source(tmp_path / "dcp", known("llama")[1]))
+    one_line(what, f"tensor {UP} has 1280 elements, and chunks of 640; the checkpoint is not whole")
 
 
 def test_the_command_line(known, tmp_path, capsys):

@@ -258,8 +258,8 @@ class Writer:
     def _write(self, save: Save, part: Part, slab: Slab, held: list[Tensor]) -> None:
         raw = held.pop()  # so that the memory is given back before the task counts as done
         with contextlib.ExitStack() as stack:
-            # While the snapshot is made one thread writes: that keeps the disk busy, and leaves the copies their memory bandwidth.
-            if not save.go.is_set() and save.early.acquire(blocking=False):
+            # While the snapshot is made one thread writes, where the copies leave it a core.
+            if not save.go.is_set() and spare_core() and save.early.acquire(blocking=False):
                 stack.callback(save.early.release)
             else:
                 save.go.wait()
@@ -395,6 +395,11 @@ def end_all(tasks: list[Future]) -> None:
         error = task.exception()
         if error is not None:
             traceback.clear_frames(error.__traceback__)
+
+
+def spare_core() -> bool:
+    """Whether the copies of a tensor leave a core of this process unused."""
+    return len(os.sched_getaffinity(0)) > torch.get_num_threads()
 
 
 def told(error: BaseException) -> str:

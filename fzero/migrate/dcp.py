@@ -8,9 +8,9 @@ torch's reader unpickles .metadata with whatever classes it names. Here only the
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def _written_path(*parts: str) -> str:
     return "/".join(parts)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # not the one in C: a damaged index into its memo makes it take all memory
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and (module, name) in KNOWN:
             return _written_path
@@ -55,13 +55,26 @@ def read_metadata(folder: Path) -> Metadata:
     """What the .metadata of a folder says; raises ValueError naming it where it is damaged, or holds anything but that."""
     path = folder / METADATA
     try:
-        with open(path, "rb") as f:
-            said = _Unpickler(f).load()
-        if not isinstance(said, Metadata) or not isinstance(said.storage_data, dict):
+        said = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        if not isinstance(said, Metadata) or not _has_form(said):
             raise TypeError("it is not the metadata of a checkpoint")
     except Exception as error:  # a damaged pickle can raise any
         raise ValueError(f"{path}: damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
     return said
+
+
+def _has_form(said: Metadata) -> bool:
+    """Whether what is said of tensors and places is of the types that it must be; raises AttributeError where it is not there."""
+    held = [kept for kept in said.state_dict_metadata.values() if isinstance(kept, TensorStorageMetadata)]
+    boxes = [tuple(numbers) for kept in held for chunk in kept.chunks for numbers in (chunk.offsets, chunk.sizes)]
+    spans = [(place.offset, place.length) for place in said.storage_data.values()]
+    texts = [*said.state_dict_metadata, *(place.relative_path for place in said.storage_data.values())]
+    return (
+        all(type(n) is int and n >= 0 for numbers in [*boxes, *spans, *(tuple(kept.size) for kept in held)] for n in numbers)
+        and all(type(text) is str for text in texts)
+        and all(isinstance(kept.properties.dtype, torch.dtype) for kept in held)
+        and all(len(chunk.offsets) == len(chunk.sizes) == len(kept.size) for kept in held for chunk in kept.chunks)
+    )
 
 
 def open_dcp(folder: Path) -> dict[str, Entry]:
@@ -104,7 +117,7 @@ def _read(folder: Path, reader: FileSystemReader, name: str, kept: TensorStorage
                 raise ValueError(f"{error} (tensor {name})") from None
         try:
             reader.read_data(LoadPlan([item]), into)
-        except (RuntimeError, OSError, EOFError, ValueError, AssertionError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        except Exception as error:  # what torch makes of damaged files
             raise ValueError(f"{path}: tensor {name} cannot be read: {' '.join(str(error).split())[:200]}") from None
     return into.whole
 
@@ -113,12 +126,15 @@ class _Into:
     """What FileSystemReader asks of a planner: where a chunk goes."""
 
     def __init__(self, whole: Tensor) -> None:
-        self.whole = whole
+        self.whole, self.filled = whole, torch.zeros(whole.shape, dtype=torch.bool)
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
-        part = self.whole
+        part, filled = self.whole, self.filled
         for dim, (start, size) in enumerate(zip(item.dest_offsets, item.lengths)):
-            part = part.narrow(dim, start, size)
+            part, filled = part.narrow(dim, start, size), filled.narrow(dim, start, size)
+        if filled.any():
+            raise ValueError(f"two of its chunks overlap, one from {list(item.dest_offsets)} on")
+        filled.fill_(True)
         return part
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:

@@ -68,12 +68,13 @@ def open_universal(folder: Path) -> dict[str, Entry]:
     states = sorted(folder.glob(STATES), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     for path in states:
         said = _load(path, "meta")
-        if not isinstance(said, dict):
-            raise ValueError(f"{path}: not the model states of DeepSpeed, but a {type(said).__name__}")
-        for group in said.get("param_shapes") or []:
-            shapes |= {name: tuple(shape) for name, shape in group.items()}
-        shared |= said.get("shared_params") or {}
-        frozen |= {name: tuple(shape) for name, shape in (said.get("frozen_param_shapes") or {}).items()}
+        try:
+            for group in said["param_shapes"]:
+                shapes |= {name: torch.Size(shape) for name, shape in group.items()}
+            shared |= said.get("shared_params") or {}
+            frozen |= {name: torch.Size(shape) for name, shape in (said.get("frozen_param_shapes") or {}).items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: damaged, or not the model states of DeepSpeed ({type(error).__name__}: {error})") from None
     entries = {}
     for path in sorted(folder.glob(f"{ZERO}/*/{FP32}")):
         name = path.parent.name
