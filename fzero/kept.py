@@ -19,6 +19,7 @@ from fzero.program import Program, all_on_disk, first_state, latest, like_of, re
 from fzero.state import TrainState
 from fzero.stored import kept_leaves, on_disk, owner_table
 from fzero.team import Team
+from fzero.weights import Shelf
 
 
 def expect_disk(program: Program, team: Team) -> None:
@@ -86,7 +87,7 @@ def moved_out(program: Program, folder: Path, before: RunConfig, saved: list[int
     """The steps of the checkpoints, among them one of the store that the run had under another plan, whose folder is free then."""
     shelf, home = runs.shelf_of(folder, before), runs.checkpoints_of(folder, program.config)
     failure, place = "", None
-    if shelf is not None and not shelf.record.done:
+    if shelf is not None and not shelf.record.done and not is_part(program, shelf):
         try:
             place = save_store(program, before, shelf, home, saved[-1] if saved else -1)
         except (Damaged, checkpoint.SaveFailed) as error:
@@ -101,6 +102,12 @@ def moved_out(program: Program, folder: Path, before: RunConfig, saved: list[int
     for where in {str(shelf.place)} if shelf is not None else {str(program.space.folder)} if program.space is not None else ():
         team.share(lambda where=where: release(where))
     return team.share(lambda: checkpoint.steps(home))
+
+
+def is_part(program: Program, shelf: Shelf) -> bool:
+    """Whether a store is of a run whose state was in memory for the rest, so that it is of no use without a checkpoint."""
+    names = [name for name in pytree.names(like_of(program)) if name.startswith("opt_state/")]
+    return any(name not in shelf.leaves and name not in shelf.record.values for name in names)
 
 
 def restored(program: Program, home: checkpoint.Place, saved: list[int], team: Team, say: Say) -> TrainState:

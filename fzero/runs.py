@@ -13,6 +13,7 @@ loss.png  throughput.png  tensorboard/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -153,15 +154,17 @@ def checkpoints_of(folder: Path, value: RunConfig) -> checkpoint.Place:
 
 def newest_read(folder: Path, value: RunConfig, read: Callable[[checkpoint.Opened], Any]) -> tuple[Any, int, list[str]]:
     """(what `read` returned of the newest checkpoint in which that is sound, its step, a line for each that was passed over)."""
-    home, passed = checkpoints_of(folder, value), []
+    home, passed, reasons = checkpoints_of(folder, value), [], []
     checkpoint.latest(home)
     for step in reversed(checkpoint.steps(home)):
         path = checkpoint.folder_of(home, step)
         try:
-            return read(checkpoint.opened(path)), step, passed
+            with contextlib.closing(checkpoint.opened(path)) as held:
+                return read(held), step, passed
         except checkpoint.Damaged as error:
             passed.append(f"passed over {path}: {error}")
-    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(passed)}")
+            reasons.append(str(error))
+    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(reasons)}")
 
 
 PARAMS, MASTER, EMA = "params/", "master/", "extra/ema/"
@@ -176,7 +179,8 @@ def shelf_of(folder: Path, value: RunConfig) -> weights.Shelf | None:
         return None
     names = pytree.names(shapes_of(models.build(value.model)))  # a fraction of them may be on the disk: then none of these counts
     whole = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in shelf.leaves for name in names))
-    shelf = shelf._replace(leaves={name: leaf for name, leaf in shelf.leaves.items() if whole and name.startswith(whole)})
+    parts = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if prefix not in whole)
+    shelf = shelf._replace(leaves={name: leaf for name, leaf in shelf.leaves.items() if not name.startswith(parts)})
     if not (shelf.holds(PARAMS) or shelf.holds(MASTER)):
         return None
     return shelf if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= shelf.record.step else None

@@ -17,7 +17,7 @@ from zero_cases import whole
 
 import fzero
 from fzero import checkpoint, cli, config, program, pytree
-from fzero.checkpoint import reader
+from fzero.checkpoint import trees
 from fzero.digest import combined, digest
 from fzero.offload import Stored
 from fzero.sharding import Spec, fake_mesh
@@ -209,7 +209,7 @@ def test_a_rank_reads_its_slices_and_nothing_else(wide_home, monkeypatch, saved,
     home, specs = wide_home
     path, state, held = checkpoint.folder_of(home, saved), wide(), []
     assert checkpoint.verify(path) == []
-    monkeypatch.setattr(reader, "opened", lambda path: held.append(checkpoint.opened(path)) or held[-1])
+    monkeypatch.setattr(trees, "opened", lambda path: held.append(checkpoint.opened(path)) or held[-1])
     world = 1
     for size in sizes.values():
         world *= size
@@ -373,3 +373,31 @@ def test_a_run_on_the_disk_of_two_ranks_goes_on_on_one(tmp_path, monkeypatch, ca
         assert checkpoint.verify(f"{run}/checkpoints/step-00000003") == []
     assert json.loads(Path("memory/nvme/step.json").read_text())["done"]  # nobody goes on with it
     assert hashes(Path("memory")) == hashes(Path("whole"))
+
+
+def test_a_store_that_holds_a_part_of_the_state_is_no_checkpoint(tmp_path, monkeypatch, capsys):
+    """A run that ended before its first checkpoint begins anew; and one that is complete on the disk keeps its master weights."""
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    again = ("--resume", "--peak-tflops", 1, "--sample", "", "--stop-at", 4)
+    assert fz("pretrain", *TINY, *SHORT, *CANONICAL, "--offload", "params=nvme,opt=nvme:0.5", "--out", "part", "--stop-at", 3) == 0
+    shutil.rmtree("part/checkpoints")
+    capsys.readouterr()
+    assert fz("pretrain", "--out", "part", *again) == 0
+    said = capsys.readouterr().out
+    assert "resuming part at step 0" in said and "passed over" not in said
+    narrow = ("--precision", "bf16", "--offload", EVERYTHING, "--out", "narrow", "--stop-at", 3)
+    assert fz("pretrain", *TINY, *SHORT, *CANONICAL, *narrow) == 0
+    assert fz("pretrain", "--out", "narrow", *again, "--precision", "fp32", "--offload", "") == 0
+    before, after = (checkpoint.opened(f"narrow/checkpoints/step-0000000{step}") for step in (3, 4))
+    name = "blocks/attn/w_q"
+    assert before.leaves[f"master/{name}"].dtype == after.leaves[f"params/{name}"].dtype == torch.float32
+    assert not any(leaf.startswith("master/") for leaf in after.leaves)
+    # One step of AdamW away from the master weights, and not rounded to bfloat16 on the way.
+    distance = (before.read(f"master/{name}") - after.read(f"params/{name}")).abs().max()
+    rounded = (before.read(f"params/{name}").float() - before.read(f"master/{name}")).abs().max()
+    assert (
+        rounded > 0 and distance < 0.01 and not torch.equal(after.read(f"params/{name}").bfloat16().float(), after.read(f"params/{name}"))
+    )
+    for held in (before, after):
+        held.close()

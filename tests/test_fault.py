@@ -573,7 +573,7 @@ def test_a_node_that_is_told_to_go_leaves_and_the_other_goes_on(folder, monkeypa
     """SIGTERM to one torchrun of two: both save, and the other is restarted from there, with no step lost."""
     monkeypatch.setenv(*ROUNDS)
     name = "told"
-    with on_nodes(folder, name, 1, 2, 2, *KEEP, *LONG, "--set", "train.checkpoint_every=100000") as (agents, _):
+    with on_nodes(folder, name, 1, 2, 2, *TINY, *LONG, "--set", "train.checkpoint_every=100000") as (agents, _):
         until(lambda: "ZeRO stage 0 on dp=2" in texts(folder, name, agents), agents[0])
         had = steps_of(folder / name)
         until(lambda: steps_of(folder / name) > had + 2, agents[0])

@@ -392,7 +392,7 @@ def test_a_damaged_torch_distributed_checkpoint(how, known, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "no tensor", "of another size", "no states", "damaged states"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "no tensor", "of another size", "no states", "damaged states", "other states"])
 def test_a_damaged_universal_checkpoint(how, known, tmp_path):
     model, config, _ = known("llama")
     folder = universal(tmp_path / "universal", "llama", 3)
@@ -417,6 +417,9 @@ def test_a_damaged_universal_checkpoint(how, known, tmp_path):
         for file in states:
             file.unlink()
         said = [": elements without a shape, and no *_model_states.pt in "]
+    elif how == "other states":
+        torch.save({"param_shapes": 3}, states[0])
+        said = [f"{states[0]}: damaged, or not the model states of DeepSpeed (TypeError: "]
     else:
         flip(states[0], 200)
         states[0].write_bytes(states[0].read_bytes()[:500])
