@@ -33,7 +33,8 @@ def refitted(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tup
     micro_batches = config.train.batch // config.train.micro_batch
     mesh = fitting_mesh(sizes, processes, micro_batches, canonical=config.reduce == "canonical")
     used = math.prod(mesh.values())
-    line = f"mesh: {text(mesh)} for {processes} process{'es' * (processes > 1)}, before that {text(sizes)}"
+    line = f"mesh: {text(mesh)} for {processes} process{'es' * (processes > 1)}"
+    line += f" in place of {text(sizes)}" if text(sizes) != text(mesh) else ""
     line += f"; {micro_batches} micro-batches a step" + (", canonical sums" if config.reduce == "canonical" else "")
     if used < processes:
         spare = f"{used}" if used == processes - 1 else f"{used} to {processes - 1}"

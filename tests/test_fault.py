@@ -521,7 +521,7 @@ def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
         codes = {agent.wait(120) for agent in agents if agent is not lost}
     out, said = texts(folder, name, agents), said_in(texts(folder, name, agents, "err"))
     assert codes == {0} and len(said) == 1 and "rank 1 is gone" in said[0], said
-    assert "mesh: dp=2 for 3 processes, before that dp=3; 8 micro-batches a step, canonical sums; rank 2 is spare and waits" in out
+    assert "mesh: dp=2 for 3 processes in place of dp=3; 8 micro-batches a step, canonical sums; rank 2 is spare and waits" in out
     assert "resuming lost at step " in out and "dp=2 for 2 processes" not in out
     assert rows(folder / name) == rows(folder / "whole")
 
@@ -529,7 +529,7 @@ def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
 def test_a_spare_hears_of_the_end_and_hands_a_signal_on(folder):
     """12 micro-batches canonically on three processes: dp=2 and a spare. SIGTERM to the spare alone stops the run."""
     process = started(folder, "spare", 3, "--reduce", "canonical", "--auto-resume", log="-spare")
-    assert "mesh: dp=2 for 3 processes, before that dp=3" in (folder / "out-spare").read_text()
+    assert "mesh: dp=2 for 3 processes in place of dp=3" in (folder / "out-spare").read_text()
     os.kill(ranks_of(process)[2], signal.SIGTERM)
     code, _, _ = stopped_well(folder, process, "spare", "-spare")
     assert code == 0
@@ -551,7 +551,7 @@ def test_a_lost_node_makes_the_mesh_smaller_and_a_new_one_larger(folder, monkeyp
         until(lambda: steps_of(folder / name) >= 3, agents[0])
         lost = next(agent for agent in agents[1:] if 0 in ranks_of(agent) or 1 in ranks_of(agent))
         kill_node(lost)
-        until(lambda: "mesh: dp=2 for 3 processes, before that dp=4" in texts(folder, name, agents), agents[0])
+        until(lambda: "mesh: dp=2 for 3 processes in place of dp=4" in texts(folder, name, agents), agents[0])
         had = steps_of(folder / name)
         until(lambda: steps_of(folder / name) > had + 2, agents[0])
         more()

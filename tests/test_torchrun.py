@@ -52,7 +52,10 @@ def test_the_loss_curve_is_that_of_one_process(folder, name):
 def test_canonical_sums_are_equal_to_the_bit_and_a_run_goes_on_on_other_meshes(folder):
     torchrun(folder, 4, *TINY, *SHORT, "--zero", 3, "--reduce", "canonical", "--out", "parts", "--stop-at", 2, "--sample", "")
     out = torchrun(folder, 2, "--out", "parts", "--resume", "--zero", 1, "--peak-tflops", 1, "--sample", "")
-    assert "resuming parts at step 2 of 6" in out and "mesh: dp=2 for 2 processes, before that dp=4; 8 micro-batches a step, canonical sums" in out
+    assert (
+        "resuming parts at step 2 of 6" in out
+        and "mesh: dp=2 for 2 processes in place of dp=4; 8 micro-batches a step, canonical sums" in out
+    )
     assert rows(folder / "parts") == rows(folder / "canonical") != rows(folder / "fast")
     assert hashes(folder / "parts") == hashes(folder / "canonical")
 
