@@ -86,7 +86,7 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: flo
     main, parent, moved = threading.main_thread(), os.getppid(), time.monotonic()
     number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
-    # Where the store is gone there is nothing to look at.
+    # Where the store is gone there is little to look at.
     with contextlib.suppress(RuntimeError):
         mine.store.set(f"process/{team.rank}", str(os.getpid()))
         while not over.is_set() and main.is_alive():
@@ -104,8 +104,7 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: flo
                 return
             if reason and now - reason > LOST_S + 2 * BEAT_S:
                 os._exit(2)
-            if os.getppid() != parent:
-                os._exit(2)  # torchrun was killed: nobody restarts or stops this process, and the others do without it
+            end_as_orphan(parent)
             if term and now - term > SILENT_S:
                 found = beats(mine)
                 gone = [str(rank) for rank in range(team.size) if found.get(rank) != DONE and found.get(rank) == seen.get(rank)]
@@ -127,6 +126,16 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: flo
                     for rank in stale:
                         kill_sibling(int(mine.store.get(f"process/{rank}")))
                     say_and_end(mine, text)
+    while not over.wait(BEAT_S) and main.is_alive():  # without a store
+        end_as_orphan(parent)
+
+
+def end_as_orphan(parent: int) -> None:
+    """End this process where torchrun, its `parent`, was killed: nobody restarts or stops it, and the others do without it."""
+    if os.getppid() != parent:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("fzero: error: torchrun is gone; go on from the last checkpoint with --resume", file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 def beats(team: Team) -> dict[int, bytes]:

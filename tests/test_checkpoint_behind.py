@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import zarr
 from checkpoint_cases import assert_same_bits, contents, small, tree
 
 from fzero import checkpoint, pytree
-from fzero.checkpoint import home, parts, writer
+from fzero.checkpoint import describe, home, parts, writer
 
 # ---- files that are used again ----
 
@@ -187,3 +188,19 @@ def test_the_memory_of_the_snapshot_can_be_made_before(tmp_path):
     saving.save(state, step=1)
     assert saving.arena is arena
     saving.close()
+
+
+def test_all_calls_have_ended_when_an_error_is_raised():
+    """So that none makes files in a folder that is being removed for the error's sake."""
+    ended = []
+
+    def call(i):
+        if i == 0:
+            raise OSError(28, "No space left on device")
+        threading.Event().wait(0.02)
+        ended.append(i)
+
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.raises(OSError, match="No space left"):
+            describe.every(pool, call, range(4))
+        assert sorted(ended) == [1, 2, 3]

@@ -358,6 +358,15 @@ def stopped_well(folder, process, run, log, codes=None):
     return code, step, out
 
 
+def test_ranks_whose_torchrun_is_killed_end(folder):
+    process, _ = started(folder, "orphans", 2)
+    ranks = ranks_of(process)
+    process.kill()
+    process.wait()
+    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks.values()), timeout_s=15)
+    assert said_in((folder / "err").read_text()) == ["fzero: error: torchrun is gone; go on from the last checkpoint with --resume"]
+
+
 def test_sigterm_to_torchrun_saves_on_all_ranks(folder):
     """torchrun hands it on to every rank, waits for them, and ends by a report of its own."""
     process = started(folder, "term", 2, "--zero", 3, log="-term")

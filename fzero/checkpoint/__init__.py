@@ -5,9 +5,10 @@ from typing import Any
 
 from fzero.checkpoint.home import Leaf, Place, folder_of, latest, manifest, remove, steps
 from fzero.checkpoint.reader import Opened, opened
+from fzero.checkpoint.sources import Lazy
 from fzero.checkpoint.trees import restore, restore_leaves
 from fzero.checkpoint.verify import newest_sound, verify
-from fzero.checkpoint.writer import Lazy, Saved, SaveFailed, Writer
+from fzero.checkpoint.writer import Saved, SaveFailed, Writer
 from fzero.offload.chunks import Damaged
 from fzero.pytree import Tree
 from fzero.sharding import Mesh

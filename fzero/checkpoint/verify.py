@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fzero.checkpoint.describe import descriptions
 from fzero.checkpoint.files import tensor_of
 from fzero.checkpoint.home import MANIFEST, Place, as_text, folder_of, join, latest, steps
-from fzero.checkpoint.layout import CRC, Index, Slab, array_json, digest_of, group_json, number_of, positions, slabs
+from fzero.checkpoint.layout import CRC, Index, Slab, digest_of, number_of, positions, slabs
 from fzero.checkpoint.reader import RUN, THREADS, Opened, checked, chunk_name, file_of, get, head_of, opened, size_of, where
 from fzero.offload.arena import PAGE, padded
 from fzero.offload.chunks import Damaged
@@ -108,9 +109,7 @@ def not_zero(held: Opened, name: str, part: Index, slab: Slab, raw: np.ndarray, 
 
 def verify_descriptions(held: Opened) -> list[str]:
     """The zarr.json files that are not what they should be, and files that should not be there."""
-    texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in held.leaves.items()}
-    groups = {"/".join(parts[:n]) for name in held.leaves for parts in [name.split("/")] for n in range(len(parts))}
-    texts |= dict.fromkeys(groups - texts.keys(), group_json())
+    texts = descriptions(held.leaves)
     found, said = [], read_text(held.path, MANIFEST)
     if said != as_text(json.loads(said)):
         found.append(f"{join(held.path, MANIFEST)}: damaged: it says what it should in another text")

@@ -14,9 +14,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +24,15 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.checkpoint import home as homes
+from fzero.checkpoint.describe import describe
 from fzero.checkpoint.home import Leaf, Place, folder_of, join
-from fzero.checkpoint.layout import ZARR, Mine, Slab, array_json, group_json, lay_out, slabs
+from fzero.checkpoint.layout import ZARR, Mine, Slab, lay_out, slabs
 from fzero.checkpoint.parts import Part
+from fzero.checkpoint.sources import Lazy, source
 from fzero.digest import prepare
 from fzero.offload import Stored
 from fzero.offload.arena import Arena, padded
-from fzero.offload.folder import is_url, sync_file_system, sync_folder, write_text
+from fzero.offload.folder import is_url, sync_file_system, sync_folder
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
 
@@ -40,15 +41,6 @@ OBJECT = 64 << 20  # bytes of an object in an object store
 THREADS = 4
 MANY = 1 << 27  # bytes of a state from which its digests are worth a compiler's second
 _WRITERS = itertools.count()
-
-
-@dataclass(frozen=True, eq=False)
-class Lazy:
-    """A leaf to save that is made when its turn comes, and dropped then: `give()` returns a tensor of this dtype and shape."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    give: Callable[[], Tensor]
 
 
 class Saved(NamedTuple):
@@ -165,10 +157,7 @@ class Writer:
         """Make the memory of the snapshot ready, `size` bytes or what it may be at most: else the first `save` does."""
         if size >= MANY:
             threading.Thread(target=prepare, name="fzero-compile", daemon=True).start()
-        size = min(size, self.buffer_bytes or size)
-        if self.arena is None or self.arena.size < size:
-            self.arena = None
-            self.arena = Arena(size)
+        self._make_room(min(size, self.buffer_bytes or size))
 
     def close(self) -> None:
         """Wait for what is being written, and give memory, threads and spare files back; raises SaveFailed."""
@@ -221,7 +210,7 @@ class Writer:
         sizes = [padded(math.prod(slab.counts) * part.layout.stride) for _, part, slab in work]
         total, largest = sum(sizes), max(sizes, default=0)
         room = total if self.buffer_bytes is None else min(total, max(self.buffer_bytes, THREADS * largest))
-        self.reserve_exactly(room)
+        self._make_room(room)
         save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
 
         def busy() -> bool:
@@ -244,8 +233,7 @@ class Writer:
             save.tasks.append(self.pool.submit(self._write, save, part, slab, [raw]))
             del raw
 
-    def reserve_exactly(self, size: int) -> None:
-        """As `reserve`, whatever the limit."""
+    def _make_room(self, size: int) -> None:
         if size and (self.arena is None or self.arena.size < size):
             self.arena = None
             self.arena = Arena(size)
@@ -407,73 +395,3 @@ def told(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def source(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
-    """A function that returns the box of a leaf of a given start and size."""
-    if isinstance(leaf, Lazy):
-        leaf_made = leaf.give()
-        assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), f"{leaf} gave {leaf_made.shape}"
-        leaf = leaf_made
-    if isinstance(leaf, Stored):
-        return stored_source(leaf)
-    return lambda start, size: box(leaf.detach(), start, size)
-
-
-def box(x: Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """A view of the elements [start, start + size)."""
-    for dim, (at, n) in enumerate(zip(start, size)):
-        x = x.narrow(dim, at, n)
-    return x
-
-
-def stored_source(leaf: Stored) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
-    """`source` of a leaf on a disk, of which the layers that were asked for last are in memory."""
-    held: tuple[Any, Tensor] | None = None
-
-    def give(start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        nonlocal held
-        layers = (start[0], size[0]) if leaf.kept.stacked else (0, 1)
-        if held is None or held[0] != layers:
-            held = None
-            held = (layers, leaf.tensor(layers=layers))
-        return box(held[1], (0, *start[1:]), size) if leaf.kept.stacked else box(held[1], start, size)
-
-    return give
-
-
-def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -> None:
-    """Write the zarr.json of every leaf and of the groups that they are in, and make them and their folders durable."""
-    texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in leaves.items()}
-    groups = {"/".join(parts[:n]) for name in leaves for parts in [name.split("/")] for n in range(len(parts))}
-    texts |= dict.fromkeys(groups - texts.keys(), group_json())
-    if is_url(arrays):
-        places = {name: join(arrays, *name.split("/")) if name else arrays for name in texts}
-        for task in [pool.submit(write_text, places[name], "zarr.json", text) for name, text in texts.items()]:
-            task.result()
-        return
-
-    def put(name: str) -> None:
-        folder = Path(arrays, name)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "zarr.json", "w", encoding="utf-8") as f:
-            f.write(texts[name])
-
-    every(pool, put, texts)
-    keep = {Path(arrays, name, leaf.layout.key(part)) for name, leaf in leaves.items() for part in leaf.layout.parts()}
-    keep |= {Path(arrays, name, "zarr.json") for name in texts}
-    for folder, _, files in os.walk(arrays, topdown=False):
-        for file in files:
-            if Path(folder, file) not in keep:
-                Path(folder, file).unlink()  # of the checkpoint whose files these were
-        if not os.listdir(folder):
-            os.rmdir(folder)
-    sync_file_system(Path(arrays))
-
-
-def every(pool: ThreadPoolExecutor, fn: Callable[[Any], None], among: Iterable[Any]) -> None:
-    """Call `fn` with each; when all calls have ended, raise the first error: none makes files once they are being removed."""
-    tasks = [pool.submit(fn, one) for one in among]
-    wait(tasks)
-    for task in tasks:
-        task.result()

@@ -1,0 +1,54 @@
+"""Where the elements of a leaf that is saved come from: memory, a disk, or a function that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.offload import Stored
+
+
+@dataclass(frozen=True, eq=False)
+class Lazy:
+    """A leaf to save that is made when its turn comes, and dropped then: `give()` returns a tensor of this dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    give: Callable[[], Tensor]
+
+
+def source(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
+    """A function that returns the box of a leaf of a given start and size."""
+    if isinstance(leaf, Lazy):
+        leaf_made = leaf.give()
+        assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), f"{leaf} gave {leaf_made.shape}"
+        leaf = leaf_made
+    if isinstance(leaf, Stored):
+        return stored_source(leaf)
+    return lambda start, size: box(leaf.detach(), start, size)
+
+
+def box(x: Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """A view of the elements [start, start + size)."""
+    for dim, (at, n) in enumerate(zip(start, size)):
+        x = x.narrow(dim, at, n)
+    return x
+
+
+def stored_source(leaf: Stored) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
+    """`source` of a leaf on a disk, of which the layers that were asked for last are in memory."""
+    held: tuple[Any, Tensor] | None = None
+
+    def give(start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        nonlocal held
+        layers = (start[0], size[0]) if leaf.kept.stacked else (0, 1)
+        if held is None or held[0] != layers:
+            held = None
+            held = (layers, leaf.tensor(layers=layers))
+        return box(held[1], (0, *start[1:]), size) if leaf.kept.stacked else box(held[1], start, size)
+
+    return give
