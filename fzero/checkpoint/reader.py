@@ -18,7 +18,7 @@ from fzero.checkpoint.home import Leaf, Place, join, leaf_of, manifest
 from fzero.checkpoint.layout import CRC, Index, Layout, Slab, by_chunks, in_file, positions, slabs, start_of
 from fzero.offload.chunks import Damaged
 
-RUN = 8 << 20  # bytes of neighbouring chunks that are read at a time
+RUN = 4 << 20  # bytes of neighbouring chunks that are read at a time
 THREADS = 4
 
 
