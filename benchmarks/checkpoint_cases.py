@@ -155,7 +155,7 @@ def disk(folder: Path, total: int, settings: dict[str, Any]) -> dict[str, Op]:
 @contextlib.contextmanager
 def ours(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str]) -> Iterator[dict[str, Op]]:
     """fzero's operations."""
-    like = at(fzero.one_process())[0]
+    like, whole = at(fzero.one_process())
     homes = {kind: folder / f"fzero-{kind}" for kind in ("recycled", "new")}
     kept = {kind: checkpoint.Writer(home, keep_last=1 if kind == "recycled" else None) for kind, home in homes.items()}
     steps = itertools.count(1)
@@ -168,7 +168,7 @@ def ours(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str]
         def work() -> None:
             nonlocal blocked
             begin = time.perf_counter()
-            writer.save(state, step=step)
+            writer.save(state, step=step, specs=whole)
             blocked = time.perf_counter() - begin
             if beside is not None:
                 beside(writer.current.over.is_set)

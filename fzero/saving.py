@@ -28,6 +28,7 @@ class Saving:
         self.program, self.say, self.saved = program, say, step
         self.specs, self.config = specs_of(program), to_table(program.config)
         self.on_error, self.every, self.writer = t.on_save_error, t.checkpoint_every, None
+        self.done: checkpoint.Saved | None = None  # and not told in a row yet
         if not all_on_disk(program):
             self.writer = checkpoint.Writer(
                 runs.checkpoints_of(folder, program.config),
@@ -51,12 +52,13 @@ class Saving:
             if self.program.space.slots > 2:
                 self.program.space.store.pin(self.program.space.slots - 2)
             return
-        self._told(self.writer.wait)
+        self.done = self._told(self.writer.wait) or self.done
         self.writer.save(settled(state), step=step, config=self.config, specs=self.specs)
 
     def poll(self) -> dict[str, Any]:
         """What a row of metrics says of a checkpoint that was completed meanwhile; as `save` where one could not be written."""
-        done = self._told(self.writer.poll) if self.writer is not None else None
+        done = self.done or (self._told(self.writer.poll) if self.writer is not None else None)
+        self.done = None
         return {} if done is None else {"saved_step": done.step, "save_blocked_s": done.blocked_s, "save_s": done.total_s}
 
     def _told(self, ask: Any) -> checkpoint.Saved | None:

@@ -359,7 +359,7 @@ def stopped_well(folder, process, run, log, codes=None):
 
 
 def test_ranks_whose_torchrun_is_killed_end(folder):
-    process, _ = started(folder, "orphans", 2)
+    process = started(folder, "orphans", 2)
     ranks = ranks_of(process)
     process.kill()
     process.wait()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from law_cases import CASES, OPTIMIZERS, case_of
 
-from fzero import models, optim, precision, pytree, random, streaming, train, update
+from fzero import backward, models, optim, precision, pytree, random, streaming, train, update
 from fzero.kernels import attention, blocked, cross_entropy_rows, moe, patterns
 from fzero.models import base, layers
 from fzero.optim import leafwise, states
@@ -72,9 +72,9 @@ def wrong_loss(monkeypatch, change):
 
         return make
 
-    wrap(monkeypatch, train, "Streamed", streamed)
+    wrap(monkeypatch, backward, "Streamed", streamed)
     changed = lambda loss: lambda params, part, key, first: change(loss(params, part, key, first), first)  # noqa: E731
-    wrap(monkeypatch, train, "functional", lambda f: lambda loss, *rest: f(changed(loss), *rest))
+    wrap(monkeypatch, backward, "functional", lambda f: lambda loss, *rest: f(changed(loss), *rest))
 
 
 # ---- sums and normalisation ------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def count_of_at_least_one(monkeypatch):
 @caught_by(("evaluation llama", lambda: laws.evaluation(case_of("llama"))))
 def dropout_in_the_evaluation(monkeypatch):
     keyed = lambda f: lambda model, params, batch, ctx, *rest: f(model, params, batch, ctx._replace(key=random.key(0)), *rest)  # noqa: E731
-    monkeypatch.setattr(train, "base", SimpleNamespace(**{**vars(base), "loss": keyed(base.loss)}))
+    monkeypatch.setattr(backward, "base", SimpleNamespace(**{**vars(base), "loss": keyed(base.loss)}))
 
 
 @caught_by(one_normalisation("mlp"), one_normalisation("gpt2"))

@@ -9,8 +9,7 @@ from close import assert_close
 from zero_cases import train, whole
 
 import fzero
-from fzero import gradients, streaming, update
-from fzero import train as train_module
+from fzero import backward, gradients, streaming, update
 from fzero.sharding import gather, reduce
 
 
@@ -28,7 +27,7 @@ def local_losses():
     """Losses and token counts of this rank alone: each divides by its own number of tokens."""
     alone = fzero.one_process()
     real = gradients.sum_losses
-    return mock.patch.object(train_module, "sum_losses", lambda losses, mesh: real(losses, alone))
+    return mock.patch.object(backward, "sum_losses", lambda losses, mesh: real(losses, alone))
 
 
 def another_order():
