@@ -263,6 +263,7 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, policy):
         assert checkpoint.steps(home) == []
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_while_it_writes_ends_all(tmp_path, monkeypatch):
     """The other one waits for it in a thread, which must not keep its process."""
     write_text(tmp_path)

@@ -269,6 +269,7 @@ def test_a_rank_that_produces_nan_leaves_no_trace(folder):
     assert json.loads((folder / "nan" / "skips.json").read_text())["skips"] == []
 
 
+@pytest.mark.exhaustive
 def test_a_memory_that_changes_ends_the_run_before_it_is_saved(folder):
     args = ("--zero", "0", "--set", "guard.check_every=100", "--out", "flip")
     code, _, said = torchrun(folder, 2, "1,4,bit", *args)

@@ -535,6 +535,7 @@ def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
     assert rows(folder / name) == rows(folder / "whole")
 
 
+@pytest.mark.exhaustive
 def test_a_spare_hears_of_the_end_and_hands_a_signal_on(folder):
     """12 micro-batches canonically on three processes: dp=2 and a spare. SIGTERM to the spare alone stops the run."""
     process = started(folder, "spare", 3, "--reduce", "canonical", "--auto-resume", log="-spare")

@@ -241,7 +241,7 @@ def on_one_process(policy):
 CASES = [{"stage": stage, "policy": policy} for stage, policy in ((0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"))]
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "rp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param({"dp": 4}, marks=pytest.mark.exhaustive), {"dp": 2, "rp": 2}], ids=str)
 def test_all_meshes_judge_alike_to_the_bit(mesh):
     found = ranks.run(4, on_ranks, CASES, mesh=mesh)
     for i, case in enumerate(CASES):

@@ -33,7 +33,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+RARE = ("dp2 tp2 stage 3 sequence", "dp2 rp2 stage 2 full")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in RARE)) for name in MESHES])
 def test_the_loss_curve_is_that_of_one_process(folder, name):
     run = folder / name.replace(" ", "-")
     out = torchrun(folder, 4, *TINY, *SHORT, *MESHES[name], "--out", run.name, "--sample", "line ")
