@@ -42,10 +42,7 @@ def make_loss(
     the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = base.Ctx(
-            mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, remat=remat, tiles=mlp_tiles
-        )
-        ctx = ctx._replace(sequence=plan is not None and plan.sequence)
+        ctx = context_of(plan, mesh, policy, compiled, kernels, mlp_tiles)._replace(remat=remat)
         return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
@@ -53,6 +50,14 @@ def make_loss(
         return call_plain(loss_fn, whole, batch, policy)
 
     return plain
+
+
+def context_of(plan: Plan | None, mesh: Mesh, policy: Policy, compiled: bool, kernels: Kernels, mlp_tiles: int) -> base.Ctx:
+    """What a Model computes with under a plan (None: whole parameters) and a policy of dtypes."""
+    sequence = plan is not None and plan.sequence
+    return base.Ctx(
+        mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=sequence, tiles=mlp_tiles
+    )
 
 
 def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> base.Loss:
@@ -81,15 +86,7 @@ def make_backward(
     the model by part. last, ready: see gradients.Streamed.backward.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = base.Ctx(
-            mesh=mesh,
-            dtype=policy.compute,
-            matmul=policy.matmul,
-            compiled=compiled,
-            kernels=kernels,
-            sequence=plan.sequence,
-            tiles=mlp_tiles,
-        )
+        ctx = context_of(plan, mesh, policy, compiled, kernels, mlp_tiles)
         streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch, space)
 
         def layered(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.autodiff import Remat, transforms
-from fzero.backward import LossFn, dropout_key, make_gradient, make_loss
+from fzero.backward import LossFn, context_of, dropout_key, make_gradient, make_loss
 from fzero.gradients import Streamed, parts_of
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
@@ -92,19 +92,8 @@ def make_train_step(
     expect_plan(loss_fn, tx, plan, mesh)
     remat = Remat.parse(remat) if isinstance(remat, str) else remat
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
-    if prefetch < 0:
-        raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
     streamed = StreamedUpdate(tx, policy, plan, mesh, space) if is_offloaded(plan) else None
-    if streamed is not None and not donate:
-        raise ValueError(
-            f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it with donate=True"
-        )
-    if plan.acts != "device" and not remat.every:
-        raise ValueError(f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full or every:K")
-    if update not in ("end", "backward", "delayed"):
-        raise ValueError(f"update is {update!r}; it must be end, backward or delayed")
-    if update != "end" and (streamed is None or not isinstance(loss_fn, base.Model)):
-        raise ValueError(f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."')
+    expect_options(plan, prefetch, remat, donate, update, streamed is not None, isinstance(loss_fn, base.Model))
     skips = skip_nonfinite or spike is not None
     if update == "delayed":
         expect_delayed(streamed, plan, policy.has_master)
@@ -186,6 +175,22 @@ def make_train_step(
             return new, metrics
 
     return train_step
+
+
+def expect_options(plan: Plan, prefetch: int, remat: Remat, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
+    """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
+    if offloaded and not donate:
+        raise ValueError(
+            f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it with donate=True"
+        )
+    if plan.acts != "device" and not remat.every:
+        raise ValueError(f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full or every:K")
+    if update not in ("end", "backward", "delayed"):
+        raise ValueError(f"update is {update!r}; it must be end, backward or delayed")
+    if update != "end" and not (offloaded and layered):
+        raise ValueError(f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."')
 
 
 def plan_memories(plan: Plan) -> str:
@@ -295,15 +300,7 @@ def make_eval_step(
     if plan is None or not isinstance(loss_fn, base.Model):
         loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled, kernels, mlp_tiles)
     else:
-        ctx = base.Ctx(
-            mesh=mesh,
-            dtype=policy.compute,
-            matmul=policy.matmul,
-            compiled=compiled,
-            kernels=kernels,
-            sequence=plan.sequence,
-            tiles=mlp_tiles,
-        )
+        ctx = context_of(plan, mesh, policy, compiled, kernels, mlp_tiles)
         loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, Remat(), prefetch).forward
 
     @torch.no_grad()
