@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,28 @@ class Row(NamedTuple):
     bytes: int
 
 
+class Watch(Protocol):
+    """Who is told what a program does while it runs, in its order: a clock, a record of memory, a plan."""
+
+    def enter(self, phase: str) -> None:
+        """A phase begins; phases nest."""
+
+    def leave(self, phase: str) -> None:
+        """The innermost phase ends."""
+
+    def at(self, part: str, layer: int | None) -> None:
+        """The program comes to a part of the model: "embed", "blocks" with the number of a layer, or "head"."""
+
+    def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
+        """A collective is started; `number` tells it from the others of this process."""
+
+    def wait(self, number: int) -> None:
+        """The program needs its result and waits for it."""
+
+    def done(self, number: int) -> None:
+        """The result is there."""
+
+
 class Ledger:
     """What was communicated, summed by (phase, collective, axis, leaf, dtype); `print(ledger)` shows the table.
 
@@ -37,16 +59,35 @@ class Ledger:
 
     def __init__(self) -> None:
         self.phase_name = ""
+        self.watches: list[Watch] = []
         self._sums: dict[tuple[str, str, str, str, torch.dtype], list[int]] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A context in which collectives are entered under the phase `name`; the innermost context names it."""
         before, self.phase_name = self.phase_name, name
+        for watch in self.watches:
+            watch.enter(name)
         try:
             yield
         finally:
             self.phase_name = before
+            for watch in self.watches:
+                watch.leave(name)
+
+    @contextlib.contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """A context in which `watch` is told what happens."""
+        self.watches = [*self.watches, watch]
+        try:
+            yield
+        finally:
+            self.watches = [other for other in self.watches if other is not watch]
+
+    def at(self, part: str, layer: int | None) -> None:
+        """Tell who watches that the program comes to a part of the model."""
+        for watch in self.watches:
+            watch.at(part, layer)
 
     def add(self, collective: str, axis: str, leaf: str, dtype: torch.dtype, elements: int) -> None:
         """Enter one collective in which one rank sends `elements` elements."""

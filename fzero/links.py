@@ -10,13 +10,14 @@ binary tree over ranks: a sum over ranks is bitwise the same, however it is call
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import itertools
 import re
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -214,8 +215,22 @@ class Link:
         self.roll.last = call
         if self.roll.checking:
             self.roll.compare(call, self.ranks[self.rank - 1])
-        self.ledger.add(collective, self.axis, leaf, x.dtype, sent_elements(collective, elements, self.size))
+        sent = sent_elements(collective, elements, self.size)
+        self.ledger.add(collective, self.axis, leaf, x.dtype, sent)
+        for watch in self.ledger.watches:
+            watch.start(call.number, collective, self.axis, leaf, sent * x.dtype.itemsize)
         return call
+
+    @contextlib.contextmanager
+    def _waiting(self, call: Call) -> Iterator[None]:
+        """The program waits for a collective: who watches is told, and an error will say so."""
+        self.roll.waiting = call
+        for watch in self.ledger.watches:
+            watch.wait(call.number)
+        yield
+        self.roll.waiting = None
+        for watch in self.ledger.watches:
+            watch.done(call.number)
 
     def _refuse_same(self, call: Call, x: Tensor) -> None:
         """Raise ValueError, on all ranks, where `x` is the same on all of them bit for bit: a sum would multiply it by their number."""
@@ -246,7 +261,12 @@ class Link:
         """Start messages to and from places on the axis; the function returned waits for them, and keeps the buffers until then."""
         if self.transport == "fake":
             buffers = [*sends.values(), *receives.values()]
-            return buffers.clear  # they are held as long as on gloo
+
+            def arrive() -> None:
+                with self._waiting(call):
+                    buffers.clear()  # they are held as long as on gloo
+
+            return arrive
         # A message of another collective is never taken for one of this: its tag differs. half: which messages of the collective.
         said = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
         tag = zlib.crc32(said.encode()) & 0x3FFFFFFF
@@ -266,14 +286,13 @@ class Link:
                     raise self._lost(call, j, error) from None
 
         def finish() -> None:
-            self.roll.waiting = call
-            while work:
-                started, j = work.pop(0)
-                try:
-                    started.wait(*([] if self.transport == "nccl" else [datetime.timedelta(seconds=self.roll.timeout_s)]))
-                except RuntimeError as error:
-                    raise self._lost(call, j, error) from None
-            self.roll.waiting = None
+            with self._waiting(call):
+                while work:
+                    started, j = work.pop(0)
+                    try:
+                        started.wait(*([] if self.transport == "nccl" else [datetime.timedelta(seconds=self.roll.timeout_s)]))
+                    except RuntimeError as error:
+                        raise self._lost(call, j, error) from None
             messages.clear()
 
         return finish
@@ -283,12 +302,11 @@ class Link:
         work = start()
 
         def finish() -> None:
-            self.roll.waiting = call
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._lost(call, self.rank, error) from None
-            self.roll.waiting = None
+            with self._waiting(call):
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._lost(call, self.rank, error) from None
 
         return _then(finish, lambda: out)
 

@@ -136,6 +136,7 @@ class Ahead:
 
     def take(self, part: Part) -> Sequence[Tensor]:
         """The leaves of the next part, which must be `part`; those behind it are started first."""
+        self.gather.ledger.at(part.name, part.layer)
         while self.waiting and len(self.flying) + len(self.reading) < self.ahead + 1 + self.further:
             after, phase = self.waiting.popleft()
             self.reading.append((after, phase, self.gather.read(after)))
