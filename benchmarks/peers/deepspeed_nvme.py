@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from nvme import counters, serve, since
 
 from peers import problem, torch_module
+from peers.disk_engines import counters, serve, since
 
 PLANES = 3  # master, m, v
 BUCKET = 12_000_000  # elements: about a layer of the model
