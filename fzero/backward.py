@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import pytree, random
 from fzero.autodiff import Remat, needs_grad, transforms
 from fzero.gradients import Streamed, functional, parts_of, put_whole, sum_losses, whole_params
-from fzero.kernels.registry import Kernels
+from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
 from fzero.offload import Scratched, Space
 from fzero.precision import Policy
@@ -26,37 +26,45 @@ from fzero.update_early import EarlyUpdate
 LossFn = Callable[[Tree, Any], Any]
 
 
-def make_loss(
-    loss_fn: base.Model | LossFn,
-    policy: Policy,
-    plan: Plan | None,
-    mesh: Mesh,
-    remat: Remat,
-    compiled: bool,
-    kernels: Kernels,
-    mlp_tiles: int = 1,
-) -> Callable[..., base.Loss]:
+class How(NamedTuple):
+    """How a loss and its gradient are computed; see make_train_step."""
+
+    policy: Policy
+    remat: Remat = Remat()
+    compiled: bool = False
+    kernels: Kernels = AUTO
+    prefetch: int = 1
+    mlp_tiles: int = 1
+    space: Space | None = None
+
+
+def make_loss(loss_fn: base.Model | LossFn, plan: Plan | None, mesh: Mesh, how: How) -> Callable[..., base.Loss]:
     """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
 
     A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the loss of a step is
     the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = context_of(plan, mesh, policy, compiled, kernels, mlp_tiles)._replace(remat=remat)
+        ctx = context_of(plan, mesh, how)._replace(remat=how.remat)
         return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
         whole = params if plan is None or mesh.size == 1 else fetch_tree(params, plan, mesh)
-        return call_plain(loss_fn, whole, batch, policy)
+        return call_plain(loss_fn, whole, batch, how.policy)
 
     return plain
 
 
-def context_of(plan: Plan | None, mesh: Mesh, policy: Policy, compiled: bool, kernels: Kernels, mlp_tiles: int) -> base.Ctx:
-    """What a Model computes with under a plan (None: whole parameters) and a policy of dtypes."""
-    sequence = plan is not None and plan.sequence
+def context_of(plan: Plan | None, mesh: Mesh, how: How) -> base.Ctx:
+    """What a Model computes with under a plan (None: whole parameters)."""
     return base.Ctx(
-        mesh=mesh, dtype=policy.compute, matmul=policy.matmul, compiled=compiled, kernels=kernels, sequence=sequence, tiles=mlp_tiles
+        mesh=mesh,
+        dtype=how.policy.compute,
+        matmul=how.policy.matmul,
+        compiled=how.compiled,
+        kernels=how.kernels,
+        sequence=plan is not None and plan.sequence,
+        tiles=how.mlp_tiles,
     )
 
 
@@ -68,26 +76,15 @@ def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> bas
     return base.Loss(total, torch.as_tensor(num_tokens), *extra)
 
 
-def make_backward(
-    loss_fn: base.Model | LossFn,
-    plan: Plan,
-    mesh: Mesh,
-    policy: Policy,
-    remat: Remat,
-    compiled: bool,
-    kernels: Kernels,
-    prefetch: int,
-    mlp_tiles: int = 1,
-    space: Space | None = None,
-) -> Callable[..., base.Loss]:
+def make_backward(loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, how: How) -> Callable[..., base.Loss]:
     """`(params, part, first, key, seed, sink, last=, ready=) -> Loss` of one micro-batch, whose rows begin with row `first` of the batch.
 
     The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to `sink.put`, as of a Reducer, part of
     the model by part. last, ready: see gradients.Streamed.backward.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = context_of(plan, mesh, policy, compiled, kernels, mlp_tiles)
-        streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, remat, prefetch, space)
+        ctx = context_of(plan, mesh, how)
+        streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, how.remat, how.prefetch, how.space)
 
         def layered(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:
             return streamed.backward(params, part, key, torch.tensor(first, device=seed.device), seed, sink, last=last, ready=ready)
@@ -95,7 +92,7 @@ def make_backward(
         return layered
 
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
-        return call_plain(loss_fn, params, part, policy)
+        return call_plain(loss_fn, params, part, how.policy)
 
     def plain(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:
         grads, losses = functional(call, whole_params(params, plan, mesh, seed.device), plan, [part], [first], key, seed)
@@ -109,21 +106,14 @@ def make_gradient(
     loss_fn: base.Model | LossFn,
     plan: Plan,
     mesh: Mesh,
-    policy: Policy,
-    remat: Remat,
-    compiled: bool,
-    kernels: Kernels,
-    prefetch: int,
-    mlp_tiles: int = 1,
-    space: Space | None = None,
+    how: How,
     lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
 ) -> Callable[..., tuple[Tree, base.Loss]]:
     """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
 
     The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. lasting: see Reducer, rooms and narrow.
     """
-    loss = make_loss(loss_fn, policy, plan, mesh, remat, compiled, kernels, mlp_tiles)
-    backward = make_backward(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, mlp_tiles, space)
+    loss, backward, policy = make_loss(loss_fn, plan, mesh, how), make_backward(loss_fn, plan, mesh, how), how.policy
 
     def pure(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, list[base.Loss]]:
         grads, losses = functional(loss, params, plan, parts, firsts, key, seed)
@@ -131,7 +121,7 @@ def make_gradient(
         return own(plan, mesh, plan.whole(grads, params)), losses
 
     def away(name: str, stream: str, depth: int | None) -> Scratched:
-        return Scratched(space.scratch, ("grads", stream, name), depth, policy.accumulate)
+        return Scratched(how.space.scratch, ("grads", stream, name), depth, policy.accumulate)
 
     def gradient(
         state: TrainState,

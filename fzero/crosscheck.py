@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.autodiff import Remat
-from fzero.backward import LossFn, dropout_key, make_backward
+from fzero.backward import How, LossFn, dropout_key, make_backward
 from fzero.collectives import all_gather
 from fzero.digest import digest
 from fzero.kernels.registry import AUTO, Kernels
@@ -75,7 +75,7 @@ def make_check(
     """
     remat = Remat.parse(remat) if isinstance(remat, str) else remat
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
-    backward = make_backward(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, mlp_tiles, space)
+    backward = make_backward(loss_fn, plan, mesh, How(policy, remat, compiled, kernels, prefetch, mlp_tiles, space))
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
     def computed(state: TrainState, m: int, part: Any) -> dict[str, int]:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from fzero import pytree
 from fzero.autodiff import Remat, transforms
-from fzero.backward import LossFn, context_of, dropout_key, make_gradient, make_loss
+from fzero.backward import How, LossFn, context_of, dropout_key, make_gradient, make_loss
 from fzero.gradients import Streamed, parts_of
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
 from fzero.offload import Space
 from fzero.optim import GradientTransformation
-from fzero.optim.layout import sharded
+from fzero.optim.layout import Squared, sharded, summed_by_kernel
+from fzero.optim.layout import squares as layer_squares
 from fzero.precision import Policy, ScalerState, fp32, overflow_at_floor, update_scaler
 from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan
@@ -45,6 +46,8 @@ class Metrics(NamedTuple):
     loss_scale: Tensor
     extra: dict[str, Tensor]  # the loss function's own sums, per token
     spike: Tensor | tuple = ()  # bool: the loss was a spike; () where that is not judged
+    squares: dict[str, Squared] | tuple = ()  # of this rank's sums of gradients, leaf by leaf: see make_train_step, squares
+    factor: Tensor | tuple = ()  # beside the squares: by which those sums are gradients of the mean loss
 
 
 def make_train_step(
@@ -66,6 +69,7 @@ def make_train_step(
     update: str = "end",
     mlp_tiles: int = 1,
     space: Space | None = None,
+    squares: bool = False,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, Metrics)` of one training step.
 
@@ -85,6 +89,7 @@ def make_train_step(
     gradient behind: other numbers (see update_delayed).
     mlp_tiles: parts that the hidden units of an MLP are computed in, one at a time, and again in the backward pass (see fzero.tiling).
     space: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
+    squares: `metrics.squares` are those that the norm is the root of, leaf by leaf, for norms of layers (see fzero.norms).
     The first call makes sure that all ranks run the same program: RankError says where two differ.
     Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
     or the optimizer would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).
@@ -101,7 +106,8 @@ def make_train_step(
         expect_early(streamed, plan, space.slots if space is not None else 1, skips)
     rooms: dict[Any, Tensor] | None = {} if update != "delayed" else None  # a gradient that waits keeps its memory
     lasting = (rooms, streamed is not None)
-    gradient = make_gradient(loss_fn, plan, mesh, policy, remat, compiled, kernels, prefetch, mlp_tiles, space, lasting)
+    how = How(policy, remat, compiled, kernels, prefetch, mlp_tiles, space)
+    gradient = make_gradient(loss_fn, plan, mesh, how, lasting)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
 
@@ -132,7 +138,10 @@ def make_train_step(
             wide = torch.promote_types(total.total.dtype, torch.float32)
             tokens, factor = mean(total)
             with mesh.ledger.phase("metrics"):
-                norm = layout.norm(grads) if early is None else early.norm(grads)
+                held = grads if early is None else early.squares(grads)
+                by_leaf = layer_squares(layout, held) if squares else ()
+                norm = layout.norm(held if not squares or summed_by_kernel(held) else by_leaf)
+                del held
             grad_norm = norm * factor
             overflow = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
             loss = total.total.to(wide) / tokens
@@ -146,6 +155,8 @@ def make_train_step(
                 scale,
                 {name: value / tokens for name, value in total.extra.items()},
                 bad,
+                by_leaf,
+                factor if squares else (),
             )
             moved = state._replace(
                 step=state.step + 1,
@@ -297,11 +308,12 @@ def make_eval_step(
     plan: how the parameters rest (None: whole). All ranks of the mesh must call it together.
     """
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
+    how = How(policy, Remat(), compiled, kernels, prefetch, mlp_tiles)
     if plan is None or not isinstance(loss_fn, base.Model):
-        loss = make_loss(loss_fn, policy, plan, mesh, Remat(), compiled, kernels, mlp_tiles)
+        loss = make_loss(loss_fn, plan, mesh, how)
     else:
-        ctx = context_of(plan, mesh, policy, compiled, kernels, mlp_tiles)
-        loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, Remat(), prefetch).forward
+        ctx = context_of(plan, mesh, how)
+        loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, how.remat, how.prefetch).forward
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Any) -> base.Loss:

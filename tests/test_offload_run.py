@@ -12,8 +12,7 @@ from launched import TIMED
 
 import fzero
 from fzero import capacity, cli, config, models, optim, precision, program, pytree, runs, weights
-from fzero.autodiff import Remat
-from fzero.kernels.registry import AUTO
+from fzero.backward import How
 from fzero.offload import Space, Stored
 from fzero.stored import reopened
 from fzero.train import local_batch, make_gradient, split_batch
@@ -115,7 +114,7 @@ def one_behind(policy, micro, steps=4):
     plan = fzero.zero_plan(0, MODEL, mesh)
     layout = optim.sharded(plan.opt, mesh, like=plan.like)
     tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
-    gradient = make_gradient(MODEL, plan, mesh, policy, Remat(), False, AUTO, 1)
+    gradient = make_gradient(MODEL, plan, mesh, How(policy))
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True)
     waiting, losses = None, []
     for i in range(steps):
