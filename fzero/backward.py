@@ -36,6 +36,7 @@ class How(NamedTuple):
     prefetch: int = 1
     mlp_tiles: int = 1
     space: Space | None = None
+    layers: int = 0  # of a plan: only the first so many layers are run; 0: all
 
 
 def make_loss(loss_fn: base.Model | LossFn, plan: Plan | None, mesh: Mesh, how: How) -> Callable[..., base.Loss]:
@@ -84,10 +85,12 @@ def make_backward(loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, how: How
     """
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, mesh, how)
-        streamed = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, how.remat, how.prefetch, how.space)
+        parts = parts_of(loss_fn, plan)
+        parts = parts._replace(depth=how.layers or parts.depth)
+        streamed = Streamed(loss_fn, parts, plan, mesh, ctx, how.remat, how.prefetch, how.space)
 
         def layered(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:
-            return streamed.backward(params, part, key, torch.tensor(first, device=seed.device), seed, sink, last=last, ready=ready)
+            return streamed.backward(params, part, key, torch.tensor(first).to(seed.device), seed, sink, last=last, ready=ready)
 
         return layered
 

@@ -15,30 +15,13 @@ from typing import Any, NoReturn
 import click
 
 from fzero import __version__, signals
+from fzero.cli_bench import bench
 from fzero.cli_ckpt import ckpt
+from fzero.cli_config import SHORTHANDS, config_flags, config_of, table_of
+from fzero.cli_plan import plan
+from fzero.cli_report import report
 
 FOLDER = click.Path(path_type=Path)
-# Flags of `pretrain` that say a value of the config.
-SHORTHANDS = {
-    "model": "preset",
-    "data": "data.path",
-    "seq_len": "data.seq_len",
-    "steps": "train.steps",
-    "batch": "train.batch",
-    "micro_batch": "train.micro_batch",
-    "lr": "optim.lr",
-    "seed": "train.seed",
-    "precision": "precision.policy",
-    "remat": "train.remat",
-    "zero": "zero",
-    "reduce": "reduce",
-    "sequence": "sequence",
-    "accumulate": "accumulate",
-    "prefetch": "prefetch",
-    "offload": "offload",
-    "nvme": "nvme.folder",
-    "buffer_mb": "nvme.buffer_mb",
-}
 # What a resumed run may change, as its mesh.
 PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "offload", "nvme", "buffer_mb", "precision")
 
@@ -133,32 +116,13 @@ def say(line: str) -> None:
 
 
 @cli.command()
-@click.option("--model", metavar="PRESET", help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ...")
-@click.option("--config", "config_file", type=FOLDER, metavar="RUN.TOML", help="What differs from the preset, or a run's config.json.")
-@click.option("--set", "settings", multiple=True, metavar="A.B=C", help="One value of the config, such as optim.name=muon. Repeatable.")
-@click.option("--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default).")
-@click.option("--steps", type=int, help="Steps of the whole run; the schedule follows from them.")
+@config_flags
 @click.option("--stop-at", type=int, help="End after this step, resumably; the schedule is that of the whole run.")
-@click.option("--batch", type=int, help="Sequences a step.")
-@click.option("--micro-batch", type=int, help="Sequences at a time; divides the batch.")
-@click.option("--seq-len", type=int, help="Tokens of a sequence.")
-@click.option("--lr", type=float, help="The peak of the learning rate.")
-@click.option("--seed", type=int, help="Of parameters, dropout and the order of the data.")
-@click.option("--precision", help="auto, fp32, bf16, fp16 or fp64.")
-@click.option("--remat", help="none, full, every:K or selective:F.")
-@click.option("--mesh", help="Sizes of its axes dp, rp and tp, such as dp=2,tp=2, under torchrun; without it dp over all processes.")
-@click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
-@click.option("--reduce", help="Order of sums: fast, or canonical, which is the same on every mesh, to the bit.")
-@click.option("--sequence", is_flag=True, default=None, help="Split activations over tp along the sequence.")
-@click.option("--accumulate", help="Gradients of micro-batches at stages 2 and 3: shards (less memory), or full (fewer messages).")
-@click.option("--prefetch", type=int, help="Layers gathered ahead of their use at stage 3.")
-@click.option("--offload", metavar="WHERE", help="Memories of params, grads, opt and acts: params=nvme,opt=nvme,acts=host.")
-@click.option("--nvme", metavar="DIR", help="The folder of what is on a disk; without it nvme/ in the run folder.")
-@click.option("--buffer-mb", type=int, help="Memory for what is on its way to or from the disk; without it what the plan needs.")
 @click.option("--out", type=FOLDER, metavar="RUN", help="The run folder; without it the first free runs/PRESET-N.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, by its own config, on any mesh.")
 @click.option("--auto-resume", is_flag=True, help="Go on with the run in --out where there is one, else start it.")
 @click.option("--init", type=FOLDER, metavar="RUN", help="Begin with the weights (and sizes) of this run or import.")
+@click.option("--profile", is_flag=False, flag_value="3-5", metavar="FROM-TO", help="Write a Chrome trace of steps (without a value 3-5).")
 @click.option("--peak-tflops", type=float, help="What MFU is a fraction of, for all processes; without it the measured rate.")
 @click.option("--sample", metavar="TEXT", help="Prompt of the text written at the end ('' for none).")
 def pretrain(
@@ -170,6 +134,7 @@ def pretrain(
     init: Path | None,
     stop_at: int | None,
     peak_tflops: float | None,
+    profile: str | None,
     sample: str | None,
     mesh: str | None,
     **flags: Any,
@@ -190,18 +155,19 @@ def pretrain(
         raise ValueError("--resume and --auto-resume: the first wants a run that is there; give one of them")
     table = table_of(config_file, settings, mesh, flags)
 
-    text = {} if sample is None else {"sample": sample}
+    text = {name: value for name, value in (("sample", sample), ("profile", profile)) if value is not None}
     with signals.ending(), joined() as team, bar_or_lines() as (bar, line):
         from fzero import again, elastic, runs
         from fzero import pretrain as run
 
+        run.steps_of(profile or "3-5", 0)  # refuses what is none
         # An attempt of the same torchrun before this one has taken a folder: go on with that.
         before = team.share(team.recorded)
         auto = auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
         there = resume or (auto and team.share(lambda: again.exists(out or Path(before))))
         config = None if there else config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
         asked = {"--out": str(out), "--init": str(init), "--stop-at": stop_at, "--peak-tflops": peak_tflops, "--sample": sample}
-        asked |= {"--resume": resume, "--auto-resume": auto_resume}
+        asked |= {"--resume": resume, "--auto-resume": auto_resume, "--profile": profile}
         team.compare({**versions(), **asked, **everything(config or table)}, "start all ranks with the same command")
         options = run.Options(
             stop_at=stop_at, peak_flops=1e12 * (peak_tflops or 0.0), bar=bar and team.first, say=line if team.first else quiet, **text
@@ -242,48 +208,6 @@ def everything(value: Any) -> dict[str, Any]:
     from fzero import config, tables
 
     return dict(tables.flat(value if isinstance(value, dict) else config.to_table(value)))
-
-
-def table_of(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """The table that the flags of `pretrain` say: the file, changed by --set, changed by the other flags."""
-    from fzero import tables
-
-    table = tables.read_table(config_file) if config_file else {}
-    said: dict[str, str] = {}
-
-    def put(flag: str, key: str, value: Any) -> None:
-        if key in said:
-            raise ValueError(f"{flag} and {said[key]} both set {key}; give one of them")
-        said[key] = flag
-        tables.put(table, key, value)
-
-    for setting in settings:
-        put(f"--set {setting}", *tables.parse_setting(setting))
-    for name, key in SHORTHANDS.items():
-        if flags[name] is not None:
-            put(f"--{name.replace('_', '-')}", key, flags[name])
-    for part in mesh.split(",") if mesh else ():
-        axis, _, size = part.partition("=")
-        if not size.isdecimal():
-            raise ValueError(f"--mesh {mesh!r} is not of the form dp=4,tp=2")
-        put("--mesh", f"mesh.{axis.strip()}", int(size))
-    return table
-
-
-def config_of(table: dict[str, Any], init: Path | None, *, from_json: bool) -> Any:
-    """The RunConfig of a table, around the sizes of the run `init` where that is given."""
-    from fzero import config, runs
-
-    if init is None:
-        value = config.from_table(table)
-    else:
-        if "model" in table or "preset" in table:
-            raise ValueError("--init brings the model's sizes; leave out --model and model.*")
-        old = runs.read_config(init)
-        value = config.from_table({**table, "preset": old.preset}, old.model)
-    if not from_json:  # the config.json of a run holds every number, used or not
-        config.refuse_unused(value, table)
-    return value
 
 
 def bar_or_lines() -> Any:
@@ -389,7 +313,10 @@ def bisect(run_a: Path, run_b: Path, nvme: str | None) -> int:
     return 0 if result.equal else 1
 
 
+cli.add_command(bench)
 cli.add_command(ckpt)
+cli.add_command(plan)
+cli.add_command(report)
 
 
 @cli.group(name="data")
@@ -410,34 +337,6 @@ def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
     from fzero import data
 
     say(data.describe(data.prepare(list(sources), out, **options)))
-
-
-@cli.group(name="bench")
-def bench_group() -> None:
-    """Measurements of this machine."""
-
-
-@bench_group.command(name="disk")
-@click.argument("folder", type=FOLDER, metavar="DIR")
-@click.option("--size-gb", type=float, default=2.0, show_default=True, help="Of its two files together, which are gone afterwards.")
-@click.option("--seconds", type=float, default=0.5, show_default=True, help="For each of some 160 figures.")
-@click.option("--no-write-config", is_flag=True, help="Leave the user's config.toml as it is.")
-def bench_disk(folder: Path, size_gb: float, seconds: float, no_write_config: bool) -> None:
-    """Measure the disk of DIR and write the settings that suit it best into the user's config.toml, for runs with --nvme there."""
-    size = int(size_gb * 1e9 / 2) >> 20 << 20 if 0.002 < size_gb < 1e6 else 0
-    if not size:
-        raise ValueError(f"--size-gb is {size_gb}; it must be at least 0.0022")
-    if not 0 < seconds <= 60:
-        raise ValueError(f"--seconds is {seconds}; it must be above 0, and 60 at most")
-    from fzero.offload import bench
-
-    say(bench.bench_disk(folder, size=size, seconds=seconds, write_config=not no_write_config, progress=progress))
-
-
-def progress(line: str) -> None:
-    """Print a line on stderr at once, where that is a terminal."""
-    if sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
 
 
 @cli.command(name="import")

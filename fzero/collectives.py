@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.ledger import Ledger, Row
 from fzero.links import Link, Pending, done, tree_sum
+from fzero.target import traced
 from fzero.operators import ops
 from fzero.rollcall import RankError
 
@@ -250,7 +251,7 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]], *, leaf: st
 
 def _start(collective: str, x: Tensor, axis: Axis, leaf: str, **options: Any) -> Pending:
     link = _link(collective, axis, leaf)
-    if link.transport != "fake" and (isinstance(x, FakeTensor) or x.is_meta):  # traced
+    if (link.transport != "fake" and (isinstance(x, FakeTensor) or x.is_meta)) or traced(x):
         return done(getattr(ops, collective)(x, link.number, leaf))
     return getattr(link, f"start_{collective}")(x, leaf, **options)
 

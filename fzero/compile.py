@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero import pytree
 from fzero.autodiff import needs_grad, transforms
+from fzero.lowered import lowered
 from fzero.operators import hold, in_order
+from fzero.target import Planned, plan_of
 
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 
@@ -39,7 +42,8 @@ def have_compiler() -> bool:
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    plan = plan_of(tensors[0]) if tensors else None
+    return *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), None if plan is None else plan.target
 
 
 def _fakes(tensors: Sequence[Tensor], mode: Any) -> list[Tensor]:
@@ -84,7 +88,8 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # No generator of Inductor's is ever used: keys are inputs.
     with tracing(TracingContext(mode)), config.patch(fallback_random=True):
-        run = compile_fx_inner(graph, examples, is_backward=backward)
+        planned = isinstance(mode, Planned)
+        run = lowered(graph, examples, backward) if planned else compile_fx_inner(graph, examples, is_backward=backward)
     return (lambda args: run(args)[:-1]) if ordered else run  # without the last token
 
 
@@ -201,7 +206,9 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> V
     def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
         signature = _signature(inputs)
         if signature not in programs:
-            programs[signature] = _split_programs(f, range(skip, n), inputs, compiled and have_compiler(), budget)
+            # What a plan counts is the program, and not that it is traced.
+            with _disable_current_modes() if plan_of(inputs[0]) is not None else contextlib.nullcontext():
+                programs[signature] = _split_programs(f, range(skip, n), inputs, compiled and have_compiler(), budget)
         run_fw, run_bw, num_outs = programs[signature]
         out, needs = run_fw(list(inputs)), set()
         keep = _dropper(inputs[:drop], needs)
@@ -226,7 +233,8 @@ def _split_programs(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode()
+    plan = plan_of(inputs[0])
+    mode = FakeTensorMode() if plan is None else Planned(plan.target, tracing=True)
     with mode:
         outs = f(*_fakes(inputs, mode))
         cotangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outs]

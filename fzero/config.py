@@ -129,6 +129,7 @@ class Train:
     snapshot_mb: int = 0  # memory of a rank for the copy that is written while training goes on; 0: the state's size where there is room
     on_save_error: str = "continue"  # continue: train on where a checkpoint cannot be written, and try again at the next; or stop
     log_every: int = 20
+    measure_every: int = 20  # rows of metrics.jsonl with norms by layer and times by rank; 0: none, and no record of memory and ledger
     digest_every: int = 0  # rows of metrics.jsonl with a digest of all parameters, for fzero replay and bisect
     hang_s: float = 600.0  # several processes end, naming the rank, where one makes no progress for so long; 0: never
     memory_check: bool = True
@@ -198,7 +199,7 @@ BOUNDS: dict[str, tuple[float, bool, float]] = {
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     **{f"train.{n}": SIZE for n in ("steps", "batch", "micro_batch", "log_every", "mlp_tiles")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
-    **{"train.snapshot_mb": COUNT, "train.digest_every": COUNT},
+    **{"train.snapshot_mb": COUNT, "train.digest_every": COUNT, "train.measure_every": COUNT},
     **{"train.seed": (0, True, 2**64), "train.hang_s": RATE, "train.ema_decay": FRACTION, "zero": (0, True, 4), "prefetch": COUNT},
     **{"nvme.buffer_mb": COUNT, "nvme.slots": SIZE, "guard.sigmas": POSITIVE, "guard.rollback_steps": COUNT, "guard.check_every": COUNT},
     **{f"guard.{n}": SIZE for n in ("max_skipped", "window", "warmup", "max_rollbacks")},

@@ -25,6 +25,7 @@ from fzero.sharding.gather import Ahead, Gather, Part
 from fzero.sharding.reduce import Reducer
 from fzero.sharding.zero import STACKED, shard_dim
 from fzero.streaming import Run, part_pair, statics
+from fzero.target import HOST
 
 PREFIX = STACKED.rstrip("/")
 
@@ -93,7 +94,7 @@ class Streamed(NamedTuple):
         embed, head = Part("embed", parts.embed), Part("head", parts.head)
         layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
         ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.tensor(0, device=device)
+        none, zero = pytree.flatten(())[1], torch.tensor(0).to(device)
         with torch.no_grad():
             pair, out_def, extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x = pair.primal([*ahead.take(embed), zero, *extra])
@@ -125,13 +126,14 @@ class Streamed(NamedTuple):
         drops = {part.name: ahead.gather.dropped(part, self.plan.reshard) for part in (embed, layers[0])}
         again = frozenset(parts.embed) & frozenset(parts.head)
         ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.tensor(0, device=device)
+        none, zero = pytree.flatten(())[1], torch.tensor(0).to(device)
         with torch.no_grad(), self.mesh.ledger.phase("forward"):
             embed_pair, out_def, embed_extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x, embed_kept = embed_pair.forward([*ahead.take(embed), zero, *embed_extra], drops["embed"] * len(parts.embed))
             x_def = out_def[0]
             pair, _, extra = self.program("block", self.model.block, parts.blocks, x_def, ctx)
-            run = Run(pair, parts.depth, self.remat.every, drops[PREFIX], **self.pile(device))
+            at = self.mesh.ledger.at
+            run = Run(pair, parts.depth, self.remat.every, drops[PREFIX], **self.pile(device), at=lambda i: at(PREFIX, i))
             x = run.forward(lambda i: ahead.take(layers[i]), x, extra)
             ahead.expect([layers[i] for i in run.order()] + [embed] * bool(embed_kept.needs), "backward")
             head_pair, out_def, head_extra = self.program("head", self.model.head, parts.head, x_def, (ctx, batch))
@@ -142,6 +144,7 @@ class Streamed(NamedTuple):
         if ready is not None:
             ready(loss)
         with torch.no_grad(), self.mesh.ledger.phase("backward"):
+            at("head", None)
             grads = head_pair.backward(kept, [seed.to(loss.total.dtype), *out[1:]])
             x_grads = grads[len(grads) - m :]
             del grads[len(grads) - m :]
@@ -152,6 +155,7 @@ class Streamed(NamedTuple):
 
             x_grads = run.backward(lambda i: ahead.take(layers[i]), put, x_grads, extra)
             fetched = ahead.take(embed) if embed_kept.needs else ()
+            at("embed", None)
             grads = embed_pair.backward(embed_kept, x_grads, fetched)
             del fetched, x_grads
             reducer.put(embed, parts.trained(parts.embed), grads, last=last)
@@ -170,7 +174,7 @@ class Streamed(NamedTuple):
         """{"kept": where what the remat policy keeps waits for the backward pass}, {} where that is on the device."""
         if self.plan.acts == "nvme":
             return {"kept": DiskPile(self.space.scratch)}
-        return {"kept": HostPile()} if self.plan.acts == "host" and device.type == "cuda" else {}
+        return {"kept": HostPile(device)} if self.plan.acts == "host" and device != HOST else {}
 
 
 def put_whole(reducer: Reducer, grads: Tree, last: bool) -> None:

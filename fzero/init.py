@@ -62,13 +62,13 @@ def init_state(
     master = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else ()
     target = master if policy.has_master else own(plan, mesh, params)
     state = TrainState(
-        step=torch.tensor(0, device=device),
+        step=torch.tensor(0).to(device),
         params=params,
         master=master,
         opt_state=tx.init(target),
         scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
-        data_cursor=torch.tensor(0, device=device),
+        data_cursor=torch.tensor(0).to(device),
         extra=({"ema": ema_init(target)} if ema else {}) | ({LOSS: init_stats(device)} if spike else {}),
     )
     on_host = any(spec.memory == "host" for tree in (plan.params, plan.opt) for spec in pytree.leaves(tree))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Row(NamedTuple):
@@ -60,6 +61,7 @@ class Ledger:
     def __init__(self) -> None:
         self.phase_name = ""
         self.watches: list[Watch] = []
+        self.entered: tuple[tuple[str, str, str, str, torch.dtype], int] | None = None  # what was entered last, and its elements
         self._sums: dict[tuple[str, str, str, str, torch.dtype], list[int]] = {}
 
     @contextlib.contextmanager
@@ -89,9 +91,16 @@ class Ledger:
         for watch in self.watches:
             watch.at(part, layer)
 
+    def holds(self, component: str, tensors: Sequence[Tensor]) -> None:
+        """Tell who watches memory (a Watch that has `holds` too) what some tensors are: "grads", "gathered"."""
+        for watch in self.watches:
+            if hasattr(watch, "holds"):
+                watch.holds(component, tensors)
+
     def add(self, collective: str, axis: str, leaf: str, dtype: torch.dtype, elements: int) -> None:
         """Enter one collective in which one rank sends `elements` elements."""
-        sums = self._sums.setdefault((self.phase_name, collective, axis, leaf, dtype), [0, 0, 0])
+        self.entered = (self.phase_name, collective, axis, leaf, dtype), elements
+        sums = self._sums.setdefault(self.entered[0], [0, 0, 0])
         for i, more in enumerate((1, elements, elements * dtype.itemsize)):
             sums[i] += more
 

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.ledger import Ledger, sent_elements
 from fzero.rollcall import Call, RollCall
+from fzero.target import kind_of
 
 # Up to here, for all ranks together, a psum by messages sends its whole input to everyone: one round of messages. Beyond, it sends
 # pieces, and then their sums (measured on 2 cores: 4 ranks take 6.8 and 8.6 ms for 1 MB, 160 and 40 ms for 12 MB).
@@ -115,9 +116,11 @@ class Link:
     ) -> None:
         self.axis, self.ranks, self.rank, self.size = axis, tuple(ranks), rank, len(ranks)
         self.transport, self.ledger, self.roll, self.group = transport, ledger, roll, group
-        self.ordered = ordered or transport != "nccl"
+        self.ordered = ordered
         # From the next rank on, so that not all send to the same one first.
         self.others = [(rank + k) % self.size for k in range(1, self.size)]
+        if transport == "fake":
+            self.others = self.others[:1]  # nothing is sent: one stands for all of them, and holds the memory that they would
         self.number = next(_NUMBERS)
         _LINKS[self.number] = self
 
@@ -136,7 +139,7 @@ class Link:
         elif out.shape != shape or out.dtype != x.dtype or not out.is_contiguous():
             raise ValueError(f"{call}: out is {out.dtype} {list(out.shape)}; it must be contiguous, {x.dtype} {list(shape)}")
         if self.transport == "nccl":
-            return self._native(call, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
+            return self._native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
         parts = out.view(self.size, *x.shape)
         finish = self._exchange(call, {j: x for j in self.others}, {j: parts[j] for j in self.others})
         if self.transport == "fake" or parts[self.rank].data_ptr() != x.data_ptr():
@@ -148,19 +151,19 @@ class Link:
         call = self._begin("psum_scatter", x, leaf, x.numel())
         x = x.contiguous()
         pieces = x.view(self.size, x.shape[0] // self.size, *x.shape[1:])
-        if self.ordered:
+        if self._by_messages(x):
             return self._sum_of(call, pieces)
         out = torch.empty_like(pieces[0])
-        return self._native(call, lambda: _reduce_scatter(out, x, group=self.group, async_op=True), out)
+        return self._native(call, x, lambda: _reduce_scatter(out, x, group=self.group, async_op=True), out)
 
     def start_psum(self, x: Tensor, leaf: str = "", guarded: bool = True) -> Pending:
         """x -> the sum over ranks, of the same shape. guarded: in checked mode, an x that is the same on all ranks is refused."""
         call = self._begin("psum", x, leaf, x.numel())
         if self.roll.checking and guarded:
             self._refuse_same(call, x)
-        if not self.ordered:
+        if not self._by_messages(x):
             out = x.clone(memory_format=torch.contiguous_format)
-            return self._native(call, lambda: dist.all_reduce(out, group=self.group, async_op=True), out)
+            return self._native(call, x, lambda: dist.all_reduce(out, group=self.group, async_op=True), out)
         x = x.contiguous()
         if self.size * x.numel() * x.element_size() <= SMALL_BYTES:
             return self._sum_of(call, [x] * self.size)
@@ -250,6 +253,10 @@ class Link:
                 f"times it; drop the psum, or divide the work (or the cotangent) between the ranks"
             )
 
+    def _by_messages(self, x: Tensor) -> bool:
+        """Whether sums over ranks follow `tree_sum`, by messages: not where NCCL sums, or would in a plan for GPUs, unless asked to."""
+        return self.ordered or not (self.transport == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda"))
+
     def _sum_of(self, call: Call, pieces: Sequence[Tensor]) -> Pending:
         """The sum over ranks of piece number `rank`; piece j goes to rank j."""
         own = pieces[self.rank]
@@ -297,8 +304,10 @@ class Link:
 
         return finish
 
-    def _native(self, call: Call, start: Callable[[], dist.Work], out: Tensor) -> Pending:
-        """A collective of NCCL's own, whose result is in `out`."""
+    def _native(self, call: Call, x: Tensor, start: Callable[[], dist.Work], out: Tensor) -> Pending:
+        """A collective of NCCL's own of `x`, whose result is in `out`."""
+        if self.transport == "fake":
+            return _then(self._exchange(call, {0: x}, {0: out}), lambda: out)
         work = start()
 
         def finish() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fzero.links import Link, Pending, link_of
+from fzero.target import traced
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
 _OPS: list[Any] = []  # the overloads that a trace holds
@@ -38,7 +39,7 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
 
     def fake(x: Tensor, link: int, *rest: Any) -> Tensor:
         to = link_of(link)
-        if to.transport == "fake" and not is_fx_symbolic_tracing():  # planned, and not only traced
+        if to.transport == "fake" and not (is_fx_symbolic_tracing() or traced(x)):  # planned, and not only traced
             return start(to, x, *rest).wait()
         return x.new_empty(shape(to, x))
 

@@ -42,7 +42,7 @@ class ScalerState(NamedTuple):
 
 def init_scaler(config: LossScale, device: torch.device | str = "cpu") -> ScalerState:
     """The state before the first step."""
-    return ScalerState(*(torch.tensor(value, device=device) for value in (config.init, 0, config.hysteresis)))
+    return ScalerState(*(torch.tensor(value).to(device) for value in (config.init, 0, config.hysteresis)))
 
 
 def update_scaler(config: LossScale, state: ScalerState, overflow: Tensor) -> ScalerState:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero import again, corpus, data, doctor, guard, pytree, random, runs
+from fzero import again, attempts, corpus, data, doctor, guard, pytree, random, runs
 from fzero.capacity import check_memory, snapshot_room
 from fzero.collectives import all_gather
 from fzero.config import RunConfig, check_vocabulary, from_json, to_json, updated
@@ -23,9 +24,11 @@ from fzero.kept import disk_row, expect_disk, expect_new, in_memory, newest_stat
 from fzero.kernels.registry import describe, observe
 from fzero.offload import Moved
 from fzero.offload.folder import is_url
+from fzero.profile import steps_of
 from fzero.program import Program, all_on_disk, build, first_state, flop_per_token, num_params, specs_of
+from fzero.recorded import Chosen, chosen, recording
 from fzero.report import plots
-from fzero.rows import clock, numbers, recorder
+from fzero.rows import Meter, clock, numbers, recorder
 from fzero.sample import generate
 from fzero.saving import Saving
 from fzero.sharding import Mesh
@@ -45,6 +48,8 @@ class Options(NamedTuple):
 
     stop_at: int | None = None  # end early, resumably
     peak_flops: float = 0.0  # of MFU, of all processes together; 0: the measured rate of products
+    peak_measured: bool = False  # whether that was measured at the start
+    profile: str = ""  # "FROM-TO": the steps of this attempt, from 1 on, of which a trace is written
     sample: str = "def "  # prompt of the text shown at the end; "" for none
     say: Say = print
     bar: bool = False  # a progress bar on stderr in place of lines
@@ -208,7 +213,8 @@ def finish(program: Program, state: TrainState, folder: Path, path: Path, team: 
     config, say, measured = program.config, options.say, not options.peak_flops
     if measured:
         # At the same time on all ranks: they share the cores of a host.
-        options = options._replace(peak_flops=sum(team.gather(doctor.gemm_rate(program.policy.compute))))
+        rate = sum(team.gather(doctor.gemm_rate(program.policy.compute)))
+        options = options._replace(peak_flops=rate, peak_measured=True)
     until = min(config.train.steps, options.stop_at or config.train.steps)
     size = data.open_tokens(path).tokens.shape[0]
     say(f"{config.preset or 'model'}: {num_params(program):,} parameters; run folder {folder}")
@@ -269,7 +275,7 @@ def train_on(
     """
     config, t, mesh = program.config, program.config.train, program.mesh
     batch_at, evaluate = corpus.open_data(config, path, mesh)
-    bytes_per_token, flop, specs = corpus.mean_bytes(path), flop_per_token(program), specs_of(program)
+    bytes_per_token, specs = corpus.mean_bytes(path), specs_of(program)
     first, cursor, skipped, checked = int(state.step), int(state.data_cursor), 0, int(state.step)
     part, every = corpus.open_parts(config, path), config.guard.check_every
     skips, tried = team.share(lambda: guard.read_record(folder)[:2])
@@ -278,7 +284,8 @@ def train_on(
         return corpus.sample_at(cursor + (step - first) * t.batch, skips)
 
     def compare(state: TrainState, step: int) -> int:
-        guard.expect_agreement(program, state, lambda m: part(sample(step - 1), m), step)
+        with mesh.ledger.phase("check"):
+            guard.expect_agreement(program, state, lambda m: part(sample(step - 1), m), step)
         return step
 
     with ExitStack() as stack:
@@ -289,27 +296,26 @@ def train_on(
         saving = stack.enter_context(Saving(program, folder, first, room, options.say))
         saving.reserve(state)
         step, moved = first, program.space.moved() if program.space else Moved()
+        meter, which, run = stack.enter_context(measuring(program, folder, first, until, team, options))
         while step < until and not (number := agreed(stop, mesh)):
-            begin, team.step = time.perf_counter(), step
-            _, batch = next(batches)
-            waited = time.perf_counter() - begin
+            team.step = step
+            batch = meter.fetch(batches)
             with observe() as used:
-                state, metrics = program.train_step(state, batch)
+                state, metrics = run(state, batch, step + 1)
             if step == first and used:
                 options.say(f"kernels: {describe(used)}")
             row = numbers(program, metrics, step)
             step += 1
-            spent = time.perf_counter() - begin
-            rate = t.batch * config.data.seq_len / spent
-            mfu = rate * flop / options.peak_flops
-            row |= {"tokens": step * t.batch * config.data.seq_len, "step_s": spent, "data_s": waited, "tokens_per_s": rate, "mfu": mfu}
-            row |= disk_row(program, moved) | saving.poll()
+            row |= meter.rates(step) | meter.norms(state, metrics, step)
+            with mesh.ledger.phase("checkpoint"):
+                row |= disk_row(program, moved) | saving.poll()
             moved = program.space.moved() if program.space else moved
             if step == t.steps or (t.eval_every and step % t.eval_every == 0):
-                row |= evaluate_all(program, state, evaluate, bytes_per_token)
+                with mesh.ledger.phase("evaluate"):
+                    row |= evaluate_all(program, state, evaluate, bytes_per_token)
             if t.digest_every and step % t.digest_every == 0:
                 row["digest"] = digest_text(state.params, specs.params, mesh)
-            record(row)
+            record(row | meter.times(step, which.how(step)))
             skipped = skipped + 1 if row["skipped"] else 0
             fault = guard.judged(config.guard, row, sample(step - 1), skipped)
             if fault is not None:
@@ -321,7 +327,8 @@ def train_on(
             if every and (due or step % every == 0):
                 checked = compare(state, step)
             if due:
-                saving.save(state, step)
+                with mesh.ledger.phase("checkpoint"):
+                    saving.save(state, step)
         number = agreed(stop, mesh)
         if every and checked != step:
             compare(state, step)
@@ -329,6 +336,22 @@ def train_on(
         if program.space is not None and program.space.store is not None:
             program.space.store.trim()
     return state, number, None
+
+
+@contextmanager
+def measuring(
+    program: Program, folder: Path, first: int, until: int, team: Team, options: Options
+) -> Iterator[tuple[Meter, Chosen, Callable[[TrainState, Any, int], tuple]]]:
+    """(the meter of an attempt, the steps that are recorded, the function that makes a step), where rank 0 writes the records.
+
+    The function takes the state, the batch and the step's number.
+    """
+    flop, t = attempts.flop_of(program), program.config.train
+    which = chosen(first, until, t.measure_every > 0, steps_of(options.profile, first) if options.profile else (0, 0))
+    number = attempts.begin(folder, program, first, team.size, flop, options.peak_flops, options.peak_measured) if team.first else 0
+    meter = Meter(program, flop, options.peak_flops)
+    with recording(program, folder, number, which if team.first else Chosen()) as run, program.mesh.ledger.watched(meter.clock):
+        yield meter, which, run
 
 
 def agreed(stop: list[int], mesh: Mesh) -> int:

@@ -51,10 +51,13 @@ class Program(NamedTuple):
     check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see crosscheck.make_check
 
 
-def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = None) -> Program:
+def build(
+    config: RunConfig, mesh: Mesh | None = None, folder: Path | None = None, *, space: Space | None = None, layers: int = 0
+) -> Program:
     """The program of a config whose "auto" values are settled (see fzero.doctor.settle), on `mesh` (None: made by the config).
 
-    folder: of the run, for what is on a disk where the config names no other place. No parameter is made.
+    folder: of the run, for what is on a disk where the config names no other place. No parameter is made. space: where that is in place of
+    the config's own (a plan has no disk). layers: of a plan, see make_train_step.
     Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
     """
     assert "auto" not in (config.precision.policy, config.train.compiled), "settle the config first"
@@ -77,7 +80,7 @@ def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = Non
     t = config.train
     layout = optim.sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     tx = make_optimizer(config.optim, t.steps, layout, kernels=Kernels.parse(t.kernels), seed=t.seed)
-    space = make_space(config, folder, mesh)
+    space = make_space(config, folder, mesh) if space is None else space
     if space is not None:
         space.need(buffer_bytes(plan, policy, mesh, config))
     g = config.guard
@@ -98,6 +101,8 @@ def build(config: RunConfig, mesh: Mesh | None = None, folder: Path | None = Non
         update=t.update,
         mlp_tiles=t.mlp_tiles,
         space=space,
+        squares=t.measure_every > 0,
+        layers=layers,
     )
     options = {"compiled": bool(t.compiled), "kernels": t.kernels, "prefetch": config.prefetch, "mlp_tiles": t.mlp_tiles}
     eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, **options)

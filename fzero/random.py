@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fzero import native
+from fzero.target import kind_of
 
 _MASK = 0xFFFFFFFF
 # Elements drawn at a time: some forty temporaries of this size stay in a CPU's cache, and do not fill a GPU.
@@ -56,7 +57,8 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
     """The key (int64 [2]) of a seed in [0, 2^64)."""
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"seed is {seed}; it must be in [0, 2^64)")
-    return torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64, device=device)
+    words = torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
+    return words if device is None else words.to(device)
 
 
 def _hash_words(name: str) -> tuple[int, int]:
@@ -193,7 +195,7 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int], *, first: int | Tenso
 
 
 def _elements(value, key, shape, dtype, first, index) -> Tensor:
-    n, most = math.prod(shape), _CHUNK.get(key.device.type, _CHUNK_ELSEWHERE)
+    n, most = math.prod(shape), _CHUNK.get(kind_of(key), _CHUNK_ELSEWHERE)
     if n <= most or index is not None or isinstance(first, Tensor):
         return value(_words(key, shape, first, index)).to(dtype)
     parts = []

@@ -1,4 +1,4 @@
-"""The row that a step leaves in metrics.jsonl: its numbers, and who is shown them."""
+"""The row that a step leaves in metrics.jsonl: its numbers and times, and who is shown them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import contextlib
 import importlib.util
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fzero import runs
+from fzero import norms, runs
+from fzero.attempts import Flop
+from fzero.clock import Clock
 from fzero.corpus import Say
 from fzero.program import Program
+from fzero.state import TrainState
+from fzero.stragglers import Spent
 from fzero.train import Metrics
 
 
@@ -31,6 +36,66 @@ def numbers(program: Program, metrics: Metrics, step: int) -> dict[str, Any]:
     if row["skipped"]:
         row["reason"] = "spike" if values["grad_norm"] is not None else "nonfinite"
     return row
+
+
+class Meter:
+    """What the rows of an attempt have of time: a clock, and rates over a peak of FLOP/s (of all processes). All ranks have one."""
+
+    def __init__(self, program: Program, flop: Flop, peak_flops: float) -> None:
+        self.program, self.flop, self.peak = program, flop, peak_flops
+        space = program.space
+        self.clock = Clock(waited=None if space is None else lambda: space.moved().waited_s)
+        self.tokens = program.config.train.batch * program.config.data.seq_len
+        self.every = program.config.train.measure_every
+        self.spent = Spent()
+        self.began = self.waited = 0.0
+
+    def fetch(self, batches: Iterator[tuple[int, Any]]) -> Any:
+        """The next batch; a step begins with it."""
+        self.began = time.perf_counter()
+        with self.program.mesh.ledger.phase("data"):
+            _, batch = next(batches)
+        self.waited = time.perf_counter() - self.began
+        return batch
+
+    def rates(self, step: int) -> dict[str, Any]:
+        """How fast the step was that is over now, the run's step number `step`."""
+        spent = time.perf_counter() - self.began
+        rate = self.tokens / spent
+        share = rate / self.peak
+        return {
+            "tokens": step * self.tokens,
+            "step_s": spent,
+            "data_s": self.waited,
+            "tokens_per_s": rate,
+            "mfu": share * self.flop.model,
+            "mfu_causal": share * self.flop.model_causal,
+            "hfu": share * self.flop.hardware,
+            "hfu_causal": share * self.flop.hardware_causal,
+        }
+
+    def norms(self, state: TrainState, metrics: Metrics, step: int) -> dict[str, Any]:
+        """The norms of gradients and parameters layer by layer, where this step is one in `train.measure_every`; {} elsewhere."""
+        if not self.every or step % self.every:
+            return {}
+        plan, mesh = self.program.plan, self.program.mesh
+        grads = norms.by_part(norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor))
+        params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
+        return {"grad_norms": grads, "param_norms": params}
+
+    def times(self, step: int, how: str) -> dict[str, Any]:
+        """Where the time went since the row before, and every `train.measure_every` steps that of all ranks.
+
+        how: what recorded the step ("" for nothing), whose time then says nothing of a rank.
+        """
+        times = self.clock.take()
+        if not how:
+            self.spent.add(times)
+        row: dict[str, Any] = {"wall_s": times.wall, "phases": times.phases}
+        row["comm"] = {axis: comm._asdict() for axis, comm in sorted(times.comm.items())}
+        if self.every and step % self.every == 0:
+            row["ranks"] = self.spent.gather(self.program.mesh)
+        return row | ({"recorded": how} if how else {})
 
 
 @contextlib.contextmanager

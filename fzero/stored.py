@@ -23,6 +23,7 @@ from fzero.sharding.pieces import pieces
 from fzero.sharding.zero import shard_dim
 from fzero.spikes import LOSS, init_stats
 from fzero.state import TrainState, in_host_memory, meta_state, state_specs
+from fzero.target import plan_of
 from fzero.update_delayed import settled
 
 
@@ -229,7 +230,9 @@ def write_rows(store: Store, name: str, layer: int, rows: tuple[int, int], value
 
 
 def to_text(leaf: Tensor) -> dict[str, Any]:
-    """A small tensor as JSON can hold it, exactly."""
+    """A small tensor as JSON can hold it, exactly; of a planned one, which has no value, nothing."""
+    if plan_of(leaf) is not None:
+        return {}
     data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
     return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), "hex": data}
 

@@ -37,7 +37,7 @@ def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:
     device = pytree.leaves(layers)[0].device
     for i in range(depth(layers)):
         params = pytree.map(lambda leaf, i=i: leaf[i], layers)
-        x = block(params, x, ctx._replace(layer=torch.tensor(i, device=device)))
+        x = block(params, x, ctx._replace(layer=torch.tensor(i).to(device)))
     return x
 
 
@@ -133,10 +133,11 @@ class Run:
     # From the forward pass to the backward pass, outside autograd's own saving: what is taken out is freed at once.
     # A list, or what has its append and pop.
     kept: Any = field(default_factory=list)
+    at: Callable[[int], None] = lambda i: None  # is told of the layer that is differentiated next
 
     def inputs(self, i: int, params: Sequence[Tensor], x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of the pair at layer i."""
-        return [*params, *x, torch.tensor(i, device=params[0].device), *extra]
+        return [*params, *x, torch.tensor(i).to(params[0].device), *extra]
 
     def primal(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """The leaves of x behind the last layer."""
@@ -184,6 +185,7 @@ class Run:
                 residuals = segment.pop()
                 del x, kept
             params = fetch(i) if again else ()
+            self.at(i)
             out = self.pair.backward(residuals, grads, params)
             del params, residuals
             grads = out[len(out) - m :]

@@ -88,6 +88,33 @@ def flat(table: Table, where: str = "") -> Iterable[tuple[str, Any]]:
             yield f"{where}{key}", value
 
 
+def to_toml(table: Table) -> str:
+    """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them back.
+
+    Raises ValueError for a value that TOML has no word for, such as None.
+    """
+
+    def word(key: str, value: Any) -> str:
+        if isinstance(value, bool | str):
+            return json.dumps(value, ensure_ascii=False)
+        if isinstance(value, int | float):
+            return repr(value)
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(word(key, each) for each in value) + "]"
+        raise ValueError(f"{key} is {value!r}, which a TOML file cannot say")
+
+    def lines(table: Table, where: str) -> Iterable[str]:
+        for key, value in table.items():
+            if not isinstance(value, Mapping):
+                yield f"{key} = {word(where + key, value)}"
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                yield f"\n[{where}{key}]"
+                yield from lines(value, f"{where}{key}.")
+
+    return "\n".join(lines(table, "")) + "\n"
+
+
 def show(values: list[int]) -> str:
     """A short list in words."""
     return ", ".join(map(str, values)) if len(values) <= 8 else f"{', '.join(map(str, values[:7]))}, ..., {values[-1]}"

@@ -70,6 +70,7 @@ def make_train_step(
     mlp_tiles: int = 1,
     space: Space | None = None,
     squares: bool = False,
+    layers: int = 0,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, Metrics)` of one training step.
 
@@ -90,6 +91,7 @@ def make_train_step(
     mlp_tiles: parts that the hidden units of an MLP are computed in, one at a time, and again in the backward pass (see fzero.tiling).
     space: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
     squares: `metrics.squares` are those that the norm is the root of, leaf by leaf, for norms of layers (see fzero.norms).
+    layers: for a plan, which learns of all layers from a few: only the first so many are run, and the gradients of the others are not there.
     The first call makes sure that all ranks run the same program: RankError says where two differ.
     Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
     or the optimizer would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).
@@ -106,7 +108,7 @@ def make_train_step(
         expect_early(streamed, plan, space.slots if space is not None else 1, skips)
     rooms: dict[Any, Tensor] | None = {} if update != "delayed" else None  # a gradient that waits keeps its memory
     lasting = (rooms, streamed is not None)
-    how = How(policy, remat, compiled, kernels, prefetch, mlp_tiles, space)
+    how = How(policy, remat, compiled, kernels, prefetch, mlp_tiles, space, layers)
     gradient = make_gradient(loss_fn, plan, mesh, how, lasting)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with

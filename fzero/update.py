@@ -19,6 +19,7 @@ from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.bundle import SMALL
 from fzero.sharding.zero import shard_dim
+from fzero.target import kind_of
 
 
 class Gradients(NamedTuple):
@@ -51,7 +52,7 @@ def own(plan: Plan, mesh: Mesh, params: Tree) -> Tree:
 
 def on_device(grads: Tree) -> bool:
     """Whether the gradients are on a GPU."""
-    return all(g.is_cuda for g in pytree.leaves(grads))
+    return all(kind_of(g) == "cuda" for g in pytree.leaves(grads))
 
 
 def on_host(body: GradientTransformation, elements: int) -> bool:

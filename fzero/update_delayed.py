@@ -12,10 +12,12 @@ import threading
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero import pytree
 from fzero.pytree import Tree
 from fzero.sharding import Plan
+from fzero.target import plan_of
 from fzero.update import Gradients
 from fzero.update_streamed import StreamedUpdate, Update
 
@@ -47,7 +49,12 @@ class Delayed:
         if pending:
             self.update = Update(how, Gradients(pending["sums"], pending["factor"], pending["norm"]), state, ema_decay, defer=True)
             how.space.disk.shared = True
-            self.thread = threading.Thread(target=self._run, name="fzero-update")
+            if (
+                plan_of(state.step) is not None
+            ):  # fake tensors serve one thread; who watches this one sees nothing of the update, as in a run
+                with _disable_current_modes():
+                    self._run()
+            self.thread = threading.Thread(target=self._run if plan_of(state.step) is None else _nothing, name="fzero-update")
             self.thread.start()
 
     def _run(self) -> None:
@@ -67,6 +74,10 @@ class Delayed:
             raise self.failure
         self.update.emit()
         return self.after
+
+
+def _nothing() -> None:
+    """The update of a planned step has been run already."""
 
 
 def waiting(state: Tree, grads: Gradients, skipped: bool) -> Tree:

@@ -46,7 +46,7 @@ class EarlyUpdate:
         self.update: Update | None = None
         self.layers: dict[int | None, list[Unit]] = {}
         self.waiting: dict[int, dict[str, Tensor]] = {}
-        self.squares: dict[str, dict[int, list[Tensor]]] = {name: {} for name in self.stacked}
+        self.squares_of: dict[str, dict[int, list[Tensor]]] = {name: {} for name in self.stacked}
 
     def begin(self, factor: Tensor) -> None:
         """Begin, with that by which the sums of gradients are multiplied."""
@@ -57,7 +57,7 @@ class EarlyUpdate:
 
     def take(self, name: str, layer: int, value: Tensor) -> None:
         """The final sum of a layer of a leaf; the layer is updated when all of its leaves are here."""
-        self.squares[name][layer] = [self.layout.square(piece) for _, piece in widened(walk(value, False))]
+        self.squares_of[name][layer] = [self.layout.square(piece) for _, piece in widened(walk(value, False))]
         held = self.waiting.setdefault(layer, {})
         held[name] = value
         if len(held) == len(self.stacked):
@@ -65,13 +65,13 @@ class EarlyUpdate:
             self.update.run(self.layers[layer])
             self.update.layer = {}
 
-    def norm(self, outside: Tree) -> Tensor:
-        """The norm of all sums, where `outside` are those of the leaves without layers."""
+    def squares(self, outside: Tree) -> dict[str, Any]:
+        """What the layout's norm needs of all sums, where `outside` are those of the leaves without layers."""
         leaves: dict[str, Any] = dict(pytree.named_leaves(outside))
-        for name, layers in self.squares.items():
-            squares = [(layer, square) for layer in sorted(layers) for square in layers[layer]]
-            leaves[name] = Squared(squares, torch.Size(self.how.shards[name]), self.how.policy.accumulate)
-        return self.layout.norm(leaves)
+        for name, layers in self.squares_of.items():
+            found = [(layer, square) for layer in sorted(layers) for square in layers[layer]]
+            leaves[name] = Squared(found, torch.Size(self.how.shards[name]), self.how.policy.accumulate)
+        return leaves
 
     def finish(self, outside: Tree, skipped: bool) -> Tree:
         """The state after the update of what is left; as it was where the step is skipped."""

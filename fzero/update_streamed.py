@@ -25,6 +25,7 @@ from fzero.sharding import Mesh, Plan
 from fzero.sharding.draw import window
 from fzero.sharding.pieces import MOST
 from fzero.sharding.zero import shard_dim
+from fzero.target import kind_of
 from fzero.update import Gradients, on_host, split_names
 
 AHEAD = 2  # units read before their turn
@@ -84,7 +85,7 @@ class Update:
         self.owner = {name.removeprefix("/"): owner for name, owner in self.owner.items()}
         # On the host where any of the optimizer's own state is, or comes from a disk; else on the device.
         kept = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None] + list(self.master.values())
-        self.where = torch.device("cpu") if any(isinstance(x, OFF) or x.device.type == "cpu" for x in kept) else state.step.device
+        self.where = torch.device("cpu") if any(isinstance(x, OFF) or kind_of(x) == "cpu" for x in kept) else state.step.device
         self.factor = parts.factor(grads.factor, grads.norm).to(self.where)
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
         self.layer: dict[str, Tensor] = {}  # the gradients of the layer that is updated, where it is updated by itself
@@ -237,5 +238,9 @@ class Update:
 
 def same(old: Tensor, new: Tensor) -> None:
     """Make the memory of `old` hold `new`, where it is not the same already."""
-    if new is not old and (new.data_ptr() != old.data_ptr() or new.dtype != old.dtype):
+    if new is not old and (_address(new) != _address(old) or new.dtype != old.dtype):
         old.copy_(new)
+
+
+def _address(x: Tensor) -> tuple[int, int]:
+    return x.untyped_storage()._cdata, x.storage_offset()  # a fake tensor has no other

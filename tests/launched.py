@@ -19,7 +19,9 @@ TINY = [
     *shlex.split("--set train.eval_batches=3 --set train.eval_every=3"),
 ]
 SHORT, LONG = ("--steps", 6), ("--steps", 1000000)
-TIMED = {"step_s", "data_s", "saved_step", "save_blocked_s", "save_s", "tokens_per_s", "mfu"}
+TIMED = {"step_s", "data_s", "saved_step", "save_blocked_s", "save_s", "tokens_per_s", "mfu", "mfu_causal", "hfu", "hfu_causal"}
+TIMED |= {"wall_s", "phases", "comm", "ranks", "recorded"}
+TIMED |= {"grad_norms", "param_norms"}  # sums over ranks: not the same bits on all meshes
 SAVED = re.compile(r"save|checkpoint")  # of a row: what a save cost, which is another row's after a restart
 STANDALONE = ("--standalone",)
 

@@ -52,7 +52,7 @@ def alone(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("n", (2, 4))
+@pytest.mark.parametrize("n", (pytest.param(2, marks=pytest.mark.exhaustive), 4))
 def test_one_hash(n, policy):
     first, last = alone(policy)
     assert first == last

@@ -245,7 +245,7 @@ cli.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("policy", ["continue", "stop"])
+@pytest.mark.parametrize("policy", [pytest.param("continue", marks=pytest.mark.exhaustive), "stop"])
 def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, policy):
     write_text(tmp_path)
     (tmp_path / "worker.py").write_text(WORKER)

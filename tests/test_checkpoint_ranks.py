@@ -353,6 +353,7 @@ def fz(*args):
     return end.value.code
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_the_disk_of_two_ranks_goes_on_on_one(tmp_path, monkeypatch, capsys):
     """Its store becomes a checkpoint first; from that the run goes on in memory, or on the disk in another layout."""
     monkeypatch.chdir(tmp_path)

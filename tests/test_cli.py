@@ -73,7 +73,8 @@ def test_a_run_from_a_text_file(fz):
     out = ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "line "))
     run = Path("runs/mlp-tiny-1")
     assert {path.name for path in run.iterdir()} == {
-        *("config.json", "environment.json", "metrics.jsonl", "checkpoints", "data", "loss.png", "throughput.png")
+        *("config.json", "environment.json", "metrics.jsonl", "checkpoints", "data", "loss.png", "throughput.png"),
+        *("attempts.jsonl", "ledger.json", "memory.json"),
     } | ({"tensorboard"} if (run / "tensorboard").exists() else set())
     written = list(runs.read_metrics(run))
     assert [row["step"] for row in written] == list(range(1, 9))

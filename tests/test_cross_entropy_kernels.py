@@ -282,8 +282,7 @@ def test_what_triton_refuses():
 
 
 def test_the_chunks_of_tokens():
-    cuda = torch.device("cuda")
-    size = lambda n, v: linear.chunk_rows(n, v, torch.bfloat16, cuda)  # noqa: E731
+    size = lambda n, v: linear.chunk_rows(n, v, torch.bfloat16, "cuda")  # noqa: E731
     assert size(8192, 128256) == 4096 and size(4200, 128256) == 2176 and size(512, 128256) == 512
     assert size(1 << 20, 256) == 8192 and size(1 << 20, 1 << 30) == 1
     for n in (1, 1000, 4187, 65536, 100003):

@@ -253,6 +253,7 @@ def leaves(run):
 NOTHING = "0,-1,nan"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_produces_nan_leaves_no_trace(folder):
     """Rank 1's shard of a matrix has a NaN from the end of step 6 on: the checkpoint of that step too."""
     args = ("--zero", "3", "--set", "guard.nonfinite=rollback")

@@ -57,6 +57,7 @@ def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
         assert_same(*(dict(sorted(load_file(tmp_path / f"{out}{ema}" / "model.safetensors").items())) for out in ("out", "whole")))
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_state_is_on_a_disk(tmp_path):
     write_text(tmp_path)
     flags = ["--precision", "bf16", "--offload", "params=nvme,opt=nvme", "--zero", 3, "--steps", 2, "--sample", ""]

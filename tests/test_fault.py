@@ -227,6 +227,7 @@ def test_auto_resume_needs_a_folder_and_takes_no_other(fz, folder):
     assert code == 2 and "full: exists and is not empty; name another folder" in err and (folder / "full" / "note").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
     """Killed while it prepared its corpus, and killed after that, before the first checkpoint."""
     run = folder / "early"
@@ -258,6 +259,7 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on_bit_for_bit(folder):
     assert rows(run) == rows(folder / "whole") and not (folder / "runs" / "llama-tiny-2").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_restart_does_not_go_on_with_a_run_that_it_did_not_make(folder):
     """The folder was refused at first; the restarted command refuses it too."""
     before = rows(folder / "whole")
@@ -318,6 +320,7 @@ cli.main()
 HANG = ["--zero", 3, "--prefetch", 0, "--set", "train.hang_s=3"]
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(folder):
     (folder / "nap.py").write_text(NAP)
     process = start(folder, 2, *TINY, *LONG, *HANG, "--out", "nap", command=("nap.py",), log="-nap")
@@ -396,6 +399,7 @@ cli.main()
 """
 
 
+@pytest.mark.exhaustive
 def test_sigterm_while_a_checkpoint_is_written(folder):
     (folder / "slow.py").write_text(SLOW_SAVE)
     process = start(
@@ -441,7 +445,7 @@ cli.main()
     "n, to",
     (
         (1, "one process"),
-        (2, "torchrun"),
+        pytest.param(2, "torchrun", marks=pytest.mark.exhaustive),
         pytest.param(2, "rank 0", marks=pytest.mark.exhaustive),
         pytest.param(2, "rank 1", marks=pytest.mark.exhaustive),
     ),

@@ -363,6 +363,7 @@ class Killed(BaseException):
     """In the place of SIGKILL: nothing of ours catches it."""
 
 
+@pytest.mark.exhaustive
 def test_a_rollback_that_is_killed_at_any_instant_goes_on(fz, plain, monkeypatch):
     """Before each thing that a rollback does to the run folder; two of them, until the batch is left out."""
     bad = poisoned(28)

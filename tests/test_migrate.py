@@ -510,6 +510,7 @@ def test_export_passes_over_a_damaged_checkpoint_and_says_so(known, tmp_path, ca
 # ---- memory ----
 
 
+@pytest.mark.exhaustive
 def test_the_model_is_never_in_memory(tmp_path):
     """Import from each kind of folder, and export, of a model of 220 MB, whose largest leaf has 46 MB: in a process of their own."""
     script = Path(__file__).with_name("migrate_worker.py")

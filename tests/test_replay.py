@@ -230,6 +230,7 @@ def test_other_states_are_made_again_too(home):
     assert row.name == "extra/ema/head/w"
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_began_with_the_weights_of_another_and_saves_elsewhere(home, plain):
     settings = [s for s in SETTINGS if not s.startswith("model.")] + [f"train.checkpoints={home / 'elsewhere'}"]
     run = pretrain(home / "init", "--init", plain, settings=settings)
@@ -466,6 +467,7 @@ def torchrun(folder, *args):
     return done.returncode, done.stdout
 
 
+@pytest.mark.exhaustive
 def test_on_another_mesh_canonical_sums_are_the_same_and_fast_ones_close(home, plain):
     run = pretrain(home / "canonical", "--reduce", "canonical")
     # A flipped bit is found on a mesh too; all else comes out as it was.

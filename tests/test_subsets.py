@@ -72,8 +72,14 @@ def alone(kind):
 KINDS = ("frozen", "lora", "average", "plain function", "full accumulators", "kept", "far ahead", "every second input", "canonical")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", KINDS)
+# With tensor parallelism beside it, the kinds that do not choose which leaves are trained are not run every time.
+COMMON = ("average", "full accumulators", "far ahead", "every second input")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [pytest.param(kind, mesh, marks=[pytest.mark.exhaustive] * ("tp" in mesh and kind in COMMON)) for kind in KINDS for mesh in MESHES],
+)
 def test_equals_one_process(kind, mesh):
     if kind == "plain function" and mesh != "dp2":
         pytest.skip("a plain function has no tensor parallelism")

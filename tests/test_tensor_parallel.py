@@ -153,6 +153,7 @@ def eager_and_compiled(mesh, name, batch, sequence):
     return out
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_block_gives_the_same_numbers_by_the_same_communication():
     """Nor does its backward pass repeat a collective of the forward pass."""
     for (grads, out, rows), compiled in ranks.run(2, call, eager_and_compiled, "gpt2 tied", (batch_of(), True), {}, mesh={"tp": 2}):

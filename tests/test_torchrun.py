@@ -72,6 +72,7 @@ def one_line(result, words, codes):
     return out
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_that_does_not_fit(folder):
     args = [*TINY, *SHORT, "--mesh", "dp=3", "--out", "new"]
     one_line(ended(folder, start(folder, 2, *args)), ["mesh dp=3 asks for 3 processes and this run has 2", "--nproc-per-node 3"], [2, 2])

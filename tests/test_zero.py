@@ -38,7 +38,10 @@ PAIRS = [
 ]  # fmt: skip
 
 
-RARE = {("moe dropless", "tp2 sequence"), ("moe dropless", "dp4")}
+RARE = {
+    *(("moe dropless", mesh) for mesh in ("tp2 sequence", "dp4", "dp2 x rp2")),
+    *(("gpt2", mesh) for mesh in ("dp2", "dp4", "dp2 x rp2")),
+}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from fzero.kernels.flash_backward import flash_backward
 from fzero.kernels.function import Fused, on_cuda, triton_runs
 from fzero.kernels.patterns import FULL, Pattern, visible
 from fzero.kernels.registry import Form, Op
+from fzero.target import kind_of
 
 __all__ = ["FULL", "Pattern", "attention", "attention_with_lse"]
 MAX_POSITION = 2**30  # the kernels reckon positions in 32 bits
@@ -196,7 +197,7 @@ def _fused_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, d
 
 def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
     """Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more beyond."""
-    if q.shape[1] > (1 if q.is_cuda else MIN_BLOCK * MAX_BLOCKS):
+    if q.shape[1] > (1 if kind_of(q) == "cuda" else MIN_BLOCK * MAX_BLOCKS):
         return ""
     return "blocked takes 0.5 to 1.0 of its time on a CPU up to T = 1024"
 

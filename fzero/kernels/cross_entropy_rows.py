@@ -23,6 +23,7 @@ from fzero.compile import have_compiler
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
 from fzero.kernels.function import operator
 from fzero.native import CONTRACTED, library
+from fzero.target import kind_of
 
 BLOCK_BYTES = 1 << 20  # of float32 logits that plain torch works on at a time, on a CPU
 NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}  # what the C++ takes
@@ -92,7 +93,7 @@ def _put_targets(slope: Tensor, y: Tensor, lse: Tensor, column: Tensor, own: Ten
 def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
     """As `_block`, by blocks of rows on a CPU, so that what stands between logits and gradient is small."""
     n, columns = logits.shape
-    rows = max(1, BLOCK_BYTES // (4 * columns)) if logits.device.type == "cpu" else max(1, n)
+    rows = max(1, BLOCK_BYTES // (4 * columns)) if kind_of(logits) == "cpu" else max(1, n)
     made = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
     for start in range(0, n, rows):
         part = slice(start, start + rows)
@@ -116,7 +117,7 @@ def _library() -> ctypes.CDLL:
 
 def native(logits: Tensor) -> bool:
     """Whether the C++ serves these logits."""
-    return logits.device.type == "cpu" and logits.dtype in NATIVE and have_compiler()
+    return kind_of(logits) == "cpu" and logits.dtype in NATIVE and have_compiler()
 
 
 def _by_native(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:

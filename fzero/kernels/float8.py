@@ -27,6 +27,7 @@ from fzero.kernels.aot import Build
 from fzero.kernels.function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 from fzero.pytree import nearest
+from fzero.target import kind_of, target_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # what is taken for max |A| below that
@@ -221,8 +222,8 @@ def _supports(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> str:
         return f"the dtypes are {x.dtype} and {w.dtype}; it takes two of bfloat16"
     if not all(size and size % 16 == 0 for size in sizes):
         return f"{sizes[0]} rows times {list(w.shape)}: the matrix units take multiples of 16"
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < least:
-        return f"the device has compute capability {torch.cuda.get_device_capability(x.device)}; {scaling} needs {least}"
+    if kind_of(x) == "cuda" and target_of(x).capability < least:
+        return f"the device has compute capability {target_of(x).capability}; {scaling} needs {least}"
     return triton_runs(x, w)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from fzero.autodiff import Backward
+from fzero.target import kind_of
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what it is up to Triton 3.9, which warns that it will change
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -45,7 +46,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
 def triton_runs(*tensors: Tensor) -> str:
     """Why Triton kernels cannot take these tensors, "" where they can: all on one CUDA device, or interpreted."""
-    devices = {t.device.type for t in tensors}
+    devices = {kind_of(t) for t in tensors}
     if devices == {"cuda"} or (INTERPRETED and devices == {"cpu"}):
         return ""
     return f"a tensor is on {', '.join(sorted(devices - {'cuda'}) or devices)}, and Triton's kernels run on cuda"
@@ -53,7 +54,7 @@ def triton_runs(*tensors: Tensor) -> str:
 
 def on_cuda(*args: Any, **options: Any) -> str:
     """Why "auto" should not take a Triton kernel for these arguments: interpreted, it is for checking numbers alone."""
-    return "" if all(a.is_cuda for a in args if isinstance(a, Tensor)) else "interpreted, for checking numbers alone"
+    return "" if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor)) else "interpreted, for checking numbers alone"
 
 
 class Fused(NamedTuple):

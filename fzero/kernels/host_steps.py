@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fzero import native
 from fzero.compile import have_compiler
-from fzero.kernels.leaf_steps import SIGNED, Leaf, Rates
+from fzero.kernels.leaf_steps import SIGNED, Leaf, Rates, touched
 from fzero.kernels.lowbit import Place
+from fzero.target import kind_of, launched, plan_of
 
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 4}  # as the C++ has them; 0: none
 LARGEST = 4096  # block of codes
@@ -69,6 +70,9 @@ def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 
     Waits for what of `rates` is on a device.
     """
+    if leaves and plan_of(leaves[0].p) is not None:
+        launched(rule.__name__, *touched(leaves))
+        return
     if rates.skip is not None and bool(rates.skip):
         return
     moments = len(SIGNED[rule])
@@ -88,7 +92,7 @@ def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
     moments = len(SIGNED[rule])
     for leaf in leaves:
         tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
-        if any(x.device.type != "cpu" for x in tensors):
+        if any(kind_of(x) != "cpu" for x in tensors):
             return "a tensor is not on the CPU"
         if leaf.p.dtype != torch.float32 or leaf.g.dtype not in (torch.float32, torch.bfloat16):
             return f"the dtypes are {leaf.p.dtype} and {leaf.g.dtype}; it takes float32 with a gradient in float32 or bfloat16"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fzero.kernels import lowbit
 from fzero.kernels.lowbit import Place
+from fzero.target import kind_of
 
 # Elements of a piece: its temporaries stay in a CPU's cache; large enough that a GPU is not bound by launches.
 PIECE = {"cpu": 1 << 16}
@@ -34,6 +35,12 @@ class Leaf(NamedTuple):
     decay: float = 0.0
     place: Place | None = None  # where a bfloat16 state is rounded stochastically
     copy: Tensor | None = None  # is given the updated p in its own dtype
+
+
+def touched(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]:
+    """(what a step of these leaves reads, what it writes)."""
+    read = [x for leaf in leaves for x in (leaf.p, leaf.g, *leaf.state)]
+    return read, [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None]
 
 
 class Rates(NamedTuple):
@@ -106,7 +113,7 @@ def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tens
 
 def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
     """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state, whatever the strides."""
-    most, shape = PIECE.get(leaf.p.device.type, PIECE_ELSEWHERE), leaf.p.shape
+    most, shape = PIECE.get(kind_of(leaf.p), PIECE_ELSEWHERE), leaf.p.shape
     if leaf.p.numel() <= most or (len(shape) == 1 and leaf.state[0].dtype == torch.uint8):
         yield 0, leaf
         return
@@ -189,7 +196,7 @@ def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
     kernel = torch._fused_adam_ if rates.coupled else torch._fused_adamw_
     for (decay, _, device), group in groups.items():
         # On a GPU both scalars are float32 tensors there, so the step does not wait for the device.
-        rate = rates.scalars[0].to(device, torch.float64 if device.type == "cpu" else torch.float32)
+        rate = rates.scalars[0].to(device, torch.float64 if kind_of(group[0].p) == "cpu" else torch.float32)
         t = (rates.count + 1).to(device, torch.float32)
         with _whole_lines(group) as (p, g, m, v):
             kernel(
@@ -207,7 +214,7 @@ def _whole_lines(leaves: list[Leaf]) -> Iterator[list[list[Tensor]]]:
     """
     columns = [list(column) for column in zip(*((leaf.p, leaf.g, *leaf.state[:2]) for leaf in leaves))]
     first = leaves[0].p
-    line = 64 // first.element_size() if first.device.type == "cpu" else 1
+    line = 64 // first.element_size() if kind_of(first) == "cpu" else 1
     cut = [leaf.p.numel() // line * line for leaf in leaves]
     if cut == [leaf.p.numel() for leaf in leaves]:
         yield columns

@@ -32,6 +32,7 @@ from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import WRONG, Terms, capped, log_sum_exp, rows_of, wide
 from fzero.kernels.function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
+from fzero.target import kind_of, plan_of
 
 # Of logits alive at once. On a CPU 64 MB are 667 tokens in bfloat16 at V = 50257: half as many cost 40% more there with AMX, where products
 # are so fast that the sum of dw counts; in float32, a twentieth more.
@@ -106,15 +107,16 @@ def _add_product(sums: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     wider = torch.promote_types(a.dtype, torch.float32)
     if sums is not None and a.dtype == wider:
         return sums.addmm_(a, b)
-    if sums is not None and a.is_cuda and _adds_wide(a.dtype, a.device):
+    cuda = kind_of(a) == "cuda"
+    if sums is not None and cuda and (plan_of(a) is not None or _adds_wide(a.dtype, a.device)):
         return torch.addmm(sums, a, b, out_dtype=wider, out=sums)
-    product = torch.mm(a, b, out_dtype=wider) if a.is_cuda and a.dtype != wider else a @ b
+    product = torch.mm(a, b, out_dtype=wider) if cuda and a.dtype != wider else a @ b
     return product.to(wider) if sums is None else sums.add_(product)
 
 
-def chunk_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The tokens of a chunk: chunks as equal as multiples of 128 allow, within CHUNK_BYTES of logits, or one token."""
-    most = max(1, min(CHUNK_ROWS, CHUNK_BYTES["cuda" if device.type == "cuda" else "cpu"] // (columns * dtype.itemsize)))
+def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
+    """The tokens of a chunk on such a device: chunks as equal as multiples of 128 allow, within CHUNK_BYTES of logits, or one token."""
+    most = max(1, min(CHUNK_ROWS, CHUNK_BYTES["cuda" if kind == "cuda" else "cpu"] // (columns * dtype.itemsize)))
     even = -(-n // max(1, -(-n // most)))
     return min(most, max(1, -(-even // 128)) * 128)
 
@@ -125,7 +127,7 @@ def _run(
     """(loss, gradients of x and w, None for one that is not wanted)."""
     n, columns = x.shape[0], w.shape[0]
     weight = w.to(x.dtype)
-    rows = chunk_rows(n, columns, x.dtype, x.device)
+    rows = chunk_rows(n, columns, x.dtype, kind_of(x))
     # On a GPU rows of logits begin at multiples of 16 bytes, which every access to them is then.
     buffer = x.new_empty((min(rows, n), columns + (-columns % 8 if how == "triton" else 0)))
     dx = torch.empty_like(x) if wants[0] else None

@@ -71,7 +71,7 @@ def place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, ...], 
 
 def step_words(where: Place, count: Tensor, local: int, shape: torch.Size) -> Tensor:
     """The 32-bit words (int64, of `shape`) of step `count` for the elements of a shard from the local index `local` on."""
-    key = random.fold_in(torch.tensor(where.key, dtype=torch.int64, device=count.device), count)
+    key = random.fold_in(torch.tensor(where.key, dtype=torch.int64).to(count.device), count)
     n = shape.numel()
     if local + n <= where.size0:
         return random.bits(key, shape, first=where.first + local)

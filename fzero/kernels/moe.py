@@ -26,6 +26,7 @@ from fzero.kernels.glu import swiglu
 from fzero.kernels.registry import AUTO, Form, Kernels, Op
 from fzero.kernels.routing import group, permute, route, unpermute
 from fzero.pytree import Tree
+from fzero.target import kind_of, target_of
 
 __all__ = ["capacity", "dropless", "group", "grouped_mm", "permute", "route", "unpermute"]
 
@@ -202,13 +203,12 @@ def _fused(product: Callable[..., Tensor], product_dw: Callable[..., Tensor]) ->
 def _torch_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
     if x.dtype != w.dtype or not x.is_floating_point():
         return f"the dtypes are {x.dtype} and {w.dtype}; they must be one floating dtype"
-    if x.device.type == "cpu":
+    kind = kind_of(x)
+    if kind == "cpu":
         return ""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or any(size % 8 for size in w.shape[1:]):
-        return (
-            f"{x.dtype} of {list(w.shape[1:])} on {x.device.type}: elsewhere than on the CPU it takes bfloat16 in multiples of 8, on cuda"
-        )
-    if not hasattr(torch, "_grouped_mm") or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
+    if kind != "cuda" or x.dtype != torch.bfloat16 or any(size % 8 for size in w.shape[1:]):
+        return f"{x.dtype} of {list(w.shape[1:])} on {kind}: elsewhere than on the CPU it takes bfloat16 in multiples of 8, on cuda"
+    if not hasattr(torch, "_grouped_mm") or target_of(x).capability[0] not in (9, 10):
         return "torch._grouped_mm waits for the device, but on compute capability 9 and 10"
     return ""
 

@@ -34,6 +34,7 @@ from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
+from fzero.target import kind_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The longest rows that a program holds at once; of longer ones it reads CHUNK columns at a time, twice.
@@ -334,7 +335,7 @@ def _param_shapes(x: Tensor, *params: Tensor) -> str:
 
 def _on_cpu(x: Tensor, *args: Any, **options: Any) -> str:
     # Forward and backward of [2048, 1024] on one thread: float32 7 ms, the reference 61; bfloat16 8 and 51.
-    return "" if x.is_cpu else "it was measured on the CPU alone, 2 to 9 times as fast as the reference"
+    return "" if kind_of(x) == "cpu" else "it was measured on the CPU alone, 2 to 9 times as fast as the reference"
 
 
 rms_norm = Op(

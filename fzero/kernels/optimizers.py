@@ -21,9 +21,21 @@ from torch import Tensor
 from fzero.kernels import host_steps, lowbit
 from fzero.kernels.aot import Build
 from fzero.kernels.function import INTERPRETED
-from fzero.kernels.leaf_steps import SIGNED, Leaf, Rates, adamw_fused, adamw_reference, adamw_step, fused_serves, lion_reference, lion_step
+from fzero.kernels.leaf_steps import (
+    SIGNED,
+    Leaf,
+    Rates,
+    adamw_fused,
+    adamw_reference,
+    adamw_step,
+    fused_serves,
+    lion_reference,
+    lion_step,
+    touched,
+)
 from fzero.kernels.lowbit import Place, decode_blocks, encode_blocks, round_bf16, words
 from fzero.kernels.registry import Form, Op
+from fzero.target import kind_of, launched, plan_of
 
 CONFIG = {"BLOCK": 2048, "num_warps": 4}
 ODD = {"BLOCK": 512, "num_warps": 4}  # stochastic rounding where each element needs its own block of Philox
@@ -258,6 +270,9 @@ def _kind(leaf: Leaf) -> Kind:
 
 @torch.no_grad()
 def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
+    if leaves and plan_of(leaves[0].p) is not None:
+        launched(step.__name__, *touched(leaves))
+        return
     groups: dict[Kind, list[Leaf]] = {}
     for leaf in leaves:
         if leaf.p.numel():
@@ -311,14 +326,14 @@ def _supports(leaves: Sequence[Leaf], rates: Rates) -> str:
 
 def _runs(tensors: Sequence[Tensor]) -> str:
     devices = {x.device for x in tensors}
-    if len(devices) == 1 and (next(iter(devices)).type == "cuda" or INTERPRETED):
+    if len(devices) == 1 and (kind_of(tensors[0]) == "cuda" or INTERPRETED):
         return ""
     return f"a tensor is on {', '.join(sorted(str(d) for d in devices))}, and Triton's kernels run on one cuda device"
 
 
 def on_cuda(leaves: Sequence[Any], *rest: Any) -> str:
     """Why "auto" should not take a Triton kernel for these leaves."""
-    devices = {(leaf.p if isinstance(leaf, Leaf) else leaf).device.type for leaf in leaves}
+    devices = {kind_of(leaf.p if isinstance(leaf, Leaf) else leaf) for leaf in leaves}
     return "" if devices <= {"cuda"} else "interpreted, for checking numbers alone"
 
 
@@ -359,6 +374,10 @@ def grad_norm_reference(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _grad_norm(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     device, groups = grads[0].device, {}
+    if plan_of(grads[0]) is not None:
+        parts = torch.empty(1 + sum(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in grads), 2, device=device)
+        launched("grad_norm", list(grads), [parts])
+        return _joined([parts])
     for g in grads:
         if g.numel():
             groups.setdefault((g.dtype, g.numel() % 16 == 0 and g.data_ptr() % 16 == 0), []).append(g)
@@ -369,6 +388,10 @@ def _grad_norm(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         parts.append(torch.empty(len(work), 2, device=device))
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
             _square_sums[(len(work),)](table, work, parts[-1], WIDE=wide, GT=FLOATS[dtype], **NORM)
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     total, bad = torch.cat(parts).to(torch.float64).sum(0)
     return total.sqrt().to(torch.float32), bad.to(torch.int64)
 

@@ -15,6 +15,7 @@ from fzero import native
 from fzero.compile import have_compiler
 from fzero.kernels.function import Fused, operator
 from fzero.kernels.patterns import FULL, Pattern
+from fzero.target import kind_of
 
 KINDS = ("full", "window", "local", "strided", "fixed")  # in the order of tiled.cpp
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
@@ -102,7 +103,7 @@ def tiled(
 def supports(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object) -> str:
     """Why it does not serve a call; "" where it does."""
     (b, t, h, dim), groups = q.shape, k.shape[2]
-    if any(x.device.type != "cpu" for x in (q, k, v)):
+    if any(kind_of(x) != "cpu" for x in (q, k, v)):
         return "a tensor is not on the CPU"
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of bfloat16, float32 or float64"

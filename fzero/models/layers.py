@@ -141,7 +141,7 @@ def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
     if isinstance(ctx.layer, Tensor):
         key = random.fold_in(key, ctx.layer)
     axis, part = sequence_axis(ctx), x[0].numel()
-    first = (torch.as_tensor(ctx.first, device=x.device) * axis.size + axis.rank) * part
+    first = (torch.as_tensor(ctx.first).to(x.device) * axis.size + axis.rank) * part
     return key, first, axis.size * part
 
 

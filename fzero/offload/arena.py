@@ -83,6 +83,11 @@ class Arena:
         weakref.finalize(block, self._give, offset, size).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
 
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is a piece of this memory."""
+        start = np.frombuffer(self.memory, np.uint8).ctypes.data + self.base
+        return start <= storage.data_ptr() < start + self.size
+
     def _give(self, offset: int, size: int) -> None:
         # Called by whoever drops the last reference, in any thread, even by a garbage collection inside `take`: no lock may be needed.
         self.returned.put((offset, size))

@@ -43,7 +43,7 @@ class Moved(NamedTuple):
 
     read_bytes: int = 0
     written_bytes: int = 0
-    waited_s: float = 0.0  # by the computation
+    waited_s: float = 0.0  # by the computation, which is the thread that made the Disk
 
 
 class Pending:
@@ -60,7 +60,7 @@ class Pending:
         if not self.done.is_set():
             begin = time.perf_counter()
             self.done.wait()
-            if self.disk is not None:
+            if self.disk is not None and threading.get_ident() == self.disk.owner:
                 self.disk.waited_s += time.perf_counter() - begin
         if self.error is not None:
             raise self.error
@@ -77,6 +77,7 @@ class Disk:
         self.tokens: dict[bool, SimpleQueue] = {False: SimpleQueue(), True: SimpleQueue()}
         self.order = itertools.count()
         self.in_flight = 0  # requests
+        self.owner = threading.get_ident()
         self.shared = False  # by threads that each hold buffers
         self.read_bytes, self.written_bytes, self.waited_s, self.closed = 0, 0, 0.0, False
         self.kinds = [False] * settings.readers + [True] * settings.writers

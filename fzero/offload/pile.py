@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.offload.scratch import Scratch
+from fzero.target import ELSEWHERE
 
 
 class DiskPile:
@@ -40,15 +41,19 @@ class DiskPile:
 
 
 class HostPile:
-    """The same in the host's pinned memory, for tensors of a CUDA device: copied by a stream of its own."""
+    """The same in the host's pinned memory, for tensors of a CUDA device: copied by a stream of its own. In a plan there is none."""
 
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.planned = device, device == ELSEWHERE
+        self.stream = None if self.planned else torch.cuda.Stream(device)
         self.held: list[list[Tensor]] = []
-        self.ahead: tuple[list[Tensor], torch.cuda.Event] | None = None
+        self.ahead: tuple[list[Tensor], torch.cuda.Event | None] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
         """Put tensors on top."""
+        if self.planned:
+            self.held.append([torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in tensors])
+            return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.held.append([torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True) for t in tensors])
@@ -59,14 +64,18 @@ class HostPile:
         """The tensors on top, which leave the pile."""
         found, event = self.ahead or self._fetch()
         self.ahead = self._fetch() if self.held else None
+        if event is None:
+            return found
         torch.cuda.current_stream().wait_event(event)
         for tensor in found:
             tensor.record_stream(torch.cuda.current_stream())
         return found
 
-    def _fetch(self) -> tuple[list[Tensor], torch.cuda.Event]:
+    def _fetch(self) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        if self.planned:
+            return [t.to(self.device) for t in self.held.pop()], None
         with torch.cuda.stream(self.stream):
-            found = [t.to("cuda", non_blocking=True) for t in self.held.pop()]
+            found = [t.to(self.device, non_blocking=True) for t in self.held.pop()]
             event = torch.cuda.Event()
             event.record(self.stream)
         return found, event

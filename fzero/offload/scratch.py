@@ -119,7 +119,7 @@ class Scratched:
             self.scratch.write((*self.key, layer), value)
             return
         reading = self.scratch.read((*self.key, layer))
-        reading.wait().add_(value)
+        reading.wait().add_(value.to(reading.buffer.view.device))
         self.scratch.write((*self.key, layer), reading.buffer)
 
     def plus(self, other: Scratched) -> Scratched:

@@ -32,7 +32,7 @@ def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> 
     def scale(size: Tensor) -> Tensor:
         # max_norm / max(norm, max_norm) is min(1, max_norm / norm) without a division by a zero norm; 0 / 0 only at
         # max_norm = 0.
-        bound = torch.as_tensor(max_norm, dtype=size.dtype, device=size.device)
+        bound = torch.as_tensor(max_norm, dtype=size.dtype).to(size.device)
         return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:

@@ -25,6 +25,7 @@ from fzero.sharding.mesh import Mesh
 from fzero.sharding.pieces import walk
 from fzero.sharding.spec import Spec
 from fzero.sharding.zero import check_dims, shard_dim
+from fzero.target import kind_of
 
 # Up to so many elements a sum over ranks is one exchange of everything, and not a scatter and a gather.
 _SMALL = 1 << 12
@@ -189,6 +190,17 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> La
     return Layout(parts, gather, own, total, on_matrices, norm, vary, place, _row_squares if ordered else _piece_square)
 
 
+def squares(layout: Layout, tree: Tree) -> dict[str, Squared]:
+    """{name: what `layout.norm` needs of a leaf}: it takes this in place of the tree, with the same bits; it serves norms of layers too."""
+    return {name: _squares_of(leaf, shard_dim(name) == 1, layout.square) for name, leaf in pytree.named_leaves(tree).items()}
+
+
+def summed_by_kernel(tree: Tree) -> bool:
+    """Whether `norm` of the tree is one kernel's work, which tells nothing of its leaves."""
+    leaves = pytree.leaves(tree)
+    return all(isinstance(leaf, Tensor) for leaf in leaves) and _by_kernel(leaves, _wide(tree))
+
+
 def check_layout(owner: str, layout: Layout) -> None:
     """Raise ValueError where `layout` is none."""
     if not isinstance(layout, Layout):
@@ -211,7 +223,7 @@ def rms(layout: Layout, name: str, x: Tensor, lead: int) -> Tensor:
 def _by_kernel(leaves: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Whether the kernel sums the squares of all leaves: on a GPU, in float32, where nothing is differentiated."""
     plain = bool(leaves) and dtype == torch.float32 and not transforms() and not needs_grad(*leaves)
-    return plain and all(x.is_cuda and x.is_contiguous() for x in leaves)
+    return plain and all(kind_of(x) == "cuda" and x.is_contiguous() for x in leaves)
 
 
 def _wide(tree: Tree) -> torch.dtype:
@@ -247,6 +259,10 @@ def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: to
     return {names[0]: total(names)[None] for names in members.values()}
 
 
+def _squares_of(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> Squared:
+    return x if isinstance(x, Squared) else Squared(_squared(x, stacked, f), x.shape, x.dtype)
+
+
 def _squared(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> list[tuple[int, Tensor]]:
     return x.squares if isinstance(x, Squared) else [(layer, f(piece)) for layer, piece in widened(walk(x, stacked))]
 
@@ -267,7 +283,7 @@ def widened(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]
 def _row_squares(piece: Tensor) -> Tensor:
     """The sums of squares, float64, of the rows of a piece."""
     rows = piece.reshape(1, 1) if not piece.dim() else piece[:, None] if piece.dim() == 1 else piece.flatten(1)
-    most = max(1, _PIECE.get(piece.device.type, _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
+    most = max(1, _PIECE.get(kind_of(piece), _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
     sums = [
         _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1)) for some in rows.split(most)
     ]

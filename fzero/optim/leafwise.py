@@ -21,6 +21,7 @@ from fzero.kernels.leaf_steps import PIECE_ELSEWHERE as _PIECE_ELSEWHERE
 from fzero.optim.base import GradientTransformation, name_tree, overwrite
 from fzero.pytree import Tree
 from fzero.sharding.spec import Spec
+from fzero.target import kind_of
 
 
 class Slot(NamedTuple):
@@ -65,7 +66,7 @@ def layer_dims(owner: str, stacked: str | None, name: str, dims: int) -> int:
 def flat_pieces(name: str, tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Views of equal stretches of tensors of one shape: small pieces whatever the strides."""
     first = tensors[0]
-    most = _PIECE.get(first.device.type, _PIECE_ELSEWHERE)
+    most = _PIECE.get(kind_of(first), _PIECE_ELSEWHERE)
     if first.numel() <= most:
         yield tensors
     elif all(t.is_contiguous() for t in tensors):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero import pytree, random
 from fzero.kernels import lowbit
@@ -58,7 +59,8 @@ def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int,
 
 @functools.lru_cache(maxsize=4096)
 def _key(seed: int, name: str) -> tuple[int, int]:
-    low, high = random.fold_in(random.fold_in(random.key(seed), "rounding"), name).tolist()
+    with _disable_current_modes():  # a number, also where all tensors are fake
+        low, high = random.fold_in(random.fold_in(random.key(seed), "rounding"), name).tolist()
     return low, high
 
 

@@ -15,6 +15,7 @@ from fzero.pytree import Tree
 from fzero.sharding.bundle import pack, together, unpack
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.zero import STACKED, Plan
+from fzero.target import HOST
 
 
 class Part(NamedTuple):
@@ -48,7 +49,7 @@ class Gather:
         self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in specs[name].axes}
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has `wait()`.
         self.away = {name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device}
-        self.stream = torch.cuda.Stream(device) if self.away and device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if self.away and device.type == "cuda" else None  # None in a plan, too
 
     def needed(self, part: Part) -> bool:
         """Whether anything of the part must be fetched."""
@@ -68,9 +69,12 @@ class Gather:
             value = layer_of(leaf, name, layer)
             return self._copied(value) if name in self.away else lambda: value
         reading = leaf.read(layer or 0) if layer is None or name.startswith(STACKED) else leaf.read()
-        return reading.wait if self.stream is None else lambda: self._copied(reading.wait())()
+        return reading.wait if self.device == HOST else lambda: self._copied(reading.wait())()
 
     def _copied(self, value: Tensor) -> Wait:
+        if self.stream is None:
+            there = value.to(self.device)
+            return lambda: there
         with torch.cuda.stream(self.stream):
             there = value.to(self.device, non_blocking=True)
             event = torch.cuda.Event()
@@ -112,6 +116,7 @@ class Gather:
             waiting.clear()
             done = list(out)
             out.clear()  # the caller alone holds what was fetched
+            self.ledger.holds("gathered", done)
             return done
 
         return finish

@@ -20,6 +20,7 @@ from fzero.sharding.bundle import pack, together, unpack
 from fzero.sharding.gather import Part
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.zero import STACKED, Moves, Plan, moves
+from fzero.target import HOST
 
 
 class Counter:
@@ -88,6 +89,7 @@ class Reducer:
         last: the micro-batch is the last one. again: leaves of which another part will give a gradient in the same micro-batch.
         """
         self.finish()
+        self.mesh.ledger.holds("grads", grads)
         self.last = last
         kinds = [(self.moves[name], name in again) for name in names]
         for group in together(grads, kinds):
@@ -175,7 +177,7 @@ class Reducer:
             whole = self.final[stream, name] = self.room((stream, name), shape, value)
         slot = whole if layer is None else whole[layer]
         if key in self.begun:
-            slot.add_(value)
+            slot.add_(value.to(slot.device))  # a sum in the host's memory is made there
         else:
             slot.copy_(value)
             self.begun.add(key)
@@ -188,8 +190,8 @@ class Reducer:
             return self.wide(value)
         if self.memory[name] == "nvme":
             reading = so_far.read(layer)
-            return reading.wait().add_(value)
-        return so_far[layer].add_(value)
+            return reading.wait().add_(value.to(HOST))
+        return so_far[layer].add_(value.to(so_far.device))
 
     def wide(self, value: Tensor) -> Tensor:
         """A value in the dtype of its sum: one micro-batch's own gradients keep theirs until the end, when the activations are gone."""

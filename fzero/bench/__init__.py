@@ -1,0 +1,1 @@
+"""What this machine does in which time, for plans: `fzero bench` measures it and writes the device file (see fzero.planner.devices)."""

@@ -1,0 +1,154 @@
+"""The clock of a step: how its time splits over phases and collectives, told by the ledger's marks.
+
+    clock = Clock()
+    with mesh.ledger.watched(clock):
+        with mesh.ledger.phase("data"):
+            batch = next(batches)
+        state, metrics = train_step(state, batch)
+    times = clock.take()
+
+While a step runs, a mark is a line in a list; what the marks mean is worked out by `take`, behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+# The phases of a row, each second in one of them. What the ledger calls otherwise is "rest".
+PHASES = ("data", "forward", "backward", "metrics", "update", "comm_exposed", "io", "evaluate", "checkpoint", "rest")
+WHOLE = ("evaluate", "checkpoint")  # with their own collectives and their own waiting for a disk
+COMM, IO, REST = "comm_exposed", "io", "rest"
+
+
+class Comm(NamedTuple):
+    """The seconds of the collectives over an axis."""
+
+    exposed: float = 0.0  # in which the program waited
+    hidden: float = 0.0  # from a start to the wait for it; the messages may have been there sooner
+
+
+class Times(NamedTuple):
+    """Where the time went between two calls of `Clock.take`, in seconds."""
+
+    wall: float
+    phases: dict[str, float]  # of PHASES, all of them; they add up to `wall`
+    comm: dict[str, Comm]  # by axis; the exposed ones add up to phases["comm_exposed"]
+
+    @property
+    def busy(self) -> float:
+        """What was spent on the step itself: neither waiting nor beside it."""
+        return self.wall - sum(self.phases[name] for name in ("data", COMM, IO, *WHOLE))
+
+
+class Clock:
+    """Who watches a ledger with a clock (see ledger.Watch).
+
+    A second belongs to the outermost phase, whatever is entered inside it; but waiting for a collective is "comm_exposed", and waiting
+    for a disk and the commit of a store are "io", outside evaluations and checkpoints. On a GPU the marks are events in the current
+    stream, and `take` waits for the last one: exposed is how long that stream waited.
+    waited: the seconds that this thread has waited for a disk so far (None: it has none).
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", waited: Callable[[], float] | None = None) -> None:
+        cuda = torch.device(device).type == "cuda"
+        self.now: Callable[[], Any] = _event if cuda else time.perf_counter
+        self.waited = waited or _none
+        self.log: list[tuple[str, Any, Any, float]] = []
+        self.open: list[str] = []  # phases that were entered before the last `take` and not left
+        self.last = (self.now(), self.waited())
+
+    def _note(self, what: str, value: Any) -> None:
+        self.log.append((what, value, self.now(), self.waited()))
+
+    # ---- what a ledger tells -------------------------------------------------------------------------------------
+
+    def enter(self, phase: str) -> None:
+        """A phase begins."""
+        self._note("enter", phase)
+
+    def leave(self, phase: str) -> None:
+        """The innermost phase ends."""
+        self._note("leave", phase)
+
+    def at(self, part: str, layer: int | None) -> None:
+        """The program comes to a part of the model, which is nothing to a clock of phases."""
+
+    def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
+        """A collective is started."""
+        self._note("start", (number, axis))
+
+    def wait(self, number: int) -> None:
+        """The program waits for it."""
+        self._note("wait", number)
+
+    def done(self, number: int) -> None:
+        """It is there."""
+        self._note("done", number)
+
+    # ---- what a loop asks ----------------------------------------------------------------------------------------
+
+    def take(self) -> Times:
+        """The times since the last call, or since the clock was made. No collective may be under way."""
+        self._note("take", None)
+        log, self.log = self.log, []
+        end = log[-1][2]
+        if not isinstance(end, float):
+            end.synchronize()
+        (last, waited), self.last = self.last, log[-1][2:]
+        wall, phases, axes = _between(last, end), dict.fromkeys(PHASES, 0.0), {}
+        started: dict[int, tuple[str, Any]] = {}  # number -> (axis, the mark behind which it travels)
+        waiting = ""
+        for what, value, mark, disk in log:
+            spent, idle, name = _between(last, mark), 0.0, _name(self.open, waiting)
+            if name not in (*WHOLE, COMM, IO):
+                idle = min(disk - waited, spent)
+                phases[IO] += idle
+            phases[name] += spent - idle
+            if name == COMM:
+                comm = axes.get(waiting, Comm())
+                axes[waiting] = comm._replace(exposed=comm.exposed + spent)
+            last, waited = mark, disk
+            if what == "enter":
+                self.open.append(value)
+            elif what == "leave":
+                self.open.pop()
+            elif what == "start" and not (self.open and self.open[0] in WHOLE):
+                started[value[0]] = (value[1], mark)
+            elif what == "wait" and value in started:
+                waiting, begun = started[value]
+                comm = axes.get(waiting, Comm())
+                axes[waiting] = comm._replace(hidden=comm.hidden + _between(begun, mark))
+            elif what == "done" and value in started:
+                started[value] = (waiting, mark)  # a large sum has a second half
+                waiting = ""
+        return Times(wall, phases, axes)
+
+
+def _name(phases: list[str], waiting: str) -> str:
+    """The phase of a row to which a second belongs, inside these phases of the ledger; waiting: the axis of a collective, or ""."""
+    if phases and phases[0] in WHOLE:
+        return phases[0]
+    if waiting:
+        return COMM
+    if "commit" in phases:
+        return IO
+    return phases[0] if phases and phases[0] in PHASES else REST
+
+
+def _none() -> float:
+    return 0.0
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds between two marks."""
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3

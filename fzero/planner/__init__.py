@@ -1,0 +1,1 @@
+"""A run before it runs: its own step on fake tensors, and what follows from that."""

@@ -1,0 +1,279 @@
+"""The ways to train a model on a number of devices, and what each will about take: closed forms around one traced layer.
+
+A search looks at thousands of candidates, so none is traced here. For each size of tp two layers are traced once; what a layer keeps
+for its backward pass and how long it takes follow for every micro-batch, recomputation, stage and mesh. State bytes are those of the plan's
+own specs, exact also where a leaf does not divide. The sketches say in which order candidates are worth an exact trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fzero import models, program, pytree
+from fzero.autodiff import Remat
+from fzero.capacity import numel, part_numels
+from fzero.config import RunConfig
+from fzero.planner.devices import Device
+from fzero.planner.estimate import MOMENTS, STATE_BYTES
+from fzero.planner.rates import collective_s, ways_of
+from fzero.planner.timing import predict
+from fzero.planner.trace import trace_step
+from fzero.sharding import Plan, fake_mesh, zero_plan
+from fzero.sharding.tiers import Offload
+
+REMATS = ("none", "full", "every:2", "every:4")
+OFFLOADS = ("", "opt=host", "params=host,opt=host", "acts=host")
+ROWS = (1, 2, 4, 8, 16, 32)  # of a micro-batch
+
+
+class Candidate(NamedTuple):
+    """One way to train."""
+
+    dp: int
+    rp: int
+    tp: int
+    zero: int
+    remat: str
+    offload: str
+    micro_batch: int
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes that are larger than 1."""
+        return {name: size for name, size in (("dp", self.dp), ("rp", self.rp), ("tp", self.tp)) if size > 1}
+
+    def of(self, config: RunConfig) -> RunConfig:
+        """`config`, trained in this way. Activations are split along the sequence wherever tp divides it."""
+        sequence = self.tp > 1 and config.data.seq_len % self.tp == 0
+        train = replace(config.train, remat=self.remat, micro_batch=self.micro_batch)
+        return replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, sequence=sequence, train=train)
+
+
+class Layer(NamedTuple):
+    """What a layer takes on a rank, with one row a micro-batch and a size of tp. With the rows grow bytes, and seconds but for `host`."""
+
+    kept_bytes: int  # for its backward pass
+    input_bytes: int  # of its input alone, which is what recomputation keeps
+    spare_bytes: int  # alive on top while it and the head are computed
+    forward_s: float
+    backward_s: float
+    tp_s: float  # exposed communication of tensor parallelism, forward and backward
+    ends_s: float  # embedding and head of a micro-batch, forward and backward
+    host: float  # the part of the seconds that the host takes to issue operators, however many rows they have
+
+
+class Sketch(NamedTuple):
+    """About what a candidate takes on one rank."""
+
+    candidate: Candidate
+    memory: dict[str, float]  # bytes on the device, by component
+    time: dict[str, float]  # seconds of a step, by what they go into
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return sum(self.memory.values())
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.time.values())
+
+
+def candidates(
+    config: RunConfig, ranks: int, on_node: int, *, remats: Sequence[str] = REMATS, offloads: Sequence[str] = OFFLOADS
+) -> Iterator[Candidate]:
+    """All candidates for `ranks` ranks that the model and the batch allow; tp stays within a node.
+
+    A mesh with rp keeps ZeRO's shards within a group of dp ranks that is a power of two of a node's. Raises ValueError where there is none.
+    """
+    found = 0
+    for tp in sizes_of_tp(config, ranks, on_node):
+        data = ranks // tp
+        for micro in (m for m in ROWS if config.train.batch % m == 0 and (config.train.batch // m) % data == 0):
+            for dp in groups_of(data, max(1, on_node // tp)):
+                for zero in range(4) if data > 1 else (0,):
+                    if zero == 0 and dp != data:
+                        continue  # without shards dp and rp are one
+                    for remat in remats:
+                        for offload in offloads:
+                            if "acts=" in offload and not Remat.parse(remat).every:
+                                continue
+                            found += 1
+                            yield Candidate(dp, data // dp, tp, zero, remat, offload, micro)
+    if not found:
+        widest = max(sizes_of_tp(config, ranks, on_node))
+        least = ranks // widest
+        raise ValueError(
+            f"no mesh of {ranks} ranks can share a batch of {config.train.batch} sequences: with tp={widest}, the largest within a node, "
+            f"there are {least} data ranks; use a --batch that {least} divides"
+        )
+
+
+def sizes_of_tp(config: RunConfig, ranks: int, on_node: int) -> list[int]:
+    """The sizes of tp within a node that divide the ranks and the model."""
+    return [tp for tp in range(1, min(ranks, on_node) + 1) if ranks % tp == 0 and on_node % tp == 0 and divides(config, tp)]
+
+
+def divides(config: RunConfig, tp: int) -> bool:
+    """Whether tp divides the model's heads, hidden units and vocabulary."""
+    try:
+        zero_plan(0, models.build(config.model), fake_mesh({"tp": tp}))
+    except ValueError:
+        return False
+    return True
+
+
+def groups_of(data: int, on_node: int) -> list[int]:
+    """The sizes of dp, out of `data` data ranks: all of them, and powers of two times those of a node."""
+    sizes, size = {data}, min(on_node, data)
+    while size < data and size > 1:
+        if data % size == 0:
+            sizes.add(size)
+        size *= 2
+    return sorted(sizes, reverse=True)
+
+
+def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
+    """What a layer of `config` takes on a device where tp ranks share it, from a trace of two layers and one row."""
+    few = min(2, config.model.n_layers)
+    model = replace(config.model, n_layers=few)
+    one = Candidate(1, 1, tp, 0, "none", "", 1).of(
+        replace(config, preset="", model=model, train=replace(config.train, batch=1, micro_batch=1))
+    )
+    traced = trace_step(one, {"tp": tp}, target=device.target)
+    timing = predict(traced, device)
+    kept = [m.parts["activations"] for m in traced.timeline if m.phase == "forward" and m.layer is not None]
+    of_layer = {
+        i: max((m.parts["activations"] for m in traced.timeline if (m.phase, m.layer) == ("forward", i)), default=0) for i in range(few)
+    }
+    per_layer = of_layer[few - 1] - of_layer[0] if few > 1 else max(kept)
+    policy = program.make_policy(traced.config)
+    share = tp if one.sequence else 1
+    inputs = config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
+    most = max(m.parts["activations"] + m.parts["workspace"] for m in traced.timeline)
+    seconds = {phase: [timing.layers.get(f"{phase}/{i}", 0.0) for i in range(few)] for phase in ("forward", "backward")}
+    ends = sum(timing.phases.get(phase, 0.0) - sum(seconds[phase]) for phase in seconds)
+    return Layer(
+        kept_bytes=max(per_layer, inputs),
+        input_bytes=inputs,
+        spare_bytes=max(0, most - few * per_layer),
+        forward_s=sum(seconds["forward"]) / few,
+        backward_s=sum(seconds["backward"]) / few,
+        tp_s=timing.exposed.get("tp", 0.0) / few,
+        ends_s=max(0.0, ends),
+        host=timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values())),
+    )
+
+
+class Sketcher:
+    """Makes sketches of the candidates of one search; what they share is kept."""
+
+    def __init__(self, config: RunConfig, device: Device, on_node: int):
+        self.config, self.device, self.on_node = config, device, on_node
+        self.model, self.policy = models.build(config.model), program.make_policy(config)
+        self.plan = functools.cache(self._plan)
+        self.layer = functools.cache(lambda tp: layer_of(config, device, tp))
+        o = config.optim
+        state = self.policy.state.itemsize
+        # Of a parameter, with its master weight.
+        self.opt_bytes = MOMENTS[o.name] * STATE_BYTES.get(o.states, state) + (state if self.policy.has_master else 0)
+
+    def _plan(self, dp: int, rp: int, tp: int, zero: int) -> tuple[Plan, dict[str, int], dict[str, int]]:
+        """(the plan, elements of a rank by kind, elements of the embedding, a layer and the head)."""
+        plan = zero_plan(zero, self.model, fake_mesh({"dp": dp, "rp": rp, "tp": tp}))
+        trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
+        return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
+
+    def memory(self, c: Candidate) -> dict[str, float]:
+        """About the bytes of a rank's device at the peak."""
+        plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
+        layer, tiers, remat = self.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
+        rows, layers, policy = c.micro_batch, self.config.model.n_layers, self.policy
+        micro_batches = self.config.train.batch // c.micro_batch // (c.dp * c.rp)
+        part = max(parts.values())
+        kept = layers * layer.kept_bytes * remat.budget
+        if remat.every:
+            boundaries = 2 if tiers.acts.memory != "device" else math.ceil(layers / remat.every)
+            kept = boundaries * layer.input_bytes + remat.every * layer.kept_bytes
+        sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
+        sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
+        gathered = (self.config.prefetch + 1) * parts.get("blocks", part) * policy.param.itemsize
+        on_device = {name: float(getattr(tiers, name).memory == "device") for name in ("params", "opt")}
+        return {
+            "params": held["params"] * policy.param.itemsize * on_device["params"],
+            "optimizer": held["opt"] * self.opt_bytes * on_device["opt"],
+            "grads": sums + (2 * part * policy.param.itemsize if c.dp * c.rp > 1 else 0),
+            "gathered": gathered if (sharded and c.dp > 1) or not on_device["params"] else 0.0,
+            "activations": rows * (kept + layer.spare_bytes),
+        }
+
+    def time(self, c: Candidate) -> dict[str, float]:
+        """About the seconds of a step."""
+        layer, remat, tiers = self.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
+        _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
+        layers, data, policy = self.config.model.n_layers, c.dp * c.rp, self.policy
+        micro = self.config.train.batch // c.micro_batch // data
+        rows = layer.host + (1 - layer.host) * c.micro_batch
+        forward, backward = rows * layer.forward_s, rows * layer.backward_s
+        again = forward if remat.every else (1 - remat.budget) * forward / 2
+        out = {
+            "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
+            "recomputation": micro * layers * again,
+            "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
+            "update": 28 * held["opt"] / (self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0)),
+        }
+        for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
+            out[f"communication on {axis}"] = exposed
+        away = 0.0
+        if tiers.opt.memory == "host":
+            away += 2 * held["opt"] * self.opt_bytes
+        if tiers.params.memory == "host":
+            away += 3 * micro * held["params"] * policy.param.itemsize
+        if tiers.acts.memory == "host":
+            away += 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes
+        if away:
+            rate = min((self.device.host.get(way, 0.0) for way in ("read", "write")), default=0.0) * self.device.efficiency.get("host", 1.0)
+            hidden = 0.0 if tiers.opt.memory == "host" else 0.8 * (out["computation"] + out["recomputation"])
+            out["transfers to the host"] = max(0.0, away / rate - hidden) if rate else math.inf
+        return out
+
+    def exposed(
+        self, c: Candidate, micro: int, forward: float, backward: float, parts: Mapping[str, int], held: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Seconds of a step in which the data ranks' communication is waited for, by axis."""
+        layers, size = self.config.model.n_layers, self.policy.param.itemsize
+        sums = self.policy.reduce.itemsize
+        ways = ways_of(self.device, {"dp": c.dp, "rp": c.rp, "tp": c.tp})
+        out: dict[str, float] = {}
+
+        def seconds(axis: str, what: str, elements: float, itemsize: int) -> float:
+            way = ways.get(axis)
+            times = 2 if what == "psum" else 1
+            return collective_s(way, what, int(times * elements * itemsize * (way.size - 1) / way.size)).seconds if way else 0.0
+
+        block, whole = parts.get("blocks", 0), sum(parts.values()) + (layers - 1) * parts.get("blocks", 0)
+        ends = whole - layers * block
+        if c.dp > 1:
+            gather, scatter = seconds("dp", "all_gather", block, size), seconds("dp", "psum_scatter", block, sums)
+            times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
+            outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
+            if c.zero == 3:
+                outside += micro * seconds("dp", "all_gather", ends, size)
+                out["dp"] = micro * layers * (max(0.0, gather - forward) + max(0.0, gather + scatter - backward)) + outside
+            elif c.zero == 2:
+                out["dp"] = micro * layers * max(0.0, scatter - backward) + outside + seconds("dp", "all_gather", whole, size)
+            else:
+                out["dp"] = layers * max(0.0, seconds("dp", "psum" if c.zero == 0 else "psum_scatter", block, sums) - backward) + outside
+                out["dp"] += seconds("dp", "all_gather", whole, size) if c.zero else 0.0
+        if c.rp > 1:
+            out["rp"] = seconds("rp", "psum", held["grads"], sums) * (micro if c.zero == 0 else 1)
+        return out
+
+    def sketch(self, c: Candidate) -> Sketch:
+        """The Sketch of a candidate."""
+        return Sketch(c, self.memory(c), self.time(c))

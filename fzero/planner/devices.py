@@ -1,0 +1,251 @@
+"""What a machine can do, as a value: read from a file that `fzero bench` measured, or from the data sheets that come with the package.
+
+A data sheet gives peaks, and `efficiency` the part of each that is reached: one factor for each class of operation, the same for all
+listed devices. A measured file gives curves of seconds over sizes, and no factor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fzero.offload.disks import config_file
+from fzero.pytree import nearest
+from fzero.tables import KINDS, parse_json
+from fzero.target import Target
+
+LISTED = Path(__file__).parent / "devices"
+Curve = tuple[tuple[float, float], ...]  # (size, seconds), by size
+Products = tuple[tuple[int, int, int, int, float], ...]  # (batch, m, n, k, seconds) of [batch, m, k] by [batch, k, n]
+
+
+class Rates(NamedTuple):
+    """The seconds of operations as a step runs them: each makes its result in memory that the allocator gives it.
+
+    They are of one process with `threads` threads, while `processes` processes (it included) do the same on this machine.
+    """
+
+    threads: int
+    processes: int
+    bandwidth: Curve  # bytes read and written -> seconds of a sum of two tensors
+    gemm: dict[str, Products]  # by dtype; "float32/onednn" by oneDNN, see fzero.doctor
+    kernels: dict[str, Curve]  # "name/dtype" -> seconds by bytes read and written, or by FLOP for attention
+    # Of the host: for an operator of a step ("eager"), for a call of a compiled graph ("compiled"), and for a kernel inside one ("kernel").
+    op_s: dict[str, float]
+    step_s: dict[str, float]  # and for each step besides
+    spread: float = 1.0  # median over minimum of a figure, the middle one of all figures: how much else the machine did
+
+
+class Level(NamedTuple):
+    """A level of the links between ranks; the innermost comes first."""
+
+    name: str
+    kind: str  # "gloo", "nccl" or "rccl"
+    ranks: int | None  # that reach each other over it; None for any number
+    bytes_s: float  # of one rank, in each direction, in a large message
+    latency_s: float  # of a message without content
+    total_bytes_s: float | None = None  # of all ranks of the level together, where they share something
+    call_s: float = 0.0  # of a call besides its messages
+    hidden: float | None = None  # the part of a large message's time that goes by while all ranks compute; None where not measured
+
+
+@dataclass(frozen=True)
+class Device:
+    """A processor with its memory and links: what a plan needs to know of one rank's hardware.
+
+    Seconds, bytes, FLOP (a multiply-add is two). None stands for what is not known.
+    """
+
+    name: str
+    kind: str  # "cpu" or "cuda" (which torch calls AMD's GPUs too)
+    measured: bool  # by `fzero bench`, or listed from data sheets
+    processors: int  # multiprocessors or compute units of a GPU; cores of a CPU
+    memory_bytes: int
+    reserved_bytes: int  # that no tensor can have: the driver's context, libraries, the runtime
+    margin: float  # the part of the rest that the allocator loses to fragments
+    flops: dict[str, float]  # FLOP/s of dense products by dtype: listed, or the best that was measured
+    bandwidth_bytes_s: float  # of the memory, read and written together
+    links: tuple[Level, ...]
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability
+    cache_bytes: int | None = None  # of the last level
+    efficiency: dict[str, float] = field(default_factory=dict)  # the part of a listed peak that is reached, by class
+    launch_s: float = 0.0  # between two kernels of a GPU
+    op_s: dict[str, float] = field(default_factory=dict)  # as in Rates, where nothing was measured
+    rates: tuple[Rates, ...] = ()
+    collectives: dict[str, Curve] = field(default_factory=dict)  # "psum/4": bytes of the whole tensor -> seconds among 4 ranks
+    host: dict[str, float] = field(default_factory=dict)  # bytes/s between device and host memory: "read", "write" (to the host)
+    nvme: dict[str, float] = field(default_factory=dict)  # bytes/s of a node's disk: "read", "write", "both"
+    price_per_hour: float | None = None  # of one device; never listed, as it changes
+    machine: dict[str, str] = field(default_factory=dict)  # what was measured: processor, versions, command, time
+    sources: dict[str, str] = field(default_factory=dict)  # of each field
+
+    @property
+    def cores(self) -> int:
+        """The cores of a CPU."""
+        return self.processors
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The bytes of tensors that fit: what is neither reserved nor lost to fragments."""
+        return int((self.memory_bytes - self.reserved_bytes) * (1 - self.margin))
+
+    @property
+    def target(self) -> Target:
+        """What choices of kernels go by."""
+        return Target("cpu") if self.kind == "cpu" else Target(self.kind, self.processors, self.capability, self.name)
+
+    def rates_of(self, threads: int = 1, processes: int = 1) -> Rates | None:
+        """The measured rates that are nearest to so many threads and processes; None for a listed device."""
+        return min(self.rates, key=lambda r: (abs(r.threads - threads), abs(r.processes - processes)), default=None)
+
+
+def device(name: str | Path, **changes: Any) -> Device:
+    """The Device of a name: one that is listed, "here" for what `fzero bench` measured on this machine, or the path of a device file.
+
+    changes: fields to replace, such as price_per_hour. Raises ValueError for a name that is none of these, or a file that is no device.
+    """
+    path = Path(name)
+    if str(name) == "here":
+        path = here()
+        if not path.is_file():
+            raise ValueError(f"device 'here': there is no {path}; run `fzero bench` on this machine first")
+    elif path.suffix != ".json":
+        path = LISTED / f"{str(name).lower()}.json"
+        if not path.is_file():
+            known = listed()
+            raise ValueError(
+                f"device {str(name)!r} is not known{nearest(str(name), known)}; the devices are {', '.join(known)}, "
+                "here (after `fzero bench`), or the path of a .json file"
+            )
+    elif not path.is_file():
+        raise ValueError(f"{path}: no such file; give a device file that `fzero bench --out` wrote, or one of {', '.join(listed())}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    return dataclasses.replace(from_json(text, str(path)), **changes)
+
+
+@functools.cache
+def listed() -> list[str]:
+    """The names of the devices that come with the package."""
+    return sorted(path.stem for path in LISTED.glob("*.json"))
+
+
+def here() -> Path:
+    """Where `fzero bench` writes what it measured: device.json beside the user's config.toml."""
+    return config_file().parent / "device.json"
+
+
+def to_json(device: Device) -> str:
+    """The text of a device file; `from_json` gives the same Device back."""
+    table = _plain(device)
+    lines = [f"{json.dumps(key)}: {_laid_out(value)}" for key, value in table.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def from_json(text: str, name: str) -> Device:
+    """The Device of a file's text. Raises ValueError naming the file `name`, the key and what is wrong with it."""
+    table = parse_json(text, name)
+    try:
+        found = _typed("", table, Device)
+        _check(found)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; correct it, or run `fzero bench` again") from None
+    return found
+
+
+def _check(device: Device) -> None:
+    if device.kind not in ("cpu", "cuda"):
+        raise ValueError(f"kind is {device.kind!r}; it must be cpu or cuda")
+    for name in ("processors", "memory_bytes", "bandwidth_bytes_s"):
+        if not 0 < getattr(device, name) < math.inf:
+            raise ValueError(f"{name} is {getattr(device, name)!r}; it must be above 0")
+    if not 0 <= device.margin < 1:
+        raise ValueError(f"margin is {device.margin!r}; it must be at least 0 and below 1")
+    if not 0 <= device.reserved_bytes < device.memory_bytes:
+        raise ValueError(f"reserved_bytes is {device.reserved_bytes!r}; it must be at least 0 and below memory_bytes")
+    if not device.links:
+        raise ValueError("links is []; there must be one level at least")
+    if device.measured and not device.rates:
+        raise ValueError("rates is [] in a measured file")
+    if not device.measured and not {"gemm", "memory"} <= set(device.efficiency):
+        raise ValueError(f"efficiency has {', '.join(device.efficiency) or 'nothing'}; a listed device needs gemm and memory")
+
+
+# ---- between values and JSON -------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """Tables, lists, numbers and texts: tuples with names and dataclasses become tables."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {key: _plain(inner) for key, inner in value._asdict().items()}
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
+    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def _laid_out(value: Any, indent: str = "") -> str:
+    """JSON in which what is short stands on one line."""
+    short = json.dumps(value, ensure_ascii=False)
+    if len(indent) + len(short) <= 130 or not isinstance(value, dict | list) or not value:
+        return short
+    deeper = indent + " "
+    if isinstance(value, dict):
+        inner = [f"{deeper}{json.dumps(key)}: {_laid_out(each, deeper)}" for key, each in value.items()]
+        return "{\n" + ",\n".join(inner) + f"\n{indent}}}"
+    inner = [deeper + _laid_out(each, deeper) for each in value]
+    return "[\n" + ",\n".join(inner) + f"\n{indent}]"
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """`value`, read from JSON, as the type `hint`. Raises ValueError naming the key `name`, the value and what is allowed."""
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _typed(name, value, next(kind for kind in typing.get_args(hint) if kind is not type(None)))
+    if hasattr(hint, "_fields") or dataclasses.is_dataclass(hint):
+        return _fields(name, value, hint)
+    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    if kind is dict and isinstance(value, dict):
+        return {key: _typed(f"{name}.{key}", each, inner[1]) for key, each in value.items()}
+    if kind is tuple and isinstance(value, list):
+        if inner[-1] is Ellipsis:
+            return tuple(_typed(f"{name}[{i}]", each, inner[0]) for i, each in enumerate(value))
+        if len(value) == len(inner):
+            return tuple(_typed(f"{name}[{i}]", each, one) for i, (each, one) in enumerate(zip(value, inner)))
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if kind is None and type(value) is hint and hint is not float:
+        return value
+    wanted = {dict: "a table", tuple: f"a list of {len(inner)} values" if kind is tuple and inner[-1] is not Ellipsis else "a list"}
+    shown = json.dumps(value)
+    raise ValueError(f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}; it must be {wanted.get(kind) or KINDS[hint]}")
+
+
+def _fields(name: str, value: Any, hint: Any) -> Any:
+    """A table as the dataclass or named tuple `hint`: all keys known, and none missing that has no default."""
+    hints = typing.get_type_hints(hint)
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {json.dumps(value)[:60]}; it must be a table of {', '.join(hints)}")
+    where = f"{name}." if name else ""
+    for key in value:
+        if key not in hints:
+            raise ValueError(f"unknown key {where + key!r}{nearest(key, hints)}; the keys are {', '.join(hints)}")
+    if dataclasses.is_dataclass(hint):
+        unset = (dataclasses.MISSING, dataclasses.MISSING)
+        needed = [f.name for f in dataclasses.fields(hint) if (f.default, f.default_factory) == unset]
+    else:
+        needed = [key for key in hint._fields if key not in hint._field_defaults]
+    for key in needed:
+        if key not in value:
+            raise ValueError(f"{where}{key} is missing")
+    return hint(**{key: _typed(where + key, each, hints[key]) for key, each in value.items()})

@@ -1,0 +1,147 @@
+"""One operator as it ran: its kind, its size, its FLOPs and the bytes it read and wrote, from the tensors it took and gave."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fzero.planner.flops import flop_of
+
+KINDS = ("gemm", "attention", "cross_entropy", "norm", "rope", "glu", "moe", "optimizer", "random", "reduce", "pointwise", "copy", "gather",
+         "fused", "other")  # fmt: skip
+
+
+class Op(NamedTuple):
+    """One operator as it ran."""
+
+    phase: str
+    layer: int | None
+    name: str  # "aten.mm", "aten.mm/nt" (of a transposed second operand, see `layout`), "fzero.flash_forward"
+    kind: str  # one of KINDS
+    dtype: str  # of its result, of what it wrote, or of what it took
+    shape: tuple[int, ...]  # of a gemm (batch, m, n, k), else of its largest tensor
+    flop: int
+    bytes: int  # read and written, each tensor once
+
+
+# By the operator's name without its namespace. What is not here is pointwise.
+NAMED: dict[str, str] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "symmetric_product", "float8_product"), "gemm"),
+    **dict.fromkeys(("float8_emulated", "grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"),
+    **dict.fromkeys(("tiled_layer", "tiled_layer_backward"), "gemm"),
+    **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
+    **dict.fromkeys(("cross_entropy_rows", "cross_entropy_rows_", "nll_loss_forward", "nll_loss_backward"), "cross_entropy"),
+    **dict.fromkeys(("norm_forward", "add_norm_forward", "norm_backward", "native_layer_norm", "native_layer_norm_backward"), "norm"),
+    **dict.fromkeys(("_fused_rms_norm", "_fused_rms_norm_backward"), "norm"),
+    "rope": "rope",
+    **dict.fromkeys(("glu_forward", "glu_backward"), "glu"),
+    **dict.fromkeys(("route_forward", "route_backward", "group_rows", "permute_rows", "unpermute_rows"), "moe"),
+    **dict.fromkeys(("unpermute_rows_backward", "sort", "topk", "bincount"), "moe"),
+    **dict.fromkeys(("_fused_adamw_", "_fused_adam_", "host_step"), "optimizer"),
+    **dict.fromkeys(("dropout_add", "native_dropout", "bernoulli", "uniform_", "normal_", "rand", "randn", "randint"), "random"),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any", "all", "std", "var", "norm"), "reduce"
+    ),
+    **dict.fromkeys(("linalg_vector_norm", "_foreach_norm", "logsumexp", "_softmax", "_softmax_backward_data", "_log_softmax"), "reduce"),
+    **dict.fromkeys(("_log_softmax_backward_data", "cumsum", "aminmax", "var_mean"), "reduce"),
+    **dict.fromkeys(("copy_", "_to_copy", "clone", "cat", "stack", "contiguous", "_foreach_copy_", "constant_pad_nd", "repeat"), "copy"),
+    **dict.fromkeys(("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"), "copy"),
+    **dict.fromkeys(("new_full", "arange", "lift_fresh_copy", "eye", "tril", "triu", "flip", "roll"), "copy"),
+    **dict.fromkeys(("embedding", "embedding_dense_backward", "index", "index_select", "gather", "index_put", "index_put_"), "gather"),
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_", "select_backward"), "gather"),
+    **dict.fromkeys(("slice_backward", "searchsorted", "take_along_dim", "masked_select", "nonzero"), "gather"),
+    **dict.fromkeys(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"), "other"),
+    **dict.fromkeys(("_local_scalar_dense", "is_same_size", "scalar_tensor"), "other"),
+}
+LOOKED_UP = ("embedding", "index", "index_select", "gather", "slice_backward", "select_backward")  # reads as many rows as it writes
+COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+
+
+@functools.cache
+def names_of(func: Any) -> tuple[str, str, str]:
+    """(namespace.name, name, kind) of an operator."""
+    space, _, name = func._schema.name.partition("::")
+    kind = NAMED.get(name)
+    if kind is None:
+        kind = "attention" if "attention" in name else "optimizer" if "_fused_" in name else "pointwise"
+    return f"{space}.{name}", name, kind
+
+
+@functools.cache
+def _launched(what: str) -> tuple[str, str, str]:
+    return f"fzero.{what}", what, "fused" if what == "fused" else "optimizer"
+
+
+def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, phase: str, layer: int | None) -> Op | None:
+    """The Op of an operator that took `args` and `kwargs` and gave `out`; None for a view, and for a collective, which is a transfer."""
+    full, name, kind = names_of(func)
+    if func.is_view or (full.startswith("fzero.") and name in COLLECTIVES):
+        return None
+    if name == "launched":  # a kernel that is no operator: what it reads, what it writes
+        full, name, kind = _launched(args[0])
+        args, out = args[1:], args[2]
+    given = list(_tensors((args, tuple(x for key, x in kwargs.items() if key != "out"))))
+    made = list(_tensors(out))
+    if not given and not made:
+        return None  # of no tensor, such as promote_types
+    if not func._schema.is_mutable and made and len(given) == 1 and len(made) == 1 and _same(given[0], made[0]):
+        return None  # a view by another name, such as _unsafe_view, or a conversion to what it is
+    flop = flop_of(func, args, kwargs, out) if kind in ("gemm", "attention") else 0
+    size, largest = 0, None
+    for x in made:
+        size += _bytes(x)
+    for x in given:
+        size += 0 if kind == "other" else min(_bytes(x), size) if name in LOOKED_UP else _bytes(x)
+    for x in (*made, *given):
+        if largest is None or x.numel() > largest.numel():
+            largest = x
+    dtype = made[0].dtype if made else given[0].dtype if given else None
+    if kind == "gemm":
+        dtype = given[name in ("addmm", "baddbmm")].dtype  # of the factors: what is added to may be wider
+        full += layout(given) if name in ("mm", "bmm", "addmm", "baddbmm") else ""
+    shape = gemm_shape(name, given, made, args) if kind == "gemm" else tuple(largest.shape) if largest is not None else ()
+    return Op(phase, layer, full, kind, str(dtype).removeprefix("torch."), shape, flop, 0 if kind == "other" else size)
+
+
+def layout(given: Sequence[Tensor]) -> str:
+    """Which of the last two of the operands is a transpose, by its strides: "/tn" the first, "/nt" the second, "" none."""
+    first, second = (x.dim() > 1 and x.stride(-2) == 1 < x.stride(-1) for x in given[-2:])
+    return "/tn" if first else "/nt" if second else ""
+
+
+def gemm_shape(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any]) -> tuple[int, int, int, int]:
+    """(batch, m, n, k) of a product of [m, k] by [k, n]; of a grouped one, as if all rows met one group's weights."""
+    if name in ("addmm", "baddbmm"):
+        a, b = args[1], args[2]
+    elif name == "symmetric_product":
+        return given[0].shape[0], given[0].shape[1], given[0].shape[1], given[0].shape[2]
+    elif name in ("tiled_layer", "tiled_layer_backward"):
+        return 1, given[0].shape[0], given[1].shape[-1], given[0].shape[-1]
+    else:
+        a, b = given[0], given[1]
+    if "grouped_mm_dw" in name:  # x [M, D], g [M, F] -> [E, D, F]
+        return 1, a.shape[1], b.shape[1], a.shape[0]
+    if "grouped_mm" in name:  # x [M, D], w [E, D, F]
+        return 1, a.shape[0], b.shape[-1], a.shape[1]
+    batch = a.shape[0] if a.dim() == 3 else 1
+    return batch, a.shape[-2], b.shape[-1], a.shape[-1]
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for x in tree:
+            yield from _tensors(x)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _bytes(x: Tensor) -> int:
+    """The bytes of a tensor's elements; of one that was expanded, those that there are."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

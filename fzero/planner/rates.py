@@ -1,0 +1,269 @@
+"""The seconds of one operator, and of one collective, on a device: from its measured curves, or from what its data sheet lists.
+
+An operator takes the longer of two times, its FLOPs at the rate of its kind and shape, and its bytes at the memory's; and before that the
+host's own, to issue it. A measured curve holds both: it was taken on operators of that kind as a step runs them.
+
+Ref: Williams et al. 2009, "Roofline"; Hockney 1994, "The communication challenge for MPP" (a message takes alpha + bytes / beta).
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from fzero.links import SMALL_BYTES
+from fzero.planner.devices import Curve, Device, Level, Products, Rates
+from fzero.planner.operations import Op
+from fzero.sharding.mesh import ORDER
+
+NEIGHBOURS = 6  # measured products that a rate is interpolated between
+# Rows and columns that one processor of a GPU computes of a product at a time, and the part of the peak that tiles of this size can have:
+# smaller ones read more for each product.
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (128, 64, 0.65), (64, 64, 0.45))
+
+
+class Cost(NamedTuple):
+    """What one operator takes, in seconds: of the host to issue it, of the device to compute it, and which of two holds the latter up."""
+
+    host_s: float
+    device_s: float
+    bound: str  # "compute" or "memory"
+
+
+def threads_of(cores: int, processes: int) -> int:
+    """The threads of each of so many processes of a machine, as a run shares the cores (see doctor.share_cores)."""
+    return max(1, cores // max(1, processes))
+
+
+def op_costs(device: Device, *, threads: int = 1, processes: int = 1, fp32_matmul: str = "default") -> Callable[[Op], Cost]:
+    """The function from an Op to its Cost, on one of `processes` processes of a machine, with `threads` threads each.
+
+    Where they have more threads than there are cores, all takes as many times longer as in what was measured.
+    """
+    found: dict[tuple, Cost] = {}
+    rates = device.rates_of(threads, processes)
+    slower = 1.0
+    if rates is not None:
+        slower = max(1.0, threads * processes / device.cores) / max(1.0, rates.threads * rates.processes / device.cores)
+
+    def cost(op: Op) -> Cost:
+        key = op[2:]  # all but where it is
+        if key not in found:
+            host_s, device_s, bound = _listed(device, op) if rates is None else _measured(rates, op, fp32_matmul)
+            found[key] = Cost(host_s * slower, device_s * slower, bound)
+        return found[key]
+
+    return cost
+
+
+# ---- measured --------------------------------------------------------------------------------------------------------
+
+
+def _measured(rates: Rates, op: Op, fp32_matmul: str) -> Cost:
+    """By the most special curve there is for an operator. What each curve holds of dispatching is in the host's part, and taken out."""
+    host_s = rates.op_s.get("eager", 0.0)
+    dispatch = rates.bandwidth[0][1]
+    if op.kind == "gemm" and op.flop:
+        table = products_of(rates, op, fp32_matmul)
+        if table:
+            return Cost(host_s, max(0.0, gemm_s(table, op.shape) - dispatch), "compute")
+    keys = (f"{op.name}/{op.dtype}", op.name, f"{op.kind}/{op.dtype}", op.kind)
+    curve = next((rates.kernels[key] for key in keys if key in rates.kernels), None)
+    if op.kind == "attention" and curve is not None:
+        return Cost(host_s, max(0.0, along(curve, op.flop) - dispatch), "compute")
+    if not op.bytes:
+        return Cost(host_s, 0.0, "memory")
+    seconds = like(rates.bandwidth, rates.bandwidth if curve is None else curve, op.bytes)
+    return Cost(host_s, max(0.0, seconds - dispatch), "memory")
+
+
+def like(bandwidth: Curve, curve: Curve, size: float) -> float:
+    """The seconds of a curve over bytes at `size`; beyond either end they grow as those of the plain curve of the memory do.
+
+    An operator that was measured at small sizes alone shows what it takes to start, and nothing of its rate.
+    """
+    end = min(max(size, curve[0][0]), curve[-1][0])
+    return along(curve, end) * (along(bandwidth, size) / along(bandwidth, end) if size != end else 1.0)
+
+
+def products_of(rates: Rates, op: Op, fp32_matmul: str) -> Products:
+    """The measured products of an operator's dtype, by the way of float32 ones and by layout ("aten.mm/tn") where those were measured."""
+    layout = op.name.partition("/")[2]
+    ways = (f"{op.dtype}/{fp32_matmul}", op.dtype) if op.dtype == "float32" else (op.dtype,)
+    for key in (name for way in ways for name in (f"{way}/{layout}", way)):
+        if rates.gemm.get(key):
+            return rates.gemm[key]
+    return ()
+
+
+def along(curve: Curve, size: float) -> float:
+    """The seconds of a curve at `size`: between two points by the power law through both, beyond the last at its rate.
+
+    Below the first point they stay: what is smaller takes no less than what little there is to do.
+
+    >>> round(along(((10.0, 1.0), (1000.0, 100.0)), 100.0), 6)
+    10.0
+    """
+    if size <= curve[0][0]:
+        return curve[0][1]
+    if size >= curve[-1][0]:
+        return curve[-1][1] * size / curve[-1][0]
+    i = bisect.bisect_right(curve, size, key=lambda point: point[0])
+    (x0, y0), (x1, y1) = curve[i - 1], curve[i]
+    part = math.log(size / x0) / math.log(x1 / x0)
+    return y0 * (y1 / y0) ** part if y0 and y1 else y0 + part * (y1 - y0)
+
+
+def gemm_s(table: Products, shape: Sequence[int]) -> float:
+    """The seconds of a product [batch, m, k] by [batch, k, n] of shape (batch, m, n, k).
+
+    log(FLOP/s) is averaged over the nearest measured shapes, weighted by 1/distance^3, where a distance is the Euclidean one of the
+    logarithms of the four sizes (Shepard 1968). A measured shape has its own seconds.
+    """
+    if not min(shape):
+        return 0.0
+    near = sorted((sum(math.log(size / known) ** 2 for size, known in zip(shape, row)), row) for row in table)[:NEIGHBOURS]
+    if near[0][0] == 0.0:
+        return near[0][1][4]
+    weights = [squared**-1.5 for squared, _ in near]
+    logs = [math.log(2.0 * math.prod(row[:4]) / row[4]) for _, row in near]
+    return 2.0 * math.prod(shape) / math.exp(sum(w * x for w, x in zip(weights, logs)) / sum(weights))
+
+
+# ---- listed ----------------------------------------------------------------------------------------------------------
+
+
+def _listed(device: Device, op: Op) -> Cost:
+    """The roofline of a data sheet: peaks, times the part of each that is reached (`efficiency`, one figure for each class)."""
+    part = device.efficiency
+    memory_s, compute_s = op.bytes / (device.bandwidth_bytes_s * part["memory"]), 0.0
+    if op.flop:
+        peak = device.flops.get(op.dtype) or max(device.flops.values())
+        if op.kind == "attention":
+            reached = part.get("attention_backward" if "backward" in op.name else "attention_forward", part["gemm"])
+        else:
+            reached = part["gemm"] * tiled_part(device.processors, op.shape)
+        compute_s = op.flop / (peak * reached)
+    took = max(memory_s, compute_s)
+    return Cost(device.op_s.get("eager", 0.0), took + device.launch_s if took else 0.0, "compute" if compute_s > memory_s else "memory")
+
+
+def tiled_part(processors: int, shape: Sequence[int]) -> float:
+    """The part of the peak that tiles and waves leave to a product of shape (batch, m, n, k) on a GPU, in (0, 1].
+
+    A processor makes whole tiles, and the last wave of tiles takes as long as a full one. The best of TILES is taken. Filling the pipeline
+    takes as long as 128 more steps of k.
+
+    Ref: NVIDIA, "Matrix multiplication background user's guide", sections on tile and wave quantization.
+    """
+    if len(shape) != 4 or not min(shape):
+        return 1.0
+    batch, m, n, k = shape
+    best = 0.0
+    for rows, columns, part in TILES:
+        waves = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / processors)
+        best = max(best, part * batch * m * n / (waves * processors * rows * columns))
+    return best * k / (k + 128)
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """How the ranks of one mesh axis reach each other."""
+
+    size: int
+    kind: str  # "gloo", "nccl" or "rccl"
+    hops: tuple[tuple[Level, int], ...]  # from the inside out: (level of links, units of the level inside it that it joins)
+    sharing: int  # ranks of the innermost level that send at the same time
+    curves: dict[str, Curve]  # measured among as many ranks: by collective, seconds over the bytes of the whole tensor
+
+
+def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
+    """The Way of each axis of a mesh that has more than one rank.
+
+    Ranks are numbered with the axes in ORDER, outermost first, and fill a level's units one after the other: so a group whose ranks are
+    `stride` apart has ranks/stride of them in a unit of `ranks` ranks.
+    """
+    world, found, stride = math.prod(sizes.values()), {}, 1
+    for name in reversed(ORDER):
+        size = sizes.get(name, 1)
+        if size > 1:
+            hops, inside = [], 1
+            for level in device.links:
+                reach = size if level.ranks is None else min(size, max(1, level.ranks // stride))
+                if reach > inside:
+                    hops.append((_reached(device, level), -(-reach // inside)))
+                    inside = reach
+            if inside < size:  # the outermost level listed reaches no further: its links are taken for the rest
+                hops.append((_reached(device, device.links[-1]), -(-size // inside)))
+            curves = {key.partition("/")[0]: curve for key, curve in device.collectives.items() if key.endswith(f"/{size}")}
+            found[name] = Way(size, hops[0][0].kind, tuple(hops), min(world, device.links[0].ranks or world), curves)
+        stride *= size
+    return found
+
+
+def _reached(device: Device, level: Level) -> Level:
+    """A level with the bandwidth that is reached of what is listed; where nothing was measured, all of a transfer may be hidden."""
+    hidden = 1.0 if level.hidden is None else level.hidden
+    return level._replace(bytes_s=level.bytes_s * device.efficiency.get("links", 1.0), hidden=hidden)
+
+
+class Message(NamedTuple):
+    """What a collective takes, in seconds: of the host, of its links from start to end, and how long each level of them is busy."""
+
+    host_s: float
+    seconds: float
+    busy: dict[str, float]
+    hidden: float = 1.0  # the part of `seconds` that goes by while the device computes
+
+
+def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
+    """The Message of a collective in which one rank sends `sent_bytes`, in the counting of the ledger (see ledger.sent_elements).
+
+    By measured curves where there are some for as many ranks, else alpha + bytes / beta. NCCL goes in rings: of nested units each rank
+    sends all parts inside its unit, and a unit with r ranks has r links to the next one; a psum may go by trees, which have fewer steps.
+    gloo (see links.py) sends messages from each rank to each other: a small psum its whole input, one round; a large one pieces, and then
+    their sums.
+
+    Ref: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
+    """
+    n = way.size
+    whole = sent_bytes * n / (n - 1) / (2 if what == "psum" else 1)
+    if what in way.curves and len(way.hops) == 1:
+        level = way.hops[0][0]
+        seconds = max(0.0, along(way.curves[what], whole) - level.call_s)
+        return Message(level.call_s, seconds, {level.name: seconds}, level.hidden)
+    return _by_messages(way, what, sent_bytes, whole) if way.kind == "gloo" else _by_rings(way, what, sent_bytes)
+
+
+def _by_rings(way: Way, what: str, sent_bytes: int) -> Message:
+    n, rounds = way.size, 2 if what == "psum" else 1
+    busy, ring, tree, inside = {}, 0.0, 0.0, 1
+    for level, units in way.hops:
+        groups = n // inside  # units that are joined at this level or further out
+        moved = float(sent_bytes)
+        if what == "all_to_all":
+            moved *= (n - inside) / (n - 1)
+        elif what != "ppermute" and inside > 1:
+            moved *= (groups - 1) / groups * n / (n - 1) / inside
+        busy[level.name] = busy.get(level.name, 0.0) + moved / level.bytes_s
+        ring += (units - 1) * level.latency_s
+        tree += math.ceil(math.log2(units)) * level.latency_s
+        inside *= units
+    steps = {"ppermute": way.hops[-1][0].latency_s, "psum": min(ring, tree), "all_to_all": tree}.get(what, ring)
+    return Message(way.hops[0][0].call_s, max(busy.values()) + rounds * steps, busy)
+
+
+def _by_messages(way: Way, what: str, sent_bytes: int, whole: float) -> Message:
+    level, n = way.hops[0][0], way.size
+    moved, rounds = float(sent_bytes), 1
+    if what == "psum":
+        moved, rounds = ((n - 1) * whole, 1) if n * whole <= SMALL_BYTES else (moved, 2)
+    seconds = moved / level.bytes_s
+    if level.total_bytes_s:
+        seconds = max(seconds, moved * way.sharing / level.total_bytes_s)
+    count = 1 if what == "ppermute" else n - 1
+    return Message(level.call_s * count * rounds, rounds * level.latency_s + seconds, {level.name: seconds}, level.hidden)

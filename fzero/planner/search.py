@@ -1,0 +1,305 @@
+"""The fastest ways to train a model on a number of devices: meshes x stage x recomputation x offload x micro-batch.
+
+Closed forms order all candidates (see candidates.py). Those that should fit are traced exactly, the most promising first, until there are
+enough that do; every number of the result comes from an exact trace, and from its play on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fzero import tables
+from fzero.config import RunConfig, recipe, to_json, to_table
+from fzero.models import ModelConfig
+from fzero.planner import depth
+from fzero.planner.candidates import OFFLOADS, REMATS, Candidate, Sketch, Sketcher, candidates
+from fzero.planner.devices import Device
+from fzero.planner.report import PlanReport, config_for, device_for, has_rates, report_of
+from fzero.planner.text import duration, mesh_words, percent, quantity, size, table
+from fzero.planner.trace import settled
+
+SPARE = 0.9  # the part of the capacity that a sketch may fill: sketches are rough
+MOST = 24  # exact traces of a search
+
+
+class Found(NamedTuple):
+    """A candidate that was traced."""
+
+    candidate: Candidate
+    report: PlanReport
+    reason: str  # why it is not the best; "" for that
+
+
+class Loser(NamedTuple):
+    """All candidates with one choice that the best one has not: the best of them, and why it loses."""
+
+    choice: str  # "tp=4", "stage 0", "remat none", ...
+    count: int
+    candidate: Candidate
+    reason: str
+    exact: bool  # whether the numbers come from a trace, or from closed forms
+
+
+class SearchResult(NamedTuple):
+    """What `search` found. `print(result)` shows it."""
+
+    best: tuple[Found, ...]  # fastest first
+    losers: tuple[Loser, ...]
+    config: RunConfig  # of the best, ready for `fzero pretrain`
+    considered: int
+    fitting: int  # by closed forms
+    traced: int
+    seconds: float
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        found = [
+            {**f.candidate._asdict(), "mesh": f.candidate.mesh, "reason": f.reason, "plan": json.loads(f.report.to_json())}
+            for f in self.best
+        ]
+        for each in found:
+            del each["plan"]["timeline"]
+        losers = [{**loser._asdict(), "candidate": loser.candidate._asdict()} for loser in self.losers]
+        rest = {"considered": self.considered, "fitting": self.fitting, "traced": self.traced, "seconds": self.seconds}
+        return json.dumps({"best": found, "losers": losers, "config": to_table(self.config), **rest}, indent=1)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def search(
+    model: str | ModelConfig | RunConfig | Mapping[str, Any],
+    gpus: int,
+    *,
+    gpu: str | Device = "h100",
+    batch: int | None = None,
+    seq_len: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+    ranks_on_node: int | None = None,
+    top: int = 10,
+    remats: Sequence[str] = REMATS,
+    offloads: Sequence[str] = OFFLOADS,
+    say: Callable[[str], None] = lambda line: None,
+) -> SearchResult:
+    """The `top` fastest ways to train a model on `gpus` devices that fit, and why the others lose.
+
+    The global batch is the config's, or `batch`. remats, offloads: what is tried. say: told how the search goes on. The rest is as of
+    `plan`. Raises ValueError where nothing fits, saying by how much, and where no mesh can share the batch.
+
+    >>> found = search("llama-tiny", 2, gpu="h100", batch=8, precision="bf16", remats=("none",), offloads=("",), top=2)
+    >>> len(found.best)
+    2
+    """
+    begin = time.perf_counter()
+    changes = {"train.batch": batch, "data.seq_len": seq_len, "precision.policy": precision, "optim.name": optimizer}
+    given, device = config_for(model, settings, **changes), device_for(gpu)
+    if not has_rates(device):
+        raise ValueError("a search needs the rates of a device; run `fzero bench` on this machine first, or name another (--gpu h100)")
+    if gpus < 1:
+        raise ValueError(f"gpus is {gpus}; it must be at least 1")
+    config = settled(given, device.target)
+    node = ranks_on_node or min(gpus, device.links[0].ranks or gpus)
+    capacity = device.capacity_bytes // (node if device.kind == "cpu" else 1)
+    offloads = [offload for offload in offloads if "host" not in offload or device.host]
+    sketcher = Sketcher(config, device, node)
+    sketches = sorted(
+        (sketcher.sketch(c) for c in candidates(config, gpus, node, remats=remats, offloads=offloads)), key=lambda s: (s.step_s, s.bytes)
+    )
+    fitting = [s for s in sketches if s.bytes <= SPARE * capacity] or [s for s in sketches if s.bytes <= 1.2 * capacity]
+    say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
+    options = {"tokens": tokens, "price": price, "ranks_on_node": ranks_on_node}
+    fits, over = exactly(config, fitting, device, options, top, say)
+    if not fits:
+        raise ValueError(nothing_fits(sketches, over, capacity, gpus, device))
+    fits.sort(key=lambda found: found.report.step_s)
+    first = fits[0]
+    named = [Found(f.candidate, f.report, "" if f is first else slower(f.report, first.report)) for f in fits]
+    lost = losers(sketches, {f.candidate: f.report for f in (*fits, *over)}, first, capacity)
+    chosen = first.candidate.of(replace(given, precision=config.precision))
+    seconds = time.perf_counter() - begin
+    return SearchResult(tuple(named[:top]), tuple(lost), chosen, len(sketches), len(fitting), len(fits) + len(over), seconds)
+
+
+def exactly(
+    config: RunConfig, sketches: Sequence[Sketch], device: Device, options: Mapping[str, Any], top: int, say: Callable[[str], None]
+) -> tuple[list[Found], list[Found]]:
+    """(those of the sketched candidates that fit, those that do not), by exact traces of the most promising ones."""
+    fits: list[Found] = []
+    over: list[Found] = []
+    for sketch in sketches[:MOST]:
+        if len(fits) >= top:
+            break
+        c = sketch.candidate
+        report = report_of(depth.trace(c.of(config), c.mesh, target=device.target), device, **options)
+        (fits if report.fits else over).append(Found(c, report, ""))
+        say(f"{words(c)}: {duration(report.step_s)} a step, {size(report.peak_bytes_per_rank)}{'' if report.fits else ', does not fit'}")
+    return fits, over
+
+
+# ---- why ---------------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(report: PlanReport) -> dict[str, float]:
+    """What a predicted step goes into: computation, update, exposed communication by axis, and waiting by memory."""
+    t = report.time
+    named = {"update": t["phases"].get("update", 0.0)}
+    named["computation"] = sum(t["phases"].values()) - named["update"]
+    named |= {f"exposed communication on {axis}": s for axis, s in t["exposed"].items()}
+    return named | {f"waiting for {name}": s for name, s in t["waiting"].items()}
+
+
+def slower(report: PlanReport, best: PlanReport) -> str:
+    """Why a plan is slower than the best one: how much, and what most of the difference is."""
+    mine, other = seconds_of(report), seconds_of(best)
+    more = {name: seconds - other.get(name, 0.0) for name, seconds in mine.items()}
+    worst = max(more, key=more.__getitem__)
+    what = worst
+    if worst == "computation":
+        flop = report.flop_per_step / best.flop_per_step - 1
+        what = f"recomputation ({percent(flop)} more FLOPs)" if flop > 0.01 else "computation in smaller pieces, or bound by memory"
+    return f"{percent(report.step_s / best.step_s - 1)} slower: {duration(more[worst])} more {what}" if more[worst] > 0 else "as fast"
+
+
+def slower_sketch(sketch: Sketch, best: Sketch) -> str:
+    """The same by closed forms."""
+    more = {name: seconds - best.time.get(name, 0.0) for name, seconds in sketch.time.items()}
+    worst = max(more, key=more.__getitem__)
+    if not math.isfinite(sketch.step_s):
+        return f"{worst}: the device's rate is not known"
+    if sketch.step_s <= best.step_s:
+        return "about as fast"
+    return f"about {percent(sketch.step_s / best.step_s - 1)} slower: {duration(more[worst])} more {worst}"
+
+
+def too_much(need: float, capacity: int, parts: Mapping[str, float]) -> str:
+    """Why something does not fit."""
+    most = max(parts, key=parts.__getitem__)
+    return f"does not fit: {size(need)} of {size(capacity)}, {size(need - capacity)} too much; {most} {size(parts[most])}"
+
+
+def choices(c: Candidate) -> dict[str, str]:
+    """The choices of a candidate, in words."""
+    return {
+        "tp": f"tp={c.tp}",
+        "rp": f"rp={c.rp}",
+        "zero": f"stage {c.zero}",
+        "remat": f"remat {c.remat}",
+        "offload": f"offload {c.offload}" if c.offload else "no offload",
+        "micro_batch": f"micro-batch {c.micro_batch}",
+    }
+
+
+def losers(sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: Found, capacity: int) -> list[Loser]:
+    """For each choice that the best candidate has not made: the best candidate with it, and why that loses."""
+    classes: dict[tuple[str, str], list[Sketch]] = {}
+    mine = choices(best.candidate)
+    for sketch in sketches:
+        for kind, text in choices(sketch.candidate).items():
+            if text != mine[kind]:
+                classes.setdefault((kind, text), []).append(sketch)
+    top = next(s for s in sketches if s.candidate == best.candidate)
+    out = []
+    for (_, text), members in sorted(classes.items()):
+        known = [s for s in members if s.candidate in reports and reports[s.candidate].fits]
+        fit = [s for s in members if s.bytes <= SPARE * capacity]
+        if known:
+            s = min(known, key=lambda s: reports[s.candidate].step_s)
+            reason = slower(reports[s.candidate], best.report)
+        elif fit:
+            s = fit[0]  # sketches are in order of time
+            over = reports.get(s.candidate)
+            reason = too_much(over.peak_bytes_per_rank, capacity, over.peak["components"]) if over else slower_sketch(s, top)
+        else:
+            s = min(members, key=lambda s: s.bytes)
+            reason = too_much(s.bytes, capacity, s.memory)
+        out.append(Loser(text, len(members), s.candidate, reason, s.candidate in reports))
+    return out
+
+
+def nothing_fits(sketches: Sequence[Sketch], over: Sequence[Found], capacity: int, gpus: int, device: Device) -> str:
+    """One line for a search that finds nothing."""
+    if over:
+        least = min(over, key=lambda f: f.report.peak_bytes_per_rank)
+        why = too_much(least.report.peak_bytes_per_rank, capacity, least.report.peak["components"])
+        return f"nothing fits on {gpus} {device.name}; the least is {words(least.candidate)}: it {why}; use more devices, or larger ones"
+    least = min(sketches, key=lambda s: s.bytes)
+    why = too_much(least.bytes, capacity, least.memory)
+    return f"nothing fits on {gpus} {device.name}; the least is about {words(least.candidate)}: it {why}; use more devices, or larger ones"
+
+
+# ---- words -------------------------------------------------------------------------------------------------------------
+
+
+def words(c: Candidate) -> str:
+    """A candidate in words."""
+    offload = f", offload {c.offload}" if c.offload else ""
+    return f"{mesh_words(c.mesh)}, stage {c.zero}, remat {c.remat}{offload}, micro-batch {c.micro_batch}"
+
+
+def describe(result: SearchResult) -> str:
+    """The text that `print(result)` shows."""
+    first = result.best[0].report
+    t = result.config.train
+    head = ["", "mesh", "zero", "remat", "offload", "micro", "step", "tokens/s", "MFU", "memory", "of it", "reason"]
+    rows = []
+    for i, found in enumerate(result.best, 1):
+        c, r = found.candidate, found.report
+        use = percent(r.mfu) if r.mfu is not None else "-"
+        cells = [str(i), mesh_words(c.mesh), str(c.zero), c.remat, c.offload or "-", str(c.micro_batch), duration(r.step_s)]
+        cells += [quantity(r.tokens_per_s), use, size(r.peak_bytes_per_rank), percent(r.peak_bytes_per_rank / r.capacity_bytes)]
+        rows.append([*cells, found.reason or f"the fastest; {r.time['binds']} binds"])
+    lines = [
+        f"{result.config.preset or 'the model'} on {first.ranks} {first.device.name}: {quantity(first.num_params)} parameters, batches of "
+        f"{t.batch:,} sequences of {result.config.data.seq_len:,}",
+        f"{result.considered:,} candidates, {result.fitting:,} should fit, {result.traced} traced exactly; {result.seconds:.1f} s",
+        "",
+        *table(head, rows, text=(0, 1, 3, 4, -1)),
+        "",
+        "why the others lose (the best of each; ~ by closed forms)",
+        *table(["choice", "of them", "the best of them", ""], loser_rows(result.losers), text=(0, 2, 3)),
+    ]
+    if first.days is not None:
+        cost = f", {first.cost:,.0f} at {first.price_per_hour:g} an hour" if first.cost is not None else ""
+        lines += ["", f"{quantity(first.tokens)} tokens: {duration(first.days * 86400)}, {first.device_hours:,.0f} device hours{cost}"]
+    return "\n".join(lines)
+
+
+def loser_rows(lost: Sequence[Loser]) -> list[list[str]]:
+    """The rows of the table of losers."""
+    return [[loser.choice, f"{loser.count:,}", words(loser.candidate), ("" if loser.exact else "~ ") + loser.reason] for loser in lost]
+
+
+def expect_config_path(path: Path) -> None:
+    """Raise ValueError where a config cannot be written at `path`."""
+    if path.suffix not in (".toml", ".json"):
+        raise ValueError(f"{path}: a config is written as .toml or .json")
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Write a config for `fzero pretrain --config`: a .toml of what differs from its preset, or a .json of everything."""
+    expect_config_path(path)
+    path.write_text(to_json(config) if path.suffix == ".json" else tables.to_toml(differences(config)), encoding="utf-8")
+
+
+def differences(config: RunConfig) -> tables.Table:
+    """The table of what differs from the config's preset; `config.from_table` gives the config back."""
+    mine = to_table(config)
+    base = to_table(recipe(config.preset, steps=config.train.steps, optimizer=config.optim.name)) if config.preset else {}
+    usual = dict(tables.flat(base))
+    out: tables.Table = {"preset": config.preset}
+    for name, value in tables.flat(mine):
+        if (name not in usual or usual[name] != value) and value is not None:
+            tables.put(out, name, value)
+    out.setdefault("train", {})["steps"] = config.train.steps
+    out.setdefault("optim", {})["name"] = config.optim.name
+    return out

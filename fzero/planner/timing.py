@@ -1,0 +1,261 @@
+"""The time of a step: a trace's events played in their order against a device's rates.
+
+Each rank runs the same program, so one rank is played. Clocks: the host, which issues the operators one by one; the device, which computes
+them (on a CPU both are one); one for each level of links; one for each disk, and for the way to the host's memory. An operator begins when
+the device is free and the host has come to it. A transfer begins when it is started, what it sends is there and its links are free; a wait
+holds the device up until it is over. So what overlaps is what the engine overlaps: gathers ahead of use, one reduction behind the next
+layer's backward pass; a psum of tensor parallelism is waited for at once and overlaps with nothing.
+
+A compiled block is one call for the host, whatever kernels run inside it.
+
+Messages of gloo are work for the cores that compute: only the measured part of a transfer's time goes by behind computing (Level.hidden),
+the rest is spent when it is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fzero.autodiff import Remat
+from fzero.planner.devices import Device
+from fzero.planner.rates import Way, collective_s, op_costs, threads_of, ways_of
+from fzero.planner.trace import Op, Trace, Transfer
+
+STEADY = 3  # turns of a repeated segment that are played; the others are taken to be like the last of them
+DISKS = ("nvme", "host")  # "axes" of transfers that are no axes of the mesh
+COMPILED = ("fused", "gemm", "attention", "other")  # kinds of operators that a compiled block consists of, besides our own
+SECONDS_A_DAY = 86400.0
+
+
+class Timing(NamedTuple):
+    """What a step's time is made of, in seconds. The phases, what is exposed and what is waited for add up to step_s."""
+
+    step_s: float
+    phases: dict[str, float]  # the device's, by phase, without what it waits for
+    layers: dict[str, float]  # the same by "phase/layer"
+    kinds: dict[str, float]  # of operators, by kind
+    bound: dict[str, float]  # the phases' sum, by what holds it up: "compute", "memory", or "host", which issues the operators
+    exposed: dict[str, float]  # waited for, by mesh axis
+    hidden: dict[str, float]  # travelling while the device computed, by mesh axis
+    waiting: dict[str, float]  # waited for, by disk ("nvme") or memory ("host")
+    moving: dict[str, float]  # how long a disk or the way to a memory was busy
+    flop: int  # hardware FLOPs of one rank
+    binds: str  # the largest part of the step: "compute", "memory", "host", "communication on dp", "nvme"
+
+
+def predict(trace: Trace, device: Device, *, ranks_on_node: int | None = None) -> Timing:
+    """The Timing of a traced step on a device.
+
+    ranks_on_node: processes that share a machine, its cores and disks (None: all, as far as the device's innermost links reach).
+    """
+    world = math.prod(trace.sizes.values())
+    processes = ranks_on_node or min(world, device.links[0].ranks or world)
+    threads = threads_of(device.cores, processes) if device.kind == "cpu" else 1
+    fp32_matmul = trace.config.precision.fp32_matmul
+    cost = op_costs(device, threads=threads, processes=processes, fp32_matmul=fp32_matmul)
+    play = Play(device, cost, ways_of(device, trace.sizes), processes)
+    rates = device.rates_of(threads, processes)
+    op_s, step_s = (rates.op_s, rates.step_s) if rates is not None else (device.op_s, {})
+    if trace.config.train.compiled:
+        play.call_s = op_s.get("compiled", 0.0)
+        play.again = bool(Remat.parse(trace.config.train.remat).every)
+    if step := step_s.get("compiled" if trace.config.train.compiled else "eager", 0.0):
+        play.spend("update", None, step)
+    play.run(trace.events, 0, len(trace.events), sorted(trace.segments, key=lambda s: (s.first, -s.last)))
+    return play.timing()
+
+
+class Play:
+    """The state of a simulation: clocks, what is under way, and sums of seconds."""
+
+    def __init__(self, device: Device, cost: Any, ways: Mapping[str, Way], processes: int):
+        self.device, self.cost, self.ways, self.processes = device, cost, ways, processes
+        self.one_clock = device.kind == "cpu"
+        self.clock: dict[str, float] = {"host": 0.0, "device": 0.0}
+        self.call_s: float | None = None  # of the host, for a call of a compiled block; None where none is compiled
+        self.again = False  # whether a block is run again in the backward pass
+        self.block: tuple[str, int] | None = None  # (phase, layer) of the block called last
+        self.done: dict[int, tuple[float, float, float]] = {}  # number -> (when it is over, its seconds, those of them that nothing hides)
+        self.sums: dict[tuple[str, str], float] = {}  # (group, key) -> seconds, or FLOPs
+
+    # ---- one event ---------------------------------------------------------------------------------------------------
+
+    def add(self, group: str, key: str, amount: float) -> None:
+        """Add to a sum."""
+        self.sums[group, key] = self.sums.get((group, key), 0.0) + amount
+
+    def spend(self, phase: str, layer: int | None, host_s: float, device_s: float = 0.0, bound: str = "host") -> None:
+        """Issue and compute something."""
+        clock, before = self.clock, self.clock["device"]
+        if self.one_clock:
+            late = host_s
+            clock["device"] = clock["host"] = before + host_s + device_s
+        else:
+            clock["host"] += host_s
+            late = max(0.0, clock["host"] - before)
+            if device_s:
+                clock["device"] = before + late + device_s
+            else:
+                late = 0.0
+        spent = clock["device"] - before
+        self.add("phases", phase, spent)
+        if layer is not None:
+            self.add("layers", f"{phase}/{layer}", spent)
+        self.add("bound", "host", late)
+        self.add("bound", bound, spent - late)
+
+    def op(self, op: Op) -> None:
+        """Play an operator."""
+        cost = self.cost(op)
+        host_s = self.inside(op) if self.call_s is not None else None
+        host_s = cost.host_s if host_s is None else host_s
+        self.spend(op.phase, op.layer, host_s, cost.device_s, cost.bound)
+        self.add("kinds", op.kind, cost.device_s + (host_s if self.one_clock else 0.0))
+        self.add("flop", "", op.flop)
+
+    def inside(self, op: Op) -> float | None:
+        """The host's seconds for an operator of a compiled block: a call before the first, then nothing; None for one outside."""
+        if op.layer is None or op.phase not in ("forward", "backward"):
+            self.block = None
+            return None
+        if op.kind not in COMPILED and not op.name.startswith("fzero."):
+            return None
+        before, self.block = self.block, (op.phase, op.layer)
+        calls = 2 if self.again and op.phase == "backward" else 1
+        return self.call_s * calls if before != self.block else 0.0
+
+    def start(self, t: Transfer) -> None:
+        """Start a transfer."""
+        if t.axis in DISKS:
+            self.done[t.number] = self.moved(t)
+            return
+        message = collective_s(self.ways[t.axis], t.what, t.bytes)
+        self.spend(t.phase, t.layer, message.host_s)
+        part, now = message.hidden, self.clock["device"]
+        begin = max([now, *(self.clock.get(name, 0.0) for name in message.busy)])
+        for name, busy in message.busy.items():
+            self.clock[name] = begin + busy * part
+        self.done[t.number] = begin + message.seconds * part, message.seconds, message.seconds * (1.0 - part)
+
+    def moved(self, t: Transfer) -> tuple[float, float, float]:
+        """(when a read or write of a disk, or of the host's memory, is over, its seconds, 0). Processes of a machine share them evenly."""
+        rates = self.device.nvme if t.axis == "nvme" else self.device.host
+        rate = rates.get(t.what) or rates.get("both")
+        if not rate:
+            known = ", ".join(rates) or "none"
+            raise ValueError(
+                f"device {self.device.name}: a plan with {t.axis} needs its rate of {t.what}, and it has {known}; run `fzero bench`"
+            )
+        part = self.device.efficiency.get("host", 1.0) if t.axis == "host" else 1.0
+        one, both = t.bytes * self.processes / (rate * part), t.bytes * self.processes / (max(rates.values()) * part)
+        own, shared = f"{t.axis} {t.what}", f"{t.axis} both"
+        now = self.clock["host" if t.what == "read" else "device"]
+        # Reads and writes have a rate each, and one together.
+        self.clock[own] = max(now, self.clock.get(own, 0.0)) + one
+        self.clock[shared] = max(now, self.clock.get(shared, 0.0)) + both
+        self.add("moving", t.axis, one)
+        return max(self.clock[own], self.clock[shared]), one, 0.0
+
+    def wait(self, t: Transfer) -> None:
+        """Wait for a transfer."""
+        over, seconds, own = self.done.pop(t.number)
+        clock, now, disk = self.clock, self.clock["device"], t.axis in DISKS
+        exposed = max(0.0, over - now) + own
+        clock["device"] = now + exposed
+        if self.one_clock or t.axis == "nvme":  # the host waits for a disk; for a link the device does
+            clock["host"] = max(clock["host"], clock["device"])
+        self.add("waiting" if disk else "exposed", t.axis, exposed)
+        if not disk:
+            self.add("hidden", t.axis, max(0.0, seconds - exposed))
+
+    # ---- many --------------------------------------------------------------------------------------------------------
+
+    def run(self, events: Sequence[Op | Transfer], first: int, last: int, segments: Sequence[Any]) -> None:
+        """Play events[first:last], of which `segments` repeat (outer ones come before those inside them)."""
+        i, rest = first, [s for s in segments if first <= s.first and s.last <= last]
+        while i < last:
+            if rest and rest[0].first == i:
+                segment = rest[0]
+                inside = [s for s in rest[1:] if s.last <= segment.last]
+                self.repeat(events, segment, inside)
+                i, rest = segment.last, [s for s in rest if s.first >= segment.last]
+                continue
+            event = events[i]
+            if isinstance(event, Op):
+                self.op(event)
+            elif event.event == "start":
+                self.start(event)
+            else:
+                self.wait(event)
+            i += 1
+
+    def repeat(self, events: Sequence[Op | Transfer], segment: Any, inside: Sequence[Any]) -> None:
+        """Play a repeated segment: some turns, and for the others what the last of them took.
+
+        A wait for what was started before the segment is, from the second turn on, one for what the turn before started and left under way.
+        """
+        left, taken = crossing(events, segment.first, segment.last)
+        turns = min(segment.times, STEADY)
+        for turn in range(turns):
+            if turn:
+                for older, newer in zip(taken, left):
+                    self.done[older] = self.done.pop(newer)
+            clock, sums = dict(self.clock), dict(self.sums)
+            self.run(events, segment.first, segment.last, inside)
+        more = segment.times - turns
+        if more:
+            gone = self.clock["device"] - clock["device"]
+            self.done = {number: (over + more * gone, *rest) for number, (over, *rest) in self.done.items()}
+            self.clock = {name: value + more * (value - clock.get(name, 0.0)) for name, value in self.clock.items()}
+            self.sums = {key: value + more * (value - sums.get(key, 0.0)) for key, value in self.sums.items()}
+
+    def timing(self) -> Timing:
+        """The sums as a Timing."""
+        groups: dict[str, dict[str, float]] = {}
+        for (group, key), value in self.sums.items():
+            groups.setdefault(group, {})[key] = value
+        names = ("phases", "layers", "kinds", "bound", "exposed", "hidden", "waiting", "moving")
+        found = [groups.get(name, {}) for name in names]
+        parts = {**groups.get("bound", {}), **groups.get("waiting", {})}
+        parts |= {f"communication on {axis}": seconds for axis, seconds in groups.get("exposed", {}).items()}
+        flop = int(groups.get("flop", {}).get("", 0))
+        return Timing(self.clock["device"], *found, flop, max(parts, key=parts.__getitem__, default="compute"))
+
+
+def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:
+    """(numbers that are started in events[first:last] and waited for behind it, numbers waited for in it and started before it)."""
+    started: dict[int, None] = {}
+    taken = []
+    for event in events[first:last]:
+        if isinstance(event, Transfer):
+            if event.event == "start":
+                started[event.number] = None
+            elif event.number in started:
+                del started[event.number]
+            else:
+                taken.append(event.number)
+    return list(started), taken
+
+
+# ---- what follows from it ----------------------------------------------------------------------------------------------
+
+
+def tokens_per_s(timing: Timing, tokens_per_step: int) -> float:
+    """The tokens of all ranks in a second."""
+    return tokens_per_step / timing.step_s
+
+
+def days(timing: Timing, tokens_per_step: int, tokens: float) -> float:
+    """The days that `tokens` tokens take, steps alone.
+
+    >>> days(Timing(2.0, {}, {}, {}, {}, {}, {}, {}, {}, 0, "compute"), 1_000_000, 86_400e6)
+    2.0
+    """
+    return tokens / tokens_per_s(timing, tokens_per_step) / SECONDS_A_DAY
+
+
+def price(timing: Timing, tokens_per_step: int, tokens: float, devices: int, price_per_hour: float | None) -> float | None:
+    """What those days cost on so many devices, in the currency of the price of one for an hour; None where that is not known."""
+    return None if price_per_hour is None else 24.0 * days(timing, tokens_per_step, tokens) * devices * price_per_hour

@@ -1,0 +1,129 @@
+"""`fzero report`: runs in, a folder with report.json, report.md, report.html and the pictures out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fzero
+from fzero.offload.folder import write_text
+from fzero.report import compare, figures, markdown, page, values
+from fzero.report.read import Predict, read_run, without_folders
+from fzero.report.sections import Picture
+from fzero.report.sections_several import sections
+from fzero.report.values import Report, RunReport
+from fzero.runs import CONFIG
+
+JSON, MARKDOWN, PAGE = "report.json", "report.md", "report.html"
+
+
+def gather(
+    folders: Sequence[Path],
+    predict: Predict | None = None,
+    *,
+    title: str = "",
+    command: str = "",
+    commit: str = "",
+    public: bool = False,
+) -> Report:
+    """The report of the runs in `folders`, written by `command` at `commit`. `public`: without the folders of this machine.
+
+    Raises ValueError where one is no run, or named twice, or its files are damaged.
+    """
+    if not folders:
+        raise ValueError("no run is given; name the folder of one: fzero report RUN")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"{', '.join(map(str, folders))}: a run is named twice; name each once")
+    runs = distinct([run for folder in folders for run in runs_of(folder, predict)])
+    if public:
+        runs = [RunReport(**{**without_folders(run._asdict()), "quantities": run.quantities}) for run in runs]
+    by = {"fzero": fzero.__version__, "commit": commit}
+    title = title or (f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}")
+    return Report(title, by, command, runs, compare.compare(runs) if len(runs) > 1 else None)
+
+
+def runs_of(folder: Path, predict: Predict | None = None) -> list[RunReport]:
+    """The run in a folder; or those of an earlier report, where the folder holds one."""
+    return read(folder).runs if (folder / JSON).is_file() and not (folder / CONFIG).is_file() else [read_run(folder, predict)]
+
+
+def joined(reports: Sequence[Report], command: str = "") -> Report:
+    """One report of the runs of several, compared."""
+    runs = distinct([run for report in reports for run in report.runs])
+    return Report(f"{len(runs)} runs: {', '.join(run.name for run in runs)}", reports[0].by, command, runs, compare.compare(runs))
+
+
+def distinct(runs: list[RunReport]) -> list[RunReport]:
+    """The runs with a number behind the names that several of them have."""
+    names = [run.name for run in runs]
+    return [
+        run._replace(name=f"{run.name} ({names[: i + 1].count(run.name)})") if names.count(run.name) > 1 else run
+        for i, run in enumerate(runs)
+    ]
+
+
+def draw(report: Report, *, runs: bool = True) -> dict[str, str]:
+    """{name with prefix: SVG text} of every picture of a report. `runs`: those of single runs as well as of their comparison."""
+    return {
+        markdown.prefix_of(report, i) + part.name: figures.svg(part.draw)
+        for i, (run, found) in enumerate(sections(report))
+        if runs or run is None
+        for section in found
+        for part in section.parts
+        if isinstance(part, Picture)
+    }
+
+
+def json_text(report: Report) -> str:
+    """The report as JSON text, exact; one line for each value of the first levels, so that it is short and differences can be read."""
+
+    def lines(value: Any, depth: int) -> str:
+        if depth and isinstance(value, dict) and value:
+            inner = ",\n".join(f"{json.dumps(key)}: {lines(item, depth - 1)}" for key, item in value.items())
+            return "{\n" + inner + "\n}"
+        if depth and isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n" + ",\n".join(lines(item, depth - 1) for item in value) + "\n]"
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+    return lines(values.to_json(report), 4) + "\n"
+
+
+def default_folder(folders: Sequence[Path]) -> Path:
+    """Where a report goes that is told no other place: into its run, or beside the first of several."""
+    return folders[0] / "report" if len(folders) == 1 else folders[0].absolute().parent / "report"
+
+
+def expect_ours(folder: Path) -> None:
+    """Raise ValueError where `folder` holds files and no report, or is a file."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; name a folder (--out)")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON).is_file():
+        raise ValueError(f"{folder}: is not empty and holds no {JSON}; name a new folder, or one of an earlier report (--out)")
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write the report into `folder`, over an earlier one; returns the files. Raises ValueError where `folder` holds something else."""
+    expect_ours(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = draw(report)
+    for old in folder.glob("*.svg"):
+        old.unlink()
+    files = {JSON: json_text(report), **{f"{name}.svg": text for name, text in pictures.items()}}
+    files |= {MARKDOWN: markdown.write(report), PAGE: page.write(report, pictures)}
+    for name, text in files.items():
+        write_text(folder, name, text)
+    return [folder / name for name in files]
+
+
+def read(folder: Path) -> Report:
+    """The report in a folder; raises ValueError naming the file where there is none or it is damaged."""
+    path = folder / JSON
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; fzero report RUN --out {folder} writes it")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); write it again by fzero report RUN") from None
+    return values.from_json(value, str(path))

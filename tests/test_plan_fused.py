@@ -1,0 +1,124 @@
+"""Compiled blocks in a plan: the buffers and kernels that Inductor would have, for the CPU and for a GPU that is not here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fzero
+import fzero.collectives
+import fzero.target
+from fzero.compile import vjp_pair
+from fzero.report.live import LiveBytes
+from fzero.sharding.mesh import fake_mesh
+from fzero.target import CPU, Planned, Target
+
+H100 = Target("cuda", 132, (9, 0), "H100")
+N = 64
+BENCHMARKS = Path(fzero.__file__).parents[1] / "benchmarks"
+
+
+def block(x, w):
+    """An RMS norm, a product and a gate."""
+    normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+    h = normed @ w
+    return [torch.nn.functional.silu(h) * h + x]
+
+
+class Launches(TorchDispatchMode):
+    """(bytes read, bytes written) of each fused kernel, and the names of the other operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.others = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fzero.launched.default:
+            self.fused.append(tuple(sum(x.nbytes for x in given) for given in args[1:]))
+        else:
+            self.others.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def forward_and_backward(pair, x, w):
+    (out,), residuals = pair.forward([x, w])
+    return pair.backward(residuals, [torch.ones_like(out)])
+
+
+def planned(target, f=block):
+    with Planned(target) as mode:
+        pair = vjp_pair(f, 2, compiled=True)
+        x, w = (torch.zeros(N, N, device=mode.device) for _ in range(2))
+        with Launches() as seen, LiveBytes(x, w) as live:
+            grads = forward_and_backward(pair, x, w)
+    assert all(g.device == mode.device for g in grads)
+    return seen, live.peak
+
+
+@pytest.mark.parametrize("target", [CPU, H100], ids=["cpu", "h100"])
+def test_a_block_is_fused_between_its_products(target):
+    before = torch.cuda.get_device_properties, torch.cuda.current_device
+    seen, _ = planned(target)
+    assert before == (torch.cuda.get_device_properties, torch.cuda.current_device)
+    products = [name for name in seen.others if ".mm" in name]
+    assert len(products) == 3 and len(seen.fused) == 4
+    square = 4 * N * N
+    # Normed; gated and added; the gate's gradient; that of the norm with that of the sum. Each square is read or written once.
+    assert seen.fused[1] == (2 * square, square)
+    assert all(square <= read + written <= 6 * square for read, written in seen.fused)
+
+
+MEASURE = f"""
+import json, sys
+sys.path[:0] = [{str(BENCHMARKS)!r}, {str(Path(__file__).parent)!r}]
+import live_bytes, torch
+from test_plan_fused import N, block, forward_and_backward, vjp_pair
+
+def setup():
+    pair, x, w = vjp_pair(block, 2, compiled=True), torch.zeros(N, N), torch.zeros(N, N)
+    forward_and_backward(pair, x, w)
+    return lambda: forward_and_backward(pair, x, w)
+
+print(json.dumps(live_bytes.peak(setup)))
+"""
+
+
+def test_the_peak_is_what_the_allocator_counts():
+    """Inductor's buffers among it, which never meet the dispatcher in a run."""
+    found = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=300, check=True)
+    measured = json.loads(found.stdout.splitlines()[-1])["peak_bytes"]
+    _, peak = planned(CPU)
+    assert peak == measured
+
+
+def test_collectives_are_entered_as_often_as_they_run():
+    mesh = fake_mesh({"tp": 2})
+
+    def f(x, w):
+        return [fzero.collectives.psum(x @ w, mesh["tp"], leaf="w")]
+
+    with Planned(CPU):
+        pair, x, w = vjp_pair(f, 2, compiled=True), torch.zeros(N, N), torch.zeros(N, N)
+        pair.forward([x, w])
+        assert [(row.collective, row.calls) for row in mesh.ledger.rows()] == [("psum", 1)]
+        pair.forward([x, w])
+        assert [row.calls for row in mesh.ledger.rows()] == [2]
+
+
+def test_a_program_serves_the_target_it_was_made_for():
+    seen = []
+
+    def f(x, w):
+        seen.append(fzero.target.target_of(x).kind)
+        return [x @ w]
+
+    pair = vjp_pair(f, 2, compiled=True)
+    for target in (CPU, H100, CPU):
+        with Planned(target) as mode:
+            (out,), _ = pair.forward([torch.zeros(N, N, device=mode.device) for _ in range(2)])
+            assert out.device == mode.device
+    assert seen == ["cpu"] * seen.count("cpu") + ["cuda"] * seen.count("cuda") and "cuda" in seen

@@ -1,0 +1,74 @@
+"""The planner beside published figures: ZeRO's memory table to the digit, and what is committed of runs of others."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fzero import models
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "plan-published.json"
+
+
+@pytest.fixture(scope="module")
+def published():
+    """benchmarks/plan_published.py as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import plan_published
+
+        yield plan_published
+        sys.modules.pop("plan_published", None)
+
+
+def test_every_figure_of_zeros_table_is_reproduced(published):
+    """Rajbhandari et al. 2020, table 1: three sizes, six numbers of ranks, three stages."""
+    rows = published.zero_rows()
+    assert len(rows) == 54 and [row for row in rows if not row["agrees"]] == []
+
+
+def test_figures_agree_to_their_digits_and_not_further(published):
+    assert published.agrees("31.4", 31_406_250_000) and published.agrees("4187", 4_187_500_000_000)
+    assert not published.agrees("31.4", 31_500_000_001) and not published.agrees("1.88", 1_900_000_000)
+
+
+def test_the_example_of_zeros_first_figure(published):
+    """7.5 billion parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB at stages 0 to 3."""
+    found = [published.zero_bytes(7.5e9, stage, 64) / 1e9 for stage in range(4)]
+    assert [round(x, 1) for x in found] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_a_real_model_of_that_size_has_the_same_share(published):
+    """gpt-7.5b leaf by leaf: what 64 ranks do not divide stays whole on each, and is next to nothing."""
+    model = models.build(models.preset("gpt-7.5b"))
+    psi = models.num_params(model)
+    for stage, bytes_each in ((0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)):
+        assert published.zero_bytes(model, stage, 64) == pytest.approx(bytes_each * psi, rel=2e-3)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return json.loads(RESULTS.read_text())
+
+
+def test_the_committed_errors_are_those_of_the_committed_figures(published, results):
+    known = {run.name: run for run in published.runs()}
+    assert [row["name"] for row in results["runs"]] == list(known)
+    for row in results["runs"]:
+        run, said = known[row["name"]], row["predicted"]
+        assert row["tokens_per_s"] == run.tokens_per_s and row["memory_gib"] == run.memory_gib and row["gpu"] == run.gpu
+        assert row["errors"]["tokens_per_s"] == pytest.approx(said["tokens_per_s"] / run.tokens_per_s - 1, abs=1e-9)
+        if run.memory_gib is not None:
+            assert row["errors"]["memory_gib"] == pytest.approx(said["memory_gib"] / run.memory_gib - 1, abs=1e-9)
+        assert not row["device"]["measured"]
+    assert all(row["agrees"] for row in results["zero_table"])
+
+
+@pytest.mark.exhaustive
+def test_a_committed_row_is_what_the_planner_says_now(published, results):
+    run = next(run for run in published.runs() if run.name == "gpt2-124m")
+    now, then = published.run_row(run), next(row for row in results["runs"] if row["name"] == "gpt2-124m")
+    assert now["predicted"]["memory_gib"] == pytest.approx(then["predicted"]["memory_gib"], rel=0.01)
+    assert now["predicted"]["tokens_per_s"] == pytest.approx(then["predicted"]["tokens_per_s"], rel=0.02)

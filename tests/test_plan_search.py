@@ -1,0 +1,131 @@
+"""The search: candidates, their closed forms beside exact traces, the reasons, and the config that it writes."""
+
+import json
+
+import pytest
+from test_plan import FLAGS, SMALL
+
+import fzero
+from fzero import cli, config, runs
+from fzero.planner import candidates, devices, report, search
+from fzero.planner.candidates import Candidate
+
+H100 = devices.device("h100")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return fzero.search(SMALL, 4, remats=("none", "full"), offloads=("",), top=3)
+
+
+def test_the_best_are_in_order_and_exact(found):
+    seconds = [f.report.step_s for f in found.best]
+    assert seconds == sorted(seconds) and len(seconds) == 3 and found.best[0].reason == ""
+    for f in found.best:
+        again = fzero.plan(f.candidate.of(config.from_table(SMALL)), f.candidate.mesh)
+        assert (again.step_s, again.peak_bytes_per_rank) == (f.report.step_s, f.report.peak_bytes_per_rank)
+        assert f.report.ranks == 4 and f.report.fits
+    assert all("slower" in f.reason or f.reason == "as fast" for f in found.best[1:])
+
+
+def test_each_class_of_losers_has_a_reason(found):
+    mine = set(search.choices(found.best[0].candidate).values())
+    said = {loser.choice for loser in found.losers}
+    assert not mine & said
+    assert {"stage 0", "stage 1", "stage 2", "stage 3", "remat full", "tp=2", "tp=4"} <= mine | said
+    assert all(loser.reason and loser.count for loser in found.losers)
+    table = json.loads(found.to_json())
+    assert len(table["best"]) == 3 and table["considered"] == found.considered and table["best"][0]["plan"]["fits"]
+    page = str(found)
+    assert "the fastest" in page and "why the others lose" in page and "tp=2" in page
+
+
+def test_candidates_are_all_and_only_what_a_run_takes():
+    c = config.from_table(SMALL)
+    every = list(candidates.candidates(c, 4, 4, remats=("none", "full"), offloads=("", "acts=host")))
+    assert len(set(every)) == len(every)
+    assert all(x.dp * x.rp * x.tp == 4 and c.train.batch % (x.micro_batch * x.dp * x.rp) == 0 for x in every)
+    assert {x.tp for x in every} == {1, 2, 4} and {x.zero for x in every} == {0, 1, 2, 3}
+    assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
+    for x in every[:: len(every) // 20]:
+        fzero.planner.trace.programs.build(report.settled(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
+    assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
+    assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
+    assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == 1} == {(8, 1), (4, 2), (2, 4)}
+    with pytest.raises(ValueError, match=r"no mesh of 64 ranks can share a batch of 8 sequences: with tp=4.*16 data ranks; use a --batch"):
+        list(candidates.candidates(c, 64, 8))
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        Candidate(4, 1, 1, 3, "none", "", 2),
+        Candidate(2, 1, 2, 1, "full", "", 1),
+        Candidate(2, 2, 1, 2, "none", "", 1),
+        Candidate(1, 1, 4, 0, "none", "", 4),
+    ],
+    ids=search.words,
+)
+def test_a_sketch_is_near_the_trace(c):
+    """Rough on purpose: what it decides is the order in which candidates are traced."""
+    big = config.from_table(
+        {
+            **SMALL,
+            "model": {**SMALL["model"], "vocab_size": 1024, "d_model": 512, "d_ff": 1408, "n_layers": 4, "max_len": 1024},
+            "data": {"seq_len": 1024},
+        }
+    )
+    sketch = candidates.Sketcher(report.settled(big, H100.target), H100, 4).sketch(c)
+    exact = fzero.plan(c.of(big), c.mesh)
+    assert 0.6 < sketch.bytes / exact.peak_bytes_per_rank < 1.6
+    assert 0.4 < sketch.step_s / exact.step_s < 2.5
+
+
+def test_what_does_not_fit_is_said(monkeypatch):
+    tight = devices.device("h100", memory_bytes=H100.reserved_bytes + 100_000)
+    with pytest.raises(ValueError, match=r"nothing fits on 2 NVIDIA H100.*does not fit: .* too much.*use more devices"):
+        fzero.search(SMALL, 2, gpu=tight, remats=("none",), offloads=("",))
+
+
+def test_a_search_needs_rates(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="fzero bench"):
+        fzero.search(SMALL, 2, gpu="here")
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.json"])
+def test_the_written_config_reads_back(found, tmp_path, name):
+    path = tmp_path / name
+    search.write_config(found.config, path)
+    from fzero.tables import read_table
+
+    assert config.from_table(read_table(path)) == found.config
+    if name == "run.toml":
+        assert len(path.read_text().splitlines()) < 40, "what equals the preset is left out"
+    assert found.config.mesh == found.best[0].candidate.mesh
+
+
+def test_a_search_of_the_command_line_is_trained(capsys, monkeypatch, tmp_path):
+    """Two commands: the search writes the config of a run, and the run is made of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of a text" for i in range(400)))
+
+    def fz(*args):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(args))
+        out, err = capsys.readouterr()
+        assert ended.value.code == 0, err
+        return out, err
+
+    flags = [f for f in FLAGS if "policy" not in f and "precision" not in f]
+    steps = ["--steps", "2", "--seq-len", "64", "--batch", "4", "--data", "text.txt", "--precision", "fp32"]
+    out, err = fz("plan", "--search", "--gpus", "1", *flags_of(flags), *steps, "--top", "1", "--out", "best.toml")
+    assert "the fastest" in out and "fzero pretrain --config best.toml" in err
+    fz("pretrain", "--config", "best.toml", "--out", "run", "--peak-tflops", "1", "--sample", "", "--set", "precision.fp32_matmul=default")
+    assert [row["step"] for row in runs.read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def flags_of(flags):
+    """Pairs of `--set a=b`, with those whose value was taken out left out."""
+    values = [f for f in flags if f != "--set"]
+    return [part for value in values for part in ("--set", value)]

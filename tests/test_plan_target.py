@@ -1,0 +1,145 @@
+"""Plans for a device that is not here: which forms a step takes there, in which memory its tensors are, and that none is launched."""
+
+import pytest
+import torch
+
+import fzero
+from fzero import models, optim, precision, program, pytree
+from fzero.kernels.registry import explain, observe
+from fzero.links import Link
+from fzero.report.live import LiveBytes
+from fzero.sharding.mesh import fake_mesh
+from fzero.sharding.reduce import Reducer
+from fzero.target import CPU, HOST, Planned, Target, kind_of, plan_of, target_of
+
+H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")
+SIZES = {"vocab_size": 128, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
+CONFIGS = {
+    "llama": models.LlamaConfig(**SIZES),
+    "gpt2": models.GPT2Config(vocab_size=128, max_len=64, d_model=64, n_heads=4, n_layers=2),
+    "mixtral": models.MoEConfig(**SIZES, n_experts=4, top_k=2),
+}
+COMMON = {"attention": "triton", "linear_cross_entropy": "triton", "adamw": "triton", "grad_norm": "triton"}
+LLAMA = COMMON | dict.fromkeys(("rms_norm", "add_rms_norm", "rope_qk", "swiglu"), "triton")
+ON_H100 = {
+    "llama": LLAMA,
+    "gpt2": COMMON | {"layer_norm": "triton", "add_layer_norm": "triton"},
+    "mixtral": LLAMA | dict.fromkeys(("route", "group", "permute", "unpermute"), "triton") | {"grouped_mm": "torch"},
+}
+
+
+def muon(layout):
+    parts = {"muon": optim.muon(0.02, 0.95, layout=layout), "adamw": optim.adamw(1e-3, layout=layout)}
+    return optim.by_label(parts, ((program.BLOCK_MATRICES, "muon"), (".*", "adamw")))
+
+
+OPTIMIZERS = {
+    "adamw": lambda layout: optim.adamw(1e-3, layout=layout),
+    "muon": muon,
+    "8bit": lambda layout: optim.adamw(1e-3, state_bits=8, layout=layout),
+    "bf16": lambda layout: optim.adamw(1e-3, state_dtype=torch.bfloat16, rounding="stochastic", layout=layout, seed=0),
+    "lion": lambda layout: optim.lion(1e-3, layout=layout),
+}
+
+
+def step_on(target, name="llama", sizes=None, stage=0, tx="adamw", policy="bf16", parts=1, plan=None, **options):
+    """({operation: forms}, the state after a step, its ledger's rows), planned for `target`."""
+    mesh, policy = fake_mesh(sizes or {}), getattr(precision, policy)()
+    with Planned(target) as mode:
+        model = models.build(CONFIGS[name])
+        plan = fzero.zero_plan(stage, model, mesh, **(plan or {}))
+        tx = OPTIMIZERS[tx](optim.sharded(plan.opt, mesh, like=plan.like))
+        state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, device=mode.device)
+        step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=parts, skip_nonfinite=False, **options)
+        tokens = torch.zeros(2 * parts, 32, dtype=torch.int64, device=mode.device)
+        with observe() as used:
+            state, _ = step(state, {"tokens": tokens, "targets": tokens.clone()})
+    return used, state, mesh.ledger.rows()
+
+
+def test_a_tensor_says_what_it_stands_for():
+    assert kind_of(torch.zeros(2)) == "cpu" and target_of(torch.zeros(2)) == CPU and plan_of(torch.zeros(2)) is None
+    assert torch.zeros(2, device="cpu:0").device == HOST  # so that no real tensor is taken for one of a plan
+    with Planned(H100) as mode:
+        x = torch.zeros(3, 4, device=mode.device)
+        assert (kind_of(x), target_of(x), plan_of(x)) == ("cuda", H100, mode)
+        assert kind_of(x.to(HOST)) == "cpu" and kind_of(x.to(HOST).to(mode.device)) == "cuda"
+        seen = []
+        torch.func.vmap(torch.func.grad(lambda row: (seen.append(target_of(row)), row.sum())[1]))(x)
+        assert seen == [H100]
+        with pytest.raises(RuntimeError, match="same device"):
+            _ = x + torch.zeros(3, 4)
+        x.requires_grad_()
+        ((x @ x.T).sum()).backward()
+        assert x.grad.device == mode.device
+    with Planned(CPU) as mode:
+        assert mode.device == HOST and kind_of(torch.zeros(2)) == "cpu"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_takes_the_forms_of_a_gpu(name):
+    used, state, _ = step_on(H100, name, {"dp": 2}, 3)
+    assert used == {op: {form} for op, form in ON_H100[name].items()}
+    assert {leaf.device for leaf in pytree.leaves(state)} == {torch.device("cpu", 0)}
+
+
+def test_a_step_on_the_cpu_takes_its_own():
+    used, _, _ = step_on(CPU, sizes={"dp": 2}, stage=3)
+    assert "triton" not in set().union(*used.values()) and used["adamw"] == {"fused"}
+
+
+@pytest.mark.parametrize(("target", "form"), [(H100, "torch"), (A100, "triton"), (CPU, "torch")])
+def test_a_form_may_ask_for_a_capability(target, form):
+    with Planned(target) as mode:
+        x, w = (torch.zeros(*s, dtype=torch.bfloat16, device=mode.device) for s in ((8, 16), (2, 16, 16)))
+        assert explain("grouped_mm", x, w, torch.zeros(2, dtype=torch.int32, device=mode.device)).chosen == form
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sizes": {"dp": 2, "tp": 2}, "stage": 3, "remat": "full", "parts": 2},
+        {"tx": "8bit", "sizes": {"dp": 2}, "stage": 1, "policy": "fp32"},
+        {"tx": "bf16", "stage": 0},
+        pytest.param({"tx": "muon", "sizes": {"dp": 2}, "stage": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"tx": "lion", "name": "gpt2", "sizes": {"tp": 2}, "remat": "selective:0.5"}, marks=pytest.mark.exhaustive),
+        pytest.param({"name": "mixtral", "sizes": {"dp": 2, "tp": 2}, "stage": 1, "parts": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"sizes": {"dp": 2}, "plan": {"reduce": "canonical"}, "parts": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_step_of_any_kind_runs(options):
+    used, _, rows = step_on(H100, **options)
+    assert used["attention"] == {"triton"}
+    assert rows == step_on(CPU, **options)[2]  # the device moves no other bytes
+
+
+def test_offloaded_states_rest_and_are_summed_in_the_hosts_memory():
+    options = {"sizes": {"dp": 2}, "stage": 3, "parts": 2, "remat": "full"}
+    _, state, _ = step_on(H100, plan={"offload": "params=host,grads=host,opt=host,acts=host"}, **options)
+    assert {kind_of(leaf) for leaf in pytree.leaves((state.params, state.master))} == {"cpu"}
+    assert kind_of(state.step) == "cuda"
+
+
+@pytest.mark.parametrize(("target", "pieces"), [(CPU, 3), (H100, 1)])
+def test_a_sum_over_ranks_takes_the_memory_of_its_transport(target, pieces):
+    """gloo's pieces come from each rank; NCCL's sum is made on the way."""
+    with Planned(target) as mode:
+        link, x = fake_mesh({"dp": 4})["dp"].link, torch.zeros(4 * 256, device=mode.device)
+        assert isinstance(link, Link)
+        with LiveBytes(x) as live:
+            start = live.now
+            out = link.start_psum_scatter(x).wait()
+    assert out.shape == (256,) and live.peak - start == pieces * 4 * 256
+
+
+def test_a_sum_in_the_hosts_memory_takes_what_comes_from_the_device():
+    mesh = fake_mesh({})
+    with Planned(H100) as mode:
+        model = models.build(CONFIGS["llama"])
+        plan = fzero.zero_plan(3, model, mesh, offload="grads=host,opt=host")
+        reducer = Reducer(plan, mesh, torch.float32, torch.float32, parts=2)
+        key, value = ("", pytree.names(plan.like)[-1], None), torch.zeros(64, device=mode.device)
+        for _ in range(2):
+            reducer.place(key, value)
+        assert reducer.final[key[:2]].device == HOST

@@ -1,0 +1,484 @@
+"""`fzero report`: every number traces to a file, the page needs nothing else, pictures have units, pasting is repeatable."""
+
+import html.parser
+import importlib.util
+import itertools
+import json
+import math
+import re
+import statistics
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from matplotlib.ticker import FixedLocator
+from reported import STATE, make_run
+
+from fzero import cli
+from fzero.report import compare, figures, markdown, page, paste, read, sections_several, values, write
+from fzero.report.sections import Picture, Table
+from fzero.report.values import Quantity
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "one", dp=1, speed=1000.0)
+    make_run(folder / "zero3", dp=2, speed=1500.0)
+    make_run(folder / "dp2tp2", dp=2, tp=2, speed=2100.0)
+    make_run(folder / "old", dp=1, old=True)
+    return folder
+
+
+@pytest.fixture
+def fz(capsys, monkeypatch):
+    """A function that runs `fzero report`: (exit code, stdout, stderr)."""
+    monkeypatch.delenv("FZERO_TRACEBACK", raising=False)
+
+    def run(*args):
+        monkeypatch.setattr("sys.argv", ["/somewhere/bin/fzero", "report", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return run
+
+
+def refused(answer, *said):
+    code, out, err = answer
+    assert code == 2 and not out and len(err.splitlines()) == 1 and all(text in err for text in said), (code, out, err)
+
+
+def traced(quantity, folder):
+    """(predicted, measured) as `predicted_from` and `measured_from` say, computed here from the files alone."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    def at(value, path):
+        for part in path.split("."):
+            value = value[part]
+        return value
+
+    def of(text):
+        if not text:
+            return None
+        file, what = text.split(": ", 1)
+        if file == "metrics.jsonl":
+            counted = [row for row in rows if row["step"] not in (1, 2, 21, 22)]  # two attempts, each with two steps to warm up
+            kind, column = re.match(r"(median|mean) of (\S+) over", what).groups()
+            return getattr(statistics, {"median": "median", "mean": "fmean"}[kind])(at(row, column) for row in counted)
+        if file == "attempts.jsonl":
+            last = json.loads((folder / file).read_text().splitlines()[-1])
+            one, _, other = what.removesuffix(" (a closed formula)").partition(" x ")
+            return last[one] * (last[other] if other else 1)
+        held = json.loads((folder / file).read_text())
+        if found := re.fullmatch(r"sum of bytes where axis is (\w+)", what):
+            return sum(row["bytes"] for row in held["rows"] if row["axis"] == found[1])
+        return sum(at(held, what.removeprefix("sum of ")).values()) if what.startswith("sum of ") else at(held, what)
+
+    return of(quantity.predicted_from), of(quantity.measured_from)
+
+
+@pytest.mark.parametrize("name", ["one", "zero3", "dp2tp2"])
+def test_every_number_traces_to_a_file(runs, name):
+    run = read.read_run(runs / name)
+    assert {q.name for q in run.quantities} >= {"num_params", "peak_bytes", "step_s", "tokens_per_s", "mfu", "hfu", "flop", "time/forward"}
+    assert not run.missing
+    for q in run.quantities:
+        predicted, measured = traced(q, runs / name)
+        assert (q.predicted, q.measured) == (predicted, measured), q
+        assert q.predicted is not None or q.measured is not None
+    rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        assert {n: column[i] for n, column in run.series.items() if column[i] is not None} == {
+            n: v for n, v in read.flat(row) if v is not None
+        }
+    assert run.config == json.loads((runs / name / "config.json").read_text())
+    assert run.memory == json.loads((runs / name / "memory.json").read_text())
+
+
+def test_the_ratio_is_predicted_over_measured(runs):
+    q = Quantity("a", "a", "bytes", 3, 2, "", "")
+    assert q.ratio == 1.5 and Quantity("a", "a", "s", None, 2, "", "").ratio is None and Quantity("a", "a", "s", 1, 0, "", "").ratio is None
+    assert Quantity("a", "a", "s", 0, 0, "", "").ratio == 1.0
+    run = read.read_run(runs / "zero3")
+    (summary,) = [part for section in sections_several.of_run(run) for part in section.parts if getattr(part, "name", "") == "summary"]
+    assert isinstance(summary, Table) and summary.head == ("", "predicted", "measured", "predicted ÷ measured")
+    cells = {row[0]: row[1:] for row in summary.rows}
+    assert cells["parameters"] == ("1,000,448", "1,000,448", "1 exactly")
+    by_name = {q.name: q for q in run.quantities}
+    assert cells["time of a step"][2] == values.digits(by_name["step_s"].predicted / by_name["step_s"].measured)
+    assert float(cells["throughput"][2]) < 1 < float(cells["time of a step"][2])
+
+
+def test_the_json_holds_the_report(runs):
+    report = write.gather([runs / "zero3", runs / "one"], command="fzero report")
+    value = json.loads(write.json_text(report))
+    assert values.from_json(value, "here") == report
+    assert value == values.to_json(report)
+    assert value["runs"][0]["quantities"][0]["ratio"] == 1.0
+    assert value["runs"][0]["attempts"][1]["commit"].startswith("0123") and value["runs"][0]["environment"]["command"][1] == "pretrain"
+    for wrong in ({}, [], {**value, "fzero_report": 99}, {**value, "runs": [{}]}):
+        with pytest.raises(ValueError, match=r"^here: .*fzero report RUN"):
+            values.from_json(wrong, "here")
+
+
+class Page(html.parser.HTMLParser):
+    """Collects the tags of a page, and fails where one is not closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.text = [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.links += [value for name, value in attrs if name in ("href", "src", "action", "data", "srcset", "poster")]
+        if tag not in ("meta", "img", "br", "link", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def written(runs, tmp_path_factory):
+    """The folder of a report with all its pictures."""
+    folder = tmp_path_factory.mktemp("written")
+    write.write(write.gather([runs / "dp2tp2", runs / "old"], title='A <title> & "more"', command="fzero report x"), folder)
+    return folder
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Nothing is drawn, which takes most of a report's time."""
+    monkeypatch.setattr(figures, "svg", lambda draw: "<svg/>")
+
+
+def test_the_page_is_whole_and_needs_nothing_else(written):
+    text = (written / "report.html").read_text()
+    found = Page()
+    found.feed(text)
+    found.close()
+    assert found.open == [] and len(set(found.ids)) == len(found.ids)
+    for link in found.links:
+        assert (link.startswith("#") and link[1:] in found.ids) or link.startswith("data:image/svg+xml;base64,"), link[:80]
+    assert not {tag for tag, _ in found.tags} & {"script", "link", "iframe", "object", "base"}
+    assert "@import" not in text and "url(" not in text
+    images = [attrs for tag, attrs in found.tags if tag == "img"]
+    assert len(images) == len(list(written.glob("*.svg"))) and all(len(image["alt"]) > 40 for image in images)
+    said = " ".join(" ".join(found.text).split())
+    for words in (
+        'A <title> & "more"',
+        "0123456789abcdef",
+        "A Processor of Some Kind 9000",
+        "torch 2.13.0+cpu",
+        "Not recorded:",
+        "--steps 40",
+    ):
+        assert words in said, words
+    assert "@media print" in text and 'lang="en"' in text
+
+
+def test_the_pictures_stand_alone(written):
+    for path in written.glob("*.svg"):
+        root = ET.fromstring(path.read_text())
+        assert root.tag.endswith("svg")
+        for element in root.iter():
+            for name, value in element.attrib.items():
+                assert not (name.endswith("href") and not value.startswith(("#", "data:"))), (path.name, value[:60])
+        assert path.stat().st_size < 100_000
+    words = "".join(ET.fromstring((written / "1-loss.svg").read_text()).itertext())
+    assert "validation (last 2.228)" in words and "loss (nats per token)" in words
+
+
+def test_a_picture_is_shortened_in_its_tags_alone():
+    assert figures.short("M 0 172.8 L 561.6 172.8 L 561.6 0 L 0 0 z") == "M0 172.8H561.6V0H0z"
+    assert figures.short("M 1 2 C 3 4 5 6 7 8 L 7 9 L 8 10") == "M1 2C3 4 5 6 7 8V9L8 10"
+    assert figures.tag('<g id="a" x="1.2345">') == '<g x="1.2">'
+    assert figures.tag('<path id="a" d="M 0.041 0\nL 0 1"/>') == '<path id="a" d="M0 0V1"/>'
+    assert figures.tag('<text transform="rotate(-90 1 2)">') == '<text transform="rotate(-90 1 2)">'
+
+
+def pictures_of(report):
+    return [
+        part for _, found in sections_several.sections(report) for section in found for part in section.parts if isinstance(part, Picture)
+    ]
+
+
+def test_every_axis_has_a_name_and_a_unit(runs):
+    report = write.gather([runs / "zero3", runs / "one", runs / "dp2tp2"])
+    drawn = pictures_of(report)
+    names = {part.name for part in drawn}
+    assert names >= {"loss", "throughput", "memory", "time", "time_steps", "communication", "grad_norms", "param_norms", "stragglers"}
+    assert names >= {"losses", "speeds", "scaling"}
+    for part in drawn:
+        figure = part.draw()
+        for axes in figure.axes:
+            for axis in (axes.xaxis, axes.yaxis):
+                locator, words = axis.get_major_locator(), []
+                if isinstance(locator, FixedLocator):
+                    words = axis.get_major_formatter().format_ticks(locator.locs)
+                named = any(re.search("[a-z]", word) for word in words)  # what it tells apart is written at its ticks
+                label = axis.get_label().get_text()
+                assert named or not axis.get_visible() or axes.get_label() == "<colorbar>" or re.search(r"\S \(.+\)$", label), (
+                    part.name,
+                    label,
+                )
+        assert part.alt.endswith(".") and len(part.alt) > 40
+
+
+def luminance(colour):
+    r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+@pytest.mark.parametrize("table", [figures.COMPONENTS, figures.PHASES], ids=["components", "phases"])
+def test_neighbours_differ_in_print(table):
+    looks = list(table.values())
+    assert len(set(looks)) == len(looks)
+    for one, other in itertools.pairwise(looks):
+        assert one[1] != other[1] or abs(luminance(one[0]) - luminance(other[0])) > 0.15, (one, other)
+    styles = [style for _, style, _ in figures.LINES]
+    assert len(set(styles)) == len(styles) and len({marker for *_, marker in figures.LINES}) == len(styles)
+
+
+def test_the_same_values_have_the_same_bytes(runs, written):
+    report = write.gather([runs / "dp2tp2"])
+    for part in pictures_of(report):
+        if part.name in ("loss", "memory", "communication"):
+            assert figures.svg(part.draw) == (written / f"1-{part.name}.svg").read_text()
+    assert write.json_text(report) == write.json_text(write.gather([runs / "dp2tp2"]))
+
+
+def test_the_predicted_line_follows_the_measured_places(runs):
+    run = read.read_run(runs / "zero3")
+    measured = run.memory["timeline"]
+    predicted = [{**m, "at": 3 * m["at"] ** 2} for m in measured]  # the same moments, counted otherwise
+    assert figures.aligned(predicted, measured) == pytest.approx(figures.along(measured))
+    between = [*predicted[:3], {**predicted[3], "op": "another", "at": (predicted[2]["at"] + predicted[3]["at"]) / 2}, *predicted[3:]]
+    x = figures.aligned(between, measured)
+    assert x[2] < x[3] < x[4] and x == sorted(x)
+    assert figures.aligned(predicted, []) == figures.along(predicted)
+
+
+def test_what_an_old_run_lacks_is_said(runs):
+    run = read.read_run(runs / "old")
+    assert run.plan is None and run.memory is None and run.ledger is None and run.attempts == []
+    for file in ("attempts.jsonl", "ledger.json", "memory.json"):
+        assert any(sentence.startswith(f"{file} is not there") for sentence in run.missing)
+    assert any("no prediction" in sentence for sentence in run.missing) and any("no phases" in sentence for sentence in run.missing)
+    assert all(q.predicted is None and q.predicted_from == "" for q in run.quantities)
+    text = markdown.write(write.gather([runs / "old"]))
+    assert "**Not recorded:** memory.json is not there" in text and "## Memory" not in text and "loss.svg" in text
+    assert "| commit | not recorded |" in text
+
+
+def test_steps_that_warm_up_or_were_recorded_are_not_counted():
+    series = {"step": [1, 2, 3, 4, 5, 6, 7, 8], "recorded": [None, None, None, "memory", None, None, None, None]}
+    assert read.steady(series, []) == [2, 4, 5, 6, 7]
+    assert read.steady(series, [{"first_step": 0}, {"first_step": 5}]) == [2, 4, 7]
+    assert read.steady({"step": [1, 2]}, []) == [0, 1]
+    assert read.steady({"step": [101, 102, 103]}, []) == [2]
+
+
+def test_scaling_is_tokens_per_second_a_rank(runs):
+    found = [read.read_run(runs / name) for name in ("dp2tp2", "one", "zero3")]
+    (series,) = compare.scaling(found)
+    assert (
+        series["kind"] == "strong"
+        and [p["ranks"] for p in series["points"]] == [1, 2, 4]
+        and [p["run"] for p in series["points"]] == [1, 2, 0]
+    )
+    rate = [p["tokens_per_s"] for p in series["points"]]
+    assert [p["efficiency"] for p in series["points"]] == pytest.approx([1.0, rate[1] / 2 / rate[0], rate[2] / 4 / rate[0]])
+    assert [p["speedup"] for p in series["points"]] == pytest.approx([1.0, rate[1] / rate[0], rate[2] / rate[0]])
+    assert rate[1] / rate[0] == pytest.approx(1.5, rel=0.02)
+
+
+def test_scaling_tells_weak_from_strong_and_one_work_from_another(tmp_path):
+    one, two = make_run(tmp_path / "a", dp=1, batch=4), make_run(tmp_path / "b", dp=2, batch=8)
+    other = make_run(tmp_path / "c", dp=4, batch=8, table={"train": {"steps": 40, "batch": 8, "remat": "full"}})
+    found = [read.read_run(folder) for folder in (one, two, other)]
+    (series,) = compare.scaling(found)
+    assert series["kind"] == "weak" and [p["run"] for p in series["points"]] == [0, 1]
+    assert compare.scaling(found[1:]) == []
+
+
+def test_several_runs_are_compared(runs):
+    found = [read.read_run(runs / name) for name in ("one", "zero3")]
+    rows = {row["key"]: row["values"] for row in compare.differences(found)}
+    assert rows == {"mesh.dp": [compare.ABSENT, 2], "zero": [0, 3]}
+    at = compare.losses([found[0]._replace(series={n: column[:30] for n, column in found[0].series.items()}), found[1]])
+    assert at["tokens"] == 30 * 1024 and at["val"] == [found[0].series["val_loss"][29]] * 2
+    last = found[0].series["loss"][27:30]
+    assert at["train"] == pytest.approx([sum(last) / 3] * 2)
+    text = markdown.write(write.gather([runs / "one", runs / "zero3"]))
+    assert "| zero | 0 | 3 |" in text and "![Tokens per second and scaling efficiency" in text and "(2-memory.svg)" in text
+
+
+def test_the_command_writes_and_prints(runs, tmp_path, fz, undrawn):
+    code, out, err = fz(runs / "zero3", "--no-plan", "--out", tmp_path / "r")
+    assert code == 0 and not err and "predicted ÷ measured" in out and "1 exactly" in out and f"written: {tmp_path / 'r'}" in out
+    assert {path.name for path in (tmp_path / "r").iterdir()} >= {"report.json", "report.md", "report.html", "memory.svg"}
+    (tmp_path / "r" / "old-picture.svg").write_text("")
+    code, out, err = fz(runs / "zero3", "--no-plan", "--json", "--title", "T", "--public")
+    value = json.loads(out)
+    assert code == 0 and not err and value["title"] == "T" and not (runs / "zero3" / "report").exists()
+    assert value["command"].startswith("fzero report ") and value["runs"][0]["environment"]["corpus"] == "…/corpus"
+    assert "/home/" not in out and "/somewhere/" not in out
+    assert fz(runs / "zero3", "--out", tmp_path / "r")[0] == 0 and not (tmp_path / "r" / "old-picture.svg").exists()
+    # A report is read in place of its run.
+    code, again, _ = fz(tmp_path / "r", runs / "one", "--json")
+    assert code == 0 and [run["name"] for run in json.loads(again)["runs"]] == ["zero3", "one"]
+
+
+def test_a_prediction_is_made_where_there_is_none(tmp_path, fz, monkeypatch):
+    folder, asked = make_run(tmp_path / "run", plan=False), []
+    monkeypatch.setattr("fzero.attempts.predicted", lambda run: asked.append(run) or {"num_params": 7})
+    value = json.loads(fz(folder, "--json")[1])["runs"][0]
+    assert asked == [folder] and value["quantities"][0]["predicted"] == 7
+    value = json.loads(fz(folder, "--json", "--no-plan")[1])["runs"][0]
+    assert len(asked) == 1 and value["quantities"][0]["predicted"] is None and "none was to be made" in value["plan_from"]
+
+    def fails(run):
+        raise RuntimeError("no such\ndevice")
+
+    monkeypatch.setattr("fzero.attempts.predicted", fails)
+    code, out, _ = fz(folder, "--json")
+    assert code == 0 and "could not make one (RuntimeError: no such device)" in json.loads(out)["runs"][0]["missing"][0]
+
+
+def damage(folder, name, text):
+    (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", "{", "config.json"),
+        ("environment.json", "[]", "environment.json"),
+        ("metrics.jsonl", "", "metrics.jsonl: has no step yet"),
+        ("metrics.jsonl", '{"a": 1}\n', "metrics.jsonl:1: is no row of metrics"),
+        ("metrics.jsonl", 'x\n{"step": 1}\n', "metrics.jsonl:1: not JSON"),
+        ("attempts.jsonl", "x\n{}\n", "attempts.jsonl:1: not JSON"),
+        ("attempts.jsonl", "3\n", "attempts.jsonl:1: is no object"),
+        ("memory.json", "[1]", "memory.json: not a JSON object"),
+        ("memory.json", '{"state": 3}', "memory.json: state is not"),
+        ("ledger.json", '{"rows": [{"axis": "dp"}]}', "ledger.json: rows is not"),
+        ("plan.json", '{"peak', "plan.json"),
+        ("plan.json", '{"state_bytes": [1]}', "plan.json: state_bytes is not"),
+        ("plan.json", '{"timeline": [{}]}', "plan.json: timeline is not"),
+    ],
+)
+def test_a_damaged_file_is_one_clear_line(tmp_path, fz, name, text, said):
+    folder = make_run(tmp_path / "run", steps=4)
+    damage(folder, name, text)
+    refused(fz(folder, "--json"), said)
+
+
+def test_mistakes_are_one_clear_line(runs, tmp_path, fz):
+    refused(fz(), "no run is given")
+    refused(fz(tmp_path / "none"), "no such folder")
+    refused(fz(tmp_path), "is not a run")
+    refused(fz(runs / "one", runs / "one"), "named twice")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    refused(fz(runs / "one", "--no-plan", "--out", tmp_path / "full"), "not empty", "--out")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+    refused(fz(runs / "one", "--paste", "x.md"), "--paste", "RUN")
+    refused(fz("--check"), "--paste")
+    refused(fz("--paste", tmp_path / "no.md"), "no.md: no such file")
+
+
+# ---- pasting ----
+
+
+@pytest.fixture(scope="module")
+def reports(runs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("book") / "reports"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "svg", lambda draw: "<svg/>")
+        for name in ("zero3", "one"):
+            write.write(write.gather([runs / name]), folder / name)
+    return folder
+
+
+def test_pasting_is_repeatable(reports, fz):
+    book = reports.parent / "README.md"
+    head = "# Book\n\n<!-- report: zero3 summary -->\nold\n<!-- end -->\nmiddle\n"
+    head += "```text\n<!-- report: no such -->\n```\n"
+    book.write_text(head + "<!-- report: one memory.svg -->\n<!-- end -->\n\n<!-- report: one+zero3 scaling -->\n<!-- end -->\ntail")
+    code, out, _ = fz("--paste", book, "--from", reports, "--check")
+    assert code == 1 and "is not what the reports say" in out and "\nold\n" in book.read_text()
+    assert fz("--paste", book, "--from", reports)[0] == 0
+    text = book.read_text()
+    assert "old" not in text and text.endswith("<!-- end -->\ntail") and "\nmiddle\n" in text
+    assert (
+        "| parameters | 1,000,448 | 1,000,448 | 1 exactly |" in text
+        and "](reports/one/memory.svg)" in text
+        and "| zero3 | dp=2 | 2 |" in text
+    )
+    code, out, _ = fz("--paste", book, "--from", reports)
+    assert code == 0 and "up to date" in out and book.read_text() == text
+    assert fz("--paste", book, "--from", reports, "--check")[0] == 0
+    book.write_text(text.replace("1,000,448", "1,000,449", 1))
+    assert fz("--paste", book, "--from", reports, "--check")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<!-- report: zero4 summary -->\n<!-- end -->", r"page.md:1: .*no report 'zero4' \(did you mean 'zero3'\?\)"),
+        ("\n<!-- report: zero3 sumary -->\n<!-- end -->", r"page.md:2: report zero3 has no 'sumary' \(did you mean 'summary'\?\)"),
+        ("<!-- report: zero3 summary -->\n", r"page.md:1: the mark has no end"),
+        ("<!-- report: zero3 summary -->\n<!-- report: zero3 loss -->\n<!-- end -->", r"page.md:1: the mark has no end"),
+        ("<!-- report: zero3 -->\n<!-- end -->", r"page.md:1: .* is no mark"),
+        ("text\n<!-- end -->", r"page.md:2: .* without a mark"),
+    ],
+)
+def test_a_wrong_mark_is_refused(reports, text, said):
+    with pytest.raises(ValueError, match=said):
+        paste.pasted(text, Path("page.md"), reports)
+
+
+def test_what_is_pasted_in_this_repository_is_what_its_reports_say():
+    pages = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "<!-- report:" in path.read_text()]
+    assert paste.paste(pages, ROOT / "reports", check=True) == [], "run: python reports/make.py --paste"
+
+
+def test_the_reports_of_this_repository_are_whole_and_small():
+    found = sorted((ROOT / "reports").glob("*/report.json"))
+    for path in found:
+        report = write.read(path.parent)
+        text = markdown.write(report)
+        assert path.with_name("report.md").read_text() == text, "run: python reports/make.py"
+        for link in re.findall(r"\]\((\S+\.svg)\)", text):
+            assert (path.parent / link).is_file()
+        assert "/home/" not in path.read_text() and "/root/" not in path.read_text()
+    assert sum(path.stat().st_size for path in (ROOT / "reports").rglob("*") if path.is_file()) < 1_000_000
+    spec = importlib.util.spec_from_file_location("make_reports", ROOT / "reports" / "make.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    assert (ROOT / "reports" / "README.md").is_file() == bool(found)
+    assert not found or (ROOT / "reports" / "README.md").read_text() == make.readme()
+
+
+# ---- numbers in words ----
+
+
+def test_numbers_in_words():
+    assert [values.shown(x, "bytes") for x in (0, 44, 1500, 2_000_896, 3.2e12)] == ["0 B", "44 B", "1.500 kB", "2.001 MB", "3.200 TB"]
+    assert [values.shown(x, "s") for x in (0, 2e-5, 0.0123, 1.5, 300)] == ["0 s", "20.00 µs", "12.30 ms", "1.500 s", "5.000 min"]
+    assert values.shown(None, "s") == "-" and values.shown(12345, "1") == "12,345" and values.shown(1234.5, "tokens/s") == "1,234 tokens/s"
+    assert values.shown(500, "bytes", largest=2e6) == "0.0005000 MB"
+    assert values.shown_ratio(1.0) == "1 exactly" and values.shown_ratio(1.0000001) == "1.000" and values.shown_ratio(None) == "-"
+    assert math.isclose(values.ratio(1, 3), 1 / 3)
+    assert read.without_folders({"a": ["/x/y/z", "--out=/tmp/q/r"]}) == {"a": ["…/z", "--out=…/r"]}
+    assert sum(STATE.values()) == values.ratio(sum(STATE.values()), 1)
+    assert page.text("a < `b` **c**") == "a &lt; <code>b</code> <strong>c</strong>"
