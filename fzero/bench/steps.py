@@ -22,6 +22,7 @@ from fzero.compile import jit
 from fzero.config import from_table
 from fzero.planner.operations import Op, described
 from fzero.program import Program, build, first_state
+from fzero.sharding import one_process
 
 FAMILIES = {"llama": "llama-tiny", "gpt2": "gpt2-tiny", "mixtral": "mixtral-tiny"}
 
@@ -66,7 +67,7 @@ def program_of(sizes: Sizes, precision: str, compiled: bool = False) -> Program:
     table = {"preset": FAMILIES[sizes.family], "model": model, "data": {"seq_len": sizes.seq_len}, "train": train}
     table["precision"] = {"policy": precision, "fp32_matmul": "default"}
     table["optim"] = {"name": sizes.optimizer}
-    return build(from_table(table))
+    return build(from_table(table), one_process())  # each of several processes measures by itself
 
 
 def batch_of(sizes: Sizes, vocab: int) -> dict[str, Tensor]:
