@@ -30,9 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.ledger import Ledger, Row
 from fzero.links import Link, Pending, done, tree_sum
-from fzero.target import traced
 from fzero.operators import ops
 from fzero.rollcall import RankError
+from fzero.target import traced
 
 __all__ = [
     "Axis",

@@ -91,7 +91,7 @@ def make_train_step(
     mlp_tiles: parts that the hidden units of an MLP are computed in, one at a time, and again in the backward pass (see fzero.tiling).
     space: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
     squares: `metrics.squares` are those that the norm is the root of, leaf by leaf, for norms of layers (see fzero.norms).
-    layers: for a plan, which learns of all layers from a few: only the first so many are run, and the gradients of the others are not there.
+    layers: for a plan, which learns of all layers from a few: only the first so many are run; the others have no gradient.
     The first call makes sure that all ranks run the same program: RankError says where two differ.
     Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
     or the optimizer would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).

@@ -172,6 +172,7 @@ def assembled(effort: Effort, found: list[Rates], messages: dict[int, ranks.Mess
         links, collectives = (link_of(messages, effort.device),), dict(collectives)
         for n, each in messages.items():
             collectives |= {f"{kind}/{n}": tuple(sorted(sizes.items())) for kind, sizes in each.curves.items()}
+            collectives[f"late/{n}"] = ((1.0, max(each.late_s, 1e-9)),)
     on_gpu = effort.device == "cuda"
     gpu = torch.cuda.get_device_properties(0) if on_gpu else None
     return Device(

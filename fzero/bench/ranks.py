@@ -20,6 +20,8 @@ from fzero.sharding.mesh import Mesh, make_mesh
 
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes of the whole tensor
+BETWEEN = 8  # products and sums between two collectives
+IN_A_ROW = 4  # collectives of one sample
 TIMEOUT_S = 600.0  # for another process: a busy machine takes its time
 
 
@@ -29,6 +31,7 @@ class Messages(NamedTuple):
     curves: dict[str, dict[float, float]]  # by collective, bytes of the whole tensor -> seconds
     call_s: float  # CPU time of the calling thread in a collective next to empty
     hidden: float  # the part of a large all_gather that went by while all computed
+    late_s: float = 0.0  # that a collective between computations takes longer than one by itself: ranks come to it one after the other
 
 
 def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> list[Any]:
@@ -108,7 +111,9 @@ def messages(mesh: Mesh, seconds: float, sizes: Sequence[int] = MESSAGES) -> Mes
     begin = time.thread_time()
     for _ in range(50):
         call()
-    return Messages(curves, (time.thread_time() - begin) / 50, _hidden(link, sizes[-1], device))
+    call_s = (time.thread_time() - begin) / 50
+    small = [(call, curves[kind][float(size)]) for (kind, size), call in calls.items() if size == sizes[0]]
+    return Messages(curves, call_s, _hidden(link, sizes[-1], device), _late(small, device))
 
 
 def _round(calls: dict[tuple[str, int], Callable[[], Any]], samples: dict[tuple[str, int], list[float]], device: str) -> None:
@@ -119,6 +124,29 @@ def _round(calls: dict[tuple[str, int], Callable[[], Any]], samples: dict[tuple[
         if device == "cuda":
             torch.cuda.synchronize()
         samples[key].append(time.perf_counter() - begin)
+
+
+def _late(calls: Sequence[tuple[Callable[[], Any], float]], device: str) -> float:
+    """The seconds that small collectives take longer between the computations of a layer than by themselves, as the pairs say."""
+    a, x = torch.ones(256, 256, device=device), torch.ones(512, 256, device=device)
+
+    def took(call: Callable[[], Any] | None) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            for _ in range(BETWEEN):
+                (x @ a).add_(x)
+            if call is not None:
+                call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / IN_A_ROW
+
+    longer = []
+    for _ in range(7):
+        alone = statistics.median(took(None) for _ in range(3))
+        longer += [took(call) - alone - by_itself for call, by_itself in calls]
+    return max(0.0, statistics.median(longer))
 
 
 def _call(link: Link, kind: str, size: int, device: str) -> Callable[[], Any]:
@@ -169,7 +197,8 @@ def _hidden(link: Link, size: int, device: str) -> float:
 def slowest(found: Sequence[Messages]) -> Messages:
     """The Messages of all ranks as one: of each size the slowest rank's, of the rest the median."""
     curves = {kind: {size: max(each.curves[kind][size] for each in found) for size in sizes} for kind, sizes in found[0].curves.items()}
-    return Messages(curves, statistics.median(m.call_s for m in found), statistics.median(m.hidden for m in found))
+    call_s, hidden, late_s = (statistics.median(values) for values in zip(*(m[1:] for m in found)))
+    return Messages(curves, call_s, hidden, late_s)
 
 
 class Fit(NamedTuple):

@@ -81,6 +81,7 @@ class Device:
     op_s: dict[str, float] = field(default_factory=dict)  # as in Rates, where nothing was measured
     rates: tuple[Rates, ...] = ()
     collectives: dict[str, Curve] = field(default_factory=dict)  # "psum/4": bytes of the whole tensor -> seconds among 4 ranks
+    # "late/4": a single point, the seconds between the first and the last rank that comes to a collective
     host: dict[str, float] = field(default_factory=dict)  # bytes/s between device and host memory: "read", "write" (to the host)
     nvme: dict[str, float] = field(default_factory=dict)  # bytes/s of a node's disk: "read", "write", "both"
     price_per_hour: float | None = None  # of one device; never listed, as it changes

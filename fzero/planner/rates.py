@@ -218,6 +218,7 @@ class Message(NamedTuple):
     seconds: float
     busy: dict[str, float]
     hidden: float = 1.0  # the part of `seconds` that goes by while the device computes
+    late_s: float = 0.0  # until the last rank has come to it
 
 
 def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
@@ -232,11 +233,13 @@ def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
     """
     n = way.size
     whole = sent_bytes * n / (n - 1) / (2 if what == "psum" else 1)
+    late_s = way.curves["late"][0][1] if "late" in way.curves else 0.0
     if what in way.curves and len(way.hops) == 1:
         level = way.hops[0][0]
         seconds = max(0.0, along(way.curves[what], whole) - level.call_s)
-        return Message(level.call_s, seconds, {level.name: seconds}, level.hidden)
-    return _by_messages(way, what, sent_bytes, whole) if way.kind == "gloo" else _by_rings(way, what, sent_bytes)
+        return Message(level.call_s, seconds, {level.name: seconds}, level.hidden, late_s)
+    found = _by_messages(way, what, sent_bytes, whole) if way.kind == "gloo" else _by_rings(way, what, sent_bytes)
+    return found._replace(late_s=late_s)
 
 
 def _by_rings(way: Way, what: str, sent_bytes: int) -> Message:

@@ -134,7 +134,8 @@ class Play:
         message = collective_s(self.ways[t.axis], t.what, t.bytes)
         self.spend(t.phase, t.layer, message.host_s)
         part, now = message.hidden, self.clock["device"]
-        begin = max([now, *(self.clock.get(name, 0.0) for name in message.busy)])
+        # Nothing travels before the last rank is there; what is computed meanwhile hides that.
+        begin = max([now + message.late_s, *(self.clock.get(name, 0.0) for name in message.busy)])
         for name, busy in message.busy.items():
             self.clock[name] = begin + busy * part
         self.done[t.number] = begin + message.seconds * part, message.seconds, message.seconds * (1.0 - part)
