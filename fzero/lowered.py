@@ -19,9 +19,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fzero.target import ELSEWHERE, HOST, Target, launched, plan_of
+from fzero.target import ELSEWHERE, HOST, Planned, Target, launched, plan_of
 
 _GPU = torch.device("cuda", 0)
 # Of every NVIDIA GPU from compute capability 8.0 on: CUDA programming guide, table of technical specifications.
@@ -110,15 +109,18 @@ def _as_on(target: Target) -> Iterator[None]:
         yield
 
 
-def _moved(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> list[Tensor]:
-    """The examples of a plan for a GPU as fake CUDA tensors; the graph then makes its own on that device. No autograd sees them."""
+def _moved(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: Target) -> list[Tensor]:
+    """The examples of a plan for a GPU as fake CUDA tensors; the graph then makes its own on that device. No autograd sees them.
+
+    They are of a plan in which a graph is traced, so that its collectives give results and are not entered in a ledger.
+    """
 
     def there(x: Any) -> Any:
         return _GPU if isinstance(x, torch.device) and x == ELSEWHERE else x
 
     for node in graph.graph.nodes:
         node.args, node.kwargs = (torch.fx.node.map_aggregate(given, there) for given in (node.args, node.kwargs))
-    with FakeTensorMode():
+    with Planned(target, tracing=True):
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=there(x.device)) for x in examples]
 
 
@@ -135,7 +137,7 @@ def generated(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward:
         plan = next((plan_of(x) for x in examples if x.device == ELSEWHERE), None)
         if plan is not None:
             stack.enter_context(_as_on(plan.target))
-            examples = _moved(graph, examples)
+            examples = _moved(graph, examples, plan.target)
             stack.enter_context(tracing(TracingContext(examples[0].fake_mode)))
         view_to_reshape(graph)
         with torch.no_grad():

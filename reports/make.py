@@ -134,17 +134,16 @@ def readme() -> str:
     lines = ["# Reports of reference runs", ""]
     lines += ["Written by `python reports/make.py`, which makes every run and report again; nothing here is typed.", ""]
     lines += ["| report | what | steps | on | commit |", "|---|---|---:|---|---|"]
-    names = [(run.name, run.what) for run in RUNS] + [(SEVERAL[0], f"{', '.join(SEVERAL[1])} beside each other")]
-    there = [(name, what) for name, what in names if (REPORTS / name / "report.json").is_file()]
-    for name, what in there:
-        found = json.loads((REPORTS / name / "report.json").read_text())["runs"]
-        last = found[0]["attempts"][-1] if found[0]["attempts"] else {}
+    there = [run for run in RUNS if (REPORTS / run.name / "report.json").is_file()]
+    for run in there:
+        found = json.loads((REPORTS / run.name / "report.json").read_text())["runs"][0]
+        last = found["attempts"][-1] if found["attempts"] else {}
         machine = last.get("machine", {})
         on = f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores"
-        steps = ", ".join(f"{run['series']['step'][-1]:,}" for run in found)
-        lines.append(
-            f"| [{name}]({name}/report.md) | {what} | {steps} | {on} | {last.get('commit', '')[:10]}{'+' * bool(last.get('dirty'))} |"
-        )
+        commit = f"{last.get('commit', '')[:10]}{'+' * bool(last.get('dirty'))}"
+        lines.append(f"| [{run.name}]({run.name}/report.md) | {run.what} | {found['series']['step'][-1]:,} | {on} | {commit} |")
+    if (REPORTS / SEVERAL / "report.md").is_file():
+        lines.append(f"| [{SEVERAL}]({SEVERAL}/report.md) | {SEVERAL.replace('+', ', ')} beside each other | | | |")
     lines += ["", "The commands of the runs:", "", "```console"]
     lines += [command_of(run) for run in there]
     lines += [
