@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ class Tracer:
     def __init__(self, cuda: bool = False) -> None:
         self.cuda = cuda  # whether the host's memory is another than the device's
         self.started: dict[int, tuple[str, str, int]] = {}  # number -> (what, axis, bytes)
-        self.coming: dict[int, int] = {}  # storage on its way from the host -> number
+        self.coming: dict[int, tuple[int, weakref.ref]] = {}  # storage on its way from the host -> (number, what tells of its end)
         self.copies = HOST_COPIES
 
     def note(self, record: Record, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -177,7 +178,8 @@ class Tracer:
     def copied(self, record: Record, func: Any, args: tuple, out: Tensor) -> bool:
         """Enter a copy between the host's memory and the device as a transfer; whether it is one.
 
-        What is read is waited for where it is first used. What is written in a forward pass (activations) is not waited for.
+        What is read is waited for where it is first used, or dropped unused: another storage may then stand at its address. What is
+        written in a forward pass (activations) is not waited for.
         """
         source, there = (args[1], args[0]) if func is COPIES[1] else (args[0], out)
         if device_of(source) == device_of(there):
@@ -186,7 +188,9 @@ class Tracer:
         size = there.numel() * there.element_size()
         record.transfer("start", self.copies, what, "host", size)
         if what == "read":
-            self.coming[there.untyped_storage()._cdata] = self.copies
+            storage, number = there.untyped_storage(), self.copies
+            key = storage._cdata
+            self.coming[key] = number, weakref.ref(storage, lambda _: self.come(record, key))
         elif record.here.phase != "forward":
             record.transfer("wait", self.copies, what, "host", size)
         return True
@@ -194,8 +198,14 @@ class Tracer:
     def arrived(self, record: Record, args: Any) -> None:
         """Enter the waits for what an operator takes of what is on its way."""
         for x in pytree.leaves(args):
-            if isinstance(x, Tensor) and (number := self.coming.pop(x.untyped_storage()._cdata, None)) is not None:
-                record.transfer("wait", number, "read", "host", 0)
+            if isinstance(x, Tensor):
+                self.come(record, x.untyped_storage()._cdata)
+
+    def come(self, record: Record, key: int) -> None:
+        """Enter the wait for a storage, if it is on its way."""
+        number, _ = self.coming.pop(key, (None, None))
+        if number is not None and not record.over:
+            record.transfer("wait", number, "read", "host", 0)
 
     def told(self, event: str, number: int, what: str, axis: str, size: int, here: Visit) -> Transfer:
         """The event of a transfer."""

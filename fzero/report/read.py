@@ -239,10 +239,20 @@ def beside(
         key = whole.get(phase, f"time/phases/{phase}")
         add(f"time/{phase}", f"time: {phase}", "s", key, phases.get(phase), source, total=phase in whole)
     add("tokens_per_s", "throughput", "tokens/s", "tokens_per_s", *median(series, "tokens_per_s", kept))
-    for name in ("mfu", "mfu_causal", "hfu"):
-        title = {"mfu": "MFU (6N + 12LTD)", "mfu_causal": "MFU (6N + 6LTD)", "hfu": "HFU"}[name]
+    part = of_the_runs_peak(plan, last)
+    for name, title in (("mfu", "MFU (6N + 12LTD)"), ("mfu_causal", "MFU (6N + 6LTD)"), ("hfu", "HFU")):
         add(name, title, "fraction", name, *median(series, name, kept))
+        if part is not None and found and found[-1].name == name and found[-1].predicted is not None:
+            said = f"{found[-1].predicted_from}, as a fraction of {ATTEMPTS}: peak_flops"
+            found[-1] = found[-1]._replace(predicted=found[-1].predicted * part, predicted_from=said)
     return found
+
+
+def of_the_runs_peak(plan: Mapping[str, Any], attempt: Mapping[str, Any]) -> float | None:
+    """What a predicted MFU, a fraction of the device's highest rate, is multiplied by to be one of the run's own peak; None if unknown."""
+    if not (plan.get("mfu") and plan.get("step_s") and attempt.get("peak_flops")):
+        return None
+    return plan["model_flop_per_step"] / plan["step_s"] / attempt["peak_flops"] / plan["mfu"]
 
 
 # -- what is not for others

@@ -165,9 +165,7 @@ def throughput(run: RunReport) -> Section:
     alt = f"{axes}: measured at the median {shown(rate, 'tokens/s')}; {said}"
     peak = run.attempts[-1].get("peak_flops") if run.attempts else None
     how = "measured" if run.attempts and run.attempts[-1].get("peak_measured") else "given"
-    of = f"Measured MFU is a fraction of {shown(peak, 'FLOP/s')}, {how}, of all processes." if peak else ""
-    if run.plan and value_of(run, "mfu", predicted=True):
-        of += " Predicted MFU is a fraction of the device's highest rate, which may be another one."
+    of = f"MFU and HFU are fractions of {shown(peak, 'FLOP/s')}, {how}, of all processes." if peak else ""
     rows = [(q.title, *pair(q)) for q in run.quantities if q.name in ("step_s", "tokens_per_s", "mfu", "mfu_causal", "hfu")]
     picture = Picture("throughput", "Throughput and model FLOPs utilisation", alt, draw.throughput(run))
     return Section("throughput", "Throughput and MFU", [picture, table("throughput", "Throughput", ("", *PAIR), rows), of])
