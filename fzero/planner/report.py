@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fzero import doctor, program, pytree, tables
+from fzero.compile import have_compiler
 from fzero.config import RunConfig, from_table, to_table, updated
 from fzero.models import ModelConfig
 from fzero.planner import depth, devices
@@ -126,8 +127,7 @@ def plan(
     )
     device = device_for(gpu)
     sizes = sizes_of(config, mesh)
-    config = settled(config, device.target)
-    trace = depth.trace(config, sizes, rank=rank, target=device.target)
+    trace = depth.trace(settled_for(config, device), sizes, rank=rank, target=device.target)
     return report_of(trace, device, tokens=tokens, price=price, ranks_on_node=ranks_on_node)
 
 
@@ -161,6 +161,16 @@ def device_for(gpu: str | Device) -> Device:
     memory = doctor.available_bytes()
     link = devices.Level("this machine", "gloo", None, 0.0, 0.0)
     return Device("this machine, not measured", "cpu", False, doctor.cores(), memory, min(450 << 20, memory // 2), 0.0, {}, 0.0, (link,))
+
+
+def settled_for(config: RunConfig, device: Device) -> RunConfig:
+    """`config` with every "auto" decided as a run on the device would; on a CPU that was not measured, for fp32 and uncompiled blocks."""
+    if device.kind == "cpu" and device.measured:
+        policy, compiled = config.precision.policy, config.train.compiled
+        if policy == "auto":
+            policy = "bf16" if device.flops.get("bfloat16", 0.0) > device.flops.get("float32", 0.0) else "fp32"
+        config = program.settled(config, policy=policy, compiled=have_compiler() if compiled == "auto" else compiled)
+    return settled(config, device.target)
 
 
 def has_rates(device: Device) -> bool:

@@ -20,9 +20,8 @@ from fzero.models import ModelConfig
 from fzero.planner import depth
 from fzero.planner.candidates import OFFLOADS, REMATS, Candidate, Sketch, Sketcher, candidates
 from fzero.planner.devices import Device
-from fzero.planner.report import PlanReport, config_for, device_for, has_rates, report_of
+from fzero.planner.report import PlanReport, config_for, device_for, has_rates, report_of, settled_for
 from fzero.planner.text import duration, mesh_words, percent, quantity, size, table
-from fzero.planner.trace import settled
 
 SPARE = 0.9  # the part of the capacity that a sketch may fill: sketches are rough
 MOST = 24  # exact traces of a search
@@ -107,7 +106,7 @@ def search(
         raise ValueError("a search needs the rates of a device; run `fzero bench` on this machine first, or name another (--gpu h100)")
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}; it must be at least 1")
-    config = settled(given, device.target)
+    config = settled_for(given, device)
     node = ranks_on_node or min(gpus, device.links[0].ranks or gpus)
     capacity = device.capacity_bytes // (node if device.kind == "cpu" else 1)
     offloads = [offload for offload in offloads if "host" not in offload or device.host]
