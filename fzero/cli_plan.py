@@ -75,11 +75,12 @@ def plan(
 
 def searched(config: Any, gpus: int, gpu: str, top: int, out: Path | None, options: dict[str, Any]) -> Any:
     """The SearchResult of a search; its best config is written to `out`."""
+    from fzero.doctor import cores
     from fzero.planner import search
 
     if out is not None:
         search.expect_config_path(out)
-    result = search.search(config, gpus, gpu=gpu, top=top, say=progress, **options)
+    result = search.search(config, gpus, gpu=gpu, top=top, say=progress, workers=cores(), **options)
     if out is not None:
         search.write_config(result.config, out)
         ranks = "" if gpus == 1 else f"torchrun --nproc-per-node {min(gpus, result.best[0].report.ranks_on_node)} -m "

@@ -67,9 +67,10 @@ class Ledger:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A context in which collectives are entered under the phase `name`; the innermost context names it."""
-        before, self.phase_name = self.phase_name, name
+        before = self.phase_name
         for watch in self.watches:
             watch.enter(name)
+        self.phase_name = name
         try:
             yield
         finally:

@@ -101,6 +101,8 @@ def _as_on(target: Target) -> Iterator[None]:
     )
     kept = (DeviceProperties.create, CacheBase.get_system)
     with contextlib.ExitStack() as stack:
+        # Alone: where processes that compile are waiting already, kernels are handed to them while code is generated.
+        stack.enter_context(torch._inductor.config.patch(compile_threads=1))
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, answer))
         for cache in kept:

@@ -52,12 +52,19 @@ class Program(NamedTuple):
 
 
 def build(
-    config: RunConfig, mesh: Mesh | None = None, folder: Path | None = None, *, space: Space | None = None, layers: int = 0
+    config: RunConfig,
+    mesh: Mesh | None = None,
+    folder: Path | None = None,
+    *,
+    space: Space | None = None,
+    model: Model | None = None,
+    layers: int = 0,
 ) -> Program:
     """The program of a config whose "auto" values are settled (see fzero.doctor.settle), on `mesh` (None: made by the config).
 
     folder: of the run, for what is on a disk where the config names no other place. No parameter is made. space: where that is in place of
-    the config's own (a plan has no disk). layers: of a plan, see make_train_step.
+    the config's own (a plan has no disk). model: the one of config.model, where it was built before: what was compiled for it serves again.
+    layers: of a plan, see make_train_step.
     Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
     """
     assert "auto" not in (config.precision.policy, config.train.compiled), "settle the config first"
@@ -65,7 +72,7 @@ def build(
     micro_batches = local_micro_batches(config, mesh)
     if config.sequence and config.data.seq_len % mesh["tp"].size:
         raise ValueError(f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} does not divide")
-    model = models.build(config.model)
+    model = models.build(config.model) if model is None else model
     plan = zero_plan(
         config.zero,
         model,

@@ -241,9 +241,10 @@ def test_a_question_is_answered(fz, command, monkeypatch, tmp_path):
     monkeypatch.setattr(questions.devices, "listed", lambda: ["a100", "h100"])
     tight = tmp_path / "tight.json"
     tight.write_text(devices.to_json(devices.device("h100", memory_bytes=(2 << 30) + (16 << 20))))
-    monkeypatch.setitem(models.PRESETS, "llama-tiny", lambda: SIZES)
-    for big in [n for n in models.PRESETS if n.startswith("llama") and n not in ("llama-tiny", "llama-small")]:
-        monkeypatch.delitem(models.PRESETS, big)
+    large = [n for n in models.PRESETS if n.startswith("llama") and n not in ("llama-tiny", "llama-small")]
+    few = {name: make for name, make in models.PRESETS.items() if name not in large} | {"llama-tiny": lambda: SIZES}
+    for module in (models, models.presets):
+        monkeypatch.setattr(module, "PRESETS", few)
     code, out, err = fz(*command.split(), *COMMAND[1:], "--gpu", tight, "--json")
     assert (code, err) == (0, "")
     said = json.loads(out)

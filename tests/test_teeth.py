@@ -239,7 +239,7 @@ def residuals_of_the_first_layer_first(monkeypatch):
         def pop(self, at=0):
             return super().pop(at)
 
-    wrap(monkeypatch, streaming.Run, "__init__", lambda f: lambda self, *a: f(self, *a, kept=Queue()))
+    wrap(monkeypatch, streaming.Run, "__init__", lambda f: lambda self, *a, **named: f(self, *a, **{**named, "kept": Queue()}))
 
 
 # ---- optimizers and the state ----------------------------------------------------------------------------------------

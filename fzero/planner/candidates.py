@@ -28,6 +28,7 @@ from fzero.sharding.tiers import Offload
 REMATS = ("none", "full", "every:2", "every:4")
 OFFLOADS = ("", "opt=host", "params=host,opt=host", "acts=host")
 ROWS = (1, 2, 4, 8, 16, 32)  # of a micro-batch
+TRACED_ROWS = 2  # with a single one a compiled block has views where with more it makes copies
 
 
 class Candidate(NamedTuple):
@@ -54,7 +55,7 @@ class Candidate(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a layer takes on a rank, with one row a micro-batch and a size of tp. With the rows grow bytes, and seconds but for `host`."""
+    """What a layer takes on a rank for each row of a micro-batch, with a size of tp. Seconds grow with the rows but for `host` of them."""
 
     kept_bytes: int  # for its backward pass
     input_bytes: int  # of its input alone, which is what recomputation keeps
@@ -64,6 +65,7 @@ class Layer(NamedTuple):
     tp_s: float  # exposed communication of tensor parallelism, forward and backward
     ends_s: float  # embedding and head of a micro-batch, forward and backward
     host: float  # the part of the seconds that the host takes to issue operators, however many rows they have
+    rest_s: float  # of the host in a step, outside the passes
 
 
 class Sketch(NamedTuple):
@@ -139,11 +141,11 @@ def groups_of(data: int, on_node: int) -> list[int]:
 
 
 def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
-    """What a layer of `config` takes on a device where tp ranks share it, from a trace of two layers and one row."""
-    few = min(2, config.model.n_layers)
+    """What a layer of `config` takes on a device where tp ranks share it, from a trace of two layers and TRACED_ROWS."""
+    few, rows = min(2, config.model.n_layers), TRACED_ROWS
     model = replace(config.model, n_layers=few)
-    one = Candidate(1, 1, tp, 0, "none", "", 1).of(
-        replace(config, preset="", model=model, train=replace(config.train, batch=1, micro_batch=1))
+    one = Candidate(1, 1, tp, 0, "none", "", rows).of(
+        replace(config, preset="", model=model, train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0))
     )
     traced = trace_step(one, {"tp": tp}, target=device.target)
     timing = predict(traced, device)
@@ -154,30 +156,34 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
     per_layer = of_layer[few - 1] - of_layer[0] if few > 1 else max(kept)
     policy = program.make_policy(traced.config)
     share = tp if one.sequence else 1
-    inputs = config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
-    most = max(m.parts["activations"] + m.parts["workspace"] for m in traced.timeline)
+    inputs = rows * config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
+    # In the passes: the workspace of an update grows with the parameters, and not with the rows.
+    most = max(m.parts["activations"] + m.parts["workspace"] for m in traced.timeline if m.phase in ("forward", "backward"))
     seconds = {phase: [timing.layers.get(f"{phase}/{i}", 0.0) for i in range(few)] for phase in ("forward", "backward")}
     ends = sum(timing.phases.get(phase, 0.0) - sum(seconds[phase]) for phase in seconds)
+    host = timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values()))
     return Layer(
-        kept_bytes=max(per_layer, inputs),
-        input_bytes=inputs,
-        spare_bytes=max(0, most - few * per_layer),
-        forward_s=sum(seconds["forward"]) / few,
-        backward_s=sum(seconds["backward"]) / few,
-        tp_s=timing.exposed.get("tp", 0.0) / few,
-        ends_s=max(0.0, ends),
-        host=timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values())),
+        kept_bytes=max(per_layer, inputs) // rows,
+        input_bytes=inputs // rows,
+        spare_bytes=max(0, most - few * per_layer) // rows,
+        forward_s=sum(seconds["forward"]) / few / rows,
+        backward_s=sum(seconds["backward"]) / few / rows,
+        tp_s=timing.exposed.get("tp", 0.0) / few / rows,
+        ends_s=max(0.0, ends) / rows,
+        host=host,
+        rest_s=host * sum(s for phase, s in timing.phases.items() if phase not in seconds),
     )
 
 
 class Sketcher:
     """Makes sketches of the candidates of one search; what they share is kept."""
 
-    def __init__(self, config: RunConfig, device: Device, on_node: int):
+    def __init__(self, config: RunConfig, device: Device, on_node: int, layers: Mapping[int, Layer] | None = None):
+        """layers: by size of tp, what `layer_of` gives; None: it is asked when needed."""
         self.config, self.device, self.on_node = config, device, on_node
         self.model, self.policy = models.build(config.model), program.make_policy(config)
         self.plan = functools.cache(self._plan)
-        self.layer = functools.cache(lambda tp: layer_of(config, device, tp))
+        self.layer = layers.__getitem__ if layers is not None else functools.cache(lambda tp: layer_of(config, device, tp))
         o = config.optim
         state = self.policy.state.itemsize
         # Of a parameter, with its master weight.
@@ -218,14 +224,14 @@ class Sketcher:
         _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
         layers, data, policy = self.config.model.n_layers, c.dp * c.rp, self.policy
         micro = self.config.train.batch // c.micro_batch // data
-        rows = layer.host + (1 - layer.host) * c.micro_batch
+        rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch
         forward, backward = rows * layer.forward_s, rows * layer.backward_s
         again = forward if remat.every else (1 - remat.budget) * forward / 2
         out = {
             "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
             "recomputation": micro * layers * again,
             "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
-            "update": 28 * held["opt"] / (self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0)),
+            "update": 28 * held["opt"] / (self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0)) + layer.rest_s,
         }
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
             out[f"communication on {axis}"] = exposed
@@ -264,7 +270,9 @@ class Sketcher:
             outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
             if c.zero == 3:
                 outside += micro * seconds("dp", "all_gather", ends, size)
-                out["dp"] = micro * layers * (max(0.0, gather - forward) + max(0.0, gather + scatter - backward)) + outside
+                # Of K layers that are run again all but the last one are gathered once more.
+                again = (2.0 - 1.0 / (Remat.parse(c.remat).every or 1)) * gather
+                out["dp"] = micro * layers * (max(0.0, gather - forward) + max(0.0, again + scatter - backward)) + outside
             elif c.zero == 2:
                 out["dp"] = micro * layers * max(0.0, scatter - backward) + outside + seconds("dp", "all_gather", whole, size)
             else:

@@ -1,30 +1,35 @@
 """The fastest ways to train a model on a number of devices: meshes x stage x recomputation x offload x micro-batch.
 
 Closed forms order all candidates (see candidates.py). Those that should fit are traced exactly, the most promising first, until there are
-enough that do; every number of the result comes from an exact trace, and from its play on the device.
+enough that do and none is left that looks faster; what the traces show of a kind of candidates corrects what is expected of the others of
+that kind. Every number of the result comes from an exact trace, and from its play on the device.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero import tables
+from fzero import models, tables
 from fzero.config import RunConfig, recipe, to_json, to_table
 from fzero.models import ModelConfig
 from fzero.planner import depth
-from fzero.planner.candidates import OFFLOADS, REMATS, Candidate, Sketch, Sketcher, candidates
+from fzero.planner.candidates import OFFLOADS, REMATS, Candidate, Sketch, Sketcher, candidates, layer_of
 from fzero.planner.devices import Device
 from fzero.planner.report import PlanReport, config_for, device_for, has_rates, report_of, settled_for
 from fzero.planner.text import duration, mesh_words, percent, quantity, size, table
 
 SPARE = 0.9  # the part of the capacity that a sketch may fill: sketches are rough
-MOST = 24  # exact traces of a search
+MOST = 16  # exact traces of a search, beside those in place of what turned out not to fit
+ROUND = 4  # candidates that are traced before what is expected of the others is corrected; however many processes there are
+SMALL = 10**9  # parameters of a model, below which a search is over before other processes have started
 
 
 class Found(NamedTuple):
@@ -89,11 +94,13 @@ def search(
     remats: Sequence[str] = REMATS,
     offloads: Sequence[str] = OFFLOADS,
     say: Callable[[str], None] = lambda line: None,
+    workers: int = 1,
 ) -> SearchResult:
     """The `top` fastest ways to train a model on `gpus` devices that fit, and why the others lose.
 
-    The global batch is the config's, or `batch`. remats, offloads: what is tried. say: told how the search goes on. The rest is as of
-    `plan`. Raises ValueError where nothing fits, saying by how much, and where no mesh can share the batch.
+    The global batch is the config's, or `batch`. remats, offloads: what is tried. say: told how the search goes on. workers: processes
+    that trace, with the same result; with more than 1 a script that calls this must keep what it runs under `if __name__ == "__main__"`.
+    The rest is as of `plan`. Raises ValueError where nothing fits, saying by how much, and where no mesh can share the batch.
 
     >>> found = search("llama-tiny", 2, gpu="h100", batch=8, precision="bf16", remats=("none",), offloads=("",), top=2)
     >>> len(found.best)
@@ -110,14 +117,17 @@ def search(
     node = ranks_on_node or min(gpus, device.links[0].ranks or gpus)
     capacity = device.capacity_bytes // (node if device.kind == "cpu" else 1)
     offloads = [offload for offload in offloads if "host" not in offload or device.host]
-    sketcher = Sketcher(config, device, node)
-    sketches = sorted(
-        (sketcher.sketch(c) for c in candidates(config, gpus, node, remats=remats, offloads=offloads)), key=lambda s: (s.step_s, s.bytes)
-    )
-    fitting = [s for s in sketches if s.bytes <= SPARE * capacity] or [s for s in sketches if s.bytes <= 1.2 * capacity]
-    say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
+    every = list(candidates(config, gpus, node, remats=remats, offloads=offloads))
     options = {"tokens": tokens, "price": price, "ranks_on_node": ranks_on_node}
-    fits, over = exactly(config, fitting, device, options, top, say)
+    with tracers(workers if models.num_params(models.build(config.model)) >= SMALL else 1) as pool:
+        # The smallest size of tp has the largest tensors, and takes longest.
+        layers = {tp: pool.submit(layer_of, config, device, tp) for tp in sorted({c.tp for c in every})}
+        sketcher = Sketcher(config, device, node, {tp: layer.result() for tp, layer in layers.items()})
+        # Of equals the one that moves less is tried first.
+        sketches = sorted(map(sketcher.sketch, every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes))
+        fitting = [s for s in sketches if s.bytes <= SPARE * capacity] or [s for s in sketches if s.bytes <= 1.2 * capacity]
+        say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
+        fits, over = exactly(config, fitting, device, options, top, say, pool)
     if not fits:
         raise ValueError(nothing_fits(sketches, over, capacity, gpus, device))
     fits.sort(key=lambda found: found.report.step_s)
@@ -129,19 +139,61 @@ def search(
     return SearchResult(tuple(named[:top]), tuple(lost), chosen, len(sketches), len(fitting), len(fits) + len(over), seconds)
 
 
+class Here(Executor):
+    """What computes in this process, at once."""
+
+    def submit(self, f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """The Future of f(*args, **kwargs), with its result."""
+        future: Future = Future()
+        future.set_result(f(*args, **kwargs))
+        return future
+
+
+def tracers(workers: int) -> Executor:
+    """What traces: so many processes, or this one."""
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if workers > 1 else Here()
+
+
+def traced(config: RunConfig, c: Candidate, device: Device, options: Mapping[str, Any]) -> PlanReport:
+    """The PlanReport of a candidate."""
+    return report_of(depth.trace(c.of(config), c.mesh, target=device.target), device, **options)
+
+
 def exactly(
-    config: RunConfig, sketches: Sequence[Sketch], device: Device, options: Mapping[str, Any], top: int, say: Callable[[str], None]
+    config: RunConfig,
+    sketches: Sequence[Sketch],
+    device: Device,
+    options: Mapping[str, Any],
+    top: int,
+    say: Callable[[str], None],
+    pool: Executor,
 ) -> tuple[list[Found], list[Found]]:
     """(those of the sketched candidates that fit, those that do not), by exact traces of the most promising ones."""
     fits: list[Found] = []
     over: list[Found] = []
-    for sketch in sketches[:MOST]:
-        if len(fits) >= top:
+    rest, off = list(sketches), {}  # off: by kind of candidate, how many times slower it is than its sketch
+
+    def kind(c: Candidate) -> tuple[int, int, int]:
+        return c.tp, c.micro_batch, c.zero
+
+    def expected(sketch: Sketch) -> float:
+        return sketch.step_s * off.get(kind(sketch.candidate), 1.0)
+
+    while rest and len(fits) < MOST and len(over) < MOST:
+        rest.sort(key=expected)  # stable
+        fastest = min((found.report.step_s for found in fits), default=math.inf)
+        missing, more = top - len(fits), sum(expected(sketch) < fastest for sketch in rest[:ROUND])
+        if missing <= 0 and not more:
             break
-        c = sketch.candidate
-        report = report_of(depth.trace(c.of(config), c.mesh, target=device.target), device, **options)
-        (fits if report.fits else over).append(Found(c, report, ""))
-        say(f"{words(c)}: {duration(report.step_s)} a step, {size(report.peak_bytes_per_rank)}{'' if report.fits else ', does not fit'}")
+        now = rest[: min(ROUND, max(missing, more))]
+        del rest[: len(now)]
+        reports = [pool.submit(traced, config, sketch.candidate, device, options) for sketch in now]
+        for sketch, report in zip(now, (future.result() for future in reports)):
+            c = sketch.candidate
+            off[kind(c)] = report.step_s / sketch.step_s
+            (fits if report.fits else over).append(Found(c, report, ""))
+            short = "" if report.fits else ", does not fit"
+            say(f"{words(c)}: {duration(report.step_s)} a step, {size(report.peak_bytes_per_rank)}{short}")
     return fits, over
 
 

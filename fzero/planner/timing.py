@@ -135,9 +135,11 @@ class Play:
         self.spend(t.phase, t.layer, message.host_s)
         part, now = message.hidden, self.clock["device"]
         # Nothing travels before the last rank is there; what is computed meanwhile hides that.
-        begin = max([now + message.late_s, *(self.clock.get(name, 0.0) for name in message.busy)])
-        for name, busy in message.busy.items():
-            self.clock[name] = begin + busy * part
+        ready = now + message.late_s
+        begins = {name: max(ready, self.clock.get(name, 0.0)) for name in message.busy}
+        for name, busy in message.busy.items():  # a level is taken when it is free, whatever the message waits for at another one
+            self.clock[name] = begins[name] + busy * part
+        begin = max(begins.values(), default=ready)
         self.done[t.number] = begin + message.seconds * part, message.seconds, message.seconds * (1.0 - part)
 
     def moved(self, t: Transfer) -> tuple[float, float, float]:

@@ -9,6 +9,7 @@ that goes well finds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero import models, pytree
 from fzero import program as programs
-from fzero import pytree
 from fzero.config import RunConfig
 from fzero.ledger import Row
 from fzero.offload import Stored
@@ -28,7 +29,7 @@ from fzero.planner.space import PlannedSpace
 from fzero.program import Program
 from fzero.pytree import Tree
 from fzero.report.live import Moment, Record, Stay, Visit, alive, device_of, moments, recorded
-from fzero.sharding import fake_mesh
+from fzero.sharding import Mesh, fake_mesh
 from fzero.sharding.tiers import Offload
 from fzero.stored import kept_leaves
 from fzero.target import CPU, HOST, Planned, Target
@@ -122,10 +123,11 @@ def stepped(
 ) -> Stepped:
     """A step of `config`; layers: only the first so many are run, of a state of all of them (0: all). short: up to the update alone."""
     target = CPU if target is None else target
-    config, mesh = settled(config, target), fake_mesh(sizes, rank)
+    config, mesh = settled(config, target), planned_mesh(tuple(sizes.items()), rank)
+    mesh.ledger.clear()
     with torch.no_grad(), Planned(target) as mode:
         space = planned_space(config, mode)
-        program = programs.build(config, mesh, layers=layers, space=space)
+        program = programs.build(config, mesh, layers=layers, space=space, model=planned_model(config.model))
         state, batch = fake_state(program, mode), fake_batch(program, mode)
         step = program.train_step
         if config.train.update == "delayed":  # a first step leaves the gradient that the second one applies
@@ -140,6 +142,18 @@ def stepped(
             state_after, _ = step(state, batch)
             record.close(state_after)
     return Stepped(program, state, record.stays, record.away_peak, target, rank)
+
+
+@functools.lru_cache(maxsize=8)
+def planned_mesh(sizes: tuple[tuple[str, int], ...], rank: int) -> Mesh:
+    """The mesh of steps that are planned. One for all of them: a block that was compiled for it is not compiled again."""
+    return fake_mesh(dict(sizes), rank)
+
+
+@functools.lru_cache(maxsize=8)
+def planned_model(config: models.ModelConfig) -> models.Model:
+    """The model of these sizes; one for all steps that are planned, for the same reason."""
+    return models.build(config)
 
 
 def settled(config: RunConfig, target: Target) -> RunConfig:
