@@ -3,7 +3,10 @@
 A thin part of them runs by default; all of them when asked for.
 """
 
+import contextlib
 import functools
+import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -29,12 +32,23 @@ def batch_of(config, mesh):
     return {"tokens": tokens[0], "targets": tokens[1], **rest}
 
 
+@contextlib.contextmanager
+def shared(folder, rank):
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def measured(mesh, cases):
     """By case: (timeline, state bytes, rows of the ledger, FLOPs, bytes read and written on a disk) of a real second step."""
     out = {}
     for name, config in cases.items():
-        with tempfile.TemporaryDirectory() as folder:
-            built = program.build(config, mesh, Path(folder))
+        # One folder for all ranks, which have one parent.
+        with shared(Path(tempfile.gettempdir(), f"fzero-{os.getppid()}-{name}"), mesh.rank) as folder:
+            built = program.build(config, mesh, folder)
             state, batch = program.first_state(built), batch_of(config, mesh)
             state, _ = built.train_step(state, batch)
             at_rest = state_bytes(built, state)
