@@ -283,7 +283,10 @@ def main() -> None:
                 )
     if args.out:
         head = {
-            "command": shlex.join(["python", "benchmarks/plan_time.py", *sys.argv[1:]]),
+            "command": shlex.join(
+                # Where somebody keeps things is not part of the result.
+                ["python", "benchmarks/plan_time.py", *("FOLDER" if "/" in word else word for word in sys.argv[1:])]
+            ),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": {"torch": torch.__version__, "python": platform.python_version(), "fzero": fzero.__version__},
