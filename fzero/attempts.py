@@ -99,16 +99,7 @@ def begin(folder: Path, program: Program, first: int, processes: int, flop: Flop
 
 def read(folder: Path) -> list[Table]:
     """The lines of attempts.jsonl, in their order; a last one that a kill cut short is left out."""
-    path = folder / ATTEMPTS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    out = []
-    for number, line in enumerate(lines, 1):
-        try:
-            out.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-    return out
+    return list(runs.read_lines(folder / ATTEMPTS))
 
 
 def predicted(folder: Path) -> Table | None:

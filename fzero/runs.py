@@ -128,8 +128,12 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, in order of steps; a last line that a kill cut short is left out."""
-    path = folder / METRICS
+    """The rows of metrics.jsonl, in order of steps."""
+    return read_lines(folder / METRICS)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON values of a file's lines, none where there is no file; a last line that a kill cut short is left out."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
