@@ -17,7 +17,7 @@ from plan_cases import CASES, THIN, made
 from torch.utils.flop_counter import FlopCounterMode
 
 from fzero import program
-from fzero.planner import depth
+from fzero.planner import depth, devices
 from fzero.planner.flops import formulas
 from fzero.planner.operations import Op
 from fzero.planner.trace import Transfer, state_bytes, trace_step
@@ -122,6 +122,7 @@ def test_the_worst_deviation_of_the_peak(capsys):
     assert abs(DEVIATIONS[name]) <= 0.02
 
 
+H100 = devices.device("h100").target
 SMALL = {"vocab_size": 32, "d_model": 16, "d_ff": 32, "n_layers": 9}
 DEEP = {
     "stage 0": made(zero=0, parts=1, model=SMALL),
@@ -129,14 +130,20 @@ DEEP = {
     "stage 3": made(zero=3, parts=6, model=SMALL),
     "every:2": made(zero=3, parts=1, model={**SMALL, "n_layers": 13}, train_remat="every:2"),
     "tensor parallel": made(mesh={"dp": 2, "tp": 2}, zero=2, parts=6, model={**SMALL, "n_layers": 6}),
+    "activations of a GPU": made(zero=3, parts=1, model=SMALL, offload="acts=host", train_remat="full"),
+    "activations of groups on a GPU": made(zero=3, parts=1, model={**SMALL, "n_layers": 13}, offload="acts=host", train_remat="every:2"),
+    "compiled for a GPU": made(mesh={"dp": 2, "tp": 2}, zero=3, policy="bf16", parts=6, model=SMALL, train_compiled=True),
     "on a disk": made(zero=3, policy="bf16", parts=1, model=SMALL, offload="params=nvme,opt=nvme", train_update="backward", optim_clip=0.0),
 }
 
 
-@pytest.mark.parametrize("name", [*list(DEEP)[:2], *(pytest.param(n, marks=pytest.mark.exhaustive) for n in list(DEEP)[2:])])
+QUICK = ("stage 0", "micro-batches", "activations of a GPU")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in DEEP])
 def test_a_deep_model_is_its_layers(name):
-    config = DEEP[name]
-    few, whole = depth.trace(config, config.mesh), trace_step(config, config.mesh)
+    config, target = DEEP[name], H100 if "GPU" in name else None
+    few, whole = (trace(config, config.mesh, target=target) for trace in (depth.trace, trace_step))
     assert f"{config.model.n_layers} layers from" in few.exact and whole.exact == ""
     assert len(few.events) < len(whole.events) and few.segments
     assert sorted(few.ledger) == sorted(whole.ledger)

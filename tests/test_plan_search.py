@@ -40,6 +40,12 @@ def test_each_class_of_losers_has_a_reason(found):
     assert "the fastest" in page and "why the others lose" in page and "tp=2" in page
 
 
+def test_why_something_is_not_tried():
+    parts = {"grads": 60e9, "params": 14e9}
+    assert search.too_much(90e9, 80 * 10**9, parts) == "does not fit: 90 GB of 80 GB, 10 GB too much; grads 60 GB"
+    assert search.too_much(74e9, 80 * 10**9, parts) == "too close: 74 GB of 80 GB, and closed forms may fill 90%; grads 60 GB"
+
+
 def test_candidates_are_all_and_only_what_a_run_takes():
     c = config.from_table(SMALL)
     every = list(candidates.candidates(c, 4, 4, remats=("none", "full"), offloads=("", "acts=host")))

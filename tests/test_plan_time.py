@@ -123,6 +123,16 @@ def test_transfers_of_other_links_go_side_by_side():
     assert seconds(gpu(links=links), *events, sizes=sizes).step_s == pytest.approx(1.0)
 
 
+def test_axes_that_share_a_level_have_half_of_it_each():
+    """A long transfer of one axis does not hold a short one of another up for longer than that one takes."""
+    sizes = {"dp": 2, "tp": 2}
+    short = start(2, "tp", "psum", 1.0), wait(2, "tp", "psum", 1.0)
+    found = seconds(gpu(), start(1, seconds=4.0), *short, op(1.0), wait(1, seconds=4.0), sizes=sizes)
+    assert found.exposed["tp"] == pytest.approx(2.0)
+    behind = seconds(gpu(), start(1, seconds=4.0), *short, start(3, "tp", seconds=9.0), wait(1, seconds=4.0), wait(3, "tp"), sizes=sizes)
+    assert behind.step_s == pytest.approx(4 + 1 + 9), "a level gives no more than it has"
+
+
 def test_the_order_is_the_traces():
     """Started before a layer is computed a gather is hidden; started behind it, it is not."""
     ahead = seconds(gpu(), start(1), op(1.0), wait(1), op(1.0))

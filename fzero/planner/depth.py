@@ -50,7 +50,8 @@ def trace(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target:
     stays = step.stays
     if not whole:
         found = deeper(stays, before, group, run, depth)
-        more = stepped(few, sizes, rank, target, run + group, short=True)
+        # What is made in a backward pass that updates is known to be of the state when the step is over.
+        more = stepped(few, sizes, rank, target, run + group, short=config.train.update != "backward")
         if found is None or not same(deeper(stays, before, group, run, run + group), more.stays):
             step, said = stepped(few, sizes, rank, target), [*said, "no two layers are alike: all were run"]
             stays = step.stays
@@ -70,8 +71,9 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
     group = Remat.parse(config.train.remat).every or 1
     offload = Offload.parse(config.offload)
     ahead = config.prefetch + 2 * (offload.params.memory != "device") if config.zero == 3 or offload.params.memory != "device" else 0
+    away = offload.acts.memory != "device"  # what the second group kept is fetched by the one behind it
     # The last layer's gradients are summed while the one before it computes; there its sums get their memory.
-    before, behind = (-(-max(edge, ahead) // group) * group for edge in (1, 2))
+    before, behind = (-(-max(edge, ahead) // group) * group for edge in (1 + group * away, 2))
     return before, group, before + group + behind + config.model.n_layers % group
 
 
@@ -163,10 +165,11 @@ def segment(stays: Sequence[Stay], middle: Sequence[Stay], times: int) -> Segmen
 
 
 def same(found: tuple[list[Stay], list[list[Stay]]] | None, stays: Sequence[Stay]) -> bool:
-    """Whether what was made of fewer layers is what happened, up to where `stays` end."""
-    if found is None or len(found[0]) < len(stays):
+    """Whether what was made of fewer layers is what happened, up to the end of the last backward pass."""
+    passes = [i for i, stay in enumerate(stays) if stay.visit.phase in ("forward", "backward")]
+    if found is None or len(found[0]) <= passes[-1]:
         return False
-    return all(_facts(a) == _facts(b) for a, b in zip(found[0], stays[:-1]))
+    return all(_facts(a) == _facts(b) for a, b in zip(found[0], stays[: passes[-1] + 1]))
 
 
 def _facts(stay: Stay) -> tuple:

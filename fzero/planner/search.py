@@ -29,6 +29,7 @@ from fzero.planner.text import duration, mesh_words, percent, quantity, size, ta
 SPARE = 0.9  # the part of the capacity that a sketch may fill: sketches are rough
 MOST = 16  # exact traces of a search, beside those in place of what turned out not to fit
 ROUND = 4  # candidates that are traced before what is expected of the others is corrected; however many processes there are
+ALIKE = 5e-4  # the part of a step by which two are told apart
 SMALL = 10**9  # parameters of a model, below which a search is over before other processes have started
 
 
@@ -218,7 +219,8 @@ def slower(report: PlanReport, best: PlanReport) -> str:
     if worst == "computation":
         flop = report.flop_per_step / best.flop_per_step - 1
         what = f"recomputation ({percent(flop)} more FLOPs)" if flop > 0.01 else "computation in smaller pieces, or bound by memory"
-    return f"{percent(report.step_s / best.step_s - 1)} slower: {duration(more[worst])} more {what}" if more[worst] > 0 else "as fast"
+    longer = report.step_s / best.step_s - 1
+    return f"{percent(longer)} slower: {duration(more[worst])} more {what}" if longer >= ALIKE and more[worst] > 0 else "as fast"
 
 
 def slower_sketch(sketch: Sketch, best: Sketch) -> str:
@@ -233,8 +235,10 @@ def slower_sketch(sketch: Sketch, best: Sketch) -> str:
 
 
 def too_much(need: float, capacity: int, parts: Mapping[str, float]) -> str:
-    """Why something does not fit."""
+    """Why something does not fit, or is not tried."""
     most = max(parts, key=parts.__getitem__)
+    if need <= capacity:
+        return f"too close: {size(need)} of {size(capacity)}, and closed forms may fill {percent(SPARE)}; {most} {size(parts[most])}"
     return f"does not fit: {size(need)} of {size(capacity)}, {size(need - capacity)} too much; {most} {size(parts[most])}"
 
 

@@ -1,10 +1,11 @@
 """The time of a step: a trace's events played in their order against a device's rates.
 
 Each rank runs the same program, so one rank is played. Clocks: the host, which issues the operators one by one; the device, which computes
-them (on a CPU both are one); one for each level of links; one for each disk, and for the way to the host's memory. An operator begins when
-the device is free and the host has come to it. A transfer begins when it is started, what it sends is there and its links are free; a wait
-holds the device up until it is over. So what overlaps is what the engine overlaps: gathers ahead of use, one reduction behind the next
-layer's backward pass; a psum of tensor parallelism is waited for at once and overlaps with nothing.
+them (on a CPU both are one); one for the messages of each axis, and one for the links of each level; one for each disk, and for the way to
+the host's memory. An operator begins when the device is free and the host has come to it. A transfer begins when it is started, what it
+sends is there and the one before it on its axis is over; those of several axes share the links of a level. A wait holds the device up until
+a transfer is over. So what overlaps is what the engine overlaps: gathers ahead of use, one reduction behind the next layer's backward pass;
+a psum of tensor parallelism is waited for at once and overlaps with nothing.
 
 A compiled block is one call for the host, whatever kernels run inside it.
 
@@ -133,14 +134,16 @@ class Play:
             return
         message = collective_s(self.ways[t.axis], t.what, t.bytes)
         self.spend(t.phase, t.layer, message.host_s)
-        part, now = message.hidden, self.clock["device"]
-        # Nothing travels before the last rank is there; what is computed meanwhile hides that.
-        ready = now + message.late_s
-        begins = {name: max(ready, self.clock.get(name, 0.0)) for name in message.busy}
-        for name, busy in message.busy.items():  # a level is taken when it is free, whatever the message waits for at another one
-            self.clock[name] = begins[name] + busy * part
-        begin = max(begins.values(), default=ready)
-        self.done[t.number] = begin + message.seconds * part, message.seconds, message.seconds * (1.0 - part)
+        part, own = message.hidden, f"messages on {t.axis}"
+        # Nothing travels before the last rank is there; what is computed meanwhile hides that. An axis sends one message after the other.
+        begin = max(self.clock["device"] + message.late_s, self.clock.get(own, 0.0))
+        more = 0.0
+        for name, busy in message.busy.items():
+            # Messages of several axes share a level evenly: one that meets another has half of it, until the shorter one is over.
+            more = max(more, min(busy * part, self.clock.get(name, 0.0) - begin))
+            self.clock[name] = max(begin, self.clock.get(name, 0.0)) + busy * part
+        self.clock[own] = begin + message.seconds * part + more
+        self.done[t.number] = self.clock[own], message.seconds, message.seconds * (1.0 - part)
 
     def moved(self, t: Transfer) -> tuple[float, float, float]:
         """(when a read or write of a disk, or of the host's memory, is over, its seconds, 0). Processes of a machine share them evenly."""
