@@ -192,7 +192,8 @@ class Update:
         if names not in self.how.pruned:
             like = pytree.map_named(lambda name, _: name, self.how.plan.trained(self.how.plan.like))
             state = pytree.map_named(lambda name, _: name, self.body)
-            kept = pytree.prune(state, lambda column: self.owner[column] is None or self.owner[column] in names)
+            owner = self.owner  # not self, which holds the gradients: a recursive function keeps what it sees until it is collected
+            kept = pytree.prune(state, lambda column: owner[column] is None or owner[column] in names)
             self.how.pruned[names] = pytree.prune(like, lambda name: name in names), kept
         return self.how.pruned[names]
 
