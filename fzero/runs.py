@@ -133,14 +133,18 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON values of a file's lines, none where there is no file; a last line that a kill cut short is left out."""
+    """The JSON objects of a file's lines, none where there is no file; a last line that a kill cut short is left out."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
+            found = json.loads(line)
         except ValueError as error:
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: not JSON ({error})") from None
+            return
+        if not isinstance(found, dict):
+            raise ValueError(f"{path}:{number}: is no object; it was not written by fzero")
+        yield found
 
 
 def cut_metrics(folder: Path, step: int) -> None:

@@ -5,6 +5,7 @@ Without a GPU, Triton's kernels run in its interpreter, which must be asked for 
 
 import os
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -15,3 +16,17 @@ if not torch.cuda.is_available():
 def pytest_configure(config):
     # Raised once by PyTorch's own decompositions, which the first torch.func.jvp of a process imports.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+@pytest.fixture
+def fz(capsys):
+    """A function that runs the command line: (exit code, stdout, stderr)."""
+    from fzero import cli
+
+    def run(*args):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return run

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from fzero import cli
 from fzero.offload import bench, disks
 from fzero.offload.arena import Arena
 from fzero.offload.bench import KINDS, MB, Found, Rate, Row
@@ -50,19 +49,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(
         bench.sweep, "__kwdefaults__", bench.sweep.__kwdefaults__ | {"blocks": (MB, 2 * MB), "threads": (1, 2), "rounds": 1}
     )
-
-
-@pytest.fixture
-def fz(capsys):
-    """A function that runs the command line: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
 
 
 def refused(fz, *args):

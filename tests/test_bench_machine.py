@@ -9,7 +9,6 @@ import pytest
 import ranks as pools
 import torch
 
-from fzero import cli
 from fzero.bench import curves, fused, machine, memory, products, steps, timed
 from fzero.bench import ranks as processes
 from fzero.bench.timed import Case, Figure
@@ -33,19 +32,6 @@ def short(monkeypatch):
     monkeypatch.setattr(steps, "LADDER", steps.LADDER[:1])
     monkeypatch.setattr(steps, "QUICK", steps.LADDER[:1])
     monkeypatch.setattr(timed, "_KEPT", [torch.zeros(1)])
-
-
-@pytest.fixture
-def fz(capsys):
-    """A function that runs the command line: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
 
 
 RATES = Rates(

@@ -15,7 +15,7 @@ import ranks
 import torch
 from close import assert_same
 
-from fzero import checkpoint, cli, runs
+from fzero import checkpoint, runs
 from fzero.checkpoint import home as homes
 from fzero.offload import objects
 from fzero.offload.objects import Objects
@@ -80,19 +80,6 @@ def home(request, tmp_path):
     return {"memory": f"memory://{tmp_path.name}/run", "file": f"file://{tmp_path}/a place", "s3": f"s3://{BUCKET}/{tmp_path.name}/run"}[
         request.param
     ]
-
-
-@pytest.fixture
-def fz(capsys):
-    """A function that runs the command line: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
 
 
 def state(seed=0):

@@ -1,5 +1,6 @@
 """`fzero ckpt` on folders: what it lists, shows, finds, compares and removes, and one clear line for every mistake."""
 
+import functools
 import json
 import math
 import resource
@@ -23,16 +24,9 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fz(capsys):
+def fz(fz):
     """A function that runs `fzero ckpt`: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["ckpt", *(str(arg) for arg in args)])
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
+    return functools.partial(fz, "ckpt")
 
 
 def refused(answer, *said):

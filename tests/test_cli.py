@@ -38,19 +38,6 @@ def empty_folder(tmp_path, monkeypatch):
     Path("text.txt").write_text("\n".join(lines))
 
 
-@pytest.fixture
-def fz(capsys):
-    """A function that runs the command line: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
-
-
 def rows(run, *without):
     timed = TIMED | set(without)
     return [{name: value for name, value in row.items() if name not in timed} for row in runs.read_metrics(Path(run))]

@@ -1,5 +1,6 @@
 """Runs whose steps go wrong: by the fault of the hardware they end as if it had not been; bad data is left out; and nothing is lost."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -35,16 +36,9 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fz(capsys):
+def fz(fz):
     """A function that runs `fzero pretrain`: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["pretrain", *map(str, args)])
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
+    return functools.partial(fz, "pretrain")
 
 
 def ok(result):

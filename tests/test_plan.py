@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fzero
-from fzero import cli, config, models, program, pytree
+from fzero import config, models, program, pytree
 from fzero.planner import devices, estimate, questions, report, text
 from fzero.sharding import fake_mesh
 from fzero.sharding.zero import communicated
@@ -32,18 +32,11 @@ def planned():
 
 
 @pytest.fixture
-def fz(capsys, monkeypatch, tmp_path):
-    """A function that runs the command line: (exit code, stdout, stderr)."""
+def fz(fz, monkeypatch, tmp_path):
+    """A function that runs the command line on a machine that was not measured: (exit code, stdout, stderr)."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("FZERO_TRACEBACK", raising=False)
-
-    def run(*args):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
+    return fz
 
 
 # -- the report
@@ -105,6 +98,13 @@ def test_a_plan_takes_a_preset_sizes_a_config_or_a_table():
     with pytest.raises(ValueError, match=r"unknown key 'train.bach'"):
         report.config_for(SMALL, {"train.bach": 4})
     assert changes
+
+
+def test_the_optimizers_products_are_flops_and_no_utilization():
+    muon, adamw = (fzero.plan(SMALL, gpu="h100", optimizer=name) for name in ("muon", "adamw"))
+    assert muon.pass_flop_per_step == adamw.pass_flop_per_step == adamw.flop_per_step < muon.flop_per_step
+    assert muon.hfu * muon.step_s == pytest.approx(adamw.hfu * adamw.step_s)
+    assert "are the optimizer's" in str(muon) and "optimizer's" not in str(adamw)
 
 
 # -- formulas

@@ -63,7 +63,9 @@ def mfu(model_flop_per_token: float, tokens_per_s: float, peak_flop_per_s: float
 
 
 def hfu(hardware_flop: float, step_s: float, peak_flop_per_s: float) -> float:
-    """The hardware FLOPs utilization of one processor: what it computes in a step, recomputation included, over its peak.
+    """The hardware FLOPs utilization of one processor: what its passes compute in a step, recomputation included, over its peak.
+
+    The optimizer's products (Muon's) are time, and not use.
 
     Ref: Korthikanti et al. 2022, section 5 ("hardware FLOPs utilization").
     """

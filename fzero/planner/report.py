@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fzero import doctor, program, pytree, tables
@@ -25,6 +25,7 @@ from fzero.program import Program
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.zero import local_numel
 
+PASSES = ("forward", "backward")
 COMMUNICATED = ("phase", "collective", "axis", "leaf", "dtype", "calls", "elements", "bytes")
 
 
@@ -61,6 +62,7 @@ class PlanReport(NamedTuple):
     traffic: dict[str, dict[str, int]]  # "host" and "nvme": bytes of one rank in a step, "read" and "write"
 
     flop_per_step: int  # of all ranks, as the hardware does them, recomputation included
+    pass_flop_per_step: int  # of them those of the forward and backward passes, which HFU counts: not the optimizer's products
     model_flop_per_step: float  # 6 N + 12 L T D a token
     model_flop_per_step_causal: float  # 6 N + 6 L T D a token
     step_s: float | None  # None: nothing is known of the device's rates
@@ -198,7 +200,7 @@ def report_of(
     timing = predict(trace, device, ranks_on_node=ranks_on_node) if has_rates(device) else None
     step_tokens = trace.tokens * built.mesh.data_size
     full, causal = (step_tokens * flop for flop in model_flop(built))
-    flop = total_flop(trace)
+    flop, passes = total_flop(trace), total_flop(trace, PASSES)
     rate = step_tokens / timing.step_s if timing else None
     dtype = str(built.policy.compute).removeprefix("torch.")
     top = device.flops.get(dtype)
@@ -232,6 +234,7 @@ def report_of(
         comm_bytes_per_axis=sent_by_axis(trace),
         traffic=traffic_of(trace),
         flop_per_step=flop * ranks,
+        pass_flop_per_step=passes * ranks,
         model_flop_per_step=full,
         model_flop_per_step_causal=causal,
         step_s=timing.step_s if timing else None,
@@ -239,7 +242,7 @@ def report_of(
         tokens_per_s=rate,
         mfu=mfu(full / step_tokens, rate, top * ranks) if known else None,
         mfu_causal=mfu(causal / step_tokens, rate, top * ranks) if known else None,
-        hfu=hfu(flop, timing.step_s, top) if known else None,
+        hfu=hfu(passes, timing.step_s, top) if known else None,
         tokens=tokens,
         days=tokens / rate / SECONDS_A_DAY if tokens and rate else None,
         device_hours=hours,
@@ -274,9 +277,10 @@ def turns(trace: Trace) -> list[int]:
     return times
 
 
-def total_flop(trace: Trace) -> int:
-    """The hardware FLOPs of one rank in a step."""
-    return sum(event.flop * n for event, n in zip(trace.events, turns(trace)) if not isinstance(event, Transfer))
+def total_flop(trace: Trace, phases: Sequence[str] = ()) -> int:
+    """The hardware FLOPs of one rank in a step, or in some phases of it."""
+    ops = ((event, n) for event, n in zip(trace.events, turns(trace)) if not isinstance(event, Transfer))
+    return sum(op.flop * n for op, n in ops if not phases or op.phase in phases)
 
 
 def traffic_of(trace: Trace) -> dict[str, dict[str, int]]:

@@ -162,8 +162,10 @@ def communication(r: PlanReport) -> list[str]:
 def computation(r: PlanReport) -> list[str]:
     """FLOPs of a step."""
     more = r.flop_per_step / r.model_flop_per_step - 1 if r.model_flop_per_step else 0.0
+    update = r.flop_per_step - r.pass_flop_per_step
+    own = f"; {quantity(update, 'FLOP')} of a step are the optimizer's" if update else ""
     return [
-        f"computation: {quantity(r.flop_per_step, 'FLOP')} a step, {quantity(r.flop_per_step / r.ranks, 'FLOP')} a rank",
+        f"computation: {quantity(r.flop_per_step, 'FLOP')} a step, {quantity(r.flop_per_step / r.ranks, 'FLOP')} a rank{own}",
         f"  {100 * more:+.0f}% on the model's {quantity(r.model_flop_per_step, 'FLOP')} (6N + 12LTD; "
         f"{quantity(r.model_flop_per_step_causal, 'FLOP')} with causal attention)",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
         raise ValueError(f"{folder / runs.METRICS}: has no step yet; report the run when it has made some")
     series = columns(rows, folder / runs.METRICS)
     missing = [f"{name} is not there: {what}." for name, what in MISSING.items() if not (folder / name).is_file()]
-    attempts = read_lines(folder / ATTEMPTS)
+    attempts = list(runs.read_lines(folder / ATTEMPTS))
     memory = in_form(read_object(folder / MEMORY), folder / MEMORY) if (folder / MEMORY).is_file() else None
     ledger = in_form(read_object(folder / LEDGER), folder / LEDGER) if (folder / LEDGER).is_file() else {}
     predicted, plan_from = read_plan(folder, predict)
@@ -92,21 +91,6 @@ def in_form(value: dict[str, Any], path: Path) -> dict[str, Any]:
         if part is not None and not (isinstance(part, kind) and whole):
             raise ValueError(f"{path}: {name} is not what fzero writes there; remove the file, or report the run without it")
     return value
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file's lines, none where there is no file; a last line that a kill cut short is left out."""
-    lines, found = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-            break
-        if not isinstance(found[-1], dict):
-            raise ValueError(f"{path}:{number}: is no object; it was not written by fzero")
-    return found
 
 
 def read_plan(folder: Path, predict: Predict | None) -> tuple[dict[str, Any] | None, str]:
@@ -225,7 +209,7 @@ def beside(
         add(f"disk_bytes/{way}", words, "bytes", f"traffic/nvme/{way}", *median(series, column, kept))
     for name, title, key, per_token in (
         ("model_flop", "model FLOPs of a step, all ranks", "model_flop_per_step", "flop_per_token"),
-        ("flop", "hardware FLOPs of a step, all ranks", "flop_per_step", "hardware_flop_per_token"),
+        ("flop", "hardware FLOPs of a step's passes, all ranks", "pass_flop_per_step", "hardware_flop_per_token"),
     ):
         whole = last[per_token] * per_step if last.get(per_token) and per_step else None
         add(name, title, "FLOP", key, whole, f"{ATTEMPTS}: {per_token} x tokens_per_step (a closed formula)")
