@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -247,6 +248,17 @@ def torchrun_store(timeout_s: float) -> dist.Store:
 
 # -- the end
 
+_PARENT, _ENDING = os.getppid(), threading.Lock()
+
+
+def end_as_orphan() -> None:
+    """End this process where torchrun, which started it, was killed: nobody restarts or stops it, and the others do without it."""
+    if os.getppid() != _PARENT:
+        _ENDING.acquire()  # of two threads that find it one says so
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("fzero: error: torchrun is gone; go on from the last checkpoint with --resume", file=sys.stderr, flush=True)
+        os._exit(2)
+
 
 def last_words(text: str, team: Team | None, *, lost: bool = False) -> tuple[str, int]:
     """(what this process is to print of its reason to end, its exit code): the text with its rank, or "" where another rank has said why.
@@ -274,4 +286,5 @@ def last_words(text: str, team: Team | None, *, lost: bool = False) -> tuple[str
             return "", exit_code(int(first.removeprefix(SIGNAL)))
         return text if first == text else "", 2
     except (ValueError, RuntimeError):
+        end_as_orphan()  # the store went with torchrun, or with rank 0
         return text, 2  # nobody can be asked

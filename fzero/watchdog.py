@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fzero.rollcall import Call
-from fzero.team import AGAIN, LOST_S, STOP, Team
+from fzero.team import AGAIN, LOST_S, STOP, Team, end_as_orphan
 
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 8.0  # without one, after a SIGTERM, until a rank counts as gone
@@ -83,7 +83,7 @@ def _heed(team: Team, received: bytes) -> bool:
 def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]) -> None:
     # A connection of its own: the other one is taken while the main thread waits in it.
     mine = Team(team.rank, team.size, team.local_size, team.store.clone())
-    main, parent, moved = threading.main_thread(), os.getppid(), time.monotonic()
+    main, moved = threading.main_thread(), time.monotonic()
     number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
     # Where the store is gone there is little to look at.
@@ -104,7 +104,7 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: flo
                 return
             if reason and now - reason > LOST_S + 2 * BEAT_S:
                 os._exit(2)
-            end_as_orphan(parent)
+            end_as_orphan()
             if term and now - term > SILENT_S:
                 found = beats(mine)
                 gone = [str(rank) for rank in range(team.size) if found.get(rank) != DONE and found.get(rank) == seen.get(rank)]
@@ -127,15 +127,7 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: flo
                         kill_sibling(int(mine.store.get(f"process/{rank}")))
                     say_and_end(mine, text)
     while not over.wait(BEAT_S) and main.is_alive():  # without a store
-        end_as_orphan(parent)
-
-
-def end_as_orphan(parent: int) -> None:
-    """End this process where torchrun, its `parent`, was killed: nobody restarts or stops it, and the others do without it."""
-    if os.getppid() != parent:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("fzero: error: torchrun is gone; go on from the last checkpoint with --resume", file=sys.stderr, flush=True)
-        os._exit(2)
+        end_as_orphan()
 
 
 def beats(team: Team) -> dict[int, bytes]:
