@@ -1,6 +1,8 @@
 """The search: candidates, their closed forms beside exact traces, the reasons, and the config that it writes."""
 
 import json
+from concurrent.futures import Executor, Future
+from types import SimpleNamespace
 
 import pytest
 from test_plan import FLAGS, SMALL
@@ -38,6 +40,56 @@ def test_each_class_of_losers_has_a_reason(found):
     assert len(table["best"]) == 3 and table["considered"] == found.considered and table["best"][0]["plan"]["fits"]
     page = str(found)
     assert "the fastest" in page and "why the others lose" in page and "tp=2" in page
+
+
+class Told(Executor):
+    """In place of traces: reports that are given, and in which order they were asked for."""
+
+    def __init__(self, reports):
+        self.reports, self.asked = reports, []
+
+    def submit(self, f, config, c, device, options):
+        self.asked.append(c)
+        future = Future()
+        future.set_result(self.reports(c))
+        return future
+
+
+def reported(step_s, fits=True, **more):
+    time = {"phases": {"forward": step_s, "update": 0.0}, "exposed": {}, "waiting": {}}
+    return SimpleNamespace(step_s=step_s, fits=fits, peak_bytes_per_rank=10**9, flop_per_step=100, time=time | more)
+
+
+def sketched(*expected, tp=1):
+    """Sketches of so many candidates of one kind, in the order of their seconds."""
+    return [candidates.Sketch(Candidate(8, i + 1, tp, 3, "none", "", 1), {}, {"computation": s}) for i, s in enumerate(expected)]
+
+
+def test_what_traces_show_of_a_kind_corrects_what_is_expected_of_it():
+    """The sketches of tp=1 are half of what its traces say, so that those of tp=2 are tried before the rest of them, and found faster."""
+    sketches = sketched(*(1.0 + i / 100 for i in range(12))) + sketched(1.6, 1.7, tp=2)
+    seconds = {s.candidate: s.step_s * (2.0 if s.candidate.tp == 1 else 1.0) for s in sketches}
+    pool = Told(lambda c: reported(seconds[c]))
+    fits, over = search.exactly(None, sketches, H100, {}, 1, str, pool)
+    assert [c.tp for c in pool.asked] == [1, 1, 1, 1, 2, 2] and not over, "and no more, as none is expected to be faster"
+    assert min(fits, key=lambda found: found.report.step_s).candidate.tp == 2
+
+
+def test_what_a_trace_says_decides_what_fits():
+    sketches = sketched(*(1.0 + i / 100 for i in range(9)))
+    pool = Told(lambda c: reported(1.0 + c.rp / 100, fits=c.rp % 2 == 0))
+    fits, over = search.exactly(None, sketches, H100, {}, 3, str, pool)
+    assert [found.candidate.rp for found in fits] == [2, 4, 6] and {found.candidate.rp for found in over} >= {1, 3, 5}
+
+
+def test_a_reason_is_what_most_of_the_difference_is():
+    best = reported(10.0)
+    tp = reported(11.5, exposed={"tp": 2.0}, phases={"forward": 9.0, "update": 0.5})
+    assert search.slower(tp, best) == "15% slower: 2 s more exposed communication on tp"
+    again = reported(12.0)
+    again.flop_per_step = 130
+    assert search.slower(again, best) == "20% slower: 2 s more recomputation (30% more FLOPs)"
+    assert search.slower(reported(10.001), best) == "as fast"
 
 
 def test_why_something_is_not_tried():

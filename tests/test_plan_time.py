@@ -112,6 +112,8 @@ def test_a_transfer_that_is_waited_for_at_once_is_exposed():
 def test_transfers_of_one_link_follow_each_other():
     events = start(1), start(2), op(1.0), wait(1), wait(2)
     assert seconds(gpu(), *events).step_s == pytest.approx(2.0)
+    late = gpu(links=(level(latency_s=0.5),))  # on one axis a message waits for the latency of the one before it, too
+    assert seconds(late, *events).step_s == pytest.approx(3.0)
 
 
 def test_transfers_of_other_links_go_side_by_side():
