@@ -1,6 +1,7 @@
 """Batches as a pure function of (seed, step): the only state of the data is a number, the samples seen so far."""
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -15,6 +16,7 @@ from fzero import random
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
+DRAWN = 4096  # samples whose windows are drawn together, which takes no longer than to draw one
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +68,10 @@ class TokenStream:
         per_epoch = self.samples_per_epoch
         windows = []
         for epoch in range(first // per_epoch, (first + count - 1) // per_epoch + 1):
-            start = epoch * per_epoch
-            index = torch.arange(max(first - start, 0), min(first + count - start, per_epoch))
-            windows.append(random.permutation(random.fold_in(random.key(self.seed), epoch), per_epoch, index))
+            begin, end = max(first - epoch * per_epoch, 0), min(first + count - epoch * per_epoch, per_epoch)
+            for block in range(begin // DRAWN, (end - 1) // DRAWN + 1):
+                drawn = _drawn(self.seed, epoch, per_epoch, block)
+                windows.append(drawn[max(begin - block * DRAWN, 0) : end - block * DRAWN])
         return _assemble(self.tokens, self.seq_len, torch.cat(windows).numpy())
 
 
@@ -159,6 +162,13 @@ def _windows(tokens: Tokens, seq_len: int) -> np.ndarray:
             f"use seq_len <= {max(len(tokens.tokens) - 1, 1)} or a larger corpus"
         )
     return np.lib.stride_tricks.sliding_window_view(tokens.tokens, seq_len + 1)[::seq_len]
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn(seed: int, epoch: int, windows: int, block: int) -> Tensor:
+    """The windows, of so many, of the samples block * DRAWN .. of an epoch. Kept, as the thread that reads ahead takes Python's lock."""
+    index = torch.arange(block * DRAWN, min((block + 1) * DRAWN, windows))
+    return random.permutation(random.fold_in(random.key(seed), epoch), windows, index)
 
 
 def _assemble(tokens: Tokens, seq_len: int, windows: np.ndarray) -> Batch:

@@ -194,8 +194,11 @@ def beside(
     state = (memory or {}).get("state", {})
     for group in dict.fromkeys([*plan.get("state_bytes", {}), *state]):
         add(f"state/{group}", f"at rest: {group}", "bytes", f"state_bytes/{group}", state.get(group), f"{MEMORY}: state.{group}")
-    peak = (memory or {}).get("peak", {})
-    add("peak_bytes", "peak of live tensors of a rank", "bytes", "peak_bytes_per_rank", peak.get("bytes"), f"{MEMORY}: peak.bytes")
+    peak, source = (memory or {}).get("peak", {}).get("bytes"), f"{MEMORY}: peak.bytes"
+    if memory and memory.get("compiled") and memory.get("allocator_peak_bytes"):
+        # No operator has the inner buffers of a compiled block, and a plan has them.
+        peak, source = memory["allocator_peak_bytes"], f"{MEMORY}: allocator_peak_bytes"
+    add("peak_bytes", "peak of live tensors of a rank", "bytes", "peak_bytes_per_rank", peak, source)
     sums: dict[str, int] = {}
     for row in ledger or ():
         sums[row["axis"]] = sums.get(row["axis"], 0) + row["bytes"]
@@ -209,7 +212,7 @@ def beside(
         add(f"disk_bytes/{way}", words, "bytes", f"traffic/nvme/{way}", *median(series, column, kept))
     for name, title, key, per_token in (
         ("model_flop", "model FLOPs of a step, all ranks", "model_flop_per_step", "flop_per_token"),
-        ("flop", "hardware FLOPs of a step's passes, all ranks", "pass_flop_per_step", "hardware_flop_per_token"),
+        ("flop", "hardware FLOPs of a step's passes, all ranks", "pass_flop_per_step", "hardware_flop_per_token_causal"),
     ):
         whole = last[per_token] * per_step if last.get(per_token) and per_step else None
         add(name, title, "FLOP", key, whole, f"{ATTEMPTS}: {per_token} x tokens_per_step (a closed formula)")
@@ -224,8 +227,8 @@ def beside(
         add(f"time/{phase}", f"time: {phase}", "s", key, phases.get(phase), source, total=phase in whole)
     add("tokens_per_s", "throughput", "tokens/s", "tokens_per_s", *median(series, "tokens_per_s", kept))
     part = of_the_runs_peak(plan, last)
-    for name, title in (("mfu", "MFU (6N + 12LTD)"), ("mfu_causal", "MFU (6N + 6LTD)"), ("hfu", "HFU")):
-        add(name, title, "fraction", name, *median(series, name, kept))
+    for name, title in (("mfu", "MFU (6N + 12LTD)"), ("mfu_causal", "MFU (6N + 6LTD)"), ("hfu", "HFU, causal attention")):
+        add(name, title, "fraction", name, *median(series, "hfu_causal" if name == "hfu" else name, kept))
         if part is not None and found and found[-1].name == name and found[-1].predicted is not None:
             said = f"{found[-1].predicted_from}, as a fraction of {ATTEMPTS}: peak_flops"
             found[-1] = found[-1]._replace(predicted=found[-1].predicted * part, predicted_from=said)
