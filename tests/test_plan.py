@@ -8,7 +8,7 @@ import pytest
 
 import fzero
 from fzero import config, models, program, pytree
-from fzero.planner import devices, estimate, questions, report, text
+from fzero.planner import devices, estimate, questions, report, text, variants
 from fzero.sharding import fake_mesh
 from fzero.sharding.zero import communicated
 
@@ -293,13 +293,13 @@ def test_the_largest_number_is_found_by_few_plans():
             made.append(n)
             self.peak_bytes_per_rank, self.fits = peak, peak <= 1000
 
-    assert questions.largest(lambda n: Report(n, 100 + 7 * n), 1, 1 << 20)[0] == 128
+    assert variants.largest(lambda n: Report(n, 100 + 7 * n), 1, 1 << 20)[0] == 128
     assert len(made) <= 6 and {128, 129} <= set(made)
     made.clear()
-    assert questions.largest(lambda n: Report(n, 5000), 1, 100)[0] == 0 and made == [1]
+    assert variants.largest(lambda n: Report(n, 5000), 1, 100)[0] == 0 and made == [1]
     made.clear()
-    assert questions.largest(lambda n: Report(n, n), 1, 64)[0] == 64
-    assert questions.largest(lambda n: Report(n, 500), 1, 64)[0] == 64, "a peak that does not grow"
+    assert variants.largest(lambda n: Report(n, n), 1, 64)[0] == 64
+    assert variants.largest(lambda n: Report(n, 500), 1, 64)[0] == 64, "a peak that does not grow"
     made.clear()
-    found, variants = questions.largest(lambda n: Report(n, n * n), 1, 1 << 20)
-    assert variants[-1].report.peak_bytes_per_rank > 1000 and found <= 31 and len(made) <= questions.TRIES
+    found, variants = variants.largest(lambda n: Report(n, n * n), 1, 1 << 20)
+    assert variants[-1].report.peak_bytes_per_rank > 1000 and found <= 31 and len(made) <= variants.TRIES

@@ -118,7 +118,9 @@ def summary(run: RunReport) -> Section:
     if measured := next((q.measured_from for q in run.quantities if q.name == "step_s"), ""):
         said.append(f"Times and rates are measured, {measured}; the first {WARM_UP} steps of an attempt warm up and are not counted.")
     if "flop" in {q.name for q in run.quantities if q.measured is not None and q.predicted is not None}:
-        said.append("Predicted hardware FLOPs are counted operator by operator, without the pairs that attention skips; those of the run follow")
+        said.append(
+            "Predicted hardware FLOPs are counted operator by operator, without the pairs that attention skips; those of the run follow"
+        )
         said.append("from a closed formula with causal attention. Neither has the optimizer's products.")
     if device := (run.plan or {}).get("device"):
         known = "whose rates `fzero bench` has measured" if device.get("measured") else "whose rates are of data sheets"
