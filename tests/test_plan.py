@@ -80,6 +80,17 @@ def test_what_does_not_fit_says_by_how_much():
     assert f"DOES NOT FIT: {text.size(-found.margin_bytes)} too much" in str(found)
 
 
+def test_a_nodes_host_memory_is_memory_too():
+    found = fzero.plan(SMALL, {"dp": 2}, gpu="h100", zero=3, offload="params=host,opt=host")
+    assert found.fits and found.host_capacity_bytes == int(0.9 * 2e12) // 2 and "a node of 1.8 TB" in str(found)
+    tight = devices.device("h100", host_memory_bytes=int((2 * found.host_peak_bytes - 2000) / 0.9))
+    over = fzero.plan(SMALL, {"dp": 2}, gpu=tight, zero=3, offload="params=host,opt=host")
+    assert not over.fits and over.margin_bytes > 0 and over.binds == "host memory"
+    assert "DOES NOT FIT" in str(over) and "too much for the host's memory" in str(over)
+    unknown = fzero.plan(SMALL, {"dp": 2}, gpu=devices.device("h100", host_memory_bytes=None), zero=3, offload="params=host,opt=host")
+    assert unknown.fits and unknown.host_capacity_bytes is None
+
+
 def test_this_machine_without_a_measurement_has_memory_and_no_times(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     found = fzero.plan(SMALL, gpu="here")

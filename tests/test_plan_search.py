@@ -62,7 +62,7 @@ def reported(step_s, fits=True, **more):
 
 def sketched(*expected, tp=1):
     """Sketches of so many candidates of one kind, in the order of their seconds."""
-    return [candidates.Sketch(Candidate(8, i + 1, tp, 3, "none", "", 1), {}, {"computation": s}) for i, s in enumerate(expected)]
+    return [candidates.Sketch(Candidate(8, i + 1, tp, 3, "none", "", 1), {}, 0.0, {"computation": s}) for i, s in enumerate(expected)]
 
 
 def test_what_traces_show_of_a_kind_corrects_what_is_expected_of_it():
@@ -93,9 +93,16 @@ def test_a_reason_is_what_most_of_the_difference_is():
 
 
 def test_why_something_is_not_tried():
-    parts = {"grads": 60e9, "params": 14e9}
-    assert search.too_much(90e9, 80 * 10**9, parts) == "does not fit: 90 GB of 80 GB, 10 GB too much; grads 60 GB"
-    assert search.too_much(74e9, 80 * 10**9, parts) == "too close: 74 GB of 80 GB, and closed forms may fill 90%; grads 60 GB"
+    room, c = search.Room(80 * 10**9, 200 * 10**9), Candidate(8, 1, 1, 3, "full", "", 1)
+    sketch = candidates.Sketch(c, {"grads": 60e9, "params": 30e9}, 0.0, {})
+    assert search.too_much(sketch, room) == "does not fit: 90 GB of 80 GB, 10 GB too much; grads 60 GB" and not room.has(sketch)
+    sketch = sketch._replace(memory={"grads": 60e9, "params": 14e9})
+    assert search.too_much(sketch, room) == "too close: 74 GB of 80 GB, and closed forms may fill 90%; grads 60 GB"
+    hosted = sketch._replace(memory={"grads": 10e9}, host_bytes=250e9)
+    assert search.too_much(hosted, room) == "does not fit: 250 GB in the host's memory, where a rank can have 200 GB"
+    assert not room.has(hosted)
+    assert room.has(hosted._replace(host_bytes=150e9)) and search.Room(80 * 10**9, None).has(hosted)
+    assert search.least([sketch, hosted], room) == sketch
 
 
 def test_candidates_are_all_and_only_what_a_run_takes():

@@ -26,7 +26,7 @@ from fzero.sharding import Plan, fake_mesh, zero_plan
 from fzero.sharding.tiers import Offload
 
 REMATS = ("none", "full", "every:2", "every:4")
-OFFLOADS = ("", "opt=host", "params=host,opt=host", "acts=host")
+OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,grads=host,opt=host", "acts=host")
 ROWS = (1, 2, 4, 8, 16, 32)  # of a micro-batch
 TRACED_ROWS = 2  # with a single one a compiled block has views where with more it makes copies
 
@@ -73,6 +73,7 @@ class Sketch(NamedTuple):
 
     candidate: Candidate
     memory: dict[str, float]  # bytes on the device, by component
+    host_bytes: float  # in the host's memory
     time: dict[str, float]  # seconds of a step, by what they go into
 
     @property
@@ -195,8 +196,8 @@ class Sketcher:
         trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
         return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
 
-    def memory(self, c: Candidate) -> dict[str, float]:
-        """About the bytes of a rank's device at the peak."""
+    def memory(self, c: Candidate) -> tuple[dict[str, float], float]:
+        """About (the bytes of a rank's device at the peak, by component; its bytes in the host's memory)."""
         plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
         layer, tiers, remat = self.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
         rows, layers, policy = c.micro_batch, self.config.model.n_layers, self.policy
@@ -209,14 +210,16 @@ class Sketcher:
         sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
         sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
         gathered = (self.config.prefetch + 1) * parts.get("blocks", part) * policy.param.itemsize
-        on_device = {name: float(getattr(tiers, name).memory == "device") for name in ("params", "opt")}
-        return {
-            "params": held["params"] * policy.param.itemsize * on_device["params"],
-            "optimizer": held["opt"] * self.opt_bytes * on_device["opt"],
-            "grads": sums + (2 * part * policy.param.itemsize if c.dp * c.rp > 1 else 0),
-            "gathered": gathered if (sharded and c.dp > 1) or not on_device["params"] else 0.0,
-            "activations": rows * (kept + layer.spare_bytes),
-        }
+        groups = {"params": held["params"] * policy.param.itemsize, "optimizer": held["opt"] * self.opt_bytes, "grads": sums}
+        where = {"params": tiers.params, "optimizer": tiers.opt, "grads": tiers.grads}
+        away = {name for name, tier in where.items() if tier.memory == "host"}
+        host = sum(groups[name] for name in away)
+        if tiers.acts.memory == "host":
+            host += rows * math.ceil(layers / max(1, remat.every)) * layer.input_bytes
+        on_device = {name: 0.0 if name in away else float(size) for name, size in groups.items()}
+        on_device["grads"] += 2 * part * policy.param.itemsize if c.dp * c.rp > 1 or "grads" in away else 0
+        on_device["gathered"] = gathered if (sharded and c.dp > 1) or "params" in away else 0.0
+        return on_device | {"activations": rows * (kept + layer.spare_bytes)}, host
 
     def time(self, c: Candidate) -> dict[str, float]:
         """About the seconds of a step."""
@@ -240,6 +243,8 @@ class Sketcher:
             away += 2 * held["opt"] * self.opt_bytes
         if tiers.params.memory == "host":
             away += 3 * micro * held["params"] * policy.param.itemsize
+        if tiers.grads.memory == "host":
+            away += micro * held["grads"] * policy.reduce.itemsize
         if tiers.acts.memory == "host":
             away += 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes
         if away:
@@ -284,4 +289,4 @@ class Sketcher:
 
     def sketch(self, c: Candidate) -> Sketch:
         """The Sketch of a candidate."""
-        return Sketch(c, self.memory(c), self.time(c))
+        return Sketch(c, *self.memory(c), self.time(c))

@@ -23,6 +23,7 @@ from fzero.tables import KINDS, parse_json
 from fzero.target import Target
 
 LISTED = Path(__file__).parent / "devices"
+HOST_PART = 0.9  # of the host's memory, for tensors: the rest is the system's, the processes' own and the page cache's
 Curve = tuple[tuple[float, float], ...]  # (size, seconds), by size
 Products = tuple[tuple[int, int, int, int, float], ...]  # (batch, m, n, k, seconds) of [batch, m, k] by [batch, k, n]
 
@@ -82,6 +83,7 @@ class Device:
     rates: tuple[Rates, ...] = ()
     collectives: dict[str, Curve] = field(default_factory=dict)  # "psum/4": bytes of the whole tensor -> seconds among 4 ranks
     # "late/4": a single point, the seconds between the first and the last rank that comes to a collective
+    host_memory_bytes: int | None = None  # of a node, beside the devices' own
     host: dict[str, float] = field(default_factory=dict)  # bytes/s between device and host memory: "read", "write" (to the host)
     nvme: dict[str, float] = field(default_factory=dict)  # bytes/s of a node's disk: "read", "write", "both"
     price_per_hour: float | None = None  # of one device; never listed, as it changes
@@ -97,6 +99,10 @@ class Device:
     def capacity_bytes(self) -> int:
         """The bytes of tensors that fit: what is neither reserved nor lost to fragments."""
         return int((self.memory_bytes - self.reserved_bytes) * (1 - self.margin))
+
+    def host_capacity_bytes(self, processes: int) -> int | None:
+        """The bytes of tensors that one of so many processes of a node can have in the host's memory; None where that is not known."""
+        return None if self.host_memory_bytes is None else int(self.host_memory_bytes * HOST_PART) // processes
 
     @property
     def target(self) -> Target:

@@ -60,7 +60,7 @@ def ask_peak(question: str, asked: Asked) -> Answer:
         moment = max((m for m in r.timeline if m["phase"] == phase), key=lambda m: m["bytes"])
         parts = sorted(moment["components"].items(), key=lambda each: -each[1])
         rows.append([phase or "-", size(peak), place(moment), ", ".join(f"{name} {size(n)}" for name, n in parts[:4])])
-    verdict = f"fits with {size(r.margin_bytes)} to spare" if r.fits else f"does not fit: {size(-r.margin_bytes)} too much"
+    verdict = f"fits with {size(r.margin_bytes)} to spare" if r.fits else f"does not fit: {r.too_much()}"
     says = f"{size(r.peak_bytes_per_rank)} of {size(r.capacity_bytes)}, in {place(r.peak)}; {verdict}"
     values = [{"phase": phase, "bytes": n} for phase, n in r.phases.items()]
     return Answer(question, says, ["phase", "peak", "where", "of it"], rows, values, text=(0, 2, 3))

@@ -18,7 +18,7 @@ from fzero.models import ModelConfig
 from fzero.planner import depth, devices
 from fzero.planner.devices import Device
 from fzero.planner.flops import hfu, mfu, model_flop
-from fzero.planner.text import page
+from fzero.planner.text import page, size
 from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
 from fzero.planner.trace import Trace, Transfer, settled
 from fzero.program import Program
@@ -53,6 +53,7 @@ class PlanReport(NamedTuple):
     state_bytes_per_rank: int  # params, gradients and optimizer states: the sum of state_bytes
     peak_bytes_per_rank: int
     host_peak_bytes: int  # of a rank's tensors in the host's memory
+    host_capacity_bytes: int | None  # what a rank can have there; None: not known, and not asked
     peak: dict[str, Any]  # phase, layer, op, bytes, components, largest: [name, component, bytes] alive there
     phases: dict[str, int]  # the peak of each phase of the step
     timeline: list[dict[str, Any]]  # the fullest and last moment of each stay at a part of the model
@@ -80,6 +81,12 @@ class PlanReport(NamedTuple):
 
     exact: str  # how the trace came about where it is not of all layers
     notes: list[str]
+
+    def too_much(self) -> str:
+        """What is missing, in words, where it does not fit; "" where it does."""
+        if self.margin_bytes < 0:
+            return f"{size(-self.margin_bytes)} too much"
+        return "" if self.fits else f"{size(self.host_peak_bytes - self.host_capacity_bytes)} of a rank too much for the host's memory"
 
     def to_json(self) -> str:
         """One JSON object of all fields; `config` is the table of a run's config.json."""
@@ -197,6 +204,8 @@ def report_of(
     state = {**trace.state, "grads": grad_bytes(built)}
     share = node if device.kind == "cpu" else 1  # the ranks of a machine share its memory
     capacity, peak = device.capacity_bytes // share, trace.peak.bytes
+    host = device.host_capacity_bytes(node)
+    over, host_over = peak > capacity, host is not None and trace.host_peak > host
     timing = predict(trace, device, ranks_on_node=ranks_on_node) if has_rates(device) else None
     step_tokens = trace.tokens * built.mesh.data_size
     full, causal = (step_tokens * flop for flop in model_flop(built))
@@ -216,17 +225,18 @@ def report_of(
         num_params=trace.num_params,
         tokens_per_step=step_tokens,
         micro_batches=program.local_micro_batches(trace.config, built.mesh),
-        fits=peak <= capacity,
+        fits=not over and not host_over,
         capacity_bytes=capacity,
         margin_bytes=capacity - peak,
         allocator_bytes=int((device.memory_bytes - device.reserved_bytes) * device.margin) // share,
-        binds="memory" if peak > capacity else timing.binds if timing else "",
+        binds="memory" if over else "host memory" if host_over else timing.binds if timing else "",
         memory_binds=max(trace.peak.parts, key=trace.peak.parts.__getitem__),
         state_bytes=state,
         state_elsewhere=trace.state_elsewhere,
         state_bytes_per_rank=sum(state.values()),
         peak_bytes_per_rank=peak,
         host_peak_bytes=trace.host_peak,
+        host_capacity_bytes=host,
         peak=moment_facts(trace.peak) | {"largest": [list(each) for each in trace.alive]},
         phases=phase_peaks(trace),
         timeline=[moment_facts(moment) for moment in trace.timeline],

@@ -33,6 +33,17 @@ ALIKE = 5e-4  # the part of a step by which two are told apart
 SMALL = 10**9  # parameters of a model, below which a search is over before other processes have started
 
 
+class Room(NamedTuple):
+    """The bytes that tensors of a rank can have."""
+
+    device: int
+    host: int | None  # in the host's memory; None: not known
+
+    def has(self, sketch: Sketch, part: float = SPARE) -> bool:
+        """Whether a sketch fits that may fill so much of the device."""
+        return sketch.bytes <= part * self.device and (self.host is None or sketch.host_bytes <= self.host)
+
+
 class Found(NamedTuple):
     """A candidate that was traced."""
 
@@ -116,7 +127,7 @@ def search(
         raise ValueError(f"gpus is {gpus}; it must be at least 1")
     config = settled_for(given, device)
     node = ranks_on_node or min(gpus, device.links[0].ranks or gpus)
-    capacity = device.capacity_bytes // (node if device.kind == "cpu" else 1)
+    room = Room(device.capacity_bytes // (node if device.kind == "cpu" else 1), device.host_capacity_bytes(node))
     offloads = [offload for offload in offloads if "host" not in offload or device.host]
     every = list(candidates(config, gpus, node, remats=remats, offloads=offloads))
     options = {"tokens": tokens, "price": price, "ranks_on_node": ranks_on_node}
@@ -126,15 +137,15 @@ def search(
         sketcher = Sketcher(config, device, node, {tp: layer.result() for tp, layer in layers.items()})
         # Of equals the one that moves less is tried first.
         sketches = sorted(map(sketcher.sketch, every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes))
-        fitting = [s for s in sketches if s.bytes <= SPARE * capacity] or [s for s in sketches if s.bytes <= 1.2 * capacity]
+        fitting = [s for s in sketches if room.has(s)] or [s for s in sketches if room.has(s, 1.2)]
         say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
         fits, over = exactly(config, fitting, device, options, top, say, pool)
     if not fits:
-        raise ValueError(nothing_fits(sketches, over, capacity, gpus, device))
+        raise ValueError(nothing_fits(sketches, over, room, gpus, device))
     fits.sort(key=lambda found: found.report.step_s)
     first = fits[0]
     named = [Found(f.candidate, f.report, "" if f is first else slower(f.report, first.report)) for f in fits]
-    lost = losers(sketches, {f.candidate: f.report for f in (*fits, *over)}, first, capacity)
+    lost = losers(sketches, {f.candidate: f.report for f in (*fits, *over)}, first, room)
     chosen = first.candidate.of(replace(given, precision=config.precision))
     seconds = time.perf_counter() - begin
     return SearchResult(tuple(named[:top]), tuple(lost), chosen, len(sketches), len(fitting), len(fits) + len(over), seconds)
@@ -234,12 +245,28 @@ def slower_sketch(sketch: Sketch, best: Sketch) -> str:
     return f"about {percent(sketch.step_s / best.step_s - 1)} slower: {duration(more[worst])} more {worst}"
 
 
-def too_much(need: float, capacity: int, parts: Mapping[str, float]) -> str:
-    """Why something does not fit, or is not tried."""
+def does_not_fit(report: PlanReport) -> str:
+    """Why a plan does not fit."""
+    parts = report.peak["components"]
     most = max(parts, key=parts.__getitem__)
-    if need <= capacity:
-        return f"too close: {size(need)} of {size(capacity)}, and closed forms may fill {percent(SPARE)}; {most} {size(parts[most])}"
-    return f"does not fit: {size(need)} of {size(capacity)}, {size(need - capacity)} too much; {most} {size(parts[most])}"
+    of = f"{size(report.peak_bytes_per_rank)} of {size(report.capacity_bytes)}"
+    return f"does not fit: {of}, {report.too_much()}; {most} {size(parts[most])}"
+
+
+def too_much(sketch: Sketch, room: Room) -> str:
+    """Why a sketch does not fit, or is not tried."""
+    most = max(sketch.memory, key=sketch.memory.__getitem__)
+    of, large = f"{size(sketch.bytes)} of {size(room.device)}", f"{most} {size(sketch.memory[most])}"
+    if sketch.bytes > room.device:
+        return f"does not fit: {of}, {size(sketch.bytes - room.device)} too much; {large}"
+    if room.host is not None and sketch.host_bytes > room.host:
+        return f"does not fit: {size(sketch.host_bytes)} in the host's memory, where a rank can have {size(room.host)}"
+    return f"too close: {of}, and closed forms may fill {percent(SPARE)}; {large}"
+
+
+def least(sketches: Sequence[Sketch], room: Room) -> Sketch:
+    """The sketch that is nearest to fit."""
+    return min(sketches, key=lambda s: max(s.bytes / room.device, s.host_bytes / room.host if room.host else 0.0))
 
 
 def choices(c: Candidate) -> dict[str, str]:
@@ -254,7 +281,7 @@ def choices(c: Candidate) -> dict[str, str]:
     }
 
 
-def losers(sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: Found, capacity: int) -> list[Loser]:
+def losers(sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: Found, room: Room) -> list[Loser]:
     """For each choice that the best candidate has not made: the best candidate with it, and why that loses."""
     classes: dict[tuple[str, str], list[Sketch]] = {}
     mine = choices(best.candidate)
@@ -266,30 +293,30 @@ def losers(sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], 
     out = []
     for (_, text), members in sorted(classes.items()):
         known = [s for s in members if s.candidate in reports and reports[s.candidate].fits]
-        fit = [s for s in members if s.bytes <= SPARE * capacity]
+        fit = [s for s in members if room.has(s)]
         if known:
             s = min(known, key=lambda s: reports[s.candidate].step_s)
             reason = slower(reports[s.candidate], best.report)
         elif fit:
             s = fit[0]  # sketches are in order of time
             over = reports.get(s.candidate)
-            reason = too_much(over.peak_bytes_per_rank, capacity, over.peak["components"]) if over else slower_sketch(s, top)
+            reason = does_not_fit(over) if over else slower_sketch(s, top)
         else:
-            s = min(members, key=lambda s: s.bytes)
-            reason = too_much(s.bytes, capacity, s.memory)
+            s = least(members, room)
+            reason = too_much(s, room)
         out.append(Loser(text, len(members), s.candidate, reason, s.candidate in reports))
     return out
 
 
-def nothing_fits(sketches: Sequence[Sketch], over: Sequence[Found], capacity: int, gpus: int, device: Device) -> str:
+def nothing_fits(sketches: Sequence[Sketch], over: Sequence[Found], room: Room, gpus: int, device: Device) -> str:
     """One line for a search that finds nothing."""
     if over:
-        least = min(over, key=lambda f: f.report.peak_bytes_per_rank)
-        why = too_much(least.report.peak_bytes_per_rank, capacity, least.report.peak["components"])
-        return f"nothing fits on {gpus} {device.name}; the least is {words(least.candidate)}: it {why}; use more devices, or larger ones"
-    least = min(sketches, key=lambda s: s.bytes)
-    why = too_much(least.bytes, capacity, least.memory)
-    return f"nothing fits on {gpus} {device.name}; the least is about {words(least.candidate)}: it {why}; use more devices, or larger ones"
+        found = min(over, key=lambda f: f.report.peak_bytes_per_rank)
+        nearest, why = words(found.candidate), does_not_fit(found.report)
+    else:
+        sketch = least(sketches, room)
+        nearest, why = f"about {words(sketch.candidate)}", too_much(sketch, room)
+    return f"nothing fits on {gpus} {device.name}; the least is {nearest}: it {why}; use more devices, or larger ones"
 
 
 # ---- words -------------------------------------------------------------------------------------------------------------

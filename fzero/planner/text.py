@@ -123,7 +123,7 @@ def heading(r: PlanReport) -> list[str]:
 def memory(r: PlanReport) -> list[str]:
     """What fits, by how much, and what is alive at the peak."""
     d, share = r.device, r.ranks_on_node if r.device.kind == "cpu" else 1
-    verdict = f"fits, {size(r.margin_bytes)} to spare" if r.fits else f"DOES NOT FIT: {size(-r.margin_bytes)} too much"
+    verdict = f"fits, {size(r.margin_bytes)} to spare" if r.fits else f"DOES NOT FIT: {r.too_much()}"
     most = [f"{name} ({component}) {size(n)}" for name, component, n in r.peak["largest"][:3]]
     lines = [
         f"memory of a rank: {size(r.peak_bytes_per_rank)} of {size(r.capacity_bytes)}: {verdict}; most of it: {r.memory_binds}",
@@ -133,6 +133,7 @@ def memory(r: PlanReport) -> list[str]:
     ]
     if any(r.state_elsewhere.values()):
         host = f"; in the host's memory at most {size(r.host_peak_bytes)} a rank, {size(r.host_peak_bytes * r.ranks_on_node)} a node"
+        host += f" of {size(r.host_capacity_bytes * r.ranks_on_node)}" if r.host_capacity_bytes is not None else ""
         lines.append(f"  elsewhere  {listing(r.state_elsewhere)}{host if r.state_elsewhere['host'] else ''}")
     lines += [
         f"  peak       in {place(r.peak)}: {listing(r.peak['components'])}",

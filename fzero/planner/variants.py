@@ -116,7 +116,7 @@ def reason(v: Variant) -> str:
     """Whether a variant fits, or why there is none."""
     if v.report is None:
         return v.why.split(";")[0][:90]
-    return "" if v.report.fits else f"does not fit: {size(-v.report.margin_bytes)} too much"
+    return "" if v.report.fits else f"does not fit: {v.report.too_much()}"
 
 
 def fastest(variants: Sequence[Variant]) -> str:
