@@ -23,11 +23,16 @@ from fzero.ledger import Ledger
 TRACE = "trace.json.gz"
 
 
-def profiler(**options: Any) -> Any:
-    """torch's profiler, as a context, without its own lines on stderr."""
+def hush() -> None:
+    """Keep the profiler's own lines off stderr; before its first use."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def profiler() -> Any:
+    """torch's profiler, as a context."""
+    hush()
     kinds = torch.profiler.ProfilerActivity
-    return torch.profiler.profile(activities=[kinds.CPU, *[kinds.CUDA] * torch.cuda.is_available()], **options)
+    return torch.profiler.profile(activities=[kinds.CPU, *[kinds.CUDA] * torch.cuda.is_available()])
 
 
 class Named:

@@ -22,7 +22,7 @@ from fzero import pytree
 from fzero.kernels.registry import describe, observe
 from fzero.ledger import Ledger, Row
 from fzero.offload.folder import write_text
-from fzero.profile import TRACE, Profile, profiler
+from fzero.profile import TRACE, Profile, hush
 from fzero.program import Program
 from fzero.report.live import COMPONENTS, Record, record_step
 from fzero.state import TrainState
@@ -156,7 +156,9 @@ def allocator_rise(run: Callable[[], Any]) -> tuple[Any, int | None]:
     before = [flag.value for flag in flags]
     flags[0].value, flags[1].value = True, ERRORS
     try:
-        with profiler(profile_memory=True) as profile:
+        hush()
+        # Not torch.profiler's, which imports Inductor first.
+        with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profile:
             out = run()
     finally:
         for flag, value in zip(flags, before):

@@ -41,6 +41,10 @@ class Planned(FakeTensorMode):
     tracing: a graph is traced with these tensors; no step is run, and no collective is entered in a ledger.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else Dynamo is imported, which takes a second, and asked at every operator; it traces none of this
+
     def __init__(self, target: Target = CPU, *, tracing: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.target, self.tracing = target, tracing

@@ -129,6 +129,10 @@ class LiveBytes(TorchDispatchMode):
     device: what is elsewhere is counted apart, in `away` (None: all is counted together).
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else Dynamo is imported, which takes a second, and asked at every operator; it traces none of this
+
     def __init__(self, *trees: Any, device: torch.device | None = None):
         super().__init__()
         self.device = device
