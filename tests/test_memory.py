@@ -58,7 +58,7 @@ def predicted(sizes, args, options):
     return peak, mesh.ledger.rows()
 
 
-CASES = [((stage, 4, parts, policy), {}) for stage in range(4) for parts in (3,) for policy in ("fp32", "bf16")]
+CASES = [((stage, 4, parts, policy), {}) for stage in range(4) for parts in (1, 3) for policy in ("fp32", "bf16")]
 CASES += [((3, layers), {"remat": "full"}) for layers in (4, 8, 16)]
 CASES += [((3, 8), {"prefetch": 3}), ((3, 4), {"plan_options": {"reshard": False}}), ((2, 4, 3), {"plan_options": {"accumulate": "full"}})]
 CASES += [((0, 4, 2), {"plan_options": {"reduce": "canonical"}})]
