@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import statistics
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -84,6 +85,24 @@ def traced(quantity, folder):
         return sum(at(held, what.removeprefix("sum of ")).values()) if what.startswith("sum of ") else at(held, what)
 
     return of(quantity.predicted_from), of(quantity.measured_from)
+
+
+def test_what_is_compared_is_of_the_same_kind(runs, tmp_path):
+    """FLOPs of passes with causal attention; the peak of a compiled run as the allocator has it, which sees the inner buffers of blocks."""
+
+    def of(folder):
+        return {q.name: q for q in read.read_run(folder).quantities}
+
+    folder = shutil.copytree(runs / "one", tmp_path / "run")
+    found = of(folder)
+    assert "hfu_causal" in found["hfu"].measured_from and "hardware_flop_per_token_causal" in found["flop"].measured_from
+    assert "pass_flop_per_step" in found["flop"].predicted_from
+    memory = json.loads((folder / "memory.json").read_text())
+    assert found["peak_bytes"].measured == memory["peak"]["bytes"] != memory["allocator_peak_bytes"]
+    (folder / "memory.json").write_text(json.dumps({**memory, "compiled": True}))
+    assert of(folder)["peak_bytes"].measured == memory["allocator_peak_bytes"]
+    (folder / "memory.json").write_text(json.dumps({**memory, "compiled": True, "allocator_peak_bytes": None}))
+    assert of(folder)["peak_bytes"].measured == memory["peak"]["bytes"]
 
 
 @pytest.mark.parametrize("name", ["one", "zero3", "dp2tp2"])
