@@ -22,7 +22,8 @@ import torch
 from peers import problem
 
 import fzero
-from fzero import models, optim, precision
+from fzero import models, optim
+from fzero.core import precision
 
 
 def contender(model: models.Model, mesh: fzero.Mesh, stage: int, reduce: str, policy: str, parts: int, compiled: bool):

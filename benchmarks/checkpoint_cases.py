@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fzero
-from fzero import checkpoint, models, optim, precision, pytree
-from fzero.offload.folder import sync_folder
+from fzero import checkpoint, models, optim
+from fzero.core import precision, pytree
+from fzero.core.storage import sync_folder
 from fzero.sharding.draw import window
-from fzero.state import meta_state, state_specs
+from fzero.train.state import meta_state, state_specs
 
 Op = Callable[[int], dict[str, float]]  # round -> what it took
 STATES = {"fp32": precision.fp32, "bf16": precision.bf16}  # of the parameters; master weights and moments are float32

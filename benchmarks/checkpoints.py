@@ -32,7 +32,8 @@ from nvme import bounds, rotated, spread, workplace
 from turns import machine
 
 import fzero
-from fzero import models, pytree
+from fzero import models
+from fzero.core import pytree
 
 SECTIONS = ("disk", "save", "load", "slices", "training")
 NOTES = {

@@ -32,7 +32,8 @@ from peers.gpt2_module import GPT2
 from turns import machine
 
 import fzero
-from fzero import models, optim, precision
+from fzero import models, optim
+from fzero.core import precision
 from fzero.kernels.registry import observe
 
 ROOT = Path(__file__).parent.parent

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero import random
-from fzero.kernels.leaf_steps import Leaf, Rates
+from fzero.core import prng
+from fzero.kernels.optim_leaf import Leaf, Rates
 from fzero.kernels.registry import Op, op
 from fzero.kernels.rope import rope_frequencies
 
@@ -92,7 +92,7 @@ def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     def dropout() -> Case:
         shape = (4, rows // 4, 64 if tiny else 4096)
         x, n = draw(shape), rows * shape[2]
-        key, first = random.key(0, device), torch.tensor(0, device=device)
+        key, first = prng.key(0, device), torch.tensor(0, device=device)
         name = "dropout_add"
 
         def run(impl: str, x: Tensor, residual: Tensor) -> Tensor:

@@ -25,10 +25,12 @@ import torch
 import torch.multiprocessing as mp
 from turns import machine
 
-from fzero import attempts, config, doctor, program, rows
-from fzero.clock import Clock
+from fzero.core.tables import parse_setting, put
+from fzero.run import build, config
+from fzero.run import machine as doctor
+from fzero.run.measure import attempts, log
+from fzero.run.measure.timer import Clock
 from fzero.sharding import make_mesh, one_process
-from fzero.tables import parse_setting, put
 
 RESULTS = Path(__file__).parent / "results" / "measure-overhead.json"
 WARMUP = 4
@@ -43,10 +45,10 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
     mesh = make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else one_process()
     run = config.from_table(table)
     run = doctor.settle(replace(run, mesh={"dp": ranks} if ranks > 1 else {}))[0]
-    measured = program.build(run, mesh)
-    bare = program.build(replace(run, train=replace(run.train, measure_every=0)), mesh)
-    meters = {True: rows.Meter(measured, attempts.flop_of(measured), 1e12), False: rows.Meter(bare, attempts.flop_of(bare), 1e12)}
-    state, file = program.first_state(measured), open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    measured = build.build(run, mesh)
+    bare = build.build(replace(run, train=replace(run.train, measure_every=0)), mesh)
+    meters = {True: log.Meter(measured, attempts.flop_of(measured), 1e12), False: log.Meter(bare, attempts.flop_of(bare), 1e12)}
+    state, file = build.first_state(measured), open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     length, here = run.data.seq_len, run.train.batch // mesh.data_size
     batches = iter(lambda: (0, batch_of(here, length, run.model.vocab_size)), None)
     behind: dict[bool, list[float]] = {False: [], True: []}  # the seconds of the rows, behind their steps
@@ -58,7 +60,7 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         begin = time.perf_counter()
         batch = meter.fetch(batches)
         state, metrics = made.train_step(state, batch)
-        row = rows.numbers(made, metrics, number) | meter.rates(number)
+        row = log.numbers(made, metrics, number) | meter.rates(number)
         ended = time.perf_counter()
         if record:
             row |= meter.norms(state, metrics, number) | meter.times(number, "")

@@ -37,7 +37,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    from fzero import capacity, models, program, runs
+    from fzero import models
+    from fzero.run import build, memory_check, run_folder
 
     layers = {key: int(n) for key, _, n in (value.removeprefix("model.").partition("=") for value in args.set) if key == "n_layers"}
     config = models.preset(args.model)
@@ -63,8 +64,8 @@ def main() -> None:
 
         subprocess.run(command, check=True, preexec_fn=limited)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        made = program.build(runs.read_config(run), None, run)
-        predicted = {"memory": capacity.PROCESS + sum(capacity.memory_needed(made)), "disk": capacity.disk_needed(made)}
+        made = build.build(run_folder.read_config(run), None, run)
+        predicted = {"memory": memory_check.PROCESS + sum(memory_check.memory_needed(made)), "disk": memory_check.disk_needed(made)}
         disk = sum(path.stat().st_blocks * 512 for path in args.nvme.rglob("*") if path.is_file())
     shutil.rmtree(args.nvme, ignore_errors=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024

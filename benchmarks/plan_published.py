@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero
-from fzero import optim, precision, pytree
-from fzero.planner.report import PlanReport, plan
+from fzero import optim
+from fzero.core import precision, pytree
+from fzero.planner.plan import PlanReport, plan
 from fzero.sharding import fake_mesh
-from fzero.sharding.zero import local_numel
-from fzero.state import meta_state
+from fzero.sharding.plan import local_numel
+from fzero.train.state import meta_state
 
 GIB = 2**30
 

@@ -33,11 +33,12 @@ import torch
 from turns import machine
 
 import fzero
-from fzero import doctor, program
-from fzero.config import RunConfig, from_table, to_json
 from fzero.planner.devices import Device, device
+from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import Timing, predict
-from fzero.planner.trace import trace_step
+from fzero.run import build
+from fzero.run import machine as doctor
+from fzero.run.config import RunConfig, from_table, to_json
 
 WARMUP = 3
 
@@ -122,8 +123,8 @@ class Steps:
     def __init__(self, case: Case, folder: Path):
         self.mesh = fzero.make_mesh(case.mesh, device="cpu")
         self.mode = case.config.precision.fp32_matmul
-        self.program = program.build(case.config, self.mesh, folder)
-        self.state = program.first_state(self.program)
+        self.program = build.build(case.config, self.mesh, folder)
+        self.state = build.first_state(self.program)
         config = case.config
         shape = (config.train.batch // self.mesh.data_size, config.data.seq_len)
         text = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(self.mesh.data_rank))

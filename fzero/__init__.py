@@ -7,54 +7,44 @@ import importlib
 from typing import Any
 
 _HOME = {
-    **dict.fromkeys(("psum", "pvary", "all_gather", "psum_scatter", "all_to_all", "ppermute", "RankError"), "collectives"),
+    **dict.fromkeys(("psum", "pvary", "all_gather", "psum_scatter", "all_to_all", "ppermute", "RankError"), "comm.collectives"),
+    **dict.fromkeys(("bf16", "fp16", "fp32"), "core.precision"),
     "fake_mesh": "sharding",
     "redistribute": "sharding",
-    "local_batch": "train",
+    "local_batch": "train.step",
     "Mesh": "sharding",
-    "Metrics": "train",
+    "Metrics": "train.step",
     "Model": "models",
     "Plan": "sharding",
-    "Policy": "precision",
-    "Remat": "autodiff",
+    "Policy": "core.precision",
+    "Remat": "core.autodiff",
     "Space": "offload",
     "Spec": "sharding",
-    "Spike": "spikes",
-    "TrainState": "state",
-    "init_state": "init",
-    "jit": "compile",
-    "make_check": "crosscheck",
-    "make_eval_step": "train",
+    "Spike": "train.spike",
+    "TrainState": "train.state",
+    "init_state": "train.init",
+    "jit": "core.compile",
+    "make_check": "train.sdc_check",
+    "make_eval_step": "train.step",
     "make_mesh": "sharding",
-    "make_train_step": "train",
+    "make_train_step": "train.step",
     "one_process": "sharding",
-    "plan": "planner.report",
-    "PlanReport": "planner.report",
+    "plan": "planner.plan",
+    "PlanReport": "planner.plan",
     "search": "planner.search",
-    "remat": "autodiff",
-    "reopened": "stored",
-    "stack": "streaming",
-    "state_specs": "state",
+    "remat": "core.autodiff",
+    "reopened": "train.state_on_disk",
+    "stack": "core.stack",
+    "state_specs": "train.state",
     "zero_plan": "sharding",
 }
-_MODULES = (
-    "autodiff",
-    "checkpoint",
-    "collectives",
-    "config",
-    "data",
-    "kernels",
-    "models",
-    "offload",
-    "optim",
-    "precision",
-    "pytree",
-    "random",
-    "sharding",
-    "train",
-)
+_MODULES = {
+    **{name: name for name in ("checkpoint", "comm", "core", "data", "kernels", "models", "offload", "optim", "run", "sharding", "train")},
+    "pytree": "core.pytree",
+    "random": "core.prng",
+}
 
-__all__ = [*_HOME, *(name for name in _MODULES if name not in _HOME)]
+__all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
 
 
@@ -62,5 +52,5 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"fzero.{_HOME[name]}"), name)
     if name in _MODULES:
-        return importlib.import_module(f"fzero.{name}")
+        return importlib.import_module(f"fzero.{_MODULES[name]}")
     raise AttributeError(f"module 'fzero' has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """`python -m fzero` is `fzero`."""
 
-from fzero.cli import main
+from fzero.cli.main import main
 
 main()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from close import assert_same
 
-from fzero import pytree
+from fzero.core import pytree
 
 
 class Pair(NamedTuple):

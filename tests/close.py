@@ -2,7 +2,7 @@
 
 import torch
 
-from fzero import pytree
+from fzero.core import pytree
 
 
 def _wide(leaf):

@@ -21,11 +21,11 @@ def pytest_configure(config):
 @pytest.fixture
 def fz(capsys):
     """A function that runs the command line: (exit code, stdout, stderr)."""
-    from fzero import cli
+    from fzero.cli import main
 
     def run(*args):
         with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in args])
+            main.main([str(arg) for arg in args])
         out, err = capsys.readouterr()
         return ended.value.code, out, err
 

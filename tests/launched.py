@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from fzero import checkpoint, runs
+from fzero import checkpoint
+from fzero.run import run_folder
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}
 # The default optimizer of small models: Muon, which works on whole matrices, with clipping.
@@ -71,7 +72,7 @@ def torchrun(folder, n, *args):
 
 def rows(run):
     """The rows of a run's metrics without its times."""
-    return [{n: value for n, value in row.items() if n not in TIMED and not SAVED.search(n)} for row in runs.read_metrics(run)]
+    return [{n: value for n, value in row.items() if n not in TIMED and not SAVED.search(n)} for row in run_folder.read_metrics(run)]
 
 
 def hashes(run):

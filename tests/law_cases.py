@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero
-from fzero import models, optim, precision, pytree, random
-from fzero.state import TrainState
+from fzero import models, optim
+from fzero.core import precision, prng, pytree
+from fzero.train.state import TrainState
 
 F64 = torch.float64
 FP64 = precision.fp64()
@@ -36,8 +37,8 @@ def plain_loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def plain_params() -> Any:
     shapes = {"embed": {"tokens": (V, D)}, "blocks": {"w_a": (2, D, D), "w_b": (2, D, D), "scale": (2, D)}}
     shapes["head"] = {"w": (V, D), "twin": (V, D), "offset": (3,)}
-    key = random.key(7)
-    draw = lambda name, shape: 0.5 * random.normal(random.fold_in(key, name), shape, dtype=F64)  # noqa: E731
+    key = prng.key(7)
+    draw = lambda name, shape: 0.5 * prng.normal(prng.fold_in(key, name), shape, dtype=F64)  # noqa: E731
     return {top: {name: draw(f"{top}/{name}", shape) for name, shape in group.items()} for top, group in shapes.items()}
 
 

@@ -14,7 +14,8 @@ from close import assert_close, assert_same
 from law_cases import F64, FP64, MESH, OPTIMIZERS, ROWS, Case, D, L, T, V, batch_of, case_of, clone, make, run
 
 import fzero
-from fzero import optim, precision, pytree, random
+from fzero import optim
+from fzero.core import precision, prng, pytree
 from fzero.models import base
 from fzero.sharding import Spec
 
@@ -41,7 +42,7 @@ def one_normalisation(case: Case) -> None:
 
         def mean(params: Any, key: torch.Tensor = state.key) -> torch.Tensor:
             if isinstance(case.loss_fn, base.Model):
-                ctx = base.Ctx(dtype=F64, key=random.fold_in(random.fold_in(key, "dropout"), 0))
+                ctx = base.Ctx(dtype=F64, key=prng.fold_in(prng.fold_in(key, "dropout"), 0))
                 out = base.loss(case.loss_fn, params, batch, ctx)
             else:
                 out = base.Loss(*case.loss_fn(params, batch))
@@ -162,7 +163,7 @@ def breakable(case: Case) -> Case:
 
     source = case.source
     if isinstance(source, base.Model):
-        source = base.init_params(source, random.key(3), F64)
+        source = base.init_params(source, prng.key(3), F64)
     return Case(loss, source)
 
 
@@ -287,7 +288,7 @@ def cost(case: Case, name: str, policy: precision.Policy) -> None:
 def init_depends_on_names(name: str) -> None:
     """A leaf's initial value depends on seed and name: not on the plan, the order of the leaves, or which others there are."""
     model = case_of(name).loss_fn
-    whole = pytree.named_leaves(base.init_params(model, random.key(3), F64))
+    whole = pytree.named_leaves(base.init_params(model, prng.key(3), F64))
     leaves: list[tuple] = []
     model.init(lambda *args: leaves.append((*args, 0.0)[:4]))
 
@@ -295,7 +296,7 @@ def init_depends_on_names(name: str) -> None:
         return lambda make_leaf: {args[0]: make_leaf(*args) for args in kept}
 
     for kept in (leaves[::-1], leaves[::2], leaves[1::3]):
-        part = base.init_params(model._replace(init=only(kept)), random.key(3), F64)
+        part = base.init_params(model._replace(init=only(kept)), prng.key(3), F64)
         assert_same(part, {args[0]: whole[args[0]] for args in kept})
     drawn = [leaf for leaf in whole.values() if leaf.std() > 0]
     assert len({float(leaf.flatten()[0]) for leaf in drawn}) == len(drawn), "two leaves are drawn alike"
@@ -313,8 +314,8 @@ def init_depends_on_names(name: str) -> None:
 
 def wide_params(model: base.Model) -> Any:
     """Parameters with no leaf at its initial constant, so that scales and biases count."""
-    params = base.init_params(model, random.key(5), F64)
-    return pytree.map_named(lambda n, p: p + 0.3 * random.normal(random.fold_in(random.key(6), n), p.shape, dtype=F64), params)
+    params = base.init_params(model, prng.key(5), F64)
+    return pytree.map_named(lambda n, p: p + 0.3 * prng.normal(prng.fold_in(prng.key(6), n), p.shape, dtype=F64), params)
 
 
 def as_written(name: str) -> None:

@@ -12,7 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from fzero import exchange, huggingface, models, pytree, random
+from fzero import models
+from fzero.checkpoint.convert import huggingface
+from fzero.core import prng, pytree
+from fzero.run import exchange
 
 SIZES = models.LlamaConfig(vocab_size=4096, max_len=256, d_model=512, n_layers=16, n_heads=8, n_kv_heads=8, d_ff=1408)
 SMALL = models.LlamaConfig(vocab_size=64, max_len=64, d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64)
@@ -32,7 +35,7 @@ def grown(action) -> int:
 
 
 def make(folder: Path, sizes) -> None:
-    params = models.init_params(models.build(sizes), random.key(0))
+    params = models.init_params(models.build(sizes), prng.key(0))
     huggingface.save_hf(folder / "hf", sizes, params)
     weights = load_file(folder / "hf" / "model.safetensors")
     dcp.save({"model": weights}, checkpoint_id=folder / "dcp", no_dist=True)

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero import models, optim, precision, pytree
+from fzero import models, optim
+from fzero.core import precision, pytree
 from fzero.offload import Disk, Space, Store, Stored
-from fzero.offload.chunks import Chunks
-from fzero.stored import reopened
+from fzero.offload.chunk_files import Chunks
+from fzero.train.state_on_disk import reopened
 
 STEPS = 6
 CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
@@ -67,7 +68,7 @@ class Run:
         """The state of the last step; `then` is given the state of each."""
         for i in range(int(state.step), STEPS):
             rows = torch.randint(0, CONFIG.vocab_size, (4, 9), generator=torch.Generator().manual_seed(i))
-            batch = fzero.train.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
+            batch = fzero.train.step.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
             state, _ = self.step(state, batch)
             then(state)
         return state

@@ -2,7 +2,8 @@
 
 import torch
 
-from fzero import optim, pytree
+from fzero import optim
+from fzero.core import pytree
 
 F64 = torch.float64
 SHAPES = {

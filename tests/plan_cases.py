@@ -1,6 +1,6 @@
 """Configurations whose step is predicted and measured: see test_plan_memory.py."""
 
-from fzero import config
+from fzero.run import config
 
 SIZES = {
     "llama": {"vocab_size": 256, "max_len": 64, "d_model": 64, "n_layers": 3, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2},

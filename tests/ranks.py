@@ -25,7 +25,7 @@ GRACE_S = 3.0  # for the other ranks to end after the first error
 # With what PyTorch imports when first asked for a transform, a trace, a compiled graph: seconds for each rank.
 PRELOAD = [
     "ranks",
-    "fzero.compile",
+    "fzero.core.compile",
     "fzero.sharding",
     "torch._dynamo",
     "torch._decomp.decompositions_for_jvp",

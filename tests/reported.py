@@ -3,8 +3,8 @@
 import json
 import math
 
-from fzero import config, runs
-from fzero.config import from_table
+from fzero.run import config, run_folder
+from fzero.run.config import from_table
 
 COMPONENTS = ["params", "master", "optimizer", "ema", "batch", "grads", "gathered", "activations", "workspace", "buffers"]
 STATE = {"params": 1_000_448, "master": 2_000_896, "opt": 2_400_512, "other": 44}
@@ -122,16 +122,16 @@ def make_run(folder, *, steps=40, dp=2, tp=1, speed=1500.0, preset="llama-tiny",
     mesh = {name: n for name, n in (("dp", dp), ("tp", tp)) if n > 1}
     value = from_table({**given, "mesh": mesh, "zero": 3 if dp > 1 else 0})
     folder.mkdir(parents=True)
-    (folder / runs.CONFIG).write_text(config.to_json(value))
+    (folder / run_folder.CONFIG).write_text(config.to_json(value))
     said = {"fzero": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "platform": "Linux", "threads": 1}
     said |= {"command": ["/home/me/venv/bin/fzero", "pretrain", "--steps", str(steps)], "corpus": "/home/me/corpus", "corpus_sha256": "ab"}
     said |= {"tokenizer": "bytes", "eos": 0, "init": "", "num_params": 1_000_448, "flop_per_token": 2e7, "processes": dp * tp}
-    (folder / runs.ENVIRONMENT).write_text(json.dumps(said))
+    (folder / run_folder.ENVIRONMENT).write_text(json.dumps(said))
     rows = metrics(steps, batch, 128, dp * tp, speed, [*mesh])
     if old:
         new = ("wall_s", "phases", "comm", "grad_norms", "param_norms", "ranks", "hfu", "hfu_causal", "mfu_causal")
         rows = [{name: value for name, value in row.items() if name not in new} for row in rows]
-    (folder / runs.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / run_folder.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if old:
         return folder
     attempt = {"attempt": 1, "first_step": 0, "time": "2026-11-22T09:00:00Z", "command": said["command"], "config_sha256": "cd" * 32}

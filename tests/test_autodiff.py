@@ -4,8 +4,8 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero import pytree
-from fzero.autodiff import Remat, first_order, needs_grad, remat, transforms
+from fzero.core import pytree
+from fzero.core.autodiff import Remat, first_order, needs_grad, remat, transforms
 
 F64 = torch.float64
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from fzero.offload import bench, disks
-from fzero.offload.arena import Arena
-from fzero.offload.bench import KINDS, MB, Found, Rate, Row
-from fzero.offload.disk import Settings, serves_direct
+from fzero.offload import disk_config
+from fzero.offload.buffer_pool import Arena
+from fzero.offload.disk_io import Settings, serves_direct
+from fzero.planner.calibrate import disk
+from fzero.planner.calibrate.disk import KINDS, MB, Found, Rate, Row
 
 
 @pytest.fixture(autouse=True)
@@ -31,24 +32,22 @@ def folder(tmp_path):
     """A folder on a disk."""
     path = tmp_path / "disk"
     path.mkdir()
-    if disks.file_system(disks.mount_point(path)) in bench.MEMORY or not serves_direct(path):
+    if disk_config.file_system(disk_config.mount_point(path)) in disk.MEMORY or not serves_direct(path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")
     return path
 
 
 @pytest.fixture
 def files(folder):
-    with bench.open_files(folder, 4 * MB) as files:
+    with disk.open_files(folder, 4 * MB) as files:
         yield files
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """Little to measure, and no fio."""
-    monkeypatch.setattr(bench, "has_fio", lambda: False)
-    monkeypatch.setattr(
-        bench.sweep, "__kwdefaults__", bench.sweep.__kwdefaults__ | {"blocks": (MB, 2 * MB), "threads": (1, 2), "rounds": 1}
-    )
+    monkeypatch.setattr(disk, "has_fio", lambda: False)
+    monkeypatch.setattr(disk.sweep, "__kwdefaults__", disk.sweep.__kwdefaults__ | {"blocks": (MB, 2 * MB), "threads": (1, 2), "rounds": 1})
 
 
 def refused(fz, *args):
@@ -65,7 +64,7 @@ def row(gbs, block=MB, threads=1, cpu=0.01, **others):
 
 
 def test_files_are_nameless_full_of_bytes_and_random(folder):
-    with bench.open_files(folder, 2 * MB) as files:
+    with disk.open_files(folder, 2 * MB) as files:
         assert list(folder.iterdir()) == []
         for fd in files.fds.values():
             assert os.fstat(fd).st_size == 2 * MB and os.fstat(fd).st_nlink == 0
@@ -87,7 +86,7 @@ def test_the_engine_counts_what_moves(files, monkeypatch, kinds):
 
         monkeypatch.setattr(os, name, counting)
     begin = time.perf_counter()
-    rate = bench.engine(files, Arena(16 * MB), Settings(MB, 2, 1), 2, kinds, 0.1)
+    rate = disk.engine(files, Arena(16 * MB), Settings(MB, 2, 1), 2, kinds, 0.1)
     took = time.perf_counter() - begin
     assert {write for write in moved if moved[write]} == set(kinds)
     assert took >= 0.1 and sum(moved.values()) / 1e9 / took <= rate.gbs <= sum(moved.values()) / 1e9 / 0.1
@@ -109,17 +108,17 @@ def test_the_anchor_counts_what_moves(files, monkeypatch, kinds):
 
         monkeypatch.setattr(os, name, counting)
     begin = time.perf_counter()
-    rate = bench.anchor(files, Arena(64 * MB), kinds, 0.1)
+    rate = disk.anchor(files, Arena(64 * MB), kinds, 0.1)
     took = time.perf_counter() - begin
     assert len(threads) == 8 * len(kinds) and sum(moved) / 1e9 / took <= rate.gbs <= sum(moved) / 1e9 / 0.1
 
 
-@pytest.mark.skipif(not bench.has_fio(), reason="fio is not installed")
+@pytest.mark.skipif(not disk.has_fio(), reason="fio is not installed")
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_fio_measures_the_same_files(files, kinds):
-    rate = bench.fio(files, kinds, 0.2)
+    rate = disk.fio(files, kinds, 0.2)
     assert 0.01 < rate.gbs < 1000 and 0 < rate.cpu_s_per_gb < 10
-    assert bench.cached(files) == 0
+    assert disk.cached(files) == 0
 
 
 @pytest.mark.parametrize("script", ["echo no such engine >&2; exit 3", "echo '{}'", "exit 0"])
@@ -128,40 +127,40 @@ def test_a_fio_that_fails_is_an_error(files, tmp_path, monkeypatch, script):
     (tmp_path / "fio").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(ValueError, match="fio failed with exit code"):
-        bench.fio(files, (False,), 0.1)
+        disk.fio(files, (False,), 0.1)
 
 
 def test_the_page_cache_is_seen_where_it_is_used(files):
-    assert bench.cached(files) == 0
+    assert disk.cached(files) == 0
     plain = os.open(f"/proc/self/fd/{files.fds[False]}", os.O_RDONLY)
     os.preadv(plain, [bytearray(files.size)], 0)
     os.close(plain)
-    assert bench.cached(files) == 0.5
+    assert disk.cached(files) == 0.5
 
 
 def test_the_best_is_fast_and_takes_little_cpu_time():
     rows = [row(1.0, cpu=0), row(2.0, 4 * MB, 2), row(1.96, 8 * MB, 1, cpu=0.005), row(1.98, 2 * MB, 4)]
-    assert bench.choose(rows).settings == Settings(8 * MB, 1, 1)
-    assert bench.choose([row(1.8, 2 * MB, cpu=0.005), row(2.0, 4 * MB, 4)]).settings == Settings(4 * MB, 4, 4)
+    assert disk.choose(rows).settings == Settings(8 * MB, 1, 1)
+    assert disk.choose([row(1.8, 2 * MB, cpu=0.005), row(2.0, 4 * MB, 4)]).settings == Settings(4 * MB, 4, 4)
     default = Settings()
-    assert bench.choose([row(2.0, cpu=0.005), row(1.95, default.block_bytes, default.readers)]).settings == default
+    assert disk.choose([row(2.0, cpu=0.005), row(1.95, default.block_bytes, default.readers)]).settings == default
     # All kinds of transfer count.
-    assert bench.choose([row(2.0, write=Rate(0.5, 0)), row(1.9, 4 * MB, 2)]).settings == Settings(4 * MB, 2, 2)
+    assert disk.choose([row(2.0, write=Rate(0.5, 0)), row(1.9, 4 * MB, 2)]).settings == Settings(4 * MB, 2, 2)
 
 
 def test_the_smallest_depth_that_is_fast_is_enough():
     rows = [row(rate)._replace(depth=depth) for depth, rate in ((1, 1.5), (2, 1.98), (4, 2.0))]
-    assert bench.choose_depth(rows) == 2 and bench.choose_depth(rows[:1]) == 1
+    assert disk.choose_depth(rows) == 2 and disk.choose_depth(rows[:1]) == 1
 
 
 def test_medians_are_of_each_figure():
-    assert bench.median([Rate(1, 9), Rate(5, 7), Rate(3, 8)]) == Rate(3, 8)
+    assert disk.median([Rate(1, 9), Rate(5, 7), Rate(3, 8)]) == Rate(3, 8)
 
 
 def test_the_table_has_ratios_to_the_faster_anchor():
     slow, fast = (Row(name, {kind: Rate(rate, 0.02) for kind in KINDS}) for name, rate in (("raw", 1.0), ("fio", 2.0)))
     best = row(1.5)._replace(name="1 MiB, 1 + 1 threads")
-    lines = bench.table(Found([slow, fast], [best], best, 1.0)).splitlines()
+    lines = disk.table(Found([slow, fast], [best], best, 1.0)).splitlines()
     assert lines[1].split() == ["raw", *["1.00", "(0.50)"] * 3, "0.0200"] and lines[2].split() == ["fio", *["2.00", "(1.00)"] * 3, "0.0200"]
     assert lines[3].split()[6:] == [*["1.50", "(0.75)"] * 3, "0.0100", "<-", "best"]
     assert len({line.index("(") for line in lines[1:]}) == 1
@@ -169,7 +168,7 @@ def test_the_table_has_ratios_to_the_faster_anchor():
 
 def test_a_sweep_measures_every_way(files, quick):
     said = []
-    found = bench.sweep(files, 0.01, say=said.append)
+    found = disk.sweep(files, 0.01, say=said.append)
     ways = {(each.settings, each.depth) for each in found.rows}
     assert {settings for settings, depth in ways if depth == 2} >= {Settings(block, n, n) for block in (MB, 2 * MB) for n in (1, 2)}
     assert len({(settings.readers, settings.writers) for settings, _ in ways}) == 4
@@ -182,28 +181,28 @@ def test_a_sweep_measures_every_way(files, quick):
 
 
 def test_blocks_larger_than_the_files_are_left_out(folder, quick):
-    with bench.open_files(folder, MB) as files:
-        assert {each.settings.block_bytes for each in bench.sweep(files, 0.01).rows} == {MB}
+    with disk.open_files(folder, MB) as files:
+        assert {each.settings.block_bytes for each in disk.sweep(files, 0.01).rows} == {MB}
 
 
 def test_the_command_measures_and_writes_the_settings(fz, folder, quick):
     code, out, err = fz("bench", "disk", folder, "--size-gb", "0.009", "--seconds", "0.01")
     assert (code, err) == (0, "") and list(folder.iterdir()) == []
-    mount = disks.mount_point(folder)
+    mount = disk_config.mount_point(folder)
     assert out.startswith(f"{folder}, on {mount} (") and "two files of 0.00 GB" in out and "0.01 s for each figure" in out
     assert "page cache: passed by (O_DIRECT); afterwards it held 0% of the files" in out and "fio is not installed" in out
-    assert out.count("<- best") == 1 and f'written to {disks.config_file()}, [disk."{mount}"]' in out
-    entry = tomllib.loads(disks.config_file().read_text())["disk"][mount]
+    assert out.count("<- best") == 1 and f'written to {disk_config.config_file()}, [disk."{mount}"]' in out
+    entry = tomllib.loads(disk_config.config_file().read_text())["disk"][mount]
     assert list(entry) == ["block_bytes", "readers", "writers", "read_gbs", "write_gbs", "mixed_gbs", "measured"]
     assert entry["measured"] == date.today() and all(entry[f"{kind}_gbs"] > 0 for kind in KINDS)
-    settings = disks.settings_for(folder)
-    assert settings == Settings(*(entry[name] for name in Settings._fields)) and f"best: {bench.named(settings)};" in out
-    assert list(disks.config_file().parent.iterdir()) == [disks.config_file()]
+    settings = disk_config.settings_for(folder)
+    assert settings == Settings(*(entry[name] for name in Settings._fields)) and f"best: {disk.named(settings)};" in out
+    assert list(disk_config.config_file().parent.iterdir()) == [disk_config.config_file()]
 
 
 def test_the_command_writes_nothing_where_it_is_told_so(fz, folder, quick):
     code, out, _ = fz("bench", "disk", folder, "--size-gb", "0.005", "--seconds", "0.01", "--no-write-config")
-    assert code == 0 and "nothing is written" in out and not disks.config_file().exists()
+    assert code == 0 and "nothing is written" in out and not disk_config.config_file().exists()
 
 
 def test_help_names_the_command(fz):
@@ -239,13 +238,13 @@ def test_a_folder_that_cannot_be_written(fz, folder, monkeypatch, code):
 
 
 def test_a_folder_in_memory(fz, folder, monkeypatch):
-    monkeypatch.setattr(bench, "file_system", lambda mount: "tmpfs")
+    monkeypatch.setattr(disk, "file_system", lambda mount: "tmpfs")
     assert f"{folder}: is in memory (tmpfs); give a folder on a disk" in refused(fz, folder)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
 def test_shared_memory_is_in_memory():
-    assert disks.file_system(disks.mount_point("/dev/shm/not/there")) in bench.MEMORY
+    assert disk_config.file_system(disk_config.mount_point("/dev/shm/not/there")) in disk.MEMORY
 
 
 def test_a_file_system_that_refuses_direct_transfers(fz, folder, monkeypatch):
@@ -302,50 +301,53 @@ def test_no_file_stays_when_it_is_ended(folder, end):
 
 def test_settings_of_a_disk_that_was_not_measured_are_the_default_ones(tmp_path):
     assert (
-        disks.settings_for(tmp_path) == disks.settings_for(tmp_path / "not" / "there") == disks.settings_for("s3://bucket/x") == Settings()
+        disk_config.settings_for(tmp_path)
+        == disk_config.settings_for(tmp_path / "not" / "there")
+        == disk_config.settings_for("s3://bucket/x")
+        == Settings()
     )
-    disks.save("/some/other/disk", Settings(MB, 7, 7), {})
-    assert disks.settings_for(tmp_path) == Settings()
-    disks.save(disks.mount_point("."), Settings(MB, 7, 7), {})
-    assert disks.settings_for(".") == Settings(MB, 7, 7) and disks.settings_for("s3://bucket/x") == Settings()
+    disk_config.save("/some/other/disk", Settings(MB, 7, 7), {})
+    assert disk_config.settings_for(tmp_path) == Settings()
+    disk_config.save(disk_config.mount_point("."), Settings(MB, 7, 7), {})
+    assert disk_config.settings_for(".") == Settings(MB, 7, 7) and disk_config.settings_for("s3://bucket/x") == Settings()
 
 
 def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
-    path, mount = disks.config_file(), disks.mount_point(tmp_path)
+    path, mount = disk_config.config_file(), disk_config.mount_point(tmp_path)
     path.parent.mkdir(parents=True)
     mine = 'colour = "blue"  # mine\n\n[disk."/a \\"b\\" ü"]\nreaders = 3\n# a note\n\n[other]\nx = [1, 2]\n'
     path.write_text(mine)
-    disks.save(mount, Settings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
-    disks.save(mount, Settings(2 * MB, 3, 4), {"read": 5.0})
-    disks.save('/a "b" ü', Settings(4 * MB, 5, 6), {})
+    disk_config.save(mount, Settings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
+    disk_config.save(mount, Settings(2 * MB, 3, 4), {"read": 5.0})
+    disk_config.save('/a "b" ü', Settings(4 * MB, 5, 6), {})
     found = tomllib.loads(path.read_text())
     assert found["colour"] == "blue" and found["other"] == {"x": [1, 2]} and "# mine" in path.read_text()
     assert found["disk"][mount] == {"block_bytes": 2 * MB, "readers": 3, "writers": 4, "read_gbs": 5.0, "measured": date.today()}
     assert found["disk"]['/a "b" ü']["readers"] == 5 and len(found["disk"]) == 2
-    assert disks.settings_for(tmp_path / "run") == Settings(2 * MB, 3, 4)
+    assert disk_config.settings_for(tmp_path / "run") == Settings(2 * MB, 3, 4)
     assert path.read_text().count("[disk.") == 2
 
 
 def test_a_table_in_another_form_is_not_torn(tmp_path):
-    path = disks.config_file()
+    path = disk_config.config_file()
     path.parent.mkdir(parents=True)
     path.write_text("[disk]\n'/x' = {readers = 2}\n")
     with pytest.raises(ValueError, match="in a form that cannot be replaced; delete it"):
-        disks.save("/x", Settings(), {})
+        disk_config.save("/x", Settings(), {})
     assert path.read_text() == "[disk]\n'/x' = {readers = 2}\n"
 
 
 def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
-    disks.save("/x", Settings(MB, 1, 1), {})
-    before = disks.config_file().read_text()
+    disk_config.save("/x", Settings(MB, 1, 1), {})
+    before = disk_config.config_file().read_text()
 
     def failing(source, target):
         raise OSError(errno.EIO, "it broke")
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError, match="it broke"):
-        disks.save("/x", Settings(MB, 2, 2), {})
-    assert disks.config_file().read_text() == before and len(list(disks.config_file().parent.iterdir())) == 1
+        disk_config.save("/x", Settings(MB, 2, 2), {})
+    assert disk_config.config_file().read_text() == before and len(list(disk_config.config_file().parent.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -362,22 +364,22 @@ def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_broken_file_is_one_clear_error(fz, folder, text, message):
-    path, mount = disks.config_file(), disks.mount_point(folder)
+    path, mount = disk_config.config_file(), disk_config.mount_point(folder)
     path.parent.mkdir(parents=True)
     path.write_bytes(text if isinstance(text, bytes) else text.replace("MOUNT", mount).encode())
     with pytest.raises(ValueError, match=message.replace("MOUNT", mount)) as error:
-        disks.settings_for(folder)
+        disk_config.settings_for(folder)
     assert str(path) in str(error.value) and "fzero bench disk" in str(error.value)
     assert str(path) in refused(fz, folder)
     assert list(folder.iterdir()) == []
 
 
 def test_a_mount_point_is_where_the_device_begins(tmp_path, monkeypatch):
-    found = disks.mount_point(tmp_path / "a" / "b")
+    found = disk_config.mount_point(tmp_path / "a" / "b")
     assert os.path.ismount(found) and str(tmp_path).startswith(found)
-    assert disks.mount_point("/proc/self") == "/proc" and disks.file_system("/proc") == "proc"
+    assert disk_config.mount_point("/proc/self") == "/proc" and disk_config.file_system("/proc") == "proc"
     (tmp_path / "link").symlink_to("/proc")
-    assert disks.mount_point(tmp_path / "link") == "/proc"
-    assert disks.file_system("/no/mount") == ""
+    assert disk_config.mount_point(tmp_path / "link") == "/proc"
+    assert disk_config.file_system("/no/mount") == ""
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "dev / ext4 rw 0 0\ndev /mnt/my\\040disk xfs rw 0 0\ndev / btrfs rw 0 0\n")
-    assert [disks.file_system(mount) for mount in ("/", "/mnt/my disk")] == ["btrfs", "xfs"]
+    assert [disk_config.file_system(mount) for mount in ("/", "/mnt/my disk")] == ["btrfs", "xfs"]

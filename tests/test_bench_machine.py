@@ -9,10 +9,10 @@ import pytest
 import ranks as pools
 import torch
 
-from fzero.bench import curves, fused, machine, memory, products, steps, timed
-from fzero.bench import ranks as processes
-from fzero.bench.timed import Case, Figure
 from fzero.planner import devices
+from fzero.planner.calibrate import curves, fused, machine, memory, products, steps, timed
+from fzero.planner.calibrate import ranks as processes
+from fzero.planner.calibrate.timed import Case, Figure
 from fzero.planner.devices import Device, Level, Rates, device, from_json, to_json
 
 
@@ -383,10 +383,11 @@ def test_which_processes_are_started():
 
 
 def test_the_disk_is_measured_and_nothing_stays(tmp_path, monkeypatch):
-    from fzero.offload import bench, disks
-    from fzero.offload.disk import serves_direct
+    from fzero.offload import disk_config
+    from fzero.offload.disk_io import serves_direct
+    from fzero.planner.calibrate import disk
 
-    if disks.file_system(disks.mount_point(tmp_path)) in bench.MEMORY or not serves_direct(tmp_path):
+    if disk_config.file_system(disk_config.mount_point(tmp_path)) in disk.MEMORY or not serves_direct(tmp_path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")
     monkeypatch.setattr(machine, "DISK_BYTES", 1 << 20)
     found = machine.disk_rates(tmp_path, quick=True)

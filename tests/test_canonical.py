@@ -9,7 +9,7 @@ import torch
 from zero_cases import train, whole
 
 import fzero
-from fzero import precision, pytree
+from fzero.core import precision, pytree
 
 POLICIES = {"bf16": precision.bf16, "fp32": precision.fp32}
 PARTS = 4  # micro-batches of the global batch, on every mesh

@@ -9,8 +9,10 @@ import torch
 import zarr
 from checkpoint_cases import assert_same_bits, contents, small, tree
 
-from fzero import checkpoint, pytree
-from fzero.checkpoint import describe, home, parts, writer
+from fzero import checkpoint
+from fzero.checkpoint import directory, part_file, writer
+from fzero.checkpoint import zarr as describe
+from fzero.core import pytree
 
 # ---- files that are used again ----
 
@@ -58,13 +60,13 @@ def test_files_that_are_used_again_by_another_state(tmp_path, compress):
 
 def held_back(monkeypatch):
     """An event without which no part is written from now on."""
-    gate, write = threading.Event(), parts.Part.write
+    gate, write = threading.Event(), part_file.Part.write
 
     def waits(self, *args):
         assert gate.wait(20)
         return write(self, *args)
 
-    monkeypatch.setattr(parts.Part, "write", waits)
+    monkeypatch.setattr(part_file.Part, "write", waits)
     return gate
 
 
@@ -132,7 +134,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_sound(tmp_path, monkeypatch
 def test_a_failure_before_the_snapshot_is_made(tmp_path, monkeypatch):
     """The thread that commits may fail at once, while leaves are still being copied."""
     state = {str(i): torch.full((100_000,), float(i)) for i in range(40)}
-    fill = parts.Part.fill
+    fill = part_file.Part.fill
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -143,8 +145,8 @@ def test_a_failure_before_the_snapshot_is_made(tmp_path, monkeypatch):
 
     saving = checkpoint.Writer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(home, "begin", full)
-        patch.setattr(parts.Part, "fill", slow)
+        patch.setattr(directory, "begin", full)
+        patch.setattr(part_file.Part, "fill", slow)
         saving.save(state, step=1)
         assert saving.current.over.wait(5), "nothing came of the save"
     with pytest.raises(checkpoint.SaveFailed, match="No space left"):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from checkpoint_cases import assert_same_bits, flip, refused, small, tree
 
-from fzero import checkpoint, pytree
+from fzero import checkpoint
 from fzero.checkpoint import layout
 from fzero.checkpoint.layout import array_json
+from fzero.core import pytree
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ import torch
 from checkpoint_cases import assert_same_bits, contents
 from launched import TINY, ended, start, write_text
 
-from fzero import checkpoint, cli, runs
-from fzero.checkpoint import parts
+from fzero import checkpoint
+from fzero.checkpoint import part_file
+from fzero.cli import main
+from fzero.run import run_folder
 
 MB = 1 << 20
 
@@ -169,14 +171,14 @@ def here(tmp_path, monkeypatch):
 
 def fz(capsys, *args):
     with pytest.raises(SystemExit) as end:
-        cli.main([str(arg) for arg in args])
+        main.main([str(arg) for arg in args])
     said = capsys.readouterr()
     return end.value.code, said.out, said.err
 
 
 def full_from(monkeypatch, first, last):
     """Writing of parts fails in the saves with these numbers, the first one being 1."""
-    number, begin, write = [0], checkpoint.home.begin, parts.Part.write
+    number, begin, write = [0], checkpoint.home.begin, part_file.Part.write
 
     def begins(home, step):
         number[0] += 1
@@ -188,12 +190,12 @@ def full_from(monkeypatch, first, last):
         return write(self, raw, slab)
 
     monkeypatch.setattr(checkpoint.home, "begin", begins)
-    monkeypatch.setattr(parts.Part, "write", full)
+    monkeypatch.setattr(part_file.Part, "write", full)
 
 
 def test_training_goes_on_where_a_checkpoint_cannot_be_written(here, monkeypatch, capsys):
     assert fz(capsys, *RUN, "--set", "train.keep_last=0")[0] == 0
-    whole = [row["loss"] for row in runs.read_metrics(Path("run"))]
+    whole = [row["loss"] for row in run_folder.read_metrics(Path("run"))]
     Path("run").rename("whole")
     full_from(monkeypatch, 2, 3)
     code, out, err = fz(capsys, *RUN, "--set", "train.keep_last=0")
@@ -202,7 +204,7 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(here, monkeypatch
     for line, step in zip(lines, (4, 6)):
         assert f"step-0000000{step}: the checkpoint could not be written: No space left on device; training goes on" in line
     assert checkpoint.steps(Path("run/checkpoints")) == [2, 8, 10, 12]
-    rows = list(runs.read_metrics(Path("run")))
+    rows = list(run_folder.read_metrics(Path("run")))
     assert [row["loss"] for row in rows] == whole and [row["step"] for row in rows] == list(range(1, 13))
     told = [row["saved_step"] for row in rows if "saved_step" in row]
     assert told == sorted(set(told)) and set(told) <= {2, 8, 10}
@@ -218,7 +220,7 @@ def test_training_stops_where_the_policy_says_so(here, monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.chdir(here)
     assert fz(capsys, "pretrain", "--out", "run", "--resume", "--peak-tflops", "1", "--sample", "")[0] == 0
-    assert len(list(runs.read_metrics(Path("run")))) == 12
+    assert len(list(run_folder.read_metrics(Path("run")))) == 12
 
 
 def test_the_last_checkpoint_of_a_run_must_be_written(here, monkeypatch, capsys):

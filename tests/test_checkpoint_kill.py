@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero import checkpoint, models, optim, precision, pytree
-from fzero.checkpoint import home as homes
-from fzero.checkpoint.parts import Part
-from fzero.state import meta_state, state_specs
+from fzero import checkpoint, models, optim
+from fzero.checkpoint import directory as homes
+from fzero.checkpoint.part_file import Part
+from fzero.core import precision, pytree
+from fzero.train.state import meta_state, state_specs
 
 STEPS, EVERY, KEPT = 12, 2, [6, 10, 12]  # a checkpoint after every second step; of those keep_last=2 and keep_every=6 leave these
 CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
@@ -78,7 +79,7 @@ class Run:
         saved = -1
         for i in range(int(state.step), STEPS):
             rows = torch.randint(0, CONFIG.vocab_size, (4, 9), generator=torch.Generator().manual_seed(i))
-            batch = fzero.train.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
+            batch = fzero.train.step.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
             state, _ = self.step(state, batch)
             tell(["step", i + 1])
             done = writer.poll()

@@ -12,7 +12,7 @@ import torch
 from fzero.checkpoint import layout as layouts
 from fzero.checkpoint.layout import CRC, LEAST, TARGET, Layout, array_json, chunk_shape, lay_out, positions, slabs, smallest_factor
 from fzero.checkpoint.reader import wanted
-from fzero.offload.arena import PAGE
+from fzero.offload.buffer_pool import PAGE
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.draw import window
 

@@ -16,14 +16,17 @@ from launched import SHORT, TINY, hashes, rows, torchrun, write_text
 from zero_cases import whole
 
 import fzero
-from fzero import checkpoint, cli, config, program, pytree
-from fzero.checkpoint import trees
-from fzero.digest import combined, digest
+from fzero import checkpoint
+from fzero.checkpoint import restore_tree
+from fzero.cli import main
+from fzero.core import pytree
+from fzero.core.digest import combined, digest
 from fzero.offload import Stored
+from fzero.run import build, config
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.digests import digests
 from fzero.sharding.draw import window
-from fzero.train import local_batch
+from fzero.train.step import local_batch
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
 EVERYTHING = "params=nvme,opt=nvme"
@@ -69,7 +72,7 @@ def trained(made, state, steps=STEPS):
     losses = []
     for _ in range(steps):
         state, metrics = made.train_step(
-            state, local_batch(batch_at(int(state.step)), made.mesh, program.local_micro_batches(made.config, made.mesh))
+            state, local_batch(batch_at(int(state.step)), made.mesh, build.local_micro_batches(made.config, made.mesh))
         )
         losses.append(float(metrics.loss))
     return state, losses
@@ -79,9 +82,9 @@ def run_source(mesh, kind, home):
     """Train, save, train on: what was saved, and what comes of it without a resume."""
     with tempfile.TemporaryDirectory(dir=home) as folder:
         where = Path(home, "nvme", kind) if mesh.size > 1 else Path(folder)
-        made = program.build(config_of(*KINDS[kind]), mesh, where)
-        specs = program.specs_of(made)
-        state, first = trained(made, program.first_state(made))
+        made = build.build(config_of(*KINDS[kind]), mesh, where)
+        specs = build.specs_of(made)
+        state, first = trained(made, build.first_state(made))
         checkpoint.save(Path(home, kind), state, step=STEPS, specs=specs, mesh=mesh, config={"kind": kind})
         saved = digests(state, specs, mesh)
         state, second = trained(made, state)
@@ -95,9 +98,9 @@ def run_resumed(mesh, kind, home, sources):
     """{source: (digests of what was restored, losses, digests after them, parameters)} of this mesh's run from each source's checkpoint."""
     out = {}
     for source in sources:
-        made = program.build(config_of(*KINDS[kind]), mesh, Path(home, "nvme", f"{source} on {kind}"))
-        specs = program.specs_of(made)
-        state = program.restore(made, checkpoint.folder_of(Path(home, source), STEPS))
+        made = build.build(config_of(*KINDS[kind]), mesh, Path(home, "nvme", f"{source} on {kind}"))
+        specs = build.specs_of(made)
+        state = build.restore(made, checkpoint.folder_of(Path(home, source), STEPS))
         restored = digests(state, specs, mesh)
         state, losses = trained(made, state)
         after, params = digests(state, specs, mesh), whole(in_memory(state.params), specs.params, mesh)
@@ -209,7 +212,7 @@ def test_a_rank_reads_its_slices_and_nothing_else(wide_home, monkeypatch, saved,
     home, specs = wide_home
     path, state, held = checkpoint.folder_of(home, saved), wide(), []
     assert checkpoint.verify(path) == []
-    monkeypatch.setattr(trees, "opened", lambda path: held.append(checkpoint.opened(path)) or held[-1])
+    monkeypatch.setattr(restore_tree, "opened", lambda path: held.append(checkpoint.opened(path)) or held[-1])
     world = 1
     for size in sizes.values():
         world *= size
@@ -292,14 +295,14 @@ def test_a_rank_that_cannot_write_fails_the_save_of_all(tmp_path):
 
 def saved_as(tmp_path, policy):
     """(the state after some steps of a policy on one process, the path of its checkpoint)."""
-    made = program.build(config_of({}, 0, "", policy), fzero.one_process(), tmp_path)
-    state, _ = trained(made, program.first_state(made), 2)
+    made = build.build(config_of({}, 0, "", policy), fzero.one_process(), tmp_path)
+    state, _ = trained(made, build.first_state(made), 2)
     return state, checkpoint.save(tmp_path / policy, state, step=2)
 
 
 def restored_as(tmp_path, policy, path, offload=""):
-    made = program.build(config_of({}, 0, offload, policy), fzero.one_process(), tmp_path / f"{policy} {offload}")
-    return made, program.restore(made, path)
+    made = build.build(config_of({}, 0, offload, policy), fzero.one_process(), tmp_path / f"{policy} {offload}")
+    return made, build.restore(made, path)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +324,7 @@ def test_another_policy_and_other_memory(tmp_path, before, after, offload):
     assert_same_bits(found.extra, old.extra)
     assert_same_bits(found.opt_state, old.opt_state)
     assert [int(x) for x in (found.step, found.data_cursor)] == [2, 16] and torch.equal(found.key, old.key)
-    fresh = program.first_state(program.build(config_of({}, 0, "", after), fzero.one_process(), tmp_path)).scaler
+    fresh = build.first_state(build.build(config_of({}, 0, "", after), fzero.one_process(), tmp_path)).scaler
     assert (found.scaler != ()) == (after == "fp16")
     if after == "fp16":
         assert_same_bits(found.scaler, old.scaler if after == before else fresh)
@@ -334,12 +337,12 @@ def test_another_policy_and_other_memory(tmp_path, before, after, offload):
 def test_another_model_is_refused_with_the_leaf_named(tmp_path):
     _, path = saved_as(tmp_path, "fp32")
     other = config_of({}, 0, "", "fp32", model={**SIZES, "d_ff": 48})
-    made = program.build(other, fzero.one_process(), tmp_path)
+    made = build.build(other, fzero.one_process(), tmp_path)
     with pytest.raises(ValueError, match=r"params/blocks/mlp/\S+ has shape \[2, \d+, \d+\] there and \[2, \d+, \d+\] in this run"):
-        program.restore(made, path)
-    made = program.build(config_of({}, 0, "", "fp32", optim={"name": "lion"}), fzero.one_process(), tmp_path)
+        build.restore(made, path)
+    made = build.build(config_of({}, 0, "", "fp32", optim={"name": "lion"}), fzero.one_process(), tmp_path)
     with pytest.raises(ValueError, match=r"the checkpoint's leaves are not those of the run; .*extra: opt_state"):
-        program.restore(made, path)
+        build.restore(made, path)
 
 
 # ---- the store of another mesh ----
@@ -349,7 +352,7 @@ CANONICAL = ("--reduce", "canonical", "--set", "optim.name=adamw", "--sample", "
 
 def fz(*args):
     with pytest.raises(SystemExit) as end:
-        cli.main([str(arg) for arg in args])
+        main.main([str(arg) for arg in args])
     return end.value.code
 
 

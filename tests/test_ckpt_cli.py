@@ -12,9 +12,11 @@ import pytest
 import torch
 from close import assert_same
 
-from fzero import checkpoint, cli, differences, inspect
-from fzero.checkpoint import home as homes
-from fzero.offload.record import Record, to_text
+from fzero import checkpoint
+from fzero.checkpoint import directory as homes
+from fzero.cli import main
+from fzero.offload.store_manifest import Record, to_text
+from fzero.run.debug import checkpoint_diff, checkpoint_list
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,7 @@ def test_the_list_tells_whole_ones_from_others(fz):
     Path("home/spare/old").write_bytes(bytes(2000))
     Path("home/step-00000007").mkdir()
     Path("home/notes").mkdir()
-    found = inspect.listing("home")
+    found = checkpoint_list.listing("home")
     assert [(entry.step, entry.state) for entry in found.entries] == [
         *((1, "complete"), (2, "damaged"), (3, "incomplete"), (4, "damaged"), (5, "complete"), (7, "incomplete"))
     ]
@@ -103,16 +105,16 @@ def pretrain(*args):
     Path("text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(300)))
     settings = ("train.compiled=false", "precision.fp32_matmul=default", "train.eval_every=0", "train.checkpoint_every=2")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["pretrain", *TINY.split(), "--data", "text.txt", "--sample", "", *(f"--set={one}" for one in settings), *args])
+        main.main(["pretrain", *TINY.split(), "--data", "text.txt", "--sample", "", *(f"--set={one}" for one in settings), *args])
     assert ended.value.code == 0
 
 
 def test_a_run(fz, capsys):
     pretrain("--out", "run")
     capsys.readouterr()
-    found = inspect.listing("run")
+    found = checkpoint_list.listing("run")
     assert str(found.home) == "run/checkpoints" and [entry.step for entry in found.entries] == [2, 4] and found.store is None
-    shown = inspect.described("run")
+    shown = checkpoint_list.described("run")
     assert shown.step == 4 and shown.versions["torch"] == torch.__version__
     changed = {name: value for name, value in shown.config.items() if name not in ("data.path", "preset")}
     assert changed == {
@@ -131,8 +133,8 @@ def test_a_run(fz, capsys):
 def test_a_run_on_a_disk(fz, capsys):
     pretrain("--out", "run", "--offload", "params=nvme,opt=nvme", "--stop-at", "3")
     capsys.readouterr()
-    found = inspect.listing("run")
-    assert found.entries == [] and found.store == inspect.OnDisk("run/nvme", 3, [], "")
+    found = checkpoint_list.listing("run")
+    assert found.entries == [] and found.store == checkpoint_list.OnDisk("run/nvme", 3, [], "")
     assert fz("ls", "run") == (0, "run/checkpoints: no checkpoints\non the disk, run/nvme: step 3 is complete\n", "")
     Path("run/nvme/step.json").write_text(to_text(Record(7, 0, {}, {1: 4, 2: 5}, done=True)))
     assert "step 7 is complete, and steps 4, 5 kept as checkpoints (the run has ended)" in fz("ls", "run")[1]
@@ -210,7 +212,7 @@ def test_more_files_than_may_be_open():
 def both(a, b, **options):
     checkpoint.save("a", a, step=1)
     checkpoint.save("b", b, step=1)
-    return differences.compare("a", "b", **options)
+    return checkpoint_diff.compare("a", "b", **options)
 
 
 def test_equal_ones_are_not_read(fz, monkeypatch):
@@ -234,7 +236,7 @@ def test_what_differs_is_counted_and_named(fz):
     assert leaf.largest == pytest.approx(100.0 - before) and leaf.largest_relative == pytest.approx((100 - before) / 100)
     code, out, _ = fz("diff", "a", "b")
     assert code == 1 and "1 more leaves have other digests (--all" in out and out.endswith("differ: a/step-00000001 and b/step-00000001\n")
-    assert [one.name for one in differences.compare("a", "b", every=True).compared] == ["params/w", "params/b"]
+    assert [one.name for one in checkpoint_diff.compare("a", "b", every=True).compared] == ["params/w", "params/b"]
     said = json.loads(fz("diff", "a", "b", "--all", "--json")[1])
     assert said["same"] is False and [one["differing"] for one in said["compared"]] == [2, 1]
 
@@ -265,7 +267,7 @@ def test_tolerance():
     assert not both({"x": large[0]}, {"x": large[1]}, tolerance=0.5).same
     for tolerance in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="--tolerance is"):
-            differences.compare("a", "b", tolerance=tolerance)
+            checkpoint_diff.compare("a", "b", tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64])
@@ -296,8 +298,8 @@ def test_blocks_make_up_a_leaf_and_are_small():
         ((5_000_000,), (250_000,), (500_000,)),
     ]:
         seen = torch.zeros(shape)
-        for start, size in differences.blocks(shape, ours, theirs, 4):
-            assert 4 * math.prod(size) <= differences.BLOCK
+        for start, size in checkpoint_diff.blocks(shape, ours, theirs, 4):
+            assert 4 * math.prod(size) <= checkpoint_diff.BLOCK
             block = seen
             for dim, (at, n) in enumerate(zip(start, size)):
                 assert n > 0
@@ -323,10 +325,10 @@ def test_large_leaves_are_compared_in_little_memory():
     tracemalloc.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.Opened, "read", noted)
-        found = differences.compare("a", "b")
+        found = checkpoint_diff.compare("a", "b")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.compared[0].first == [17_000_000] and max(largest) <= differences.BLOCK and peak < 10 << 20
+    assert found.compared[0].first == [17_000_000] and max(largest) <= checkpoint_diff.BLOCK and peak < 10 << 20
 
 
 def test_a_damaged_one_is_told(fz):

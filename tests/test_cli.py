@@ -14,7 +14,11 @@ import pytest
 import torch
 from launched import TIMED
 
-from fzero import checkpoint, cli, config, corpus, huggingface, models, pretrain, random, runs
+from fzero import checkpoint, models
+from fzero.checkpoint.convert import huggingface
+from fzero.cli import main
+from fzero.core import prng
+from fzero.run import config, corpus, pretrain, run_folder
 
 TINY = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 1 --seq-len 16 --precision fp32"
 SETTINGS = ("train.compiled=false", "precision.fp32_matmul=default", "train.eval_batches=2", "train.eval_every=4")
@@ -40,7 +44,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 def rows(run, *without):
     timed = TIMED | set(without)
-    return [{name: value for name, value in row.items() if name not in timed} for row in runs.read_metrics(Path(run))]
+    return [{name: value for name, value in row.items() if name not in timed} for row in run_folder.read_metrics(Path(run))]
 
 
 def leaves(run):
@@ -63,7 +67,7 @@ def test_a_run_from_a_text_file(fz):
         *("config.json", "environment.json", "metrics.jsonl", "checkpoints", "data", "loss.png", "throughput.png"),
         *("attempts.jsonl", "ledger.json", "memory.json"),
     } | ({"tensorboard"} if (run / "tensorboard").exists() else set())
-    written = list(runs.read_metrics(run))
+    written = list(run_folder.read_metrics(run))
     assert [row["step"] for row in written] == list(range(1, 9))
     assert [row["step"] for row in written if "val_loss" in row] == [4, 8]
     assert all(isinstance(row["loss"], float) and row["tokens"] == row["step"] * 64 and row["mfu"] > 0 for row in written)
@@ -71,7 +75,7 @@ def test_a_run_from_a_text_file(fz):
     assert f"validation loss {written[-1]['val_loss']:.4f}" in out and "\nline " in out
     for name in ("loss.png", "throughput.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG") and (run / name).stat().st_size > 5000
-    resolved = runs.read_config(run)
+    resolved = run_folder.read_config(run)
     assert config.from_json(config.to_json(resolved)) == resolved
     assert resolved.precision.policy == "fp32" and resolved.train.compiled is False
     assert checkpoint.steps(run / "checkpoints") == [8]
@@ -86,8 +90,8 @@ def test_a_prepared_corpus_and_its_vocabulary(fz):
     assert "bpe:300: 300 tokens" in out
     out = ok(fz("pretrain", *QUIET, "--data", "corpus", "--out", "run", "--sample", "line "))
     assert "model.vocab_size is 300 in place of 256" in out and "per byte" in out
-    assert runs.read_config(Path("run")).model.vocab_size == 300
-    last = list(runs.read_metrics(Path("run")))[-1]
+    assert run_folder.read_config(Path("run")).model.vocab_size == 300
+    last = list(run_folder.read_metrics(Path("run")))[-1]
     text = Path("text.txt").stat().st_size
     meta = json.loads(Path("corpus/meta.json").read_text())
     tokens = sum(split["tokens"] - split["documents"] for split in meta["splits"].values())
@@ -118,7 +122,7 @@ def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
     ok(fz("pretrain", "--out", "parts", "--resume", *PEAK, "--sample", ""))
     assert rows("parts") == rows("whole") and len(rows("parts")) == 8
     assert leaves("parts") == leaves("whole")
-    assert runs.read_config(Path("parts")) == runs.read_config(Path("whole"))
+    assert run_folder.read_config(Path("parts")) == run_folder.read_config(Path("whole"))
 
 
 def test_other_seeds_and_rates_are_other_runs(fz):
@@ -139,7 +143,7 @@ def test_a_signal_ends_a_run_after_its_step(fz, number, expected):
     ended = threading.Event()
 
     def send():
-        while len(list(runs.read_metrics(Path("run")))) < 3 and not ended.wait(0.01):
+        while len(list(run_folder.read_metrics(Path("run")))) < 3 and not ended.wait(0.01):
             pass
         if not ended.is_set():
             os.kill(os.getpid(), number)
@@ -165,7 +169,7 @@ def test_the_second_interrupt_is_at_once():
 def test_killed_and_resumed_is_the_uninterrupted_run(fz):
     args = ["pretrain", *QUIET, "--steps", "60", *sets("train.checkpoint_every=20"), "--data", "text.txt", "--sample", ""]
     process = subprocess.Popen([sys.executable, "-m", "fzero", *args, "--out", "killed"], stdout=subprocess.DEVNULL)
-    while process.poll() is None and (not Path("killed/metrics.jsonl").exists() or len(list(runs.read_metrics(Path("killed")))) < 25):
+    while process.poll() is None and (not Path("killed/metrics.jsonl").exists() or len(list(run_folder.read_metrics(Path("killed")))) < 25):
         time.sleep(0.005)
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -224,7 +228,7 @@ def test_sample_writes_the_same_text_for_the_same_seed(fz):
 
 def test_import_train_on_and_export(fz):
     sizes = models.LlamaConfig(256, 64, 16, 1, 2, 1, 24)
-    params = models.init_params(models.build(sizes), random.key(0))
+    params = models.init_params(models.build(sizes), prng.key(0))
     huggingface.save_hf("theirs", sizes, params)
     assert "no tokenizer" in ok(fz("import", "theirs", "--out", "imported"))
     flags = [flag for flag in QUIET if flag not in ("--model", "mlp-tiny")]
@@ -362,11 +366,11 @@ def test_a_gradient_that_stays_not_finite_ends_the_run(fz):
 
 def test_tracebacks_on_request():
     with pytest.raises(ValueError, match="is not a preset"):
-        cli.main(["--traceback", "pretrain", "--model", "none"])
+        main.main(["--traceback", "pretrain", "--model", "none"])
 
 
 def test_a_terminal_has_a_progress_bar(fz, monkeypatch):
-    monkeypatch.setattr(cli, "bar_or_lines", lambda: contextlib.nullcontext((True, cli.say)))
+    monkeypatch.setattr(main, "bar_or_lines", lambda: contextlib.nullcontext((True, main.say)))
     code, out, err = fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run")
     assert code == 0 and "step 4/8" not in out
     assert "8/8" in err and "loss " in err and "val " in err and "tokens/s" in err and "MFU" in err
@@ -380,5 +384,5 @@ def test_tensorboard_has_the_same_numbers(fz):
     ok(fz("pretrain", "--resume", *PEAK, "--sample", "", "--out", "run"))
     board = EventAccumulator("run/tensorboard")
     board.Reload()
-    written = list(runs.read_metrics(Path("run")))
+    written = list(run_folder.read_metrics(Path("run")))
     assert [(e.step, e.value) for e in board.Scalars("loss")] == [(row["step"], pytest.approx(row["loss"])) for row in written]

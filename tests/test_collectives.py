@@ -9,9 +9,10 @@ import ranks
 import torch
 from close import assert_close, assert_same
 
-from fzero import collectives, jit
-from fzero.collectives import Axis, all_gather, all_to_all, own_slice, ppermute, psum, psum_scatter, pvary
-from fzero.compile import vjp_pair
+from fzero import jit
+from fzero.comm import collectives
+from fzero.comm.collectives import Axis, all_gather, all_to_all, own_slice, ppermute, psum, psum_scatter, pvary
+from fzero.core.compile import vjp_pair
 from fzero.sharding import fake_mesh, one_process
 
 F64 = torch.float64

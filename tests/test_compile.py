@@ -8,8 +8,8 @@ import torch
 from close import assert_close, assert_same
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from fzero import compile as fzero_compile
-from fzero.compile import jit, vjp_pair
+from fzero.core import compile as fzero_compile
+from fzero.core.compile import jit, vjp_pair
 
 F64 = torch.float64
 

@@ -7,8 +7,10 @@ import tomllib
 import pytest
 import torch
 
-from fzero import capacity, config, models, program, tables
-from fzero.config import RunConfig, from_json, from_table, recipe, refuse_unused, to_json, to_table
+from fzero import models
+from fzero.core import tables
+from fzero.run import build, config, memory_check
+from fzero.run.config import RunConfig, from_json, from_table, recipe, refuse_unused, to_json, to_table
 from fzero.sharding import fake_mesh
 
 
@@ -172,7 +174,7 @@ def test_files(tmp_path):
 
 
 def settled(table):
-    return program.settled(from_table(table), policy="fp32", fp32_matmul="default", compiled=False)
+    return build.settled(from_table(table), policy="fp32", fp32_matmul="default", compiled=False)
 
 
 @pytest.mark.parametrize("name", config.SCHEDULES)
@@ -180,7 +182,7 @@ def test_schedules_start_peak_and_end_as_they_say(name):
     numbers = {"name": name} | ({"decay_steps": 50} if name == "wsd" else {}) | ({} if name == "one_cycle" else {"warmup_steps": 10})
     numbers |= {"end": 0.25} if "end" in config.SCHEDULES[name] else {}
     run = from_table({"train": {"steps": 100}, "optim": {"lr": 2.0, "schedule": numbers}})
-    rate = program.make_schedule(run.optim, run.optim.lr, 100)
+    rate = build.make_schedule(run.optim, run.optim.lr, 100)
     values = [float(rate(step)) for step in range(101)]
     assert max(values) == pytest.approx(2.0)
     assert values[0] < 0.2
@@ -192,16 +194,16 @@ def test_schedules_start_peak_and_end_as_they_say(name):
 @pytest.mark.parametrize("preset", ["mlp-tiny", "mixtral-tiny"])
 def test_state_bytes_are_those_of_the_state(preset, optimizer):
     sizes = {"mlp-tiny": {}, "mixtral-tiny": {"d_model": 32, "d_ff": 16, "n_layers": 2, "vocab_size": 64}}[preset]
-    made = program.build(settled({"preset": preset, "model": sizes, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}))
-    state = program.first_state(made)
+    made = build.build(settled({"preset": preset, "model": sizes, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}))
+    state = build.first_state(made)
     parts = (state.params, state.master, state.opt_state, state.extra)
-    assert capacity.memory_needed(made).state == capacity.tree_bytes(parts)
+    assert memory_check.memory_needed(made).state == memory_check.tree_bytes(parts)
 
 
 def test_muon_is_for_the_matrices_of_blocks():
     run = from_table({"preset": "mixtral-tiny", "model": {"n_layers": 1}, "optim": {"name": "muon", "clip": 0.0}, "train": {"steps": 20}})
     model = models.build(run.model)
-    state = program.make_optimizer(run.optim, 20).init(models.init_params(model, torch.tensor([0, 0])))
+    state = build.make_optimizer(run.optim, 20).init(models.init_params(model, torch.tensor([0, 0])))
     moments = {label: sorted(part.momentum if label == "muon" else part.m) for label, part in state.items()}
     assert moments["muon"] == [f"blocks/attn/w_{n}" for n in "koqv"] + [f"blocks/moe/w_{n}" for n in ("down", "gate", "up")]
     assert "blocks/moe/router" in moments["adamw"] and "embed/tokens" in moments["adamw"]
@@ -210,21 +212,21 @@ def test_muon_is_for_the_matrices_of_blocks():
 def test_flops_of_a_token():
     """Against the sum over the matrices that a token meets, written out."""
     sizes = {"vocab_size": 64, "max_len": 32, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
-    made = program.build(settled({"preset": "", "model": {"family": "llama", **sizes}, "data": {"seq_len": 32}}))
+    made = build.build(settled({"preset": "", "model": {"family": "llama", **sizes}, "data": {"seq_len": 32}}))
     layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
     norms = 3 * 2 * 16 + 16
-    assert program.flop_per_token(made) == 6 * (3 * layer + 64 * 16 + norms) + 12 * 3 * 32 * 16
+    assert build.flop_per_token(made) == 6 * (3 * layer + 64 * 16 + norms) + 12 * 3 * 32 * 16
 
 
 def test_a_model_too_large_for_the_memory_is_refused():
-    made = program.build(settled({"preset": "llama-70b"}))
+    made = build.build(settled({"preset": "llama-70b"}))
     said = r"llama-70b \(70.6B parameters\) needs .* GB .* 16.0 GB are available; the largest preset .* llama-"
     with pytest.raises(ValueError, match=said) as error:
-        capacity.check_memory(made, 16 * 10**9)
+        memory_check.check_memory(made, 16 * 10**9)
     assert "\n" not in str(error.value)
     allowed = dataclasses.replace(made.config, train=dataclasses.replace(made.config.train, memory_check=False))
-    capacity.check_memory(made._replace(config=allowed), 16 * 10**9)
-    capacity.check_memory(program.build(settled({})), 16 * 10**9)
+    memory_check.check_memory(made._replace(config=allowed), 16 * 10**9)
+    memory_check.check_memory(build.build(settled({})), 16 * 10**9)
 
 
 PARALLEL = {"zero": 3, "reduce": "canonical", "sequence": True, "accumulate": "full", "prefetch": 2, "reshard": False, "mesh": {"dp": 2}}
@@ -245,10 +247,10 @@ def test_each_rank_needs_what_its_shards_have(stage, optimizer):
     table = {"preset": "llama-tiny", "model": sizes, "zero": stage, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}
     bytes_of = []
     for mesh in (fake_mesh({}), fake_mesh({"dp": 2, "tp": 2}, rank=3)):
-        made = program.build(dataclasses.replace(settled(table), precision=config.Precision("bf16", "default")), mesh)
-        state = program.first_state(made)
-        need = capacity.memory_needed(made)
-        assert need.state == capacity.tree_bytes((state.params, state.master, state.opt_state, state.extra))
+        made = build.build(dataclasses.replace(settled(table), precision=config.Precision("bf16", "default")), mesh)
+        state = build.first_state(made)
+        need = memory_check.memory_needed(made)
+        assert need.state == memory_check.tree_bytes((state.params, state.master, state.opt_state, state.extra))
         bytes_of.append(need)
     alone, shared = bytes_of
     assert shared.grads < alone.grads and shared.activations < alone.activations
@@ -260,18 +262,18 @@ def test_each_rank_needs_what_its_shards_have(stage, optimizer):
 def test_micro_batches_are_shared_by_the_data_ranks():
     run = settled({"train": {"batch": 24, "micro_batch": 4}})
     for sizes, expected in (({"dp": 3}, 2), ({"dp": 3, "rp": 2}, 1), ({"dp": 2, "tp": 4}, 3)):
-        assert program.local_micro_batches(run, fake_mesh(sizes)) == expected
+        assert build.local_micro_batches(run, fake_mesh(sizes)) == expected
     said = r"train\.batch=24 in pieces of train\.micro_batch=4 makes 6 micro-batches, which 4 data ranks \(dp=2 x rp=2\) .* --micro-batch"
     with pytest.raises(ValueError, match=said) as error:
-        program.build(run, fake_mesh({"dp": 2, "rp": 2}))
+        build.build(run, fake_mesh({"dp": 2, "rp": 2}))
     assert "use --micro-batch 2 or 3 or 6" in str(error.value)
     with pytest.raises(ValueError, match="use a --batch that 5 divides"):
-        program.local_micro_batches(run, fake_mesh({"dp": 5}))
+        build.local_micro_batches(run, fake_mesh({"dp": 5}))
 
 
 def test_sequences_are_divided_before_anything_runs():
     with pytest.raises(ValueError, match=r"data\.seq_len is 255, which sequence parallelism over tp=2 does not divide"):
-        program.build(settled({"data": {"seq_len": 255}, "sequence": True}), fake_mesh({"tp": 2}))
+        build.build(settled({"data": {"seq_len": 255}, "sequence": True}), fake_mesh({"tp": 2}))
 
 
 def test_json_is_plain():

@@ -12,12 +12,15 @@ import torch
 from close import assert_same
 
 import fzero
-from fzero import checkpoint, crosscheck, models, optim, precision, pytree, runs
-from fzero.crosscheck import copies, disagreeing, replicas, show, unlike
-from fzero.optim.layout import sharded
+from fzero import checkpoint, models, optim
+from fzero.core import precision, pytree
+from fzero.optim.sharded import sharded
+from fzero.run import run_folder
 from fzero.sharding import Spec, fake_mesh
-from fzero.state import state_specs
-from fzero.train import local_batch
+from fzero.train import sdc_check
+from fzero.train.sdc_check import copies, disagreeing, replicas, show, unlike
+from fzero.train.state import state_specs
+from fzero.train.step import local_batch
 
 SIZES = {"vocab_size": 64, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "d_ff": 32}
 MODEL = models.gpt2(models.GPT2Config(**{k: v for k, v in SIZES.items() if k != "n_kv_heads"}, dropout=0.2, tied=True))
@@ -40,8 +43,8 @@ def made(mesh, *, stage=0, policy="bf16", sequence=False, reduce="fast", plant=N
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=reduce == "canonical")
     tx = optim.chain(optim.clip_by_global_norm(1.0, layout=layout), optim.adamw(1e-2))
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, spike=True)
-    step = fzero.make_train_step(MODEL, tx, plan, mesh, policy=policy, spike=fzero.spikes.Spike())
-    check = crosscheck.make_check(MODEL, plan, mesh, state_specs(plan, tx, policy, spike=True), policy=policy)
+    step = fzero.make_train_step(MODEL, tx, plan, mesh, policy=policy, spike=fzero.train.spike.Spike())
+    check = sdc_check.make_check(MODEL, plan, mesh, state_specs(plan, tx, policy, spike=True), policy=policy)
     for i in range(2):
         state, _ = step(state, local_batch(batch_at(i), mesh))
         if plant is not None and i == 0:
@@ -104,7 +107,7 @@ def faulty_processor(mesh, rank, stage):
     state, _ = made(mesh, stage=stage)
     policy, plan = precision.bf16(), fzero.zero_plan(stage, MODEL, mesh)
     tx = optim.chain(optim.clip_by_global_norm(1.0, layout=sharded(plan.opt, mesh, like=plan.like)), optim.adamw(1e-2))
-    put = crosscheck.Digests.put
+    put = sdc_check.Digests.put
 
     def wrong(self, part, names, grads, **options):
         if mesh.rank == rank and part.layer == 1:
@@ -113,8 +116,8 @@ def faulty_processor(mesh, rank, stage):
         put(self, part, names, grads, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crosscheck.Digests, "put", wrong)
-        check = crosscheck.make_check(MODEL, plan, mesh, state_specs(plan, tx, policy, spike=True), policy=policy)
+        patch.setattr(sdc_check.Digests, "put", wrong)
+        check = sdc_check.make_check(MODEL, plan, mesh, state_specs(plan, tx, policy, spike=True), policy=policy)
         return check(state, part_of(batch_at(1), mesh.data_size))
 
 
@@ -131,7 +134,7 @@ def test_a_processor_that_computes_wrongly_is_named():
 def test_a_process_that_computes_otherwise_the_second_time():
     mesh, calls = fzero.one_process(), []
     state, check = made(mesh)
-    put = crosscheck.Digests.put
+    put = sdc_check.Digests.put
 
     def wrong(self, part, names, grads, **options):
         calls.append(part)
@@ -140,7 +143,7 @@ def test_a_process_that_computes_otherwise_the_second_time():
         put(self, part, names, grads, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crosscheck.Digests, "put", wrong)
+        patch.setattr(sdc_check.Digests, "put", wrong)
         lines = check(state, part_of(batch_at(1), 1))
     assert len(lines) == 1 and lines[0].startswith("rank 0 computes one micro-batch twice and differs from itself, first in blocks/"), lines
 
@@ -149,9 +152,9 @@ def test_two_layers_that_change_places_are_seen():
     grads = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     found = []
     for order in ((0, 1), (1, 0)):
-        digests = crosscheck.Digests()
+        digests = sdc_check.Digests()
         for layer, i in enumerate(order):
-            digests.put(crosscheck.Part("blocks", ("blocks/w",), layer), ("blocks/w",), [grads[i].clone()], last=True)
+            digests.put(sdc_check.Part("blocks", ("blocks/w",), layer), ("blocks/w",), [grads[i].clone()], last=True)
         found.append(digests.found["blocks/w"])
     assert found[0] != found[1]
 
@@ -265,7 +268,7 @@ def test_a_rank_that_produces_nan_leaves_no_trace(folder):
     assert out.count("step 7: the gradient is not finite; back to step 3, to try the batch of sample 24 again") == 1
     assert out.count("step 7: went well when it was tried again") == 1
     assert_same(leaves(folder / "nan"), leaves(folder / "plain"))
-    losses = [[row["loss"] for row in runs.read_metrics(folder / run)] for run in ("nan", "plain")]
+    losses = [[row["loss"] for row in run_folder.read_metrics(folder / run)] for run in ("nan", "plain")]
     assert losses[0] == losses[1] and len(losses[0]) == 8
     assert json.loads((folder / "nan" / "skips.json").read_text())["skips"] == []
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import fzero
-from fzero import models, optim, precision, pytree
+from fzero import models, optim
+from fzero.core import precision, pytree
 
 SIZES = {"vocab_size": 64, "max_len": 32, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 64}
 MODELS = {

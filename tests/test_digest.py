@@ -12,8 +12,8 @@ import pytest
 import torch
 from ranks import run
 
-from fzero import digest as module
-from fzero.digest import DTYPES, combined, digest, digest_tree
+from fzero.core import digest as module
+from fzero.core.digest import DTYPES, combined, digest, digest_tree
 from fzero.sharding import Spec, one_process
 from fzero.sharding.digests import digest_text, digests
 from fzero.sharding.draw import window

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from fzero import doctor
-from fzero.config import from_table
+from fzero.run import machine
+from fzero.run.config import from_table
 
 
 @pytest.fixture(autouse=True)
 def switch():
     yield
-    doctor.set_fp32_matmul("default")
+    machine.set_fp32_matmul("default")
 
 
 def settle(monkeypatch, table, *, fp32=1e9, bf16=1e9, onednn=1e9, error=1e-7, compiler="g++"):
@@ -20,10 +20,10 @@ def settle(monkeypatch, table, *, fp32=1e9, bf16=1e9, onednn=1e9, error=1e-7, co
         known = {(torch.bfloat16, "default"): bf16, (torch.float32, "default"): fp32, (torch.float32, "onednn"): onednn}
         return [known[kind] for kind in kinds]
 
-    monkeypatch.setattr(doctor, "gemm_rates", rates)
-    monkeypatch.setattr(doctor, "fp32_error", lambda: error)
-    monkeypatch.setattr(doctor, "compiler", lambda: compiler)
-    config, lines = doctor.settle(from_table(table))
+    monkeypatch.setattr(machine, "gemm_rates", rates)
+    monkeypatch.setattr(machine, "fp32_error", lambda: error)
+    monkeypatch.setattr(machine, "compiler", lambda: compiler)
+    config, lines = machine.settle(from_table(table))
     assert torch.backends.mkldnn.matmul.fp32_precision == ("bf16" if config.precision.fp32_matmul == "onednn" else "none")
     return config.precision.policy, config.precision.fp32_matmul, config.train.compiled, " ".join(lines)
 
@@ -59,19 +59,19 @@ def test_what_is_asked_for_is_what_one_gets(monkeypatch):
 
 def test_the_form_of_each_operation_is_found_without_computing():
     config = from_table({"precision": {"policy": "bf16"}})
-    assert {"attention", "add_rms_norm", "rms_norm", "rope_qk", "swiglu", "linear_cross_entropy"} <= set(doctor.forms(config))
-    off = doctor.forms(from_table({"precision": {"policy": "bf16"}, "train": {"kernels": "reference"}}))
-    assert set().union(*off.values()) == {"reference"} != set().union(*doctor.forms(config).values())
+    assert {"attention", "add_rms_norm", "rms_norm", "rope_qk", "swiglu", "linear_cross_entropy"} <= set(machine.forms(config))
+    off = machine.forms(from_table({"precision": {"policy": "bf16"}, "train": {"kernels": "reference"}}))
+    assert set().union(*off.values()) == {"reference"} != set().union(*machine.forms(config).values())
 
 
 def test_the_probe_sees_an_inexact_product():
-    assert 1e-8 < doctor.fp32_error() < doctor.MAX_ERROR
+    assert 1e-8 < machine.fp32_error() < machine.MAX_ERROR
 
 
 def test_rates_and_memory_are_plausible():
-    doctor.set_fp32_matmul("onednn")
-    for rate in doctor.gemm_rates([(torch.float32, "default"), (torch.bfloat16, "default"), (torch.float16, "default")], 1, 0.02):
+    machine.set_fp32_matmul("onednn")
+    for rate in machine.gemm_rates([(torch.float32, "default"), (torch.bfloat16, "default"), (torch.float16, "default")], 1, 0.02):
         assert 1e7 < rate < 1e15
-    assert doctor.fp32_matmul() == "onednn"  # as it was
-    assert 1e7 < doctor.available_bytes() < 1e15
-    assert 1 <= doctor.cores() <= 4096
+    assert machine.fp32_matmul() == "onednn"  # as it was
+    assert 1e7 < machine.available_bytes() < 1e15
+    assert 1 <= machine.cores() <= 4096

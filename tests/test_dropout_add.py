@@ -5,7 +5,7 @@ import pytest
 import torch
 from close import assert_same
 
-from fzero import random
+from fzero.core import prng
 from fzero.kernels import dropout, registry
 from fzero.kernels.dropout import dropout_add
 
@@ -14,7 +14,7 @@ FIRSTS = (0, 5, (1 << 32) + 2, 4 * (1 << 32) - 7, (1 << 45) + 3)  # the last but
 
 
 def key():
-    return random.key(1234567890123456789, laws.DEVICE)
+    return prng.key(1234567890123456789, laws.DEVICE)
 
 
 def form(first=6, rate=RATE, row_stride=None):
@@ -29,7 +29,7 @@ def mask(impl, shape, first, row_stride=None, rate=RATE):
 
 def bernoulli(first, rows, columns, row_stride, rate=RATE):
     index = first + torch.arange(rows)[:, None] * row_stride + torch.arange(columns)
-    return random.bernoulli(key(), 1.0 - rate, index.shape, index=index.to(laws.DEVICE))
+    return prng.bernoulli(key(), 1.0 - rate, index.shape, index=index.to(laws.DEVICE))
 
 
 @pytest.mark.parametrize("shape", [(3, 37), (1,), (2, 3, 5), (2049,)], ids=str)
@@ -91,7 +91,7 @@ def test_far_rows():
 
 def test_other_keys_have_other_masks():
     ones = torch.ones(100, device=laws.DEVICE)
-    low, high = (dropout_add(ones, ones, RATE, k.to(laws.DEVICE), 0, impl="triton") for k in (random.key(1), random.key(1 + (1 << 32))))
+    low, high = (dropout_add(ones, ones, RATE, k.to(laws.DEVICE), 0, impl="triton") for k in (prng.key(1), prng.key(1 + (1 << 32))))
     assert not torch.equal(low, high)
 
 

@@ -1,4 +1,4 @@
-"""Exports of runs (fzero/exchange.py): of any mesh, with master weights or an average, from checkpoints and from a disk."""
+"""Exports of runs (fzero/run/exchange.py): of any mesh, with master weights or an average, from checkpoints and from a disk."""
 
 from pathlib import Path
 
@@ -10,8 +10,12 @@ from ranks import run
 from safetensors.torch import load_file
 
 import fzero
-from fzero import checkpoint, cli, exchange, huggingface, models, optim, precision, pytree, runs
-from fzero.config import recipe, to_table
+from fzero import checkpoint, models, optim
+from fzero.checkpoint.convert import huggingface
+from fzero.cli import main
+from fzero.core import precision, pytree
+from fzero.run import exchange, run_folder
+from fzero.run.config import recipe, to_table
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
 CONFIGS = {
@@ -32,7 +36,7 @@ def state_of(mesh, name, stage, policy):
 
 def save_on(mesh, folder, name, stage, bf16):
     state, specs = state_of(mesh, name, stage, precision.bf16() if bf16 else precision.fp32())
-    checkpoint.save(f"{folder}/{runs.CHECKPOINTS}", state, step=5, config=to_table(recipe("", CONFIGS[name])), specs=specs, mesh=mesh)
+    checkpoint.save(f"{folder}/{run_folder.CHECKPOINTS}", state, step=5, config=to_table(recipe("", CONFIGS[name])), specs=specs, mesh=mesh)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -42,7 +46,7 @@ def save_on(mesh, folder, name, stage, bf16):
 )
 def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
     folder = tmp_path / "run"
-    runs.create(folder, recipe("", CONFIGS[name]), None)
+    run_folder.create(folder, recipe("", CONFIGS[name]), None)
     run(4, save_on, str(folder), name, stage, bf16, mesh=mesh)
     state, _ = state_of(fzero.one_process(), name, 0, precision.bf16() if bf16 else precision.fp32())
     for ema in (False, True):
@@ -68,7 +72,7 @@ def test_a_run_whose_state_is_on_a_disk(tmp_path):
     for ema in (False, True):
         line, passed = exchange.export_hf(folder, tmp_path / f"out{ema}", ema=ema)
         assert "after step 2" in line and passed == []
-        held = runs.load(folder, wide=True, ema=ema)  # whole leaves
+        held = run_folder.load(folder, wide=True, ema=ema)  # whole leaves
         found[ema] = huggingface.load_hf(tmp_path / f"out{ema}")[1]
         assert_same(found[ema], held.params)
         assert {leaf.dtype for leaf in pytree.leaves(held.params)} == {torch.float32}
@@ -82,17 +86,17 @@ def test_a_run_of_which_a_part_is_on_a_disk(tmp_path, monkeypatch):
     for offload in ("opt=nvme:0.5", "params=nvme:0.5,opt=nvme:0.5"):
         flags = ["--precision", "bf16", "--offload", offload, "--steps", "1", "--sample", "", "--out", offload]
         with pytest.raises(SystemExit) as ended:
-            cli.main(["pretrain", *TINY, *flags])
+            main.main(["pretrain", *TINY, *flags])
         assert ended.value.code == 0 and (tmp_path / offload / "nvme").is_dir()
         exchange.export_hf(Path(offload), tmp_path / "out" / offload)
         held = checkpoint.restore_leaves(checkpoint.latest(tmp_path / offload / "checkpoints"), lambda name: name.startswith("master/"))
         found = pytree.named_leaves(huggingface.load_hf(tmp_path / "out" / offload)[1])
         assert_same(found, {name: held[f"master/{name}"] for name in found})
-        assert {leaf.dtype for leaf in pytree.leaves(runs.load(Path(offload)).params)} == {torch.bfloat16}
+        assert {leaf.dtype for leaf in pytree.leaves(run_folder.load(Path(offload)).params)} == {torch.bfloat16}
 
 
 def test_one_layer_is_read_at_a_time(tmp_path):
-    params = models.init_params(models.build(CONFIGS["mixtral"]), fzero.random.key(0))
+    params = models.init_params(models.build(CONFIGS["mixtral"]), fzero.core.prng.key(0))
     named, asked = pytree.named_leaves(params), []
 
     def read(name, index):
@@ -115,10 +119,10 @@ def test_what_cannot_be_exported(tmp_path):
 
     refused("no such folder; a run folder has a config.json", tmp_path / "nowhere")
     folder = tmp_path / "run"
-    runs.create(folder, recipe("", CONFIGS["llama"]), None)
+    run_folder.create(folder, recipe("", CONFIGS["llama"]), None)
     refused("no checkpoint in it", folder)
-    params = models.init_params(models.build(CONFIGS["llama"]), fzero.random.key(0))
-    checkpoint.save(folder / runs.CHECKPOINTS, {"params": params}, step=3)
+    params = models.init_params(models.build(CONFIGS["llama"]), fzero.core.prng.key(0))
+    checkpoint.save(folder / run_folder.CHECKPOINTS, {"params": params}, step=3)
     refused("keeps no average of the weights (train.ema_decay is 0)", folder, ema=True)
-    checkpoint.save(folder / runs.CHECKPOINTS, {"params": {**params, "head": {"norm": params["head"]["norm"]}}}, step=4)
+    checkpoint.save(folder / run_folder.CHECKPOINTS, {"params": {**params, "head": {"norm": params["head"]["norm"]}}}, step=4)
     refused("the model of the run has leaves that are not in it: head/w", folder)

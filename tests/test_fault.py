@@ -28,9 +28,12 @@ from launched import (
     write_text,
 )
 
-from fzero import again, checkpoint, cli, meeting
-from fzero.elastic import fitting_mesh
-from fzero.watchdog import Beat, verdict
+from fzero import checkpoint
+from fzero.cli import main
+from fzero.run.ranks import rendezvous
+from fzero.run.ranks.elastic import fitting_mesh
+from fzero.run.ranks.watchdog import Beat, verdict
+from fzero.run.resume import auto_resume
 
 # Saves often, for ranks that may be killed.
 KEEP = [*TINY, "--reduce", "canonical", "--set", "train.checkpoint_every=2"]
@@ -45,7 +48,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         with pytest.raises(SystemExit) as code:
-            cli.main(["pretrain", *KEEP, *map(str, STEPS), "--out", "whole", "--sample", ""])
+            main.main(["pretrain", *KEEP, *map(str, STEPS), "--out", "whole", "--sample", ""])
         assert code.value.code == 0
     return path
 
@@ -66,7 +69,7 @@ def meet_all(store, size, ranks=None, timeout_s=20.0):
 
     def one(rank):
         try:
-            found[rank] = meeting.meet(store(), rank, size, timeout_s)
+            found[rank] = rendezvous.meet(store(), rank, size, timeout_s)
         except (TimeoutError, ValueError) as error:
             found[rank] = error
 
@@ -171,7 +174,7 @@ def fz(folder, monkeypatch, capfd):
 
     def run(*args):
         with pytest.raises(SystemExit) as error:
-            cli.main([str(arg) for arg in args])
+            main.main([str(arg) for arg in args])
         out, err = capfd.readouterr()
         return error.value.code, out, err
 
@@ -181,7 +184,7 @@ def fz(folder, monkeypatch, capfd):
 def test_auto_resume_starts_goes_on_and_ends(fz, folder):
     command = ["pretrain", *KEEP, *STEPS, "--out", "auto", "--sample", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 5)
-    assert code == 0 and "stopped after step 5 of 12" in out and not (folder / "auto" / again.BEGUN).exists()
+    assert code == 0 and "stopped after step 5 of 12" in out and not (folder / "auto" / auto_resume.BEGUN).exists()
     code, out, _ = fz(*command, "--stop-at", 5)
     assert code == 0 and "auto: has made its 5 steps" in out
     code, out, _ = fz(*command)
@@ -233,7 +236,7 @@ def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
     run = folder / "early"
     (run / "data").mkdir(parents=True)
     (run / "data" / "train.bin").write_bytes(b"half")
-    (run / again.BEGUN).touch()
+    (run / auto_resume.BEGUN).touch()
     command = ["pretrain", *KEEP, *STEPS, "--out", "early", "--sample", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 3)
     assert code == 0 and "preparing" in out and "stopped after step 3" in out

@@ -10,7 +10,7 @@ import triton.language as tl
 from close import assert_close, assert_same
 
 from fzero.kernels import attention as attn
-from fzero.kernels import flash, flash_backward, registry
+from fzero.kernels import attention_flash, attention_flash_backward, registry
 from fzero.kernels.attention import FULL, Pattern, attention, attention_with_lse
 
 PATTERNS = {
@@ -22,7 +22,7 @@ PATTERNS = {
     "fixed": Pattern("fixed", 40, 5),
 }
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-CONFIGS = (flash.CONFIGS, flash_backward.QUERY_CONFIGS, flash_backward.KEY_CONFIGS)
+CONFIGS = (attention_flash.CONFIGS, attention_flash_backward.QUERY_CONFIGS, attention_flash_backward.KEY_CONFIGS)
 SHIPPED = [dict(configs) for configs in CONFIGS]
 
 
@@ -31,7 +31,7 @@ def small_tiles(monkeypatch):
     for configs in CONFIGS:
         for width in configs:
             monkeypatch.setitem(configs, width, [{"M": 32, "N": 32}])
-    monkeypatch.setattr(flash, "CHUNK", 32)
+    monkeypatch.setattr(attention_flash, "CHUNK", 32)
 
 
 def documents_of(b, t):
@@ -198,7 +198,7 @@ def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
         monkeypatch.setitem(configs, torch.float32, [{"M": 32, "N": 16}])
     documents = torch.arange(t)[None] // 50 if "documents" in name else None
     products = [0]
-    for module in (flash, flash_backward):
+    for module in (attention_flash, attention_flash_backward):
 
         def counted(*args, dot=module.dot):
             products[0] += 1
@@ -217,7 +217,7 @@ def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
 def _sees_some(FIRST, KEY, OUT, size, keep, ROWS: tl.constexpr, KIND: tl.constexpr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     first, key = tl.load(FIRST + at), tl.load(KEY + at)
-    tl.store(OUT + at, flash.sees_some(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32))
+    tl.store(OUT + at, attention_flash.sees_some(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from close import assert_close, assert_same
 from zero_cases import train, whole
 
 import fzero
-from fzero import models, optim, precision
-from fzero.compile import vjp_pair
+from fzero import models, optim
+from fzero.core import precision
+from fzero.core.compile import vjp_pair
 from fzero.kernels import float8
 from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
 from fzero.kernels.registry import observe
@@ -286,7 +287,7 @@ def test_the_linears_of_the_blocks_alone_are_float8():
         model = models.build(changes.pop("config"))
         ctx = models.Ctx(dtype=torch.float32, matmul="float8_rowwise")
         tokens = torch.zeros(1, 4, dtype=torch.int64)
-        params = models.init_params(model, fzero.random.key(0))
+        params = models.init_params(model, fzero.core.prng.key(0))
         called = []
         real = float8.product_reference
         with pytest.MonkeyPatch.context() as patch, observe() as used:

@@ -6,8 +6,10 @@ from close import assert_close
 from law_cases import CASES, F64, FP64, MESH, MODELS, ROWS, batch_of, case_of, clone, make, plain_loss, plain_params
 
 import fzero
-from fzero import optim, precision, pytree, random, train
+from fzero import optim
+from fzero.core import precision, prng, pytree
 from fzero.models import base
+from fzero.train import step as train
 
 every_case = pytest.mark.parametrize("case", CASES)
 every_model = pytest.mark.parametrize("model", MODELS)
@@ -37,10 +39,10 @@ def test_vmap_over_four_seeds_equals_four_runs(case, remat):
     def init(key):
         source = case.source
         if not isinstance(source, base.Model):
-            source = pytree.map_named(lambda n, p: p + random.normal(random.fold_in(key, n), p.shape, std=0.1, dtype=F64), source)
+            source = pytree.map_named(lambda n, p: p + prng.normal(prng.fold_in(key, n), p.shape, std=0.1, dtype=F64), source)
         return fzero.init_state(source, tx, plan, MESH, seed=key, policy=FP64, ema=True)
 
-    keys = torch.stack([random.key(seed) for seed in range(4)])
+    keys = torch.stack([prng.key(seed) for seed in range(4)])
     together, metrics = steps(torch.func.vmap(pure, in_dims=(0, None)), torch.func.vmap(init)(keys))
     assert metrics.loss.shape == (4,) and len({round(float(x), 6) for x in metrics.loss}) == 4
     for i in range(4):
@@ -83,7 +85,7 @@ def test_meta_gradient_of_the_scale_of_the_initial_weights(model):
     case, h = case_of(model), 1e-6
     tx, plan = optim.adamw(1e-2, eps=1e-3), fzero.zero_plan(0, case.source, MESH)
     step = fzero.make_train_step(case.loss_fn, tx, plan, MESH, policy=FP64, donate=False)
-    start = base.init_params(case.source, random.key(0), F64)
+    start = base.init_params(case.source, prng.key(0), F64)
 
     def after(scale):
         state = fzero.init_state(pytree.map(lambda p: p * scale, start), tx, plan, MESH, seed=0, policy=FP64)
@@ -124,7 +126,7 @@ def total(model, params, batch):
 @every_model
 def test_gradients_per_example_and_their_norms_equal_the_loop(model):
     model = case_of(model).loss_fn
-    params, batch = base.init_params(model, random.key(0), F64), batch_of(0)
+    params, batch = base.init_params(model, prng.key(0), F64), batch_of(0)
     row_gradient = torch.func.grad(lambda p, row: total(model, p, pytree.map(lambda x: x[None], row)))
     each = torch.func.vmap(row_gradient, in_dims=(None, 0))(params, batch)
     norms = torch.func.vmap(optim.global_norm)(each)
@@ -142,8 +144,8 @@ def test_gradients_per_example_and_their_norms_equal_the_loop(model):
 @every_model
 def test_hessian_vector_product_equals_finite_differences(model):
     model, h = case_of(model).loss_fn, 1e-7
-    params, batch = base.init_params(model, random.key(0), F64), batch_of(0)
-    vector = pytree.map_named(lambda n, p: random.normal(random.fold_in(random.key(1), n), p.shape, dtype=F64), params)
+    params, batch = base.init_params(model, prng.key(0), F64), batch_of(0)
+    vector = pytree.map_named(lambda n, p: prng.normal(prng.fold_in(prng.key(1), n), p.shape, dtype=F64), params)
     gradient = torch.func.grad(lambda p: total(model, p, batch))
     forward_over_reverse = torch.func.jvp(gradient, (params,), (vector,))[1]
     inner = lambda p: sum((g * v).sum() for g, v in zip(pytree.leaves(gradient(p)), pytree.leaves(vector)))  # noqa: E731
@@ -192,7 +194,7 @@ def test_vmap_over_states_skips_only_the_one_that_overflows():
 @every_model
 def test_jacobian_by_reverse_mode_equals_that_by_forward_mode(model):
     model, batch = case_of(model).loss_fn, batch_of(0)
-    params = base.init_params(model, random.key(0), F64)
+    params = base.init_params(model, prng.key(0), F64)
     blocks = pytree.named_leaves(params["blocks"])
     name, leaf = next((n, leaf) for n, leaf in blocks.items() if "scale" in n)  # small: a column of the Jacobian is a pass
 

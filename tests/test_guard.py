@@ -9,8 +9,13 @@ import torch
 from close import assert_same
 from launched import TIMED
 
-from fzero import checkpoint, cli, config, corpus, crosscheck, guard, pretrain, pytree, runs
-from fzero.spikes import LOSS
+from fzero import checkpoint
+from fzero.cli import main
+from fzero.core import pytree
+from fzero.run import config, corpus, pretrain, run_folder
+from fzero.run.resume import rollback
+from fzero.train import sdc_check
+from fzero.train.spike import LOSS
 
 TINY = [
     *("--model", "mlp-tiny", "--steps", "12", "--batch", "4", "--micro-batch", "2", "--seq-len", "16"),
@@ -54,11 +59,11 @@ def leaves(run):
 
 def rows(run):
     drop = lambda name: name in TIMED or name.startswith("checkpoint") or name.startswith("save")  # noqa: E731
-    return [{name: value for name, value in row.items() if not drop(name)} for row in runs.read_metrics(Path(run))]
+    return [{name: value for name, value in row.items() if not drop(name)} for row in run_folder.read_metrics(Path(run))]
 
 
 def record(run):
-    return json.loads(Path(run, guard.SKIPS).read_text())
+    return json.loads(Path(run, rollback.SKIPS).read_text())
 
 
 def block(state):
@@ -116,7 +121,7 @@ def poisoned(sample, text="text.txt"):
 
 def batch_of(sample, run="data"):
     """The tokens of the batch that begins with a sample."""
-    value = runs.read_config(Path("plain"))
+    value = run_folder.read_config(Path("plain"))
     part = corpus.open_parts(value, Path("plain/data"))
     return torch.cat([part(sample, m)["tokens"] for m in range(2)])
 
@@ -205,9 +210,9 @@ def test_it_goes_back_as_far_as_it_is_told(fz, plain, monkeypatch):
 @pytest.mark.parametrize(("back", "order"), [(0, [9, 6, 3]), (2, [6, 3]), (6, [3]), (8, [])])
 def test_the_newest_far_enough_back_comes_first_and_then_the_oldest(back, order, fz, plain, monkeypatch):
     monkeypatch.setattr(checkpoint, "steps", lambda home: [3, 6, 9, 12])
-    fault = guard.Fault(10, 40, "why")
+    fault = rollback.Fault(10, 40, "why")
     rest = [step for step in (3, 6, 9) if step not in order]  # 12 is behind the fault
-    found, init = guard.candidates(config.Guard(rollback_steps=back), Path(plain), Path(plain, "checkpoints"), fault)
+    found, init = rollback.candidates(config.Guard(rollback_steps=back), Path(plain), Path(plain, "checkpoints"), fault)
     assert found == order + rest and init == ""
 
 
@@ -217,7 +222,7 @@ def test_the_newest_far_enough_back_comes_first_and_then_the_oldest(back, order,
 def without(fz, name, skips, monkeypatch):
     """The run of nothing but sound data that leaves these samples out from its beginning."""
     with monkeypatch.context() as patch:
-        patch.setattr(guard, "read_record", lambda folder: guard.Record(skips, [], None, 0, 0, []))
+        patch.setattr(rollback, "read_record", lambda folder: rollback.Record(skips, [], None, 0, 0, []))
         ok(fz(*QUIET, "--out", name))
     return name
 
@@ -238,7 +243,7 @@ def test_a_bad_batch_is_left_out_for_good(fz, plain, monkeypatch):
         "step 8: the gradient is not finite again with the same batch, so the data is to blame; back to step 6, and samples 28 to 31" in out
     )
     assert "samples 36 to 39 are left out" in out and "went well" not in out
-    assert record("run")["skips"] == [[28, BATCH], [36, BATCH]] and guard.skips_of(Path("run")) == [(28, BATCH), (36, BATCH)]
+    assert record("run")["skips"] == [[28, BATCH], [36, BATCH]] and rollback.skips_of(Path("run")) == [(28, BATCH), (36, BATCH)]
     assert_same(leaves("run"), leaves(expected))
     assert rows("run") == rows(expected) != rows(plain)
     assert [row["step"] for row in rows("run")] == list(range(1, 13))
@@ -257,7 +262,7 @@ def test_a_run_with_a_batch_left_out_is_resumed_to_the_bit(fz, plain, monkeypatc
 def test_a_spike_in_the_data_is_left_out(fz, plain, monkeypatch):
     settings = sets("guard.spike=rollback", "guard.sigmas=2.0", "guard.window=3", "guard.warmup=4")
     with monkeypatch.context() as patch:
-        patch.setattr(guard, "read_record", lambda folder: guard.Record([[28, BATCH]], [], None, 0, 0, []))
+        patch.setattr(rollback, "read_record", lambda folder: rollback.Record([[28, BATCH]], [], None, 0, 0, []))
         ok(fz(*QUIET, *settings, "--out", "expected"))
     bad = batch_of(28)
 
@@ -284,7 +289,7 @@ def test_a_step_that_is_only_skipped_says_why(fz, plain, monkeypatch):
     ok(fz(*QUIET, "--out", "run"))
     (row,) = [row for row in rows("run") if row["skipped"]]
     assert row["step"] == 8 and row["reason"] == "nonfinite" and row["grad_norm"] is None
-    assert not Path("run", guard.SKIPS).exists() and all("reason" not in row for row in rows(plain))
+    assert not Path("run", rollback.SKIPS).exists() and all("reason" not in row for row in rows(plain))
 
 
 # -- the end
@@ -329,7 +334,7 @@ def test_a_run_may_stop_at_the_first(fz, plain, monkeypatch):
 
 
 def test_the_last_step_is_compared_before_it_is_saved(fz, monkeypatch):
-    put, calls = crosscheck.Digests.put, []
+    put, calls = sdc_check.Digests.put, []
 
     def wrong(self, part, names, grads, **options):
         calls.append(part)
@@ -337,7 +342,7 @@ def test_the_last_step_is_compared_before_it_is_saved(fz, monkeypatch):
             grads = [grad + 1.0 for grad in grads]
         put(self, part, names, grads, **options)
 
-    monkeypatch.setattr(crosscheck.Digests, "put", wrong)
+    monkeypatch.setattr(sdc_check.Digests, "put", wrong)
     args = [arg.replace("checkpoint_every=3", "checkpoint_every=100") for arg in QUIET]
     code, _, err = fz(*args, *sets("guard.check_every=100"), "--out", "run")
     assert code == 2 and "step 12: rank 0 computes one micro-batch twice and differs from itself, first in " in err
@@ -346,7 +351,7 @@ def test_the_last_step_is_compared_before_it_is_saved(fz, monkeypatch):
 
 def test_the_memory_of_a_state_is_given_back_whoever_holds_it():
     state = {"a": torch.ones(1000), "b": (torch.ones(3), ())}
-    guard.release(state)
+    rollback.release(state)
     assert [leaf.untyped_storage().size() for leaf in pytree.leaves(state)] == [0, 0]
 
 
@@ -374,7 +379,7 @@ def test_a_rollback_that_is_killed_at_any_instant_goes_on(fz, plain, monkeypatch
                 if seen[0] == number:
                     raise Killed
 
-            for where, name in ((guard, "write_text"), (checkpoint, "remove"), (runs, "cut_metrics")):
+            for where, name in ((rollback, "write_text"), (checkpoint, "remove"), (run_folder, "cut_metrics")):
                 fn = getattr(where, name)
 
                 def after(*args, fn=fn, instant=instant, **kwargs):
@@ -384,7 +389,7 @@ def test_a_rollback_that_is_killed_at_any_instant_goes_on(fz, plain, monkeypatch
                 patch.setattr(where, name, after)
             try:
                 with pytest.raises(SystemExit):
-                    cli.main(["pretrain", *QUIET, *BACK, *sets("guard.rollback_steps=3"), "--out", run])
+                    main.main(["pretrain", *QUIET, *BACK, *sets("guard.rollback_steps=3"), "--out", run])
                 killed = False
             except Killed:
                 killed = True
@@ -399,9 +404,9 @@ def test_a_rollback_that_is_killed_at_any_instant_goes_on(fz, plain, monkeypatch
 
 
 def test_a_damaged_record_is_one_line(fz, plain):
-    Path("plain", guard.SKIPS).write_text("{")
+    Path("plain", rollback.SKIPS).write_text("{")
     ok(fz(*QUIET, "--out", "run", "--stop-at", 4))
-    Path("run", guard.SKIPS).write_text('{"skips": 1}')
+    Path("run", rollback.SKIPS).write_text('{"skips": 1}')
     code, _, err = fz("--out", "run", "--resume")
     assert code == 2 and err.startswith("fzero: error: run/skips.json: is not the record of a run's rollbacks") and err.count("\n") == 1
 
@@ -457,7 +462,7 @@ def test_a_batch_left_out_says_nothing_of_those_before_it():
 def test_the_parts_of_a_batch_are_those_of_every_mesh(fz, plain):
     from fzero.sharding import fake_mesh
 
-    value, path = runs.read_config(Path(plain)), Path("plain/data")
+    value, path = run_folder.read_config(Path(plain)), Path("plain/data")
     part = corpus.open_parts(value, path)
     for sizes in ({}, {"dp": 2}, {"rp": 2}):
         size = 2 if sizes else 1

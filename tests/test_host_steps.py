@@ -9,11 +9,11 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.compile import have_compiler
-from fzero.kernels import host_steps, lowbit
-from fzero.kernels import optimizers as kernels
-from fzero.kernels.leaf_steps import Leaf, Rates
-from fzero.kernels.lowbit import Place, place
+from fzero.core.compile import have_compiler
+from fzero.kernels import optim_cpu, optim_lowbit
+from fzero.kernels import optim_multi_tensor as kernels
+from fzero.kernels.optim_leaf import Leaf, Rates
+from fzero.kernels.optim_lowbit import Place, place
 from fzero.kernels.registry import explain
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
@@ -40,7 +40,7 @@ def draw(name, shapes, state=F32, grad=F32, stochastic=False, coded=False, copy=
         p, g, m, v = laws.draw(shape, shape, shape, shape, dtype=F32, seed=i, device="cpu")
         kept = [m, v.square() * torch.logspace(0, -16, v.numel()).view(shape)][: OPS[name][1]]
         if coded:
-            pairs = [lowbit.encode(x, block, signed) for x, signed in zip(kept, (True, False))]
+            pairs = [optim_lowbit.encode(x, block, signed) for x, signed in zip(kept, (True, False))]
             kept = [*(c for c, _ in pairs), *(s for _, s in pairs)]
         else:
             kept = [x.to(state) for x in kept]
@@ -292,7 +292,7 @@ def test_what_auto_takes():
     assert explain("adamw", leaves, rates("adamw"), impl="cpp").chosen == "cpp"
     lion = draw("lion", [(3, 40)])
     assert "it must be compiled, for 120 elements" in explain("lion", lion, rates("lion")).reasons["cpp"]
-    many = torch.zeros(host_steps.MANY)
+    many = torch.zeros(optim_cpu.MANY)
     assert explain("lion", [Leaf(many, many, (many,))], rates("lion")).chosen == "cpp"
 
 

@@ -1,4 +1,4 @@
-"""Models from and to `transformers` (fzero/huggingface.py): it is the independent implementation of GPT-2, Llama and Mixtral."""
+"""Models from and to `transformers` (checkpoint/convert/): it is the independent implementation of GPT-2, Llama and Mixtral."""
 
 import copy
 import dataclasses
@@ -12,10 +12,10 @@ from close import assert_same
 from hf_cases import CASES, CLASS, LLAMA3, OURS, V, copy_of, hf, relative, save, theirs, tokens
 from safetensors.torch import load_file, save_file
 
-from fzero import pytree
-from fzero.huggingface import like, load_hf, save_hf
+from fzero.checkpoint.convert.huggingface import like, load_hf, save_hf
+from fzero.checkpoint.convert.safetensors import DTYPES, read_safetensors, write_safetensors
+from fzero.core import pytree
 from fzero.models import Ctx, GPT2Config, MLPConfig, build, logits, loss, preset
-from fzero.tensorfile import DTYPES, read_safetensors, write_safetensors
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_configs_say_what_the_model_is(saved):
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b", "llama2-70b", "mixtral-8x7b"])
 def test_presets_have_the_tensors_of_their_model(name, tmp_path):
     """Names and shapes of the real sizes, without the memory."""
-    from fzero.huggingface_names import full_name, places, their_shape, write_config
+    from fzero.checkpoint.convert.huggingface_names import full_name, places, their_shape, write_config
 
     content, family = write_config(preset(name))
     file = tmp_path / "config.json"

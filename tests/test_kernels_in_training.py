@@ -5,7 +5,8 @@ import torch
 from kernel_laws import DEVICE
 
 import fzero
-from fzero import models, optim, pytree
+from fzero import models, optim
+from fzero.core import pytree
 from fzero.kernels import registry
 from fzero.kernels.registry import Kernels, observe
 

@@ -6,7 +6,8 @@ import torch
 from law_cases import CASES, FP64, MESH, MODELS, OPTIMIZERS, batch_of, case_of, make
 
 import fzero
-from fzero import models, optim, precision, pytree
+from fzero import models, optim
+from fzero.core import precision, pytree
 
 every_case = pytest.mark.parametrize("case", CASES)
 every_model = pytest.mark.parametrize("model", MODELS)

@@ -7,8 +7,8 @@ from close import assert_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero import links
-from fzero.collectives import (
+from fzero.comm import communicator
+from fzero.comm.collectives import (
     Ledger,
     all_gather,
     all_to_all,
@@ -21,7 +21,7 @@ from fzero.collectives import (
     start_psum_scatter,
     tree_sum,
 )
-from fzero.ledger import sent_elements
+from fzero.comm.ledger import sent_elements
 from fzero.sharding import fake_mesh
 
 
@@ -57,7 +57,7 @@ def test_tree_sum_is_the_balanced_tree(dtype):
 def summed(mesh, parts, small):
     """Every way to sum over ranks, for this rank's part."""
     axis, x = mesh["dp"], parts[mesh.rank]
-    before, links.SMALL_BYTES = links.SMALL_BYTES, 1 << 30 if small else 0
+    before, communicator.SMALL_BYTES = communicator.SMALL_BYTES, 1 << 30 if small else 0
     try:
         out = [psum(x, axis), start_psum(x, axis).wait(), all_gather(psum_scatter(x, axis), axis)]
         out += [start_all_gather(start_psum_scatter(x, axis).wait(), axis).wait(), psum(x[:-1], axis)]
@@ -65,7 +65,7 @@ def summed(mesh, parts, small):
         assert_same(x, parts[mesh.rank])
         return [*out, vjp(x)[0]]
     finally:
-        links.SMALL_BYTES = before
+        communicator.SMALL_BYTES = before
 
 
 @pytest.mark.parametrize("n", (2, 3, 4))
@@ -203,7 +203,7 @@ def native(mesh, parts, ordered):
     """What NCCL is asked for, asked of gloo."""
     ours, r, n = mesh["dp"].link, mesh.rank, mesh.size
     options = {"ledger": mesh.ledger, "roll": ours.roll, "group": ours.group, "ordered": ordered}
-    link = links.Link("dp", ours.ranks, r, transport="nccl", **options)
+    link = communicator.Link("dp", ours.ranks, r, transport="nccl", **options)
     x, total = parts[r], tree_sum(parts)
     out = torch.zeros(n * x.shape[0], *x.shape[1:])
     own = out.view(n, *x.shape)[r].copy_(x)
@@ -233,8 +233,8 @@ def test_nccl_with_one_rank(ordered):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
-        roll = links.RollCall(store, 0, 60.0)
-        link = links.Link("dp", [0], 0, transport="nccl", ledger=Ledger(), roll=roll, group=dist.group.WORLD, ordered=ordered)
+        roll = communicator.RollCall(store, 0, 60.0)
+        link = communicator.Link("dp", [0], 0, transport="nccl", ledger=Ledger(), roll=roll, group=dist.group.WORLD, ordered=ordered)
         x = torch.randn(6, 5, device="cuda")
         with roll.checked():
             started = [link.start_all_gather(x), link.start_all_gather(x, out=torch.empty_like(x)), link.start_psum_scatter(x)]

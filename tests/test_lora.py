@@ -10,7 +10,8 @@ import torch
 from law_cases import F64, batch_of, config_of
 
 import fzero
-from fzero import models, pytree, random
+from fzero import models
+from fzero.core import prng, pytree
 from fzero.models import base
 from fzero.sharding import Spec, match_rules
 
@@ -25,12 +26,12 @@ def pair(kind, rank=2, alpha=6.0, **changes):
 
 
 def params_of(model, seed=1):
-    return models.init_params(model, random.key(seed), F64)
+    return models.init_params(model, prng.key(seed), F64)
 
 
 def moved(params):
     """The same with factors b that are not zero."""
-    draw = lambda name, p: 0.3 * random.normal(random.fold_in(random.key(9), name), p.shape, dtype=F64)  # noqa: E731
+    draw = lambda name, p: 0.3 * prng.normal(prng.fold_in(prng.key(9), name), p.shape, dtype=F64)  # noqa: E731
     return pytree.map_named(lambda name, p: draw(name, p) if name.endswith("_lora_b") else p, params)
 
 

@@ -14,13 +14,16 @@ from launched import torchrun, write_text
 from zero_cases import OPTIMIZERS, batch_for, model_of
 
 import fzero
-from fzero import attempts, cli, norms, pytree, recorded, runs, stragglers
-from fzero.clock import PHASES, Clock, Comm, Times
-from fzero.ledger import Ledger
-from fzero.optim.layout import sharded
-from fzero.precision import fp64
-from fzero.profile import Named, steps_of
-from fzero.train import local_batch
+from fzero.cli import main
+from fzero.comm.ledger import Ledger
+from fzero.core import pytree
+from fzero.core.precision import fp64
+from fzero.optim.sharded import sharded
+from fzero.run import run_folder
+from fzero.run.measure import attempts, norms, rank_times, step_records
+from fzero.run.measure.profiler import Named, steps_of
+from fzero.run.measure.timer import PHASES, Clock, Comm, Times
+from fzero.train.step import local_batch
 
 # -- the clock, by hand
 
@@ -102,7 +105,7 @@ def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
     state = fzero.init_state(model, tx, plan, mesh, seed=3, policy=fp64())
     parts = 4 // mesh.data_size
     step = fzero.make_train_step(model, tx, plan, mesh, policy=fp64(), micro_batches=parts, squares=True)
-    clock, spent, out = Clock(), stragglers.Spent(), []
+    clock, spent, out = Clock(), rank_times.Spent(), []
     with mesh.ledger.watched(clock):
         for i in range(3):
             begin = time.perf_counter()
@@ -185,14 +188,14 @@ def test_a_late_rank_is_the_straggler():
     results = ranks.run(2, steps_on, 3, "llama", "fast", 0.3)
     assert results[0][1] == results[1][1]
     said = results[0][1]
-    assert said["steps"] == 2 and said["straggler"] == 1 and said["behind"] > stragglers.BEHIND
+    assert said["steps"] == 2 and said["straggler"] == 1 and said["behind"] > rank_times.BEHIND
     assert said["busy_s"][1] > 0.6 and said["comm_s"][0] > said["comm_s"][1] and said["comm_s"][0] > 0.3  # rank 0 waits for it
 
 
 def test_who_is_slowest():
-    assert stragglers.slowest([3.0]) == (None, 1.0)
-    assert stragglers.slowest([1.0, 1.04]) == (None, 1.04)
-    assert stragglers.slowest([1.0, 2.0, 1.1, 0.9]) == (1, 2.0)
+    assert rank_times.slowest([3.0]) == (None, 1.0)
+    assert rank_times.slowest([1.0, 1.04]) == (None, 1.04)
+    assert rank_times.slowest([1.0, 2.0, 1.1, 0.9]) == (1, 2.0)
 
 
 # -- the command
@@ -212,13 +215,13 @@ def run(tmp_path_factory):
         patch.chdir(path)
         for args in ([*TINY, "--steps", "12", "--stop-at", "9", "--profile", "2-3"], ["--resume", "--peak-tflops", "1", "--sample", ""]):
             with pytest.raises(SystemExit) as ended:
-                cli.main(["pretrain", *args, "--out", "run"])
+                main.main(["pretrain", *args, "--out", "run"])
             assert ended.value.code == 0
     return path / "run"
 
 
 def test_a_row_adds_up(run):
-    rows = list(runs.read_metrics(run))
+    rows = list(run_folder.read_metrics(run))
     assert len(rows) == 12
     for row in rows:
         assert list(row["phases"]) == list(PHASES) and sum(row["phases"].values()) == pytest.approx(row["wall_s"], abs=1e-6)
@@ -246,10 +249,12 @@ def test_attempts_are_lines(run):
 
 
 def test_the_memory_of_a_step(run):
-    said = json.loads((run / recorded.MEMORY).read_text())
+    said = json.loads((run / step_records.MEMORY).read_text())
     assert (said["attempt"], said["step"], said["rank"]) == (1, 8, 0)
     start, peak = said["timeline"][0], said["peak"]
-    params = sum(leaf.numel() for leaf in pytree.leaves(fzero.sharding.zero.shapes_of(fzero.models.build(runs.read_config(run).model))))
+    params = sum(
+        leaf.numel() for leaf in pytree.leaves(fzero.sharding.plan.shapes_of(fzero.models.build(run_folder.read_config(run).model)))
+    )
     assert start["parts"]["params"] == said["state"]["params"] == 4 * params
     assert peak["bytes"] == max(moment["bytes"] for moment in said["timeline"]) > start["bytes"]
     assert all(sum(moment["parts"].values()) == moment["bytes"] for moment in said["timeline"])
@@ -290,11 +295,11 @@ def test_the_profile_names_the_phases(run):
 
 
 def test_which_steps_are_recorded():
-    assert recorded.chosen(10, 100, True) == recorded.Chosen(12, 18, (0, 0))
-    assert recorded.chosen(10, 11, True) == recorded.Chosen(11, 0, (0, 0))
-    assert recorded.chosen(0, 100, False, (3, 5)) == recorded.Chosen(0, 0, (3, 5))
-    assert recorded.chosen(0, 100, True, (7, 9)).memory == 10 and recorded.chosen(0, 9, True, (7, 9)).memory == 0
-    assert [recorded.Chosen(2, 8, (3, 4)).how(i) for i in (0, 2, 3, 4, 8)] == ["", "", "profile", "profile", "memory"]
+    assert step_records.chosen(10, 100, True) == step_records.Chosen(12, 18, (0, 0))
+    assert step_records.chosen(10, 11, True) == step_records.Chosen(11, 0, (0, 0))
+    assert step_records.chosen(0, 100, False, (3, 5)) == step_records.Chosen(0, 0, (3, 5))
+    assert step_records.chosen(0, 100, True, (7, 9)).memory == 10 and step_records.chosen(0, 9, True, (7, 9)).memory == 0
+    assert [step_records.Chosen(2, 8, (3, 4)).how(i) for i in (0, 2, 3, 4, 8)] == ["", "", "profile", "profile", "memory"]
     assert steps_of("3-5", 10) == (13, 15) and steps_of("4", 0) == (4, 4)
     for wrong in ("", "5-3", "0-2", "a", "2-", "-2"):
         with pytest.raises(ValueError, match="is not of the form FROM-TO"):
@@ -305,18 +310,18 @@ def test_what_is_recorded_of_two_ranks(tmp_path):
     write_text(tmp_path)
     torchrun(tmp_path, 2, "--zero", 3, *TINY, "--steps", 8, "--profile", "3", "--out", "run")
     run = tmp_path / "run"
-    rows = list(runs.read_metrics(run))
+    rows = list(run_folder.read_metrics(run))
     for row in rows:
         assert set(row["comm"]) == {"dp"}
         assert row["comm"]["dp"]["exposed"] == pytest.approx(row["phases"]["comm_exposed"], abs=1e-9)
     said = rows[5]["ranks"]
-    assert [len(said[name]) for name in stragglers.COLUMNS] == [2] * 4 and said["steps"] == 2 + (rows[2]["ranks"]["steps"] == 2)
+    assert [len(said[name]) for name in rank_times.COLUMNS] == [2] * 4 and said["steps"] == 2 + (rows[2]["ranks"]["steps"] == 2)
     (attempt,) = attempts.read(run)
     assert attempt["processes"] == 2 and attempt["zero"] == 3 and attempt["mesh"]["dp"] == 2
     # The ledger of a step is what the same step on a mesh of fake ranks enters, to the byte.
-    ledger = json.loads((run / recorded.LEDGER).read_text())
+    ledger = json.loads((run / step_records.LEDGER).read_text())
     assert (ledger["step"], ledger["rank"]) == (2, 0) and "rms_norm=" in ledger["kernels"]
-    program = fzero.program.build(runs.read_config(run), fzero.sharding.fake_mesh({"dp": 2}))
+    program = fzero.run.build.build(run_folder.read_config(run), fzero.sharding.fake_mesh({"dp": 2}))
     assert ledger["rows"] == [row._asdict() for row in planned_rows(program)]
     events, named = named_ranges(run / "trace.json.gz")
     nested(named)
@@ -337,14 +342,14 @@ def planned_rows(program):
     with FakeTensorMode(allow_non_fake_inputs=True):
         step = fzero.make_train_step(
             program.model, program.tx, program.plan, program.mesh, policy=program.policy, skip_nonfinite=False, squares=True,
-            micro_batches=fzero.program.local_micro_batches(program.config, program.mesh),
+            micro_batches=fzero.run.build.local_micro_batches(program.config, program.mesh),
         )  # fmt: skip
         rows = t.batch // program.mesh.data_size
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         batch = {"tokens": tokens, "targets": tokens, "mask": tokens > 0, "documents": tokens}
         if not program.config.data.within_documents:
             del batch["documents"]
-        step(fzero.program.first_state(program), batch)
+        step(fzero.run.build.first_state(program), batch)
     return program.mesh.ledger.rows()
 
 
@@ -370,7 +375,7 @@ def test_flops_of_what_is_computed_again():
     table = {"preset": "llama-tiny", "train": {"compiled": False, "steps": 1}, "precision": {"policy": "fp32"}}
     table |= {"model": {"n_layers": 2, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}, "data": {"seq_len": 32}}
     programs = {
-        remat: fzero.program.build(fzero.config.updated(fzero.config.from_table(table), {"train": {"remat": remat}}))
+        remat: fzero.run.build.build(fzero.run.config.updated(fzero.run.config.from_table(table), {"train": {"remat": remat}}))
         for remat in ("none", "full")
     }
     flops = {remat: attempts.flop_of(program) for remat, program in programs.items()}

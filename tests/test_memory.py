@@ -7,10 +7,11 @@ import ranks
 import torch
 
 import fzero
-from fzero import models, optim, precision, pytree
-from fzero.report.live import LiveBytes, predict_peak
+from fzero import models, optim
+from fzero.core import precision, pytree
+from fzero.run.measure.live_bytes import LiveBytes, predict_peak
 from fzero.sharding.mesh import fake_mesh
-from fzero.sharding.zero import communicated
+from fzero.sharding.plan import communicated
 
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
 SIZES = {"vocab_size": 256, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}

@@ -98,7 +98,7 @@ def test_a_mesh_of_one_process_needs_nothing_of_the_others():
 PROGRAM = """
 import sys, time
 import torch, fzero
-from fzero.collectives import psum
+from fzero.comm.collectives import psum
 mesh = fzero.make_mesh({"dp": 2}, device="cpu")
 total = psum(torch.tensor([1.0, mesh.rank]), mesh["dp"], leaf="w")
 sys.stdout.write(f"rank {mesh.rank} of {mesh.size}: {total.tolist()}\\n")  # in one piece

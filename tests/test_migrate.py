@@ -28,9 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fzero import checkpoint, cli, exchange, migrate, models, pytree, runs
-from fzero.huggingface import load_hf
+from fzero import checkpoint, models
+from fzero.checkpoint import convert
+from fzero.checkpoint.convert.huggingface import load_hf
+from fzero.cli import main
+from fzero.core import pytree
 from fzero.models import Ctx, logits
+from fzero.run import exchange, run_folder
 
 FAMILIES = ("llama", "llama-tied-scaled", "gpt2", "mixtral")
 TIED = {"llama-tied-scaled": ("lm_head.weight", "model.embed_tokens.weight"), "gpt2": ("lm_head.weight", "transformer.wte.weight")}
@@ -97,7 +101,7 @@ def universal(folder, case, stage, weights=None):
 def imported(folder, config, out):
     """The parameters of the run that `fzero import` makes of a folder, and the line that it says."""
     line = exchange.import_weights(folder, out, config)
-    held = runs.load(out)
+    held = run_folder.load(out)
     assert held.step == 0 and held.warnings == []
     return held, line
 
@@ -140,8 +144,8 @@ def test_names_that_wrappers_have_put_into_names(known, tmp_path):
     model, config, _ = known("llama")
     for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
         state = {re.sub(r"(layers\.\d+)\.", rf"\1.{wrapper}.", name): t for name, t in model.state_dict().items()}
-        source = migrate.open_source(write_dcp(tmp_path / wrapper, state), config)
-        assert_same(migrate.load(source), known("llama")[2])
+        source = convert.open_source(write_dcp(tmp_path / wrapper, state), config)
+        assert_same(convert.load(source), known("llama")[2])
 
 
 def save_sharded(mesh, folder, case):
@@ -181,7 +185,7 @@ def test_a_universal_checkpoint_is_found_by_the_file_that_names_it(known, tmp_pa
     universal(tmp_path / "global_step2_universal", "llama", 3)
     (tmp_path / "latest_universal").write_text("global_step2_universal")
     shutil.copy(known("llama")[1], tmp_path / "config.json")
-    assert_same(migrate.load(migrate.open_source(tmp_path)), known("llama")[2])
+    assert_same(convert.load(convert.open_source(tmp_path)), known("llama")[2])
 
 
 def test_a_frozen_parameter_of_stage_3_is_put_together(known, tmp_path):
@@ -194,12 +198,12 @@ def test_a_frozen_parameter_of_stage_3_is_put_together(known, tmp_path):
         said = torch.load(path, weights_only=True)
         del said["param_shapes"][0][name]
         torch.save({**said, "frozen_param_shapes": {name: weight.shape}, "frozen_param_fragments": {name: half[rank].clone()}}, path)
-    params = migrate.load(migrate.open_source(folder, known("llama")[1]))
+    params = convert.load(convert.open_source(folder, known("llama")[1]))
     assert torch.equal(params["head"]["norm"]["scale"], expected)
     last = torch.load(path, weights_only=True)
     torch.save({**last, "frozen_param_fragments": {}}, path)
     with pytest.raises(ValueError, match=r"model\.norm\.weight is frozen, and the model states have 17 of its 32 elements"):
-        migrate.load(migrate.open_source(folder, known("llama")[1]))
+        convert.load(convert.open_source(folder, known("llama")[1]))
 
 
 class Foreign:
@@ -222,7 +226,7 @@ def test_objects_of_the_program_that_saved_are_passed_over(known, tmp_path):
     path = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     torch.save({**torch.load(path, weights_only=True), "args": Foreign(3), "client": [Foreign()]}, path)
     before = Foreign.made
-    assert_same(migrate.load(migrate.open_source(folder, known("llama")[1])), known("llama")[2])
+    assert_same(convert.load(convert.open_source(folder, known("llama")[1])), known("llama")[2])
     assert Foreign.made == before
 
 
@@ -231,10 +235,10 @@ def test_a_config_of_a_model_that_was_never_saved(known, tmp_path):
     model, config, params = known("llama")
     model.config.__class__(**{**model.config.to_dict(), "architectures": None}).save_pretrained(tmp_path)
     assert not json.loads((tmp_path / "config.json").read_text()).get("architectures")
-    assert_same(migrate.load(migrate.open_source(write_dcp(tmp_path / "dcp", model.state_dict()), tmp_path / "config.json")), params)
-    assert_same(migrate.load(migrate.open_source(universal(tmp_path / "ds", "llama", 2), tmp_path / "config.json")), params)
+    assert_same(convert.load(convert.open_source(write_dcp(tmp_path / "dcp", model.state_dict()), tmp_path / "config.json")), params)
+    assert_same(convert.load(convert.open_source(universal(tmp_path / "ds", "llama", 2), tmp_path / "config.json")), params)
     with pytest.raises(ValueError, match="architectures is \\[\\] of model_type 'llama'"):
-        migrate.open_source(config.parent, tmp_path / "config.json")
+        convert.open_source(config.parent, tmp_path / "config.json")
 
 
 # ---- what is refused ----
@@ -255,13 +259,13 @@ def test_code_in_a_checkpoint_is_not_run(known, tmp_path, monkeypatch):
     weight = folder / "zero" / "model.norm.weight" / "fp32.pt"
     torch.save({"param": torch.load(weight, weights_only=True), "more": Harm()}, weight)
     try:
-        migrate.open_source(folder, config)
+        convert.open_source(folder, config)
     except ValueError as error:
         assert "\n" not in str(error)
     state = write_dcp(tmp_path / "dcp", known("llama")[0].state_dict())
     (state / ".metadata").write_bytes(pickle.dumps(Harm()))
     with pytest.raises(ValueError) as what:
-        migrate.open_source(state, config)
+        convert.open_source(state, config)
     one_line(what, ".metadata: damaged: it names posix.mkdir")
     assert not (tmp_path / "harm").exists()
 
@@ -274,7 +278,7 @@ def test_folders_that_are_no_source(known, tmp_path):
 
     def refused(folder, *said, config=config):
         with pytest.raises(ValueError) as what:
-            migrate.open_source(folder, config)
+            convert.open_source(folder, config)
         one_line(what, *said)
 
     refused(tmp_path / "nowhere", "nowhere: no such folder")
@@ -317,7 +321,7 @@ def test_a_checkpoint_of_another_model(what, known, tmp_path):
     change, said = CHANGES[what]
     state = change(dict(model.state_dict()))
     with pytest.raises(ValueError) as error:
-        migrate.open_source(write_dcp(tmp_path / "dcp", state), config)
+        convert.open_source(write_dcp(tmp_path / "dcp", state), config)
     one_line(error, str(tmp_path / "dcp"), said)
     # And of DeepSpeed: stage 3's elements have the shape that the model states say.
     for stage in (1, 3):
@@ -330,7 +334,7 @@ def test_a_checkpoint_of_another_model(what, known, tmp_path):
             shapes = [{name: t.shape for name, t in state.items()}]
             torch.save({**torch.load(path, weights_only=True), "param_shapes": shapes}, path)
         with pytest.raises(ValueError) as error:
-            migrate.open_source(folder, config)
+            convert.open_source(folder, config)
         one_line(error, str(folder), said)
 
 
@@ -338,17 +342,17 @@ def test_two_models_in_one_checkpoint_are_not_chosen_between(known, tmp_path):
     model, config, _ = known("llama")
     state = {f"{prefix}.{name}": t for prefix in ("ema", "model") for name, t in model.state_dict().items()}
     with pytest.raises(ValueError) as what:
-        migrate.open_source(write_dcp(tmp_path / "dcp", state), config)
+        convert.open_source(write_dcp(tmp_path / "dcp", state), config)
     one_line(what, "more than one model are in it, as ema.model.embed_tokens.weight and model.model.embed_tokens.weight say")
     del state["ema.model.norm.weight"]  # not a whole one
-    assert_same(migrate.load(migrate.open_source(write_dcp(tmp_path / "one", state), config)), known("llama")[2])
+    assert_same(convert.load(convert.open_source(write_dcp(tmp_path / "one", state), config)), known("llama")[2])
 
 
 def test_a_falsely_tied_head(known, tmp_path):
     model, config, _ = known("llama-tied-scaled")
     state = {**model.state_dict(), "lm_head.weight": model.state_dict()["lm_head.weight"] * 2}
     with pytest.raises(ValueError) as what:
-        migrate.open_source(write_dcp(tmp_path / "dcp", state), config)
+        convert.open_source(write_dcp(tmp_path / "dcp", state), config)
     one_line(what, "the config says tie_word_embeddings, but lm_head.weight is not model.embed_tokens.weight")
 
 
@@ -442,7 +446,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(file, known, tmp_path):
         at = draw.randrange(len(content))
         path.write_bytes(content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :])
         try:
-            found = migrate.load(migrate.open_source(folder, config))
+            found = convert.load(convert.open_source(folder, config))
         except ValueError as error:
             assert "\n" not in str(error) and str(folder) in str(error)
             refused += 1
@@ -463,12 +467,12 @@ def test_chunks_that_overlap(known, tmp_path):
     said.storage_data[dcp.metadata.MetadataIndex(UP, second.offsets)] = place
     path.write_bytes(pickle.dumps(said))
     with pytest.raises(ValueError) as what:
-        migrate.load(migrate.open_source(tmp_path / "dcp", known("llama")[1]))
+        convert.load(convert.open_source(tmp_path / "dcp", known("llama")[1]))
     one_line(what, f"tensor {UP} cannot be read: two of its chunks overlap, one from [1, 0] on")
     del said.state_dict_metadata[UP].chunks[1]
     path.write_bytes(pickle.dumps(said))
     with pytest.raises(ValueError) as what:
-        migrate.load(migrate.open_source(tmp_path / "dcp", known("llama")[1]))
+        convert.load(convert.open_source(tmp_path / "dcp", known("llama")[1]))
     one_line(what, f"tensor {UP} has 1280 elements, and chunks of 640; the checkpoint is not whole")
 
 
@@ -478,7 +482,7 @@ def test_the_command_line(known, tmp_path, capsys):
 
     def fzero(*args):
         with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in args])
+            main.main([str(arg) for arg in args])
         return ended.value.code, *capsys.readouterr()
 
     code, _, err = fzero("import", folder, "--out", tmp_path / "run")
@@ -500,7 +504,7 @@ def test_export_passes_over_a_damaged_checkpoint_and_says_so(known, tmp_path, ca
     file = max((p for p in Path(path).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     flip(file, file.stat().st_size // 2)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
+        main.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     out, err = capsys.readouterr()
     assert ended.value.code == 0 and "after step 0" in out
     assert err.count("\n") == 1 and "passed over" in err and "step-00000007" in err and "is damaged" in err
@@ -519,7 +523,7 @@ def test_the_model_is_never_in_memory(tmp_path):
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {what: int(peak) for what, peak in (line.split() for line in done.stdout.splitlines())}
-    whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), exchange.BUFFER_BYTES
+    whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), convert.BUFFER_BYTES
     slack = 45_000_000  # a tensor of theirs, twice; what threads and the first use of things need
     assert set(found) == {"hf", "dcp", "universal", "export"} and whole > 1.3 * (leaf + buffers + slack)
     assert max(found["hf"], found["dcp"], found["universal"]) < leaf + buffers + slack, found
@@ -548,9 +552,9 @@ def test_the_real_deepspeed(case, stage, frozen, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     real, truth = tmp_path / "universal", torch.load(tmp_path / "truth.pt", weights_only=True)
-    source = migrate.open_source(tmp_path)
+    source = convert.open_source(tmp_path)
     assert source.kind == "DeepSpeed universal checkpoint"
-    params = migrate.load(source)
+    params = convert.load(source)
     model = theirs(case)
     assert set(truth) == {name for name, _ in model.named_parameters()} - {frozen}
     if frozen:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.compile import vjp_pair
-from fzero.kernels import moe, routing
+from fzero.core.compile import vjp_pair
+from fzero.kernels import moe, moe_routing
 from fzero.kernels.registry import Kernels
 
 F64 = torch.float64
@@ -16,14 +16,14 @@ def rows_of(n, k, experts, seed=3):
     """(order, place, ends) of random choices, some expert without any."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, max(1, experts - 1), (n, k), generator=generator).to(laws.DEVICE)
-    return routing.group_reference(ids, experts)
+    return moe_routing.group_reference(ids, experts)
 
 
 # ---- route -----------------------------------------------------------------------------------------------------------
 
 
 def route_form(top_k):
-    return lambda impl, logits: routing.route(logits, top_k, impl=impl)[1:]
+    return lambda impl, logits: moe_routing.route(logits, top_k, impl=impl)[1:]
 
 
 @pytest.mark.parametrize("shape, top_k", [((7, 5), 2), ((1, 1), 1), ((2, 3, 37), 8), ((130, 3), 3)], ids=str)
@@ -32,19 +32,19 @@ def test_route_obeys_every_law(shape, top_k):
     laws.every_law(route_form(top_k), logits)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = 2 * logits[0].to(dtype)
-        assert_same(routing.route(x, top_k, impl="triton")[0], routing.route(x, top_k, impl="reference")[0])
+        assert_same(moe_routing.route(x, top_k, impl="triton")[0], moe_routing.route(x, top_k, impl="reference")[0])
 
 
 def test_route_derivatives():
     laws.derivatives(route_form(2), laws.draw((3, 5)))
-    laws.derivatives(lambda impl, x: routing.route(x, 3, impl=impl)[1], laws.draw((2, 3)))
+    laws.derivatives(lambda impl, x: moe_routing.route(x, 3, impl=impl)[1], laws.draw((2, 3)))
 
 
 def test_route_takes_the_lower_number_of_equal_logits():
     x = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [-torch.inf, -torch.inf, 1.0, -torch.inf, 0.0]], device=laws.DEVICE)
     expected = torch.tensor([[1, 2, 4, 0], [0, 1, 2, 3], [2, 4, 0, 1]], device=laws.DEVICE)
     for impl in ("triton", "reference"):
-        ids, weights, _ = routing.route(x, 4, impl=impl)
+        ids, weights, _ = moe_routing.route(x, 4, impl=impl)
         assert_same(ids, expected)
         assert weights[2, 2:].tolist() == [0.0, 0.0]
 
@@ -52,24 +52,24 @@ def test_route_takes_the_lower_number_of_equal_logits():
 def test_route_survives_what_is_no_number():
     x = torch.full((2, 6), torch.nan, device=laws.DEVICE)
     x[1, :3] = 0.0
-    ids, weights, _ = routing.route(x, 4, impl="triton")
+    ids, weights, _ = moe_routing.route(x, 4, impl="triton")
     assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in ids.tolist()) and weights.isnan().all()
 
 
 def test_route_of_many_experts_and_of_none():
     x = laws.draw((3, 1024), dtype=torch.float32)[0]
-    assert_close(routing.route(x, 8, impl="triton"), routing.route(x.double(), 8), rtol=1e-5)
-    assert [t.shape for t in routing.route(x[:0], 8, impl="triton")] == [(0, 8), (0, 8), (0, 1024)]
+    assert_close(moe_routing.route(x, 8, impl="triton"), moe_routing.route(x.double(), 8), rtol=1e-5)
+    assert [t.shape for t in moe_routing.route(x[:0], 8, impl="triton")] == [(0, 8), (0, 8), (0, 1024)]
     with pytest.raises(ValueError, match="there are 1025 experts; it takes 1024 at most"):
-        routing.route(torch.zeros(1, 1025, device=laws.DEVICE), 2, impl="triton")
+        moe_routing.route(torch.zeros(1, 1025, device=laws.DEVICE), 2, impl="triton")
     with pytest.raises(ValueError, match=r"the dtype is torch.float64"):
-        routing.route(x.double(), 8, impl="triton")
+        moe_routing.route(x.double(), 8, impl="triton")
 
 
 def test_route_of_far_rows():
     x = laws.far_apart(2, 5, torch.float32)
     x.copy_(laws.draw((2, 5))[0])
-    assert_same(routing.route(x, 2, impl="triton"), routing.route(x.clone(), 2, impl="triton"))
+    assert_same(moe_routing.route(x, 2, impl="triton"), moe_routing.route(x.clone(), 2, impl="triton"))
 
 
 # ---- group, permute, unpermute ---------------------------------------------------------------------------------------
@@ -78,13 +78,13 @@ def test_route_of_far_rows():
 @pytest.mark.parametrize("n, k, experts", [(1, 1, 1), (5, 2, 3), (33, 2, 8), (67, 3, 40), (64, 1, 2), (0, 2, 4)], ids=str)
 def test_group_is_a_stable_sort(n, k, experts):
     ids = torch.randint(0, experts, (n, k), generator=torch.Generator().manual_seed(n)).to(laws.DEVICE)
-    ours = routing.group(ids, experts, impl="triton")
+    ours = moe_routing.group(ids, experts, impl="triton")
     flat = ids.reshape(-1).tolist()
     order = sorted(range(n * k), key=lambda pair: flat[pair])
     assert ours.order.tolist() == order and ours.order.dtype == torch.int64
     assert [order[row] for row in ours.place.tolist()] == list(range(n * k))
     assert ours.ends.tolist() == [sum(e <= expert for e in flat) for expert in range(experts)] and ours.ends.dtype == torch.int32
-    assert_same(tuple(routing.group(ids, experts)), tuple(ours))
+    assert_same(tuple(moe_routing.group(ids, experts)), tuple(ours))
 
 
 SIZES = [(5, 2, 3, 37), (1, 1, 1, 1), (6, 3, 4, 1025)]
@@ -104,15 +104,15 @@ def obeys_every_law(form, impl, tensors):
 @pytest.mark.parametrize("n, k, experts, d", SIZES, ids=str)
 def test_permute_and_unpermute_obey_every_law(impl, n, k, experts, d):
     order, place, _ = rows_of(n, k, experts)
-    obeys_every_law(lambda impl, x: routing.permute(x, order, place, impl=impl), impl, laws.draw((n, d)))
-    obeys_every_law(lambda impl, y, w: routing.unpermute(y, w, order, place, impl=impl), impl, laws.draw((n * k, d), (n, k)))
+    obeys_every_law(lambda impl, x: moe_routing.permute(x, order, place, impl=impl), impl, laws.draw((n, d)))
+    obeys_every_law(lambda impl, y, w: moe_routing.unpermute(y, w, order, place, impl=impl), impl, laws.draw((n * k, d), (n, k)))
 
 
 @forms
 def test_permute_and_unpermute_derivatives(impl):
     order, place, _ = rows_of(3, 2, 4)
-    laws.derivatives(lambda impl, x: routing.permute(x, order, place, impl=impl), laws.draw((3, 5)))
-    laws.derivatives(lambda impl, y, w: routing.unpermute(y, w, order, place, impl=impl), laws.draw((6, 5), (3, 2)))
+    laws.derivatives(lambda impl, x: moe_routing.permute(x, order, place, impl=impl), laws.draw((3, 5)))
+    laws.derivatives(lambda impl, y, w: moe_routing.unpermute(y, w, order, place, impl=impl), laws.draw((6, 5), (3, 2)))
 
 
 @forms
@@ -120,9 +120,9 @@ def test_permute_and_unpermute_by_loops(impl):
     order, place, _ = rows_of(7, 3, 5)
     x, y, w = laws.draw((7, 4), (21, 4), (7, 3), dtype=torch.float32)
     rows = torch.stack([x[int(pair) // 3] for pair in order])
-    assert_same(routing.permute(x, order, place, impl=impl), rows)
+    assert_same(moe_routing.permute(x, order, place, impl=impl), rows)
     sums = torch.stack([sum(w[n, j] * y[order.tolist().index(3 * n + j)] for j in range(3)) for n in range(7)])
-    assert_close(routing.unpermute(y, w, order, place, impl=impl), sums, rtol=1e-6, atol=1e-6)
+    assert_close(moe_routing.unpermute(y, w, order, place, impl=impl), sums, rtol=1e-6, atol=1e-6)
 
 
 @forms
@@ -132,7 +132,7 @@ def test_bfloat16_rows_and_float32_weights(impl):
     y = y.bfloat16()
 
     def form(impl, y, w):
-        return routing.unpermute(y.to(F64 if y.dtype == F64 else torch.bfloat16), w, order, place, impl=impl)
+        return moe_routing.unpermute(y.to(F64 if y.dtype == F64 else torch.bfloat16), w, order, place, impl=impl)
 
     exact, plain, ours = (
         laws.both_passes(lambda *t, i=i: form(i, *t), [a, b])
@@ -148,8 +148,8 @@ def test_no_tokens(impl):
     order, place, ends = rows_of(0, 2, 4)
     x = torch.zeros(0, 5, device=laws.DEVICE)
     assert ends.tolist() == [0] * 4
-    assert routing.permute(x, order, place, impl=impl).shape == (0, 5)
-    assert routing.unpermute(x, torch.zeros(0, 2, device=laws.DEVICE), order, place, impl=impl).shape == (0, 5)
+    assert moe_routing.permute(x, order, place, impl=impl).shape == (0, 5)
+    assert moe_routing.unpermute(x, torch.zeros(0, 2, device=laws.DEVICE), order, place, impl=impl).shape == (0, 5)
 
 
 # ---- grouped products ------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ OURS = Kernels("reference", tuple((name, "triton") for name in ("group", "groupe
 
 def experts(dtype, n=21, d=16, f=24, e=5, k=2):
     draws = laws.draw((e, d, f), (e, d, f), (e, f, d), (1, n, d), (1, n, e), dtype=dtype)
-    ids, weights, _ = routing.route(draws[4], k)
+    ids, weights, _ = moe_routing.route(draws[4], k)
     return dict(zip(("w_gate", "w_up", "w_down"), draws)), draws[3], ids, weights
 
 

@@ -15,12 +15,14 @@ import ranks
 import torch
 
 import fzero
-from fzero import models, optim, precision, pytree, update, update_streamed
+from fzero import models, optim
+from fzero.core import precision, pytree
 from fzero.offload import Space, Stored
-from fzero.offload.disk import serves_direct
-from fzero.optim import states
-from fzero.stored import reopened
-from fzero.train import local_batch
+from fzero.offload.disk_io import serves_direct
+from fzero.optim import moment_storage
+from fzero.train.state_on_disk import reopened
+from fzero.train.step import local_batch
+from fzero.train.update import in_memory, offloaded
 
 MEMORY = Path("/dev/shm")  # a disk is slower and its time is other people's
 # Rows of 16 elements, and 600 of them: whole pages are 256 rows, so that such a leaf is cut, and its last rows are no whole page.
@@ -111,9 +113,9 @@ def model_of(name):
 def changed(case):
     """Leaves as small as these in 8 bits, units as small as can be, and the one-pass form where it is asked for."""
     with (
-        mock.patch.object(states, "SMALL", 100),
-        mock.patch.object(update_streamed, "SHARE", SMALLEST),
-        mock.patch.object(update, "MANY", 0 if case.on_host else 1 << 62),
+        mock.patch.object(moment_storage, "SMALL", 100),
+        mock.patch.object(offloaded, "SHARE", SMALLEST),
+        mock.patch.object(in_memory, "MANY", 0 if case.on_host else 1 << 62),
     ):
         yield
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fzero.offload.disk import serves_direct
+from fzero.offload.disk_io import serves_direct
 
 STEPS = 6  # of offload_worker
 MEMORY = Path("/dev/shm")  # a kill is the same on a disk and on a file system in memory, which is quicker and less noisy

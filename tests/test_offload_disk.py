@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fzero.offload import disk as disk_module
-from fzero.offload.arena import HUGE, PAGE, Arena, padded
-from fzero.offload.disk import LATER, NEXT, Disk, Settings, open_direct, serves_direct
+from fzero.offload import disk_io as disk_module
+from fzero.offload.buffer_pool import HUGE, PAGE, Arena, padded
+from fzero.offload.disk_io import LATER, NEXT, Disk, Settings, open_direct, serves_direct
 
 ALL = (HUGE,)  # the shape that takes all of a small arena
 WAIT_S = 20
@@ -424,8 +424,8 @@ def test_two_processes_share_a_file(tmp_path):
     path.write_bytes(bytes(2 * n * PAGE))
     program = f"""
 import os, sys, torch
-from fzero.offload.arena import PAGE, Arena
-from fzero.offload.disk import Disk, Settings
+from fzero.offload.buffer_pool import PAGE, Arena
+from fzero.offload.disk_io import Disk, Settings
 rank, n = int(sys.argv[1]), {n}
 fd, arena, disk = os.open({str(path)!r}, os.O_RDWR), Arena(8 << 20), Disk(Settings(16 * PAGE, 2, 2).share(2))
 for turn in range(1, 9):

@@ -11,12 +11,16 @@ import torch
 from launched import TIMED
 
 import fzero
-from fzero import capacity, cli, config, models, optim, precision, program, pytree, runs, weights
-from fzero.backward import How
+from fzero import models, optim
+from fzero.checkpoint import offload_snapshot
+from fzero.cli import main
+from fzero.core import precision, pytree
 from fzero.offload import Space, Stored
-from fzero.stored import reopened
-from fzero.train import local_batch, make_gradient, split_batch
-from fzero.update import Gradients, update_donated
+from fzero.run import build, config, memory_check, run_folder
+from fzero.train.gradient import How
+from fzero.train.state_on_disk import reopened
+from fzero.train.step import local_batch, make_gradient, split_batch
+from fzero.train.update.in_memory import Gradients, update_donated
 
 SIZES = {"vocab_size": 61, "max_len": 8, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
 MODEL = models.llama(models.LlamaConfig(**SIZES))
@@ -178,10 +182,10 @@ def test_weights_that_ranks_hold_in_parts(tmp_path, stage):
     found = ranks.run(2, of_ranks, str(tmp_path), stage)
     losses, state = trained(None, "", POLICIES["bf16"], clip=0.5)
     assert found[0] == found[1] == pytest.approx(losses, rel=1e-3)
-    shelf = weights.find(tmp_path)
+    shelf = offload_snapshot.find(tmp_path)
     plan = fzero.zero_plan(stage, MODEL, fzero.sharding.fake_mesh(shelf.sizes))
     for prefix, expected in (("params/", state.params), ("master/", state.master)):
-        there = weights.weights(shelf, plan, prefix)
+        there = offload_snapshot.weights(shelf, plan, prefix)
         for name, leaf in pytree.named_leaves(expected).items():
             other = pytree.named_leaves(there)[name]
             assert other.shape == leaf.shape and other.dtype == leaf.dtype
@@ -189,7 +193,7 @@ def test_weights_that_ranks_hold_in_parts(tmp_path, stage):
     chunk = tmp_path / "arrays/params/blocks/attn/w_q/c" / str(shelf.record.slot) / f"2/{int(stage == 3)}/0"
     chunk.write_bytes(bytes([chunk.read_bytes()[0] ^ 1]) + chunk.read_bytes()[1:])
     with pytest.raises(ValueError, match=r"params/blocks/attn/w_q, layer \d of rank \d, is not what was written"):
-        weights.weights(shelf, plan, "params/")
+        offload_snapshot.weights(shelf, plan, "params/")
 
 
 # -- the command
@@ -217,12 +221,12 @@ ON_DISK = {"disk_read_bytes", "disk_written_bytes", "disk_wait_s"}
 
 def fz(*args):
     with pytest.raises(SystemExit) as ended:
-        cli.main([str(arg) for arg in args])
+        main.main([str(arg) for arg in args])
     return ended.value.code
 
 
 def numbers(run):
-    return [{key: value for key, value in row.items() if key not in TIMED | ON_DISK} for row in runs.read_metrics(Path(run))]
+    return [{key: value for key, value in row.items() if key not in TIMED | ON_DISK} for row in run_folder.read_metrics(Path(run))]
 
 
 def test_a_run_on_a_disk_is_the_run_in_memory(folder, monkeypatch, capsys):
@@ -309,16 +313,16 @@ def run_config(**changes):
 @pytest.mark.parametrize("offload", (ALL, f"{ALL},grads=nvme,acts=nvme", "opt=nvme:0.4"))
 @pytest.mark.parametrize("states", ("full", "8bit"))
 def test_the_disk_that_a_run_needs(tmp_path, offload, states):
-    made = program.build(run_config(offload=offload, optim={"name": "adamw", "states": states}), None, tmp_path)
-    state = program.first_state(made)
+    made = build.build(run_config(offload=offload, optim={"name": "adamw", "states": states}), None, tmp_path)
+    state = build.first_state(made)
     tokens = torch.randint(0, 61, (4, 17))
     made.train_step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
     held = sum(path.stat().st_size for path in (tmp_path / "nvme/arrays").rglob("*") if path.is_file() and path.name != "zarr.json")
     scratch = made.space.scratch.end if "grads" in offload else 0
     # Each value of the scratch file fills whole pages.
-    assert held <= capacity.disk_needed(made) <= held + scratch
-    assert ("grads" in offload) == (capacity.disk_needed(made) > held)
-    memory = capacity.memory_needed(made)
+    assert held <= memory_check.disk_needed(made) <= held + scratch
+    assert ("grads" in offload) == (memory_check.disk_needed(made) > held)
+    memory = memory_check.memory_needed(made)
     assert memory.buffers == made.space.arena.size and made.space.arena.peak <= memory.buffers
     made.space.close()
 
@@ -326,11 +330,11 @@ def test_the_disk_that_a_run_needs(tmp_path, offload, states):
 def test_the_largest_model_that_has_room():
     run = run_config(offload=f"{ALL},grads=nvme,acts=nvme")
     for memory, disk in ((2 * 10**9, 30 * 10**9), (8 * 10**9, 200 * 10**9), (3 * 10**9, 10**12)):
-        found = capacity.largest(run, memory, disk)
+        found = memory_check.largest(run, memory, disk)
         assert found.memory_bytes <= memory and found.disk_bytes <= disk
         more = dataclasses.replace(found.config.model, n_layers=found.config.model.n_layers + 1)
-        next_one = program.build(dataclasses.replace(found.config, model=more))
-        needs = capacity.PROCESS + sum(capacity.memory_needed(next_one)), capacity.disk_needed(next_one)
+        next_one = build.build(dataclasses.replace(found.config, model=more))
+        needs = memory_check.PROCESS + sum(memory_check.memory_needed(next_one)), memory_check.disk_needed(next_one)
         assert needs[found.binds == "disk"] > (memory, disk)[found.binds == "disk"]
     with pytest.raises(ValueError, match=r"do not hold .* parameters, which need"):
-        capacity.largest(run, 10**8, 10**9)
+        memory_check.largest(run, 10**8, 10**9)

@@ -17,18 +17,19 @@ import pytest
 import torch
 
 import fzero
-from fzero import models, optim, precision, pytree
+from fzero import models, optim
+from fzero.core import precision, pytree
 from fzero.offload import Arena, Disk, Kept, Scratch, Settings, Space, Stored, open_store
-from fzero.offload import chunks as chunks_module
+from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.arena import PAGE
-from fzero.offload.disk import serves_direct
-from fzero.offload.record import STEP, STORE, read_record
+from fzero.offload.buffer_pool import PAGE
+from fzero.offload.disk_io import serves_direct
 from fzero.offload.store import release
-from fzero.offload.units import Slice, ahead, cut, owners
-from fzero.sharding.pieces import MOST, pieces
-from fzero.stored import reopened
-from fzero.train import local_batch
+from fzero.offload.store_manifest import STEP, STORE, read_record
+from fzero.offload.update_units import Slice, ahead, cut, owners
+from fzero.sharding.slices import MOST, pieces
+from fzero.train.state_on_disk import reopened
+from fzero.train.step import local_batch
 
 LEAVES = {
     "params/blocks/w": Kept((3, 70, 64), torch.float32, stacked=True),

@@ -10,9 +10,10 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.collectives import all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
-from fzero.links import link_of
-from fzero.operators import hold, in_order, ops
+from fzero.comm.collectives import all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
+from fzero.comm.communicator import link_of
+from fzero.comm.operators import ops
+from fzero.core.graph import hold, in_order
 from fzero.sharding import fake_mesh
 
 F64 = torch.float64

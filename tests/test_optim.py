@@ -7,7 +7,8 @@ import torch
 from optim_cases import F64, OPTIMIZERS, assert_same, clone, run, tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero import optim, pytree
+from fzero import optim
+from fzero.core import pytree
 from fzero.optim import leafwise
 from fzero.sharding.spec import Spec
 

@@ -8,15 +8,17 @@ import torch
 from close import assert_close, assert_same
 
 import fzero
-from fzero import models, optim, precision, pytree, random, update
-from fzero.kernels import lowbit
-from fzero.kernels import optimizers as kernels
-from fzero.kernels.leaf_steps import Leaf, Rates
-from fzero.kernels.lowbit import Place, place
+from fzero import models, optim
+from fzero.core import precision, prng, pytree
+from fzero.kernels import optim_lowbit
+from fzero.kernels import optim_multi_tensor as kernels
+from fzero.kernels.optim_leaf import Leaf, Rates
+from fzero.kernels.optim_lowbit import Place, place
 from fzero.kernels.registry import explain
-from fzero.optim import layout as layouts
-from fzero.optim import states
+from fzero.optim import moment_storage
+from fzero.optim import sharded as layouts
 from fzero.sharding.spec import Spec
+from fzero.train.update import in_memory
 
 F64, BF16 = torch.float64, torch.bfloat16
 OPS = {"adamw": (kernels.adamw, 2), "lion": (kernels.lion, 1)}
@@ -40,7 +42,7 @@ def draw(name, shapes, state=torch.float32, grad=torch.float32, param=torch.floa
         p, g, m, v = laws.draw(shape, shape, shape, shape, dtype=torch.float32, seed=i)
         kept = [m, v.square() * torch.logspace(0, -16, v.numel(), device=v.device).view(shape)][:moments]
         if coded:
-            pairs = [lowbit.encode(x, block, signed) for x, signed in zip(kept, (True, False))]
+            pairs = [optim_lowbit.encode(x, block, signed) for x, signed in zip(kept, (True, False))]
             kept = [*(c for c, _ in pairs), *(s for _, s in pairs)]
         else:
             kept = [x.to(state) for x in kept]
@@ -210,7 +212,7 @@ def test_rounding_bits_are_the_words_of_the_step_and_the_element():
     leaf = leaf._replace(g=x, place=place((11, 12), (2, 300), (0, 0), (2, 300)))
     given = rates("adamw")._replace(b1=0.0, b2=0.0)
     kernels.adamw([leaf], given, impl="triton")
-    words = random.bits(random.fold_in(torch.tensor([11, 12]), 7), (2, 300)).to(x.device)
+    words = prng.bits(prng.fold_in(torch.tensor([11, 12]), 7), (2, 300)).to(x.device)
     for kept, exact, word in zip(leaf.state, (x, x * x), (words & 0xFFFF, words >> 16)):
         raw = exact.view(torch.int32).long() & 0xFFFFFFFF
         assert torch.equal(kept.view(torch.int16).long() & 0xFFFF, (raw + word) >> 16)
@@ -218,8 +220,8 @@ def test_rounding_bits_are_the_words_of_the_step_and_the_element():
 
 def test_stochastic_rounding_is_right_on_average():
     x = torch.tensor([1.0 + 2**-10, -3.0 - 2**-9, 1e-20, 0.0, float("inf"), float("nan")])
-    words = random.bits(random.key(0), (20000, 6)) & 0xFFFF
-    rounded = lowbit.round_stochastic(x.expand(20000, 6).contiguous(), words).double()
+    words = prng.bits(prng.key(0), (20000, 6)) & 0xFFFF
+    rounded = optim_lowbit.round_stochastic(x.expand(20000, 6).contiguous(), words).double()
     assert {len(set(column.tolist())) for column in rounded[:, :2].T} == {2}
     assert_close(rounded[:, :3].mean(0), x[:3].double(), rtol=5e-5)
     assert (rounded[:, 3] == 0).all() and (rounded[:, 4] == float("inf")).all() and rounded[:, 5].isnan().all()
@@ -267,11 +269,11 @@ def test_place_of_every_element():
 def test_codes(signed, shape):
     x = laws.draw(shape, dtype=torch.float32)[0] * torch.logspace(-3, 0, shape[-1], device=laws.DEVICE)
     x = x if signed else x.square()
-    codes, scales = lowbit.encode(x, 64, signed)
+    codes, scales = optim_lowbit.encode(x, 64, signed)
     assert codes.shape == x.shape and codes.dtype == torch.uint8 and scales.shape == (*shape[:-1], -(-shape[-1] // 64))
-    y = lowbit.decode(codes, scales, signed, 64)
+    y = optim_lowbit.decode(codes, scales, signed, 64)
     assert ((y - x).abs() <= x.abs() / 15).all()  # half a step of an eighth
-    again = lowbit.encode(y, 64, signed)
+    again = optim_lowbit.encode(y, 64, signed)
     assert_same(again, (codes, scales))
     if x.numel():
         assert torch.equal(y.abs().amax(), x.abs().amax())
@@ -279,16 +281,16 @@ def test_codes(signed, shape):
 
 def test_codes_at_their_ends():
     x = torch.tensor([[4.0, -4.0, 2.0**-40, -0.0, 0.0], [0.0] * 5])
-    codes, scales = lowbit.encode(x, 16, True)
-    assert lowbit.decode(codes, scales, True, 16).tolist() == [[4.0, -4.0, 0.0, 0.0, 0.0], [0.0] * 5]
+    codes, scales = optim_lowbit.encode(x, 16, True)
+    assert optim_lowbit.decode(codes, scales, True, 16).tolist() == [[4.0, -4.0, 0.0, 0.0, 0.0], [0.0] * 5]
     # A second moment that is not zero stays above zero, or a step would be m / eps.
-    small = lowbit.decode(*lowbit.encode(torch.tensor([[1.0, 1e-30, 0.0]]), 16, False), False, 16)
+    small = optim_lowbit.decode(*optim_lowbit.encode(torch.tensor([[1.0, 1e-30, 0.0]]), 16, False), False, 16)
     assert small[0, 0] == 1.0 and 0.0 < small[0, 1] < 1e-9 and small[0, 2] == 0.0
 
 
 def test_the_kernel_keeps_a_small_second_moment_above_zero():
     leaf = draw("adamw", [(1, 40)], coded=True)[0]
-    codes, scales = lowbit.encode(torch.tensor([[1.0, 1e-30, 0.0, *[0.5] * 37]], device=laws.DEVICE), 256, False)
+    codes, scales = optim_lowbit.encode(torch.tensor([[1.0, 1e-30, 0.0, *[0.5] * 37]], device=laws.DEVICE), 256, False)
     leaf = leaf._replace(g=torch.zeros_like(leaf.g), state=(leaf.state[0], codes, leaf.state[2], scales))
     leaf.g[0, 0] = 10.0  # the largest grows, and leaves the second beyond its reach
     compare(after("adamw", [leaf], rates("adamw"), "triton"), after("adamw", [leaf], rates("adamw"), "reference"))
@@ -405,10 +407,10 @@ def trained(name, impl, policy, steps=3):
 @pytest.mark.parametrize("policy", [precision.fp32(), precision.bf16()], ids=["fp32", "bf16"])
 def test_a_step_in_one_pass_is_the_step(name, policy, monkeypatch):
     """Update, skip, clipping and the bfloat16 parameters; without the kernel nothing but its rounding is another."""
-    monkeypatch.setattr(states, "SMALL", 100)
-    monkeypatch.setattr(update, "on_device", lambda grads: False)
+    monkeypatch.setattr(moment_storage, "SMALL", 100)
+    monkeypatch.setattr(in_memory, "on_device", lambda grads: False)
     expected = trained(name, "reference", policy)
-    monkeypatch.setattr(update, "on_device", lambda grads: True)
+    monkeypatch.setattr(in_memory, "on_device", lambda grads: True)
     got = trained(name, "triton", policy)
     assert int(pytree.named_leaves(got.opt_state)[next(n for n in pytree.names(got.opt_state) if n.endswith("count"))]) == 2
     for leaf, want in pytree.named_leaves(expected).items():

@@ -9,9 +9,10 @@ from close import assert_same
 from optim_cases import clone, tree
 
 import fzero
-from fzero import checkpoint, optim, pytree
-from fzero.kernels import leaf_steps, lowbit
-from fzero.optim import states
+from fzero import checkpoint, optim
+from fzero.core import pytree
+from fzero.kernels import optim_leaf, optim_lowbit
+from fzero.optim import moment_storage
 from fzero.sharding.spec import Spec
 
 # leaf -> (shape, spec as a plan's `opt` has it)
@@ -40,7 +41,7 @@ every_optimizer = pytest.mark.parametrize("name", LOW)
 
 @pytest.fixture(autouse=True)
 def small_leaves_in_8_bits(monkeypatch):
-    monkeypatch.setattr(states, "SMALL", 100)
+    monkeypatch.setattr(moment_storage, "SMALL", 100)
 
 
 def train(tx, params, grads, form="update"):
@@ -64,7 +65,7 @@ def gradients(steps, dtype=torch.float32):
     ("dtype", "piece"), [(torch.float32, 1 << 18), (torch.float32, 200), (BF16, 200), (torch.float64, 1 << 18)], ids=str
 )
 def test_all_forms_have_the_same_bits(name, dtype, piece, monkeypatch):
-    monkeypatch.setitem(leaf_steps.PIECE, "cpu", piece)
+    monkeypatch.setitem(optim_leaf.PIECE, "cpu", piece)
     tx, params = LOW[name](0.1, optim.WHOLE), tree(0, SHAPES, dtype)
     expected = train(tx, params, gradients(2))
     assert tx.donate is None
@@ -132,7 +133,7 @@ def own(mesh, specs, whole):
 
 
 def compare_steps(mesh, name, plant=lambda layout: layout):
-    states.SMALL = 100  # in a process of its own
+    moment_storage.SMALL = 100  # in a process of its own
     params, grads = tree(0, SHAPES, torch.float32), gradients(2)
     layout = plant(optim.sharded(SPECS, mesh, like=params))
     tx, whole = LOW[name](0.1, layout), LOW[name](0.1, optim.WHOLE)
@@ -166,7 +167,7 @@ def test_indices_within_a_shard_would_be_seen():
 
 
 def losses_of_a_run(mesh, stage):
-    states.SMALL = 100
+    moment_storage.SMALL = 100
     model = fzero.models.build(fzero.models.MLPConfig(vocab_size=32, d_model=16, n_layers=2, d_ff=32))
     plan = fzero.zero_plan(stage, model, mesh, reduce="canonical")
     layout = optim.sharded(plan.opt, mesh, like=plan.like)
@@ -277,6 +278,6 @@ def test_a_step_refuses_shards_without_a_layout():
 def test_place_is_that_of_the_layout():
     mesh = fzero.sharding.fake_mesh({"dp": 4}, rank=2)
     layout = optim.sharded({"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, mesh, like={"blocks": {"w": torch.empty(3, 8, 5)}})
-    where = lowbit.place((0, 0), (3, 2, 5), *layout.window("blocks/w", (3, 2, 5)))
+    where = optim_lowbit.place((0, 0), (3, 2, 5), *layout.window("blocks/w", (3, 2, 5)))
     whole = torch.arange(120).view(3, 8, 5)
     assert torch.equal(where.index(torch.arange(30)), whole[:, 4:6].reshape(-1))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from optim_cases import F64, assert_same, clone, muon_for_matrices, run, tree
 
-from fzero import optim, pytree
+from fzero import optim
+from fzero.core import pytree
 
 # ---- chain, by_label ------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ import torch
 from optim_cases import F64, OPTIMIZERS, assert_same, clone, tree
 
 import fzero
-from fzero import optim, pytree
-from fzero.optim import layout as layouts
+from fzero import optim
+from fzero.core import pytree
+from fzero.optim import sharded as layouts
 from fzero.sharding.spec import Spec
 
 LAYERS = 6  # of which 4 ranks share the first four, and gather the last two

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fzero import optim, pytree
+from fzero import optim
+from fzero.core import pytree
 
 F64 = torch.float64
 STEPS = 20

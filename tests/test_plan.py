@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 import fzero
-from fzero import config, models, program, pytree
-from fzero.planner import devices, estimate, questions, report, text, variants
+from fzero import models
+from fzero.core import pytree
+from fzero.planner import devices, estimate, format, questions, variants
+from fzero.planner import plan as report
+from fzero.run import build, config
 from fzero.sharding import fake_mesh
-from fzero.sharding.zero import communicated
+from fzero.sharding.plan import communicated
 
 SMALL = {
     "preset": "llama-tiny",
@@ -77,7 +80,7 @@ def test_what_does_not_fit_says_by_how_much():
     found = fzero.plan(SMALL, {"dp": 2}, gpu=tight, zero=3)
     assert not found.fits and found.binds == "memory"
     assert found.margin_bytes == found.capacity_bytes - found.peak_bytes_per_rank < 0
-    assert f"DOES NOT FIT: {text.size(-found.margin_bytes)} too much" in str(found)
+    assert f"DOES NOT FIT: {format.size(-found.margin_bytes)} too much" in str(found)
 
 
 def test_a_nodes_host_memory_is_memory_too():
@@ -141,7 +144,7 @@ def test_model_states_are_those_of_a_traced_step(stage, micro_batch):
 @pytest.mark.parametrize("stage", range(4))
 def test_elements_communicated_are_the_papers(stage):
     c = config.from_table({**SMALL, "zero": stage, "model": {**SMALL["model"], "n_layers": 4}})
-    plan = program.build(report.settled(c, fzero.target.CPU), fake_mesh({"dp": 2})).plan
+    plan = build.build(report.settled(c, fzero.core.device.CPU), fake_mesh({"dp": 2})).plan
     psi = sum(x.numel() for x in pytree.leaves(plan.like))
     sent = [communicated(plan, name)[1:] for name in pytree.named_leaves(plan.like)]
     said = estimate.communicated_elements(psi, stage, 2)

@@ -10,13 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
-import fzero.collectives
-import fzero.target
-from fzero import lowered
-from fzero.compile import vjp_pair
-from fzero.report.live import LiveBytes
+import fzero.comm.collectives
+import fzero.core.device
+from fzero.core import fake_inductor
+from fzero.core.compile import vjp_pair
+from fzero.core.device import CPU, Planned, Target
+from fzero.run.measure.live_bytes import LiveBytes
 from fzero.sharding.mesh import fake_mesh
-from fzero.target import CPU, Planned, Target
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")
 N = 64
@@ -97,7 +97,7 @@ def test_the_peak_is_what_the_allocator_counts():
 
 
 def test_of_parts_of_one_buffer_the_largest_counts():
-    kernel = lowered._Kernel("const float* in_ptr0, const float* in_ptr1, const float* in_ptr2, float* out_ptr0, const int64_t ks0")
+    kernel = fake_inductor._Kernel("const float* in_ptr0, const float* in_ptr1, const float* in_ptr2, float* out_ptr0, const int64_t ks0")
     with Planned(CPU), Launches() as seen:
         x, y = torch.zeros(4, N), torch.zeros(2, N)
         kernel(x[:1], x, x[1:3], y, 7)
@@ -109,7 +109,7 @@ def test_collectives_are_entered_as_often_as_they_run(target):
     mesh = fake_mesh({"tp": 2})
 
     def f(x, w):
-        return [fzero.collectives.psum(x @ w, mesh["tp"], leaf="w")]
+        return [fzero.comm.collectives.psum(x @ w, mesh["tp"], leaf="w")]
 
     with Planned(target) as mode:
         pair = vjp_pair(f, 2, compiled=True)
@@ -124,7 +124,7 @@ def test_a_program_serves_the_target_it_was_made_for():
     seen = []
 
     def f(x, w):
-        seen.append(fzero.target.target_of(x))
+        seen.append(fzero.core.device.target_of(x))
         return [x @ w]
 
     pair = vjp_pair(f, 2, compiled=True)

@@ -16,12 +16,12 @@ import torch
 from plan_cases import CASES, THIN, made
 from torch.utils.flop_counter import FlopCounterMode
 
-from fzero import program
-from fzero.planner import depth, devices
-from fzero.planner.flops import formulas
+from fzero.planner import devices, extrapolate
 from fzero.planner.operations import Op
-from fzero.planner.trace import Transfer, state_bytes, trace_step
-from fzero.report.live import COMPONENTS, record_step
+from fzero.planner.step_trace import Transfer, state_bytes, trace_step
+from fzero.run import build
+from fzero.run.measure.flops import formulas
+from fzero.run.measure.live_bytes import COMPONENTS, record_step
 from fzero.sharding import one_process
 
 
@@ -48,8 +48,8 @@ def measured(mesh, cases):
     for name, config in cases.items():
         # One folder for all ranks, which have one parent.
         with shared(Path(tempfile.gettempdir(), f"fzero-{os.getppid()}-{name}"), mesh.rank) as folder:
-            built = program.build(config, mesh, folder)
-            state, batch = program.first_state(built), batch_of(config, mesh)
+            built = build.build(config, mesh, folder)
+            state, batch = build.first_state(built), batch_of(config, mesh)
             state, _ = built.train_step(state, batch)
             at_rest = state_bytes(built, state)
             mesh.ledger.clear()
@@ -142,7 +142,7 @@ QUICK = ("stage 0", "micro-batches", "activations of a GPU")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in DEEP])
 def test_a_deep_model_is_its_layers(name):
     config, target = DEEP[name], H100 if "GPU" in name else None
-    few, whole = (trace(config, config.mesh, target=target) for trace in (depth.trace, trace_step))
+    few, whole = (trace(config, config.mesh, target=target) for trace in (extrapolate.trace, trace_step))
     assert f"{config.model.n_layers} layers from" in few.exact and whole.exact == ""
     assert len(few.events) < len(whole.events) and few.segments
     assert sorted(few.ledger) == sorted(whole.ledger)
@@ -154,8 +154,8 @@ def test_a_deep_model_is_its_layers(name):
 
 
 def test_layers_that_differ_are_all_run(monkeypatch):
-    monkeypatch.setattr(depth, "shape", lambda config: (0, 1, 2))  # the first layer, and one behind it
+    monkeypatch.setattr(extrapolate, "shape", lambda config: (0, 1, 2))  # the first layer, and one behind it
     config = made(zero=3, parts=1, model={**SMALL, "n_layers": 6})
-    trace = depth.trace(config, config.mesh)
+    trace = extrapolate.trace(config, config.mesh)
     assert "all were run" in trace.exact and not trace.segments
     assert trace.peak.bytes == trace_step(config, config.mesh).peak.bytes

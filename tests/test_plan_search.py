@@ -8,9 +8,10 @@ import pytest
 from test_plan import FLAGS, SMALL
 
 import fzero
-from fzero import cli, config, runs
-from fzero.planner import candidates, devices, report, search
+from fzero.cli import main
+from fzero.planner import candidates, devices, plan, search
 from fzero.planner.candidates import Candidate
+from fzero.run import config, run_folder
 
 H100 = devices.device("h100")
 
@@ -113,7 +114,7 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert {x.tp for x in every} == {1, 2, 4} and {x.zero for x in every} == {0, 1, 2, 3}
     assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
     for x in every[:: len(every) // 20]:
-        fzero.planner.trace.programs.build(report.settled(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
+        fzero.planner.step_trace.programs.build(plan.settled(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
     assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
     assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
     assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == 1} == {(8, 1), (4, 2), (2, 4)}
@@ -140,7 +141,7 @@ def test_a_sketch_is_near_the_trace(c):
             "data": {"seq_len": 1024},
         }
     )
-    sketch = candidates.Sketcher(report.settled(big, H100.target), H100, 4).sketch(c)
+    sketch = candidates.Sketcher(plan.settled(big, H100.target), H100, 4).sketch(c)
     exact = fzero.plan(c.of(big), c.mesh)
     assert 0.6 < sketch.bytes / exact.peak_bytes_per_rank < 1.6
     assert 0.4 < sketch.step_s / exact.step_s < 2.5
@@ -162,7 +163,7 @@ def test_a_search_needs_rates(monkeypatch, tmp_path):
 def test_the_written_config_reads_back(found, tmp_path, name):
     path = tmp_path / name
     search.write_config(found.config, path)
-    from fzero.tables import read_table
+    from fzero.core.tables import read_table
 
     assert config.from_table(read_table(path)) == found.config
     if name == "run.toml":
@@ -177,7 +178,7 @@ def test_a_search_of_the_command_line_is_trained(capsys, monkeypatch, tmp_path):
 
     def fz(*args):
         with pytest.raises(SystemExit) as ended:
-            cli.main(list(args))
+            main.main(list(args))
         out, err = capsys.readouterr()
         assert ended.value.code == 0, err
         return out, err
@@ -187,7 +188,7 @@ def test_a_search_of_the_command_line_is_trained(capsys, monkeypatch, tmp_path):
     out, err = fz("plan", "--search", "--gpus", "1", *flags_of(flags), *steps, "--top", "1", "--out", "best.toml")
     assert "the fastest" in out and "fzero pretrain --config best.toml" in err
     fz("pretrain", "--config", "best.toml", "--out", "run", "--peak-tflops", "1", "--sample", "", "--set", "precision.fp32_matmul=default")
-    assert [row["step"] for row in runs.read_metrics(tmp_path / "run")] == [1, 2]
+    assert [row["step"] for row in run_folder.read_metrics(tmp_path / "run")] == [1, 2]
 
 
 def flags_of(flags):

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 import fzero
-from fzero import models, optim, precision, program, pytree
+from fzero import models, optim
+from fzero.comm.communicator import Link
+from fzero.core import precision, pytree
+from fzero.core.device import CPU, HOST, Planned, Target, kind_of, plan_of, target_of
 from fzero.kernels.registry import explain, observe
-from fzero.links import Link
-from fzero.report.live import LiveBytes
+from fzero.run import build
+from fzero.run.measure.live_bytes import LiveBytes
 from fzero.sharding.mesh import fake_mesh
 from fzero.sharding.reduce import Reducer
-from fzero.target import CPU, HOST, Planned, Target, kind_of, plan_of, target_of
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")
 SIZES = {"vocab_size": 128, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
@@ -30,7 +32,7 @@ ON_H100 = {
 
 def muon(layout):
     parts = {"muon": optim.muon(0.02, 0.95, layout=layout), "adamw": optim.adamw(1e-3, layout=layout)}
-    return optim.by_label(parts, ((program.BLOCK_MATRICES, "muon"), (".*", "adamw")))
+    return optim.by_label(parts, ((build.BLOCK_MATRICES, "muon"), (".*", "adamw")))
 
 
 OPTIMIZERS = {

@@ -6,15 +6,16 @@ import itertools
 import pytest
 import torch
 
-from fzero.config import from_table
-from fzero.planner import flops, rates, timing
+from fzero.core.device import CPU
+from fzero.planner import rates, timing
 from fzero.planner.devices import Device, Level, Rates
-from fzero.planner.flops import counted, hfu, mfu, pairs
 from fzero.planner.operations import Op
 from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_part, ways_of
+from fzero.planner.step_trace import Moment, Segment, Trace, Transfer
 from fzero.planner.timing import crossing, predict
-from fzero.planner.trace import Moment, Segment, Trace, Transfer
-from fzero.target import CPU
+from fzero.run.config import from_table
+from fzero.run.measure import flops
+from fzero.run.measure.flops import counted, hfu, mfu, pairs
 
 CONFIG = from_table({"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"compiled": False}})
 MOMENT = Moment(0, "forward", None, "", 0, {})
@@ -410,7 +411,7 @@ def test_days_and_price():
 @pytest.mark.parametrize("kind", [("full", 0, 0), ("window", 3, 0), ("local", 4, 0), ("strided", 3, 0), ("fixed", 4, 2)])
 @pytest.mark.parametrize(("queries", "keys", "first"), [(5, 5, 0), (3, 9, 6), (9, 5, 0), (4, 2, 3), (1, 7, 6)])
 def test_pairs_are_those_of_the_mask(kind, queries, keys, first):
-    from fzero.kernels.patterns import Pattern
+    from fzero.kernels.attention_pattern import Pattern
 
     mask = Pattern(*kind).sees((torch.arange(queries) + first)[:, None], torch.arange(keys)[None])
     assert pairs(*kind, queries, keys, first) == int(mask.sum())

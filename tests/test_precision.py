@@ -6,7 +6,7 @@ import pytest
 import torch
 from close import assert_same
 
-from fzero.precision import POLICIES, LossScale, Policy, fp16, init_scaler, overflow_at_floor, update_scaler
+from fzero.core.precision import POLICIES, LossScale, Policy, fp16, init_scaler, overflow_at_floor, update_scaler
 
 
 class AtFloor(Exception):

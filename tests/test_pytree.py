@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fzero import pytree
+from fzero.core import pytree
 
 
 class Pair(NamedTuple):

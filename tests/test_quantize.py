@@ -6,12 +6,12 @@ import torch
 from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero import random
+from fzero.core import prng
 from fzero.kernels import quantize as file
 from fzero.kernels.quantize import KINDS, Quantized, dequantize, dequantize_sum_requantize, quantize
 from fzero.kernels.registry import explain
 
-KEY = random.key(2**40 + 11, laws.DEVICE)
+KEY = prng.key(2**40 + 11, laws.DEVICE)
 HALVES = {"int8": 0.5, "int4": 0.5, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}  # half a step: of the scale, or of the number
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

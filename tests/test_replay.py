@@ -13,13 +13,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fzero import checkpoint, cli, config, guard, pytree, runs
-from fzero import replay as again
-from fzero.bisect import bisect, first_parting
-from fzero.bisect import report as report_bisect
-from fzero.digest import DTYPES
-from fzero.replay import replay, report, same_bits
-from fzero.rows import numbers
+from fzero import checkpoint
+from fzero.cli import main
+from fzero.core import pytree
+from fzero.core.digest import DTYPES
+from fzero.run import config, run_folder
+from fzero.run.debug import replay as again
+from fzero.run.debug.bisect_runs import bisect, first_parting
+from fzero.run.debug.bisect_runs import report as report_bisect
+from fzero.run.debug.replay import replay, report, same_bits
+from fzero.run.measure.log import numbers
+from fzero.run.resume import rollback
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2}
 SETTINGS = [f"model.{name}={size}" for name, size in SIZES.items()] + [
@@ -37,7 +41,7 @@ def sets(*settings):
 def command(*args):
     """The exit code of a command line."""
     with pytest.raises(SystemExit) as ended:
-        cli.main([str(arg) for arg in args])
+        main.main([str(arg) for arg in args])
     return ended.value.code
 
 
@@ -81,16 +85,16 @@ def flip(run, step, name, byte=21):
 
 
 def edit_row(run, step, **values):
-    rows = [json.loads(line) for line in (run / runs.METRICS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / run_folder.METRICS).read_text().splitlines()]
     rows = [{**row, **(values if row["step"] == step else {})} for row in rows]
-    (run / runs.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / run_folder.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def edit_config(run, **changes):
-    table = config.to_table(runs.read_config(run))
+    table = config.to_table(run_folder.read_config(run))
     for key, value in changes.items():
         table["optim"][key] = value
-    (run / runs.CONFIG).write_text(config.to_json(config.from_table(table)))
+    (run / run_folder.CONFIG).write_text(config.to_json(config.from_table(table)))
 
 
 def content(run):
@@ -154,7 +158,7 @@ def test_an_edited_row_is_named(copy, name, value):
 
 
 def test_a_float_that_is_off_by_one_place_is_named(copy, plain):
-    loss = next(row["loss"] for row in runs.read_metrics(plain) if row["step"] == 8)
+    loss = next(row["loss"] for row in run_folder.read_metrics(plain) if row["step"] == 8)
     edit_row(copy, 8, loss=float(torch.tensor(loss, dtype=torch.float64).nextafter(torch.tensor(9.0, dtype=torch.float64))))
     assert [(row.step, row.name) for row in replay(copy, 8).failed] == [(8, "loss")]
 
@@ -220,7 +224,7 @@ def test_other_states_are_made_again_too(home):
     settings = [*SETTINGS[:-1], "optim.name=adamw", "train.ema_decay=0.9", "train.digest_every=1"]
     settings += ["guard.spike=skip", "guard.warmup=2", "guard.sigmas=0.1"]
     run = pretrain(home / "bf16", "--precision", "bf16", "--lr", 0.5, settings=settings)
-    assert {row.get("reason") for row in runs.read_metrics(run)} == {None, "spike"}
+    assert {row.get("reason") for row in run_folder.read_metrics(run)} == {None, "spike"}
     result = replay(run, 8)
     named = {row.name.split("/")[0] for row in result.rows if row.leaf}
     assert result.reproduces and {"params", "master", "opt_state", "extra", "key", "data_cursor"} <= named
@@ -267,12 +271,12 @@ def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
 
 
 def test_batches_that_were_left_out_are_left_out_again(home):
-    """A run that goes on without the batch that was next, as after a rollback: see fzero/guard.py."""
+    """A run that goes on without the batch that was next, as after a rollback: see fzero/run/resume/rollback.py."""
     run = pretrain(home / "skips", "--stop-at", 4)
-    guard.write_record(run, guard.Record([[16, 4]], [], None, 0, 0, []))
+    rollback.write_record(run, rollback.Record([[16, 4]], [], None, 0, 0, []))
     pretrain(run, "--resume", "--peak-tflops", 1)
     assert replay(run, 8).reproduces and replay(run, 8, start=0).reproduces
-    (run / guard.SKIPS).unlink()
+    (run / rollback.SKIPS).unlink()
     assert replay(run, 8, start=0).failed[0][:2] == (5, "loss")
 
 
@@ -410,8 +414,8 @@ def test_neither_of_two_runs_reproduces_itself(plain, copy, home):
 
 def test_a_difference_between_meshes_says_nothing_of_the_hardware(plain, copy):
     """As if one had run on two processes."""
-    table = config.to_table(runs.read_config(copy))
-    (copy / runs.CONFIG).write_text(config.to_json(config.from_table({**table, "mesh": {"dp": 2}})))
+    table = config.to_table(run_folder.read_config(copy))
+    (copy / run_folder.CONFIG).write_text(config.to_json(config.from_table({**table, "mesh": {"dp": 2}})))
     edit_row(copy, 8, loss=5.0)
     shutil.rmtree(place(copy, 8))
     result = bisect(plain, copy)
@@ -420,7 +424,7 @@ def test_a_difference_between_meshes_says_nothing_of_the_hardware(plain, copy):
 
 
 def test_runs_without_a_common_step(plain, copy, capsys):
-    (copy / runs.METRICS).unlink()
+    (copy / run_folder.METRICS).unlink()
     for step in (3, 6, 8):
         shutil.rmtree(place(copy, step))
     assert command("bisect", plain, copy) == 2
@@ -431,7 +435,7 @@ def test_runs_without_a_common_step(plain, copy, capsys):
 
 
 def test_which_configs_must_give_the_same_bits(plain):
-    one = runs.read_config(plain)
+    one = run_folder.read_config(plain)
     many = [replace(one, mesh={"dp": n}, zero=stage) for n, stage in ((1, 3), (2, 1), (2, 2), (4, 2))]
     assert same_bits(one, many[0]) and same_bits(many[1], many[1])
     assert not any(same_bits(a, b) for a, b in itertools.permutations(many, 2))
@@ -449,7 +453,7 @@ def test_the_config_is_that_of_the_checkpoint_behind_the_step(copy):
     result = replay(copy, 5)
     assert result.tolerance == 1e-3 and str(result).startswith("reproduces bit for bit")
     assert replay(copy, 5, tolerance=0).tolerance == replay(copy, 3).tolerance == replay(copy, 8).tolerance == 0
-    loss = next(row["loss"] for row in runs.read_metrics(copy) if row["step"] == 5)
+    loss = next(row["loss"] for row in run_folder.read_metrics(copy) if row["step"] == 5)
     edit_row(copy, 5, loss=loss * 1.0005)
     assert str(replay(copy, 5)).startswith("agrees within 0.001: the losses differ by 5.0e-04 at most ")
     edit_row(copy, 5, loss=loss * 1.002)

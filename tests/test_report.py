@@ -15,8 +15,8 @@ import pytest
 from matplotlib.ticker import FixedLocator
 from reported import STATE, make_run
 
-from fzero import cli
-from fzero.report import compare, figures, markdown, page, paste, read, sections_several, values, write
+from fzero.cli import main
+from fzero.report import compare, embed, figures, html_page, markdown, read, sections_compare, values, write
 from fzero.report.sections import Picture, Table
 from fzero.report.values import Quantity
 
@@ -41,7 +41,7 @@ def fz(capsys, monkeypatch):
     def run(*args):
         monkeypatch.setattr("sys.argv", ["/somewhere/bin/fzero", "report", *map(str, args)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         out, err = capsys.readouterr()
         return ended.value.code, out, err
 
@@ -128,7 +128,7 @@ def test_the_ratio_is_predicted_over_measured(runs):
     assert q.ratio == 1.5 and Quantity("a", "a", "s", None, 2, "", "").ratio is None and Quantity("a", "a", "s", 1, 0, "", "").ratio is None
     assert Quantity("a", "a", "s", 0, 0, "", "").ratio == 1.0
     run = read.read_run(runs / "zero3")
-    (summary,) = [part for section in sections_several.of_run(run) for part in section.parts if getattr(part, "name", "") == "summary"]
+    (summary,) = [part for section in sections_compare.of_run(run) for part in section.parts if getattr(part, "name", "") == "summary"]
     assert isinstance(summary, Table) and summary.head == ("", "predicted", "measured", "predicted ÷ measured")
     cells = {row[0]: row[1:] for row in summary.rows}
     assert cells["parameters"] == ("1,000,448", "1,000,448", "1 exactly")
@@ -231,7 +231,7 @@ def test_a_picture_is_shortened_in_its_tags_alone():
 
 def pictures_of(report):
     return [
-        part for _, found in sections_several.sections(report) for section in found for part in section.parts if isinstance(part, Picture)
+        part for _, found in sections_compare.sections(report) for section in found for part in section.parts if isinstance(part, Picture)
     ]
 
 
@@ -364,7 +364,7 @@ def test_the_command_writes_and_prints(runs, tmp_path, fz, undrawn):
 
 def test_a_prediction_is_made_where_there_is_none(tmp_path, fz, monkeypatch):
     folder, asked = make_run(tmp_path / "run", plan=False), []
-    monkeypatch.setattr("fzero.attempts.predicted", lambda run: asked.append(run) or {"num_params": 7})
+    monkeypatch.setattr("fzero.cli.report.predicted", lambda run: asked.append(run) or {"num_params": 7})
     value = json.loads(fz(folder, "--json")[1])["runs"][0]
     assert asked == [folder] and value["quantities"][0]["predicted"] == 7
     value = json.loads(fz(folder, "--json", "--no-plan")[1])["runs"][0]
@@ -373,7 +373,7 @@ def test_a_prediction_is_made_where_there_is_none(tmp_path, fz, monkeypatch):
     def fails(run):
         raise RuntimeError("no such\ndevice")
 
-    monkeypatch.setattr("fzero.attempts.predicted", fails)
+    monkeypatch.setattr("fzero.cli.report.predicted", fails)
     code, out, _ = fz(folder, "--json")
     assert code == 0 and "could not make one (RuntimeError: no such device)" in json.loads(out)["runs"][0]["missing"][0]
 
@@ -468,12 +468,12 @@ def test_pasting_is_repeatable(reports, fz):
 )
 def test_a_wrong_mark_is_refused(reports, text, said):
     with pytest.raises(ValueError, match=said):
-        paste.pasted(text, Path("page.md"), reports)
+        embed.pasted(text, Path("page.md"), reports)
 
 
 def test_what_is_pasted_in_this_repository_is_what_its_reports_say():
     pages = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "<!-- report:" in path.read_text()]
-    assert paste.paste(pages, ROOT / "reports", check=True) == [], "run: python reports/make.py --paste"
+    assert embed.paste(pages, ROOT / "reports", check=True) == [], "run: python reports/make.py --paste"
 
 
 def test_the_reports_of_this_repository_are_whole_and_small():
@@ -505,4 +505,4 @@ def test_numbers_in_words():
     assert math.isclose(values.ratio(1, 3), 1 / 3)
     assert read.without_folders({"a": ["/x/y/z", "--out=/tmp/q/r"]}) == {"a": ["…/z", "--out=…/r"]}
     assert sum(STATE.values()) == values.ratio(sum(STATE.values()), 1)
-    assert page.text("a < `b` **c**") == "a &lt; <code>b</code> <strong>c</strong>"
+    assert html_page.text("a < `b` **c**") == "a &lt; <code>b</code> <strong>c</strong>"

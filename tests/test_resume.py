@@ -5,7 +5,8 @@ import torch
 from close import assert_same
 
 import fzero
-from fzero import checkpoint, optim, precision
+from fzero import checkpoint, optim
+from fzero.core import precision
 from fzero.models import GPT2Config, gpt2
 
 MESH = fzero.one_process()

@@ -8,7 +8,7 @@ import ranks
 import torch
 from close import assert_same
 
-from fzero.collectives import RankError, all_gather, all_to_all, ppermute, psum, psum_scatter, pvary, tree_sum
+from fzero.comm.collectives import RankError, all_gather, all_to_all, ppermute, psum, psum_scatter, pvary, tree_sum
 from fzero.sharding import make_mesh
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from close import assert_close
 
-from fzero import models, one_process, random, zero_plan
-from fzero.gradients import parts_of
-from fzero.sample import draw, forward, generate, make_caches
+from fzero import models, one_process, zero_plan
+from fzero.core import prng
+from fzero.run.generate import draw, forward, generate, make_caches
+from fzero.train.streamed import parts_of
 
 GPT2 = models.GPT2Config(vocab_size=61, max_len=24, d_model=16, n_layers=2, n_heads=2, d_ff=32, init_std=0.3)
 LLAMA = models.LlamaConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3)
@@ -24,11 +25,11 @@ CONFIGS = {
 
 def made(name):
     model = models.build(CONFIGS[name])
-    return model, models.init_params(model, random.key(1), torch.float64)
+    return model, models.init_params(model, prng.key(1), torch.float64)
 
 
 def prompt(batch=2, length=5):
-    return random.permutation(random.key(3), 61, torch.arange(batch * length)).reshape(batch, length)
+    return prng.permutation(prng.key(3), 61, torch.arange(batch * length)).reshape(batch, length)
 
 
 def whole(model, params, tokens):
@@ -52,7 +53,7 @@ def test_logits_with_a_cache_are_those_without(name):
 def test_greedy_generation_is_argmax_step_by_step(name):
     model, params = made(name)
     tokens = prompt()
-    out = generate(model, params, tokens, 12, random.key(0), temperature=0.0)
+    out = generate(model, params, tokens, 12, prng.key(0), temperature=0.0)
     expected = tokens
     for _ in range(12):
         expected = torch.cat((expected, whole(model, params, expected)[:, -1].argmax(-1)[:, None]), 1)
@@ -62,16 +63,16 @@ def test_greedy_generation_is_argmax_step_by_step(name):
 
 def test_the_same_seed_writes_the_same_and_another_does_not():
     model, params = made("llama")
-    first, again, other = (generate(model, params, prompt(), 15, random.key(seed)) for seed in (0, 0, 1))
+    first, again, other = (generate(model, params, prompt(), 15, prng.key(seed)) for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     # A draw depends on its position and not on how many are asked for.
-    assert torch.equal(generate(model, params, prompt(), 7, random.key(0)), first[:, :12])
+    assert torch.equal(generate(model, params, prompt(), 7, prng.key(0)), first[:, :12])
 
 
 def test_draws_have_the_softmax_as_their_frequencies():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20000, 4)
     for temperature in (1.0, 0.5):
-        counts = draw(logits, random.key(5), temperature, 0, 1.0).bincount(minlength=4) / 20000
+        counts = draw(logits, prng.key(5), temperature, 0, 1.0).bincount(minlength=4) / 20000
         assert (counts - (logits[0] / temperature).softmax(-1)).abs().max() < 0.012  # four standard deviations: 0.014
 
 
@@ -79,7 +80,7 @@ def test_top_k_and_top_p_draw_among_the_likeliest():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(5000, 4)
 
     def drawn(**cut):
-        return set(draw(logits, random.key(6), 1.0, cut.get("top_k", 0), cut.get("top_p", 1.0)).tolist())
+        return set(draw(logits, prng.key(6), 1.0, cut.get("top_k", 0), cut.get("top_p", 1.0)).tolist())
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=2) == {0, 1} and drawn(top_k=9) == {0, 1, 2, 3}
@@ -88,9 +89,9 @@ def test_top_k_and_top_p_draw_among_the_likeliest():
 
 def test_ids_outside_the_tokenizer_are_not_drawn_and_eos_ends():
     model, params = made("mlp")
-    out = generate(model, params, torch.zeros(1, 1, dtype=torch.int64), 20, random.key(0), temperature=50.0, vocab_size=3)
+    out = generate(model, params, torch.zeros(1, 1, dtype=torch.int64), 20, prng.key(0), temperature=50.0, vocab_size=3)
     assert set(out[0].tolist()) == {0, 1, 2}
-    ended = generate(model, params, torch.zeros(1, 1, dtype=torch.int64), 20, random.key(0), temperature=50.0, vocab_size=3, eos=2)
+    ended = generate(model, params, torch.zeros(1, 1, dtype=torch.int64), 20, prng.key(0), temperature=50.0, vocab_size=3, eos=2)
     assert ended[0, -1] == 2 and 2 not in ended[0, :-1] and ended.shape[1] < 21
     assert torch.equal(ended[0], out[0, : ended.shape[1]])
 
@@ -109,6 +110,6 @@ def test_ids_outside_the_tokenizer_are_not_drawn_and_eos_ends():
 )
 def test_what_cannot_be_drawn_is_refused(change, message):
     model, params = made("llama")
-    args = {"tokens": prompt(), "n": 1, "key": random.key(0)} | change
+    args = {"tokens": prompt(), "n": 1, "key": prng.key(0)} | change
     with pytest.raises(ValueError, match=message):
         generate(model, params, **args)

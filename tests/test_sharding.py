@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fzero import pytree
+from fzero.core import pytree
 from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, fake_mesh, make_mesh, match_rules, one_process, zero_plan
 
 # ---- Spec -----------------------------------------------------------------------------------------------------------

@@ -9,14 +9,15 @@ import torch
 from close import assert_close, assert_same
 
 import fzero
-from fzero import checkpoint, models, optim, precision, pytree
+from fzero import checkpoint, models, optim
+from fzero.core import precision, pytree
 from fzero.offload import Space, Stored
-from fzero.optim.layout import sharded
-from fzero.sharding.whole import whole_on_first
-from fzero.spikes import LOSS, LossStats, Spike, init_stats, judge
-from fzero.state import state_specs
-from fzero.stored import reopened
-from fzero.train import local_batch
+from fzero.optim.sharded import sharded
+from fzero.sharding.whole_on_first import whole_on_first
+from fzero.train.spike import LOSS, LossStats, Spike, init_stats, judge
+from fzero.train.state import state_specs
+from fzero.train.state_on_disk import reopened
+from fzero.train.step import local_batch
 
 MESH = fzero.one_process()
 SPIKE = Spike(sigmas=2.0, window=3, warmup=4)

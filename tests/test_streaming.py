@@ -8,10 +8,11 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero import compile as fzero_compile
-from fzero import pytree, streaming
-from fzero.autodiff import Remat
-from fzero.streaming import reference, stack
+from fzero.core import compile as fzero_compile
+from fzero.core import pytree
+from fzero.core import stack as streaming
+from fzero.core.autodiff import Remat
+from fzero.core.stack import reference, stack
 
 F64 = torch.float64
 B, D, F = 3, 4, 6

@@ -8,10 +8,13 @@ import pytest
 import torch
 from law_cases import CASES, OPTIMIZERS, case_of
 
-from fzero import backward, models, optim, precision, pytree, random, streaming, train, update
-from fzero.kernels import attention, blocked, cross_entropy_rows, moe, patterns
+from fzero import models, optim
+from fzero.core import precision, prng, pytree, stack
+from fzero.kernels import attention, attention_blocked, attention_pattern, cross_entropy_rows, moe
 from fzero.models import base, layers
-from fzero.optim import leafwise, states
+from fzero.optim import leafwise, moment_storage
+from fzero.train import gradient, step
+from fzero.train.update import in_memory
 
 # The packages export functions of these names.
 gpt2, llama, adamw = (import_module(f"fzero.{name}") for name in ("models.gpt2", "models.llama", "optim.adamw"))
@@ -72,9 +75,9 @@ def wrong_loss(monkeypatch, change):
 
         return make
 
-    wrap(monkeypatch, backward, "Streamed", streamed)
+    wrap(monkeypatch, gradient, "Streamed", streamed)
     changed = lambda loss: lambda params, part, key, first: change(loss(params, part, key, first), first)  # noqa: E731
-    wrap(monkeypatch, backward, "functional", lambda f: lambda loss, *rest: f(changed(loss), *rest))
+    wrap(monkeypatch, gradient, "functional", lambda f: lambda loss, *rest: f(changed(loss), *rest))
 
 
 # ---- sums and normalisation ------------------------------------------------------------------------------------------
@@ -105,8 +108,8 @@ def count_of_at_least_one(monkeypatch):
 
 @caught_by(("evaluation llama", lambda: laws.evaluation(case_of("llama"))))
 def dropout_in_the_evaluation(monkeypatch):
-    keyed = lambda f: lambda model, params, batch, ctx, *rest: f(model, params, batch, ctx._replace(key=random.key(0)), *rest)  # noqa: E731
-    monkeypatch.setattr(backward, "base", SimpleNamespace(**{**vars(base), "loss": keyed(base.loss)}))
+    keyed = lambda f: lambda model, params, batch, ctx, *rest: f(model, params, batch, ctx._replace(key=prng.key(0)), *rest)  # noqa: E731
+    monkeypatch.setattr(gradient, "base", SimpleNamespace(**{**vars(base), "loss": keyed(base.loss)}))
 
 
 @caught_by(one_normalisation("mlp"), one_normalisation("gpt2"))
@@ -121,7 +124,7 @@ def mask_forgotten_in_the_loss(monkeypatch):
 
 @caught_by(one_normalisation("plain function"))
 def scaling_in_place_where_two_leaves_share_a_gradient(monkeypatch):
-    monkeypatch.setattr(update, "overwrite", lambda change, names, grads, *rest: pytree.map(change, names, grads, *rest))
+    monkeypatch.setattr(in_memory, "overwrite", lambda change, names, grads, *rest: pytree.map(change, names, grads, *rest))
     # Without this the expanded gradient is refused by torch, before the shared one is seen.
     wrap(monkeypatch, torch.func, "grad", lambda f: lambda *a, **o: lambda *b: expanded(f(*a, **o)(*b)))
 
@@ -157,7 +160,7 @@ def balance_loss_of_the_batch_in_place_of_the_sequence(monkeypatch):
 
 @caught_by(*(of_model(law, m) for law in (laws.causal, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
 def causal_mask_forgotten(monkeypatch):
-    monkeypatch.setattr(patterns.Pattern, "sees", lambda self, query, key: (key >= 0) | (query >= 0))
+    monkeypatch.setattr(attention_pattern.Pattern, "sees", lambda self, query, key: (key >= 0) | (query >= 0))
 
 
 def everywhere(documents):
@@ -166,7 +169,7 @@ def everywhere(documents):
 
 @caught_by(*(of_model(law, m) for law in (laws.documents, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
 def document_mask_forgotten(monkeypatch):
-    for owner in (attention, blocked):
+    for owner in (attention, attention_blocked):
         wrap(monkeypatch, owner, "visible", lambda f: lambda pattern, query, key, documents: f(pattern, query, key, everywhere(documents)))
 
 
@@ -221,7 +224,7 @@ def attention_backward_without_the_normalisation_of_rows(monkeypatch):
     def without(f):
         return lambda pattern, scale, q, k, v, out, *rest: f(pattern, scale, q, k, v, out * 0, *rest)
 
-    wrap(monkeypatch, blocked, "_blocked_backward", without)
+    wrap(monkeypatch, attention_blocked, "_blocked_backward", without)
 
 
 # ---- remat and streaming ---------------------------------------------------------------------------------------------
@@ -230,7 +233,7 @@ def attention_backward_without_the_normalisation_of_rows(monkeypatch):
 @caught_by(remat("mlp"), remat("llama"))
 def recomputation_with_another_layer(monkeypatch):
     below = lambda fetch: lambda i: fetch(max(i - 1, 0))  # noqa: E731
-    wrap(monkeypatch, streaming.Run, "backward", lambda f: lambda self, fetch, *rest: f(self, below(fetch), *rest))
+    wrap(monkeypatch, stack.Run, "backward", lambda f: lambda self, fetch, *rest: f(self, below(fetch), *rest))
 
 
 @caught_by(remat("mlp"), remat("gpt2"))
@@ -239,7 +242,7 @@ def residuals_of_the_first_layer_first(monkeypatch):
         def pop(self, at=0):
             return super().pop(at)
 
-    wrap(monkeypatch, streaming.Run, "__init__", lambda f: lambda self, *a, **named: f(self, *a, **{**named, "kept": Queue()}))
+    wrap(monkeypatch, stack.Run, "__init__", lambda f: lambda self, *a, **named: f(self, *a, **{**named, "kept": Queue()}))
 
 
 # ---- optimizers and the state ----------------------------------------------------------------------------------------
@@ -259,17 +262,17 @@ def donated_slots_not_written(monkeypatch):
 
     wrap(monkeypatch, leafwise, "apply_rows", outer)
     alike = lambda f: lambda leaves: f([leaf._replace(state=tuple(s.clone() for s in leaf.state)) for leaf in leaves])  # noqa: E731
-    wrap(monkeypatch, states, "alike", alike)
+    wrap(monkeypatch, moment_storage, "alike", alike)
 
 
 @caught_by(donation("mlp", "clip and adamw"))
 def clip_left_out_when_donated(monkeypatch):
-    wrap(monkeypatch, update, "apply_in_place", lambda f: lambda tx, g, s, p: f(tx, pytree.map(lambda x: x * 1e-3, g), s, p))
+    wrap(monkeypatch, in_memory, "apply_in_place", lambda f: lambda tx, g, s, p: f(tx, pytree.map(lambda x: x * 1e-3, g), s, p))
 
 
 @caught_by(donation("mlp", "sgd"))
 def average_left_out_when_donated(monkeypatch):
-    wrap(monkeypatch, train, "update_donated", lambda f: lambda *args: f(*args[:-1], 0.0))
+    wrap(monkeypatch, step, "update_donated", lambda f: lambda *args: f(*args[:-1], 0.0))
 
 
 def advance_optimizer(original):
@@ -285,18 +288,18 @@ def advance_optimizer(original):
 
 @caught_by(transaction("adamw"), transaction("clip and adamw"), transaction("muon by label"))
 def skipped_step_that_advances_the_optimizer(monkeypatch):
-    wrap(monkeypatch, train, "update_donated", advance_optimizer)
+    wrap(monkeypatch, step, "update_donated", advance_optimizer)
 
 
 @caught_by(transaction("sgd"), transaction("lion", donate=False))
 def overflow_not_looked_at(monkeypatch):
     for name in ("update_donated", "update_pure"):
-        wrap(monkeypatch, train, name, lambda f: lambda *args: f(*args[:-2], args[-2] & False, args[-1]))
+        wrap(monkeypatch, step, name, lambda f: lambda *args: f(*args[:-2], args[-2] & False, args[-1]))
 
 
 @caught_by(("overflow mlp", lambda: laws.overflow(case_of("mlp"), donate=True)))
 def scale_that_does_not_fall(monkeypatch):
-    wrap(monkeypatch, train, "update_scaler", lambda f: lambda config, state, overflow: f(config, state, overflow & False))
+    wrap(monkeypatch, step, "update_scaler", lambda f: lambda config, state, overflow: f(config, state, overflow & False))
 
 
 @caught_by(MASTER)
@@ -309,12 +312,12 @@ def master_weights_not_used(monkeypatch):
         return update
 
     for name in ("update_donated", "update_pure"):
-        wrap(monkeypatch, train, name, outer)
+        wrap(monkeypatch, step, name, outer)
 
 
 @caught_by(("purity mlp", lambda: laws.purity(case_of("mlp"), optim.adamw(0.05))))
 def pure_step_that_writes_into_its_input(monkeypatch):
-    wrap(monkeypatch, train, "update_pure", lambda f: train.update_donated)
+    wrap(monkeypatch, step, "update_pure", lambda f: step.update_donated)
 
 
 @caught_by(("resume mlp", lambda: laws.resume(case_of("mlp"), optim.adamw(0.05))))
@@ -328,7 +331,7 @@ def state_outside_the_state(monkeypatch):
 
         return apply
 
-    wrap(monkeypatch, update, "apply_in_place", outer)
+    wrap(monkeypatch, in_memory, "apply_in_place", outer)
 
 
 @caught_by(*(of_model(laws.init_depends_on_names, m) for m in ("gpt2", "llama", "mlp")))
@@ -343,12 +346,12 @@ def initial_values_drawn_one_after_the_other(monkeypatch):
 
 @caught_by(("state_layout", lambda: laws.state_layout(case_of("mlp"), optim.adamw(0.05))))
 def spec_of_the_second_moment_forgotten(monkeypatch):
-    monkeypatch.setattr(states, "moment", lambda dtype: leafwise.moment(dtype)._replace(spec=lambda name, spec: ()))
+    monkeypatch.setattr(moment_storage, "moment", lambda dtype: leafwise.moment(dtype)._replace(spec=lambda name, spec: ()))
 
 
 @caught_by(("cost bf16 adamw", lambda: laws.cost(case_of("mlp"), "adamw", precision.bf16())))
 def moments_in_another_dtype(monkeypatch):
-    wrap(monkeypatch, states, "moment", lambda f: lambda dtype: f(torch.float64))
+    wrap(monkeypatch, moment_storage, "moment", lambda f: lambda dtype: f(torch.float64))
 
 
 @pytest.mark.parametrize("name", TEETH)

@@ -9,14 +9,15 @@ import ranks
 import torch
 from close import assert_close, assert_same
 
-from fzero import models, pytree, random
-from fzero.collectives import psum, pvary
+from fzero import models
+from fzero.comm.collectives import psum, pvary
+from fzero.core import prng, pytree
 from fzero.kernels import linear_cross_entropy as ce
 from fzero.models import base, layers
 from fzero.sharding import Mesh, Spec, fake_mesh, match_rules, one_process
 
 # The packages' functions of the same names hide these modules.
-gpt2, mlp, moe = (sys.modules[f"fzero.models.{name}"] for name in ("gpt2", "mlp", "moe"))
+gpt2, mlp, mixtral = (sys.modules[f"fzero.models.{name}"] for name in ("gpt2", "mlp", "mixtral"))
 F64 = torch.float64
 B, T, V, D, L, H, F = 3, 8, 16, 8, 2, 4, 12
 SIZES = {"vocab_size": V, "max_len": 16, "d_model": D, "n_layers": L, "d_ff": F, "init_std": 0.5}
@@ -48,9 +49,9 @@ def batch_of(*, documents=True, mask=True, t=T):
 
 def params_of(model):
     """Parameters none of which is at a special value, such as a bias of 0."""
-    drawn = pytree.named_leaves(base.init_params(model, random.key(1), F64))
-    moved = {n: x + 0.3 * random.normal(random.fold_in(random.key(2), n), x.shape, dtype=F64) for n, x in drawn.items()}
-    return pytree.from_named(moved, base.init_params(model, random.key(1), F64))
+    drawn = pytree.named_leaves(base.init_params(model, prng.key(1), F64))
+    moved = {n: x + 0.3 * prng.normal(prng.fold_in(prng.key(2), n), x.shape, dtype=F64) for n, x in drawn.items()}
+    return pytree.from_named(moved, base.init_params(model, prng.key(1), F64))
 
 
 def specs_of(model, params, mesh):
@@ -95,7 +96,7 @@ def setting(mesh, name, sequence=False, *, compiled=False):
     model = models.build(CONFIGS[name])
     params = params_of(model)
     specs, tp = specs_of(model, params, mesh), mesh["tp"]
-    ctx = base.Ctx(mesh=mesh, dtype=F64, key=random.key(4), sequence=sequence, compiled=compiled)
+    ctx = base.Ctx(mesh=mesh, dtype=F64, key=prng.key(4), sequence=sequence, compiled=compiled)
 
     def f(local, batch):
         return base.loss(model, fetch(local, specs, tp, sequence), batch, ctx)
@@ -306,8 +307,8 @@ MISTAKES = {
     "a key/value head is another rank's": ("llama", False, layers, "own_part", lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim)),
     "the positions are another rank's": ("gpt2", True, gpt2, "own_part", lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim)),
     "a range is dropped out as another": ("gpt2", True, layers, "sequence_axis", lambda f: lambda ctx: other_rank(f(ctx))),
-    "routing weights enter without pvary": ("moe dropless", False, moe, "enter_routing", lambda f: lambda ids, w, ctx: (ids, w)),
-    "statistics are of one range": ("moe dropless", True, moe, "psum", nothing),
+    "routing weights enter without pvary": ("moe dropless", False, mixtral, "enter_routing", lambda f: lambda ids, w, ctx: (ids, w)),
+    "statistics are of one range": ("moe dropless", True, mixtral, "psum", nothing),
     "whole leaves owe nothing": ("llama", True, sys.modules[__name__], "pvary", nothing),
 }
 

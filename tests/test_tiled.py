@@ -5,11 +5,11 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.compile import have_compiler
-from fzero.kernels import tiled as module
+from fzero.core.compile import have_compiler
+from fzero.kernels import attention_tiled as module
 from fzero.kernels.attention import reference
-from fzero.kernels.patterns import FULL, Pattern
-from fzero.kernels.tiled import prefers, supports, tiled
+from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_tiled import prefers, supports, tiled
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
 F64 = torch.float64

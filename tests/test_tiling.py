@@ -13,11 +13,13 @@ from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero import init_state, make_train_step, models, one_process, optim, pytree, tiling, zero_plan
-from fzero.compile import have_compiler, vjp_pair
+from fzero import init_state, make_train_step, models, one_process, optim, zero_plan
+from fzero.core import pytree
+from fzero.core.compile import have_compiler, vjp_pair
+from fzero.core.precision import fp64
 from fzero.kernels.registry import observe
-from fzero.precision import fp64
-from fzero.tiling import TiledLinear, TiledMLP, read_ahead, tile_spans, tiled_gelu_mlp, tiled_linear, tiled_mlp
+from fzero.models import tiled_linear as tiling
+from fzero.models.tiled_linear import TiledLinear, TiledMLP, read_ahead, tile_spans, tiled_gelu_mlp, tiled_linear, tiled_mlp
 
 F64 = torch.float64
 N, D, FF = 5, 6, 7  # FF is prime: every count of tiles but 1 and 7 is uneven

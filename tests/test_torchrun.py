@@ -9,7 +9,8 @@ import time
 import pytest
 from launched import SHORT, TINY, ended, hashes, ranks_of, rows, start, started, torchrun, write_text
 
-from fzero import checkpoint, cli
+from fzero import checkpoint
+from fzero.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def folder(tmp_path_factory):
         patch.chdir(path)
         for reduce in ("fast", "canonical"):
             with pytest.raises(SystemExit) as ended:
-                cli.main(["pretrain", *TINY, *map(str, SHORT), "--reduce", reduce, "--out", reduce, "--sample", "line "])
+                main.main(["pretrain", *TINY, *map(str, SHORT), "--reduce", reduce, "--out", reduce, "--sample", "line "])
             assert ended.value.code == 0
     return path
 

@@ -8,11 +8,12 @@ from law_cases import F64, FP64
 from zero_cases import batch_for, model_of, whole_leaf
 
 import fzero
-from fzero import optim, pytree, random
-from fzero.collectives import psum
+from fzero import optim
+from fzero.comm.collectives import psum
+from fzero.core import prng, pytree
 from fzero.models import base
-from fzero.state import state_specs
-from fzero.train import local_batch
+from fzero.train.state import state_specs
+from fzero.train.step import local_batch
 
 ROWS = 4
 
@@ -68,7 +69,7 @@ def hessian_vector(mesh, stage):
 def seeds(mesh, stage):
     """Gradients of models drawn from three seeds, all at once."""
     model, plan, _, loss, batch = problem(mesh, stage)
-    keys = torch.stack([random.key(seed) for seed in range(3)])
+    keys = torch.stack([prng.key(seed) for seed in range(3)])
     draw = lambda key: fzero.init_state(model, optim.sgd(0.1), plan, mesh, seed=key, policy=FP64).params  # noqa: E731
     params = torch.func.vmap(draw)(keys)
     return put_together(torch.func.vmap(torch.func.grad(loss), (0, None))(params, batch), plan, mesh, lead=1)

@@ -9,8 +9,10 @@ from close import assert_close
 from zero_cases import train, whole
 
 import fzero
-from fzero import backward, gradients, streaming, update
-from fzero.sharding import gather, reduce
+from fzero.core import stack
+from fzero.sharding import prefetch, reduce
+from fzero.train import gradient, streamed
+from fzero.train.update import in_memory
 
 
 def without(op, axis):
@@ -26,13 +28,13 @@ def without(op, axis):
 def local_losses():
     """Losses and token counts of this rank alone: each divides by its own number of tokens."""
     alone = fzero.one_process()
-    real = gradients.sum_losses
-    return mock.patch.object(backward, "sum_losses", lambda losses, mesh: real(losses, alone))
+    real = streamed.sum_losses
+    return mock.patch.object(gradient, "sum_losses", lambda losses, mesh: real(losses, alone))
 
 
 def another_order():
     """Gathered shards are put together in the reverse order of ranks."""
-    real = gather.start_all_gather
+    real = prefetch.start_all_gather
 
     def reversed_order(x, axis, **options):
         pending = real(x, axis, **options)
@@ -40,12 +42,12 @@ def another_order():
         pending.wait = lambda: wait().view(axis.size, -1).flip(0).reshape(axis.size * x.shape[0], *x.shape[1:])
         return pending
 
-    return mock.patch.object(gather, "start_all_gather", reversed_order)
+    return mock.patch.object(prefetch, "start_all_gather", reversed_order)
 
 
 def first_part():
     """Every rank updates the first shard of a leaf."""
-    return mock.patch.object(update, "own", lambda plan, mesh, params: real(plan, first_rank(mesh), params))
+    return mock.patch.object(in_memory, "own", lambda plan, mesh, params: real(plan, first_rank(mesh), params))
 
 
 def first_rank(mesh):
@@ -53,7 +55,7 @@ def first_rank(mesh):
     return fzero.Mesh(axes, ledger=mesh.ledger, store=mesh.store)
 
 
-real = update.own
+real = in_memory.own
 
 
 def same_rows():
@@ -63,7 +65,7 @@ def same_rows():
 
 def another_layer():
     """In the backward pass the parameters of the layer below are used."""
-    real = streaming.Run.backward
+    real = stack.Run.backward
 
     def backward(self, fetch, put, grads, extra):
         held = {}
@@ -74,7 +76,7 @@ def another_layer():
 
         return real(self, wrong, put, grads, extra)
 
-    return mock.patch.object(streaming.Run, "backward", backward)
+    return mock.patch.object(stack.Run, "backward", backward)
 
 
 # mistake -> (how it is planted, mesh, stage, options of train)

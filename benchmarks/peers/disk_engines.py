@@ -211,8 +211,9 @@ def ours_training(order: dict[str, Any]) -> dict[str, Callable]:
     import torch
 
     import fzero
-    from fzero import models, offload, optim, precision, pytree
-    from fzero.update_streamed import StreamedUpdate
+    from fzero import models, offload, optim
+    from fzero.core import precision, pytree
+    from fzero.train.update.offloaded import StreamedUpdate
 
     torch.set_num_threads(order["threads"])
     config, dtype = problem.Config(**order["config"]), order["dtype"]

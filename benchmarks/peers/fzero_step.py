@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 import fzero
-from fzero import models, optim, precision, pytree
+from fzero import models, optim
+from fzero.core import precision, pytree
 from fzero.sharding import Mesh
 from peers import problem
 

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.home import Leaf, Place, folder_of, latest, manifest, remove, steps
+from fzero.checkpoint.directory import Leaf, Place, folder_of, latest, manifest, remove, steps
+from fzero.checkpoint.leaf_source import Lazy
 from fzero.checkpoint.reader import Opened, opened
-from fzero.checkpoint.sources import Lazy
-from fzero.checkpoint.trees import restore, restore_leaves
+from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.verify import newest_sound, verify
 from fzero.checkpoint.writer import Saved, SaveFailed, Writer
-from fzero.offload.chunks import Damaged
-from fzero.pytree import Tree
+from fzero.core.pytree import Tree
+from fzero.offload.chunk_files import Damaged
 from fzero.sharding import Mesh
 
 __all__ = [

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.digest import digest_at
-from fzero.offload.arena import padded
+from fzero.core.digest import digest_at
+from fzero.offload.buffer_pool import padded
 from fzero.sharding import Mesh, Spec
 
 TARGET = 1 << 20  # bytes from which a chunk is not made smaller than half of

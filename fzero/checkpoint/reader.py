@@ -12,11 +12,11 @@ import numpy as np
 from crc32c import crc32c
 from torch import Tensor
 
-from fzero import pytree
-from fzero.checkpoint.files import Reading, fresh, tensor_of, words
-from fzero.checkpoint.home import Leaf, Place, join, leaf_of, manifest
+from fzero.checkpoint.directory import Leaf, Place, join, leaf_of, manifest
 from fzero.checkpoint.layout import CRC, Index, Layout, Slab, by_chunks, in_file, positions, slabs, start_of
-from fzero.offload.chunks import Damaged
+from fzero.checkpoint.part_storage import Reading, fresh, tensor_of, words
+from fzero.core import pytree
+from fzero.offload.chunk_files import Damaged
 
 RUN = 4 << 20  # bytes of neighbouring chunks that are read at a time
 THREADS = 4

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fzero.checkpoint.describe import descriptions
-from fzero.checkpoint.files import tensor_of
-from fzero.checkpoint.home import MANIFEST, Place, as_text, folder_of, join, latest, steps
+from fzero.checkpoint.directory import MANIFEST, Place, as_text, folder_of, join, latest, steps
 from fzero.checkpoint.layout import CRC, Index, Slab, digest_of, number_of, positions, slabs
+from fzero.checkpoint.part_storage import tensor_of
 from fzero.checkpoint.reader import RUN, THREADS, Opened, checked, chunk_name, file_of, get, head_of, opened, size_of, where
-from fzero.offload.arena import PAGE, padded
-from fzero.offload.chunks import Damaged
-from fzero.offload.folder import is_url, read_text
-from fzero.offload.objects import Objects
+from fzero.checkpoint.zarr import descriptions
+from fzero.core.object_store import Objects
+from fzero.core.storage import is_url, read_text
+from fzero.offload.buffer_pool import PAGE, padded
+from fzero.offload.chunk_files import Damaged
 
 
 def newest_sound(home: Place) -> tuple[Place, list[tuple[Place, str]]]:

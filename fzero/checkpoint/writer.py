@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import pytree
-from fzero.checkpoint import home as homes
-from fzero.checkpoint.describe import describe
-from fzero.checkpoint.home import Leaf, Place, folder_of, join
+from fzero.checkpoint import directory as homes
+from fzero.checkpoint.directory import Leaf, Place, folder_of, join
 from fzero.checkpoint.layout import ZARR, Mine, Slab, lay_out, slabs
-from fzero.checkpoint.parts import Part
-from fzero.checkpoint.sources import Lazy, source
-from fzero.digest import prepare
+from fzero.checkpoint.leaf_source import Lazy, source
+from fzero.checkpoint.part_file import Part
+from fzero.checkpoint.zarr import describe
+from fzero.core import pytree
+from fzero.core.digest import prepare
+from fzero.core.pytree import Tree
+from fzero.core.storage import is_url, sync_file_system, sync_folder
 from fzero.offload import Stored
-from fzero.offload.arena import Arena, padded
-from fzero.offload.folder import is_url, sync_file_system, sync_folder
-from fzero.pytree import Tree
+from fzero.offload.buffer_pool import Arena, padded
 from fzero.sharding import Mesh, Spec, one_process
 
 SLAB = 16 << 20  # bytes that are copied, checksummed and written at a time

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero import random
+from fzero.core import prng
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
@@ -168,7 +168,7 @@ def _windows(tokens: Tokens, seq_len: int) -> np.ndarray:
 def _drawn(seed: int, epoch: int, windows: int, block: int) -> Tensor:
     """The windows, of so many, of the samples block * DRAWN .. of an epoch. Kept, as the thread that reads ahead takes Python's lock."""
     index = torch.arange(block * DRAWN, min((block + 1) * DRAWN, windows))
-    return random.permutation(random.fold_in(random.key(seed), epoch), windows, index)
+    return prng.permutation(prng.fold_in(prng.key(seed), epoch), windows, index)
 
 
 def _assemble(tokens: Tokens, seq_len: int, windows: np.ndarray) -> Batch:

@@ -24,22 +24,22 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-import fzero.kernels.function  # noqa: F401  (which settles how Triton fuses)
+import fzero.kernels.op_function  # noqa: F401  (which settles how Triton fuses)
 
 FILES = (
+    "attention_flash",
+    "attention_flash_backward",
     "cross_entropy_triton",
     "dropout",
-    "flash",
-    "flash_backward",
     "float8",
     "glu",
     "moe",
+    "moe_routing",
     "newton_schulz",
     "norm",
-    "optimizers",
+    "optim_multi_tensor",
     "quantize",
     "rope",
-    "routing",
 )
 
 

@@ -15,14 +15,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fzero.kernels import tiled
-from fzero.kernels.blocked import MAX_BLOCKS, MIN_BLOCK, blocked
-from fzero.kernels.flash import flash_forward
-from fzero.kernels.flash_backward import flash_backward
-from fzero.kernels.function import Fused, on_cuda, triton_runs
-from fzero.kernels.patterns import FULL, Pattern, visible
+from fzero.core.device import kind_of
+from fzero.kernels import attention_tiled
+from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked
+from fzero.kernels.attention_flash import flash_forward
+from fzero.kernels.attention_flash_backward import flash_backward
+from fzero.kernels.attention_pattern import FULL, Pattern, visible
+from fzero.kernels.op_function import Fused, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
-from fzero.target import kind_of
 
 __all__ = ["FULL", "Pattern", "attention", "attention_with_lse"]
 MAX_POSITION = 2**30  # the kernels reckon positions in 32 bits
@@ -223,7 +223,7 @@ attention = Op(
     "attention",
     reference,
     Form("triton", flash, supports=_flash_serves, prefers=_flash_preferred),
-    Form("tiled", tiled.tiled, supports=tiled.supports, prefers=tiled.prefers),
+    Form("tiled", attention_tiled.tiled, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
     Form("fused", fused, supports=_fused_serves, prefers=_fused_preferred),
     Form("blocked", blocked, supports=_square, prefers=_blocked_preferred),
     flops=_flops,

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.autodiff import Backward, needs_grad
+from fzero.core.autodiff import Backward, needs_grad
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, capped, rows_of, scale_, wide
-from fzero.kernels.function import on_cuda, triton_runs
+from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 IGNORE = -100  # torch's mark of a target that does not count

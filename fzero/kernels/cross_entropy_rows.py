@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.compile import have_compiler
+from fzero.core.compile import have_compiler
+from fzero.core.cpp import CONTRACTED, library
+from fzero.core.device import kind_of
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
-from fzero.kernels.function import operator
-from fzero.native import CONTRACTED, library
-from fzero.target import kind_of
+from fzero.kernels.op_function import operator
 
 BLOCK_BYTES = 1 << 20  # of float32 logits that plain torch works on at a time, on a CPU
 NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}  # what the C++ takes

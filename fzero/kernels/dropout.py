@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fzero import random
+from fzero.core import prng
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 
 CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((2048, 4), (4096, 8))]
@@ -42,10 +42,10 @@ def dropout(x: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride
     if rate == 0.0:
         return x
     if row_stride in (None, math.prod(x.shape[1:])) or x.shape[0] < 2:
-        keep = random.bernoulli(key, 1.0 - rate, x.shape, first=first)
+        keep = prng.bernoulli(key, 1.0 - rate, x.shape, first=first)
     else:
         firsts = first + torch.arange(x.shape[0], device=x.device) * row_stride
-        keep = torch.vmap(lambda start: random.bernoulli(key, 1.0 - rate, x.shape[1:], first=start))(firsts)
+        keep = torch.vmap(lambda start: prng.bernoulli(key, 1.0 - rate, x.shape[1:], first=start))(firsts)
     return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 

@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fzero.core.device import kind_of, target_of
+from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
-from fzero.pytree import nearest
-from fzero.target import kind_of, target_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # what is taken for max |A| below that

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 
 CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8))]

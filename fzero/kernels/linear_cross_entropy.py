@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.autodiff import needs_grad
-from fzero.collectives import Axis, all_gather, psum
+from fzero.comm.collectives import Axis, all_gather, psum
+from fzero.core.autodiff import needs_grad
+from fzero.core.device import kind_of, plan_of
 from fzero.kernels.cross_entropy import DTYPES, IGNORE, Ahead, known, total
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import WRONG, Terms, capped, log_sum_exp, rows_of, wide
-from fzero.kernels.function import on_cuda, triton_runs
+from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
-from fzero.target import kind_of, plan_of
 
 # Of logits alive at once. On a CPU 64 MB are 667 tokens in bfloat16 at V = 50257: half as many cost 40% more there with AMX, where products
 # are so fast that the sum of dw counts; in float32, a twentieth more.

@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fzero.core.device import kind_of, target_of
+from fzero.core.pytree import Tree
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.function import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.glu import swiglu
+from fzero.kernels.moe_routing import group, permute, route, unpermute
+from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import AUTO, Form, Kernels, Op
-from fzero.kernels.routing import group, permute, route, unpermute
-from fzero.pytree import Tree
-from fzero.target import kind_of, target_of
 
 __all__ = ["capacity", "dropless", "group", "grouped_mm", "permute", "route", "unpermute"]
 

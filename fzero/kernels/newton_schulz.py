@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.function import INTERPRETED, Fused, on_cuda, operator, triton_runs
+from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 
 # The steepest slope at 0 for which five steps keep singular values near 1.

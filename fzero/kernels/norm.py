@@ -30,11 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fzero.core.device import kind_of
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
-from fzero.target import kind_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The longest rows that a program holds at once; of longer ones it reads CHUNK columns at a time, twice.

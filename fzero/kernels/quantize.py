@@ -29,13 +29,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fzero import random
+from fzero.core import prng
+from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.block_codes import decode, encode, words
-from fzero.kernels.function import on_cuda, operator, triton_runs
+from fzero.kernels.op_function import on_cuda, operator, triton_runs
+from fzero.kernels.quantize_blocks import decode, encode, words
 from fzero.kernels.registry import Form, Op
-from fzero.pytree import nearest
 
 
 class Quantized(NamedTuple):
@@ -116,7 +116,7 @@ def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None =
     scale = torch.where(absmax.isfinite(), (absmax / torch.full_like(absmax, largest)).clamp(min=2.0**-126), float("inf"))
     y = torch.where(scale[..., None].isfinite(), blocks * (1.0 / scale)[..., None], 0.0).clamp(-largest, largest)
     y = y.flatten(-2)[..., : x.shape[-1]]
-    word = None if key is None else random.bits(key, x.shape, first=first)
+    word = None if key is None else prng.bits(key, x.shape, first=first)
     if mantissa and word is not None:
         # Of float8 numbers around y the distance is 2^(exponent - mantissa); what is rounded to one of them is cast exactly.
         exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=127 + lowest)

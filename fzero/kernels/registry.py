@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fzero.autodiff import first_order
-from fzero.pytree import nearest
+from fzero.core.autodiff import first_order
+from fzero.core.pytree import nearest
 
 # The files that hold operations; each registers its own when it is imported.
 FILES = (
@@ -27,12 +27,12 @@ FILES = (
     "glu",
     "linear_cross_entropy",
     "moe",
+    "moe_routing",
     "newton_schulz",
     "norm",
-    "optimizers",
+    "optim_multi_tensor",
     "quantize",
     "rope",
-    "routing",
 )
 OPS: dict[str, Op] = {}
 _OBSERVERS: list[dict[str, set[str]]] = []

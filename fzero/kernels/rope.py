@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fzero.autodiff import needs_grad
+from fzero.core.autodiff import needs_grad
+from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
-from fzero.pytree import nearest
 
 LAYOUTS = ("half", "interleaved")
 # A warp for few heads at a time: the angles of a token are then found by few threads, not by each of many again.

@@ -5,8 +5,8 @@ from fzero.models.base import Batch, Cache, Ctx, Loss, Model, init_params, logit
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama
 from fzero.models.lora import LORA, LoRAConfig, lora, merge
+from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
-from fzero.models.moe import MoEConfig, mixtral
 from fzero.models.presets import PRESETS, ModelConfig, build, preset
 
 __all__ = [

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fzero import pytree, random
-from fzero.autodiff import Remat
+from fzero.core import prng, pytree
+from fzero.core.autodiff import Remat
+from fzero.core.pytree import Tree
+from fzero.core.stack import stack
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.registry import AUTO, Kernels
-from fzero.pytree import Tree
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process
-from fzero.sharding.fetch import fetch_tree, fetching
-from fzero.streaming import stack
+from fzero.sharding.unshard import fetch_tree, fetching
 
 Batch = dict[str, Tensor]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
 
@@ -48,7 +48,7 @@ class Ctx(NamedTuple):
     cache: Cache | tuple = ()
     kernels: Kernels = AUTO  # the form of each hot operation
     matmul: str = ""  # how the linears of the blocks multiply, see precision.Policy
-    tiles: int = 1  # parts that an MLP is computed in, see fzero.tiling
+    tiles: int = 1  # parts that an MLP is computed in, see fzero.models.tiled_linear
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
 
 
@@ -94,7 +94,7 @@ def init_params(
         if std == 0.0:
             leaf = torch.full(draw.window(shape, spec, mesh)[1], mean, dtype=dtype, device=device)
         else:
-            leaf = draw.normal(random.fold_in(key, name), shape, spec, mesh, mean, std, dtype, device)
+            leaf = draw.normal(prng.fold_in(key, name), shape, spec, mesh, mean, std, dtype, device)
         return then(name, leaf)
 
     return model.init(make)

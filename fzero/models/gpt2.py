@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from fzero.core.pytree import Tree
 from fzero.kernels.attention import Pattern
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.layers import (
@@ -29,9 +30,8 @@ from fzero.models.layers import (
     sequence_axis,
     vocabulary_logits,
 )
-from fzero.pytree import Tree
+from fzero.models.tiled_linear import tiled_gelu_mlp
 from fzero.sharding import Mesh, Rules
-from fzero.tiling import tiled_gelu_mlp
 
 
 @dataclass(frozen=True)

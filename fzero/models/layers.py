@@ -16,8 +16,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fzero import random
-from fzero.collectives import Axis, all_gather, psum, psum_scatter, pvary
+from fzero.comm.collectives import Axis, all_gather, psum, psum_scatter, pvary
+from fzero.core import prng
+from fzero.core.pytree import Tree
 from fzero.kernels import dropout as kernels_dropout
 from fzero.kernels import glu
 from fzero.kernels.attention import FULL, Pattern, attention
@@ -26,9 +27,8 @@ from fzero.kernels.float8 import float8_linear
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
 from fzero.models.base import Batch, Ctx
-from fzero.pytree import Tree
+from fzero.models.tiled_linear import tiled_mlp
 from fzero.sharding import Mesh
-from fzero.tiling import tiled_mlp
 
 
 class Split(NamedTuple):
@@ -137,9 +137,9 @@ def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
 
     The mask depends on the key, the layer, `name` and the element's index in the step's global batch: the same however that is split.
     """
-    key = random.fold_in(ctx.key, name)
+    key = prng.fold_in(ctx.key, name)
     if isinstance(ctx.layer, Tensor):
-        key = random.fold_in(key, ctx.layer)
+        key = prng.fold_in(key, ctx.layer)
     axis, part = sequence_axis(ctx), x[0].numel()
     first = (torch.as_tensor(ctx.first).to(x.device) * axis.size + axis.rank) * part
     return key, first, axis.size * part

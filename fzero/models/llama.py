@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fzero.core.pytree import Tree
 from fzero.kernels.attention import Pattern
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
@@ -28,7 +29,6 @@ from fzero.models.layers import (
     swiglu,
     vocabulary_logits,
 )
-from fzero.pytree import Tree
 from fzero.sharding import Mesh, Rules
 
 

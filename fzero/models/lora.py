@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from fzero.core.pytree import Tree, nearest
 from fzero.models.base import Ctx, MakeLeaf, Model
-from fzero.pytree import Tree, nearest
 from fzero.sharding import Mesh, Rules, Spec, match_rules
 
 LORA = r"_lora_[ab]$"  # the leaves that are trained

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fzero.core.pytree import Tree
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.layers import Split, embed_tokens, enter, expect_divisible, leave_linear, linear, norm, vocabulary_logits
-from fzero.pytree import Tree
 from fzero.sharding import Mesh, Rules
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fzero.core.pytree import nearest
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama
+from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
-from fzero.models.moe import MoEConfig, mixtral
-from fzero.pytree import nearest
 
 ModelConfig = GPT2Config | LlamaConfig | MoEConfig | MLPConfig
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.offload.arena import PAGE, Arena, Buffer
-from fzero.offload.chunks import Reading, Rows
-from fzero.offload.disk import LATER, NEXT, Disk, Pending, serves_direct
-from fzero.sharding.pieces import pieces
+from fzero.offload.buffer_pool import PAGE, Arena, Buffer
+from fzero.offload.chunk_files import Reading, Rows
+from fzero.offload.disk_io import LATER, NEXT, Disk, Pending, serves_direct
+from fzero.sharding.slices import pieces
 
 
 class Region(NamedTuple):

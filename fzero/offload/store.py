@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.offload.arena import Arena, Buffer
-from fzero.offload.chunks import Chunks, Damaged, Kept, Reading, Rows
-from fzero.offload.disk import LATER, NEXT, Disk, Pending
-from fzero.offload.folder import is_url, read_text, write_text
-from fzero.offload.record import STEP, STORE, Record, describe, expect_same, read_description, read_record, sums_name, to_text
+from fzero.core.storage import is_url, read_text, write_text
+from fzero.offload.buffer_pool import Arena, Buffer
+from fzero.offload.chunk_files import Chunks, Damaged, Kept, Reading, Rows
+from fzero.offload.disk_io import LATER, NEXT, Disk, Pending
+from fzero.offload.store_manifest import STEP, STORE, Record, describe, expect_same, read_description, read_record, sums_name, to_text
 
 OURS = {"arrays", "sums", "scratch", f"{STORE}.partial"}  # what may lie where a run ended before its store was described
 WORD = 1 << 64

@@ -15,10 +15,9 @@ from fzero.optim.base import (
 from fzero.optim.clip import clip_by_global_norm, clip_by_value
 from fzero.optim.ema import ema_init, ema_update
 from fzero.optim.lamb import LambState, lamb
-from fzero.optim.layout import WHOLE, Layout, global_norm, sharded
 from fzero.optim.lion import Lion8State, LionState, lion
+from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rules
 from fzero.optim.muon import MuonState, muon, newton_schulz
-from fzero.optim.rules import add_decayed_weights, decay_matrices, scale_by_rules
 from fzero.optim.schedules import (
     constant,
     cosine,
@@ -33,6 +32,7 @@ from fzero.optim.schedules import (
     wsd,
 )
 from fzero.optim.sgd import SGDState, sgd
+from fzero.optim.sharded import WHOLE, Layout, global_norm, sharded
 
 __all__ = [
     "WHOLE",

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from fzero import pytree
+from fzero.core import pytree
+from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, apply_in_place
 from fzero.optim.leafwise import settled
-from fzero.pytree import Tree
 from fzero.sharding.spec import Spec
 
 

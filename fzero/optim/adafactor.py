@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
-from fzero.optim.layout import WHOLE, Layout, check_layout, rms
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, settled
-from fzero.optim.rules import Mask, check_mask, masked
-from fzero.pytree import Tree
+from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.sharded import WHOLE, Layout, check_layout, rms
 from fzero.sharding.spec import Spec
 
 

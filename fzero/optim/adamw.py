@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.kernels.optimizers import adamw as kernel
-from fzero.kernels.optimizers import adamw_step
+from fzero.core.pytree import Tree
+from fzero.kernels.optim_multi_tensor import adamw as kernel
+from fzero.kernels.optim_multi_tensor import adamw_step
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
-from fzero.optim.layout import WHOLE, Layout
-from fzero.optim.rules import Mask
-from fzero.optim.states import storage, with_kernel
-from fzero.pytree import Tree
+from fzero.optim.masks import Mask
+from fzero.optim.moment_storage import storage, with_kernel
+from fzero.optim.sharded import WHOLE, Layout
 
 
 class AdamState(NamedTuple):
@@ -25,7 +25,7 @@ class AdamState(NamedTuple):
 
 
 class Adam8State(NamedTuple):
-    """State of `adam` and `adamw` in 8 bits: see fzero.kernels.lowbit. Leaves that stay in float32 have no scales."""
+    """State of `adam` and `adamw` in 8 bits: see fzero.kernels.optim_lowbit. Leaves that stay in float32 have no scales."""
 
     count: Tensor  # int64 0-dim: steps made
     m: Tree  # codes (uint8) of the mean of gradients, like the params

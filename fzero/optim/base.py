@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import pytree
-from fzero.pytree import Tree, nearest
+from fzero.core import pytree
+from fzero.core.pytree import Tree, nearest
 from fzero.sharding.rules import Rules, match_rules
 
 Schedule = Callable[[Tensor | int], Tensor]

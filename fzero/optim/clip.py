@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero import pytree
+from fzero.core import pytree
+from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
-from fzero.optim.layout import WHOLE, Layout, check_layout
-from fzero.pytree import Tree
+from fzero.optim.sharded import WHOLE, Layout, check_layout
 
 
 def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> GradientTransformation:

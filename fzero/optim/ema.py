@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero import pytree
+from fzero.core import pytree
+from fzero.core.pytree import Tree
 from fzero.optim.base import check_number
-from fzero.pytree import Tree
 
 
 def ema_init(params: Tree, dtype: torch.dtype | None = None) -> Tree:

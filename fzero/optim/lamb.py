@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.kernels.leaf_steps import safe_sqrt
+from fzero.core.pytree import Tree
+from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.adamw import adam_scalars
 from fzero.optim.base import GradientTransformation, Schedule, check_number
-from fzero.optim.layout import WHOLE, Layout, check_layout, layer_norm2
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
-from fzero.optim.rules import Mask, check_mask, masked
-from fzero.pytree import Tree
+from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.sharded import WHOLE, Layout, check_layout, layer_norm2
 
 
 class LambState(NamedTuple):

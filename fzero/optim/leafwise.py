@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import pytree
-from fzero.kernels.leaf_steps import PIECE as _PIECE
-from fzero.kernels.leaf_steps import PIECE_ELSEWHERE as _PIECE_ELSEWHERE
+from fzero.core import pytree
+from fzero.core.device import kind_of
+from fzero.core.pytree import Tree
+from fzero.kernels.optim_leaf import PIECE as _PIECE
+from fzero.kernels.optim_leaf import PIECE_ELSEWHERE as _PIECE_ELSEWHERE
 from fzero.optim.base import GradientTransformation, name_tree, overwrite
-from fzero.pytree import Tree
 from fzero.sharding.spec import Spec
-from fzero.target import kind_of
 
 
 class Slot(NamedTuple):

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.pytree import Tree
 from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
-from fzero.optim.layout import WHOLE, Layout, check_layout
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
-from fzero.optim.rules import Mask, check_mask, masked
-from fzero.pytree import Tree
+from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.sharded import WHOLE, Layout, check_layout
 
 
 class MuonState(NamedTuple):

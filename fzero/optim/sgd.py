@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import leafwise, moment
-from fzero.optim.rules import Mask, check_mask, masked
-from fzero.pytree import Tree
+from fzero.optim.masks import Mask, check_mask, masked
 
 
 class SGDState(NamedTuple):

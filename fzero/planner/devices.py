@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.offload.disks import config_file
-from fzero.pytree import nearest
-from fzero.tables import KINDS, parse_json
-from fzero.target import Target
+from fzero.core.device import Target
+from fzero.core.pytree import nearest
+from fzero.core.tables import KINDS, parse_json
+from fzero.offload.disk_config import config_file
 
 LISTED = Path(__file__).parent / "devices"
 HOST_PART = 0.9  # of the host's memory, for tensors: the rest is the system's, the processes' own and the page cache's
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
     threads: int
     processes: int
     bandwidth: Curve  # bytes read and written -> seconds of a sum of two tensors
-    gemm: dict[str, Products]  # by dtype; "float32/onednn" by oneDNN, see fzero.doctor
+    gemm: dict[str, Products]  # by dtype; "float32/onednn" by oneDNN, see fzero.run.machine
     kernels: dict[str, Curve]  # "name/dtype" -> seconds by bytes read and written, or by FLOP for attention
     # Of the host: for an operator of a step ("eager"), for a call of a compiled graph ("compiled"), and for a kernel inside one ("kernel").
     op_s: dict[str, float]

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fzero import models, pytree
+from fzero import models
+from fzero.core import pytree
+from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
-from fzero.planner.text import quantity, size, table
-from fzero.precision import POLICIES
-from fzero.sharding.tiers import Offload
-from fzero.sharding.zero import STACKED, ZERO, shapes_of
+from fzero.planner.format import quantity, size, table
+from fzero.sharding.memory import Offload
+from fzero.sharding.plan import STACKED, ZERO, shapes_of
 
 # Elements of optimizer state per parameter; muon's is of a model that is matrices of blocks almost alone, adafactor's are rows and columns.
 MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "sgd": 0, "muon": 1, "adafactor": 0}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fzero.planner.flops import flop_of
+from fzero.run.measure.flops import flop_of
 
 KINDS = ("gemm", "attention", "cross_entropy", "norm", "rope", "glu", "moe", "optimizer", "random", "reduce", "pointwise", "copy", "gather",
          "fused", "other")  # fmt: skip

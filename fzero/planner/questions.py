@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from fzero import models
-from fzero.config import RunConfig, family_of
+from fzero.core.pytree import nearest
 from fzero.planner import devices
 from fzero.planner.candidates import groups_of, sizes_of_tp
 from fzero.planner.devices import Device
-from fzero.planner.report import PlanReport, config_for, device_for, sizes_of
+from fzero.planner.format import duration, mesh_words, percent, place, quantity, size
+from fzero.planner.plan import PlanReport, config_for, device_for, sizes_of
 from fzero.planner.search import seconds_of
-from fzero.planner.text import duration, mesh_words, percent, place, quantity, size
 from fzero.planner.variants import Answer, Asked, Variant, beside, fastest, largest, numbers, reason, vary
-from fzero.pytree import nearest
+from fzero.run.config import RunConfig, family_of
 
 
 def answer(

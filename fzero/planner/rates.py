@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from fzero.links import SMALL_BYTES
+from fzero.comm.communicator import SMALL_BYTES
 from fzero.planner.devices import Curve, Device, Level, Products, Rates
 from fzero.planner.operations import Op
 from fzero.sharding.mesh import ORDER

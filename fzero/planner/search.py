@@ -17,14 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero import models, tables
-from fzero.config import RunConfig, recipe, to_json, to_table
+from fzero import models
+from fzero.core import tables
 from fzero.models import ModelConfig
-from fzero.planner import depth
+from fzero.planner import extrapolate
 from fzero.planner.candidates import OFFLOADS, REMATS, Candidate, Sketch, Sketcher, candidates, layer_of
 from fzero.planner.devices import Device
-from fzero.planner.report import PlanReport, config_for, device_for, has_rates, report_of, settled_for
-from fzero.planner.text import duration, mesh_words, percent, quantity, size, table
+from fzero.planner.format import duration, mesh_words, percent, quantity, size, table
+from fzero.planner.plan import PlanReport, config_for, device_for, has_rates, report_of, settled_for
+from fzero.run.config import RunConfig, recipe, to_json, to_table
 
 SPARE = 0.9  # the part of the capacity that a sketch may fill: sketches are rough
 MOST = 16  # exact traces of a search, beside those in place of what turned out not to fit
@@ -168,7 +169,7 @@ def tracers(workers: int) -> Executor:
 
 def traced(config: RunConfig, c: Candidate, device: Device, options: Mapping[str, Any]) -> PlanReport:
     """The PlanReport of a candidate."""
-    return report_of(depth.trace(c.of(config), c.mesh, target=device.target), device, **options)
+    return report_of(extrapolate.trace(c.of(config), c.mesh, target=device.target), device, **options)
 
 
 def exactly(

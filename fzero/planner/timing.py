@@ -19,10 +19,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fzero.autodiff import Remat
+from fzero.core.autodiff import Remat
 from fzero.planner.devices import Device
 from fzero.planner.rates import Way, collective_s, op_costs, threads_of, ways_of
-from fzero.planner.trace import Op, Trace, Transfer
+from fzero.planner.step_trace import Op, Trace, Transfer
 
 STEADY = 3  # turns of a repeated segment that are played; the others are taken to be like the last of them
 DISKS = ("nvme", "host")  # "axes" of transfers that are no axes of the mesh

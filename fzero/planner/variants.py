@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fzero.config import RunConfig
 from fzero.planner.devices import Device
-from fzero.planner.report import PlanReport, config_for, plan
-from fzero.planner.text import duration, percent, quantity, size, table
+from fzero.planner.format import duration, percent, quantity, size, table
+from fzero.planner.plan import PlanReport, config_for, plan
+from fzero.run.config import RunConfig
 
 COLUMNS = ["peak", "of capacity", "at rest", "sent a step", "step", "tokens/s", "MFU"]
 TRIES = 8  # plans on the way to a largest value

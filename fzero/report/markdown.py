@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fzero.report.sections import Code, Picture, Section, Table
-from fzero.report.sections_several import sections
+from fzero.report.sections_compare import sections
 from fzero.report.values import Report
 
 

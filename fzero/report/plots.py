@@ -6,9 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fzero.run import run_folder
+
 # Okabe and Ito's colours, which colour-blind readers tell apart and which differ in grey.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#9A9A9A"
 Rows = Sequence[dict[str, Any]]
+
+
+def write_pictures(folder: Path) -> list[Path]:
+    """Write loss.png and throughput.png into a run folder and return their paths; [] for a run without a step."""
+    rows = list(run_folder.read_metrics(folder))
+    if not rows:
+        return []
+    config, environment = run_folder.read_config(folder), run_folder.read_environment(folder)
+    title = f"{config.preset or 'model'}, {environment['num_params']:,} parameters, {config.precision.policy}"
+    paths = [folder / "loss.png", folder / "throughput.png"]
+    loss(rows, paths[0], title)
+    throughput(rows, paths[1], title)
+    return paths
 
 
 def loss(rows: Rows, path: str | Path, title: str = "") -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fzero import config, runs
 from fzero.report.values import Quantity, RunReport
+from fzero.run import config, run_folder
 
 ATTEMPTS, LEDGER, MEMORY, PLAN = "attempts.jsonl", "ledger.json", "memory.json", "plan.json"
 WARM_UP = 2  # steps at the begin of an attempt that no figure of time counts: they compile, and make buffers
@@ -37,18 +37,18 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
 
     Raises ValueError naming the file where one is damaged, where `folder` is no run, or where it has made no step.
     """
-    if not (folder / runs.CONFIG).is_file():
-        raise ValueError(f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {runs.CONFIG}")
-    said = read_object(folder / runs.CONFIG)
-    environment = runs.read_environment(folder)
-    if not environment.get("corpus") and not (folder / runs.METRICS).is_file():
+    if not (folder / run_folder.CONFIG).is_file():
+        raise ValueError(f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {run_folder.CONFIG}")
+    said = read_object(folder / run_folder.CONFIG)
+    environment = run_folder.read_environment(folder)
+    if not environment.get("corpus") and not (folder / run_folder.METRICS).is_file():
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is nothing to report")
-    rows = list(runs.read_metrics(folder))
+    rows = list(run_folder.read_metrics(folder))
     if not rows:
-        raise ValueError(f"{folder / runs.METRICS}: has no step yet; report the run when it has made some")
-    series = columns(rows, folder / runs.METRICS)
+        raise ValueError(f"{folder / run_folder.METRICS}: has no step yet; report the run when it has made some")
+    series = columns(rows, folder / run_folder.METRICS)
     missing = [f"{name} is not there: {what}." for name, what in MISSING.items() if not (folder / name).is_file()]
-    attempts = list(runs.read_lines(folder / ATTEMPTS))
+    attempts = list(run_folder.read_lines(folder / ATTEMPTS))
     memory = in_form(read_object(folder / MEMORY), folder / MEMORY) if (folder / MEMORY).is_file() else None
     ledger = in_form(read_object(folder / LEDGER), folder / LEDGER) if (folder / LEDGER).is_file() else {}
     predicted, plan_from = read_plan(folder, predict)
@@ -56,7 +56,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
         missing.append(f"There is no prediction: {plan_from}.")
     for name, what in (("phases.forward", "time by phase"), ("grad_norms", "norms of each layer"), ("ranks", "times of each rank")):
         if not any(column == name or column.startswith(f"{name}.") for column in series):
-            missing.append(f"{runs.METRICS} has no {name.split('.')[0]}: {what} is not known.")
+            missing.append(f"{run_folder.METRICS} has no {name.split('.')[0]}: {what} is not known.")
     quantities = beside(series, environment, attempts, memory, ledger.get("rows"), predicted, plan_from)
     return RunReport(
         folder.absolute().name,
@@ -148,9 +148,9 @@ def median(series: Mapping[str, list[Any]], name: str, kept: Sequence[int]) -> t
     """(the median of a column over the rows `kept`, words that say so)."""
     known = [series[name][i] for i in kept if series[name][i] is not None] if name in series else []
     if not known:
-        return None, f"{runs.METRICS}: has no {name}"
+        return None, f"{run_folder.METRICS}: has no {name}"
     steps = [series["step"][i] for i in kept]
-    return statistics.median(known), f"{runs.METRICS}: median of {name} over {len(known)} of the steps {steps[0]} to {steps[-1]}"
+    return statistics.median(known), f"{run_folder.METRICS}: median of {name} over {len(known)} of the steps {steps[0]} to {steps[-1]}"
 
 
 def mean_phases(series: Mapping[str, list[Any]], kept: Sequence[int]) -> dict[str, float]:
@@ -187,7 +187,7 @@ def beside(
         if predicted is not None or measured is not None:
             found.append(Quantity(name, title, unit, predicted, measured, said, source if measured is not None else ""))
 
-    add("num_params", "parameters", "1", "num_params", environment.get("num_params"), f"{runs.ENVIRONMENT}: num_params")
+    add("num_params", "parameters", "1", "num_params", environment.get("num_params"), f"{run_folder.ENVIRONMENT}: num_params")
     last = attempts[-1] if attempts else {}
     per_step = last.get("tokens_per_step")
     add("tokens_per_step", "tokens of a step", "tokens", "tokens_per_step", per_step, f"{ATTEMPTS}: tokens_per_step")
@@ -222,7 +222,7 @@ def beside(
     whole = {"comm_exposed": "time/exposed", "io": "time/waiting"}
     extra = [name for name, key in whole.items() if planned.get(key.removeprefix("time/"))]
     for phase in dict.fromkeys([*phases, *planned.get("phases", {}), *extra]):
-        source = f"{runs.METRICS}: mean of phases.{phase} over the steps of step_s"
+        source = f"{run_folder.METRICS}: mean of phases.{phase} over the steps of step_s"
         key = whole.get(phase, f"time/phases/{phase}")
         add(f"time/{phase}", f"time: {phase}", "s", key, phases.get(phase), source, total=phase in whole)
     add("tokens_per_s", "throughput", "tokens/s", "tokens_per_s", *median(series, "tokens_per_s", kept))

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fzero.report import draw
+from fzero.report import bind
 from fzero.report.compare import ranks_of, value_of
 from fzero.report.read import WARM_UP, steady
 from fzero.report.values import Quantity, RunReport, digits, ratio, shown, shown_ratio
@@ -150,7 +150,7 @@ def loss(run: RunReport) -> Section:
         if known
         else "Loss: no step has a finite one."
     )
-    parts: list[Any] = [Picture("loss", "Loss over the tokens seen (measured)", alt, draw.loss(run))]
+    parts: list[Any] = [Picture("loss", "Loss over the tokens seen (measured)", alt, bind.loss(run))]
     parts.append(table("loss", "Loss (measured, nats per token)", ("", "loss", "at step"), rows))
     if skipped:
         parts.append(f"{skipped} steps were skipped, their updates not made.")
@@ -169,7 +169,7 @@ def throughput(run: RunReport) -> Section:
     how = "measured" if run.attempts and run.attempts[-1].get("peak_measured") else "given"
     of = f"MFU and HFU are fractions of {shown(peak, 'FLOP/s')}, {how}, of all processes." if peak else ""
     rows = [(q.title, *pair(q)) for q in run.quantities if q.name in ("step_s", "tokens_per_s", "mfu", "mfu_causal", "hfu")]
-    picture = Picture("throughput", "Throughput and model FLOPs utilisation", alt, draw.throughput(run))
+    picture = Picture("throughput", "Throughput and model FLOPs utilisation", alt, bind.throughput(run))
     return Section("throughput", "Throughput and MFU", [picture, table("throughput", "Throughput", ("", *PAIR), rows), of])
 
 
@@ -198,7 +198,7 @@ def memory(run: RunReport) -> Section:
         peak = f"; the measured peak is {shown(here['bytes'], 'bytes')} in {place_of(here)}" if here.get("bytes") else ""
         line = f"; predicted is {shown(plan['peak_bytes_per_rank'], 'bytes')}" if plan.get("peak_bytes_per_rank") else ""
         said = " and the predicted sum as a line" if measured and plan.get("timeline") else ""
-        parts.append(Picture("memory", f"Memory over a step, by component{said}", f"{alt}{peak}{line}.", draw.memory(run)))
+        parts.append(Picture("memory", f"Memory over a step, by component{said}", f"{alt}{peak}{line}.", bind.memory(run)))
     parts.append(table("memory", "Live tensors of a rank at the peak of a step", ("component", *PAIR), rows))
     places = [f"{kind} in {place_of(peak)}" for kind, peak in (("predicted", there), ("measured", here)) if peak.get("phase")]
     if places:
@@ -242,12 +242,12 @@ def time(run: RunReport) -> Section:
     alt = "Time of a step by phase, stacked, predicted and measured"
     if longest:
         alt += f"; the longest measured phase is {longest} with {shown(measured[longest], 's')} of {shown(total, 's')}"
-    parts: list[Any] = [Picture("time", "Time of a step by phase", f"{alt}.", draw.time_bars(run))]
+    parts: list[Any] = [Picture("time", "Time of a step by phase", f"{alt}.", bind.time_bars(run))]
     if "phases.forward" in run.series:
         said = "Measured time of every step by phase, stacked, with evaluation and checkpoints; steps far above the others are cut off."
         recorded = [f"{n:,}" for n, how in zip(run.series["step"], run.series.get("recorded", ())) if how is not None]
         slowed = f"; a recorder slowed step {', '.join(recorded)}" if recorded else ""
-        parts.append(Picture("time_steps", f"Time of every step by phase (measured{slowed})", said, draw.time_steps(run)))
+        parts.append(Picture("time_steps", f"Time of every step by phase (measured{slowed})", said, bind.time_steps(run)))
     parts.append(table("time", "Time of a step by phase; phases exclude each other", ("phase", *PAIR, "of the measured"), rows))
     hidden = hidden_rows(run)
     if hidden:
@@ -276,7 +276,7 @@ def hidden_rows(run: RunReport) -> list[tuple[str, ...]]:
 
 def communication(run: RunReport) -> Section:
     """Bytes that a rank sends in a step, by axis, collective and phase."""
-    rows = draw.sent(run)
+    rows = bind.sent(run)
     if not rows:
         if run.ledger is None:
             return Section("communication", "Communication", [])
@@ -303,7 +303,7 @@ def communication(run: RunReport) -> Section:
         "communication",
         "Communication of a step, by axis and collective; what is under 0.5% of the largest is in the table alone",
         alt,
-        draw.communication(run),
+        bind.communication(run),
     )
     return Section(
         "communication", "Communication", [picture, table("communication", "Sent by one rank in a step (the ledger)", head, cells, left=2)]
@@ -314,7 +314,7 @@ def norms(run: RunReport) -> Section:
     """Norms of gradients and parameters per layer."""
     parts: list[Any] = []
     for kind, what in (("grad", "gradient"), ("param", "parameter")):
-        found = draw.norms_of(run, kind)
+        found = bind.norms_of(run, kind)
         if found is None:
             continue
         steps, rows = found
@@ -324,13 +324,13 @@ def norms(run: RunReport) -> Section:
         high, low = max(last, key=lambda n: last[n]), min(last, key=lambda n: last[n])
         axes = f"{what.capitalize()} norms of {len(rows)} parts of the model over {len(steps)} recorded steps"
         alt = f"{axes}; at the last, the largest is {digits(last[high], 3)} ({high}), the least {digits(last[low], 3)} ({low})."
-        parts.append(Picture(f"{kind}_norms", f"{what.capitalize()} norms per layer (measured)", alt, draw.norms(run, kind)))
+        parts.append(Picture(f"{kind}_norms", f"{what.capitalize()} norms per layer (measured)", alt, bind.norms(run, kind)))
     return Section("norms", "Norms per layer", parts)
 
 
 def stragglers(run: RunReport) -> Section:
     """Whether a rank is behind the others."""
-    found = draw.times_of_ranks(run)
+    found = bind.times_of_ranks(run)
     if found is None or len(found) < 2:
         return Section("stragglers", "Ranks", [])
     named = [(step, rank) for step, rank in zip(run.series["step"], run.series.get("ranks.straggler", ())) if rank is not None]
@@ -344,7 +344,7 @@ def stragglers(run: RunReport) -> Section:
     if counts:
         each = ", ".join(f"rank {rank} in {n}" for rank, n in counts.items())
         said = f"More than 5% behind the median of the others: {each} recorded stretches of steps."
-    picture = Picture("stragglers", "Time that each rank is busy in a step (measured)", alt, draw.stragglers(run))
+    picture = Picture("stragglers", "Time that each rank is busy in a step (measured)", alt, bind.stragglers(run))
     return Section("stragglers", "Ranks", [picture, table("stragglers", "Time of a step on each rank (measured, mean)", head, rows), said])
 
 

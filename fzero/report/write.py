@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import fzero
-from fzero.offload.folder import write_text
-from fzero.report import compare, figures, markdown, page, values
+from fzero.core.storage import write_text
+from fzero.report import compare, figures, html_page, markdown, values
 from fzero.report.read import Predict, read_run, without_folders
 from fzero.report.sections import Picture
-from fzero.report.sections_several import sections
+from fzero.report.sections_compare import sections
 from fzero.report.values import Report, RunReport
-from fzero.runs import CONFIG
+from fzero.run.run_folder import CONFIG
 
 JSON, MARKDOWN, PAGE = "report.json", "report.md", "report.html"
 
@@ -111,7 +111,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     for old in folder.glob("*.svg"):
         old.unlink()
     files = {JSON: json_text(report), **{f"{name}.svg": text for name, text in pictures.items()}}
-    files |= {MARKDOWN: markdown.write(report), PAGE: page.write(report, pictures)}
+    files |= {MARKDOWN: markdown.write(report), PAGE: html_page.write(report, pictures)}
     for name, text in files.items():
         write_text(folder, name, text)
     return [folder / name for name in files]

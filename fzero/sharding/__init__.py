@@ -1,11 +1,11 @@
 """Where every leaf lives: meshes, specs, rules and plans as values."""
 
-from fzero.collectives import Axis
+from fzero.comm.collectives import Axis
 from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
+from fzero.sharding.plan import ZERO, Plan, zero_plan
 from fzero.sharding.redistribute import from_dtensor, local_shape, redistribute, shard, to_dtensor
 from fzero.sharding.rules import Rules, match_rules
 from fzero.sharding.spec import Spec
-from fzero.sharding.zero import ZERO, Plan, zero_plan
 
 __all__ = [
     "AXES",

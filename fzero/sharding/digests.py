@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.collectives import all_gather
-from fzero.digest import combined, digest
-from fzero.pytree import Tree, named_leaves
+from fzero.comm.collectives import all_gather
+from fzero.core.digest import combined, digest
+from fzero.core.pytree import Tree, named_leaves
 from fzero.sharding.draw import window
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.spec import Spec

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fzero import random
+from fzero.core import prng
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.spec import Spec
 
@@ -46,18 +46,18 @@ def normal_within(
 ) -> Tensor:
     """The elements [start, start + size) of random.normal(key, shape, mean, std)."""
     if tuple(size) == tuple(shape):
-        return random.normal(key, shape, mean, std, dtype=dtype).to(device)
+        return prng.normal(key, shape, mean, std, dtype=dtype).to(device)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     last = max(d for d in range(len(shape)) if size[d] != shape[d])
     run, parts = math.prod(size[last:]), []
     if run >= RUN:
         for i in range(math.prod(size[:last])):
             first = _global(i, start[:last], size[:last], strides) + start[last] * strides[last]
-            parts.append(random.normal(key, (run,), mean, std, dtype=dtype, first=first))
+            parts.append(prng.normal(key, (run,), mean, std, dtype=dtype, first=first))
     else:
         for begin in range(0, math.prod(size), CHUNK):
             local = torch.arange(begin, min(begin + CHUNK, math.prod(size)), device=key.device)
-            parts.append(random.normal(key, local.shape, mean, std, dtype=dtype, index=_global(local, start, size, strides)))
+            parts.append(prng.normal(key, local.shape, mean, std, dtype=dtype, index=_global(local, start, size, strides)))
     return torch.cat(parts).reshape(size).to(device)
 
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fzero.collectives import Axis
-from fzero.ledger import Ledger
-from fzero.links import Link
-from fzero.pytree import nearest
-from fzero.rollcall import RollCall
+from fzero.comm.agreement import RollCall
+from fzero.comm.collectives import Axis
+from fzero.comm.communicator import Link
+from fzero.comm.ledger import Ledger
+from fzero.core.pytree import nearest
 
 AXES = {
     "dp": "data, and the shards of ZeRO",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fzero.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
+from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.spec import Spec
 

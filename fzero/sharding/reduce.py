@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero import pytree
-from fzero.collectives import Pending, start_all_gather, start_psum, start_psum_scatter
-from fzero.pytree import Tree
-from fzero.sharding.bundle import pack, together, unpack
-from fzero.sharding.gather import Part
+from fzero.comm.bucket import pack, together, unpack
+from fzero.comm.collectives import Pending, start_all_gather, start_psum, start_psum_scatter
+from fzero.core import pytree
+from fzero.core.device import HOST
+from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.zero import STACKED, Moves, Plan, moves
-from fzero.target import HOST
+from fzero.sharding.plan import STACKED, Moves, Plan, moves
+from fzero.sharding.prefetch import Part
 
 
 class Counter:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TypeVar
 
-from fzero.pytree import nearest
+from fzero.core.pytree import nearest
 
 Value = TypeVar("Value")
 Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)

@@ -1,0 +1,70 @@
+"""Weights that other systems left on a disk, as our leaves, to be read one at a time.
+
+What is in a folder is found by what is in it: a model that `transformers` saved, a `torch.distributed.checkpoint`, or a DeepSpeed
+universal checkpoint. The last two hold no sizes, so a config.json of `transformers` must say them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.checkpoint.convert.dcp import METADATA, open_dcp
+from fzero.checkpoint.convert.deepspeed import FP32, ZERO, find_universal, is_plain_deepspeed, open_universal
+from fzero.checkpoint.convert.huggingface_read import leaves_of, read_hf_config, tensors_of
+from fzero.checkpoint.convert.safetensors import Entry
+from fzero.core.pytree import Tree
+from fzero.models import build
+
+__all__ = ["Source", "load", "open_source"]
+
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+
+
+class Source(NamedTuple):
+    """A model in a folder of another system."""
+
+    kind: str  # what it is, in words
+    config: Any  # the sizes, as one of fzero.models
+    leaves: dict[str, Entry]  # our leaves, each made when it is asked for
+    hf_config: Path  # the config.json that says the sizes
+
+
+def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: torch.dtype | None = None) -> Source:
+    """The GPT-2, Llama or Mixtral in `folder`; nothing of its weights is read yet.
+
+    config: the config.json of transformers that says its sizes; None takes the one in the folder. dtype: of the leaves; None keeps theirs.
+    Raises ValueError, in one line, where nothing that fzero knows is in the folder, where there is no config, and naming the tensor that is
+    missing, unexpected, or of another shape or dtype. A damaged tensor is found when it is read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: {'is not a folder' if folder.exists() else 'no such folder'}")
+    universal = find_universal(folder)
+    if any((folder / name).is_file() for name in SAFETENSORS):
+        kind, tensors, alone = "Hugging Face model", tensors_of, True
+    elif (folder / METADATA).is_file():
+        kind, tensors, alone = "torch.distributed.checkpoint", open_dcp, False
+    elif universal is not None:
+        kind, tensors, alone = "DeepSpeed universal checkpoint", open_universal, True
+    elif is_plain_deepspeed(folder):
+        raise ValueError(
+            f"{folder}: a DeepSpeed checkpoint that is not universal; convert it first: python -m deepspeed.checkpoint.ds_to_universal "
+            f"--input_folder {folder} --output_folder ... --inject_missing_state"
+        )
+    else:
+        wanted = f"{SAFETENSORS[0]} (or its index), {METADATA} (torch.distributed.checkpoint), {ZERO}/*/{FP32} (DeepSpeed universal)"
+        raise ValueError(f"{folder}: nothing in it that fzero imports; looked for {wanted}")
+    where = Path(config) if config is not None else folder / "config.json"
+    if config is None and not where.is_file():
+        raise ValueError(f"{folder}: a {kind} without a config.json, which says the model's sizes; name it: --config HF_CONFIG.json")
+    place = universal if tensors is open_universal and universal is not None else folder
+    ours, family = read_hf_config(where, bare=not alone or tensors is open_universal)
+    return Source(kind, ours, leaves_of(place, ours, family, tensors(place), dtype=dtype, alone=alone), where)
+
+
+def load(source: Source) -> Tree:
+    """The parameters of a source, all of them in memory. Raises ValueError naming the tensor that is damaged."""
+    return build(source.config).init(lambda name, shape, std, mean=0.0: source.leaves[name].give())

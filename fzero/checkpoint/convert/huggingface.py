@@ -1,0 +1,165 @@
+"""GPT-2, Llama and Mixtral weights to and from folders that Hugging Face `transformers` reads and writes.
+
+The names are data, in huggingface_names.py; import and export read the same rows. One tensor is held at a time beside the parameters.
+
+Differs from transformers: no dropout of attention probabilities (attn_pdrop, which no weight depends on, is passed over), and one rate
+for embeddings and residual branches; Mixtral's auxiliary loss is taken per sequence (see MoEConfig).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.convert.huggingface_names import Family, Row, full_name, places, their_shape, write_config
+from fzero.checkpoint.convert.huggingface_read import FLOATS, leaves_of, like, read_hf_config, tensors_of
+from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.models import build
+
+# ---- import ----
+
+
+def load_hf(folder: str | Path, *, dtype: torch.dtype | None = None) -> tuple[Any, Tree]:
+    """(config, params) of the GPT-2, Llama or Mixtral model that `transformers` saved to `folder`.
+
+    Reads config.json with model.safetensors or the files of model.safetensors.index.json. dtype: of the parameters; None keeps what is
+    stored. The parameters own their memory; Mixtral's config has z_coef=0.
+    Raises ValueError naming the architecture, the config entry or the tensor that is unknown, missing, unexpected or of another shape.
+    """
+    folder = Path(folder)
+    config, family = read_hf_config(folder / "config.json")
+    leaves = leaves_of(folder, config, family, tensors_of(folder), dtype=dtype)
+    return config, build(config).init(lambda name, shape, std, mean=0.0: leaves[name].give())
+
+
+# ---- export ----
+
+
+class Leaves(NamedTuple):
+    """The parameters of a model, wherever they are, to be read a piece at a time."""
+
+    like: dict[str, Tensor]  # their names, shapes and dtypes
+    read: Callable[[str, tuple[int, ...]], Tensor]  # the part of a leaf at an index into its first dims; () for the whole
+
+
+def save_hf(
+    folder: str | Path,
+    config: Any,
+    params: Tree | Leaves,
+    *,
+    tokenizer: str | Path | None = None,
+    eos: int | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """The path of `folder`, written so that `transformers` loads the model from it: config.json and model.safetensors, in several files
+    with an index where the weights exceed `max_shard_bytes`.
+
+    params: their tree, or where they are: then a tensor of theirs is in memory at a time, with what is read for it.
+    tokenizer: a tokenizer.json (or its folder) to lay beside it. eos: the id of the end-of-document token. The folder appears when it is
+    complete.
+    Raises ValueError where it exists, where `params` are not those of `config`, and for what transformers does not compute: an attention
+    pattern of another kind than the architecture has, and expert capacity.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder}: already exists; name another folder or remove this one first")
+    source = _tokenizer_file(tokenizer)
+    hf, family = write_config(config)
+    leaves = params if isinstance(params, Leaves) else in_memory(params)
+    shapes = like(config)
+    _expect_params(leaves.like, shapes)
+    rows = [row for row in family.layouts[0] if row.ours in shapes]
+    dtypes = {leaf.dtype for leaf in leaves.like.values()}
+    hf |= {"torch_dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None, "bos_token_id": None, "eos_token_id": eos}
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+        if source:
+            shutil.copyfile(source, partial / "tokenizer.json")
+            about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
+            (partial / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        _write_tensors(partial, _tensors(family, rows, leaves), max_shard_bytes)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+def in_memory(params: Tree) -> Leaves:
+    """The leaves of a tree of tensors."""
+    named = pytree.named_leaves(params)
+    return Leaves(named, lambda name, index: named[name][index])
+
+
+def _tensors(family: Family, rows: list[Row], leaves: Leaves) -> dict[str, Entry]:
+    """Their tensors, leaf by leaf in the order of the layers, each made from ours when it is asked for."""
+    sources: dict[str, list[tuple[Row, tuple[int, ...]]]] = {}
+    for row in rows:
+        for name, index in places(row, leaves.like[row.ours].shape):
+            sources.setdefault(name, []).append((row, index))
+    entries = {}
+    for name, parts in sources.items():
+        row, index = parts[0]
+        leaf = leaves.like[row.ours]
+        entries[full_name(family, name)] = Entry(
+            leaf.dtype, tuple(their_shape(row, leaf.shape[len(index) :])), lambda parts=parts: _tensor(leaves, parts)
+        )
+    return entries
+
+
+def _tensor(leaves: Leaves, parts: list[tuple[Row, tuple[int, ...]]]) -> Tensor:
+    """One tensor of theirs."""
+    ours = [leaves.read(row.ours, index) for row, index in parts]
+    whole = torch.cat(ours, -1) if len(ours) > 1 else ours[0]
+    return whole.transpose(-1, -2) if parts[0][0].transposed else whole
+
+
+def _write_tensors(folder: Path, entries: dict[str, Entry], max_shard_bytes: int) -> None:
+    shards: list[dict[str, Entry]] = []
+    room, total = -1, 0
+    for name, entry in entries.items():
+        size_bytes = entry.dtype.itemsize * torch.Size(entry.shape).numel()
+        if size_bytes > room:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = entry
+        room, total = room - size_bytes, total + size_bytes
+    if len(shards) == 1:
+        write_safetensors(folder / "model.safetensors", shards[0])
+        return
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / file, shard)
+        weight_map |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _expect_params(named: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
+    pytree.from_named(named, leaves)
+    for name, leaf in named.items():
+        if leaf.shape != leaves[name].shape:
+            raise ValueError(f"{name} has shape {list(leaf.shape)}; the config says {list(leaves[name].shape)}")
+        if leaf.dtype not in FLOATS:
+            raise ValueError(f"{name} is {leaf.dtype}; transformers takes float32, bfloat16, float16 and float64")
+
+
+def _tokenizer_file(tokenizer: str | Path | None) -> Path | None:
+    if tokenizer is None:
+        return None
+    file = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; tokenizer is a tokenizer.json or a folder with one (bytes have none)")
+    return file

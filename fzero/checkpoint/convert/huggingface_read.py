@@ -1,0 +1,188 @@
+"""The leaves of our parameters, out of tensors that go by the names of `transformers`, wherever those lie.
+
+A source of weights is a table {name: Entry}: shapes and dtypes are known, and a tensor is read when it is asked for. What is made of it
+is a table of our leaves of the same kind. So everything that can be wrong with names, shapes and dtypes is found before a tensor is read,
+and one leaf is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.convert.huggingface_names import Family, Row, find_family, full_name, places, read_config, their_shape
+from fzero.checkpoint.convert.safetensors import Entry, memory_of, read_safetensors
+from fzero.core import pytree
+from fzero.core.tables import parse_json
+from fzero.models import build
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HEAD = "lm_head.weight"
+# What wrappers of PyTorch put within the names of the parameters that they wrap.
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def like(config: Any) -> dict[str, Tensor]:
+    """`{name: leaf}` of the parameters of a model of these sizes, as tensors on the meta device."""
+    tree = build(config).init(lambda name, shape, std, mean=0.0: torch.empty(shape, device="meta"))
+    return pytree.named_leaves(tree)
+
+
+def read_hf_config(where: Path, *, bare: bool = False) -> tuple[Any, Family]:
+    """(our config, the family) of the model that a config.json describes. bare: see find_family.
+
+    Raises ValueError naming the architecture or the entry that fzero has not.
+    """
+    if not where.is_file():
+        raise ValueError(f"{where}: no such file; a model folder of transformers has a config.json, which says the model's sizes")
+    hf = parse_json(where.read_bytes(), str(where))
+    family = find_family(hf, where, bare=bare)
+    return read_config(hf, family, where), family
+
+
+def tensors_of(folder: Path) -> dict[str, Entry]:
+    """{name: tensor} of the safetensors files in a folder; raises ValueError where there are none, and naming a damaged one."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        shards = ["model.safetensors"]
+    elif index.is_file():
+        table = parse_json(index.read_bytes(), str(index)).get("weight_map")
+        if not isinstance(table, dict):
+            raise ValueError(f"{index}: damaged: it has no weight_map")
+        shards = sorted(set(table.values()))
+    else:
+        raise ValueError(f"{folder}: neither model.safetensors nor {index.name} in it; fzero reads no other weights (no .bin files)")
+    found: dict[str, Entry] = {}
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise ValueError(f"{folder / shard}: no such file, but {index.name} names it")
+        for name, entry in read_safetensors(folder / shard).items():
+            if name in found:
+                raise ValueError(f"{folder}: tensor {name} is there twice")
+            found[name] = entry
+    return found
+
+
+class Names(NamedTuple):
+    """Which tensors of a source are the model's."""
+
+    rows: tuple[Row, ...]  # of the layout that the source has
+    where: dict[str, str]  # the name in the rows -> the name in the source
+
+
+def leaves_of(
+    source: Path, config: Any, family: Family, tensors: dict[str, Entry], *, dtype: torch.dtype | None = None, alone: bool = True
+) -> dict[str, Entry]:
+    """{name: leaf} of a model of this config, each made of `tensors` when it is asked for.
+
+    dtype: of the leaves; None keeps theirs. alone: there is nothing but the model in the source; else there may be other things beside it.
+    Raises ValueError naming `source` and the tensor that is missing, unexpected, or of another shape or dtype.
+    """
+    leaves = like(config)
+    names = find_names(source, family, leaves, tensors, alone=alone)
+    found = {name: tensors[there] for name, there in names.where.items()}
+    for row in names.rows:
+        _check(source, row, leaves[row.ours].shape, found, names.where, dtype)
+    if config.tied and HEAD in found:
+        tokens = next(row.theirs for row in names.rows if row.ours == "embed/tokens")
+        if found[HEAD][:2] != found[tokens][:2] or _digest(found[HEAD]) != _digest(found[tokens]):
+            raise ValueError(
+                f"{source}: the config says tie_word_embeddings, but {names.where[HEAD]} is not {names.where[tokens]}; make it false"
+            )
+    made = {row.ours: _leaf(row, tuple(leaves[row.ours].shape), found, dtype) for row in names.rows}
+    return {name: made[name] for name in leaves}
+
+
+def find_names(source: Path, family: Family, leaves: dict[str, Tensor], tensors: Iterable[str], *, alone: bool) -> Names:
+    """The tensors that a model of `family` is made of, under whatever prefix they are.
+
+    The embedding's name is looked for at the end of names; what is in front of it is in front of all others but the head's, which lacks
+    the family's own part of it.
+    """
+    plain: dict[str, str] = {}
+    for there in tensors:
+        name = ".".join(part for part in there.split(".") if part not in WRAPPERS)
+        if name in plain:
+            raise ValueError(f"{source}: tensor {name} is there twice, as {plain[name]} and as {there}")
+        plain[name] = there
+    layouts = [tuple(row for row in layout if row.ours in leaves) for layout in family.layouts]
+    anchor = next(row.theirs for row in layouts[0] if row.ours == "embed/tokens")
+    stems = {name.removesuffix(anchor) for name in plain if name == anchor or name.endswith(f".{anchor}")}
+    best: list[tuple[int, str, tuple[Row, ...], set[str]]] = []
+    for stem in sorted(stems or {family.prefix}):
+        for rows in layouts:
+            wanted = {name for row in rows for name, _ in places(row, leaves[row.ours].shape)}
+            best.append((sum(_put(stem, family, name) in plain for name in wanted), stem, rows, wanted))
+    most = max(count for count, *_ in best)
+    full = sorted({stem for count, stem, *_ in best if count == most})
+    if len(full) > 1:
+        shown = " and ".join(f"{stem}{anchor}" for stem in full)
+        raise ValueError(f"{source}: the weights of more than one model are in it, as {shown} say; save the one to be imported by itself")
+    stem, rows, wanted = next(rest for count, *rest in best if count == most)
+    where = {name: plain[there] for name in (*wanted, HEAD) if (there := _put(stem, family, name)) in plain}
+    if not set(where) - {HEAD}:
+        known = list(plain.values())
+        there = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "") if known else "nothing"
+        raise ValueError(f"{source}: no tensor of a {family.architecture} is in it, under any prefix; there is {there}")
+    missing = sorted(full_name(family, name) for name in wanted - set(where))
+    outer = stem.removesuffix(family.prefix)
+    extra = [
+        there
+        for name, there in sorted(plain.items())
+        if there not in where.values()
+        and (alone or name.startswith((stem, f"{outer}lm_head.")))
+        and not re.fullmatch(family.passed_over, name.removeprefix(stem))
+    ]
+    for what, names in (("are missing", missing), ("are unexpected", extra)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"{source}: tensors {what} for a {family.architecture} of these sizes: {', '.join(names[:5])}{more}")
+    return Names(rows, where)
+
+
+def _put(stem: str, family: Family, name: str) -> str:
+    """The name of a tensor of the rows behind `stem`."""
+    return (stem.removesuffix(family.prefix) if name.startswith("lm_head.") else stem) + name
+
+
+def _check(source: Path, row: Row, shape: torch.Size, found: dict[str, Entry], where: dict[str, str], dtype: torch.dtype | None) -> None:
+    first = None
+    for name, index in places(row, shape):
+        theirs, wanted = found[name], their_shape(row, shape[len(index) :])
+        if list(theirs.shape) != wanted:
+            raise ValueError(f"{source}: tensor {where[name]} has shape {list(theirs.shape)}, config.json asks for {wanted}")
+        if theirs.dtype not in FLOATS:
+            raise ValueError(f"{source}: tensor {where[name]} is {theirs.dtype}; fzero reads float32, bfloat16, float16 and float64")
+        first = first or theirs.dtype
+        if dtype is None and theirs.dtype != first:
+            raise ValueError(
+                f"{source}: tensor {where[name]} is {theirs.dtype} and other layers {first}; give load_hf a dtype, or save it in one"
+            )
+
+
+def _leaf(row: Row, shape: tuple[int, ...], found: dict[str, Entry], dtype: torch.dtype | None) -> Entry:
+    spots = list(places(row, shape))
+    theirs = found[spots[0][0]]
+    if spots[0][1] == () and not row.transposed and row.parts == 1 and dtype in (None, theirs.dtype):
+        return Entry(theirs.dtype, shape, theirs.give)  # without a copy
+
+    def give() -> Tensor:
+        leaf = torch.empty(shape, dtype=dtype or theirs.dtype)
+        for name, index in spots:
+            tensor = found[name].give()
+            ours = tensor.transpose(-1, -2) if row.transposed else tensor
+            leaf[index].copy_(ours.chunk(row.parts, -1)[row.part])
+            del tensor, ours
+        return leaf
+
+    return Entry(dtype or theirs.dtype, shape, give)
+
+
+def _digest(entry: Entry) -> str:
+    return hashlib.sha256(memory_of(entry.give().contiguous())).hexdigest()

@@ -1,0 +1,137 @@
+"""The weights of a run whose state is on a disk: whole leaves of its ranks' chunks; and parameters that stay on a disk in use."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.core.storage import read_text
+from fzero.offload import Kept, Space, Stored
+from fzero.offload.buffer_pool import padded
+from fzero.offload.chunk_files import Damaged, chunk_of
+from fzero.offload.store_manifest import Record, read_description, read_record, sums_name
+from fzero.sharding import Plan, fake_mesh, one_process
+from fzero.sharding.draw import window
+from fzero.sharding.plan import shard_dim
+from fzero.sharding.slices import pieces
+from fzero.train.state_on_disk import write_rows
+
+
+class Shelf(NamedTuple):
+    """The last complete step of a store, as the runs that come after it see it."""
+
+    place: Path
+    record: Record
+    ranks: int
+    sizes: dict[str, int]  # of the axes of its mesh
+    stage: int | None  # of its plan
+    leaves: dict[str, Any]  # name -> shape, dtype and stacked, of one rank
+    slots: int
+
+    def holds(self, prefix: str) -> bool:
+        """Whether there are leaves under `prefix`."""
+        return any(name.startswith(prefix) for name in self.leaves)
+
+    def leaf(
+        self, name: str, shape: tuple[int, ...], spec: Any, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The elements [start, start + size) (None: all) of a leaf of `shape`, of the parts that its ranks hold by `spec`.
+
+        Raises ValueError naming a chunk that is not what was written.
+        """
+        said = self.leaves[name]
+        kept = Kept(tuple(said["shape"]), getattr(torch, said["dtype"]), said["stacked"])
+        start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
+        out, done = torch.empty(size, dtype=kept.dtype), set()
+        for rank in range(self.ranks):
+            at, extent = window(shape, spec, fake_mesh(self.sizes, rank))
+            spans = [(max(a, s), min(a + e, s + n)) for a, e, s, n in zip(at, extent, start, size)]
+            if at in done or any(low >= high for low, high in spans):
+                continue  # another rank's copy, or none of what is asked for
+            done.add(at)
+            sums = self.sums(rank)
+            target = out
+            for dim, ((low, high), s) in enumerate(zip(spans, start)):
+                target = target.narrow(dim, low - s, high - low)
+            inner = [(low - a, high - a) for (low, high), a in zip(spans, at)]
+            for i, layer in enumerate(range(*inner[0]) if kept.stacked else [0]):
+                value = self.chunk(name, kept, layer, rank, sums.get(name))
+                for dim, (low, high) in enumerate(inner[1:] if kept.stacked else inner):
+                    value = value.narrow(dim, low, high - low)
+                (target[i] if kept.stacked else target).copy_(value)
+        return out
+
+    def sums(self, rank: int) -> dict[str, list[int]]:
+        """The checksums of a rank's chunks; {} where the run kept none."""
+        text = read_text(self.place, sums_name(self.record.slot, rank))
+        return json.loads(text) if text else {}
+
+    def chunk(self, name: str, kept: Kept, layer: int, rank: int, sums: list[int] | None) -> Tensor:
+        """One layer of one rank's part."""
+        data = chunk_of(self.place, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
+        if sums is not None:
+            words = np.zeros(padded(kept.chunk_bytes), np.uint8)
+            words[: kept.chunk_bytes] = data[: kept.chunk_bytes]
+            if int(words.view(np.uint64).sum(dtype=np.uint64)) != sums[layer] % (1 << 64):
+                raise Damaged(f"{self.place}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
+        return torch.from_numpy(data[: kept.chunk_bytes].copy()).view(kept.dtype).reshape(kept.chunk)
+
+    def fixed(self, name: str) -> bool:
+        """Whether a leaf never changes, and so has one slot."""
+        return self.leaves[name]["fixed"]
+
+
+def find(place: Path) -> Shelf | None:
+    """The store in `place`, or None where there is none with a complete step."""
+    said = read_description(place) if place.is_dir() else None
+    record = read_record(place) if said else None
+    if record is None:
+        return None
+    if record.dirty:
+        raise ValueError(f"{place}: a step was being written over another one when its run ended; there are no weights in it")
+    return Shelf(place, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"])
+
+
+def weights(shelf: Shelf, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
+    """The whole parameters under `prefix` (params/, master/ or extra/ema/), in `dtype` (None: their own)."""
+    specs = pytree.named_leaves(plan.params if prefix == "params/" else plan.opt)
+    named = {n: shelf.leaf(prefix + n, tuple(x.shape), specs[n]) for n, x in pytree.named_leaves(plan.like).items()}
+    return pytree.from_named({n: x if dtype is None else x.to(dtype) for n, x in named.items()}, plan.like)
+
+
+def put_params(read: Callable[[str], Tensor], plan: Plan, space: Space) -> Tree:
+    """The parameters `read(name)`, one whole leaf at a time in memory, as leaves of a new store in `space`."""
+    store = None
+    for name, like in pytree.named_leaves(plan.like).items():
+        value = read(name)
+        if store is None:
+            kept = {n: Kept(tuple(x.shape), value.dtype, shard_dim(n) == 1) for n, x in pytree.named_leaves(plan.like).items()}
+            store = space.open(kept, one_process())
+            store.begin()
+        for i in range(store.leaves[name].layers):
+            layer = value[i] if store.leaves[name].stacked else value
+            for rows in pieces(store.leaves[name].chunk):
+                write_rows(store, name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+        store.settle()
+        del value, like
+    store.commit(0, {}, lambda: None)
+    store.finish()
+    return pytree.map_named(lambda name, _: Stored(store, name), plan.like)
+
+
+def part_bytes(plan: Plan, itemsize: int) -> int:
+    """The bytes of the largest part of a model: the embedding, a layer or the head."""
+    sizes: dict[str, int] = {}
+    for name, leaf in pytree.named_leaves(plan.like).items():
+        numel = math.prod(leaf.shape[1:]) if shard_dim(name) else leaf.numel()
+        sizes[name.split("/")[0]] = sizes.get(name.split("/")[0], 0) + padded(numel * itemsize)
+    return max(sizes.values())

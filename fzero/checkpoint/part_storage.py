@@ -1,0 +1,198 @@
+"""The files of a checkpoint's parts, on a local disk or in an object store: ranges of bytes in and out, durable when said so.
+
+On a disk that takes direct transfers large files pass the page cache by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.directory import Place, join
+from fzero.core.object_store import Objects
+from fzero.core.storage import is_url
+from fzero.offload.buffer_pool import HUGE, PAGE, padded
+from fzero.offload.disk_io import open_direct
+
+OPEN = 64  # files that stay open behind a read: a checkpoint may have more of them than a process may open
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SMALL = 1 << 18  # bytes of a file up to which the page cache is the quicker way
+
+
+class Writing:
+    """A file that is being written by several threads: `put` each range, then `end`. What is written is not durable yet."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """size: the bytes of the file; 0 where they are not known yet."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.size, self.lock = path, size, threading.Lock()
+        flags = os.O_RDWR | os.O_CREAT
+        direct = open_direct(path, flags) if size > SMALL else None
+        self.fd = os.open(path, flags, 0o644) if direct is None else direct
+        room = padded(size) if direct is not None else size
+        if os.fstat(self.fd).st_size not in (size, room) or not size:
+            os.ftruncate(self.fd, 0)
+            if room:
+                os.posix_fallocate(self.fd, 0, room)
+        self.end_at, self.direct = 0, direct is not None
+
+    def put(self, raw: Tensor, size: int, offset: int) -> None:
+        """Write the first `size` bytes of `raw` (uint8, whole pages) at `offset`."""
+        view = memoryview(raw.numpy())[: padded(size) if self.direct else size]
+        while view:
+            done = os.pwrite(self.fd, view, offset)
+            view, offset = view[done:], offset + done
+
+    def append(self, size: int) -> int:
+        """The offset at which `size` bytes more, from the next page on, are to be put."""
+        with self.lock:
+            offset, self.end_at = self.end_at, self.end_at + padded(size)
+            return offset
+
+    def end(self, size: int) -> None:
+        """Close the file, with `size` bytes."""
+        if os.fstat(self.fd).st_size != size:
+            os.ftruncate(self.fd, size)
+        self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+@dataclass
+class Held:
+    """A file that is open, and how many threads are reading it now."""
+
+    fd: int
+    direct: bool
+    users: int = 0
+
+
+class Reading:
+    """The files of the parts below a place, for threads that each read ranges of them into a buffer of their own."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.url, self.lock = place, is_url(place), threading.Lock()
+        self.objects = Objects(str(place)) if self.url else None
+        self.open: dict[str, Held] = {}  # those asked for last at the end
+        self.local = threading.local()
+        self.read_bytes = 0
+
+    def get(self, name: str, offset: int, size: int) -> np.ndarray:
+        """`size` bytes of a file at `offset`, a page of it; good until this thread asks again.
+
+        Raises OSError where it cannot be read, EOFError where it ends before.
+        """
+        if self.url:
+            raw = self._range(name, offset, size)
+        else:
+            with self._held(name) as file:
+                wanted = padded(size) if file.direct else size
+                raw = self._buffer(wanted)
+                done = 0
+                while done < size:
+                    moved = os.preadv(file.fd, [memoryview(raw)[done:wanted]], offset + done)
+                    if not moved:
+                        break
+                    done += moved
+                    if file.direct and done % PAGE:
+                        break  # the file's end
+            raw = raw[: min(done, size)]
+        self.read_bytes += len(raw)
+        if len(raw) < size:
+            raise EOFError(offset + len(raw))
+        return raw[:size]
+
+    def size(self, name: str) -> int:
+        """The bytes of a file; raises OSError where it is not there. An object is read for it, and this thread's next `get` are of that."""
+        if not self.url:
+            return os.stat(join(self.place, name)).st_size
+        self.local.whole = None
+        self.local.whole = (name, self._object(name))
+        return len(self.local.whole[1])
+
+    def _object(self, name: str, start: int = 0, end: int | None = None) -> np.ndarray:
+        try:
+            found = self.objects.read(name, start, end)
+        except EOFError:
+            raise EOFError(len(self.objects.read(name) or b"")) from None
+        if found is None:
+            raise FileNotFoundError(2, "No such file", str(join(self.place, name)))
+        return np.frombuffer(found, np.uint8)
+
+    def _range(self, name: str, offset: int, size: int) -> np.ndarray:
+        held = getattr(self.local, "whole", None)
+        if held is not None and held[0] == name:
+            return held[1][offset : offset + size]
+        return self._object(name, offset, offset + size)
+
+    @contextlib.contextmanager
+    def _held(self, name: str) -> Iterator[Held]:
+        with self.lock:
+            file = self.open.pop(name, None) or self._open(name)
+            self.open[name] = file
+            file.users += 1
+            for old in [key for key, one in self.open.items() if not one.users][: max(0, len(self.open) - OPEN)]:
+                os.close(self.open.pop(old).fd)
+        try:
+            yield file
+        finally:
+            with self.lock:
+                file.users -= 1
+
+    def _open(self, name: str) -> Held:
+        path = Path(self.place, name)
+        fd = open_direct(path, os.O_RDONLY) if os.stat(path).st_size > SMALL else None
+        return Held(os.open(path, os.O_RDONLY), False) if fd is None else Held(fd, True)
+
+    def _buffer(self, size: int) -> np.ndarray:
+        held = getattr(self.local, "buffer", None)
+        if held is None or len(held) < size:
+            held = self.local.buffer = aligned(size)
+        return held
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.open.values():
+            os.close(file.fd)
+        self.open.clear()
+
+
+def aligned(size: int) -> np.ndarray:
+    """`size` bytes of memory, zeros, that begin at a page: large ones at a huge page, of which a direct transfer needs fewer."""
+    room = HUGE if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
+    memory = mmap.mmap(-1, padded(max(size, 1)) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if room:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    begin = -raw.ctypes.data % HUGE if room else 0
+    return raw[begin : begin + padded(max(size, 1))]
+
+
+def words(x: Tensor) -> np.ndarray:
+    """The memory of a tensor of the CPU as an array of integers of its elements' width."""
+    return x.view(WORDS[x.dtype.itemsize]).numpy()
+
+
+def tensor_of(raw: np.ndarray) -> Tensor:
+    """The tensor of some bytes: of this memory, where it may be written to."""
+    return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor to be filled, a large one in huge pages: to touch those for the first time is a hundred times quicker."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(aligned(size)[:size]).view(dtype).view(shape) if size >= HUGE else torch.empty(shape, dtype=dtype)

@@ -1,0 +1,1 @@
+"""The `fzero` command: argument parsing, nothing else."""

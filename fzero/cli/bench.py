@@ -1,0 +1,76 @@
+"""`fzero bench`: what this machine does in which time, for plans; and `fzero bench disk`, the settings of a disk. See fzero/bench/."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+FOLDER = click.Path(path_type=Path)
+
+
+@click.group(name="bench", invoke_without_command=True)
+@click.option("--out", type=FOLDER, metavar="FILE", help="The .json file to write; without it device.json beside the user's config.toml.")
+@click.option("--quick", is_flag=True, help="In half a minute, with fewer figures: one thread, and links between two processes.")
+@click.option("--only", multiple=True, metavar="PART", help="Measure this part alone; of the rest the file keeps what it has. Repeatable.")
+@click.option("--disk", type=FOLDER, metavar="DIR", help="Measure the disk of this folder too.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--json", "as_json", is_flag=True, help="Print the device file instead of a summary.")
+@click.pass_context
+def bench(context: click.Context, **options: Any) -> None:
+    """Measure this machine and write a device file, for `fzero plan --gpu here`.
+
+    The parts are memory, gemm, steps, fused and links. Takes about three minutes; the figures are as good as the machine is quiet.
+    """
+    if context.invoked_subcommand is None:
+        bench_machine(**options)
+
+
+def bench_machine(out: Path | None, quick: bool, only: tuple[str, ...], disk: Path | None, device: str, as_json: bool) -> None:
+    """What `fzero bench` does."""
+    import torch
+
+    from fzero.planner import devices
+    from fzero.planner.calibrate import machine, summary
+
+    path = devices.here() if out is None else out
+    if path.suffix != ".json":
+        raise ValueError(f"--out is {str(path)!r}; a device file is a .json file")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {device!r}; it must be cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda and PyTorch finds no GPU here; use cpu")
+    before = None
+    if only and path.is_file():
+        before = devices.device(path)
+        if before.kind != device:
+            raise ValueError(f"{path}: is of a {before.kind} device and --device is {device}; give another --out")
+    effort = machine.Effort(tuple(only) or machine.PARTS, quick, device)
+    found = machine.measure(effort, disk=disk, before=before, say=progress)
+    machine.save(found, path)
+    click.echo(devices.to_json(found) if as_json else f"{summary.describe(found)}\nwritten to {path}")
+
+
+@bench.command(name="disk")
+@click.argument("folder", type=FOLDER, metavar="DIR")
+@click.option("--size-gb", type=float, default=2.0, show_default=True, help="Of its two files together, which are gone afterwards.")
+@click.option("--seconds", type=float, default=0.5, show_default=True, help="For each of some 160 figures.")
+@click.option("--no-write-config", is_flag=True, help="Leave the user's config.toml as it is.")
+def bench_disk(folder: Path, size_gb: float, seconds: float, no_write_config: bool) -> None:
+    """Measure the disk of DIR and write the settings that suit it best into the user's config.toml, for runs with --nvme there."""
+    size = int(size_gb * 1e9 / 2) >> 20 << 20 if 0.002 < size_gb < 1e6 else 0
+    if not size:
+        raise ValueError(f"--size-gb is {size_gb}; it must be at least 0.0022")
+    if not 0 < seconds <= 60:
+        raise ValueError(f"--seconds is {seconds}; it must be above 0, and 60 at most")
+    from fzero.planner.calibrate import disk as disks
+
+    click.echo(disks.bench_disk(folder, size=size, seconds=seconds, write_config=not no_write_config, progress=progress))
+
+
+def progress(line: str) -> None:
+    """Print a line on stderr at once, where that is a terminal."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)

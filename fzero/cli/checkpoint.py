@@ -1,0 +1,201 @@
+"""`fzero ckpt`: what checkpoints are there, what is in them, whether they are sound and how two differ (fzero/run/debug/)."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from typing import Any
+
+import click
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.group()
+def ckpt() -> None:
+    """Checkpoints: list, show, verify, compare and remove them, in folders and object stores."""
+
+
+@ckpt.command()
+@click.argument("place", metavar="RUN|FOLDER|URL")
+@AS_JSON
+def ls(place: str, as_json: bool) -> None:
+    """List the checkpoints of a run, in a folder or below a URL, whole or not."""
+    from fzero.run.debug import checkpoint_list
+
+    found = checkpoint_list.listing(place)
+    if as_json:
+        entries = [{**entry._asdict(), "path": str(entry.path)} for entry in found.entries]
+        store = found.store and found.store._asdict()
+        click.echo(json.dumps({"home": str(found.home), "entries": entries, "spare": found.spare, "store": store}, indent=1))
+        return
+    if not found.entries:
+        click.echo(f"{found.home}: no checkpoints")
+    rows = []
+    for entry in found.entries:
+        leaves = "-" if entry.leaves is None else f"{entry.leaves:,}"
+        mesh = "-" if entry.mesh is None else mesh_name(entry.mesh)
+        rows.append([f"{entry.step}", when(entry.written), size(entry.size), leaves, size(entry.nbytes), mesh, entry.state])
+    if rows:
+        click.echo(str(found.home))
+        echo_table(["step", "written", "on disk", "leaves", "of bytes", "mesh", "state"], rows, right={0, 2, 3, 4})
+    for entry in found.entries:
+        if entry.note:
+            click.echo(f"step {entry.step}: {entry.note}")
+    if found.spare:
+        click.echo(f"{size(found.spare)} of files in spare/ wait for the next save to write over them")
+    if found.store is not None:
+        on, pinned = found.store, ", ".join(map(str, found.store.pinned))
+        kept = f", and steps {pinned} kept as checkpoints" if pinned else ""
+        last = f"step {on.step} is complete{kept}" if on.step is not None else "no complete step"
+        click.echo(f"on the disk, {on.place}: {last}{f' ({on.note})' if on.note else ''}")
+
+
+@ckpt.command()
+@click.argument("path", metavar="PATH")
+@click.option("--leaf", metavar="REGEX", help="Only the leaves in whose name this regular expression is found.")
+@AS_JSON
+def show(path: str, leaf: str | None, as_json: bool) -> None:
+    """Show what is in a checkpoint; of a run, a folder or a URL: in its newest."""
+    from fzero.run.debug import checkpoint_list
+
+    try:
+        pattern = re.compile(leaf or "")
+    except re.error as error:
+        raise ValueError(f"--leaf {leaf!r}: is no regular expression ({error})") from None
+    found = checkpoint_list.described(path)
+    leaves = {name: row for name, row in found.leaves.items() if pattern.search(name)}
+    if not leaves and found.leaves:
+        raise ValueError(
+            f"--leaf {leaf!r}: is found in the name of none of the {len(found.leaves)} leaves, such as {next(iter(found.leaves))}"
+        )
+    if as_json:
+        click.echo(json.dumps({**found._asdict(), "path": str(found.path), "leaves": leaves}, indent=1))
+        return
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    click.echo(f"{found.path}: step {found.step}, by {versions}, on {mesh_name(found.mesh)}")
+    for name, value in found.config.items():
+        click.echo(f"  {name} = {json.dumps(value)}" if name else f"  {json.dumps(value)}")
+    click.echo()
+    rows = [
+        [
+            name,
+            shape(row["shape"]),
+            row["dtype"],
+            row["spec"],
+            f"{row['parts']}",
+            shape(row["chunk"]),
+            size(row["bytes"]),
+            row["digest"],
+        ]
+        for name, row in leaves.items()
+    ]
+    echo_table(["leaf", "shape", "dtype", "spec", "parts", "chunk", "bytes", "digest"], rows, right={4, 6})
+    click.echo()
+    totals = [[name, f"{t['leaves']:,}", f"{t['elements']:,}", size(t["bytes"])] for name, t in found.totals.items()]
+    whole = [sum(t[key] for t in found.totals.values()) for key in ("leaves", "elements", "bytes")]
+    totals.append(["all", f"{whole[0]:,}", f"{whole[1]:,}", size(whole[2])])
+    echo_table(["", "leaves", "elements", "bytes"], totals, right={1, 2, 3})
+
+
+@ckpt.command()
+@click.argument("path", metavar="PATH")
+def verify(path: str) -> int:
+    """Read a whole checkpoint and name all that is damaged in it: exit code 1 where anything is."""
+    from fzero import checkpoint
+    from fzero.run.debug import checkpoint_list
+
+    place = checkpoint_list.path_of(path)
+    found = checkpoint.verify(place)
+    for line in found:
+        click.echo(line)
+    click.echo(f"{place}: {f'damaged: {len(found)} found' if found else 'sound'}")
+    return 1 if found else 0
+
+
+@ckpt.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--tolerance", type=float, default=0.0, help="Take elements as equal that differ by no more; without it, to the bit.")
+@click.option("--all", "every", is_flag=True, help="Compare every leaf that differs, not only up to the first.")
+@AS_JSON
+def diff(a: str, b: str, tolerance: float, every: bool, as_json: bool) -> int:
+    """Compare two checkpoints (of a run, folder or URL: its newest): exit code 1 where they differ."""
+    from fzero.run.debug import checkpoint_diff
+
+    found = checkpoint_diff.compare(a, b, tolerance=tolerance, every=every)
+    if as_json:
+        compared = [{**leaf._asdict(), **{k: finite(getattr(leaf, k)) for k in ("largest", "largest_relative")}} for leaf in found.compared]
+        for leaf in compared:
+            leaf["values"] = leaf["values"] and [finite(value) for value in leaf["values"]]
+        said = {**found._asdict(), "a": str(found.a), "b": str(found.b), "compared": compared, "same": found.same}
+        click.echo(json.dumps(said, indent=1))
+        return 0 if found.same else 1
+    for place, names in ((found.a, found.only_a), (found.b, found.only_b)):
+        for name in names:
+            click.echo(f"leaf {name}: only in {place}")
+    for line in found.other:
+        click.echo(f"leaf {line}")
+    for leaf in found.compared:
+        if leaf.differing or every:
+            click.echo(str(leaf))
+    unread = len(found.differing) - len(found.compared)
+    if unread:
+        click.echo(f"{unread} more leaves have other digests (--all compares them)")
+    if not found.same:
+        click.echo(f"differ: {found.a} and {found.b}")
+        return 1
+    within = f"within {tolerance:g}" if found.differing else "bit for bit"
+    click.echo(f"the same {within}: {found.leaves} leaves of {found.a} and {found.b}")
+    return 0
+
+
+@ckpt.command()
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option("--step", "steps", type=int, multiple=True, metavar="N", help="This step of the run, folder or URL PATH. Repeatable.")
+@click.option("--force", is_flag=True, help="Also where no complete checkpoint is left then.")
+def rm(paths: tuple[str, ...], steps: tuple[int, ...], force: bool) -> None:
+    """Remove checkpoints, each whole, and the folders of saves that did not end."""
+    from fzero.run.debug import checkpoint_list
+
+    for line in checkpoint_list.remove(list(paths), list(steps), force=force):
+        click.echo(line)
+
+
+def echo_table(head: list[str], rows: list[list[str]], *, right: set[int]) -> None:
+    """Print rows under a head, in columns; `right`: those of numbers."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    for row in [head, *rows]:
+        cells = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        click.echo("  ".join(cells).rstrip())
+
+
+def size(count: int | None) -> str:
+    """A number of bytes in words; "-" where it is not known."""
+    if count is None:
+        return "-"
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+def when(seconds: float | None) -> str:
+    """A time of this place; "-" where it is not known."""
+    return "-" if seconds is None else datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def shape(dims: list[int]) -> str:
+    """A shape as 4x32."""
+    return "x".join(map(str, dims)) or "-"
+
+
+def mesh_name(mesh: dict[str, int]) -> str:
+    """The axes of a mesh with their sizes."""
+    return ",".join(f"{axis}={n}" for axis, n in mesh.items()) or "one process"
+
+
+def finite(value: Any) -> Any:
+    """A number as JSON has it: text where it is none."""
+    return str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value

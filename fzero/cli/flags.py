@@ -1,0 +1,104 @@
+"""The flags that say the config of a run, for every command that takes one, and the table and the RunConfig that they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+FOLDER = click.Path(path_type=Path)
+# Flags of `pretrain` that say a value of the config.
+SHORTHANDS = {
+    "model": "preset",
+    "data": "data.path",
+    "seq_len": "data.seq_len",
+    "steps": "train.steps",
+    "batch": "train.batch",
+    "micro_batch": "train.micro_batch",
+    "lr": "optim.lr",
+    "seed": "train.seed",
+    "precision": "precision.policy",
+    "remat": "train.remat",
+    "zero": "zero",
+    "reduce": "reduce",
+    "sequence": "sequence",
+    "accumulate": "accumulate",
+    "prefetch": "prefetch",
+    "offload": "offload",
+    "nvme": "nvme.folder",
+    "buffer_mb": "nvme.buffer_mb",
+}
+FLAGS = (
+    click.option("--model", metavar="PRESET", help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ..."),
+    click.option("--config", "config_file", type=FOLDER, metavar="RUN.TOML", help="What differs from the preset, or a run's config.json."),
+    click.option("--set", "settings", multiple=True, metavar="A.B=C", help="One value of the config, such as optim.name=muon. Repeatable."),
+    click.option("--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."),
+    click.option("--steps", type=int, help="Steps of the whole run; the schedule follows from them."),
+    click.option("--batch", type=int, help="Sequences a step."),
+    click.option("--micro-batch", type=int, help="Sequences at a time; divides the batch."),
+    click.option("--seq-len", type=int, help="Tokens of a sequence."),
+    click.option("--lr", type=float, help="The peak of the learning rate."),
+    click.option("--seed", type=int, help="Of parameters, dropout and the order of the data."),
+    click.option("--precision", help="auto, fp32, bf16, fp16 or fp64."),
+    click.option("--remat", help="none, full, every:K or selective:F."),
+    click.option("--mesh", help="Sizes of its axes dp, rp and tp, such as dp=2,tp=2, under torchrun; without it dp over all processes."),
+    click.option("--zero", type=int, help="ZeRO stage, 0 to 3."),
+    click.option("--reduce", help="Order of sums: fast, or canonical, which is the same on every mesh, to the bit."),
+    click.option("--sequence", is_flag=True, default=None, help="Split activations over tp along the sequence."),
+    click.option("--accumulate", help="Gradients of micro-batches at stages 2 and 3: shards (less memory), or full (fewer messages)."),
+    click.option("--prefetch", type=int, help="Layers gathered ahead of their use at stage 3."),
+    click.option("--offload", metavar="WHERE", help="Memories of params, grads, opt and acts: params=nvme,opt=nvme,acts=host."),
+    click.option("--nvme", metavar="DIR", help="The folder of what is on a disk; without it nvme/ in the run folder."),
+    click.option("--buffer-mb", type=int, help="Memory for what is on its way to or from the disk; without it what the plan needs."),
+)
+
+
+def config_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command` with the flags of a config: `config_file`, `settings`, `mesh` and those of SHORTHANDS are among its arguments."""
+    for option in reversed(FLAGS):
+        command = option(command)
+    return command
+
+
+def table_of(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """The table that the flags of `pretrain` say: the file, changed by --set, changed by the other flags."""
+    from fzero.core import tables
+
+    table = tables.read_table(config_file) if config_file else {}
+    said: dict[str, str] = {}
+
+    def put(flag: str, key: str, value: Any) -> None:
+        if key in said:
+            raise ValueError(f"{flag} and {said[key]} both set {key}; give one of them")
+        said[key] = flag
+        tables.put(table, key, value)
+
+    for setting in settings:
+        put(f"--set {setting}", *tables.parse_setting(setting))
+    for name, key in SHORTHANDS.items():
+        if flags[name] is not None:
+            put(f"--{name.replace('_', '-')}", key, flags[name])
+    for part in mesh.split(",") if mesh else ():
+        axis, _, size = part.partition("=")
+        if not size.isdecimal():
+            raise ValueError(f"--mesh {mesh!r} is not of the form dp=4,tp=2")
+        put("--mesh", f"mesh.{axis.strip()}", int(size))
+    return table
+
+
+def config_of(table: dict[str, Any], init: Path | None, *, from_json: bool) -> Any:
+    """The RunConfig of a table, around the sizes of the run `init` where that is given."""
+    from fzero.run import config, run_folder
+
+    if init is None:
+        value = config.from_table(table)
+    else:
+        if "model" in table or "preset" in table:
+            raise ValueError("--init brings the model's sizes; leave out --model and model.*")
+        old = run_folder.read_config(init)
+        value = config.from_table({**table, "preset": old.preset}, old.model)
+    if not from_json:  # the config.json of a run holds every number, used or not
+        config.refuse_unused(value, table)
+    return value

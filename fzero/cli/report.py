@@ -1,0 +1,122 @@
+"""`fzero report`: what runs did beside what was predicted, as JSON, Markdown and one page. See fzero/report/write.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+PATH = click.Path(path_type=Path)
+SHOWN = ("summary", "figures", "scaling")  # of the tables, on a terminal
+
+
+@click.command()
+@click.argument("runs", nargs=-1, type=PATH, metavar="RUN...")
+@click.option("--out", type=PATH, metavar="FOLDER", help="Where it is written; without it RUN/report, or report beside several runs.")
+@click.option("--title", default="", help="Its heading.")
+@click.option("--json", "as_json", is_flag=True, help="Print the exact JSON; without --out nothing is written.")
+@click.option("--no-plan", is_flag=True, help="Make no prediction for a run that holds none.")
+@click.option("--public", is_flag=True, help="Leave out the folders of this machine.")
+@click.option(
+    "--paste", "pages", multiple=True, type=PATH, metavar="FILE.md", help="Bring what is pasted from reports up to date. Repeatable."
+)
+@click.option("--from", "reports", type=PATH, metavar="FOLDER", help="The folder of reports that --paste takes from; without it reports.")
+@click.option("--check", is_flag=True, help="With --paste: change no file; exit code 1 where one is not up to date.")
+def report(
+    runs: tuple[Path, ...],
+    out: Path | None,
+    title: str,
+    as_json: bool,
+    no_plan: bool,
+    public: bool,
+    pages: tuple[Path, ...],
+    reports: Path | None,
+    check: bool,
+) -> int:
+    """Write what runs did, predicted beside measured: JSON, Markdown, and a page with pictures."""
+    if pages:
+        given = {"RUN": runs, "--out": out, "--title": title, "--json": as_json, "--no-plan": no_plan, "--public": public}
+        if wrong := [name for name, value in given.items() if value]:
+            raise ValueError(f"--paste takes finished reports (--from FOLDER); leave out {', '.join(wrong)}")
+        return bring_up_to_date(pages, reports or Path("reports"), check)
+    if check or reports is not None:
+        raise ValueError(f"{'--check' if check else '--from'} belongs to --paste FILE.md; give that too")
+    from fzero.report import write
+    from fzero.report.sections import command_of
+    from fzero.run.measure import attempts
+
+    folder = out if out is not None else None if as_json or not runs else write.default_folder(runs)
+    if folder is not None:
+        write.expect_ours(folder)
+    command, (commit, dirty) = command_of(sys.argv), attempts.commit_of(Path(attempts.__file__).parent)
+    about = {"title": title, "command": command, "commit": commit + "+" * dirty, "public": public}
+    found = write.gather(runs, None if no_plan else predicted, **about)
+    files = write.write(found, folder) if folder is not None else []
+    if as_json:
+        click.echo(write.json_text(found), nl=False)
+        return 0
+    for line in lines(found):
+        click.echo(line)
+    click.echo(f"written: {folder}: {', '.join(path.name for path in files)}")
+    return 0
+
+
+def predicted(folder: Path) -> dict[str, Any] | None:
+    """The plan of the last attempt of the run in `folder`, on this machine as `fzero bench` measured it: of plan.json, or made and kept.
+
+    A run does not make it, as that costs seconds and the run has no use for it. None where no attempt is known. Raises ValueError where
+    it cannot be planned.
+    """
+    from fzero.core.storage import write_text
+    from fzero.core.tables import parse_json
+    from fzero.planner.plan import plan
+    from fzero.run.config import from_table
+    from fzero.run.measure import attempts
+
+    path, lines = folder / attempts.PLAN, attempts.read(folder)
+    if path.is_file():
+        return parse_json(path.read_text(encoding="utf-8"), str(path))
+    if not lines:
+        return None
+    last = lines[-1]
+    text = plan(from_table(last["config"]), {axis: size for axis, size in last["mesh"].items() if size > 1}, gpu="here").to_json()
+    write_text(folder, path.name, text)
+    return parse_json(text, str(path))
+
+
+def lines(found: object) -> list[str]:
+    """The short tables of a report for a terminal."""
+    from fzero.report.sections import Table
+    from fzero.report.sections_compare import sections
+
+    out: list[str] = []
+    for run, parts in sections(found):
+        tables = [part for section in parts for part in section.parts if isinstance(part, Table) and part.name in SHOWN]
+        for one in tables:
+            out += [f"{run.name}: {one.caption}" if run is not None else one.caption, *in_columns(one), ""]
+        out += [f"{run.name}: {sentence}" for sentence in run.missing] if run is not None else []
+    return out
+
+
+def in_columns(one: object) -> list[str]:
+    """The rows of a table in columns."""
+    rows = [one.head, *one.rows]
+    rows = [tuple(cell.replace("**", "") for cell in row) for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(one.head))]
+    return [
+        "  " + "  ".join(c.rjust(w) if i in one.right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip() for row in rows
+    ]
+
+
+def bring_up_to_date(pages: tuple[Path, ...], reports: Path, check: bool) -> int:
+    """Paste into `pages`; the exit code."""
+    from fzero.report.embed import paste
+
+    changed = paste(pages, reports, check=check)
+    for page in changed:
+        click.echo(f"{page}: {'is not what the reports say' if check else 'brought up to date'}")
+    if not changed:
+        click.echo(f"{', '.join(map(str, pages))}: up to date")
+    return 1 if check and changed else 0

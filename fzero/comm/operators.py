@@ -1,0 +1,66 @@
+"""The collectives as operators of PyTorch (namespace `fzero`), which a traced graph holds in the order of the program (core/graph.py).
+
+An operator names its link by number and runs blocking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+
+from fzero.comm.communicator import Link, Pending, link_of
+from fzero.core.device import traced
+from fzero.core.graph import ORDERED
+
+_LIBRARY = torch.library.Library("fzero", "DEF")
+
+
+def pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
+    """(source, destination) pairs of a flat list, in which operators take them."""
+    return list(zip(flat[::2], flat[1::2]))
+
+
+def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Sequence[int]], extra: str = "") -> None:
+    """Define fzero::name(x, link, <extra>, leaf), and its overload `after` with a token in and out, which gives it a place in an order.
+
+    start(link, x, *rest) starts it; shape(link, x) is that of the result.
+    """
+
+    def real(x: Tensor, link: int, *rest: Any) -> Tensor:
+        return start(link_of(link), x, *rest).wait()
+
+    def fake(x: Tensor, link: int, *rest: Any) -> Tensor:
+        to = link_of(link)
+        if to.transport == "fake" and not (is_fx_symbolic_tracing() or traced(x)):  # planned, and not only traced
+            return start(to, x, *rest).wait()
+        return x.new_empty(shape(to, x))
+
+    def with_token(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def run_after(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+            return run(x, *args[:-1]), x.new_empty(1)
+
+        return run_after
+
+    arguments = f"(Tensor x, int link, {extra}str leaf"
+    _LIBRARY.define(f"{name}{arguments}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.define(f"{name}.after{arguments}, Tensor? token) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
+    for overload, runs in ((name, (real, fake)), (f"{name}.after", (with_token(real), with_token(fake)))):
+        _LIBRARY.impl(overload, runs[0], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fzero::{overload}", runs[1], lib=_LIBRARY)
+    packet = getattr(torch.ops.fzero, name)
+    ORDERED.append(packet.default)
+    # Not dead code, even where a rank does not use its result: the others wait for this one.
+    torch.fx.node.has_side_effect(packet.default)
+    torch.fx.node.has_side_effect(packet.after)
+
+
+_define("psum", Link.start_psum, lambda link, x: x.shape)
+_define("all_gather", Link.start_all_gather, lambda link, x: (link.size * x.shape[0], *x.shape[1:]))
+_define("psum_scatter", Link.start_psum_scatter, lambda link, x: (x.shape[0] // link.size, *x.shape[1:]))
+_define("all_to_all", Link.start_all_to_all, lambda link, x: x.shape)
+_define("ppermute", lambda link, x, perm, leaf: link.start_ppermute(x, pairs(perm), leaf), lambda link, x: x.shape, "int[] perm, ")
+ops = torch.ops.fzero

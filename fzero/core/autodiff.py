@@ -1,0 +1,172 @@
+"""Recomputation in the backward pass (remat), and what a Function needs to know about the transforms around it."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+
+
+@dataclass(frozen=True)
+class Remat:
+    """What the backward pass of a stack of layers recomputes.
+
+    every = 0: nothing is recomputed but what the partitioner finds cheap, within `budget`; every = k >= 1: only the input of each k-th
+    layer is kept, and k layers at a time are run again (every = 1 is full recomputation).
+    budget: fraction in [0, 1] of the residuals of a layer that may be kept; below 1 the partitioner chooses what to recompute by a
+    knapsack over the layer's graph.
+    """
+
+    every: int = 0
+    budget: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Remat:
+        """The policy of a text: "none", "full", "every:K" (K layers) or "selective:F" (keep at most the fraction F of residuals)."""
+        form = re.fullmatch(r"(none|full)|every:(\d+)|selective:(\d*\.?\d+(?:e-\d+)?)", text)
+        if form is None:
+            raise ValueError(f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5")
+        if form[1]:
+            return cls(every=int(form[1] == "full"))
+        policy = cls(every=int(form[2])) if form[2] else cls(budget=float(form[3]))
+        if (form[2] and policy.every < 1) or not 0.0 <= policy.budget <= 1.0:
+            raise ValueError(f"remat is {text!r}; K must be at least 1 and F in [0, 1]")
+        return policy
+
+    def __str__(self) -> str:
+        if self.every:
+            return "full" if self.every == 1 else f"every:{self.every}"
+        return "none" if self.budget == 1.0 else f"selective:{self.budget}"
+
+
+def transforms() -> list[str]:
+    """The torch.func transforms now around the caller, outermost first: "Grad", "Vmap", "Jvp" or "Functionalize"."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return [level.key().name for level in stack or []]
+
+
+def first_order() -> bool:
+    """Whether a first-order Function serves here: no transform but at most one reverse-mode one is around the caller."""
+    return transforms() in ([], ["Grad"])
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether the result of a computation on `tensors` will be differentiated in reverse mode."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def expect_closed(f: Callable[..., Any], what: str) -> None:
+    """Raise ValueError where `f` itself closes over a tensor that is to be differentiated or batched: a Function would drop it."""
+    for name, cell in zip(getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()):
+        if cell == types.CellType():
+            continue  # not assigned yet
+        for leaf in pytree.leaves(cell.cell_contents):
+            if isinstance(leaf, Tensor) and (needs_grad(leaf) or torch._C._functorch.is_functorch_wrapped_tensor(leaf)):
+                raise ValueError(f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an argument")
+
+
+def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Callable[..., Any]:
+    """`run` as a function of its arguments at the positions `at`, the others being as in `values`."""
+
+    def of_some(*some: Tensor) -> Any:
+        full = list(values)
+        for i, value in zip(at, some):
+            full[i] = value
+        return run(*full)
+
+    return of_some
+
+
+class Backward(torch.autograd.Function):
+    """`Backward.apply(what, run, *tensors)`: the tuple `run(*tensors)`, computed below functorch, as a backward pass does it.
+
+    It batches (jacrev batches cotangents) by a loop. Differentiating it raises NotImplementedError naming `what`: under torch.func,
+    what has such a backward pass uses its reference for higher orders.
+    """
+
+    @staticmethod
+    def forward(what: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.what = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{ctx.what}: .backward() differentiates it once; for second derivatives use torch.func.grad of grad")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], what: str, run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
+        outs = []
+        for i in range(info.batch_size):
+            row = (t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[2:]))
+            outs.append(Backward.apply(what, run, *row))
+        return tuple(torch.stack(parts) for parts in zip(*outs)), (0,) * len(outs[0])
+
+
+class _Remat(torch.autograd.Function):
+    @staticmethod
+    def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.run = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        wanted = [i for i, t in enumerate(saved) if ctx.needs_input_grad[i + 1]]
+
+        _, vjp = torch.func.vjp(_of(ctx.run, saved, wanted), *(saved[i] for i in wanted))
+        results: list[Tensor | None] = [None] * (len(saved) + 1)
+        for i, grad in zip(wanted, vjp(grads)):
+            results[i + 1] = grad
+        return tuple(results)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        primals = ctx.saved_tensors
+        live = [i for i, t in enumerate(tangents) if t is not None]
+        given = (tuple(values[i] for i in live) for values in (primals, tangents))
+        return torch.func.jvp(_of(ctx.run, primals, live), *given)[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
+        batched = torch.vmap(run, in_dims=in_dims[1:], randomness=info.randomness)
+        out = _Remat.apply(batched, *tensors)
+        return out, (0,) * len(out)
+
+
+def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` with nothing kept for its backward pass but its inputs: the backward pass runs `f` again.
+
+    `f` takes and returns trees. The result has the same values and gradients (bitwise) and composes with grad, vjp, jvp and vmap.
+    Raises ValueError where `f` closes over a tensor that is differentiated: it must be an argument.
+    """
+
+    def remat_f(*args: Any) -> Any:
+        expect_closed(f, "remat")
+        flat, treedef = pytree.flatten(args)
+        at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        out_def: list[Any] = []
+
+        def run(*leaves: Any) -> tuple[Tensor, ...]:
+            out, out_treedef = pytree.flatten(f(*pytree.unflatten(leaves, treedef)))
+            out_def[:] = [out_treedef]
+            return tuple(out)
+
+        out = _Remat.apply(_of(run, flat, at), *(flat[i] for i in at))
+        return pytree.unflatten(out, out_def[0])
+
+    return remat_f

@@ -1,0 +1,172 @@
+"""Digests of leaves that add up: the digest of a whole is the sum of those of its parts, whoever holds them and however it is cut.
+
+The digest of a leaf is the sum modulo 2^64, over its elements, of
+
+    z = bits + K1 (index + 1);  z = (z ^ (z >> 32)) K2;  z ^ (z >> 29)                       (each modulo 2^64)
+
+with `bits` the element's bits as an unsigned number and `index` its number in the whole leaf, rows first. The steps are of the kind
+that Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", mix 64 bits with. For a given index they are one to
+one, so a change of one element always changes the digest; other changes are missed once in 2^64. Nobody is kept from forging one.
+
+Sums of integers have one value in every order. So ranks digest their shards by themselves, a checkpoint's reader digests slices, and
+the same state has the same digest on every mesh, without a byte of it being sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+import shutil
+import threading
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.core import cpp, pytree
+
+_K1, _K2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, (1 << 64) - 1
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+# Elements at a time of the tensor operations; and how many go by them in this process, until it is worth compiling C++, half a second.
+_CHUNK = {"cpu": 1 << 15}
+_CHUNK_ELSEWHERE = 1 << 22
+_done, _MANY, _compiling = 0, 1 << 25, threading.Lock()
+
+
+def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] | None = None) -> int:
+    """The digest, in [0, 2^64), of a leaf or of a block of it.
+
+    shape, start: of the whole leaf that `x` is a block of, and where in it the block begins; without them `x` is the whole. The digests
+    of the blocks of any partition add up, modulo 2^64, to that of the whole; a block without elements has 0.
+    x: of any strides; on a CPU nothing is copied. One thread computes, without the interpreter's lock.
+    Raises ValueError for a dtype that no checkpoint holds, and for a block that is not inside the whole.
+    """
+    if x.dtype not in DTYPES:
+        raise ValueError(f"digest: {x.dtype} has none; there are {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}")
+    if (shape is None) != (start is None):
+        raise ValueError("digest: shape and start of a block go together; give both, or neither for a whole leaf")
+    whole, begin = tuple(x.shape if shape is None else shape), tuple((0,) * x.ndim if start is None else start)
+    if not len(whole) == len(begin) == x.ndim or any(b < 0 or b + n > size for b, n, size in zip(begin, x.shape, whole)):
+        raise ValueError(f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(whole)}")
+    steps = [math.prod(whole[dim + 1 :]) for dim in range(x.ndim)]
+    return digest_at(x, steps, sum(b * step for b, step in zip(begin, steps)))
+
+
+def digest_at(x: Tensor, steps: Sequence[int], first: int) -> int:
+    """The digest of elements of a leaf, of which `x[i, j, ...]` has the number first + i steps[0] + j steps[1] + ... there; as `digest`."""
+    words = x.detach().view(_WORDS[x.dtype.itemsize])
+    if not words.numel():
+        return 0
+    dims = _joined(list(zip(words.shape, words.stride(), steps)))
+    library = _worth(words)
+    if library is None:
+        return _by_tensors(words.as_strided([d[0] for d in dims], [d[1] for d in dims]), [d[2] for d in dims], first)
+    numbers = [(ctypes.c_int64 * len(dims))(*column) for column in zip(*dims)]
+    return library.digest(ctypes.c_void_p(words.data_ptr()), words.element_size(), len(dims), *numbers, first)
+
+
+def digest_tree(tree: pytree.Tree) -> dict[str, int]:
+    """{name: digest} of the leaves of a tree of whole tensors."""
+    return {name: digest(leaf) for name, leaf in pytree.named_leaves(tree).items()}
+
+
+def combined(digests: dict[str, int]) -> int:
+    """One digest, in [0, 2^64), of leaves by their names: the sum of each leaf's times an odd number made from its name.
+
+    It is linear: what ranks make of the digests of their parts adds up to what one makes of the wholes'.
+    """
+    return sum(value * _odd(name) for name, value in digests.items()) & _MASK
+
+
+@functools.cache
+def _odd(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+
+
+def _joined(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(size, step in memory, step in the whole) of each dim, where neighbours that go on as one are one; there is one at least."""
+    out: list[tuple[int, int, int]] = []
+    for size, skip, step in [d for d in dims if d[0] != 1] or [(1, 1, 1)]:
+        if out and out[-1][1] == size * skip and out[-1][2] == size * step:
+            size *= out.pop()[0]
+        out.append((size, skip, step))
+    return out
+
+
+def _worth(words: Tensor) -> ctypes.CDLL | None:
+    """The C++, where it can read these words and they are many, with those before."""
+    global _done
+    if words.device.type != "cpu" or type(words) is not Tensor:
+        return None
+    _done += words.numel()
+    if _done < _MANY:
+        return None
+    with _compiling:
+        return _library()
+
+
+def prepare() -> None:
+    """Compile the C++ now, for who is about to digest much: else the first large call does."""
+    with _compiling:
+        _library()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = cpp.library_by_gcc(__file__, cpp.EXACT) if shutil.which("g++") else None
+    except (RuntimeError, OSError) as error:
+        warnings.warn(f"digests are made without C++, the same ones and many times as slowly: {error}", stacklevel=2)
+        return None
+    if library is not None:
+        library.digest.restype = ctypes.c_uint64
+        pointer = ctypes.POINTER(ctypes.c_int64)
+        library.digest.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int64]
+    return library
+
+
+def _by_tensors(words: Tensor, steps: list[int], first: int) -> int:
+    """The digest of words (signed, of any width) whose element i in dim d is at first + sum_d i_d steps[d], by tensor operations."""
+    chunk = _CHUNK.get(words.device.type, _CHUNK_ELSEWHERE)
+    if words.numel() > chunk:
+        # Along the longest dim, so that pieces are few and even.
+        dim = max(range(words.ndim), key=lambda d: words.shape[d])
+        inner = words.numel() // words.shape[dim]
+        length = max(1, chunk // inner)
+        if length < words.shape[dim]:
+            pieces = range(0, words.shape[dim], length)
+            parts = (_by_tensors(words.narrow(dim, i, min(length, words.shape[dim] - i)), steps, first + i * steps[dim]) for i in pieces)
+            return sum(parts) & _MASK
+    index = torch.full((), _signed(_K1 * (first + 1)), dtype=torch.int64, device=words.device)
+    for dim, step in enumerate(steps):
+        places = torch.arange(words.shape[dim], device=words.device) * _signed(_K1 * step)
+        index = index.unsqueeze(-1) + places  # products and sums of int64 wrap
+    z = words.to(torch.int64)
+    z = (z if words.dtype == torch.int64 else z & ((1 << 8 * words.element_size()) - 1)) + index
+    # The shifts of int64 bring in copies of the sign.
+    z = (z ^ ((z >> 32) & 0xFFFFFFFF)) * _signed(_K2)
+    z = z ^ ((z >> 29) & ((1 << 35) - 1))
+    return int(z.sum()) & _MASK
+
+
+def _signed(value: int) -> int:
+    """The int64 of the same 64 bits."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,372 @@
+"""Counter-based random numbers: what element e of a leaf is depends on the key, the leaf's name and e, and on nothing else.
+
+Words come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3) in integer tensor
+operations, so they are the same on every device, under vmap and inside a compiled graph. Element e is word `e % 4` of the block
+with counter `e // 4`. A slice of a leaf is drawn by giving the global indices of its elements, without drawing the rest.
+
+Floating values are made with +, -, *, / and integer operations, and with a root that is corrected by these (torch's own on a CPU misses
+the last place at times). IEEE 754 rounds those exactly one way, where log and cos of a math library differ between the vector body and
+the scalar tail of one loop; so a slice has the same bits as the whole.
+
+Many elements on a CPU are drawn in C++ (prng.cpp): the same operations, so the same bits, twenty times as fast.
+
+A key is an int64 tensor [2] of two 32-bit words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+import shutil
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from fzero.core import cpp
+from fzero.core.device import kind_of
+
+_MASK = 0xFFFFFFFF
+# Elements drawn at a time: some forty temporaries of this size stay in a CPU's cache, and do not fill a GPU.
+_CHUNK = {"cpu": 1 << 15}
+_CHUNK_ELSEWHERE = 1 << 22
+# Elements drawn on a CPU in calls of _SOME or more, in this process so far; from _MANY on it is worth compiling C++, half a second.
+_drawn, _SOME, _MANY = 0, 1 << 10, 1 << 22
+
+
+def philox(counter: Sequence[Tensor | int], key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four 32-bit words (int64 tensors) of Philox4x32-10 for a counter of four 32-bit words, low word first.
+
+    Shapes: the counter's words broadcast together; `key` is [2] (or [..., 2] with leading dims that broadcast with the counter).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key[..., 0], key[..., 1]
+    for _ in range(10):
+        # The product of two 32-bit words wraps in int64, which leaves all 64 bits right.
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def key(seed: int, device: torch.device | str | None = None) -> Tensor:
+    """The key (int64 [2]) of a seed in [0, 2^64)."""
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed is {seed}; it must be in [0, 2^64)")
+    words = torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
+    return words if device is None else words.to(device)
+
+
+def _hash_words(name: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+# The counter's high word says what a block is for, so that derived keys never coincide with drawn words.
+_FOLD_INT, _FOLD_NAME, _SPLIT, _DRAW, _ROUND = 1, 2, 3, 0, 4
+
+
+def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
+    """A new key from a key and an integer in [0, 2^63) (a tensor too) or a name."""
+    if isinstance(data, int) and not 0 <= data < 1 << 63:
+        raise ValueError(f"fold_in: {data} is outside [0, 2^63)")
+    if isinstance(data, str):
+        lo, hi = _hash_words(data)
+        purpose = _FOLD_NAME
+    else:
+        lo, hi, purpose = data & _MASK, (data >> 32) & _MASK, _FOLD_INT
+    zero = torch.zeros_like(key[..., 0])
+    words = philox((zero + lo, zero + hi, zero, zero + purpose), key)
+    return torch.stack(words[:2], -1)
+
+
+def split(key: Tensor, n: int) -> Tensor:
+    """`n` new keys, int64 [n, 2]."""
+    counter = torch.arange(n, dtype=torch.int64, device=key.device)
+    zero = torch.zeros_like(counter)
+    return torch.stack(philox((counter, zero, zero, zero + _SPLIT), key)[:2], -1)
+
+
+def bits(key: Tensor, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None) -> Tensor:
+    """The 32-bit words (int64, in [0, 2^32)) of the elements with global indices first, first + 1, ..., as a tensor of `shape`.
+
+    `index` (int64, of `shape`), where given, names the global indices instead: any slice, in any order.
+    """
+    if (out := _in_cpp("bits", key, shape, torch.int64, first, index)) is not None:
+        return out
+    return _words(key, shape, first, index)
+
+
+def _words(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None) -> Tensor:
+    if index is not None:
+        words = torch.stack(philox((*_block(index >> 2), 0, _DRAW), key), -1)
+        return torch.gather(words, -1, (index & 3).unsqueeze(-1)).squeeze(-1)
+    n = math.prod(shape)
+    if isinstance(first, Tensor) or first % 4:
+        # Whole blocks around the range, whose start inside the first block is not known to be 0.
+        block = (first >> 2) + torch.arange(n // 4 + 2, dtype=torch.int64, device=key.device)
+        words = torch.stack(philox((*_block(block), 0, _DRAW), key), -1).reshape(-1)
+        take = (first & 3) + torch.arange(n, dtype=torch.int64, device=key.device)
+        return words[take].reshape(shape)
+    block = (first >> 2) + torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)
+    words = torch.stack(philox((*_block(block), 0, _DRAW), key), -1)
+    return words.reshape(-1)[:n].reshape(shape)
+
+
+def _block(block: Tensor) -> tuple[Tensor, Tensor]:
+    return block & _MASK, (block >> 32) & _MASK
+
+
+def _uniform01(words: Tensor) -> Tensor:
+    # float64, in the open interval (0, 1), symmetric about 1/2, exact.
+    return (words.to(torch.float64) + 0.5) * 2.0**-32
+
+
+def uniform(
+    key: Tensor,
+    shape: Sequence[int],
+    low: float = 0.0,
+    high: float = 1.0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    first: int | Tensor = 0,
+    index: Tensor | None = None,
+) -> Tensor:
+    """Uniform values in [low, high] of `dtype`: the float64 value (word + 1/2) / 2^32, scaled, then rounded."""
+    if (out := _in_cpp("uniform", key, shape, dtype, first, index, start=low, length=high - low)) is not None:
+        return out
+    return _elements(lambda w: low + (high - low) * _uniform01(w), key, shape, dtype, first, index)
+
+
+def normal(
+    key: Tensor,
+    shape: Sequence[int],
+    mean: float = 0.0,
+    std: float = 1.0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    first: int | Tensor = 0,
+    index: Tensor | None = None,
+) -> Tensor:
+    """Normal values: the inverse of the normal distribution function at the element's uniform value; |z| <= 6.34."""
+    if (out := _in_cpp("normal", key, shape, dtype, first, index, mean=mean, std=std)) is not None:
+        return out
+    return _elements(lambda w: mean + std * _ndtri(_uniform01(w)), key, shape, dtype, first, index)
+
+
+def truncated_normal(
+    key: Tensor,
+    shape: Sequence[int],
+    mean: float = 0.0,
+    std: float = 1.0,
+    *,
+    low: float = -2.0,
+    high: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    first: int | Tensor = 0,
+    index: Tensor | None = None,
+) -> Tensor:
+    """Normal values conditioned on low <= z <= high, then `mean + std * z` (low and high are in units of std)."""
+    if not low < high:
+        raise ValueError(f"truncated_normal: low is {low} and high is {high}; low must be the smaller")
+    p_low, p_high = (0.5 * math.erfc(-z / math.sqrt(2.0)) for z in (low, high))
+    numbers = {"start": p_low, "length": p_high - p_low, "mean": mean, "std": std, "low": low, "high": high}
+    if (out := _in_cpp("normal", key, shape, dtype, first, index, **numbers)) is not None:
+        return out
+
+    def value(words: Tensor) -> Tensor:
+        return mean + std * _ndtri(p_low + (p_high - p_low) * _uniform01(words)).clamp(low, high)
+
+    return _elements(value, key, shape, dtype, first, index)
+
+
+def bernoulli(key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None) -> Tensor:
+    """Bool values, true with probability `p` (to within 2^-32): word < p 2^32."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"bernoulli: p is {p}; it must be in [0, 1]")
+    below = round(p * 2.0**32)
+    if (out := _in_cpp("bernoulli", key, shape, torch.bool, first, index, below=below)) is not None:
+        return out
+    return _words(key, shape, first, index) < below
+
+
+def _elements(value, key, shape, dtype, first, index) -> Tensor:
+    n, most = math.prod(shape), _CHUNK.get(kind_of(key), _CHUNK_ELSEWHERE)
+    if n <= most or index is not None or isinstance(first, Tensor):
+        return value(_words(key, shape, first, index)).to(dtype)
+    parts = []
+    for start in range(0, n, most):
+        parts.append(value(_words(key, (min(most, n - start),), first + start, None)).to(dtype))
+    return torch.cat(parts).reshape(shape)
+
+
+def permutation(key: Tensor, n: int, index: Tensor) -> Tensor:
+    """The images (int64, shape of `index`) of `index` under a pseudo-random bijection of range(n), in O(len(index)) whatever n is.
+
+    A Feistel network of six Philox rounds over 2 ceil(log2(n) / 2) bits; what lands outside range(n) is mapped on until it lands
+    inside (cycle walking; Black & Rogaway 2002, "Ciphers with arbitrary finite domains", method 2).
+    """
+    if not 1 <= n <= 1 << 62:
+        raise ValueError(f"permutation: n is {n}; it must be in [1, 2^62]")
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < n):
+        raise ValueError(f"permutation: an index is outside range({n})")
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+
+    def feistel(x: Tensor) -> Tensor:
+        left, right = x >> half, x & mask
+        for i in range(6):
+            zero = torch.zeros_like(right)
+            left, right = right, left ^ (philox((right, zero + i, zero, zero + _ROUND), key)[0] & mask)
+        return (left << half) | right
+
+    image = feistel(index.reshape(-1))
+    while (outside := torch.nonzero(image >= n)[:, 0]).numel():
+        image[outside] = feistel(image[outside])
+    return image.reshape(index.shape)
+
+
+# The inverse normal distribution function: Wichura 1988, "Algorithm AS 241: the percentage points of the normal distribution",
+# routine PPND16 (relative error about 1e-16). Highest power first: central region, then the two tails.
+_CENTRE = (
+    (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
+     1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
+    (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
+     5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0),
+)  # fmt: skip
+_NEAR = (
+    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258e0,
+     3.64784832476320460504e0, 5.76949722146069140550e0, 4.63033784615654529590e0, 1.42343711074968357734e0),
+    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
+     6.89767334985100004550e-1, 1.67638483018380384940e0, 2.05319162663775882187e0, 1.0),
+)  # fmt: skip
+_FAR = (
+    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 2.65321895265761230930e-2,
+     2.96560571828504891230e-1, 1.78482653991729133580e0, 5.46378491116411436990e0, 6.65790464350110377720e0),
+    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
+     1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0),
+)  # fmt: skip
+
+
+def _rational(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Tensor) -> Tensor:
+    values = []
+    for poly in coefficients:
+        value = x * poly[0] + poly[1]
+        for c in poly[2:]:
+            value = value * x + c
+        values.append(value)
+    return values[0] / values[1]
+
+
+def _log(x: Tensor) -> Tensor:
+    """Natural logarithm of positive float64 values by exact steps only, absolute error below 1e-14 |log x| + 1e-15."""
+    pattern = x.view(torch.int64)
+    exponent = (pattern >> 52) - 1022
+    mantissa = ((pattern & 0xFFFFFFFFFFFFF) | (1022 << 52)).view(torch.float64)  # in [1/2, 1)
+    low = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(low, mantissa * 2.0, mantissa)
+    exponent = (exponent - low.to(torch.int64)).to(torch.float64)
+    s = (mantissa - 1.0) / (mantissa + 1.0)  # |s| <= 0.1716: log m = 2 artanh s
+    s2 = s * s
+    series = torch.full_like(s, 1.0 / 19.0)
+    for k in range(17, 0, -2):
+        series = series * s2 + 1.0 / k
+    return exponent * math.log(2.0) + 2.0 * s * series
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Square root of positive float64 values, rounded to nearest: of one value in 170 torch's own, by MKL, misses the last place."""
+    root = torch.sqrt(x)
+    # The remainder x - root^2, exact, of the root's two halves of 26 bits.
+    high = root * 134217729.0
+    high = high - (high - root)
+    low = root - high
+    rest = ((x - high * high) - 2.0 * high * low) - low * low
+    return root + rest / (2.0 * root)
+
+
+def _ndtri(p: Tensor) -> Tensor:
+    q = p - 0.5
+    centre = q * _rational(_CENTRE, 0.180625 - q * q)
+    r = _sqrt(-_log(torch.where(q < 0, p, 1.0 - p)))
+    tail = torch.where(r <= 5.0, _rational(_NEAR, r - 1.6), _rational(_FAR, r - 5.0))
+    return torch.where(q.abs() <= 0.425, centre, torch.where(q < 0, -tail, tail))
+
+
+class _Draw(ctypes.Structure):
+    """As prng.cpp has it."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "index")),
+        *((name, ctypes.c_int64) for name in ("first", "n", "key0", "key1", "kind", "wide", "below", "threads")),
+        *((name, ctypes.c_double) for name in ("start", "length", "mean", "std", "low", "high")),
+        *((name, ctypes.c_double * 16) for name in ("centre", "near", "far")),
+    ]
+
+
+# What leaves values as they are, of numbers that not every draw has.
+_NUMBERS = {"start": 0.0, "length": 1.0, "mean": 0.0, "std": 1.0, "low": -math.inf, "high": math.inf, "below": 0}
+_KINDS = {"bits": 0, "bernoulli": 1, "uniform": 2, "normal": 3}
+_WRITTEN = (torch.float32, torch.float64)
+_NARROWED = (torch.bfloat16, torch.float16)  # to which torch too goes by way of float32
+_COEFFICIENTS = [(ctypes.c_double * 16)(*top, *bottom) for top, bottom in (_CENTRE, _NEAR, _FAR)]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return cpp.library_by_gcc(__file__, cpp.EXACT) if shutil.which("g++") else None
+    except (RuntimeError, OSError) as error:
+        warnings.warn(f"random numbers are drawn without C++, with the same bits and twenty times as slowly: {error}", stacklevel=2)
+        return None
+
+
+def _plain(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]) -> bool:
+    """Whether all is numbers in this machine's memory, now: no transform, no tracing, no other kind of tensor."""
+    return (
+        all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64 for x in (key, index) if x is not None)
+        and type(first) is int
+        and 0 <= first < 1 << 62
+        and all(isinstance(x, int | float) for x in numbers)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and _get_current_dispatch_mode() is None
+        and not torch.compiler.is_compiling()
+        and (index is None or index.shape == torch.Size(shape))
+        and key.shape == (2,)
+        and all(0 <= word <= _MASK for word in key.tolist())
+    )
+
+
+def _in_cpp(
+    kind: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype, first: int | Tensor, index: Tensor | None, **numbers: float
+) -> Tensor | None:
+    """The elements in C++; None where tensor operations are to draw them."""
+    global _drawn
+    n = math.prod(shape)
+    narrow = dtype in _NARROWED
+    if not (narrow or dtype in _WRITTEN or kind in ("bits", "bernoulli")):
+        return None
+    if n < _SOME or not _plain(key, shape, first, index, numbers.values()):
+        return None
+    _drawn += n
+    if _drawn < _MANY or (library := _library()) is None:
+        return None
+    key0, key1 = key.tolist()
+    index = None if index is None else index.contiguous()
+    flat = torch.empty(n, dtype=dtype, device="cpu")
+    room = torch.empty(min(n, _CHUNK_ELSEWHERE), dtype=torch.float32, device="cpu") if narrow else flat
+    for start in range(0, n, room.numel()):
+        part = room[: n - start]
+        draw = _Draw(
+            out=part.data_ptr(), index=None if index is None else index.data_ptr() + 8 * start, first=first + start, n=part.numel(),
+            key0=key0, key1=key1, kind=_KINDS[kind], wide=dtype == torch.float64, threads=torch.get_num_threads(),
+            **dict(zip(("centre", "near", "far"), _COEFFICIENTS)), **_NUMBERS | numbers,
+        )  # fmt: skip
+        library.draw(ctypes.byref(draw))
+        if narrow:
+            flat[start : start + part.numel()] = part
+    return flat.reshape(shape)

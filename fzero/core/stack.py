@@ -1,0 +1,232 @@
+"""`stack`: a block applied layer by layer, as one streaming loop that knows what it keeps for the backward pass.
+
+`stack(block, layers, x, ctx)` means `for i in range(L): x = block(layers[i], x, ctx at layer i)`. That is its reference, used under vmap,
+jvp and higher-order gradients. Its fast path is a pair of Functions whose insides run below functorch, on plain tensors: there the block
+is compiled once, whatever the depth, residuals are dropped as soon as they are used, and a layer's gradient is written where it belongs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.autodiff import Backward, Remat, expect_closed, first_order, needs_grad
+from fzero.core.compile import VjpPair, vjp_pair
+from fzero.core.pytree import Tree
+
+Block = Callable[[Tree, Any, Any], Any]
+NO_REMAT = Remat()
+
+
+def depth(layers: Tree) -> int:
+    """The number of layers L of a stacked tree; raises ValueError where its leaves disagree."""
+    sizes = {name: leaf.shape[0] if leaf.dim() else None for name, leaf in pytree.named_leaves(layers).items()}
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        raise ValueError(f"the leaves of a stack must agree in their first dim (layers); they have {sizes}")
+    return next(iter(sizes.values()))
+
+
+def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:
+    """The definition: the loop. `ctx` is a NamedTuple with a field `layer`, set to the layer's number (int64 scalar)."""
+    device = pytree.leaves(layers)[0].device
+    for i in range(depth(layers)):
+        params = pytree.map(lambda leaf, i=i: leaf[i], layers)
+        x = block(params, x, ctx._replace(layer=torch.tensor(i).to(device)))
+    return x
+
+
+def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REMAT, compiled: bool = False) -> Any:
+    """`reference(block, layers, x, ctx)`; any `remat` gives the same bits.
+
+    block(one layer's params, x, ctx) -> x of the same structure; pure. layers: leaves [L, ...]. x: a tree of floating tensors.
+    ctx: a NamedTuple with a field `layer`; its tensors are not differentiated, its other leaves are hashable.
+    remat: what is kept for the backward pass. compiled: whether the block is traced and compiled, once for each shape.
+    """
+    if not first_order():
+        return reference(block, layers, x, ctx)
+    expect_closed(block, "stack")
+    layer_leaves, layer_def = pytree.flatten(layers)
+    x_leaves, x_def = pytree.flatten(x)
+    ctx_leaves, ctx_def = pytree.flatten(ctx._replace(layer=()))
+    static = statics(ctx_leaves)
+    ctx_tensors = [leaf for leaf in ctx_leaves if isinstance(leaf, Tensor)]
+    if needs_grad(*ctx_tensors):
+        raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
+    pair, _ = part_pair("block", block, layer_def, x_def, ctx_def, static, compiled, remat.budget)
+    run = Run(pair, depth(layers), remat.every)
+    tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
+    counts = len(layer_leaves), len(x_leaves)
+    if needs_grad(*tensors):
+        return pytree.unflatten(_Stack.apply(run, counts, *tensors), x_def)
+    return pytree.unflatten(run.primal(*_views(counts, tensors)), x_def)
+
+
+def statics(leaves: Sequence[Any]) -> tuple:
+    """What a program is specialised for: () for a tensor, and the type beside another value, as 1, 1.0 and True are equal."""
+    return tuple(() if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+
+
+def _detached(loss: Any) -> Any:
+    """The loss with its total alone to be differentiated."""
+    return loss._replace(extra={name: value.detach() for name, value in loss.extra.items()})
+
+
+# How the functions of a model are called: f, parameters, x, what is not differentiated, number of the layer.
+CALLS: dict[str, Callable[..., Any]] = {
+    "embed": lambda f, params, x, extra, layer: f(params, extra[1], extra[0]),
+    "block": lambda f, params, x, ctx, layer: f(params, x, ctx._replace(layer=layer)),
+    "head": lambda f, params, x, extra, layer: _detached(f(params, x, extra[1], extra[0])),
+}
+
+
+@functools.lru_cache(maxsize=256)
+def part_pair(
+    kind: str,
+    f: Callable[..., Any],
+    params_def: Any,
+    x_def: Any,
+    extra_def: Any,
+    static: tuple,
+    compiled: bool,
+    budget: float = 1.0,
+    skip: int = 0,
+) -> tuple[VjpPair, list[Any]]:
+    """The pair of a model's function `f` (see CALLS) on tensors, and a list that holds the structure of its result once it has run.
+
+    Its inputs: parameters, leaves of x, number of the layer, tensors of `extra`. params_def: their structure, or their names.
+    The first `skip` parameters get no gradient.
+    """
+    n, m = len(params_def) if isinstance(params_def, tuple) else params_def.num_leaves, x_def.num_leaves
+    out_def: list[Any] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors[n + m + 1 :])
+        extra = pytree.unflatten([leaf[1] if leaf else next(rest) for leaf in static], extra_def)
+        named = isinstance(params_def, tuple)
+        params = pytree.nest(dict(zip(params_def, tensors))) if named else pytree.unflatten(tensors[:n], params_def)
+        x = pytree.unflatten(tensors[n : n + m], x_def)
+        out, treedef = pytree.flatten(CALLS[kind](f, params, x, extra, tensors[n + m]))
+        out_def[:] = [treedef]
+        return out
+
+    return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip), out_def
+
+
+Fetch = Callable[[int], Sequence[Tensor]]  # number of a layer -> its parameters
+Put = Callable[[int, list[Tensor]], None]  # takes the gradients of a layer's parameters
+
+
+@dataclass(frozen=True)
+class Run:
+    """One application of a stack of layers. Where parameters come from and where their gradients go is the caller's."""
+
+    pair: VjpPair
+    depth: int
+    every: int  # 0: residuals are kept; k: the input of each k-th layer
+    drop: bool = False  # parameters are not kept with the residuals, and fetched again
+    # From the forward pass to the backward pass, outside autograd's own saving: what is taken out is freed at once.
+    # A list, or what has its append and pop.
+    kept: Any = field(default_factory=list)
+    at: Callable[[int], None] = lambda i: None  # is told of the layer that is differentiated next
+
+    def inputs(self, i: int, params: Sequence[Tensor], x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs of the pair at layer i."""
+        return [*params, *x, torch.tensor(i).to(params[0].device), *extra]
+
+    def primal(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """The leaves of x behind the last layer."""
+        for i in range(self.depth):
+            x = self.pair.primal(self.inputs(i, fetch(i), x, extra))
+        return list(x)
+
+    def forward(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """The same, keeping what the backward pass needs."""
+        for i in range(self.depth):
+            if self.every and i % self.every == 0:
+                self.kept.append(x)
+            params = fetch(i)
+            x, residuals = self.pair.forward(self.inputs(i, params, x, extra), self.drop * len(params))
+            if not self.every:
+                self.kept.append(residuals)
+            del params, residuals
+        return list(x)
+
+    def order(self) -> list[int]:
+        """The layers that `backward` fetches, in order."""
+        if not self.every:
+            return [*reversed(range(self.depth))] if self.drop else []
+        starts = reversed(range(0, self.depth, self.every))
+        segments = [range(start, min(start + self.every, self.depth)) for start in starts]
+        return [i for s in segments for i in (*s, *(reversed(s[:-1]) if self.drop else ()))]
+
+    def backward(self, fetch: Fetch, put: Put, grads: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the leaves of x; those of the parameters are handed to `put`, last layer first."""
+        segment: list[Any] = []
+        m = len(grads)
+        for i in reversed(range(self.depth)):
+            again = self.drop
+            if not self.every:
+                residuals = self.kept.pop()
+            elif segment:
+                residuals = segment.pop()
+            else:
+                x, again = self.kept.pop(), False  # the last of a segment is differentiated at once: it keeps its parameters
+                for j in range(i - i % self.every, i + 1):
+                    params = fetch(j)
+                    x, kept = self.pair.forward(self.inputs(j, params, x, extra), self.drop * (j < i) * len(params))
+                    segment.append(kept)
+                    del params
+                residuals = segment.pop()
+                del x, kept
+            params = fetch(i) if again else ()
+            self.at(i)
+            out = self.pair.backward(residuals, grads, params)
+            del params, residuals
+            grads = out[len(out) - m :]
+            del out[len(out) - m :]
+            put(i, out)
+        return list(grads)
+
+
+def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, Sequence[Tensor], Sequence[Tensor]]:
+    """(the layers of stacked leaves, the leaves of x, the tensors of ctx)."""
+    n, m = counts
+    return lambda i: [leaf[i] for leaf in tensors[:n]], tensors[n : n + m], tensors[n + m :]
+
+
+class _Stack(torch.autograd.Function):
+    @staticmethod
+    def forward(run: Run, counts: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Autograd cannot save an input that is also an output: what passes through all layers becomes a view.
+        return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run.forward(*_views(counts, tensors)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.run, ctx.counts = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        run, counts, m = ctx.run, ctx.counts, len(grads)
+
+        def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
+            fetch, x, extra = _views(counts, tensors[m:])
+            if not run.kept:  # a second backward pass through the same graph
+                run.forward(fetch, x, extra)
+            stacked = [torch.empty_like(leaf) for leaf in tensors[m : m + counts[0]]]
+
+            def put(i: int, layer_grads: list[Tensor]) -> None:
+                for whole, grad in zip(stacked, layer_grads):
+                    whole[i].copy_(grad)
+
+            x_grads = run.backward(fetch, put, tensors[:m], extra)
+            return *stacked, *x_grads
+
+        out = Backward.apply("stack", backward, *grads, *ctx.saved_tensors)
+        return None, None, *out, *(None for _ in ctx.saved_tensors[len(out) :])

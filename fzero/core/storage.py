@@ -1,0 +1,67 @@
+"""Where a store lives: a local folder, or any key-value store that tensorstore knows by URL. Small texts in it are replaced as a whole."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+from fzero.core.object_store import Objects, context, is_url, url_spec
+
+__all__ = ["context", "is_url", "kvstore", "read_text", "sync_folder", "write_text"]
+
+
+def kvstore(place: str | Path, *path: str) -> Any:
+    """tensorstore's specification of a folder in `place`."""
+    if is_url(place):
+        return url_spec("/".join((str(place).rstrip("/"), *path)))
+    return {"driver": "file", "path": str(Path(place, *path)) + "/"}
+
+
+def read_text(place: str | Path, name: str) -> str | None:
+    """The text `name`, or None where there is none."""
+    if is_url(place):
+        found = Objects(str(place)).read(name)
+        return None if found is None else found.decode()
+    path = Path(place, name)
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def write_text(place: str | Path, name: str, text: str) -> None:
+    """Replace the text `name`, durably: whoever reads it, after whatever end, finds all of the old one or all of the new one."""
+    if is_url(place):
+        Objects(str(place)).write(name, text.encode())
+        return
+    path = Path(place, name)
+    partial = path.with_name(f"{path.name}.partial")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        view = memoryview(text.encode())
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a local folder durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_file_system(path: Path) -> None:
+    """Make all that was written to the file system of a local folder durable, files and names: one wait for the disk, not one a file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+    finally:
+        os.close(fd)

@@ -1,0 +1,102 @@
+"""From a pair of launchers, forward and backward, to a function that autograd and torch.func differentiate, and a trace holds whole."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from fzero.core.autodiff import Backward
+from fzero.core.device import kind_of
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what it is up to Triton 3.9, which warns that it will change
+_LIBRARY = torch.library.Library("fzero", "FRAGMENT")
+INTERPRETED = knobs.runtime.interpret  # TRITON_INTERPRET=1 before Triton's import: kernels run in Python, on any device
+
+
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a launcher the operator fzero::NAME(...) -> ... of `schema`, which a traced or compiled graph holds as one node.
+
+    A launcher is pure: it returns new tensors and writes into none that it is given. `fake` takes the same arguments and returns empty
+    tensors of the results' shapes and dtypes.
+    """
+
+    def define(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def on_device(*args: Any) -> Any:
+            # Triton launches on the current device.
+            where = next((a.device for a in args if isinstance(a, Tensor) and a.is_cuda), None)
+            if where is None:
+                return launch(*args)
+            with torch.cuda.device(where):
+                return launch(*args)
+
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+        _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
+        return getattr(torch.ops.fzero, name).default
+
+    return define
+
+
+def triton_runs(*tensors: Tensor) -> str:
+    """Why Triton kernels cannot take these tensors, "" where they can: all on one CUDA device, or interpreted."""
+    devices = {kind_of(t) for t in tensors}
+    if devices == {"cuda"} or (INTERPRETED and devices == {"cpu"}):
+        return ""
+    return f"a tensor is on {', '.join(sorted(devices - {'cuda'}) or devices)}, and Triton's kernels run on cuda"
+
+
+def on_cuda(*args: Any, **options: Any) -> str:
+    """Why "auto" should not take a Triton kernel for these arguments: interpreted, it is for checking numbers alone."""
+    return "" if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor)) else "interpreted, for checking numbers alone"
+
+
+class Fused(NamedTuple):
+    """A function by its forward and backward pass, each on plain tensors, below every transform.
+
+    forward(*tensors) -> (results..., extras...): new tensors, of which the first `results` are what the function returns and the others
+    are for the backward pass. backward(saved, grads) -> the gradients of the first tensors, one for each that is differentiable.
+    keep(tensors, outputs) -> what the backward pass is given as `saved`; inputs and extras by default.
+    """
+
+    what: str
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Sequence[Tensor]]
+    results: int = 1
+    keep: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """The results of `tensors`: a tensor where there is one, else a tuple. Differentiable once; see `autodiff.Backward`."""
+        out = _Fused.apply(self, *tensors)[: self.results]
+        return out[0] if self.results == 1 else out
+
+
+def _backward(fused: Fused, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(fused.backward(tensors[:count], tensors[count:]))
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(fused: Fused, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(fused.forward(*tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        fused, *tensors = inputs
+        ctx.fused, ctx.inputs = fused, len(tensors)
+        ctx.mark_non_differentiable(*output[fused.results :])
+        kept = fused.keep(tuple(tensors), output) if fused.keep else (*tensors, *output[fused.results :])
+        ctx.save_for_backward(*kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved, fused = ctx.saved_tensors, ctx.fused
+        run = functools.partial(_backward, fused, len(saved))
+        gradients = Backward.apply(fused.what, run, *saved, *grads[: fused.results])
+        return None, *gradients, *([None] * (ctx.inputs - len(gradients)))

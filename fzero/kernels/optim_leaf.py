@@ -1,0 +1,227 @@
+"""One step of AdamW or Lion on a leaf: the equations, how a state is kept in fewer bits, and the forms in PyTorch.
+
+    adamw:  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  u = -(lr / (1 - b1^t)) m / (sqrt(v) / sqrt(1 - b2^t) + eps) - lr d p
+    lion:   u = -lr (sign(b1 m + (1 - b1) g) + d p);  m = b2 m + (1 - b2) g
+
+with g the gradient times `factor`, p = p + u, in float32 or wider. A state is in a float dtype, rounded to nearest; in bfloat16, rounded
+stochastically by the global index of the element; or in 8 bits: see lowbit.
+Refs: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2; Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core.device import kind_of
+from fzero.kernels import optim_lowbit
+from fzero.kernels.optim_lowbit import Place
+
+# Elements of a piece: its temporaries stay in a CPU's cache; large enough that a GPU is not bound by launches.
+PIECE = {"cpu": 1 << 16}
+PIECE_ELSEWHERE = 1 << 23
+
+
+class Leaf(NamedTuple):
+    """One leaf to be updated: all tensors of p's shape but the scales of a state in 8 bits, which end in its blocks."""
+
+    p: Tensor
+    g: Tensor
+    state: tuple[Tensor, ...]  # adamw: m, v, or codes m, v and scales m, v; lion: m, or codes and scales
+    decay: float = 0.0
+    place: Place | None = None  # where a bfloat16 state is rounded stochastically
+    copy: Tensor | None = None  # is given the updated p in its own dtype
+
+
+def touched(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]:
+    """(what a step of these leaves reads, what it writes)."""
+    read = [x for leaf in leaves for x in (leaf.p, leaf.g, *leaf.state)]
+    return read, [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None]
+
+
+class Rates(NamedTuple):
+    """What a step needs beside the leaves."""
+
+    scalars: tuple[Tensor, ...]  # 0-dim, float64: adamw (lr, 1 - b1^t, sqrt(1 - b2^t)); lion (lr,)
+    count: Tensor  # int64 0-dim: steps made before
+    b1: float
+    b2: float
+    eps: float = 0.0
+    coupled: bool = False  # adamw: the decay is added to the gradient (L2), as Adam has it
+    block: int = 256  # of 8-bit states
+    factor: Tensor | None = None  # float32 0-dim, of every gradient
+    skip: Tensor | None = None  # bool 0-dim
+
+
+# ---- the equations ----
+
+
+def safe_sqrt(x: Tensor) -> Tensor:
+    """sqrt(x) for x >= 0, whose derivative at 0 is 0: a gradient that is exactly 0 would else give 0 * inf = NaN."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x * 0.0)  # NaN stays NaN
+
+
+def adamw_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """(u, (m, v)) of one leaf, or a part of one."""
+    (rate, correct1, root_correct2), (m, v) = scalars, state
+    if rates.coupled and decay:
+        g = g + decay * p
+    m, v = rates.b1 * m + (1 - rates.b1) * g, rates.b2 * v + (1 - rates.b2) * (g * g)
+    u = -(rate / correct1) * (m / (safe_sqrt(v) / root_correct2 + rates.eps))
+    return u - (rate * decay) * p if decay and not rates.coupled else u, (m, v)
+
+
+def lion_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates) -> tuple[Tensor, tuple[Tensor]]:
+    """(u, (m,)) of one leaf, or a part of one."""
+    (rate,), (m,) = scalars, state
+    direction = (rates.b1 * m + (1 - rates.b1) * g).sign()
+    direction = direction + decay * p if decay else direction
+    return -rate * direction, (rates.b2 * m + (1 - rates.b2) * g,)
+
+
+SIGNED = {adamw_step: (True, False), lion_step: (True,)}  # of the moments, in 8 bits
+
+
+def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(u, new state as it is kept) of a leaf, or of the part of one that begins at the flat index `local`: the definition of a step."""
+    dtype = torch.float32
+    for x in (leaf.p, leaf.g, *leaf.state):
+        dtype = torch.promote_types(dtype, x.dtype) if x.is_floating_point() else dtype
+    coded, signs, block = leaf.state[0].dtype == torch.uint8, SIGNED[step], rates.block
+    count = len(signs)
+    if coded:
+        kept = zip(leaf.state[:count], leaf.state[count:], signs)
+        state = tuple(optim_lowbit.decode(codes, scales, signed, block).to(dtype) for codes, scales, signed in kept)
+    else:
+        state = tuple(x.to(dtype) for x in leaf.state[:count])
+    g = leaf.g.to(dtype) if rates.factor is None else leaf.g.to(dtype) * rates.factor.to(dtype)
+    u, new = step(g, state, leaf.p.to(dtype), tuple(x.to(dtype) for x in rates.scalars), leaf.decay, rates)
+    if coded:
+        codes = [optim_lowbit.encode(x.to(torch.float32), block, signed) for x, signed in zip(new, signs)]
+        return u, (*(c for c, _ in codes), *(s for _, s in codes))
+    if leaf.place is not None:
+        bits = optim_lowbit.step_words(leaf.place, rates.count, local, leaf.p.shape)
+        halves = (bits & 0xFFFF, bits >> 16)
+        return u, tuple(optim_lowbit.round_stochastic(x.to(torch.float32), half) for x, half in zip(new, halves))
+    return u, (*(x.to(old.dtype) for x, old in zip(new, leaf.state)), *leaf.state[count:])
+
+
+def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
+    """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state, whatever the strides."""
+    most, shape = PIECE.get(kind_of(leaf.p), PIECE_ELSEWHERE), leaf.p.shape
+    if leaf.p.numel() <= most or (len(shape) == 1 and leaf.state[0].dtype == torch.uint8):
+        yield 0, leaf
+        return
+    inner = shape[1:].numel()
+    length = max(1, most // inner)
+    for start in range(0, shape[0], length):
+        size = min(length, shape[0] - start)
+        cut = lambda x, start=start, size=size: x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x  # noqa: E731
+        state = tuple(map(cut, leaf.state))
+        part = leaf._replace(p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy))
+        if size == 1 and inner > most and len(shape) > 1:  # one row of many: by the rows of it
+            inside = part._replace(
+                p=part.p[0], g=part.g[0], state=tuple(x[0] for x in part.state), copy=None if part.copy is None else part.copy[0]
+            )
+            yield from ((start * inner + first, deeper) for first, deeper in _parts(inside, rates))
+        else:
+            yield start * inner, part
+
+
+@torch.no_grad()
+def _reference(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
+    for leaf in leaves:
+        for local, part in _parts(leaf, rates):
+            u, new = step_leaf(step, part, rates, local)
+            if rates.skip is not None:
+                keep = lambda new, old: torch.where(rates.skip, old, new)  # noqa: E731
+                part.p.copy_(keep((part.p + u).to(part.p.dtype), part.p))
+                new = [keep(n, old) for n, old in zip(new, part.state)]
+            else:
+                part.p.add_(u)
+            for old, value in zip(part.state, new):
+                if value is not old:
+                    old.copy_(value)
+            if part.copy is not None:
+                copy = part.p.to(part.copy.dtype)
+                part.copy.copy_(copy if rates.skip is None else torch.where(rates.skip, part.copy, copy))
+
+
+def adamw_reference(leaves: Sequence[Leaf], rates: Rates) -> None:
+    """AdamW on every leaf, piece by piece: the definition."""
+    _reference(adamw_step, leaves, rates)
+
+
+def lion_reference(leaves: Sequence[Leaf], rates: Rates) -> None:
+    """Lion on every leaf, piece by piece: the definition."""
+    _reference(lion_step, leaves, rates)
+
+
+# ---- PyTorch's own ----
+
+
+def fused_serves(leaves: Sequence[Leaf], rates: Rates) -> str:
+    """Why torch's fused kernel of Adam cannot take these leaves, "" where it can."""
+    if rates.factor is not None or rates.skip is not None:
+        return "it knows no factor and no skip"
+    for leaf in leaves:
+        if leaf.place is not None or leaf.copy is not None or len(leaf.state) != 2:
+            return "it keeps states in float dtypes, rounded to nearest, and writes no copy"
+        if any(x.dtype != leaf.p.dtype or x.device != leaf.p.device for x in (leaf.g, *leaf.state[:2])):
+            return f"the dtypes are {', '.join(str(x.dtype) for x in (leaf.p, leaf.g, *leaf.state))}; it takes one for all"
+    return ""
+
+
+@torch.no_grad()
+def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
+    """torch._fused_adamw_ (or _fused_adam_ for a coupled decay), which equals the reference to the rounding of a few operations.
+
+    In this form too an element's bits depend neither on where in a leaf it lies nor on how the leaf is cut into shards.
+    """
+    groups: dict[tuple, list[Leaf]] = {}
+    for leaf in leaves:
+        if all(x.is_contiguous() for x in (leaf.p, leaf.g, *leaf.state)):
+            groups.setdefault((leaf.decay, leaf.p.dtype, leaf.p.device), []).append(leaf)
+            continue
+        # The kernel walks all four in memory order: other strides would pair the wrong elements without an error.
+        p, g, m, v = (x.contiguous() for x in (leaf.p, leaf.g, *leaf.state[:2]))
+        adamw_fused([Leaf(p, g, (m, v), leaf.decay)], rates)
+        for old, new in zip((leaf.p, *leaf.state), (p, m, v)):
+            old.copy_(new)
+    kernel = torch._fused_adam_ if rates.coupled else torch._fused_adamw_
+    for (decay, _, device), group in groups.items():
+        # On a GPU both scalars are float32 tensors there, so the step does not wait for the device.
+        rate = rates.scalars[0].to(device, torch.float64 if kind_of(group[0].p) == "cpu" else torch.float32)
+        t = (rates.count + 1).to(device, torch.float32)
+        with _whole_lines(group) as (p, g, m, v):
+            kernel(
+                p, g, m, v, [], [t] * len(p), lr=rate, beta1=rates.b1, beta2=rates.b2, weight_decay=decay, eps=rates.eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _whole_lines(leaves: list[Leaf]) -> Iterator[list[list[Tensor]]]:
+    """Lists of p, g, m and v in pieces of whole cache lines, for the kernel to write into.
+
+    The kernel for the CPU rounds the elements behind the last whole line of a tensor in another way: these elements of
+    all leaves are handed to it together, filled up to whole lines, so that the bits of none depend on where it lies.
+    """
+    columns = [list(column) for column in zip(*((leaf.p, leaf.g, *leaf.state[:2]) for leaf in leaves))]
+    first = leaves[0].p
+    line = 64 // first.element_size() if kind_of(first) == "cpu" else 1
+    cut = [leaf.p.numel() // line * line for leaf in leaves]
+    if cut == [leaf.p.numel() for leaf in leaves]:
+        yield columns
+        return
+    flat = [[x.view(-1) for x in column] for column in columns]
+    ends = [[x[n:] for x, n in zip(column, cut)] for column in flat]
+    filled = [torch.nn.functional.pad(torch.cat(column), (0, -sum(map(len, column)) % line)) for column in ends]
+    yield [[x[:n] for x, n in zip(column, cut)] + [end] for column, end in zip(flat, filled)]
+    for i in (0, 2, 3):
+        torch._foreach_copy_(ends[i], list(filled[i][: sum(map(len, ends[i]))].split([len(x) for x in ends[i]])))

@@ -1,0 +1,87 @@
+"""Blocks of numbers held in registers, to codes of eight or four bits and back: what the kernels of `quantize` do with each block.
+
+Integer operations, and float32 ones that IEEE 754 rounds one way: the bits are those of plain torch on every device, and no float8
+hardware is needed. The division is the exact one; Triton's x / y is not.
+"""
+
+import triton
+import triton.language as tl
+
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to |y| < 2^22 it rounds y to the nearest integer, ties to even
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+SMALLEST = tl.constexpr(2.0**-126)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _whole(y, word, STOCHASTIC: tl.constexpr):
+    """float32 y, |y| < 2^22, as int32: to nearest even, or up with the probability of its fraction by the upper 24 bits of a word."""
+    if STOCHASTIC:
+        below = tl.floor(y)
+        u = (word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True).to(tl.float32) * 5.9604644775390625e-08
+        return below.to(tl.int32) + (u < y - below).to(tl.int32)
+    return (y + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
+
+
+@triton.jit
+def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Quantise blocks held in registers: (codes int32 [R, BLOCK], scale float32 [R]) of float32 x [R, BLOCK], whose rows are blocks.
+
+    KIND: "int8", "int4" (codes signed) or "fp8_e4m3", "fp8_e5m2" (codes 0 to 255, the format's bits). Elements beyond the end must be 0.
+    word: random words (uint32 or int32 [R, BLOCK]) where STOCHASTIC, else anything. A row with an infinity or a NaN has scale infinity and
+    codes 0. The bits do not depend on whether the compiler fuses products and sums.
+    """
+    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else (7.0 if KIND == "int4" else (448.0 if KIND == "fp8_e4m3" else 57344.0))
+    # As integers magnitudes are ordered too, with infinity and NaN at the top, which a maximum of floats may drop.
+    magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    absmax = magnitude.to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32)), SMALLEST)
+    scale = tl.where(magnitude < 0x7F800000, scale, INFINITY)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    y = tl.where(scale[:, None] < INFINITY, x * inverse[:, None], 0.0)
+    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)  # also keeps the product above from being fused with the sum below
+    if KIND == "int8" or KIND == "int4":
+        return _whole(y, word, STOCHASTIC), scale
+    MANTISSA: tl.constexpr = 3 if KIND == "fp8_e4m3" else 2
+    LOWEST: tl.constexpr = 121 if KIND == "fp8_e4m3" else 113  # float32's exponent field of the format's smallest normal number
+    bits = y.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
+    step = ((254 + MANTISSA) - exponent) << 23  # the bits of 1 / (the distance of the format's numbers around y)
+    whole = _whole(tl.abs(y) * step.to(tl.float32, bitcast=True), word, STOCHASTIC)  # the product is exact
+    return ((exponent - LOWEST) << MANTISSA) + whole + ((bits >> 24) & 0x80), scale
+
+
+@triton.jit
+def decode(codes, scale, KIND: tl.constexpr):
+    """Dequantise blocks held in registers: float32 [R, BLOCK] of codes (any integer dtype, as `encode` gives) and scale float32 [R].
+
+    Its last step is a product, which the compiler may fuse with a sum of the caller's (launch with enable_fp_fusion=False to forbid it).
+    """
+    if KIND == "int8" or KIND == "int4":
+        return codes.to(tl.float32) * scale[:, None]
+    code = codes.to(tl.int32)
+    if KIND == "fp8_e5m2":  # the upper half of a float16
+        value = ((code & 0xFF) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:  # a float16 whose exponent is too small by 8
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        value = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    return value * scale[:, None]
+
+
+@triton.jit
+def words(KEY, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The words (uint32 [R, BLOCK]) of `fzero.core.prng.bits` by the key at KEY for the elements start[r], start[r] + 1, ...
+
+    start: int64 [R].
+
+    ALIGNED: every start is a multiple of 4, so four elements share the work of one counter.
+    """
+    seed = tl.load(KEY) | (tl.load(KEY + 1) << 32)
+    if ALIGNED:
+        a, b, c, d = tl.randint4x(seed, (start >> 2)[:, None] + tl.arange(0, BLOCK // 4)[None, :])
+        return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (start.shape[0], BLOCK))
+    element = start[:, None] + tl.arange(0, BLOCK)[None, :]
+    a, b, c, d = tl.randint4x(seed, element >> 2)
+    lane = element & 3
+    return tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))

@@ -1,0 +1,121 @@
+"""Mixtral: a Llama whose feed-forward part is a mixture of experts (Jiang et al. 2024, "Mixtral of experts", section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import psum
+from fzero.core.pytree import Tree
+from fzero.kernels import moe as experts
+from fzero.models.base import Batch, Ctx, Loss, Model, token_loss
+from fzero.models.layers import Split, add, enter, leave, linear, sequence_axis
+from fzero.models.llama import LlamaConfig, attend, embed, init, logits, normed, rules
+
+
+@dataclass(frozen=True)
+class MoEConfig(LlamaConfig):
+    """Sizes of a Mixtral: `n_experts` SwiGLUs of d_ff each, of which a token uses `top_k`.
+
+    The balance loss of a sequence is E sum_e load_e prob_e, where load_e counts e's tokens per position and prob_e is e's mean router
+    probability, both averaged over its positions and the layers (Fedus et al. 2021, "Switch transformers", equation 4, taken per
+    sequence, so that a batch may be split anyhow); the z-loss is the mean square of the router's log-sum-exp (Zoph et al. 2022,
+    "ST-MoE", equation 5). Both are weighted by the sequence's tokens.
+    """
+
+    n_experts: int = 8
+    top_k: int = 2
+    capacity_factor: float = 0.0  # 0: dropless
+    balance_coef: float = 0.02
+    z_coef: float = 0.001
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.top_k <= self.n_experts:
+            raise ValueError(f"top_k is {self.top_k}; it must be in [1, n_experts = {self.n_experts}]")
+
+
+MOE_RULES = (
+    (r"/moe/router$", "[L/pp, D, E]"),
+    (r"/moe/w_(gate|up)$", "[L/pp, E/ep, D, F/tp]"),
+    (r"/moe/w_down$", "[L/pp, E/ep, F/tp, D]"),
+)
+
+
+def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """(ids int64 [B, T, k], weights [B, T, k]) for use in a tensor-parallel region. Communicates: see `layers.enter`."""
+    if sequence_axis(ctx).size == 1:
+        return ids, enter(weights, ctx, "blocks/moe/router")
+    # One collective, not two: a floating number holds the number of an expert exactly.
+    both = enter(torch.cat((weights, ids.to(weights.dtype)), -1), ctx, "blocks/moe/router")
+    weights, ids = both.chunk(2, -1)
+    return ids.to(torch.int64), weights
+
+
+def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
+    """The means over T [B, n] of values [B, T, n], or of this rank's range of T; the same on all ranks of tp.
+
+    Communicates: with sequence parallelism, one psum over tp of all of them.
+    """
+    axis = sequence_axis(ctx)
+    if axis.size == 1:
+        return [value.mean(1) for value in values]
+    sums = psum(torch.cat(values, -1).sum(1) / (axis.size * values[0].shape[1]), axis, leaf="blocks/moe/router")
+    return sums.split([value.shape[-1] for value in values], -1)
+
+
+def mixtral(config: MoEConfig) -> Model:
+    """The Mixtral of these sizes, as a Model. Beside the activations x travel each sequence's routing statistics, summed over layers."""
+    c = config
+
+    def moe(w: Callable[..., Any], out_std: float) -> Tree:
+        e, d, f = c.n_experts, c.d_model, c.d_ff
+        leaves = {"router": w("moe/router", d, e), "w_gate": w("moe/w_gate", e, d, f), "w_up": w("moe/w_up", e, d, f)}
+        return {"moe": {**leaves, "w_down": w("moe/w_down", e, f, d, std=out_std)}}
+
+    def embed_with_statistics(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
+        x = embed(c, params, batch, ctx)
+        zeros = torch.zeros(x.shape[0], c.n_experts, dtype=torch.promote_types(ctx.dtype, torch.float32), device=x.device)
+        return {"x": x, "load": zeros, "prob": zeros, "z": zeros[:, 0]}
+
+    def block(p: Tree, state: Tree, ctx: Ctx) -> Tree:
+        x, h = attend(c, p, state["x"], ctx)
+        router = linear(h, p["moe"]["router"]).to(state["z"].dtype)
+        ids, weights, probabilities = experts.route(router, c.top_k, impl=ctx.kernels["route"])
+        chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(router.dtype)
+        load, prob, z = mean_over_positions(ctx, chosen, probabilities, torch.logsumexp(router, -1, keepdim=True) ** 2)
+        h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
+        if c.capacity_factor:
+            out = experts.capacity(p["moe"], h, ids, weights, c.capacity_factor, ctx.kernels)
+        else:
+            out = experts.dropless(p["moe"], h, ids, weights, ctx.kernels)
+        return {
+            "x": add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
+            "load": state["load"] + load,
+            "prob": state["prob"] + prob,
+            "z": state["z"] + z[:, 0],
+        }
+
+    def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
+        total, num_tokens = token_loss(*normed(c, params, state["x"], ctx), batch, ctx)
+        z: Tensor = state["z"]
+        weight = batch["mask"].sum(1).to(z.dtype) if "mask" in batch else torch.full_like(z, batch["targets"].shape[1])
+        balance = (c.n_experts * (state["load"] * state["prob"]).sum(-1) / c.n_layers**2 * weight).sum()
+        z = (z / c.n_layers * weight).sum()
+        extra = {"cross_entropy": total, "balance": balance, "router_z": z}
+        return Loss(total + c.balance_coef * balance + c.z_coef * z, num_tokens, extra)
+
+    return Model(
+        config=c,
+        init=lambda make: init(c, make, moe),
+        embed=embed_with_statistics,
+        block=block,
+        head=head,
+        logits=lambda params, state, ctx: logits(c, params, state["x"], ctx),
+        rules=lambda mesh: rules(c, mesh, MOE_RULES, Split("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
+        shared=("embed/tokens",) if c.tied else (),
+    )

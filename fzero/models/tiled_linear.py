@@ -1,0 +1,324 @@
+"""Layers too large for the device, in tiles: a linear and the feed-forward parts, whose parameters are had one tile at a time.
+
+    linear, tiles of columns:  y[:, s] = x w[:, s] + b[s]            dx = sum over s of dy[:, s] w[:, s]^T
+    linear, tiles of rows:     y = sum over s of x[:, s] w[s]        dx[:, s] = dy w[s]^T
+    mlp, tiles of units:       y = sum over s of act(x w_in[:, s] + b_in[s], ...) w_out[s]
+
+with s the tile's range. A tile of the hidden activations is all of them that is ever alive, and the backward pass computes it again: x
+alone is kept for it. Sums over tiles are made in order, in float32 or wider.
+
+`tiled_linear`, `tiled_mlp` and `tiled_gelu_mlp` are differentiable functions of whole tensors. Below them, `TiledLinear` and `TiledMLP`
+take each tile's parameters from a function `fetch` and hand its gradients to a function `put`: they may lie in memory, on the host or on a
+disk. Forward and backward each ask for tile 0, 1, ... in this order, and let go of one before they ask for the next. With `read_ahead` the
+next ones are read meanwhile.
+
+Tiles of columns give the bits of the untiled product where torch sums a number of y in the same order whatever the number of columns. MKL
+on one thread mostly does; not for a tile of one column or an x of one row (another routine), nor always for sums of a thousand terms, and
+less so on several threads, which may share such a sum. Other results are sums over tiles, and differ by rounding.
+Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 5.1.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fzero.core.autodiff import first_order, needs_grad
+from fzero.core.compile import vjp_pair
+from fzero.core.stack import Fetch, Put
+from fzero.kernels.glu import swiglu
+from fzero.kernels.op_function import Fused, operator
+
+
+def tile_spans(size: int, tiles: int, what: str = "the dim") -> list[slice]:
+    """The ranges of `tiles` tiles of a dim, as even as can be: the first size % tiles have one more.
+
+    Raises ValueError where one would be empty.
+    """
+    if not 1 <= tiles <= size:
+        raise ValueError(f"tiles is {tiles}; {what} has size {size}, so tiles must be in 1..{size}")
+    each, more = divmod(size, tiles)
+    starts = [i * each + min(i, more) for i in range(tiles + 1)]
+    return [slice(start, stop) for start, stop in pairwise(starts)]
+
+
+@contextlib.contextmanager
+def read_ahead(fetch: Fetch, tiles: int, ahead: int) -> Iterator[Fetch]:
+    """`fetch` for tiles 0, 1, ... in this order, once each, with up to `ahead` later ones fetched meanwhile in a thread of its own.
+
+    At most ahead + 1 tiles are alive, with the one in use. An error in `fetch` is raised where its tile is asked for.
+    """
+    if ahead < 0:
+        raise ValueError(f"ahead is {ahead}; it must be at least 0")
+    if ahead == 0:
+        yield fetch
+        return
+    reading: deque = deque()
+    rest = iter(range(tiles))
+    pool = ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
+
+    def start(count: int) -> None:
+        reading.extend((i, pool.submit(fetch, i)) for i in islice(rest, count))
+
+    def fetched(i: int) -> Sequence[Tensor]:
+        due, params = reading.popleft() if reading else (None, None)
+        if due != i:
+            raise ValueError(f"tile {i} is asked for, and {due} of {tiles} is next: they are read in order, once each")
+        start(1)
+        return params.result()
+
+    try:
+        start(ahead)
+        yield fetched
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _plus(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """`total`, None for 0, plus a @ b, in float32 or wider: in place."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if total is None:
+        return (a @ b).to(wide)
+    return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
+
+
+@dataclass(frozen=True)
+class TiledLinear:
+    """x [N, D] @ w [D, F] (+ bias) in tiles of w: of its columns (dim 1) or its rows (dim 0), as `tile_spans(size, tiles)` says.
+
+    fetch(i) gives (w[:, s], and bias[s] where there is one) or (w[s],): a bias behind tiles of rows is the caller's to add. They may
+    have any strides and dtype, and are used in x's. Nothing here is seen by autograd.
+    """
+
+    size: int  # of the dim of w that is in tiles
+    tiles: int
+    dim: int = 1
+
+    @torch.no_grad()
+    def forward(self, fetch: Fetch, x: Tensor) -> Tensor:
+        """y [N, F]."""
+        spans, y = tile_spans(self.size, self.tiles), None
+        for i, s in enumerate(spans):
+            w, *bias = fetch(i)
+            if self.dim == 0:
+                y = _plus(y, x[:, s], w.to(x.dtype))
+            else:
+                y = x.new_empty(x.shape[0], self.size) if y is None else y
+                torch.mm(x, w.to(x.dtype), out=y[:, s])
+                if bias:
+                    y[:, s].add_(bias[0].to(x.dtype))
+            del w, bias
+        return y.to(x.dtype)
+
+    @torch.no_grad()
+    def backward(self, fetch: Fetch, put: Put | None, x: Tensor, dy: Tensor) -> Tensor:
+        """dx [N, D]. The parameters' gradients go to `put`; with None they are not computed."""
+        spans, dx = tile_spans(self.size, self.tiles), None
+        for i, s in enumerate(spans):
+            params = fetch(i)
+            wt = params[0].to(x.dtype).t()
+            if self.dim == 0:
+                dx = x.new_empty(x.shape) if dx is None else dx
+                torch.mm(dy, wt, out=dx[:, s])
+                ours = x[:, s], dy
+            else:
+                dx = _plus(dx, dy[:, s], wt)
+                ours = x, dy[:, s]
+            if put:
+                grads = [ours[0].t() @ ours[1], *([ours[1].sum(0)] if len(params) > 1 else [])]
+                put(i, [grad.to(p.dtype) for grad, p in zip(grads, params)])
+                del grads
+            del params, wt
+        return dx.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class TiledMLP:
+    """sum over tiles of activation(x w_1 + b_1, ..., x w_k + b_k) w_out, for x [N, D]: a feed-forward part in tiles of its units.
+
+    fetch(i) gives (w_1, ..., w_k [D, f], then b_1, ..., b_k [f] where `biased`, then w_out [f, D]) of tile i: it says which units those
+    are. They may have any strides and dtype, and are used in x's. An array of w_in transposed, [F, D], has its tiles in rows as w_out has,
+    which one read of a disk brings. A bias behind the last product is the caller's to add. Nothing here is seen by autograd.
+    """
+
+    activation: Callable[..., Tensor]  # of k tensors [N, f]; elementwise
+    tiles: int
+    inner: int = 1  # k
+    biased: bool = False
+
+    def _inner(self, params: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+        """The k products in front of the activation."""
+        pre = [x @ w.to(x.dtype) for w in params[: self.inner]]
+        if self.biased:
+            pre = [p.add_(b.to(x.dtype)) for p, b in zip(pre, params[self.inner :])]
+        return pre
+
+    @torch.no_grad()
+    def forward(self, fetch: Fetch, x: Tensor) -> Tensor:
+        """y [N, D]."""
+        y = None
+        for i in range(self.tiles):
+            params = fetch(i)
+            y = _plus(y, self.activation(*self._inner(params, x)), params[-1].to(x.dtype))
+            del params
+        return y.to(x.dtype)
+
+    @torch.no_grad()
+    def backward(self, fetch: Fetch, put: Put | None, x: Tensor, dy: Tensor) -> Tensor:
+        """dx [N, D]. The parameters' gradients go to `put`; with None they are not computed."""
+        pair = vjp_pair(lambda *pre: [self.activation(*pre)], self.inner, compiled=False)
+        dx = None
+        for i in range(self.tiles):
+            params = fetch(i)
+            weights = [p.to(x.dtype) for p in params]
+            (h,), residuals = pair.forward(self._inner(weights, x))
+            dw_out = [h.t() @ dy] if put else []
+            del h
+            grads = pair.backward(residuals, [dy @ weights[-1].t()])
+            for w, g in zip(weights, grads):
+                dx = _plus(dx, g, w.t())
+            if put:
+                biases = [g.sum(0) for g in grads] if self.biased else []
+                grads = [*(x.t() @ g for g in grads), *biases, *dw_out]
+                put(i, [grad.to(p.dtype) for grad, p in zip(grads, params)])
+            del params, weights, w, g, grads, dw_out, residuals
+        return dx.to(x.dtype)
+
+
+def tiled_linear(x: Tensor, w: Tensor, tiles: int, bias: Tensor | None = None, *, dim: int = 1) -> Tensor:
+    """x [..., D] @ w [D, F] (+ bias [F]) in x's dtype, in tiles of the columns of w (dim 1) or of its rows (dim 0).
+
+    Beside x, y and the gradients no more is alive than a tile's: what w's dtype is not x's for is cast tile by tile. Differentiable once;
+    under vmap, jvp and higher orders of torch.func it is the plain product.
+    Raises ValueError for shapes that do not fit and for tiles that would be empty.
+    """
+    if dim not in (0, 1):
+        raise ValueError(f"dim is {dim}; it must be 1 (tiles of w's columns) or 0 (of its rows)")
+    _expect(x, {"w": (w, (x.shape[-1], w.shape[-1])), "bias": (bias, (w.shape[-1],))})
+    if dim == 1:
+        return _apply("columns", x, [w] if bias is None else [w, bias], tiles)
+    y = _apply("rows", x, [w], tiles)
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+def tiled_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, tiles: int, *, impl: str = "auto") -> Tensor:
+    """swiglu(x w_gate, x w_up) w_down for x [..., D], w_gate and w_up [D, F], w_down [F, D], in x's dtype, in tiles of the F units.
+
+    Only a tile of the hidden activations is alive, forward and backward; x alone is kept between. impl: the form of `swiglu`.
+    Differentiable once; under vmap, jvp and higher orders of torch.func it is the plain formula.
+    Raises ValueError for shapes that do not fit and for tiles that would be empty.
+    """
+    d, f = x.shape[-1], w_gate.shape[-1]
+    _expect(x, {"w_gate": (w_gate, (d, f)), "w_up": (w_up, (d, f)), "w_down": (w_down, (f, w_down.shape[-1]))})
+    return _apply("swiglu", x, [w_gate, w_up, w_down], tiles, impl)
+
+
+def tiled_gelu_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, tiles: int, b_in: Tensor | None = None, b_out: Tensor | None = None) -> Tensor:
+    """gelu(x w_in + b_in) w_out + b_out for x [..., D], w_in [D, F], w_out [F, D], the biases [F] and [D]: as `tiled_mlp`, with the tanh
+    form of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    """
+    f, out = w_in.shape[-1], w_out.shape[-1]
+    shapes = {"w_in": (w_in, (x.shape[-1], f)), "w_out": (w_out, (f, out)), "b_in": (b_in, (f,)), "b_out": (b_out, (out,))}
+    _expect(x, shapes)
+    y = _apply("gelu", x, [w_in, w_out] if b_in is None else [w_in, b_in, w_out], tiles)
+    return y if b_out is None else y + b_out.to(x.dtype)
+
+
+def _expect(x: Tensor, shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} is {list(tensor.shape)}; with x {list(x.shape)} and the others it must be {list(shape)}")
+
+
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = x @ w.to(x.dtype)
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+class _Layer(NamedTuple):
+    """A layer in tiles, of parameters in memory."""
+
+    run: TiledLinear | TiledMLP
+    dims: tuple[int, ...]  # of each parameter, the one in tiles
+    spans: list[slice]
+
+    def tile(self, wholes: Sequence[Tensor], i: int) -> list[Tensor]:
+        """Views of tile i of all parameters, or of their gradients."""
+        start, stop = self.spans[i].start, self.spans[i].stop
+        return [whole.narrow(dim, start, stop - start) for whole, dim in zip(wholes, self.dims)]
+
+    def plain(self, x: Tensor, *params: Tensor) -> Tensor:
+        """The layer without tiles."""
+        if isinstance(self.run, TiledLinear):
+            return _linear(x, *params)
+        inner = self.run.inner
+        biases = params[inner:-1] or [None] * inner
+        return self.run.activation(*(_linear(x, w, b) for w, b in zip(params, biases))) @ params[-1].to(x.dtype)
+
+
+def _layer(kind: str, params: Sequence[Tensor], tiles: int, impl: str) -> _Layer:
+    if kind == "rows":
+        size = params[0].shape[0]
+        return _Layer(TiledLinear(size, tiles, 0), (0,), tile_spans(size, tiles, "dim 0 of w"))
+    size = params[0].shape[1]
+    if kind == "columns":
+        return _Layer(TiledLinear(size, tiles), (1, 0), tile_spans(size, tiles, "dim 1 of w"))
+    inner = 2 if kind == "swiglu" else 1
+    activation = functools.partial(swiglu, impl=impl) if kind == "swiglu" else functools.partial(F.gelu, approximate="tanh")
+    biased = len(params) > inner + 1
+    dims = (*[1] * inner, *[0] * (len(params) - inner))
+    return _Layer(TiledMLP(activation, tiles, inner, biased), dims, tile_spans(size, tiles, "F, the units,"))
+
+
+# As operators: a compiler that saw the tiles would compute them all and then put their gradients together, with twice the memory of those.
+@operator(
+    "tiled_layer(Tensor x, Tensor[] params, str kind, int tiles, str impl) -> Tensor",
+    lambda x, params, *_: x.new_empty(x.shape[0], params[-1].shape[-1]),
+)
+def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, impl: str) -> Tensor:
+    """y [N, F] of x [N, D] and a layer of this kind (see `_layer`)."""
+    layer = _layer(kind, params, tiles, impl)
+    return layer.run.forward(functools.partial(layer.tile, params), x)
+
+
+@operator(
+    "tiled_layer_backward(Tensor x, Tensor[] params, Tensor dy, str kind, int tiles, str impl, bool frozen) -> Tensor[]",
+    lambda x, params, dy, kind, tiles, impl, frozen: [x.new_empty(x.shape), *(torch.empty_like(p) for p in ([] if frozen else params))],
+)
+def tiled_layer_backward(x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, impl: str, frozen: bool) -> list[Tensor]:
+    """The gradients of x and, unless they are frozen, of the parameters."""
+    layer = _layer(kind, params, tiles, impl)
+    grads = [] if frozen else [torch.empty_like(p) for p in params]
+
+    def put(i: int, tile_grads: list[Tensor]) -> None:
+        for part, grad in zip(layer.tile(grads, i), tile_grads):
+            part.copy_(grad)
+
+    return [layer.run.backward(functools.partial(layer.tile, params), None if frozen else put, x, dy), *grads]
+
+
+def _apply(kind: str, x: Tensor, params: Sequence[Tensor], tiles: int, impl: str = "auto") -> Tensor:
+    """The layer as a differentiable function of x [..., D] and its parameters."""
+    layer = _layer(kind, params, tiles, impl)
+    if not first_order():
+        return layer.plain(x, *params)
+    frozen = not needs_grad(*params)
+
+    def forward(x: Tensor, *params: Tensor) -> tuple[Tensor]:
+        return (tiled_layer(x, params, kind, tiles, impl),)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor]:
+        return tiled_layer_backward(saved[0], saved[1:], grads[0], kind, tiles, impl, frozen)
+
+    y = Fused(f"a layer in tiles ({kind})", forward, backward)(x.reshape(-1, x.shape[-1]), *params)
+    return y.reshape(*x.shape[:-1], y.shape[-1])

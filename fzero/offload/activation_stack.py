@@ -1,0 +1,84 @@
+"""Activations that wait for the backward pass elsewhere than on the device: last in, first out, the next one fetched ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.core.device import ELSEWHERE
+from fzero.offload.scratch import Scratch
+
+
+class DiskPile:
+    """A list of lists of tensors on a disk, with `append` and `pop`: written behind, and read one ahead on the way back."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch, self.sizes = scratch, []
+        self.ahead: Callable[[], list[Tensor]] | None = None
+
+    def append(self, tensors: Sequence[Tensor]) -> None:
+        """Put tensors on top; they may be changed or dropped at once."""
+        assert self.ahead is None, "a pile is taken down before another is built"
+        for j, tensor in enumerate(tensors):
+            self.scratch.write(("acts", len(self.sizes), j), tensor.detach())
+        self.sizes.append([tensor.device for tensor in tensors])
+
+    def pop(self) -> list[Tensor]:
+        """The tensors on top, which leave the pile."""
+        finish = self.ahead or self._fetch()
+        self.ahead = self._fetch() if self.sizes else None
+        return finish()
+
+    def _fetch(self) -> Callable[[], list[Tensor]]:
+        devices = self.sizes.pop()
+        readings = [self.scratch.read(("acts", len(self.sizes), j)) for j in range(len(devices))]
+        return lambda: [reading.wait().to(device) for reading, device in zip(readings, devices)]
+
+    def __bool__(self) -> bool:
+        return bool(self.sizes) or self.ahead is not None
+
+
+class HostPile:
+    """The same in the host's pinned memory, for tensors of a CUDA device: copied by a stream of its own. In a plan there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.planned = device, device == ELSEWHERE
+        self.stream = None if self.planned else torch.cuda.Stream(device)
+        self.held: list[list[Tensor]] = []
+        self.ahead: tuple[list[Tensor], torch.cuda.Event | None] | None = None
+
+    def append(self, tensors: Sequence[Tensor]) -> None:
+        """Put tensors on top."""
+        if self.planned:
+            self.held.append([torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in tensors])
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.held.append([torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True) for t in tensors])
+        for tensor in tensors:
+            tensor.record_stream(self.stream)
+
+    def pop(self) -> list[Tensor]:
+        """The tensors on top, which leave the pile."""
+        found, event = self.ahead or self._fetch()
+        self.ahead = self._fetch() if self.held else None
+        if event is None:
+            return found
+        torch.cuda.current_stream().wait_event(event)
+        for tensor in found:
+            tensor.record_stream(torch.cuda.current_stream())
+        return found
+
+    def _fetch(self) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        if self.planned:
+            return [t.to(self.device) for t in self.held.pop()], None
+        with torch.cuda.stream(self.stream):
+            found = [t.to(self.device, non_blocking=True) for t in self.held.pop()]
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        return found, event
+
+    def __bool__(self) -> bool:
+        return bool(self.held) or self.ahead is not None

@@ -1,0 +1,329 @@
+"""Leaves as zarr3 arrays: one array for each, one chunk for each slot, layer and rank, uncompressed, so that a chunk's file is its bytes.
+
+tensorstore creates, describes and opens the arrays. Where they are on a local disk that takes direct transfers, chunks are read and
+overwritten in place, in rows; elsewhere tensorstore itself reads and writes them.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import resource
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fzero.core.storage import context, is_url, kvstore
+from fzero.offload.buffer_pool import PAGE, Arena, Buffer, padded
+from fzero.offload.disk_io import NEXT, Disk, Pending, open_direct, serves_direct
+
+
+class Damaged(ValueError):
+    """A store does not hold what was written to it, or no step as a whole: a checkpoint may serve in its place."""
+
+
+class Kept(NamedTuple):
+    """One rank's part of a leaf as it lies in a store."""
+
+    shape: tuple[int, ...]  # of the shard, a stacked one with its layers first
+    dtype: torch.dtype
+    stacked: bool = False
+    slots: int = 2
+
+    @property
+    def layers(self) -> int:
+        """The number of its chunks in a slot."""
+        return self.shape[0] if self.stacked else 1
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """The shape of one layer of it, or of all where it is not stacked."""
+        return self.shape[1:] if self.stacked else self.shape
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes of a chunk without what fills its last page."""
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of a chunk's file: whole pages, and one for a leaf without elements."""
+        return max(PAGE, padded(self.chunk_bytes))
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row: an index of the first dim of a chunk."""
+        return math.prod(self.chunk[1:]) * self.dtype.itemsize
+
+
+Rows = tuple[int, int]
+
+
+class Reading(NamedTuple):
+    """Rows of a chunk on their way into a buffer."""
+
+    buffer: Buffer
+    pending: Pending
+    failed: Callable[[OSError], ValueError]  # what to tell of a transfer that failed
+
+    def wait(self) -> Tensor:
+        """The rows; raises ValueError where they cannot be read."""
+        try:
+            self.pending.wait()
+        except OSError as error:
+            raise self.failed(error) from error
+        return self.buffer.view
+
+
+class Chunks:
+    """The arrays of a store, as one rank sees them: its own chunks.
+
+    create: make arrays and files that are not there yet, with all of their space, so that no later write finds the disk full.
+    """
+
+    def __init__(
+        self, place: str | Path, leaves: dict[str, Kept], rank: int, ranks: int, arena: Arena, disk: Disk, *, create: bool
+    ) -> None:
+        self.place, self.leaves, self.rank, self.ranks, self.arena, self.disk = place, leaves, rank, ranks, arena, disk
+        self.direct = not is_url(place) and serves_direct(Path(place))
+        self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
+        self.arrays: dict[str, Any] = {}
+        self.synced: set[int] = set()  # slots all of whose files were synced since they were opened
+        self.in_place = self.direct and file_system(Path(place)) in IN_PLACE
+        if not self.direct and not is_url(place):
+            warnings.warn(
+                f"{place}: its file system refuses direct transfers (O_DIRECT); it is used through tensorstore, slower", stacklevel=3
+            )
+        if create and rank == 0:
+            for name, kept in leaves.items():
+                _open_array(place, name, kept, ranks, create=True)
+        if not self.direct:
+            return
+        _allow_files(sum(kept.slots * kept.layers for kept in leaves.values()))
+
+    def open(self, held: set[int]) -> None:
+        """Open this rank's chunks, once the arrays are there; the files of slots that are not `held` are made where they are missing."""
+        if not self.direct:
+            self.arrays = {name: _open_array(self.place, name, kept, self.ranks, create=False) for name, kept in self.leaves.items()}
+            return
+        for name, kept in self.leaves.items():
+            for slot in range(kept.slots):
+                for layer in range(kept.layers):
+                    create = not held or (slot not in held and kept.slots > 1)
+                    self.files[name, slot, layer] = self._open_file(name, kept, slot, layer, create)
+
+    def path(self, name: str, slot: int, layer: int) -> Path:
+        """The file of a chunk."""
+        return Path(self.place, "arrays", name, "c", str(slot), str(layer), str(self.rank), "0")
+
+    def _open_file(self, name: str, kept: Kept, slot: int, layer: int, create: bool) -> int:
+        path, size = self.path(name, slot, layer), kept.file_bytes
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif not path.is_file():
+            raise Damaged(f"{path}: is missing, a part of {name}; the store in {self.place} is damaged: resume from a checkpoint")
+        fd = open_direct(path, os.O_RDWR | (os.O_CREAT if create else 0))
+        assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
+        if create:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                os.close(fd)
+                raise self.failed(error) from error
+            os.ftruncate(fd, size)
+        elif (found := os.fstat(fd).st_size) != size:
+            os.close(fd)
+            raise Damaged(
+                f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.place} is damaged: "
+                "resume from a checkpoint"
+            )
+        return fd
+
+    def failed(self, error: OSError) -> ValueError:
+        """What to tell of a transfer that failed."""
+        if error.errno == errno.ENOSPC:
+            total = sum(k.slots * k.layers * k.file_bytes for k in self.leaves.values()) * self.ranks
+            return ValueError(
+                f"{self.place}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
+            )
+        return ValueError(
+            f"{self.place}: {error.strerror or error}; the store holds its last complete step: go on from it when the disk is well, "
+            "or resume from a checkpoint"
+        )
+
+    def pieces(self, name: str, most: int) -> list[Rows]:
+        """Row ranges of a chunk of at most `most` bytes each, that begin at pages: what can be read and written apart."""
+        kept = self.leaves[name]
+        rows = kept.chunk[0] if kept.chunk else 1
+        if kept.chunk_bytes <= most or not kept.row_bytes:
+            return [(0, rows)]
+        step = PAGE // math.gcd(PAGE, kept.row_bytes)
+        length = max(step, most // kept.row_bytes // step * step)
+        return [(at, min(at + length, rows)) for at in range(0, rows, length)]
+
+    def _span(self, name: str, rows: Rows | None) -> tuple[Kept, tuple[int, ...], int]:
+        kept = self.leaves[name]
+        if rows is None or not kept.chunk:
+            return kept, kept.chunk, 0
+        return kept, (rows[1] - rows[0], *kept.chunk[1:]), rows[0] * kept.row_bytes
+
+    def read(self, name: str, slot: int, layer: int, rows: Rows | None = None, *, priority: int = NEXT) -> Reading:
+        """Start to read rows of a chunk (None: all of it); they must begin at a page."""
+        kept, shape, offset = self._span(name, rows)
+        buffer = self.arena.take(shape, kept.dtype, self.disk.busy)
+        if self.direct:
+            assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
+            return Reading(buffer, self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority), self.failed)
+        first, count = offset // kept.dtype.itemsize, math.prod(shape)
+
+        def work() -> int:
+            found = self.arrays[name][slot, layer, self.rank, first : first + count].read().result()
+            np.copyto(_numpy(buffer.view), found)
+            return buffer.view.nbytes
+
+        return Reading(buffer, self.disk.run(_reported(work), write=False, priority=priority), self.failed)
+
+    def write(
+        self,
+        name: str,
+        slot: int,
+        layer: int,
+        rows: Rows | None,
+        buffer: Buffer,
+        *,
+        priority: int = NEXT,
+        note: Callable[[memoryview], None] | None = None,
+    ) -> Pending:
+        """Start to write rows of a chunk; the buffer is lent until that is done. note: is called with each block of it first."""
+        kept, shape, offset = self._span(name, rows)
+        assert tuple(buffer.view.shape) == shape and buffer.view.dtype == kept.dtype, f"{name}: {buffer.view.shape} is not {shape}"
+        if self.direct:
+            assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
+            return self.disk.write(self.files[name, slot, layer], buffer.raw, offset, priority=priority, note=note)
+        first, count = offset // kept.dtype.itemsize, math.prod(shape)
+
+        def work() -> int:
+            if note is not None:
+                note(memoryview(buffer.raw.numpy()))
+            self.arrays[name][slot, layer, self.rank, first : first + count].write(_numpy(buffer.view)).result()
+            return buffer.view.nbytes
+
+        return self.disk.run(_reported(work), write=True, priority=priority)
+
+    def sync(self, slot: int) -> None:
+        """Make what was written to a slot durable, against a loss of power too.
+
+        A file that was made ready needs a sync of its own when it is first written. After that, where a file system overwrites in place,
+        all that is missing is that the disk empties its own cache, which one sync of any file asks for.
+        """
+        if not self.direct:
+            return
+        slots = max(kept.slots for kept in self.leaves.values())
+        names = [name for name, kept in self.leaves.items() if kept.slots == slots or slot not in self.synced]
+        fds = [fd for (name, s, _), fd in self.files.items() if name in names and (s == slot or self.leaves[name].slots == 1)]
+        if slot in self.synced and self.in_place:
+            fds = fds[:1]
+        each = max(1, -(-len(fds) // max(1, self.disk.settings.writers)))
+
+        def work(part: list[int]) -> int:
+            for fd in part:
+                os.fdatasync(fd)
+            return 0
+
+        parts = [fds[at : at + each] for at in range(0, len(fds), each)]
+        for pending in [self.disk.run(lambda part=part: work(part), write=True) for part in parts]:
+            pending.wait()
+        self.synced.add(slot)
+
+    def trim(self, held: set[int]) -> None:
+        """Give the space of the slots that are not `held` back to the disk."""
+        for (name, slot, layer), fd in list(self.files.items()):
+            if slot not in held and self.leaves[name].slots > 1:
+                os.close(fd)
+                del self.files[name, slot, layer]
+                self.path(name, slot, layer).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in self.files.values():
+            os.close(fd)
+        self.files.clear()
+
+
+def _open_array(place: str | Path, name: str, kept: Kept, ranks: int, *, create: bool) -> Any:
+    """The array [slots, layers, ranks, elements of a chunk] of a leaf; what fills the last page is part of it."""
+    import tensorstore
+
+    n = kept.file_bytes // kept.dtype.itemsize
+    spec = {"driver": "zarr3", "kvstore": kvstore(place, "arrays", name), "store_data_equal_to_fill_value": True}
+    if create:
+        spec["metadata"] = {
+            "shape": [kept.slots, kept.layers, ranks, n],
+            "data_type": str(kept.dtype).removeprefix("torch."),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 1, 1, n]}},
+            "codecs": [{"name": "bytes", **({"configuration": {"endian": "little"}} if kept.dtype.itemsize > 1 else {})}],
+            "attributes": {"shape": list(kept.shape), "stacked": kept.stacked, "elements": math.prod(kept.chunk)},
+        }
+    try:
+        return tensorstore.open(spec, open=True, create=create, context=context()).result()
+    except (ValueError, RuntimeError) as error:
+        said = str(error).split(" [")[0].splitlines()[0]
+        raise Damaged(f"{place}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
+
+
+def chunk_of(place: str | Path, name: str, kept: Kept, slot: int, layer: int, rank: int) -> np.ndarray:
+    """The bytes (uint8) of one chunk of any rank, through tensorstore: for those who read a store once."""
+    found = _open_array(place, name, kept, 0, create=False)[slot, layer, rank].read().result()
+    return np.ascontiguousarray(found).view(np.uint8)
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    """The tensor's memory as a numpy array of the same dtype."""
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).reshape(-1)
+    return tensor.numpy().reshape(-1)
+
+
+def _reported(work: Any) -> Any:
+    """`work` whose failures are those of a disk."""
+
+    def run() -> int:
+        try:
+            return work()
+        except (ValueError, RuntimeError) as error:
+            raise OSError(errno.EIO, str(error).splitlines()[0]) from error
+
+    return run
+
+
+IN_PLACE = ("ext4", "xfs")  # file systems that overwrite a file's own blocks
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that an existing path is on, "" where that cannot be told."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    device = os.stat(path).st_dev
+    found = [kind for _, point, kind, *_ in mounts if os.path.exists(point) and os.stat(point).st_dev == device]
+    return found[-1] if found else ""
+
+
+def _allow_files(count: int) -> None:
+    """Raise this process's limit of open files by `count`, or raise ValueError saying how."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 512
+    if soft >= wanted or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ValueError(f"the store has {count:,} chunk files and a process may open {hard:,} (ulimit -Hn); raise the limit to {wanted:,}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

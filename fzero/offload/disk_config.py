@@ -1,0 +1,109 @@
+"""What is known of this machine's disks: where they are mounted, and the user's file of the Settings that `fzero bench disk` found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import tomllib
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from fzero.core.storage import is_url
+from fzero.offload.buffer_pool import PAGE
+from fzero.offload.disk_io import Settings
+
+
+def mount_point(path: str | Path) -> str:
+    """The folder at which the file system of `path` is mounted; of a path that is not there yet, that of its first parent that is."""
+    folder = Path(os.path.realpath(path))
+    while not folder.exists():
+        folder = folder.parent
+    device = folder.stat().st_dev
+    while folder != folder.parent and folder.parent.stat().st_dev == device:
+        folder = folder.parent
+    return str(folder)
+
+
+def file_system(mount: str) -> str:
+    """The kind of file system mounted at `mount`, such as ext4, or "" where the system does not tell."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    kinds = [kind for _, at, kind, *_ in map(str.split, lines) if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), at) == mount]
+    return kinds[-1] if kinds else ""
+
+
+def config_file() -> Path:
+    """The user's file of settings: $XDG_CONFIG_HOME/fzero/config.toml, by default in ~/.config."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fzero" / "config.toml"
+
+
+def _read_config() -> tuple[str, dict[str, Any]]:
+    path = config_file()
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = tomllib.loads(text)
+    except FileNotFoundError:
+        return "", {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as TOML ({error}); correct it, or delete it and run `fzero bench disk` again") from None
+    disks = found.get("disk", {})
+    if not isinstance(disks, dict) or not all(isinstance(entry, dict) for entry in disks.values()):
+        raise ValueError(
+            f'{path}: disk must be tables such as [disk."/mnt/nvme"]; correct it, or delete it and run `fzero bench disk` again'
+        )
+    return text, found
+
+
+def settings_for(place: str | Path) -> Settings:
+    """The Settings that `fzero bench disk` found for the disk of `place`, or the default ones; raises ValueError for a broken file."""
+    if is_url(place):
+        return Settings()
+    mount = mount_point(place)
+    entry = _read_config()[1].get("disk", {}).get(mount, {})
+    values = {name: entry[name] for name in Settings._fields if name in entry}
+    for name, value in values.items():
+        step = PAGE if name == "block_bytes" else 1
+        if type(value) is not int or value < 1 or value % step:
+            allowed = f"a multiple of {PAGE}" if step > 1 else "a whole number from 1"
+            raise ValueError(
+                f'{config_file()}: {name} of [disk."{mount}"] is {value!r}; it must be {allowed}; run `fzero bench disk` again'
+            )
+    return Settings(**values)
+
+
+def save(mount: str, settings: Settings, gbs: dict[str, float]) -> Path:
+    """Put the settings of a disk into the user's file, in the place of older ones; all else there stays as it is. Returns the file.
+
+    gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError where the file is broken.
+    """
+    path = config_file()
+    text, before = _read_config()
+    values: dict[str, Any] = settings._asdict() | {f"{kind}_gbs": round(rate, 3) for kind, rate in gbs.items()}
+    values["measured"] = date.today()
+    header = f"[disk.{json.dumps(mount, ensure_ascii=False)}]"
+    kept = re.sub(rf"^{re.escape(header)}[^\n]*\n(?:(?!\[)[^\n]*\n)*", "", f"{text}\n", flags=re.MULTILINE).strip()
+    after = "\n".join([*([kept, ""] if kept else []), header, *(f"{name} = {value}" for name, value in values.items()), ""])
+    wanted = {**before, "disk": {**before.get("disk", {}), mount: values}}
+    try:
+        same = tomllib.loads(after) == wanted
+    except tomllib.TOMLDecodeError:
+        same = False
+    if not same:
+        raise ValueError(f"{path}: has {header} in a form that cannot be replaced; delete it there and run `fzero bench disk` again")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(prefix="config.toml.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(after)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+    return path

@@ -1,0 +1,216 @@
+"""Direct reads and writes of files, in blocks, by a few threads: the page cache is passed by, and the interpreter is not held.
+
+Requests are served by priority, then in the order in which they came; a large one is cut into blocks that several threads work on.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.offload.buffer_pool import PAGE
+
+# Priorities: what the computation waits for next comes first.
+NEXT, LATER = 0, 1
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class Settings(NamedTuple):
+    """How a disk is used; `fzero bench disk` finds the best of one."""
+
+    block_bytes: int = 16 << 20  # of one operation: two of them are as many requests of 4 MiB as fill a disk, at little CPU time
+    readers: int = 2  # threads
+    writers: int = 2
+
+    def share(self, ranks: int) -> Settings:
+        """The settings of one of `ranks` processes that share the disk: each has a part of the operations in flight, so none starves."""
+        return self._replace(readers=max(1, self.readers // ranks), writers=max(1, self.writers // ranks))
+
+
+class Moved(NamedTuple):
+    """What a disk has done so far."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    waited_s: float = 0.0  # by the computation, which is the thread that made the Disk
+
+
+class Pending:
+    """A request under way; `wait()` returns once it is done, and raises what went wrong."""
+
+    def __init__(self, disk: Disk | None, blocks: int) -> None:
+        self.disk, self.left, self.error = disk, blocks, None
+        self.done = threading.Event()
+        if not blocks:
+            self.done.set()
+
+    def wait(self) -> None:
+        """Wait for it; raises what a transfer failed with, an OSError as a rule."""
+        if not self.done.is_set():
+            begin = time.perf_counter()
+            self.done.wait()
+            if self.disk is not None and threading.get_ident() == self.disk.owner:
+                self.disk.waited_s += time.perf_counter() - begin
+        if self.error is not None:
+            raise self.error
+
+
+class Disk:
+    """Threads that move bytes between tensors and files. Each kind of transfer has threads of its own, so that both go on at once."""
+
+    def __init__(self, settings: Settings = Settings()) -> None:  # noqa: B008
+        self.settings = settings
+        self.lock = threading.Lock()
+        self.queues: dict[bool, list] = {False: [], True: []}  # by whether it is a write
+        # A token for each block that is queued, and one for each thread at the end: one block wakes one thread.
+        self.tokens: dict[bool, SimpleQueue] = {False: SimpleQueue(), True: SimpleQueue()}
+        self.order = itertools.count()
+        self.in_flight = 0  # requests
+        self.owner = threading.get_ident()
+        self.shared = False  # by threads that each hold buffers
+        self.read_bytes, self.written_bytes, self.waited_s, self.closed = 0, 0, 0.0, False
+        self.kinds = [False] * settings.readers + [True] * settings.writers
+        self.threads = [threading.Thread(target=self._serve, args=(write,), daemon=True, name="fzero-disk") for write in self.kinds]
+        for thread in self.threads:
+            thread.start()
+
+    def moved(self) -> Moved:
+        """What it has done so far."""
+        return Moved(self.read_bytes, self.written_bytes, self.waited_s)
+
+    def busy(self) -> bool:
+        """Whether a request is under way, or another thread uses the buffers: some may be returned soon."""
+        return self.in_flight > 0 or self.shared
+
+    def read(self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT) -> Pending:
+        """Fill `raw` (uint8, contiguous; whole pages for direct files) from the bytes of a file at `offset` on."""
+        return self._put(False, fd, raw, offset, priority)
+
+    def write(
+        self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT, note: Callable[[memoryview], None] | None = None
+    ) -> Pending:
+        """Write `raw` into a file at `offset`; `raw` must stay as it is until the request is done.
+
+        note: is called with each block before it is written, by the thread that does.
+        """
+        return self._put(True, fd, raw, offset, priority, note)
+
+    def run(self, work: Callable[[], int], *, write: bool, priority: int = NEXT) -> Pending:
+        """Have a thread call `work`, which returns the bytes that it has moved."""
+        pending = Pending(self, 1)
+        self._queue(write, [work], pending, priority)
+        return pending
+
+    def _put(
+        self, write: bool, fd: int, raw: Tensor, offset: int, priority: int, note: Callable[[memoryview], None] | None = None
+    ) -> Pending:
+        view, block = memoryview(raw.numpy()), self.settings.block_bytes
+        starts = range(0, len(view), block)
+        pending = Pending(self, len(starts))
+        self._queue(write, [_transfer(write, fd, view[at : at + block], offset + at, note) for at in starts], pending, priority)
+        return pending
+
+    def _queue(self, write: bool, works: list[Callable[[], int]], pending: Pending, priority: int) -> None:
+        assert not self.closed, "the disk's threads have been ended"
+        with self.lock:
+            self.in_flight += bool(works)
+            for work in works:
+                heapq.heappush(self.queues[write], (priority, next(self.order), work, pending))
+        for _ in works:
+            self.tokens[write].put(None)
+
+    def _serve(self, write: bool) -> None:
+        queue, tokens = self.queues[write], self.tokens[write]
+        while True:
+            tokens.get()
+            with self.lock:
+                if not queue:
+                    return
+                _, _, work, pending = heapq.heappop(queue)
+            moved, error = 0, None
+            try:
+                if pending.error is None:
+                    moved = work()
+            except Exception as failure:
+                error = failure.with_traceback(None)  # its frames would hold the buffer
+            del work  # and with it the buffer
+            with self.lock:
+                pending.error = pending.error or error
+                pending.left -= 1
+                last = pending.left == 0
+                self.in_flight -= last
+                if write:
+                    self.written_bytes += moved
+                else:
+                    self.read_bytes += moved
+            if last:
+                pending.done.set()
+
+    def close(self) -> None:
+        """End the threads, when what is queued is done."""
+        if not self.closed:
+            self.closed = True
+            for write in self.kinds:
+                self.tokens[write].put(None)
+        for thread in self.threads:
+            thread.join()
+
+
+def _transfer(write: bool, fd: int, view: memoryview, offset: int, note: Callable[[memoryview], None] | None = None) -> Callable[[], int]:
+    move = os.pwritev if write else os.preadv
+
+    def run() -> int:
+        if note is not None:
+            note(view)
+        done, size = move(fd, [view], offset), len(view)
+        while done < size:  # a direct transfer goes on at a page
+            moved = 0 if done % PAGE else move(fd, [view[done:]], offset + done)
+            if moved == 0:
+                raise OSError(errno.EIO, f"the file ends at byte {offset + done:,}, {size - done:,} bytes too early")
+            done += moved
+        return size
+
+    return run
+
+
+def open_direct(path: Path, flags: int = os.O_RDWR) -> int | None:
+    """A descriptor of the file for direct transfers, or None where its file system refuses them."""
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno in REFUSED:
+            return None
+        raise
+    return fd
+
+
+def serves_direct(folder: Path) -> bool:
+    """Whether files in `folder` (which exists) take direct transfers, by trying one."""
+    path = folder / f".direct-{os.getpid()}"
+    try:
+        fd = open_direct(path, os.O_RDWR | os.O_CREAT)
+        if fd is None:
+            return False
+        try:
+            memory = torch.zeros(2 * PAGE, dtype=torch.uint8)
+            skip = -memory.data_ptr() % PAGE
+            return os.pwritev(fd, [memoryview(memory.numpy())[skip : skip + PAGE]], 0) == PAGE
+        except OSError as error:
+            if error.errno in REFUSED:
+                return False
+            raise
+        finally:
+            os.close(fd)
+    finally:
+        path.unlink(missing_ok=True)

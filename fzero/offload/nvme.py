@@ -1,0 +1,136 @@
+"""Where the offloaded part of a run lives: a folder on a disk, and the buffers that everything on its way there passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.core.storage import is_url
+from fzero.offload.buffer_pool import Arena
+from fzero.offload.chunk_files import Kept
+from fzero.offload.disk_io import Disk, Moved, Settings
+from fzero.offload.scratch import Scratch
+from fzero.offload.store import Store, open_store
+from fzero.sharding.mesh import Mesh
+
+SCRATCH = "scratch"
+LEAST = 64 << 20  # bytes of buffers where nobody says more
+
+
+class Space:
+    """The folder and the buffers of one run on this rank. Nothing is made before it is needed.
+
+    folder: of the store, on a disk that all ranks see (or a URL that tensorstore knows); None where nothing is on a disk.
+    buffer_bytes: all that is ever in memory on its way to or from the disk; None: what the plan needs (see `plan_bytes`).
+    slots: versions of the state on the disk. 2 make every step atomic, each one more keeps a checkpoint without a copy; 1 saves the space.
+    verify: checksums with every write, compared when a store is opened again. settings: how the disk is used.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        buffer_bytes: int | None = None,
+        slots: int = 2,
+        verify: bool = True,
+        settings: Settings = Settings(),  # noqa: B008
+    ) -> None:
+        if buffer_bytes is not None and buffer_bytes < 1 << 20:
+            raise ValueError(f"offload: buffer_bytes is {buffer_bytes:,}; it must be at least {1 << 20:,}")
+        self.folder, self.buffer_bytes, self.slots, self.verify, self.settings = folder, buffer_bytes, slots, verify, settings
+        self.needed = 0
+        self._arena: Arena | None = None
+        self._disk: Disk | None = None
+        self._scratch: Scratch | None = None
+        self.store: Store | None = None
+
+    def need(self, size: int) -> None:
+        """Say how many bytes of buffers the plan needs; the larger of two counts."""
+        self.needed = max(size, self.needed)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of the buffers."""
+        return self.buffer_bytes or max(self.needed, LEAST)
+
+    @property
+    def arena(self) -> Arena:
+        """The buffers."""
+        if self._arena is None:
+            self._arena = Arena(self.arena_bytes)
+        return self._arena
+
+    @property
+    def disk(self) -> Disk:
+        """The disk's threads."""
+        if self._disk is None:
+            self._disk = Disk(self.settings)
+        return self._disk
+
+    @property
+    def scratch(self) -> Scratch:
+        """The file of what a step keeps for itself."""
+        if self._scratch is None:
+            if self.folder is None or is_url(self.folder):
+                raise ValueError(
+                    f"offload: activations and gradients on a disk need a local folder and it is {self.folder}; name one (--nvme DIR)"
+                )
+            path = Path(self.folder, SCRATCH)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                self._scratch = Scratch(path, self.arena, self.disk)
+            except OSError as error:
+                raise ValueError(f"{error.filename or path}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+        return self._scratch
+
+    def open(self, leaves: dict[str, Kept], mesh: Mesh, *, owner: dict[str, Any] | None = None, resume: bool = False) -> Store:
+        """The store of `leaves` in the folder: a new one, or the one that is there."""
+        if self.folder is None:
+            raise ValueError(f"offload: {next(iter(leaves))} is to rest on a disk and no folder is named; name one (--nvme DIR)")
+        if self.store is not None:
+            self.store.close()
+        self.store = open_store(
+            self.folder,
+            leaves,
+            arena=self.arena,
+            disk=self.disk,
+            rank=mesh.rank,
+            ranks=mesh.size,
+            slots=self.slots,
+            verify=self.verify,
+            owner=owner,
+            resume=resume,
+            together=together(mesh),
+        )
+        return self.store
+
+    def moved(self) -> Moved:
+        """What the disk has done so far."""
+        return self._disk.moved() if self._disk is not None else Moved()
+
+    def close(self) -> None:
+        """Finish what is under way and close all files."""
+        if self.store is not None:
+            self.store.close()
+        if self._scratch is not None:
+            self._scratch.close()
+        if self._disk is not None:
+            self._disk.close()
+        self.store = self._scratch = self._disk = self._arena = None
+
+
+def together(mesh: Mesh) -> Callable[[], None]:
+    """A function that returns when all ranks of the mesh have called it."""
+    from fzero.comm.collectives import all_gather
+
+    def wait() -> None:
+        token = torch.zeros(1, device="cuda" if mesh.device_mesh is not None and mesh.device_mesh.device_type == "cuda" else "cpu")
+        with mesh.ledger.phase("commit"):
+            for axis in mesh.axes:
+                token = all_gather(token, axis, 0, leaf="commit")[:1]
+        float(token)  # a GPU's collective has come this far
+
+    return wait

@@ -1,0 +1,124 @@
+"""A state cut into units that are updated one after the other: rows of layers, few enough to pass through the buffers together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from fzero.offload.chunk_files import Reading
+from fzero.offload.disk_io import LATER
+from fzero.offload.scratch import Scratched
+from fzero.offload.store import Stored
+from fzero.sharding.slices import pieces
+
+Item = TypeVar("Item")
+Begun = TypeVar("Begun")
+OFF = (Stored, Scratched)
+
+
+class Slice(NamedTuple):
+    """Rows of one layer of a leaf (or of a leaf that has no layers: layer None); rows None is all of them."""
+
+    name: str
+    layer: int | None
+    rows: tuple[int, int] | None
+
+    def of(self, leaf: Tensor) -> Tensor:
+        """The view of a leaf, or of what belongs to it row by row; a layer keeps its leading dim, of size 1."""
+        part = leaf if self.layer is None else leaf[self.layer : self.layer + 1]
+        dim = 0 if self.layer is None else 1
+        return part if self.rows is None or part.dim() <= dim else part.narrow(dim, self.rows[0], self.rows[1] - self.rows[0])
+
+    def start(self, dims: int) -> tuple[int, ...]:
+        """Where it begins in its leaf."""
+        lead = () if self.layer is None else (self.layer,)
+        at = (*lead, self.rows[0] if self.rows else 0)
+        return (*at[:dims], *(0,) * (dims - len(at)))
+
+
+Unit = tuple[Slice, ...]
+
+
+def cut(shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], whole: Callable[[str], bool], most: int) -> list[Unit]:
+    """The units of leaves of these shapes, layer by layer, of at most about `most` elements together and each leaf once.
+
+    whole: leaves whose layers must not be cut into rows.
+    """
+    outside = [Slice(n, None, rows) for n, shape in shapes.items() if not stacked(n) for rows in _rows(shape, whole(n), most)]
+    depth = max((shape[0] for n, shape in shapes.items() if stacked(n)), default=0)
+    layers = [
+        [Slice(n, i, rows) for n, shape in shapes.items() if stacked(n) and i < shape[0] for rows in _rows(shape[1:], whole(n), most)]
+        for i in range(depth)
+    ]
+    units: list[list[Slice]] = []
+    for group in (*layers, outside):
+        unit: list[Slice] = []
+        held = 0
+        for part in group:
+            size = _numel(part, shapes[part.name])
+            if unit and (held + size > most or any(part.name == other.name for other in unit)):
+                units.append(unit)
+                unit, held = [], 0
+            unit.append(part)
+            held += size
+        if unit:
+            units.append(unit)
+    return [tuple(unit) for unit in units]
+
+
+def _rows(shape: tuple[int, ...], whole: bool, most: int) -> list[tuple[int, int] | None]:
+    found = [(0, 0)] if whole else pieces(shape, most)
+    return [None] if len(found) == 1 else list(found)
+
+
+def _numel(part: Slice, shape: tuple[int, ...]) -> int:
+    chunk = shape if part.layer is None else shape[1:]
+    if part.rows is None:
+        return math.prod(chunk)
+    return (part.rows[1] - part.rows[0]) * math.prod(chunk[1:])
+
+
+def owners(names: list[str], params: list[str]) -> dict[str, str | None]:
+    """{name of a leaf of a state: name of the parameter that it belongs to}; None for what belongs to none, such as a count of steps."""
+    known = set(params)
+    found: dict[str, str | None] = {}
+    for name in names:
+        parts = name.split("/")
+        tails = ("/".join(parts[i:]) for i in range(1, len(parts)))
+        found[name] = next((tail for tail in tails if tail in known), None)
+    return found
+
+
+class Fetched(NamedTuple):
+    """A part of a leaf that is on its way, or at hand."""
+
+    reading: Reading | None
+    view: Tensor | None  # of a leaf in memory
+
+    def wait(self, part: Slice) -> Tensor:
+        """The part, with the leading dim of its layer."""
+        if self.reading is None:
+            return self.view
+        value = self.reading.wait()
+        return value if part.layer is None else value[None]
+
+
+def fetch(leaf: Any, part: Slice, *, whole: bool = False) -> Fetched:
+    """Start to fetch a part of a leaf; whole: all rows of its layer."""
+    if isinstance(leaf, OFF):
+        return Fetched(leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER), None)
+    return Fetched(None, (part._replace(rows=None) if whole else part).of(leaf))
+
+
+def ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:
+    """(item, what `begin` made of it), begun up to `depth` items before its turn."""
+    waiting: list[tuple[Item, Begun]] = []
+    for item in items:
+        waiting.append((item, begin(item)))
+        if len(waiting) > depth:
+            yield waiting.pop(0)
+    while waiting:
+        yield waiting.pop(0)

@@ -1,0 +1,126 @@
+"""What happens to which leaves, by rule over their names: weight-decay masks and per-layer learning rates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import Tree, nearest
+from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
+from fzero.optim.sharded import WHOLE, Layout, check_layout
+from fzero.sharding.rules import Rules, match_rules
+
+Mask = str | Callable[[str, Tensor], bool] | None  # regex found in the name; predicate(name, leaf); None: every leaf
+
+
+def decay_matrices(name: str, leaf: Tensor) -> bool:
+    """Whether the leaf is a weight matrix or the token embedding: its name's last part is `w*`, `router*` or `tokens`.
+
+    Norms, biases and positions are not. The number of dims would not tell: a stacked bias [L, D] has two.
+    """
+    return re.search(r"(^|/)(w[^/]*|router[^/]*|tokens)$", name) is not None
+
+
+def masked(mask: Mask) -> Callable[[str, Tensor], bool]:
+    """The predicate (name, leaf) that a mask means."""
+    if mask is None:
+        return lambda name, leaf: True
+    if isinstance(mask, str):
+        return lambda name, leaf: re.search(mask, name) is not None
+    return mask
+
+
+def check_mask(owner: str, mask: Mask) -> Callable[[Tree], None]:
+    """A check of params that raises ValueError when a regex mask is found in no leaf's name."""
+
+    def check(params: Tree) -> None:
+        names = pytree.names(params)
+        if isinstance(mask, str) and names and not any(re.search(mask, n) for n in names):
+            raise ValueError(f"{owner}: mask {mask!r} matches no leaf{nearest(mask, names)}; use mask=None to decay every leaf")
+
+    if isinstance(mask, str):
+        try:
+            re.compile(mask)
+        except re.error as error:
+            raise ValueError(f"{owner}: mask {mask!r} is not a regular expression: {error}") from None
+    return check
+
+
+def _stateless(update: Callable, donate: Callable, check: Callable = lambda params: None, unit: str = "row") -> GradientTransformation:
+    def init(params: Tree) -> tuple:
+        check(params)
+        return ()
+
+    return GradientTransformation(
+        init=init,
+        update=lambda grads, state, params: (update(grads, params), ()),
+        spec=lambda specs: (),
+        donate=lambda grads, state, params: (donate(grads, params), ()),
+        unit=unit,
+    )
+
+
+def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTransformation:
+    """Add weight_decay * params to the updates of the leaves that `mask` selects (L2 before an optimizer).
+
+    Raises ValueError for a negative weight_decay and, in `init`, for a regex mask that matches no leaf.
+    """
+    check_number("add_decayed_weights", weight_decay=weight_decay)
+    decays = masked(mask)
+
+    def update(grads: Tree, params: Tree) -> Tree:
+        add = lambda n, p, g: torch.add(g, p, alpha=weight_decay).to(g.dtype) if decays(n, p) else g  # noqa: E731
+        return pytree.map_named(add, params, grads)
+
+    def donate(grads: Tree, params: Tree) -> Tree:
+        add = lambda n, g, p: g.add_(p, alpha=weight_decay) if decays(n, p) else g  # noqa: E731
+        return overwrite(add, name_tree(params), grads, params)
+
+    return _stateless(update, donate, check_mask("add_decayed_weights", mask))
+
+
+def scale_by_rules(rules: Rules[float | Sequence[float]], *, layout: Layout = WHOLE) -> GradientTransformation:
+    """Multiply each update by the factor of the first rule `(regex, factor)` found in its name: layer-wise rates.
+
+    A factor is a number, or a sequence of L numbers for the L layers of a leaf stacked along its leading dim. Put it
+    last in a chain. layout: how the leaves are sharded; only where the dim of the L layers is does it matter.
+    Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, and a sequence of
+    another length than the leaf's leading dim.
+
+    >>> tx = scale_by_rules(((r"^embed/", 0.1), (r"^blocks/", [0.8**3, 0.8**2, 0.8, 1.0]), (".*", 1.0)))
+    """
+    check_layout("scale_by_rules", layout)
+
+    def factors(params: Tree) -> dict[str, Tensor | float]:
+        named, found = pytree.named_leaves(params), {}
+        for name, factor in match_rules(rules, list(named), what="scale_by_rules").items():
+            p = named[name]
+            if isinstance(factor, (int, float)):
+                found[name] = factor
+                continue
+            if p.dim() == 0 or len(factor) != p.shape[0] * layout.parts(name, (0,)):
+                shape = tuple(size * layout.parts(name, (dim,)) for dim, size in enumerate(p.shape))
+                raise ValueError(
+                    f"scale_by_rules: {name} has shape {shape} and is given {len(factor)} factors; give one per layer of its leading dim"
+                )
+            values = torch.as_tensor(factor, dtype=torch.float64).to(p.device)
+            found[name] = layout.own(name, values.reshape(-1, *[1] * (p.dim() - 1)), (0,))
+        return found
+
+    def cast(factor: Tensor | float, g: Tensor) -> Tensor | float:
+        # At least float32, so that bfloat16 updates are rounded once, after the product.
+        return factor.to(torch.promote_types(g.dtype, torch.float32)) if isinstance(factor, Tensor) else factor
+
+    def update(grads: Tree, params: Tree) -> Tree:
+        by = factors(params)
+        return pytree.map_named(lambda n, p, g: (g * cast(by[n], g)).to(g.dtype), params, grads)
+
+    def donate(grads: Tree, params: Tree) -> Tree:
+        by = factors(params)
+        return overwrite(lambda n, g: g.mul_(cast(by[n], g)), name_tree(params), grads)
+
+    return _stateless(update, donate, factors, unit="tree")

@@ -1,0 +1,178 @@
+"""How an optimizer keeps its moments, and the transformation that updates them leaf by leaf with a kernel for many leaves.
+
+A moment is kept in a float dtype, rounded to nearest; in bfloat16, rounded stochastically; or in 8 bits: codes with a scale for each block
+of a row. Small leaves and vectors stay in float32 where the others have 8 bits: they are few, and some are delicate.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fzero.core import prng, pytree
+from fzero.core.pytree import Tree
+from fzero.kernels import optim_lowbit
+from fzero.kernels.optim_leaf import Leaf, Rates, step_leaf
+from fzero.kernels.registry import Op
+from fzero.optim.base import GradientTransformation, Pass, Piece
+from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, settled
+from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.sharded import WHOLE, Layout, check_layout
+from fzero.sharding.plan import shard_dim
+
+SMALL = 4096  # elements of a whole leaf below which it is not kept in 8 bits (Dettmers et al. 2022, section 2.1)
+ROUNDING = ("nearest", "stochastic")
+
+
+class Storage(NamedTuple):
+    """How moments are kept."""
+
+    dtype: torch.dtype | None = None  # None: the param's
+    bits: int | None = None  # 8, or None for dtype
+    block: int = 256
+    rounding: str = "nearest"
+    seed: int = 0
+    layout: Layout = WHOLE
+
+
+def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int, rounding: str, seed: int, layout: Layout) -> Storage:
+    """The Storage of an optimizer's arguments; raises ValueError for what does not go together."""
+    check_layout(owner, layout)
+    if rounding not in ROUNDING:
+        raise ValueError(f"{owner}: rounding is {rounding!r}; it must be {' or '.join(ROUNDING)}")
+    if rounding == "stochastic" and dtype != torch.bfloat16:
+        raise ValueError(f"{owner}: rounding is 'stochastic' and state_dtype is {dtype}; it is for torch.bfloat16 states")
+    if bits not in (None, 8):
+        raise ValueError(f"{owner}: state_bits is {bits!r}; it must be 8, or None for states in state_dtype")
+    if bits == 8 and dtype is not None:
+        raise ValueError(f"{owner}: state_bits is 8 and state_dtype is {dtype}; give one of them")
+    if not 16 <= block <= 4096 or block & (block - 1):
+        raise ValueError(f"{owner}: block is {block!r}; it must be a power of two from 16 to 4096")
+    return Storage(dtype, bits, block, rounding, seed, layout)
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(seed: int, name: str) -> tuple[int, int]:
+    with _disable_current_modes():  # a number, also where all tensors are fake
+        low, high = prng.fold_in(prng.fold_in(prng.key(seed), "rounding"), name).tolist()
+    return low, high
+
+
+def _coded(owner: str, kept: Storage, name: str, p: Tensor) -> bool:
+    """Whether the moments of this leaf are in 8 bits; raises ValueError where blocks would straddle shards."""
+    whole = kept.layout.window(name, tuple(p.shape))[1]
+    if torch.Size(whole).numel() < SMALL or p.dim() <= shard_dim(name) + 1:
+        return False
+    if whole[-1] != p.shape[-1] and p.shape[-1] % kept.block:
+        fits = max(n for n in (1 << i for i in range(13)) if p.shape[-1] % n == 0)
+        raise ValueError(
+            f"{owner}: rows of {name} are cut into parts of {p.shape[-1]} elements, which blocks of {kept.block} do not divide; "
+            f"use block={fits} or less"
+        )
+    return True
+
+
+def _slots(owner: str, kept: Storage, moments: int) -> list[Slot]:
+    if kept.bits is None:
+        return [moment(kept.dtype)] * moments
+
+    def codes(name: str, p: Tensor) -> Tensor:
+        wide = torch.promote_types(p.dtype, torch.float32)
+        return torch.zeros_like(p, dtype=torch.uint8 if _coded(owner, kept, name, p) else wide)
+
+    def scales(name: str, p: Tensor) -> Tensor:
+        blocks = optim_lowbit.blocks_of(p.shape[-1], kept.block) if _coded(owner, kept, name, p) else 0
+        return p.new_zeros((*p.shape[:-1], blocks), dtype=torch.float32)
+
+    spec = lambda name, spec: settled(spec)  # noqa: E731
+    return [Slot(codes, spec)] * moments + [Slot(scales, spec)] * moments
+
+
+def with_kernel(
+    owner: str,
+    op: Op,
+    step: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+    state_types: tuple[type, type],
+    moments: int,
+    scalars: Callable[[Tensor], tuple[Tensor, ...]],
+    *,
+    kept: Storage,
+    weight_decay: float,
+    mask: Mask,
+    impl: str,
+    **numbers: Any,
+) -> GradientTransformation:
+    """The transformation of `step` on each leaf; its `apply` is one call of `op` for all leaves of the same dtypes.
+
+    state_types: of (count, a tree per moment), and of (count, a tree of codes per moment, a tree of scales per moment).
+    numbers: the rest of Rates.
+    """
+    if impl not in ("auto", "reference"):
+        op.form(impl)
+    decays, exact = masked(mask), kept.bits is None and kept.rounding == "nearest"
+    state_type = state_types[0] if kept.bits is None else state_types[1]
+    fixed = Rates((), None, block=kept.block, **numbers)
+
+    def info(name: str, p: Tensor) -> float:
+        return weight_decay if decays(name, p) else 0.0
+
+    def leaves(grads: Tree, state: Tree, params: Tree, at: Mapping[str, Piece] | None = None) -> tuple[list[Leaf], Rates]:
+        found = []
+        for row in rows_of(grads, state[1:], params):
+            place = None
+            if kept.rounding == "stochastic":
+                shape = tuple(row.p.shape)
+                shard, offset = at[row.name] if at else (shape, (0,) * len(shape))
+                start, whole = kept.layout.window(row.name, shard)
+                place = optim_lowbit.place(_key(kept.seed, row.name), shape, tuple(map(operator.add, start, offset)), whole)
+            found.append(Leaf(row.p, row.g, row.slots, info(row.name, row.p), place))
+        return found, fixed._replace(scalars=scalars(state.count), count=state.count)
+
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        found, rates = leaves(grads, state, params)
+        done, treedef = [step_leaf(step, leaf, rates) for leaf in found], pytree.flatten(params)[1]
+        columns = (pytree.unflatten([new[i] for _, new in done], treedef) for i in range(len(state) - 1))
+        return pytree.unflatten([u for u, _ in done], treedef), state_type(state.count + 1, *columns)
+
+    @torch.no_grad()
+    def in_pass(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[Tree, Tree]:
+        found, rates = leaves(grads, state, params, more.at)
+        if more.copies:
+            found = [leaf._replace(copy=more.copies.get(name)) for name, leaf in zip(pytree.names(params), found)]
+        rates = rates._replace(factor=more.factor, skip=more.skip)
+        for group in alike(found):
+            on_host = more.host and impl == "auto" and not op.form("cpp").supports(group, rates)
+            op(group, rates, impl="cpp" if on_host else impl)
+        made = 1 if more.skip is None else 1 - more.skip.to(state.count.device, torch.int64)
+        return params, state_type(state.count + made, *state[1:])
+
+    def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        return in_pass(grads, state, params, Pass())
+
+    pure = leafwise(
+        state_type,
+        _slots(owner, kept, moments),
+        scalars,
+        lambda g, slots, p, scalars, decay: step(g, slots, p, scalars, decay, fixed),
+        info=info,
+        needs="elementwise" if exact or kept.layout is not WHOLE else "matrix",
+        check=check_mask(owner, mask),
+    )
+    # The scales of rows fill no whole pages of a disk.
+    pure = pure._replace(apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer")
+    return pure if exact else pure._replace(update=update, donate=None)
+
+
+def alike(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
+    """The leaves in groups of the same dtypes, device and way of rounding."""
+    groups: dict[tuple, list[Leaf]] = {}
+    for leaf in leaves:
+        kinds = (leaf.p.device, leaf.place is None, *(x.dtype for x in (leaf.p, leaf.g, *leaf.state)))
+        groups.setdefault(kinds, []).append(leaf)
+    return list(groups.values())

@@ -1,0 +1,372 @@
+"""How fast a disk is, and the Settings that suit it: what `fzero bench disk` does.
+
+Every transfer is direct, so the page cache has no part in a figure. The files lose their names as soon as they are open, so none stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import math
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fzero.offload.buffer_pool import PAGE, Arena
+from fzero.offload.disk_config import file_system, mount_point, save, settings_for
+from fzero.offload.disk_io import REFUSED, Disk, Settings, open_direct, serves_direct
+
+MB = 1 << 20
+BLOCKS = tuple(m * MB for m in (1, 2, 4, 8, 16))
+THREADS = (1, 2, 4)
+DEPTHS = (1, 2, 4)  # requests under way, for each thread
+DEPTH = 2
+KINDS = {"read": (False,), "write": (True,), "mixed": (False, True)}  # by whether a transfer writes
+ANCHOR_THREADS, ANCHOR_BLOCK, FIO_DEPTH = 8, 4 * MB, 8
+CLOSE = 0.95  # rates that differ less are the same: disks are no steadier
+MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+
+class Rate(NamedTuple):
+    """What moved, in GB (1e9 bytes) per second, reads and writes together, and the CPU time it took."""
+
+    gbs: float
+    cpu_s_per_gb: float
+
+
+class Row(NamedTuple):
+    """One way to use the disk, and its rates by kind; a kind that was not measured is absent."""
+
+    name: str
+    rates: dict[str, Rate]
+    settings: Settings | None = None
+    depth: int = DEPTH
+
+
+class Found(NamedTuple):
+    """What `sweep` found."""
+
+    anchors: list[Row]
+    rows: list[Row]  # of the engine
+    best: Row
+    spread: float  # the most that a figure of an anchor changed meanwhile, as a factor
+
+
+class Files(NamedTuple):
+    """Two nameless files on the disk, each of `size` bytes that were written once: one to read and one to write."""
+
+    fds: dict[bool, int]
+    size: int
+
+
+@contextmanager
+def open_files(folder: Path, size: int) -> Iterator[Files]:
+    """Files of `size` bytes (a multiple of 1 MiB) in `folder`, which have no name from the start and so are gone whatever happens.
+
+    Raises ValueError where the folder is missing, cannot be written, is in memory, refuses direct transfers, or has too little space.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: {'is not a folder' if folder.exists() else 'no such folder'}; give a folder on the disk to measure")
+    if (kind := file_system(mount_point(folder))) in MEMORY:
+        raise ValueError(f"{folder}: is in memory ({kind}); give a folder on a disk")
+    fds: dict[bool, int] = {}
+    try:
+        if not serves_direct(folder):
+            raise ValueError(
+                f"{folder}: its file system refuses direct transfers (O_DIRECT), as network file systems do; offload works there through "
+                "tensorstore, which has no settings to find; give a folder on a local disk"
+            )
+        system = os.statvfs(folder)
+        free = system.f_bavail * system.f_frsize
+        if free < 2 * size:
+            raise ValueError(f"{folder}: has {free / 1e9:,.2f} GB free and {2 * size / 1e9:,.2f} GB are needed; use a smaller --size-gb")
+        fill = memoryview(torch.randint(0, 256, (MB + PAGE,), dtype=torch.uint8).numpy())
+        aligned = fill[-np.frombuffer(fill, np.uint8).ctypes.data % PAGE :][:MB]
+        for write in (False, True):
+            fds[write] = _nameless(folder)
+            os.posix_fallocate(fds[write], 0, size)
+            for at in range(0, size, MB):
+                os.pwritev(fds[write], [aligned], at)
+            os.fsync(fds[write])
+        yield Files(fds, size)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ValueError(f"{folder}: {error.strerror}; give a folder that this user may write") from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(f"{folder}: {error.strerror} for {2 * size / 1e9:,.2f} GB; use a smaller --size-gb") from None
+        raise
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _nameless(folder: Path) -> int:
+    descriptor, path = tempfile.mkstemp(prefix=".fzero-bench-", dir=folder)
+    try:
+        os.close(descriptor)
+        fd = open_direct(Path(path))
+    finally:
+        os.unlink(path)
+    if fd is None:
+        raise OSError(REFUSED[0], "direct transfers are refused", str(folder))
+    return fd
+
+
+def timed(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: float, parallel: int = 1) -> Rate:
+    """The rate of `work(write, end)`, which moves bytes until the time `end` and returns how many: `parallel` threads of each kind."""
+    jobs = [write for write in kinds for _ in range(parallel)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        cpu, begin = time.process_time(), time.perf_counter()
+        moved = sum(pool.map(lambda write: work(write, begin + seconds), jobs))
+        gb = moved / 1e9
+        return Rate(gb / (time.perf_counter() - begin), (time.process_time() - cpu) / gb)
+
+
+def engine(files: Files, arena: Arena, settings: Settings, depth: int, kinds: Sequence[bool], seconds: float) -> Rate:
+    """The rate of a Disk of these settings on requests of one block each, `depth` of them under way for each thread."""
+    disk, block = Disk(settings), settings.block_bytes
+
+    def stream(write: bool, end: float) -> int:
+        request, fd, offset, moved = disk.write if write else disk.read, files.fds[write], 0, 0
+        ring = deque()
+        for _ in range(depth * (settings.writers if write else settings.readers)):
+            ring.append((None, arena.take((block,), torch.uint8)))
+        while ring:
+            pending, buffer = ring.popleft()
+            if pending is not None:
+                pending.wait()
+                moved += block
+            if pending is None or time.perf_counter() < end:
+                ring.append((request(fd, buffer.raw, offset), buffer))
+                offset = (offset + block) % (files.size // block * block)
+        return moved
+
+    try:
+        return timed(stream, kinds, seconds)
+    finally:
+        disk.close()
+
+
+def anchor(files: Files, arena: Arena, kinds: Sequence[bool], seconds: float) -> Rate:
+    """The rate of direct transfers in many threads that do nothing else: what the disk can do."""
+    block = min(ANCHOR_BLOCK, files.size)
+    turns = {write: iter(range(1 << 62)) for write in kinds}
+
+    def loop(write: bool, end: float) -> int:
+        buffer, moved = arena.take((block,), torch.uint8), 0
+        move, fd, view = os.pwritev if write else os.preadv, files.fds[write], [memoryview(buffer.raw.numpy())]
+        while not moved or time.perf_counter() < end:
+            moved += move(fd, view, next(turns[write]) * block % (files.size // block * block))
+        return moved
+
+    return timed(loop, kinds, seconds, ANCHOR_THREADS)
+
+
+def fio(files: Files, kinds: Sequence[bool], seconds: float) -> Rate:
+    """The rate of fio (libaio, direct, 4 MiB, depth 8, buffers in huge pages). Raises ValueError with its words where it fails."""
+    args = [
+        "fio",
+        "--output-format=json",
+        "--ioengine=libaio",
+        "--direct=1",
+        f"--bs={min(ANCHOR_BLOCK, files.size)}",
+        f"--iodepth={FIO_DEPTH}",
+    ]
+    args += ["--iomem=malloc", "--iomem_align=2M", f"--size={files.size}", "--time_based", f"--runtime={round(seconds * 1000)}ms"]
+    for write in kinds:
+        kind = "write" if write else "read"
+        args += [f"--name={kind}", f"--filename=/proc/{os.getpid()}/fd/{files.fds[write]}", f"--rw={kind}"]
+    tuned = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # small pages would halve it
+    done = subprocess.run(args, env=tuned, capture_output=True, text=True)
+    try:
+        jobs = json.loads(done.stdout)["jobs"]
+        moved = [job["read"] if job["read"]["io_bytes"] else job["write"] for job in jobs]
+        gb, gbs = sum(x["io_bytes"] for x in moved) / 1e9, sum(x["bw_bytes"] for x in moved) / 1e9
+        cpu = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
+        return Rate(gbs, cpu / gb)
+    except (ValueError, KeyError, ZeroDivisionError):
+        said = (done.stderr or done.stdout or "it says nothing").strip().splitlines()[0]
+        raise ValueError(f"fio failed with exit code {done.returncode}: {said}") from None
+
+
+def has_fio() -> bool:
+    """Whether fio is installed."""
+    return shutil.which("fio") is not None
+
+
+def named(settings: Settings, depth: int = DEPTH) -> str:
+    """The settings in words, for the table."""
+    size = settings.block_bytes
+    return f"{size // MB} MiB, {settings.readers} + {settings.writers} threads" + (f", depth {depth}" if depth != DEPTH else "")
+
+
+def sweep(
+    files: Files,
+    seconds: float,
+    *,
+    blocks: Sequence[int] = BLOCKS,
+    threads: Sequence[int] = THREADS,
+    depths: Sequence[int] = DEPTHS,
+    rounds: int = 3,
+    say: Callable[[Row], None] = lambda row: None,
+) -> Found:
+    """The rates of the anchors and of the engine, each measured for `seconds`.
+
+    Sizes of blocks with equal numbers of readers and writers come first, then other numbers with the best size, then the four best and the
+    defaults again, `rounds` times in turn, for their medians, then depths. The anchors are measured between, and their medians taken.
+    """
+    blocks = [block for block in blocks if block <= files.size]
+    arena = Arena(2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks)))
+    fill = arena.take((arena.size,), torch.uint8)  # a disk may be quicker at zeros
+    fill.view.view(-1, 2 * MB).copy_(torch.randint(0, 256, (2 * MB,), dtype=torch.uint8))
+    del fill
+    anchors: dict[str, dict[str, list[Rate]]] = {}
+
+    def measure(settings: Settings, depth: int = DEPTH) -> Row:
+        return Row(named(settings, depth), {k: engine(files, arena, settings, depth, KINDS[k], seconds) for k in KINDS}, settings, depth)
+
+    def measure_anchors() -> None:
+        for kind, writes in KINDS.items():
+            ways = {f"raw O_DIRECT, {ANCHOR_THREADS} threads a kind": lambda writes=writes: anchor(files, arena, writes, seconds)}
+            if has_fio():
+                ways[f"fio, libaio, depth {FIO_DEPTH} a kind"] = lambda writes=writes: fio(files, writes, seconds)
+            for name, rate in ways.items():
+                anchors.setdefault(name, {}).setdefault(kind, []).append(rate())
+
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        say(row)
+
+    for block in blocks:
+        measure_anchors()
+        for count in threads:
+            add(measure(Settings(block, count, count)))
+    block = choose(rows).settings.block_bytes
+    for readers in threads:
+        for writers in threads:
+            if readers != writers:
+                add(measure(Settings(block, readers, writers)))
+    finalists = [row.settings for row in sorted(rows, key=_score)[-4:]]
+    default = Settings()
+    if default.block_bytes in blocks and default not in finalists:
+        finalists.append(default)
+    again: dict[Settings, list[Row]] = {settings: [] for settings in finalists}
+    for _ in range(rounds):
+        measure_anchors()
+        for settings in finalists:
+            again[settings].append(measure(settings))
+    finals = [
+        Row(found[0].name, {kind: median([row.rates[kind] for row in found]) for kind in KINDS}, settings)
+        for settings, found in again.items()
+    ]
+    best = choose(finals)
+    rows = [next((final for final in finals if final.settings == row.settings), row) for row in rows]
+    for depth in depths:
+        if depth != DEPTH:
+            add(measure(best.settings, depth=depth))
+    medians = [Row(name, {kind: median(found) for kind, found in kinds.items()}) for name, kinds in anchors.items()]
+    spread = max(max(found).gbs / min(found).gbs for kinds in anchors.values() for found in kinds.values())
+    return Found(medians, rows, best, spread)
+
+
+def median(rates: Sequence[Rate]) -> Rate:
+    """The medians of both figures."""
+    return Rate(*(statistics.median(figure) for figure in zip(*rates)))
+
+
+def _score(row: Row) -> float:
+    return math.prod(rate.gbs for rate in row.rates.values()) ** (1 / len(row.rates))
+
+
+def choose(rows: Sequence[Row]) -> Row:
+    """Of the rows within 5% of the fastest (geometric mean of the rates) the defaults, or else that of the least CPU time."""
+    close = [row for row in rows if _score(row) >= CLOSE * max(map(_score, rows))]
+    return min(close, key=lambda row: (row.settings != Settings(), row.rates["mixed"].cpu_s_per_gb))
+
+
+def choose_depth(rows: Sequence[Row]) -> int:
+    """The smallest depth within 5% of the fastest."""
+    return min(row.depth for row in rows if _score(row) >= CLOSE * max(map(_score, rows)))
+
+
+def table(found: Found) -> str:
+    """The rates as text: GB/s and, for each, its ratio to the faster anchor; CPU seconds per GB of reading and writing at once."""
+    bar = {kind: max(row.rates[kind].gbs for row in found.anchors) for kind in KINDS}
+    lines = [f"{'':34}" + "".join(f"{title:>15}" for title in ("read", "write", "read+write")) + f"{'CPU s/GB':>10}"]
+    for row in (*found.anchors, *found.rows):
+        cells = [f"{row.rates[k].gbs:8.2f}  ({row.rates[k].gbs / bar[k]:.2f})"[-15:].rjust(15) for k in KINDS]
+        chosen = row.settings == found.best.settings and row.depth == found.best.depth
+        lines.append(f"{row.name:34}{''.join(cells)}{row.rates['mixed'].cpu_s_per_gb:10.4f}{'  <- best' if chosen else ''}")
+    return "\n".join(lines)
+
+
+def cached(files: Files) -> float | None:
+    """The part of the pages of the files that the page cache holds; None where the system does not tell (mincore)."""
+    held = pages = 0
+    for fd in files.fds.values():
+        with mmap.mmap(fd, files.size, prot=mmap.PROT_READ) as mapped:
+            memory = np.frombuffer(mapped, np.uint8)
+            told = np.zeros(-(-files.size // mmap.PAGESIZE), np.uint8)
+            libc = ctypes.CDLL(None)
+            refused = libc.mincore(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(files.size), ctypes.c_void_p(told.ctypes.data))
+            del memory  # so that the map can be closed
+            if refused:
+                return None
+            held, pages = held + int((told & 1).sum()), pages + len(told)
+    return held / pages
+
+
+def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, progress: Callable[[str], None] = lambda line: None) -> str:
+    """Measure the disk of `folder` with two files of `size` bytes, write the best Settings into the user's file; returns what it found.
+
+    Raises ValueError where the folder or the user's file is not fit, see `open_files` and `settings_for`.
+    """
+    if write_config and folder.exists():
+        settings_for(folder)  # a broken file is said now and not after a minute
+    with open_files(folder, size) as files:
+        mount = mount_point(folder)
+
+        def say(row: Row) -> None:
+            progress(f"{row.name}: {', '.join(f'{kind} {rate.gbs:.2f}' for kind, rate in row.rates.items())} GB/s")
+
+        found = sweep(files, seconds, say=say)
+        held = cached(files)
+    best = found.best
+    enough = choose_depth([row for row in found.rows if row.settings == best.settings])
+    lines = [
+        f"{folder}, on {mount} ({file_system(mount) or 'unknown'}): two files of {size / 1e9:.2f} GB, {seconds:g} s for each figure",
+        table(found),
+        "GB/s (its ratio to the fastest of the first lines); the CPU time is that of reading and writing at once.",
+        "page cache: passed by (O_DIRECT)"
+        + ("" if held is None else f"; afterwards it held {100 * held:.0f}% of the files")
+        + ". What a host or the drive itself caches is not known.",
+        *([] if has_fio() else ["fio is not installed; with it the bar is the faster of two."]),
+        *(
+            [f"the disk was in other use: its own figures changed by {found.spread:.1f}x meanwhile; measure again."]
+            if found.spread > 1.5
+            else []
+        ),
+        f"best: {named(best.settings)}; a depth of {enough} (requests under way for each thread) is enough.",
+    ]
+    if write_config:
+        path = save(mount, best.settings, {kind: rate.gbs for kind, rate in best.rates.items()})
+        lines.append(f'written to {path}, [disk."{mount}"]')
+    else:
+        lines.append("nothing is written (--no-write-config)")
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""Memory: seconds by bytes of plain operations, from what lies in a cache to what does not, and of memory that is touched first."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.planner.calibrate.timed import Case, Figure, time_cases
+
+SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a tensor
+FEW = (4 << 10, 64 << 10, 1 << 20, 12 << 20)  # for operations that are one of many
+Unary = Callable[[Tensor], Any]
+# What a call reads and writes, in bytes for each byte of its input.
+UNARY: dict[str, tuple[Unary, float]] = {
+    "aten.mul": (lambda x: x * x, 2),
+    "aten.exp": (torch.exp, 2),
+    "aten.silu": (torch.nn.functional.silu, 2),
+    "aten.gelu": (torch.nn.functional.gelu, 2),
+    "aten.rsqrt": (torch.rsqrt, 2),
+    "aten.sum": (lambda x: x.sum(-1), 1),
+    "aten._softmax": (lambda x: torch.softmax(x, -1), 2),
+    "aten.clone": (torch.clone, 2),
+    "aten.cat": (lambda x: torch.cat([x[: len(x) // 2], x[len(x) // 2 :]]), 2),
+}
+
+
+def measure_memory(seconds: float, *, threads: int = 1, device: str = "cpu", quick: bool = False) -> dict[str, dict[float, Figure]]:
+    """The Figures by "name/dtype" and the bytes read and written: "add" is of float32 and is the bandwidth; "fresh" by bytes touched."""
+    cases = [Case(("add", 3.0 * size), _binary(size, device)) for size in (FEW if quick else SIZES)]
+    for size in FEW:
+        for dtype in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            for what, (f, moved) in ({"aten.mul": UNARY["aten.mul"]} if quick else UNARY).items():
+                cases.append(Case((f"{what}/{name}", moved * size), _unary(f, size, dtype, device)))
+            other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+            total = size * (1 + other.itemsize / dtype.itemsize)
+            # A curve of a cast is found by the dtype of its result.
+            key = f"aten._to_copy/{str(other).removeprefix('torch.')}"
+            cases.append(Case((key, total), _unary(lambda x, other=other: x.to(other), size, dtype, device)))
+    if device == "cpu":
+        cases += [Case(("fresh", float(size)), _fresh(size)) for size in FEW[2:] + SIZES[-1:]]
+    cases.sort(key=lambda case: case.key[1])
+    found: dict[str, dict[float, Figure]] = {}
+    for (key, size), each in time_cases(cases, seconds, threads=threads, device=device, rounds=7).items():
+        found.setdefault(key, {})[size] = each
+    return found
+
+
+def _binary(size: int, device: str) -> Callable[[], Callable[[], Any]]:
+    def make() -> Callable[[], Any]:
+        a, b = (torch.ones(size // 4, device=device) for _ in range(2))
+        return lambda: a + b
+
+    return make
+
+
+def _unary(f: Unary, size: int, dtype: torch.dtype, device: str) -> Callable[[], Callable[[], Any]]:
+    def make() -> Callable[[], Any]:
+        x = torch.full((size // dtype.itemsize // 256, 256), 0.5, dtype=dtype, device=device)
+        return lambda: f(x)
+
+    return make
+
+
+def _fresh(size: int) -> Callable[[], Callable[[], Any]]:
+    def touch() -> None:
+        with mmap.mmap(-1, size) as memory:
+            torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].fill_(1)
+
+    return lambda: touch

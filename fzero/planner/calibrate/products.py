@@ -1,0 +1,97 @@
+"""Products of matrices: seconds by dtype, layout and shape, in the shapes of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.planner.calibrate.timed import Case, Figure, time_cases
+from fzero.run.machine import fp32_error, fp32_matmul, onednn_switch, set_fp32_matmul
+
+Shape = tuple[int, int, int, int]  # batch, m, n, k
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
+LAYOUTS = ("", "/nt", "/tn")  # as x @ w, g @ w.T and x.T @ g read their operands
+MOST_FLOP = {"bfloat16": 6e9, "float32": 2.2e9, "float64": 3e8, "float16": 2e7}  # of one product: what is larger takes too long
+MAX_ERROR = 1e-6  # of float32 products by oneDNN, as in fzero.run.machine
+
+
+def shapes(quick: bool) -> list[Shape]:
+    """The grid: squares, tokens by widths as in a layer's forward and backward pass, heads of attention, batches of whole layers."""
+    squares = (64, 128, 256, 512, 1024) if quick else (32, 64, 128, 256, 512, 1024, 2048)
+    tokens, widths = ((512, 2048), (256, 704)) if quick else ((256, 1024, 2048, 4096), (64, 128, 256, 512, 704, 1408))
+    found = [(1, side, side, side) for side in squares]
+    for t in tokens:
+        for i, a in enumerate(widths):
+            for b in widths[i : i + 3]:
+                found += [(1, t, b, a), (1, t, a, b), (1, a, b, t)]
+    found += [(1, 512, v, d) for v, d in ((256, 256), (8192, 256), (32000, 128))] + [(1, 8192, 256, 512)]
+    batches = ((16, 256, 256, 64), (4, 256, 704, 704)) if quick else ()
+    batches = batches or [(b, t, t, k) for b in (8, 32) for t in (64, 128, 256, 512) for k in (32, 64)]
+    batches = [*batches, *((b, t, k, t) for b, t, k in ((8, 256, 64), (32, 128, 64), (32, 256, 32)))]
+    batches += [(n, m, k, k) for n in (4, 8) for m, k in ((128, 128), (256, 256), (256, 704), (512, 512), (512, 1408))]
+    return list(dict.fromkeys(found + batches))
+
+
+def ways() -> list[tuple[str, str]]:
+    """(dtype, way of float32) of the products that this machine can make; oneDNN's float32 where its error is small, as in training."""
+    found = [("bfloat16", "default"), ("float32", "default"), ("float64", "default"), ("float16", "default")]
+    if onednn_switch() is None:
+        return found
+    before = fp32_matmul()
+    set_fp32_matmul("onednn")
+    error = fp32_error()
+    set_fp32_matmul(before)
+    return found + ([("float32", "onednn")] if error < MAX_ERROR else [])
+
+
+def measure_products(
+    seconds: float, *, threads: int = 1, device: str = "cpu", quick: bool = False, grid: Sequence[Shape] | None = None
+) -> dict[str, dict[Shape, Figure]]:
+    """The Figures by dtype, way and layout ("bfloat16/tn", "float32/onednn") and shape, in about `seconds` in all."""
+    grid = shapes(quick) if grid is None else grid
+    found: dict[str, dict[Shape, Figure]] = {}
+    before, all_ways = fp32_matmul(), ways() if device == "cpu" else [(dtype, "default") for dtype in ("bfloat16", "float32", "float16")]
+    shares = {way: 0.1 if way[0] in ("float16", "float64") else 1.0 for way in all_ways}
+    for (dtype, way), share in shares.items():
+        set_fp32_matmul(way) if device == "cpu" else None
+        most = MOST_FLOP[dtype] * threads * (1 if device == "cpu" else 1000)
+        fits = [shape for shape in grid if 2.0 * shape[0] * shape[1] * shape[2] * shape[3] <= most]
+        fits = fits[:: 8 if share < 1 else 1]
+        layouts = LAYOUTS if (share == 1.0 and dtype == "bfloat16") or way == "onednn" else LAYOUTS[:1]
+        cases = [_case(dtype, way, layout, shape, device) for shape in fits for layout in layouts]
+        for (key, shape), each in time_cases(cases, seconds * share / sum(shares.values()), threads=threads, device=device).items():
+            found.setdefault(key, {})[shape] = each
+    set_fp32_matmul(before) if device == "cpu" else None
+    return found
+
+
+def _case(dtype: str, way: str, layout: str, shape: Shape, device: str) -> Case:
+    key = dtype + ("/onednn" if way == "onednn" else "") + layout
+
+    def make() -> Callable[[], Any]:
+        batch, m, n, k = shape
+        a = _operand((m, k), batch, layout == "/tn", dtype, device)
+        b = _operand((k, n), batch, layout == "/nt", dtype, device)
+        return lambda: a @ b
+
+    return Case((key, shape), make)
+
+
+def _operand(size: tuple[int, int], batch: int, transposed: bool, dtype: str, device: str) -> Tensor:
+    """A matrix, or a batch of them, laid out by columns where it is `transposed`."""
+    size = size[::-1] if transposed else size
+    x = torch.randn(*((batch,) if batch > 1 else ()), *size, device=device).to(DTYPES[dtype])
+    return x.mT if transposed else x
+
+
+def best_rates(found: dict[str, dict[Shape, Figure]]) -> dict[str, float]:
+    """The best FLOP/s by dtype."""
+    best: dict[str, float] = {}
+    for key, figures in found.items():
+        for (b, m, n, k), each in figures.items():
+            dtype = key.split("/")[0]
+            best[dtype] = max(best.get(dtype, 0.0), 2.0 * b * m * n * k / each.s)
+    return best

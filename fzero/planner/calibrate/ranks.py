@@ -1,0 +1,239 @@
+"""Several processes at once: what links between them carry, and what each computes while the others do the same."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fzero.comm.communicator import Link
+from fzero.planner.calibrate.timed import Figure, warm_heap
+from fzero.sharding.mesh import Mesh, make_mesh
+
+COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+MESSAGES = (1 << 10, 16 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes of the whole tensor
+BETWEEN = 8  # products and sums between two collectives
+IN_A_ROW = 4  # collectives of one sample
+TIMEOUT_S = 600.0  # for another process: a busy machine takes its time
+
+
+class Messages(NamedTuple):
+    """What messages between some ranks take, in seconds: medians over their repeats, of the slowest rank."""
+
+    curves: dict[str, dict[float, float]]  # by collective, bytes of the whole tensor -> seconds
+    call_s: float  # CPU time of the calling thread in a collective next to empty
+    hidden: float  # the part of a large all_gather that went by while all computed
+    late_s: float = 0.0  # that a collective between computations takes longer than one by itself: ranks come to it one after the other
+
+
+def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """The results of `f(mesh, *args)` by rank, in n new processes with one thread each, on the mesh {"dp": n}.
+
+    f: a function at the top of a module. Raises ValueError with what a process said that failed, or naming it where it is late.
+    """
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    try:
+        for rank in range(n):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(rank, n, store.port, device, there, f, args), daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        results: dict[int, Any] = {}
+        end = time.monotonic() + timeout_s
+        while len(results) < n:
+            waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                raise ValueError(f"process {min(waiting.values())} of {n} of the measurement did not answer within {timeout_s:g} s")
+            for pipe in ready:
+                try:
+                    said, results[waiting[pipe]] = pipe.recv()
+                except EOFError:
+                    said = f"it ended with exit code {processes[waiting[pipe]].exitcode}"
+                if said:
+                    raise ValueError(f"process {waiting[pipe]} of {n} of the measurement failed: {said}")
+        return [results[rank] for rank in range(n)]
+    finally:
+        for process in processes:
+            process.join(5.0)
+            process.kill()
+
+
+def _work(rank: int, n: int, port: int, device: str, pipe: Any, f: Callable[..., Any], args: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    try:
+        timeout = datetime.timedelta(seconds=TIMEOUT_S)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=n, timeout=timeout)
+        result = f(make_mesh({"dp": n}, device=device), *args)
+        dist.barrier()
+        pipe.send(("", result))
+        dist.destroy_process_group()
+    except BaseException as error:
+        pipe.send((f"{type(error).__name__}: {error}\n{traceback.format_exc()}".splitlines()[0], None))
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def messages(mesh: Mesh, seconds: float, sizes: Sequence[int] = MESSAGES) -> Messages:
+    """What collectives take between the ranks of `mesh`, in about `seconds`; called on all of them."""
+    link, device = mesh["dp"].link, "cuda" if mesh["dp"].link.transport == "nccl" else "cpu"
+    calls = {(kind, size): _call(link, kind, size, device) for kind in COLLECTIVES for size in sizes}
+    samples: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+    for call in calls.values():
+        call()
+    # A number of rounds that all ranks agree on.
+    begin = time.perf_counter()
+    _round(calls, samples, device)
+    took = torch.tensor([time.perf_counter() - begin], device=device)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    for _ in range(max(3, min(50, int(seconds / max(float(took), 1e-3))))):
+        _round(calls, samples, device)
+    curves: dict[str, dict[float, float]] = {}
+    for (kind, size), each in samples.items():
+        curves.setdefault(kind, {})[float(size)] = statistics.median(each)
+    call = calls["all_gather", sizes[0]]
+    begin = time.thread_time()
+    for _ in range(50):
+        call()
+    call_s = (time.thread_time() - begin) / 50
+    small = [(call, curves[kind][float(size)]) for (kind, size), call in calls.items() if size == sizes[0]]
+    return Messages(curves, call_s, _hidden(link, sizes[-1], device), _late(small, device))
+
+
+def _round(calls: dict[tuple[str, int], Callable[[], Any]], samples: dict[tuple[str, int], list[float]], device: str) -> None:
+    for key, call in calls.items():
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        samples[key].append(time.perf_counter() - begin)
+
+
+def _late(calls: Sequence[tuple[Callable[[], Any], float]], device: str) -> float:
+    """The seconds that small collectives take longer between the computations of a layer than by themselves, as the pairs say."""
+    a, x = torch.ones(256, 256, device=device), torch.ones(512, 256, device=device)
+
+    def took(call: Callable[[], Any] | None) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            for _ in range(BETWEEN):
+                (x @ a).add_(x)
+            if call is not None:
+                call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / IN_A_ROW
+
+    longer = []
+    for _ in range(7):
+        alone = statistics.median(took(None) for _ in range(3))
+        longer += [took(call) - alone - by_itself for call, by_itself in calls]
+    return max(0.0, statistics.median(longer))
+
+
+def _call(link: Link, kind: str, size: int, device: str) -> Callable[[], Any]:
+    n, number = link.size, max(link.size, size // 4 // link.size * link.size)
+    x = torch.ones(number // (n if kind == "all_gather" else 1), device=device)
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    return {
+        "psum": lambda: link.start_psum(x, guarded=False).wait(),
+        "all_gather": lambda: link.start_all_gather(x).wait(),
+        "psum_scatter": lambda: link.start_psum_scatter(x).wait(),
+        "all_to_all": lambda: link.start_all_to_all(x).wait(),
+        "ppermute": lambda: link.start_ppermute(x, ring).wait(),
+    }[kind]
+
+
+def _hidden(link: Link, size: int, device: str) -> float:
+    """The part of an all_gather's time that goes by while all ranks compute about twice as long."""
+    x, side = torch.ones(max(1, size // 4 // link.size), device=device), 256
+    a = torch.ones(side, side, device=device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            a @ a
+
+    def took(call: Callable[[], Any]) -> float:
+        samples = []
+        for _ in range(7):
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            samples.append(time.perf_counter() - begin)
+        return statistics.median(samples)
+
+    def both() -> None:
+        pending = link.start_all_gather(x)
+        compute(times)
+        pending.wait()
+
+    alone = took(lambda: link.start_all_gather(x).wait())
+    # The same number on all ranks is not needed: who is early waits.
+    times = max(1, round(2 * alone / max(took(lambda: compute(10)) / 10, 1e-7)))
+    computing, together = took(lambda: compute(times)), took(both)
+    return min(1.0, max(0.0, (alone + computing - together) / alone))
+
+
+def slowest(found: Sequence[Messages]) -> Messages:
+    """The Messages of all ranks as one: of each size the slowest rank's, of the rest the median."""
+    curves = {kind: {size: max(each.curves[kind][size] for each in found) for size in sizes} for kind, sizes in found[0].curves.items()}
+    call_s, hidden, late_s = (statistics.median(values) for values in zip(*(m[1:] for m in found)))
+    return Messages(curves, call_s, hidden, late_s)
+
+
+class Fit(NamedTuple):
+    """Seconds of a message by its bytes: latency_s + bytes / bytes_s."""
+
+    latency_s: float
+    bytes_s: float
+
+
+def fit(curve: dict[float, float], part: float = 1.0) -> Fit:
+    """The Fit of a curve in which a message has `part` of the bytes: the latency of the smallest, the slope to the largest.
+
+    Ref: Hockney 1994, "The communication challenge for MPP": t = alpha + n / beta.
+    """
+    small, large = min(curve), max(curve)
+    latency = curve[small]
+    return Fit(latency, (large - small) * part / max(curve[large] - latency, 1e-12))
+
+
+# ---- rates of processes that compute at the same time -------------------------------------------------------------------
+
+
+def sweep(mesh: Mesh, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What `measure(*args)` gives on each rank while all others do the same; called on all of them."""
+    warm_heap()
+    dist.barrier()
+    return measure(*args)
+
+
+def merged(found: Sequence[dict[str, dict[Any, Figure]]]) -> dict[str, dict[Any, Figure]]:
+    """The figures of several processes as one: the means of those that all have."""
+    first, out = found[0], {}
+    for key, sizes in first.items():
+        for size in sizes:
+            each = [other[key][size] for other in found if size in other.get(key, {})]
+            s = statistics.fmean(f.s for f in each)
+            out.setdefault(key, {})[size] = Figure(s, max(f.spread for f in each), min(f.least for f in each))
+    return out

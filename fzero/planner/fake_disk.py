@@ -1,0 +1,203 @@
+"""A disk that is only planned: the buffers, the store and the scratch file of a run, without memory and without files.
+
+What is read and written is told, with the bytes of whole pages that a disk with direct transfers moves. The arena is one buffer of its full
+size, as a run allocates it, whatever of it is lent.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core.device import HOST, Planned
+from fzero.offload import Buffer, Kept, Space
+from fzero.offload.buffer_pool import HUGE, PAGE, padded
+from fzero.offload.chunk_files import Reading, Rows
+from fzero.offload.disk_io import Moved
+from fzero.offload.scratch import Region
+from fzero.sharding.mesh import Mesh
+
+Tell = Callable[[str, int, str, int], None]  # ("start" | "wait", number, "read" | "write", bytes)
+FIRST = 1 << 40  # the number of the first transfer: collectives count from 1
+
+
+class PlannedArena:
+    """An arena whose Buffers have no memory."""
+
+    def __init__(self, size: int, mode: Planned) -> None:
+        self.size, self.mode = -(-size // HUGE) * HUGE, mode
+        self.keys: set[int] = set()
+        self.taking = False
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Any = None) -> Buffer:
+        """A Buffer of `shape`."""
+        n = math.prod(shape) * dtype.itemsize
+        self.taking = True
+        with self.mode:  # the thread of a delayed update has not entered it
+            raw = torch.empty(max(PAGE, padded(n)), dtype=torch.uint8, device=HOST)
+        self.taking = False
+        key = raw.untyped_storage()._cdata
+        self.keys.add(key)
+        weakref.finalize(raw.untyped_storage(), self.keys.discard, key).atexit = False
+        return Buffer(raw, raw[:n].view(dtype).view(shape))
+
+    def holds(self, storage: Any) -> bool:
+        """Whether a storage is a piece of this."""
+        return self.taking or storage._cdata in self.keys
+
+
+class PlannedPending:
+    """A transfer that was told of; `wait()` tells of the wait, once."""
+
+    def __init__(self, disk: PlannedDisk, what: str, size: int) -> None:
+        self.disk, self.what, self.size = disk, what, size
+        self.number: int | None = disk.start(what, size)
+
+    def wait(self) -> None:
+        """Wait for it."""
+        number, self.number = self.number, None
+        if number is not None:
+            self.disk.tell("wait", number, self.what, self.size)
+
+
+class PlannedDisk:
+    """A disk without files: it counts what it would move and tells of it."""
+
+    def __init__(self) -> None:
+        self.tell: Tell = lambda *_: None
+        self.count, self.shared, self.bytes = 0, False, {"read": 0, "write": 0}
+
+    def busy(self) -> bool:
+        """Nothing is ever under way."""
+        return False
+
+    def start(self, what: str, size: int) -> int:
+        """Tell of a transfer; its number."""
+        self.count += 1
+        self.bytes[what] += size
+        self.tell("start", FIRST + self.count, what, size)
+        return FIRST + self.count
+
+    def moved(self) -> Moved:
+        """What it would have moved."""
+        return Moved(self.bytes["read"], self.bytes["write"])
+
+
+class PlannedStore:
+    """A store as a step uses it: reads give Buffers, writes take them, a commit waits for all of them."""
+
+    def __init__(self, leaves: dict[str, Kept], space: PlannedSpace) -> None:
+        self.leaves, self.space, self.slots, self.place = leaves, space, space.slots, "a planned disk"
+        self.writing: list[PlannedPending] = []
+
+    def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = 0, slot: int | None = None) -> Reading:
+        """Start to read rows of a layer of a leaf."""
+        chunk = self.leaves[name].chunk
+        shape = chunk if rows is None or not chunk else (rows[1] - rows[0], *chunk[1:])
+        buffer = self.space.arena.take(shape, self.leaves[name].dtype)
+        return Reading(buffer, PlannedPending(self.space.disk, "read", len(buffer.raw)), _never)
+
+    def begin(self) -> None:
+        """Begin the next version."""
+
+    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> PlannedPending:
+        """Start to write rows of a layer of a leaf."""
+        if self.space.verify:
+            buffer.raw[buffer.view.nbytes :] = 0
+        self.writing.append(PlannedPending(self.space.disk, "write", len(buffer.raw)))
+        return self.writing[-1]
+
+    def settle(self) -> None:
+        """Wait for all writes."""
+        writing, self.writing = self.writing, []
+        for pending in writing:
+            pending.wait()
+
+    def commit(self, step: int, values: dict[str, Any], together: Callable[[], None]) -> None:
+        """Make what was written the last complete step."""
+        self.settle()
+        together()
+
+    def abandon(self) -> None:
+        """Forget what was written."""
+        self.settle()
+
+
+class Regions(dict):
+    """Where values lie; a layer that was not run is like the first."""
+
+    def __missing__(self, key: tuple) -> Region:
+        return self[(*key[:-1], 0)]
+
+
+class PlannedScratch:
+    """A scratch file without a file."""
+
+    def __init__(self, space: PlannedSpace) -> None:
+        self.arena, self.disk = space.arena, space.disk
+        self.regions: dict[Any, Region] = Regions()
+        self.writing: dict[Any, PlannedPending] = {}
+
+    def write(self, key: Any, value: Tensor | Buffer) -> None:
+        """Start to write a value; a tensor is copied."""
+        if isinstance(value, Buffer):
+            buffer = value
+        else:
+            buffer = self.arena.take(tuple(value.shape), value.dtype)
+            buffer.view.copy_(value)
+        if key in self.writing:
+            self.writing.pop(key).wait()
+        self.regions[key] = Region(0, len(buffer.raw), tuple(buffer.view.shape), buffer.view.dtype)
+        self.writing[key] = PlannedPending(self.disk, "write", len(buffer.raw))
+
+    def read(self, key: Any, rows: Rows | None = None, *, priority: int = 0) -> Reading:
+        """Start to read a value, or rows of it."""
+        if key in self.writing:
+            self.writing.pop(key).wait()
+        at = self.regions[key]
+        shape = at.shape if rows is None or not at.shape else (rows[1] - rows[0], *at.shape[1:])
+        buffer = self.arena.take(shape, at.dtype)
+        return Reading(buffer, PlannedPending(self.disk, "read", len(buffer.raw)), _never)
+
+
+class PlannedSpace(Space):
+    """The Space of a run that is planned."""
+
+    def __init__(self, mode: Planned, **options: Any) -> None:
+        super().__init__(None, **options)
+        self.mode = mode
+
+    @property
+    def arena(self) -> PlannedArena:
+        """The buffers."""
+        if self._arena is None:
+            self._arena = PlannedArena(self.arena_bytes, self.mode)
+        return self._arena
+
+    @property
+    def disk(self) -> PlannedDisk:
+        """The disk."""
+        if self._disk is None:
+            self._disk = PlannedDisk()
+        return self._disk
+
+    @property
+    def scratch(self) -> PlannedScratch:
+        """The file of what a step keeps for itself."""
+        if self._scratch is None:
+            self._scratch = PlannedScratch(self)
+        return self._scratch
+
+    def open(self, leaves: dict[str, Kept], mesh: Mesh, *, owner: Any = None, resume: bool = False) -> PlannedStore:
+        """The store of `leaves`."""
+        self.store = PlannedStore(leaves, self)
+        return self.store
+
+
+def _never(error: OSError) -> ValueError:
+    return ValueError(str(error))

@@ -1,0 +1,350 @@
+"""What a run will need and how long it will take, before it runs: memory, communication, FLOPs, time and cost, as one value.
+
+`plan` traces the run's own step on fake tensors and plays the trace against a device. Nothing is allocated and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fzero.core import pytree, tables
+from fzero.core.compile import have_compiler
+from fzero.models import ModelConfig
+from fzero.planner import devices, extrapolate
+from fzero.planner.devices import Device
+from fzero.planner.format import page, size
+from fzero.planner.step_trace import Trace, Transfer, settled
+from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
+from fzero.run import build, machine
+from fzero.run.build import Program
+from fzero.run.config import RunConfig, from_table, to_table, updated
+from fzero.run.measure.flops import hfu, mfu, model_flop
+from fzero.sharding import AXES, fake_mesh
+from fzero.sharding.plan import local_numel
+
+PASSES = ("forward", "backward")
+COMMUNICATED = ("phase", "collective", "axis", "leaf", "dtype", "calls", "elements", "bytes")
+
+
+class PlanReport(NamedTuple):
+    """What `plan` found. Bytes and FLOPs are exact, as the step has them; times are predicted. `print(report)` shows one page."""
+
+    config: RunConfig  # with every "auto" settled for the device
+    mesh: dict[str, int]  # the axes that are larger than 1
+    ranks: int
+    ranks_on_node: int
+    device: Device
+    num_params: int
+    tokens_per_step: int  # of all ranks
+    micro_batches: int  # of a rank
+
+    fits: bool
+    capacity_bytes: int  # what tensors of one rank can have
+    margin_bytes: int  # what is left of it at the peak; below 0: what is missing
+    allocator_bytes: int  # what the allocator is taken to lose, not in the capacity
+    binds: str  # "memory" where it does not fit, else what most of a step's time goes into
+    memory_binds: str  # the largest component at the peak
+
+    state_bytes: dict[str, int]  # of a rank at rest, on the device: params, master, opt, ema, other, and grads behind a backward pass
+    state_elsewhere: dict[str, int]  # of a rank at rest: "host" and "nvme"
+    state_bytes_per_rank: int  # params, gradients and optimizer states: the sum of state_bytes
+    peak_bytes_per_rank: int
+    host_peak_bytes: int  # of a rank's tensors in the host's memory
+    host_capacity_bytes: int | None  # what a rank can have there; None: not known, and not asked
+    peak: dict[str, Any]  # phase, layer, op, bytes, components, largest: [name, component, bytes] alive there
+    phases: dict[str, int]  # the peak of each phase of the step
+    timeline: list[dict[str, Any]]  # the fullest and last moment of each stay at a part of the model
+
+    comm: list[dict[str, Any]]  # rows of the ledger of one rank
+    comm_bytes_per_axis: dict[str, int]  # that one rank sends in a step
+    traffic: dict[str, dict[str, int]]  # "host" and "nvme": bytes of one rank in a step, "read" and "write"
+
+    flop_per_step: int  # of all ranks, as the hardware does them, recomputation included
+    pass_flop_per_step: int  # of them those of the forward and backward passes, which HFU counts: not the optimizer's products
+    model_flop_per_step: float  # 6 N + 12 L T D a token
+    model_flop_per_step_causal: float  # 6 N + 6 L T D a token
+    step_s: float | None  # None: nothing is known of the device's rates
+    time: dict[str, Any]  # phases, kinds, bound, exposed, hidden, waiting: seconds
+    tokens_per_s: float | None
+    mfu: float | None
+    mfu_causal: float | None
+    hfu: float | None
+
+    tokens: float | None  # the budget
+    days: float | None
+    device_hours: float | None
+    cost: float | None
+    price_per_hour: float | None  # of one device
+
+    exact: str  # how the trace came about where it is not of all layers
+    notes: list[str]
+
+    def too_much(self) -> str:
+        """What is missing, in words, where it does not fit; "" where it does."""
+        if self.margin_bytes < 0:
+            return f"{size(-self.margin_bytes)} too much"
+        return "" if self.fits else f"{size(self.host_peak_bytes - self.host_capacity_bytes)} of a rank too much for the host's memory"
+
+    def to_json(self) -> str:
+        """One JSON object of all fields; `config` is the table of a run's config.json."""
+        table = self._asdict() | {"config": to_table(self.config), "device": device_facts(self.device)}
+        return json.dumps(table, indent=1)
+
+    def __str__(self) -> str:
+        return page(self)
+
+
+def plan(
+    model: str | ModelConfig | RunConfig | Mapping[str, Any],
+    mesh: Mapping[str, int] | None = None,
+    *,
+    gpu: str | Device = "h100",
+    zero: int | None = None,
+    batch: int | None = None,
+    micro_batch: int | None = None,
+    seq_len: int | None = None,
+    remat: str | None = None,
+    offload: str | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+    ranks_on_node: int | None = None,
+    rank: int = 0,
+) -> PlanReport:
+    """The PlanReport of a run: what it needs of memory, communication and time on a mesh of devices, without one of them.
+
+    model: a preset's name, a model's sizes, a whole RunConfig, or the table of one (see `config.from_table`).
+    mesh: sizes of its axes; None: the config's. gpu: a device's name (a100, h100, ...; "here" is what `fzero bench` measured; a path), or
+    a Device. settings: any other values of the config by name, such as {"optim.states": "8bit"}.
+    tokens, price: a budget of tokens, and what one device costs an hour. rank: whose memory is told.
+    Raises ValueError for what a run would refuse, and for an unknown device.
+
+    >>> report = plan("llama-tiny", {"dp": 4}, zero=3, batch=16, precision="bf16")
+    >>> report.fits, report.num_params
+    (True, 3017984)
+    """
+    config = config_for(
+        model,
+        settings,
+        **{"zero": zero, "train.batch": batch, "train.micro_batch": micro_batch, "data.seq_len": seq_len, "train.remat": remat},
+        **{"offload": offload, "precision.policy": precision, "optim.name": optimizer},
+    )
+    device = device_for(gpu)
+    sizes = sizes_of(config, mesh)
+    trace = extrapolate.trace(settled_for(config, device), sizes, rank=rank, target=device.target)
+    return report_of(trace, device, tokens=tokens, price=price, ranks_on_node=ranks_on_node)
+
+
+def config_for(
+    model: str | ModelConfig | RunConfig | Mapping[str, Any], settings: Mapping[str, Any] | None = None, **named: Any
+) -> RunConfig:
+    """The RunConfig of a preset, sizes, a config or a table, changed by those of `settings` and `named` that are not None.
+
+    Both have dotted names, such as {"train.batch": 8}.
+    """
+    table: dict[str, Any] = {}
+    for name, value in {**(settings or {}), **named}.items():
+        if value is not None:
+            tables.put(table, name, value)
+    if isinstance(model, RunConfig):
+        return updated(model, table)
+    if isinstance(model, Mapping):
+        base = {key: dict(value) if isinstance(value, Mapping) else value for key, value in model.items()}
+        for name, value in tables.flat(table):
+            tables.put(base, name, value)
+        return from_table(base)
+    return from_table({"preset": model, **table}) if isinstance(model, str) else from_table(table, model)
+
+
+def device_for(gpu: str | Device) -> Device:
+    """The Device of a name; "here" without a file of `fzero bench` is this machine with its memory and no rates."""
+    if isinstance(gpu, Device):
+        return gpu
+    if gpu != "here" or devices.here().is_file():
+        return devices.device(gpu)
+    memory = machine.available_bytes()
+    link = devices.Level("this machine", "gloo", None, 0.0, 0.0)
+    return Device("this machine, not measured", "cpu", False, machine.cores(), memory, min(450 << 20, memory // 2), 0.0, {}, 0.0, (link,))
+
+
+def settled_for(config: RunConfig, device: Device) -> RunConfig:
+    """`config` with every "auto" decided as a run on the device would; on a CPU that was not measured, for fp32 and uncompiled blocks."""
+    if device.kind == "cpu" and device.measured:
+        policy, compiled = config.precision.policy, config.train.compiled
+        if policy == "auto":
+            policy = "bf16" if device.flops.get("bfloat16", 0.0) > device.flops.get("float32", 0.0) else "fp32"
+        config = build.settled(config, policy=policy, compiled=have_compiler() if compiled == "auto" else compiled)
+    return settled(config, device.target)
+
+
+def has_rates(device: Device) -> bool:
+    """Whether times can be predicted for a device."""
+    return device.measured or bool(device.flops)
+
+
+def sizes_of(config: RunConfig, mesh: Mapping[str, int] | None) -> dict[str, int]:
+    """The sizes of the mesh's axes; raises ValueError for an unknown axis or a size below 1."""
+    sizes = dict(config.mesh if mesh is None else mesh)
+    fake_mesh(sizes)
+    return sizes
+
+
+def report_of(
+    trace: Trace, device: Device, *, tokens: float | None = None, price: float | None = None, ranks_on_node: int | None = None
+) -> PlanReport:
+    """The PlanReport of a traced step on a device."""
+    ranks = math.prod(trace.sizes.values())
+    node = ranks_on_node or min(ranks, device.links[0].ranks or ranks)
+    built = build.build(trace.config, fake_mesh(trace.sizes, trace.rank))
+    state = {**trace.state, "grads": grad_bytes(built)}
+    share = node if device.kind == "cpu" else 1  # the ranks of a machine share its memory
+    capacity, peak = device.capacity_bytes // share, trace.peak.bytes
+    host = device.host_capacity_bytes(node)
+    over, host_over = peak > capacity, host is not None and trace.host_peak > host
+    timing = predict(trace, device, ranks_on_node=ranks_on_node) if has_rates(device) else None
+    step_tokens = trace.tokens * built.mesh.data_size
+    full, causal = (step_tokens * flop for flop in model_flop(built))
+    flop, passes = total_flop(trace), total_flop(trace, PASSES)
+    rate = step_tokens / timing.step_s if timing else None
+    dtype = str(built.policy.compute).removeprefix("torch.")
+    top = device.flops.get(dtype)
+    known = rate is not None and top is not None
+    price = device.price_per_hour if price is None else price
+    hours = tokens / rate * ranks / 3600 if tokens and rate else None
+    return PlanReport(
+        config=trace.config,
+        mesh={name: size for name, size in trace.sizes.items() if size > 1},
+        ranks=ranks,
+        ranks_on_node=node,
+        device=device,
+        num_params=trace.num_params,
+        tokens_per_step=step_tokens,
+        micro_batches=build.local_micro_batches(trace.config, built.mesh),
+        fits=not over and not host_over,
+        capacity_bytes=capacity,
+        margin_bytes=capacity - peak,
+        allocator_bytes=int((device.memory_bytes - device.reserved_bytes) * device.margin) // share,
+        binds="memory" if over else "host memory" if host_over else timing.binds if timing else "",
+        memory_binds=max(trace.peak.parts, key=trace.peak.parts.__getitem__),
+        state_bytes=state,
+        state_elsewhere=trace.state_elsewhere,
+        state_bytes_per_rank=sum(state.values()),
+        peak_bytes_per_rank=peak,
+        host_peak_bytes=trace.host_peak,
+        host_capacity_bytes=host,
+        peak=moment_facts(trace.peak) | {"largest": [list(each) for each in trace.alive]},
+        phases=phase_peaks(trace),
+        timeline=[moment_facts(moment) for moment in trace.timeline],
+        comm=[{name: getattr(row, name) for name in COMMUNICATED} for row in trace.ledger],
+        comm_bytes_per_axis=sent_by_axis(trace),
+        traffic=traffic_of(trace),
+        flop_per_step=flop * ranks,
+        pass_flop_per_step=passes * ranks,
+        model_flop_per_step=full,
+        model_flop_per_step_causal=causal,
+        step_s=timing.step_s if timing else None,
+        time=time_facts(timing) if timing else {},
+        tokens_per_s=rate,
+        mfu=mfu(full / step_tokens, rate, top * ranks) if known else None,
+        mfu_causal=mfu(causal / step_tokens, rate, top * ranks) if known else None,
+        hfu=hfu(passes, timing.step_s, top) if known else None,
+        tokens=tokens,
+        days=tokens / rate / SECONDS_A_DAY if tokens and rate else None,
+        device_hours=hours,
+        cost=hours * price if hours is not None and price is not None else None,
+        price_per_hour=price,
+        exact=trace.exact,
+        notes=notes_of(trace, device, timing),
+    )
+
+
+def grad_bytes(built: Program) -> int:
+    """The bytes of gradients on a rank's device behind the backward pass of its last micro-batch: of ZeRO's "model states" the third.
+
+    With one micro-batch they are kept as they are computed; sums over several in the dtype of accumulation.
+    """
+    specs, plan = pytree.named_leaves(built.plan.grads), built.plan
+    dtype = built.policy.param if build.local_micro_batches(built.config, built.mesh) == 1 else built.policy.accumulate
+    held = [
+        local_numel(leaf.shape, specs[name], plan.sizes)
+        for name, leaf in pytree.named_leaves(plan.like).items()
+        if name not in plan.frozen and specs[name].memory == "device"
+    ]
+    return sum(held) * dtype.itemsize
+
+
+def turns(trace: Trace) -> list[int]:
+    """How often each event of a trace happens in a step."""
+    times = [1] * len(trace.events)
+    for segment in trace.segments:
+        for i in range(segment.first, segment.last):
+            times[i] *= segment.times
+    return times
+
+
+def total_flop(trace: Trace, phases: Sequence[str] = ()) -> int:
+    """The hardware FLOPs of one rank in a step, or in some phases of it."""
+    ops = ((event, n) for event, n in zip(trace.events, turns(trace)) if not isinstance(event, Transfer))
+    return sum(op.flop * n for op, n in ops if not phases or op.phase in phases)
+
+
+def traffic_of(trace: Trace) -> dict[str, dict[str, int]]:
+    """{"host" or "nvme": {"read": bytes, "write": bytes}} of one rank in a step; a memory that is not used is left out."""
+    out: dict[str, Counter[str]] = {}
+    for event, n in zip(trace.events, turns(trace)):
+        if isinstance(event, Transfer) and event.event == "start" and event.axis not in AXES:
+            out.setdefault(event.axis, Counter())[event.what] += event.bytes * n
+    return {name: {what: sums[what] for what in ("read", "write")} for name, sums in out.items()}
+
+
+def sent_by_axis(trace: Trace) -> dict[str, int]:
+    """The bytes that one rank sends in a step, by axis of the mesh."""
+    sums: Counter[str] = Counter()
+    for row in trace.ledger:
+        sums[row.axis] += row.bytes
+    return dict(sums)
+
+
+def phase_peaks(trace: Trace) -> dict[str, int]:
+    """The most bytes alive in each phase of the step, in the order of the step."""
+    peaks: dict[str, int] = {}
+    for moment in trace.timeline:
+        peaks[moment.phase] = max(peaks.get(moment.phase, 0), moment.bytes)
+    return peaks
+
+
+def moment_facts(moment: Any) -> dict[str, Any]:
+    """A Moment as a table, with the components that have bytes."""
+    table = moment._asdict()
+    parts = {name: size for name, size in table.pop("parts").items() if size}
+    return {**table, "components": parts, "parts": parts}
+
+
+def time_facts(timing: Timing) -> dict[str, Any]:
+    """The parts of a predicted step; phases, exposed and waiting add up to step_s."""
+    names = ("phases", "kinds", "bound", "exposed", "hidden", "waiting", "moving", "binds")
+    return {name: getattr(timing, name) for name in names}
+
+
+def device_facts(device: Device) -> dict[str, Any]:
+    """What a report says of its device: not its curves."""
+    names = ("name", "kind", "measured", "processors", "memory_bytes", "reserved_bytes", "margin", "flops", "bandwidth_bytes_s", "sources")
+    return {name: getattr(device, name) for name in names} | {"links": [level._asdict() for level in device.links]}
+
+
+def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
+    """What a reader of the report should know."""
+    notes = []
+    if timing is None:
+        notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")
+    if trace.exact:
+        notes.append(trace.exact)
+    if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:
+        notes.append(f"the disk holds {trace.config.nvme.slots} versions of what rests there")
+    return notes

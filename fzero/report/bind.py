@@ -1,0 +1,169 @@
+"""From a run's values to the arguments of its pictures: each function returns one that draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fzero.report import figures, figures_compare
+from fzero.report.compare import value_of
+from fzero.report.read import steady
+from fzero.report.values import Report, RunReport
+
+Draw = Callable[[], Any]
+COMPONENTS = tuple(figures.COMPONENTS)
+
+
+def loss(run: RunReport) -> Draw:
+    """Training and validation loss over tokens."""
+    s = run.series
+    return lambda: figures.loss(s.get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"])))
+
+
+def throughput(run: RunReport) -> Draw:
+    """Tokens per second over tokens, of the steps that count."""
+    s, kept = run.series, steady(run.series, run.attempts)
+    mfu = s.get("mfu", [None] * len(s["step"]))
+    rate = s["tokens_per_s"]
+    return lambda: figures.throughput(
+        [s["tokens"][i] for i in kept], [rate[i] for i in kept], [mfu[i] for i in kept], value_of(run, "tokens_per_s", predicted=True)
+    )
+
+
+def memory(run: RunReport) -> Draw:
+    """The measured stack and the predicted line."""
+    measured, plan = run.memory or {}, run.plan or {}
+    names = [*(measured.get("components") or COMPONENTS)]
+    names += [name for m in measured.get("timeline", ()) for name in m["parts"] if name not in names]
+    return lambda: figures.memory(measured.get("timeline") or (), plan.get("timeline") or (), list(dict.fromkeys(names)))
+
+
+def time_bars(run: RunReport) -> Draw:
+    """Phases, predicted and measured."""
+    found = [(q.name.removeprefix("time/"), q) for q in run.quantities if q.name.startswith("time/")]
+    measured, predicted = (
+        {name: getattr(q, kind) for name, q in found if getattr(q, kind) is not None} for kind in ("measured", "predicted")
+    )
+    return lambda: figures.time_bars(measured, predicted)
+
+
+def time_steps(run: RunReport) -> Draw:
+    """Phases of every step."""
+    s = run.series
+    phases = {name.removeprefix("phases."): values for name, values in s.items() if name.startswith("phases.")}
+    walls = sorted(sum(v[i] or 0.0 for v in phases.values()) for i in range(len(s["step"])))
+    ceiling = min(walls[-1], 3 * walls[len(walls) // 2]) * 1.05
+    return lambda: figures.time_steps(s["step"], phases, ceiling)
+
+
+Sent = dict[tuple[str, str, str], tuple[int | None, int | None, int | None, int | None]]
+
+
+def sent(run: RunReport) -> Sent:
+    """{(axis, collective, phase): (bytes predicted, measured, calls predicted, measured)}; None where there is no such record at all."""
+    planned = (run.plan or {}).get("comm")
+    records = [rows if isinstance(rows, list) else None for rows in (planned, run.ledger)]
+    sums: list[dict[tuple[str, str, str], list[int]]] = [{}, {}]
+    for record, into in zip(records, sums):
+        for row in record or ():
+            entry = into.setdefault((row["axis"], row["collective"], row["phase"]), [0, 0])
+            entry[0] += row["bytes"]
+            entry[1] += row["calls"]
+    keys = sorted({*sums[0], *sums[1]})
+
+    def of(i: int, key: tuple[str, str, str], which: int) -> int | None:
+        return None if records[i] is None else sums[i].get(key, [0, 0])[which]
+
+    return {key: (of(0, key, 0), of(1, key, 0), of(0, key, 1), of(1, key, 1)) for key in keys}
+
+
+SMALL = 0.005  # of the largest: what is sent less is in the table alone
+
+
+def communication(run: RunReport) -> Draw:
+    """The larger rows of `sent` as bars, the largest first."""
+    found = sent(run)
+    most = max(max(p or 0, m or 0) for p, m, *_ in found.values())
+    rows = [(f"{c} over {axis}, {phase or 'outside phases'}", p, m) for (axis, c, phase), (p, m, *_) in found.items()]
+    rows = sorted((row for row in rows if max(row[1] or 0, row[2] or 0) >= SMALL * most), key=lambda row: -max(row[1] or 0, row[2] or 0))
+    return lambda: figures.communication(rows)
+
+
+def norms_of(run: RunReport, kind: str) -> tuple[list[int], dict[str, list[float | None]]] | None:
+    """(steps that recorded norms, {part or layer: norm at each}) of "grad" or "param"; None of a run that has none."""
+    s = run.series
+    columns = {name.removeprefix(f"{kind}_norms."): values for name, values in s.items() if name.startswith(f"{kind}_norms.")}
+    kept = [i for i in range(len(s["step"])) if any(values[i] is not None for values in columns.values())]
+    if not kept:
+        return None
+    rows: dict[str, list[float | None]] = {}
+    for name in ("embed", "blocks", *(n for n in columns if n not in ("embed", "blocks", "head")), "head"):
+        values = columns.get(name, [None] * len(s["step"]))
+        layers = max((len(v) for v in values if isinstance(v, list)), default=0)
+        for layer in range(layers):
+            rows[f"layer {layer}"] = [values[i][layer] if values[i] is not None else None for i in kept]
+        if not layers and any(values[i] is not None for i in kept):
+            rows[name] = [values[i] for i in kept]
+    return [s["step"][i] for i in kept], rows
+
+
+def norms(run: RunReport, kind: str) -> Draw:
+    """The norms of each layer as a map."""
+    steps, rows = norms_of(run, kind) or ([], {})
+    return lambda: figures.norms(steps, rows, "gradient" if kind == "grad" else "parameter")
+
+
+KINDS = ("busy_s", "comm_s", "data_s", "io_s")
+
+
+def times_of_ranks(run: RunReport) -> list[tuple[tuple[float, ...], tuple[float, float]]] | None:
+    """For each rank (mean seconds a step of KINDS, range of the busy seconds of a step); None where ranks were not recorded.
+
+    The first record of an attempt holds its warm-up and is left out where there are others.
+    """
+    s = run.series
+    counts = s.get("ranks.steps", [])
+    kept = [i for i, n in enumerate(counts) if n]
+    begins = {a.get("first_step", 0) for a in run.attempts} | {s["step"][0] - 1}
+    later = [i for i in kept if s["step"][i] - counts[i] not in begins]
+    kept = later or kept
+    if not kept:
+        return None
+    found = []
+    for rank in range(len(s["ranks.busy_s"][kept[0]])):
+        usable = [i for i in kept if len(s["ranks.busy_s"][i]) > rank]
+        steps = sum(counts[i] for i in usable)
+        means = tuple(sum(s[f"ranks.{kind}"][i][rank] for i in usable) / steps for kind in KINDS)
+        each = sorted(s["ranks.busy_s"][i][rank] / counts[i] for i in usable)
+        found.append((means, (each[0], each[-1])))
+    return found
+
+
+def stragglers(run: RunReport) -> Draw:
+    """Busy seconds of each rank."""
+    found = times_of_ranks(run) or []
+    return lambda: figures.stragglers(
+        range(len(found)), [parts[0] for parts, _ in found], [spread for _, spread in found], "busy in a step, mean"
+    )
+
+
+def losses(runs: Sequence[RunReport]) -> Draw:
+    """Losses of several runs."""
+    rows = [(run.name, (s := run.series).get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"]))) for run in runs]
+    return lambda: figures_compare.losses(rows)
+
+
+def speeds(runs: Sequence[RunReport]) -> Draw:
+    """Tokens per second of several runs."""
+    rows = [(run.name, value_of(run, "tokens_per_s", predicted=True), value_of(run, "tokens_per_s")) for run in runs]
+    return lambda: figures_compare.speeds(rows)
+
+
+def scaling(report: Report) -> Draw:
+    """Speed over ranks of each series: the fastest run of each number of ranks."""
+    series = []
+    for one in (report.compared or {})["scaling"]:
+        best = {p["ranks"]: p for p in sorted(one["points"], key=lambda p: p["tokens_per_s"])}
+        points = [best[n] for n in sorted(best)]
+        series.append((f"{one['name']} ({one['kind']})", *([p[key] for p in points] for key in ("ranks", "tokens_per_s", "efficiency"))))
+    return lambda: figures_compare.scaling(series)

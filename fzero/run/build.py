@@ -1,0 +1,317 @@
+"""From a RunConfig to the functions of a run: mesh, model, plan, optimizer, policy, steps; and what the run needs of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import checkpoint, models, optim
+from fzero.checkpoint.offload_snapshot import Shelf
+from fzero.checkpoint.restore_state import restore_state, save_shelf
+from fzero.core import pytree
+from fzero.core.precision import POLICIES, Policy, fp16
+from fzero.core.pytree import Tree
+from fzero.core.storage import is_url
+from fzero.kernels.registry import AUTO, Kernels
+from fzero.models import Model, MoEConfig
+from fzero.offload import Settings, Space
+from fzero.offload.buffer_pool import padded
+from fzero.offload.disk_config import settings_for
+from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
+from fzero.run import run_folder
+from fzero.run.config import Optim, RunConfig, to_table
+from fzero.sharding import Mesh, Plan, Spec, fake_mesh, make_mesh, zero_plan
+from fzero.sharding.memory import Offload
+from fzero.sharding.plan import STACKED, local_numel
+from fzero.train.init import init_state
+from fzero.train.sdc_check import make_check
+from fzero.train.spike import Spike
+from fzero.train.state import TrainState, meta_state, state_specs
+from fzero.train.state_on_disk import lost_leaves, reopened
+from fzero.train.step import make_eval_step, make_train_step
+
+BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
+
+
+class Program(NamedTuple):
+    """What a config means, as values."""
+
+    config: RunConfig
+    mesh: Mesh
+    model: Model
+    plan: Plan
+    tx: GradientTransformation
+    schedule: Schedule
+    policy: Policy
+    space: Space | None  # where what is on a disk lives
+    train_step: Callable[[TrainState, Any], Any]
+    eval_step: Callable[[Tree, Any], Any]
+    check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see crosscheck.make_check
+
+
+def build(
+    config: RunConfig,
+    mesh: Mesh | None = None,
+    folder: Path | None = None,
+    *,
+    space: Space | None = None,
+    model: Model | None = None,
+    layers: int = 0,
+) -> Program:
+    """The program of a config whose "auto" values are settled (see fzero.run.machine.settle), on `mesh` (None: made by the config).
+
+    folder: of the run, for what is on a disk where the config names no other place. No parameter is made. space: where that is in place of
+    the config's own (a plan has no disk). model: the one of config.model, where it was built before: what was compiled for it serves again.
+    layers: of a plan, see make_train_step.
+    Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
+    """
+    assert "auto" not in (config.precision.policy, config.train.compiled), "settle the config first"
+    mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
+    micro_batches = local_micro_batches(config, mesh)
+    if config.sequence and config.data.seq_len % mesh["tp"].size:
+        raise ValueError(f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} does not divide")
+    model = models.build(config.model) if model is None else model
+    plan = zero_plan(
+        config.zero,
+        model,
+        mesh,
+        reduce=config.reduce,
+        accumulate=config.accumulate,
+        sequence=config.sequence,
+        reshard=config.reshard,
+        offload=config.offload,
+    )
+    policy = make_policy(config)
+    t = config.train
+    layout = optim.sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    tx = make_optimizer(config.optim, t.steps, layout, kernels=Kernels.parse(t.kernels), seed=t.seed)
+    space = make_space(config, folder, mesh) if space is None else space
+    if space is not None:
+        space.need(buffer_bytes(plan, policy, mesh, config))
+    g = config.guard
+    spike = Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
+    train_step = make_train_step(
+        model,
+        tx,
+        plan,
+        mesh,
+        policy=policy,
+        micro_batches=micro_batches,
+        remat=t.remat,
+        compiled=bool(t.compiled),
+        kernels=t.kernels,
+        ema_decay=t.ema_decay,
+        spike=spike,
+        prefetch=config.prefetch,
+        update=t.update,
+        mlp_tiles=t.mlp_tiles,
+        space=space,
+        squares=t.measure_every > 0,
+        layers=layers,
+    )
+    options = {"compiled": bool(t.compiled), "kernels": t.kernels, "prefetch": config.prefetch, "mlp_tiles": t.mlp_tiles}
+    eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, **options)
+    specs = state_specs(plan, tx, policy, **kept_beside(config))
+    check = make_check(model, plan, mesh, specs, policy=policy, remat=t.remat, space=space, **options)
+    schedule = make_schedule(config.optim, config.optim.lr, t.steps)
+    return Program(config, mesh, model, plan, tx, schedule, policy, space, train_step, eval_step, check)
+
+
+def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Space | None:
+    """Where the leaves live that a config puts on a disk; None where it puts none there."""
+    if "nvme" not in Offload.parse(config.offload).memories:
+        return None
+    n = config.nvme
+    place = n.folder or (str(folder / run_folder.NVME) if folder is not None else None)
+    size = n.buffer_mb << 20 if n.buffer_mb else None
+    settings = settings_for(place) if place is not None and not is_url(place) else Settings()
+    return Space(place, buffer_bytes=size, slots=n.slots, verify=n.verify, settings=settings.share(mesh.size))
+
+
+def buffer_bytes(plan: Plan, policy: Policy, mesh: Mesh, config: RunConfig) -> int:
+    """The bytes of buffers that a rank's step needs: for parameters ahead of their use, activations, gradients, and the update's units."""
+    specs, grads = pytree.named_leaves(plan.params), pytree.named_leaves(plan.grads)
+    parts: dict[str, int] = {}
+    sums: dict[str, int] = {}
+    for name, leaf in pytree.named_leaves(plan.like).items():
+        part, layers = name.split("/")[0], leaf.shape[0] if name.startswith(STACKED) else 1
+        for held, spec, dtype in ((parts, specs[name], policy.param), (sums, grads[name], policy.accumulate)):
+            if spec.memory == "nvme":
+                size = local_numel(leaf.shape, Spec(spec.dims), plan.sizes) // layers * dtype.itemsize
+                held[part] = held.get(part, 0) + padded(size)
+    tokens = config.train.micro_batch * config.data.seq_len * config.model.d_model * policy.compute.itemsize
+    acts = 4 * padded(tokens) if plan.acts == "nvme" else 0
+    forward = (config.prefetch + 3) * max(parts.values(), default=0) + 2 * max(sums.values(), default=0) + acts
+    total = sum(leaf.numel() for leaf in pytree.leaves(plan.like)) * 4
+    update = min(max(total // 4, 64 << 20), 512 << 20)
+    return forward + update if config.train.update == "delayed" else max(forward, update)
+
+
+def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
+    """The micro-batches of a step that one data rank computes; ValueError where the ranks cannot share them evenly."""
+    t, ranks = config.train, mesh.data_size
+    total = t.batch // t.micro_batch
+    if total % ranks:
+        fits = [m for m in range(1, t.batch + 1) if t.batch % m == 0 and (t.batch // m) % ranks == 0]
+        fix = f"use --micro-batch {' or '.join(map(str, fits[-3:]))}" if fits else f"use a --batch that {ranks} divides"
+        raise ValueError(
+            f"train.batch={t.batch} in pieces of train.micro_batch={t.micro_batch} makes {total} micro-batches, which {ranks} data ranks "
+            f"(dp={mesh['dp'].size} x rp={mesh['rp'].size}) cannot share evenly; {fix}, or another mesh"
+        )
+    return total // ranks
+
+
+def kept_beside(config: RunConfig) -> dict[str, bool]:
+    """What a state keeps in `extra`, as arguments of what makes or describes one."""
+    return {"ema": config.train.ema_decay > 0, "spike": config.guard.spike != "off"}
+
+
+def specs_of(program: Program) -> TrainState:
+    """The Spec of every leaf of the state."""
+    return state_specs(program.plan, program.tx, program.policy, **kept_beside(program.config))
+
+
+def first_state(program: Program, params: Tree | None = None) -> TrainState:
+    """The state before the first step, drawn from the config's seed, or around the given parameters."""
+    config = program.config.train
+    start = program.model if params is None else params
+    options = {"seed": config.seed, "policy": program.policy, "space": program.space, **kept_beside(program.config)}
+    return init_state(start, program.tx, program.plan, program.mesh, **options)
+
+
+def latest(program: Program) -> TrainState:
+    """This rank's state of the last complete step on the disk. Raises ValueError where it is damaged or of another run."""
+    return reopened(program.tx, program.plan, program.mesh, program.space, policy=program.policy, **kept_beside(program.config))
+
+
+def all_on_disk(program: Program) -> bool:
+    """Whether the store of a run holds, or determines, its whole state: then each step is a checkpoint."""
+    if program.space is None:
+        return False
+    return not lost_leaves(like_of(program), specs_of(program), program.plan)
+
+
+def restore(program: Program, path: checkpoint.Place) -> TrainState:
+    """This rank's state from the checkpoint at `path`, of whatever mesh, stage, offload and policy; see `restore_state`."""
+    return restore_state(path, like_of(program), specs_of(program), program.plan, program.mesh, program.policy, program.space)
+
+
+def like_of(program: Program) -> TrainState:
+    """This rank's state with its leaves on the meta device."""
+    return meta_state(program.tx, program.plan, program.mesh, program.policy, **kept_beside(program.config))
+
+
+def save_store(program: Program, before: RunConfig, shelf: Shelf, home: checkpoint.Place, last: int) -> checkpoint.Place | None:
+    """The checkpoint in `home` of the last complete step of the store of another plan, where that is after step `last`; None where not.
+
+    before: the config under which the store was written. Raises Damaged where it is not what was written.
+    """
+    if shelf.record.step <= last:
+        return None
+    program = program._replace(policy=make_policy(before))
+    stage = before.zero if shelf.stage is None else shelf.stage
+    options = {"reduce": before.reduce, "accumulate": before.accumulate, "sequence": before.sequence}
+    there = zero_plan(stage, program.model, fake_mesh(shelf.sizes), **options)
+    old = state_specs(there, program.tx, program.policy, **kept_beside(program.config))
+    return save_shelf(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(before))
+
+
+def make_policy(config: RunConfig) -> Policy:
+    """The policy of dtypes of a config."""
+    name = config.precision.policy
+    return fp16(config.precision.loss_scale) if name == "fp16" else POLICIES[name]()
+
+
+def make_schedule(config: Optim, peak: float, steps: int) -> Schedule:
+    """The learning rate of a run of `steps` steps with this peak."""
+    s = config.schedule
+    after, end = steps - s.warmup_steps, peak * s.end
+    if s.name == "one_cycle":
+        return optim.one_cycle(peak, steps, s.rise)
+    if s.name == "wsd":
+        return optim.wsd(peak, steps, s.warmup_steps, s.decay_steps, end=end, decay=s.decay)
+    body = {
+        "constant": lambda: optim.constant(peak),
+        "linear": lambda: optim.linear(peak, end, after),
+        "cosine": lambda: optim.cosine(peak, after, end),
+        "polynomial": lambda: optim.polynomial(peak, end, after, s.power),
+        "exponential": lambda: optim.exponential(peak, s.end, after),
+        "inverse_sqrt": lambda: optim.inverse_sqrt(peak, max(1, s.warmup_steps)),
+    }[s.name]()
+    return optim.warmup(body, s.warmup_steps)
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "bf16": {"state_dtype": torch.bfloat16, "rounding": "stochastic"},
+    "8bit": {"state_bits": 8},
+}
+
+
+def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE, *, kernels: Kernels = AUTO, seed: int = 0) -> GradientTransformation:
+    """The optimizer of a config: clipping, then the named one with its schedule.
+
+    layout: how the leaves are sharded. kernels: the form of its operations. seed: of the rounding of its states.
+    """
+    lr, decay = make_schedule(config, config.lr, steps), {"weight_decay": config.weight_decay, "mask": decay_matrices}
+    betas, adam_impl = (config.beta1, config.beta2), {"impl": kernels["adamw"]}
+    states = {**STATES[config.states], "layout": layout, "seed": seed}
+
+    def block_matrices() -> GradientTransformation:
+        # In blocks every weight matrix decays, so muon itself needs no mask.
+        muon = optim.muon(
+            lr,
+            config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            adjust=config.adjust,
+            layout=layout,
+            impl=kernels["newton_schulz"],
+        )
+        rest = optim.adamw(make_schedule(config, config.lr_rest, steps), *betas, config.eps, **decay, **adam_impl)
+        return optim.by_label({"muon": muon, "adamw": rest}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
+
+    tx = {
+        "adamw": lambda: optim.adamw(lr, *betas, config.eps, **decay, **states, **adam_impl),
+        "adam": lambda: optim.adam(lr, *betas, config.eps, **decay, **states, **adam_impl),
+        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay, layout=layout),
+        "lion": lambda: optim.lion(lr, *betas, **decay, **states, impl=kernels["lion"]),
+        "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
+        "adafactor": lambda: optim.adafactor(lr, **decay, layout=layout),
+        "muon": block_matrices,
+    }[config.name]()
+    return optim.chain(optim.clip_by_global_norm(config.clip, layout=layout), tx) if config.clip else tx
+
+
+# -- what it costs
+
+
+def num_params(program: Program) -> int:
+    """The number of parameters."""
+    return sum(leaf.numel() for leaf in pytree.leaves(program.plan.like))
+
+
+def flop_per_token(program: Program) -> float:
+    """The model FLOPs of training on one token: 6 N + 12 L T D.
+
+    N: parameters that are multiplied with (the head also where it is tied to the embedding; looked-up rows are not; of a token's experts,
+    the top_k). The second term is attention's, without a discount for causality, with D the dims of all heads and T = seq_len.
+    Ref: Chowdhery et al. 2022, "PaLM", appendix B.
+    """
+    c, active = program.model.config, 0.0
+    for name, leaf in pytree.named_leaves(program.plan.like).items():
+        looked_up = name == "embed/positions" or (name == "embed/tokens" and not getattr(c, "tied", False))
+        share = c.top_k / c.n_experts if isinstance(c, MoEConfig) and "/moe/w_" in name else 1.0
+        active += 0.0 if looked_up else share * leaf.numel()
+    width = c.n_heads * getattr(c, "key_dim", c.d_model // c.n_heads) if hasattr(c, "n_heads") else 0
+    return 6.0 * active + 12.0 * c.n_layers * program.config.data.seq_len * width
+
+
+def settled(config: RunConfig, **changes: Any) -> RunConfig:
+    """`config` with some values of `precision` and `train` decided."""
+    compiled = changes.pop("compiled", config.train.compiled)
+    return replace(config, precision=replace(config.precision, **changes), train=replace(config.train, compiled=compiled))

@@ -1,0 +1,125 @@
+"""The corpus of a run: found or prepared, told from another one, and opened as batches for this rank."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fzero
+from fzero import data
+from fzero.data.stream import Batch
+from fzero.data.tokens import VERSION, read_meta
+from fzero.run import run_folder
+from fzero.run.config import Data, RunConfig
+from fzero.sharding import Mesh
+
+Say = Callable[[str], None]
+
+
+def find_corpus(config: Data, folder: Path, say: Say) -> Path:
+    """The prepared corpus of a run: `config.path` itself, or made from it: the standard library's in the user's cache, a text's in
+    `folder`/data.
+    """
+    path = Path(config.path)
+    if config.path != "stdlib" and (path / "meta.json").is_file():
+        meta = read_meta(path)
+        if config.tokenizer not in ("bytes", meta["tokenizer"]):
+            raise ValueError(f"data.tokenizer is {config.tokenizer!r} and {path} was prepared with {meta['tokenizer']!r}; leave it out")
+        return path
+    if config.path != "stdlib":
+        say(f"preparing {path} ({config.tokenizer}) in {folder / run_folder.DATA}")
+        say(data.describe(data.prepare(path, folder / run_folder.DATA, tokenizer=config.tokenizer)))
+        return folder / run_folder.DATA
+    # The library's path too: builds of one version may come with and without its tests.
+    said = (VERSION, platform.python_version(), sysconfig.get_path("stdlib"), config.tokenizer, fzero.__version__)
+    name = "stdlib-" + hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero" / name
+    if not target.is_dir():
+        say(f"preparing Python's standard library as text ({config.tokenizer}), once, in {target}")
+        try:
+            say(data.describe(data.prepare("stdlib", target, tokenizer=config.tokenizer)))
+        except (OSError, ValueError):
+            if not target.is_dir():  # else another run has made it meanwhile
+                raise
+    return target
+
+
+def digest(corpus: Path) -> str:
+    """A SHA-256 that says whether a corpus is the same one: of meta.json, which holds that of the text."""
+    read_meta(corpus)
+    return hashlib.sha256((corpus / "meta.json").read_bytes()).hexdigest()
+
+
+Part = Callable[[int, int], Batch]
+Skips = Sequence[tuple[int, int]]
+
+
+def sample_at(cursor: int, skips: Skips) -> int:
+    """The first sample of the batch of a run that has consumed `cursor` samples, where `skips` are left out of the order of the data.
+
+    cursor: as in `state.data_cursor`, which counts what was trained on alone, so that it is step x train.batch whatever was left out.
+    skips: (first sample, count) of each batch left out, by sample numbers of the whole order (see `skips_of` in run/resume/rollback.py),
+    each beginning where a batch of the run
+    without it would. They say nothing of the batches before them: a state from before a batch was left out is
+    one of the run without it too.
+
+    >>> [sample_at(cursor, [(8, 4), (16, 4)]) for cursor in (0, 4, 8, 12, 16)]
+    [0, 4, 12, 20, 24]
+    """
+    for first, count in sorted(skips):
+        if first > cursor:
+            break
+        cursor += count
+    return cursor
+
+
+def open_parts(config: RunConfig, corpus: Path) -> Part:
+    """The function (sample, m) -> micro-batch m of the batch that begins with that sample, the same on every mesh.
+
+    Of R data ranks, rank r computes the micro-batches r, r + R, ...
+    Raises ValueError where the split is too short.
+    """
+    t = config.train
+    stream = data.TokenStream(data.open_tokens(corpus, "train"), config.data.seq_len, t.batch, t.seed)
+    return lambda sample, m: without_documents(config, stream.samples_at(sample + m * t.micro_batch, t.micro_batch))
+
+
+def open_data(config: RunConfig, corpus: Path, mesh: Mesh) -> tuple[Callable[[int], Batch], Callable[[], Iterator[Any]]]:
+    """(a function from the first sample of a batch to this rank's rows of it, one that gives its validation batches).
+
+    The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the validation batches too.
+    Raises ValueError where a split is too short.
+    """
+    t, length, part = config.train, config.data.seq_len, open_parts(config, corpus)
+    split = data.open_tokens(corpus, "val")
+    windows = t.eval_batches * t.micro_batch or None
+    share = (mesh.data_rank, mesh.data_size)
+    data.eval_batches(split, length, t.micro_batch, windows)
+
+    def batch_at(sample: int) -> Batch:
+        parts = [part(sample, m) for m in range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size)]
+        return {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+
+    # In batches of a micro-batch: the shapes that the training has, so that nothing is compiled again.
+    return batch_at, lambda: (without_documents(config, b) for b in data.eval_batches(split, length, t.micro_batch, windows, share))
+
+
+def without_documents(config: RunConfig, batch: Batch) -> Batch:
+    """The batch, without document numbers where tokens attend across documents."""
+    return batch if config.data.within_documents else {name: leaf for name, leaf in batch.items() if name != "documents"}
+
+
+def mean_bytes(corpus: Path) -> float:
+    """The mean number of UTF-8 bytes of a token of the corpus; 1 for the byte tokenizer."""
+    meta = read_meta(corpus)
+    if meta["tokenizer"] == "bytes":
+        return 1.0
+    counts = [split["tokens"] - split["documents"] for split in meta["splits"].values()]
+    return meta["source"]["text_bytes"] / max(1, sum(counts))

@@ -1,0 +1,198 @@
+"""Where two runs part: the first step, and the first leaf of the state, in which they are not the same to the bit.
+
+First by what both have recorded: rows and checkpoints. Then, from the last checkpoint in which they are equal, both are made again side
+by side in this process, step by step, until their states differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import checkpoint
+from fzero.core import pytree
+from fzero.core.digest import combined, digest_tree
+from fzero.core.tables import flat
+from fzero.run import run_folder
+from fzero.run.config import to_table
+from fzero.run.corpus import Say
+from fzero.run.debug.replay import (
+    Made,
+    apart,
+    checkpoints_in,
+    program_of,
+    recorded_config,
+    recorded_digests,
+    same_bits,
+    state_at,
+    steps_from,
+)
+from fzero.run.pretrain import ALONE
+from fzero.run.resume.newest_state import in_memory
+from fzero.train.state import TrainState
+from fzero.train.update.delayed import settled
+
+# The numbers of a row that follow from a run's state and data, in the order in which a step computes them.
+NUMBERS = ("loss", "cross_entropy", "balance", "router_z", "grad_norm", "lr", "loss_scale", "skipped", "num_tokens", "digest", "val_loss")
+ELSEWHERE = ("fzero", "torch", "python", "platform", "threads", "processes", "corpus_sha256", "init")  # of environment.json
+
+
+class Parting(NamedTuple):
+    """The first step in which two runs are not the same."""
+
+    step: int  # 0: their first states
+    numbers: list[str]  # of the rows made again that differ: loss, grad_norm, ...; "batch" where the data does
+    leaf: str  # the first leaf of the state behind the step that differs, in the order of the tree; "" where none does
+    note: str  # where in it, and by how much
+
+
+class Bisected(NamedTuple):
+    """What was found."""
+
+    differing: list[tuple[str, Any, Any]]  # values of the configs and the environments
+    recorded: int | None  # the first step whose rows or checkpoints differ
+    what: str  # which number or leaf of those does
+    parting: Parting | None  # what making them again has shown; None where it has shown no difference, or was not needed
+    strays: list[Path]  # runs whose recorded rows are not those they have when made again
+    elsewhere: bool  # whether a run was made in a way whose bits one process need not have
+    steps: int  # steps both have a record of
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing that both have recorded differs."""
+        return self.recorded is None
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"equal: no number and no leaf differs in the {self.steps} steps that both have a record of"
+        if self.parting is not None:
+            step, numbers, leaf, note = self.parting
+            if step == 0:
+                return f"part before step 1: leaf {leaf}{note}"
+            first = ", ".join([*numbers, *([f"leaf {leaf}{note}"] if leaf else [])])
+            return f"part at step {step}: {first}"
+        where = f"recorded as parting at step {self.recorded} ({self.what}), and equal there when made again in one process"
+        if self.elsewhere:
+            return f"{where}: the meshes they ran on add in another order (reduce=canonical does not), or the hardware made a mistake"
+        if len(self.strays) == 1:
+            return f"{where}: {self.strays[0]} does not reproduce itself"
+        return f"{where}: {'neither run reproduces itself' if self.strays else 'both runs reproduce what they recorded of it'}"
+
+
+def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line: None) -> Bisected:
+    """Where the runs in the folders `a` and `b` part. Nothing in them is changed.
+
+    nvme: what they keep on a disk is put below this folder meanwhile (None: the system's).
+    Raises ValueError where one is no run, they have no record of a common step, or what is needed to make them again is not there.
+    """
+    folders = (a, b)
+    kept = [checkpoints_in(folder) for folder in folders]
+    rows = [{row["step"]: row for row in run_folder.read_metrics(folder)} for folder in folders]
+    differing = list(differences(*folders))
+    equal, bound, what, steps = recorded_difference(kept, rows)
+    if not steps:
+        raise ValueError(f"{a} and {b} have no record of a common step; there is nothing to compare")
+    if bound is None:
+        return Bisected(differing, None, "", None, [], False, steps)
+    configs = [recorded_config(folder, bound, held) for folder, held in zip(folders, kept)]
+    here = [replace(config, mesh={}) for config in configs]
+    if any(config.train.update == "delayed" for config in here):
+        equal = 0  # no checkpoint has the gradient that waits
+    begin = f"checkpoint {equal}" if equal else "the start of each"
+    say(f"recorded: the first difference is at step {bound} ({what}); making both again from {begin}, in one process")
+    strays: list[Path] = []
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(program_of(folder, config, ALONE, nvme, say)) for folder, config in zip(folders, here)]
+        states = [state_at(f, p, held[equal] if equal else None) for f, (p, *_), held in zip(folders, opened, kept)]
+        parting = first_parting(int(states[0].step), [], *states)
+        made = [steps_from(again, state, bound) for again, state in zip(opened, states)]
+        del states
+        while parting is None and (pair := [next(one, None) for one in made])[0] is not None:
+            step = int(pair[0].state.step)
+            for folder, one, record, held in zip(folders, pair, rows, kept):
+                if strays_from(one, record.get(step, {}), held.get(step)) and folder not in strays:
+                    strays.append(folder)
+            numbers = [n for n in NUMBERS if differ(pair[0].row, pair[1].row, n)]
+            parting = first_parting(step, ["batch"] * (not same_batch(*pair)) + numbers, *(settled(one.state) for one in pair))
+            del pair
+    elsewhere = not all(same_bits(config, there) for config, there in zip(configs, here))
+    return Bisected(differing, bound, what, parting, strays, elsewhere, steps)
+
+
+def recorded_difference(kept: list[dict[int, checkpoint.Place]], rows: list[dict[int, dict[str, Any]]]) -> tuple[int, int | None, str, int]:
+    """(the last step before the difference whose checkpoints are equal, 0 for none; the first step of which the rows or the checkpoints
+    of two runs differ, None for none; what differs; the number of steps that both have a record of).
+    """
+    common, both = kept[0].keys() & kept[1].keys(), rows[0].keys() & rows[1].keys()
+    equal, steps = 0, sorted(common | both)
+    for step in steps:
+        names = [n for n in NUMBERS if step in both and differ(rows[0][step], rows[1][step], n)]
+        if not names and step in common:
+            names = first_leaf(kept[0][step], kept[1][step])
+            equal = equal if names else step
+        if names:
+            return equal, step, names[0], len(steps)
+    return equal, None, "", len(steps)
+
+
+def report(result: Bisected) -> Iterator[str]:
+    """The lines that say what was found; the last one is the verdict."""
+    for name, x, y in result.differing:
+        yield f"{name}: {x!r} and {y!r}"
+    yield str(result)
+
+
+def differences(a: Path, b: Path) -> Iterator[tuple[str, Any, Any]]:
+    """The values of the configs, and of what was recorded of the machine and the corpus, that differ."""
+    tables = [dict(flat(to_table(run_folder.read_config(folder)))) for folder in (a, b)]
+    said = [{n: v for n, v in run_folder.read_environment(folder).items() if n in ELSEWHERE} for folder in (a, b)]
+    for x, y in (tables, said):
+        yield from ((name, x.get(name), y.get(name)) for name in {**x, **y} if x.get(name) != y.get(name))
+
+
+def differ(x: dict[str, Any], y: dict[str, Any], name: str) -> bool:
+    """Whether two rows have another number under a name that both have."""
+    return name in x and name in y and x[name] != y[name]
+
+
+def first_leaf(a: checkpoint.Place, b: checkpoint.Place) -> list[str]:
+    """The first leaf, in the order of the tree, that two checkpoints do not both have alike, and how; [] where they are equal."""
+    x, y = recorded_digests(a), recorded_digests(b)
+    for name in {**x, **y}:
+        if name not in x or name not in y:
+            return [f"leaf {name} is in one of them only"]
+        if x[name] != y[name]:
+            return [f"leaf {name}{apart(*(checkpoint.restore_leaves(path, name.__eq__)[name] for path in (a, b)), 'which is {} and {}')}"]
+    return []
+
+
+def strays_from(one: Made, row: dict[str, Any], path: checkpoint.Place | None) -> bool:
+    """Whether a step made again is not what its run recorded of it."""
+    if "digest" in row:
+        one.row["digest"] = f"{combined(digest_tree(in_memory(one.state.params))):016x}"
+    if any(differ(one.row, row, name) for name in NUMBERS):
+        return True
+    return path is not None and digest_tree(in_memory(settled(one.state))) != recorded_digests(path)
+
+
+def same_batch(x: Made, y: Made) -> bool:
+    """Whether two steps were given the same data."""
+    return x.batch.keys() == y.batch.keys() and all(torch.equal(leaf, y.batch[name]) for name, leaf in x.batch.items())
+
+
+def first_parting(step: int, numbers: list[str], x: TrainState, y: TrainState) -> Parting | None:
+    """What differs behind a step; None where nothing does."""
+    mine, theirs = pytree.named_leaves(x), pytree.named_leaves(y)
+    for name in {**mine, **theirs}:
+        if name not in mine or name not in theirs:
+            return Parting(step, numbers, name, " is in one of them only")
+        leaves = [leaf if isinstance(leaf, Tensor) else leaf.tensor() for leaf in (mine[name], theirs[name])]
+        if note := apart(*leaves, "which is {} and {}"):
+            return Parting(step, numbers, name, note)
+    return Parting(step, numbers, "", "") if numbers else None

@@ -1,0 +1,142 @@
+"""How two checkpoints differ: by the digests in their manifests first, then element by element, a few MB of each at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import checkpoint
+from fzero.checkpoint import Opened, Place
+from fzero.checkpoint.restore_tree import dtype_name
+from fzero.run.debug.checkpoint_list import path_of
+
+BLOCK = 4 << 20  # bytes of each leaf in memory at a time, where its chunks are not larger
+Index = tuple[int, ...]
+
+
+class LeafDifference(NamedTuple):
+    """How a leaf that both have differs."""
+
+    name: str
+    differing: int  # elements
+    elements: int
+    largest: float  # absolute difference; infinite where one is no number
+    largest_relative: float  # as a fraction of the larger of both
+    first: list[int]  # the index of the first element that differs, rows first; [] where none does
+    values: tuple[Any, Any] | None  # of that element
+
+    def __str__(self) -> str:
+        if not self.differing:
+            return f"leaf {self.name}: no element differs by more; the largest difference is {self.largest:.3g}"
+        count = f"{self.differing:,} of {self.elements:,} elements differ"
+        by = f"by {self.largest:.3g} at most, relatively {self.largest_relative:.3g}"
+        return f"leaf {self.name}: {count}, {by}; the first at {self.first}, {self.values[0]!r} and {self.values[1]!r}"
+
+
+class Difference(NamedTuple):
+    """How two checkpoints differ."""
+
+    a: Place
+    b: Place
+    only_a: list[str]
+    only_b: list[str]
+    other: list[str]  # leaves of another shape or dtype, with both
+    differing: list[str]  # leaves of another digest, in the order of the tree
+    compared: list[LeafDifference]  # those of them that were read
+    leaves: int  # that both have
+
+    @property
+    def same(self) -> bool:
+        """Whether they are the same: to the bit, or within the tolerance."""
+        return not (self.only_a or self.only_b or self.other or any(leaf.differing for leaf in self.compared))
+
+
+def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> Difference:
+    """How the checkpoints `a` and `b` differ (a run, folder or URL: its newest). Leaves of which the digests agree are not read.
+
+    tolerance: elements that differ by no more than this are taken as equal; 0: to the bit, so -0.0 is not 0.0 and a NaN is that NaN.
+    every: read all leaves that differ; else up to the first that differs by more than the tolerance.
+    Raises ValueError where there is no checkpoint, and Damaged for one that is not what was written.
+    """
+    if not tolerance >= 0 or math.isinf(tolerance):
+        raise ValueError(f"--tolerance is {tolerance}; it must be a number of at least 0")
+    x, y = (checkpoint.opened(path_of(place)) for place in (a, b))
+    try:
+        common = [name for name in x.leaves if name in y.leaves]
+        kinds = {name: [(held.leaves[name].shape, held.leaves[name].dtype) for held in (x, y)] for name in common}
+        other = [f"{name}: {said(*kinds[name][0])} and {said(*kinds[name][1])}" for name in common if kinds[name][0] != kinds[name][1]]
+        differing = [name for name in common if kinds[name][0] == kinds[name][1] and x.leaves[name].digest != y.leaves[name].digest]
+        compared = []
+        for name in differing:
+            compared.append(compare_leaf(x, y, name, tolerance))
+            if compared[-1].differing and not every:
+                break
+    finally:
+        x.close()
+        y.close()
+    only = [[name for name in held.leaves if name not in beside.leaves] for held, beside in ((x, y), (y, x))]
+    return Difference(x.path, y.path, *only, other, differing, compared, len(common))
+
+
+def said(shape: Index, dtype: torch.dtype) -> str:
+    """A shape and a dtype in words."""
+    return f"{dtype_name(dtype)} {list(shape)}"
+
+
+def compare_leaf(x: Opened, y: Opened, name: str, tolerance: float) -> LeafDifference:
+    """How a leaf of two checkpoints differs, which has one shape and dtype in both."""
+    ours, theirs = x.leaves[name], y.leaves[name]
+    differing, largest, relative = 0, 0.0, 0.0
+    first: tuple[int, list[int], tuple[Any, Any]] | None = None
+    for start, size in blocks(ours.shape, ours.layout.chunk, theirs.layout.chunk, ours.dtype.itemsize):
+        p, q = x.read(name, start, size).reshape(-1), y.read(name, start, size).reshape(-1)
+        apart, by, part = differences(p, q, tolerance)
+        differing, largest, relative = differing + int(apart.sum()), max(largest, by), max(relative, part)
+        if not bool(apart.any()):
+            continue
+        at = int(apart.to(torch.uint8).argmax())
+        index = [int(i) + s for i, s in zip(torch.unravel_index(torch.tensor(at), size), start)]
+        number = sum(i * math.prod(ours.shape[dim + 1 :]) for dim, i in enumerate(index))
+        if first is None or number < first[0]:
+            first = number, index, (p[at].item(), q[at].item())
+    index, values = first[1:] if first else ([], None)
+    return LeafDifference(name, differing, math.prod(ours.shape), largest, relative, index, values)
+
+
+def differences(p: Tensor, q: Tensor, tolerance: float) -> tuple[Tensor, float, float]:
+    """(which elements differ by more than the tolerance, the largest absolute difference, the largest relative one)."""
+    size = p.dtype.itemsize
+    apart = (p.view(torch.uint8).view(-1, size) != q.view(torch.uint8).view(-1, size)).any(-1)
+    if not bool(apart.any()):
+        return apart, 0.0, 0.0
+    where = apart.nonzero().squeeze(-1)
+    v, w = p[where].double(), q[where].double()
+    if p.dtype.is_floating_point:
+        alike = (v.isnan() & w.isnan()) | (v == w)
+        by = torch.where(alike, 0.0, (v - w).abs()).nan_to_num(math.inf, math.inf)
+    else:
+        by = (p[where].long() - q[where].long()).double().abs()  # large ones that float64 takes for equal are not
+    scale = torch.maximum(v.abs(), w.abs()).nan_to_num(math.inf, math.inf)
+    relative = torch.where(by == 0, 0.0, torch.where(by.isinf(), math.inf, by / scale))
+    if tolerance:
+        apart[where[by <= tolerance]] = False
+    return apart, float(by.max()), float(relative.max())
+
+
+def blocks(shape: Index, ours: Index, theirs: Index, itemsize: int) -> Iterator[tuple[Index, Index]]:
+    """(start, size) of boxes that make up a leaf: of a chunk or some, of about BLOCK bytes."""
+    if not math.prod(shape):
+        return
+    step = [max(1, a, b) for a, b in zip(ours, theirs)]
+    for dim in reversed(range(len(shape))):
+        while step[dim] < shape[dim] and 2 * math.prod(step) * itemsize <= BLOCK:
+            step[dim] = min(2 * step[dim], shape[dim])
+        if step[dim] < shape[dim]:
+            break
+    for start in itertools.product(*(range(0, n, k) for n, k in zip(shape, step))):
+        yield start, tuple(min(k, n - at) for at, k, n in zip(start, step, shape))

@@ -1,0 +1,261 @@
+"""What checkpoints there are and what each holds, by manifests and the names and sizes of files alone; and how some are removed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fzero import checkpoint
+from fzero.checkpoint import Damaged, Place
+from fzero.checkpoint.directory import MANIFEST, SPARE, clean_step, join, leaf_of, step_of
+from fzero.checkpoint.reader import file_of
+from fzero.checkpoint.restore_tree import dtype_name
+from fzero.core.object_store import Objects
+from fzero.core.storage import is_url
+from fzero.core.tables import flat
+from fzero.offload.store_manifest import read_record
+from fzero.run import config, run_folder
+from fzero.sharding.memory import Offload
+
+
+class Entry(NamedTuple):
+    """The folder of one step."""
+
+    step: int
+    path: Place
+    state: str  # complete; damaged (by its manifest, or files that are missing or too short); incomplete (it has no manifest)
+    note: str  # what is wrong, or left over
+    written: float | None  # when it became complete, in seconds since 1970; None where the store does not tell
+    size: int | None  # bytes of its files; None where the store does not tell
+    leaves: int | None
+    nbytes: int | None  # of the leaves' elements
+    mesh: dict[str, int] | None  # of the run that saved it; axes of one process are left out
+
+
+class OnDisk(NamedTuple):
+    """The store that a run keeps its state in, by its record."""
+
+    place: str
+    step: int | None  # the last complete one; None where there is none
+    pinned: list[int]  # earlier steps that it keeps as checkpoints
+    note: str
+
+
+class Listing(NamedTuple):
+    """The checkpoints in a folder."""
+
+    home: Place
+    entries: list[Entry]  # by step
+    spare: int  # bytes of files that wait for the next save to write over them
+    store: OnDisk | None  # of a run whose state is on a disk
+
+
+class Shown(NamedTuple):
+    """What a manifest says."""
+
+    path: Place
+    step: int
+    versions: dict[str, str]
+    mesh: dict[str, int]
+    config: dict[str, Any]  # `a.b`: value, of what differs from the preset
+    leaves: dict[str, dict[str, Any]]  # name: shape, dtype, spec, parts, chunk, bytes, digest
+    totals: dict[str, dict[str, int]]  # params, master, opt_state, ...: leaves, elements, bytes; of all leaves, selected or not
+
+
+def home_of(place: str) -> tuple[Place, Path | None]:
+    """(where the checkpoints of a run, or in a folder or below a URL, are; the run's folder, None where `place` is no run)."""
+    if is_url(place):
+        return trimmed(place), None
+    folder = Path(place)
+    if not folder.is_dir():
+        raise ValueError(f"{place}: no such folder; give a run, a folder with checkpoints, or a URL such as s3://bucket/run")
+    if (folder / run_folder.CONFIG).is_file():
+        return run_folder.checkpoints_of(folder, run_folder.read_config(folder)), folder
+    return folder, None
+
+
+def path_of(place: str) -> Place:
+    """The checkpoint that `place` names: itself, or the newest complete one of a run, a folder or a URL. Raises ValueError for none."""
+    if is_url(place):
+        here = Objects(place).read(MANIFEST) is not None
+        return trimmed(place) if here else checkpoint.latest(trimmed(place))
+    here = Path(place)
+    if (here / MANIFEST).is_file() or (here.is_dir() and step_of(here.name) is not None):
+        return here
+    return checkpoint.latest(home_of(place)[0])
+
+
+def trimmed(url: str) -> str:
+    """A URL without the slashes at its end."""
+    return url if url.endswith("://") else url.rstrip("/")
+
+
+# ---- which there are ----
+
+
+def listing(place: str) -> Listing:
+    """The checkpoints of a run, a folder or a URL, whole or not. Raises ValueError where there is no such folder."""
+    home, folder = home_of(place)
+    found = files_of(home)
+    if MANIFEST in found.get("", {}):
+        raise ValueError(f"{place}: is a checkpoint; give the folder that it is in, or use `fzero ckpt show`")
+    by_step = sorted((step, name) for name in found if (step := step_of(name)) is not None)
+    entries = [entry_of(join(home, name), step, found[name]) for step, name in by_step]
+    return Listing(home, entries, sum(size or 0 for size in found.get(SPARE, {}).values()), on_disk(folder) if folder else None)
+
+
+def files_of(home: Place) -> dict[str, dict[str, int | None]]:
+    """{folder: {file below it: bytes}} of what is in a folder of checkpoints ("": in none); bytes are None for a URL."""
+    found: dict[str, dict[str, int | None]] = {}
+    if is_url(home):
+        sizes: dict[str, int | None] = dict.fromkeys(Objects(str(home)).names())
+    else:
+        there = [path for path in Path(home).rglob("*") if path.is_file()] if Path(home).is_dir() else []
+        sizes = {path.relative_to(home).as_posix(): path.stat().st_size for path in there}
+        found |= {path.name: {} for path in (Path(home).iterdir() if Path(home).is_dir() else ()) if path.is_dir()}
+    for name, size in sizes.items():
+        top, slash, rest = name.partition("/")
+        found.setdefault(top if slash else "", {})[rest if slash else top] = size
+    return found
+
+
+def entry_of(path: Place, step: int, files: dict[str, int | None]) -> Entry:
+    """What is known of a step from its manifest and the names and sizes of its files."""
+    size = None if is_url(path) else sum(size or 0 for size in files.values())
+    if MANIFEST not in files:
+        note = f"{len(files)} files that no manifest names: of a save that is under way, or did not end"
+        return Entry(step, path, "incomplete", note, None, size, None, None, None)
+    written = None if is_url(path) else Path(path, MANIFEST).stat().st_mtime
+    try:
+        record = checkpoint.manifest(path)
+    except ValueError as error:
+        return Entry(step, path, "damaged", str(error), written, size, None, None, None)
+    leaves = {name: leaf_of(table) for name, table in record["leaves"].items()}
+    parts = {
+        f"{record['arrays']}/{file_of(leaf.layout, name, part)}": None if leaf.layout.compress else leaf.layout.file_bytes
+        for name, leaf in leaves.items()
+        for part in leaf.layout.parts()
+    }
+    short = [name for name, least in parts.items() if name not in files or (None not in (least, files[name]) and files[name] < least)]
+    beside = [name for name in files if name != MANIFEST and not name.startswith(f"{record['arrays']}/")]
+    state, note = ("damaged", f"{some(short)} missing or too short") if short else ("complete", "")
+    if beside and not note:
+        note = f"{some(beside)} left by a save that did not end"
+    return Entry(step, path, state, note, written, size, len(leaves), sum(leaf.layout.nbytes for leaf in leaves.values()), record["mesh"])
+
+
+def some(names: list[str]) -> str:
+    """The first name and how many there are, as the subject of a sentence."""
+    return f"{names[0]} is" if len(names) == 1 else f"{len(names)} files ({names[0]}, ...) are"
+
+
+def on_disk(folder: Path) -> OnDisk | None:
+    """The store of the run in `folder`; None where its state is not on a disk."""
+    value = run_folder.read_config(folder)
+    if "nvme" not in Offload.parse(value.offload).memories:
+        return None
+    place = str(value.nvme.folder or folder / run_folder.NVME)
+    try:
+        record = read_record(place)
+    except Damaged as error:
+        return OnDisk(place, None, [], str(error))
+    if record is None:
+        return OnDisk(place, None, [], "")
+    note = "the step that overwrites it did not end" if record.dirty else "the run has ended" if record.done else ""
+    return OnDisk(place, record.step, sorted(record.pinned.values()), note)
+
+
+# ---- what one holds ----
+
+
+def described(place: str) -> Shown:
+    """What the manifest of a checkpoint says (a run, folder or URL: of its newest). Raises ValueError where there is none."""
+    path = path_of(place)
+    record = checkpoint.manifest(path)
+    leaves, totals = {}, {}
+    for name, table in record["leaves"].items():
+        layout = leaf_of(table).layout
+        leaves[name] = {
+            "shape": list(layout.shape),
+            "dtype": dtype_name(layout.dtype),
+            "spec": table["spec"],
+            "parts": len(layout.parts()),
+            "chunk": list(layout.chunk),
+            "bytes": layout.nbytes,
+            "digest": table["digest"],
+        }
+        total = totals.setdefault(name.split("/")[0], {"leaves": 0, "elements": 0, "bytes": 0})
+        for key, value in (("leaves", 1), ("elements", math.prod(layout.shape)), ("bytes", layout.nbytes)):
+            total[key] += value
+    return Shown(path, record["step"], record["versions"], record["mesh"], differing_values(record["config"]), leaves, totals)
+
+
+def differing_values(saved: Any) -> dict[str, Any]:
+    """`a.b`: value, of a config in a manifest that differs from its preset; all of one that is no run's."""
+    if not isinstance(saved, dict):
+        return {} if saved is None else {"": saved}
+    values = dict(flat(saved))
+    preset, chosen = saved.get("preset"), {"train.steps", "optim.name"}  # which other defaults follow from
+    if not isinstance(preset, str):
+        return values
+    base: dict[str, Any] = {"preset": preset}
+    if not preset:
+        base["model"] = {"family": saved.get("model", {}).get("family", "")}
+    try:
+        plain = dict(flat(config.to_table(config.from_table(base))))
+        table = {**base, "train": {"steps": values["train.steps"]}, "optim": {"name": values["optim.name"]}}
+        following = dict(flat(config.to_table(config.from_table(table))))
+    except (ValueError, KeyError):  # of another version of fzero
+        return values
+    expected = {name: (plain if name in chosen else following).get(name, ...) for name in values}
+    return {name: value for name, value in values.items() if name == "preset" or value != as_json(expected[name])}
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    return value if value is ... else json.loads(json.dumps(value))
+
+
+# ---- removing ----
+
+
+def remove(places: list[str], steps: list[int] | None = None, *, force: bool = False) -> list[str]:
+    """Remove checkpoints, each whole, and what saves that did not end have left; returns a line for each.
+
+    places: checkpoints; or, with `steps`, one run, folder or URL that has them. force: also where no complete checkpoint is left then.
+    Raises ValueError before anything is removed.
+    """
+    if steps and len(places) != 1:
+        raise ValueError(f"--step names checkpoints of one run and {len(places)} places are given; give one")
+    if steps:
+        home = home_of(places[0])[0]
+        paths = [checkpoint.folder_of(home, step) for step in steps]
+    else:
+        paths = [trimmed(place) if is_url(place) else Path(place) for place in places]
+    homes: dict[str, list[tuple[Place, int]]] = {}
+    for path in dict.fromkeys(paths):
+        name = str(path).rsplit("/", 1)[-1] if is_url(path) else path.absolute().name
+        if step_of(name) is None:
+            raise ValueError(f"{path}: is not a checkpoint, which is a folder step-XXXXXXXX; name one, or use --step N with a run")
+        home = str(path).rsplit("/", 1)[0] if is_url(path) else str(path.absolute().parent)
+        homes.setdefault(home, []).append((path, step_of(name)))
+    states = {home: {entry.step: entry.state for entry in listing(home).entries} for home in homes}
+    for home, gone in homes.items():
+        for path, step in gone:
+            if step not in states[home]:
+                raise ValueError(f"{path}: no such checkpoint; {home} has {', '.join(map(str, states[home])) or 'none'}")
+        whole = {step for step, state in states[home].items() if state == "complete"}
+        if whole and not force and not whole - {step for _, step in gone}:
+            last = checkpoint.folder_of(home, max(whole))
+            raise ValueError(f"{last}: is the last complete checkpoint in {home}; nothing was removed (--force removes it too)")
+    lines = []
+    for home, gone in homes.items():
+        for path, step in gone:
+            if states[home][step] == "incomplete":
+                clean_step(path)
+            else:
+                checkpoint.remove(home, step)
+            lines.append(f"removed {path}")
+    return lines

@@ -1,0 +1,377 @@
+"""A recorded step of a run made again: from the nearest checkpoint before it, by the run's own config, without writing to its folder.
+
+A step is a function of a state and of the data's position, so what a run has recorded of it can be asked again: the numbers of its row,
+and every leaf of a checkpoint. Where sums have the same order (the same mesh and stage, or `reduce = "canonical"`, and as many threads)
+the bits must be the same; what is not then has another cause: hardware, another version, or something that is no part of the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import checkpoint
+from fzero.core import pytree
+from fzero.core.tables import Table
+from fzero.data.stream import Batch
+from fzero.run import corpus, machine, run_folder
+from fzero.run.build import Program, build, first_state, restore, save_store, specs_of
+from fzero.run.config import RunConfig, from_table, updated
+from fzero.run.corpus import Say
+from fzero.run.measure.log import numbers
+from fzero.run.memory_check import check_memory
+from fzero.run.pretrain import ALONE, place
+from fzero.run.ranks.coordinator import Team
+from fzero.run.ranks.watchdog import watched
+from fzero.run.resume import rollback
+from fzero.run.resume.newest_state import expect_disk
+from fzero.sharding.digests import digest_text, digests
+from fzero.sharding.memory import Offload
+from fzero.sharding.whole_on_first import gathered
+from fzero.train.state import TrainState
+from fzero.train.update.delayed import settled
+
+SHOWN = 12  # lines of what differs
+PIECE = 1 << 22  # elements compared at a time
+# The largest relative difference of a loss that passes where sums have another order, by the bits of what is multiplied.
+CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
+EXACT = ("lr", "loss_scale", "skipped", "num_tokens")  # numbers of a row that no order of sums changes
+
+
+class Compared(NamedTuple):
+    """A number of a step's row, or a leaf of the state behind it (then digests are compared), as it was and as it is."""
+
+    step: int
+    name: str
+    recorded: Any
+    replayed: Any
+    leaf: bool = False
+    note: str = ""  # where in a leaf, and how far apart
+
+    @property
+    def same(self) -> bool:
+        """Whether they are equal, to the bit."""
+        return self.recorded == self.replayed
+
+    @property
+    def apart(self) -> float:
+        """How far a number is from what it was, as a fraction of that."""
+        a, b = self.recorded, self.replayed
+        if self.same or a is None or b is None:
+            return 0.0 if self.same else math.inf
+        return abs(b - a) / abs(a) if a else math.inf
+
+    def __str__(self) -> str:
+        what = f"step {self.step}: {'leaf ' * self.leaf}{self.name}"
+        if self.leaf:
+            return f"{what} differs{self.note}"
+        by = f" (by {self.apart:.1e} of it)" if isinstance(self.recorded, float) and isinstance(self.replayed, float) else ""
+        return f"{what} was {self.recorded!r} and is {self.replayed!r}{by}"
+
+
+class Replayed(NamedTuple):
+    """What came of a replay."""
+
+    start: int  # the step of the state it began with
+    step: int  # the last step made again
+    source: str  # where that state came from
+    rows: list[Compared]  # every comparison, in the order in which the run computes
+    tolerance: float  # 0: all bits
+
+    @property
+    def failed(self) -> list[Compared]:
+        """The comparisons that say that the step does not come out as it was."""
+        if not self.tolerance:
+            return [row for row in self.rows if not row.same]
+        close = [row for row in self.rows if row.name == "loss" and not row.apart <= self.tolerance]
+        return [row for row in self.rows if (row in close or row.name in EXACT) and not row.same]
+
+    @property
+    def reproduces(self) -> bool:
+        """Whether it came out as it was: to the bit, or within the tolerance."""
+        return not self.failed
+
+    @property
+    def apart(self) -> float:
+        """The largest relative difference of a loss."""
+        return max((row.apart for row in self.rows if row.name == "loss"), default=0.0)
+
+    def __str__(self) -> str:
+        steps = f"steps {self.start + 1} to {self.step}" if self.step > self.start + 1 else f"step {self.step}"
+        numbers, leaves = (len([row for row in self.rows if row.leaf == leaf]) for leaf in (False, True))
+        said = f"{steps}, from {self.source}: {numbers} numbers" + f" and {leaves} leaves" * bool(leaves)
+        if all(row.same for row in self.rows):
+            return f"reproduces bit for bit ({said})"
+        if self.reproduces:
+            return f"agrees within {self.tolerance:g}: the losses differ by {self.apart:.1e} at most ({said})"
+        first = self.failed[0]
+        return f"parts at step {first.step} ({first.name}; {said}, of which {len(self.failed)} fail)"
+
+
+def replay(
+    folder: Path,
+    step: int,
+    mesh: dict[str, int] | None = None,
+    *,
+    zero: int | None = None,
+    start: int | None = None,
+    tolerance: float | None = None,
+    nvme: str | None = None,
+    team: Team = ALONE,
+    say: Say = lambda line: None,
+) -> Replayed:
+    """Make step `step` of the run in `folder` again, from the newest sound checkpoint before it or else the run's first state.
+
+    Every step on the way is compared with its row in metrics.jsonl, and with its checkpoint where there is one. Nothing in `folder`
+    is changed: what the run has on a disk is put into a folder of its own below `nvme` (None: the system's), which is gone afterwards.
+    mesh, zero: of these processes; without them the run's own where it fits them, else dp over all. start: the checkpoint's step; 0 is the
+    first state. tolerance: relative, of losses; None: 0 where the same bits are due, else CLOSE.
+    Raises ValueError where there is no such run, checkpoint or record.
+    """
+    if step < 1:
+        raise ValueError(f"--step is {step}; it must be at least 1")
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"--tolerance is {tolerance}; it must be at least 0")
+    rows = {row["step"]: row for row in run_folder.read_metrics(folder)}
+    kept = checkpoints_in(folder)
+    config = recorded_config(folder, step, kept)
+    if step not in rows and step not in kept:
+        last = max([*rows, *kept], default=0)
+        raise ValueError(
+            f"{folder}: has no record of step {step}, neither a row of {run_folder.METRICS} nor a checkpoint; its last is {last}"
+        )
+    changes: Table = {} if zero is None else {"zero": zero}
+    fits = math.prod(config.mesh.values()) == team.size
+    changes["mesh"] = mesh if mesh is not None else config.mesh if fits else {}
+    with program_of(folder, updated(replace(config, mesh={}), changes), team, nvme, say) as again:
+        program, room = again.program, again.room
+        begin = beginning(kept, step, start, program, team, say)
+        state = state_at(folder, program, kept[begin] if begin else None)
+        source, first = f"step-{begin:08d}" if begin else "the start of the run", int(state.step)
+        kept |= step_on_disk(program, folder, step, room) if step not in kept and room is not None else {}
+        say(f"replaying {folder} from {source} to step {step}, on {words_of(program.config)}")
+        exact = same_bits(config, program.config)
+        if tolerance is None:
+            tolerance = 0.0 if exact else CLOSE[config.precision.policy]
+        found: list[Compared] = []
+        for made in steps_from(again, state, step):
+            number, recorded = int(made.state.step), rows.get(int(made.state.step), {})
+            if "digest" in recorded:
+                made.row["digest"] = digest_text(made.state.params, specs_of(program).params, program.mesh)
+            found += [Compared(number, n, recorded[n], made.row[n]) for n in made.row if n in recorded and n != "step"]
+            if number in kept:
+                parted = any(row.leaf and not row.same for row in found)
+                found += compare_leaves(program, made.state, kept[number], number, explain=not parted)
+    return Replayed(first, step, source, found, tolerance)
+
+
+def report(result: Replayed) -> Iterator[str]:
+    """The lines that say what came of a replay; the last one is the verdict."""
+    lines: list[str] = []
+    steps: dict[int, int] = {}  # of leaves that differ, and how many; the first of them has its line
+    for row in result.failed:
+        steps[row.step] = steps.get(row.step, 0) + row.leaf
+        if not row.leaf or steps[row.step] == 1:
+            lines.append(str(row))
+        elif steps[row.step] > 2:
+            lines[-1] = f"step {row.step}: {steps[row.step] - 1} more of its leaves differ"
+        else:
+            lines.append(f"step {row.step}: leaf {row.name} differs too")
+    yield from lines[:SHOWN]
+    if len(lines) > SHOWN:
+        yield f"... and {len(lines) - SHOWN} lines more"
+    yield str(result)
+
+
+# -- the run again
+
+
+class Made(NamedTuple):
+    """A step that was made again."""
+
+    state: TrainState  # behind it
+    row: dict[str, Any]  # as the run records it
+    batch: Batch  # this rank's rows
+
+
+class Again(NamedTuple):
+    """What it takes to make steps of a run again."""
+
+    program: Program
+    batch_at: Callable[[int], Batch]  # this rank's rows by `state.data_cursor`
+    threads: int  # that the run had
+    room: Path | None  # a folder for what is on a disk, where the run has any
+
+
+def steps_from(again: Again, state: TrainState, until: int) -> Iterator[Made]:
+    """The steps of a run from `state` to step `until`. Each overwrites the state before it."""
+    program = again.program
+    while (step := int(state.step)) < until:
+        # Of the process; another run beside this one may have others.
+        torch.set_num_threads(again.threads)
+        machine.set_fp32_matmul(program.config.precision.fp32_matmul)
+        batch = again.batch_at(int(state.data_cursor))
+        state, metrics = program.train_step(state, batch)
+        yield Made(state, numbers(program, metrics, step), batch)
+
+
+@contextlib.contextmanager
+def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, say: Say) -> Iterator[Again]:
+    """The program of the run in `folder` by `config`, with as many threads as the run had; its room is removed at the end."""
+    said, before = run_folder.read_environment(folder), torch.get_num_threads()
+    if not said.get("corpus"):
+        raise ValueError(f"{folder}: holds imported weights, not a training run; there is no step to make again")
+    config = replace(config, nvme=replace(config.nvme, folder="", slots=min(config.nvme.slots, 2)))
+    config, mesh, _ = place(config, team)
+    room = None
+    try:
+        torch.set_num_threads(said.get("threads", before))
+        if "nvme" in Offload.parse(config.offload).memories:
+            room = Path(team.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
+        program = build(config, mesh, room)
+        check_memory(program, machine.available_bytes() // team.local_size)
+        expect_disk(program, team)
+        path = folder / said["corpus"]  # an absolute path stays what it is
+        if config.data.path == "stdlib":
+            path = Path(team.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, say))))
+        if corpus.digest(path) != said["corpus_sha256"]:
+            raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
+        with watched(team):
+            batch_at, skips = corpus.open_data(config, path, mesh)[0], team.share(lambda: rollback.skips_of(folder))
+            yield Again(program, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room)
+        if program.space is not None:
+            program.space.close()
+        team.share(lambda: "all have closed their files")
+    finally:
+        torch.set_num_threads(before)
+        if room is not None and team.first:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def beginning(kept: dict[int, checkpoint.Place], step: int, asked: int | None, program: Program, team: Team, say: Say) -> int:
+    """The step of the checkpoint to begin with for step `step`; 0 for the first state. asked: the one that it must be."""
+    found = sorted(n for n in kept if n < step)
+    if asked is not None and asked not in (0, *found):
+        raise ValueError(f"--from {asked}: there is no such checkpoint below step {step}; there are 0 (the start), {show(found)}")
+    if asked is not None:
+        return asked
+    if program.config.train.update == "delayed" and found:
+        say("train.update is delayed: no checkpoint has the gradient that waits for its update; from the start of the run")
+        return 0
+    for n in reversed(found):
+        damaged = team.share(lambda n=n: checkpoint.verify(kept[n]))
+        if not damaged:
+            return n
+        say(f"passed over {kept[n]}: {damaged[0]}")
+    why = ", and the disk of its state has its last step alone" if program.space is not None else ""
+    say(f"there is no checkpoint below step {step} of the run{why}; from its start")
+    return 0
+
+
+def state_at(folder: Path, program: Program, path: checkpoint.Place | None) -> TrainState:
+    """This rank's state from a checkpoint, or the first one of the run."""
+    if path is not None:
+        return restore(program, path)
+    init = run_folder.read_environment(folder).get("init")
+    return first_state(program, run_folder.load(Path(init), wide=True).params if init else None)
+
+
+def step_on_disk(program: Program, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Place]:
+    """{step: a checkpoint in `room`} of what the disk of the run has, where that is this step; else {}."""
+    config = run_folder.read_config(folder)
+    shelf = run_folder.shelf_of(folder, config)
+    if shelf is None or shelf.record.step != step or shelf.record.dirty:
+        return {}
+    path = save_store(program, config, shelf, room / run_folder.CHECKPOINTS, -1)
+    return {} if path is None else {step: path}
+
+
+def checkpoints_in(folder: Path) -> dict[int, checkpoint.Place]:
+    """{step: place} of the checkpoints of the run in `folder`."""
+    home = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
+    return {step: checkpoint.folder_of(home, step) for step in checkpoint.steps(home)}
+
+
+def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Place]) -> RunConfig:
+    """The config by which the run made step `step`: that of the checkpoint behind it, as a resumed run may have another mesh."""
+    config = run_folder.read_config(folder)
+    after = min((n for n in kept if n >= step), default=None)
+    table = checkpoint.manifest(kept[after])["config"] if after is not None else None
+    return from_table(table) if table else config
+
+
+def same_bits(recorded: RunConfig, here: RunConfig) -> bool:
+    """Whether a step must have the same bits by both configs, of one run."""
+
+    def sizes(config: RunConfig) -> dict[str, int]:
+        return {axis: size for axis, size in config.mesh.items() if size > 1}
+
+    if sizes(recorded) == sizes(here) and (recorded.zero == here.zero or not sizes(here)):
+        return True
+    return here.reduce == "canonical" and sizes(recorded).get("tp") == sizes(here).get("tp")
+
+
+def words_of(config: RunConfig) -> str:
+    """The mesh of a config in words."""
+    sizes = [f"{axis}={size}" for axis, size in config.mesh.items() if size > 1]
+    return f"{','.join(sizes)} at stage {config.zero}" if sizes else "one process"
+
+
+def show(steps: list[int]) -> str:
+    """A list of steps, bounded."""
+    return ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]])) or "none"
+
+
+# -- leaves
+
+
+def recorded_digests(path: checkpoint.Place) -> dict[str, int]:
+    """{name: digest} of the leaves of a checkpoint."""
+    return {name: int(leaf.digest, 16) for name, leaf in checkpoint.opened(path).leaves.items()}
+
+
+def compare_leaves(program: Program, state: TrainState, path: checkpoint.Place, step: int, *, explain: bool) -> list[Compared]:
+    """The leaves of a state beside those of a checkpoint, by digest. explain: say of the first that differs where, and by how much."""
+    state, specs = settled(state), specs_of(program)
+    theirs, mine = recorded_digests(path), digests(state, specs, program.mesh)
+    if theirs.keys() != mine.keys():
+        odd = next(name for name in [*mine, *theirs] if (name in mine) != (name in theirs))
+        raise ValueError(f"{path}: has not the leaves of the run: {odd} is in one only")
+    found = [Compared(step, name, theirs[name], mine[name], True) for name in mine]
+    first = next((i for i, row in enumerate(found) if not row.same), None) if explain else None
+    if first is not None:
+        name = found[first].name
+        leaf, spec = pytree.named_leaves(state)[name], pytree.named_leaves(specs)[name]
+        here = gathered(leaf if isinstance(leaf, Tensor) else leaf.tensor(), spec, program.mesh, name)
+        found[first] = found[first]._replace(note=apart(checkpoint.restore_leaves(path, name.__eq__)[name], here, "which was {} and is {}"))
+    return found
+
+
+def apart(a: Tensor, b: Tensor, values: str) -> str:
+    """Where and by how much two leaves that differ do, in words; "" where all bits are equal. values: of the first, in words."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f": {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}".replace("torch.", "")
+    differ, largest, first = 0, 0.0, None
+    for at, (x, y) in enumerate(zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE))):
+        one, two = x.view(torch.uint8), y.view(torch.uint8)
+        if torch.equal(one, two):
+            continue
+        other = (one.reshape(len(x), -1) != two.reshape(len(y), -1)).any(-1)
+        differ += int(other.sum())
+        largest = max(largest, float((x.to(torch.float64) - y.to(torch.float64))[other].abs().nan_to_num(math.inf).max()))
+        first = at * PIECE + int(other.to(torch.uint8).argmax()) if first is None else first
+    if first is None:
+        return ""
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)]
+    before, after = a.reshape(-1)[first].item(), b.reshape(-1)[first].item()
+    count = f"{differ:,} of {a.numel():,} elements, by {largest:.3g} at most"
+    return f": {count}; the first at {index}, {values.format(repr(before), repr(after))}"

@@ -1,0 +1,54 @@
+"""The validation loss of a state, of its parameters and of their average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fzero.comm.collectives import all_gather
+from fzero.core import pytree
+from fzero.run.build import Program
+from fzero.run.resume.newest_state import in_memory
+from fzero.train.state import TrainState
+from fzero.train.update.in_memory import split_names, spread
+
+
+def evaluate_all(program: Program, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float) -> dict[str, float]:
+    """{"val_loss": nats per token on the validation split, ...}: cross entropy; per byte where tokens are not bytes; of the average too.
+
+    The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one process.
+    Communicates: what the model does, and two float64 per batch over dp and rp.
+    """
+    out, mesh = {}, program.mesh
+    for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(program, state))):
+        if not pytree.leaves(params):
+            continue
+        sums = []
+        for batch in batches():
+            loss = program.eval_step(params, batch)
+            sums.append([float(loss.extra.get("cross_entropy", loss.total)), float(loss.num_tokens)])
+        table = torch.tensor(sums, dtype=torch.float64)[None]
+        with mesh.ledger.phase("evaluate"):
+            for axis in ("dp", "rp"):
+                table = all_gather(table, mesh[axis], leaf="sums")
+        total, count = (sum(column) for column in table.transpose(0, 1).reshape(-1, 2).T.tolist())
+        out[name] = total / max(count, 1)
+        if bytes_per_token != 1.0:
+            out[f"{name}_per_byte"] = out[name] / bytes_per_token
+    return {name: value for name, value in out.items() if math.isfinite(value)}
+
+
+def at_rest(program: Program, state: TrainState) -> Any:
+    """The average of the weights in the layout of the parameters at rest, () where there is none.
+
+    Communicates: where the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
+    """
+    ema = state.extra.get("ema", ())
+    if not pytree.leaves(ema) or not split_names(program.plan):
+        return ema
+    whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=program.policy.state), state.params)
+    spread(program.plan, program.mesh, in_memory(ema), whole)
+    return whole

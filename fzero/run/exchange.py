@@ -1,0 +1,127 @@
+"""Run folders from the weights of other systems, and to folders of Hugging Face `transformers`; one leaf is in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fzero import checkpoint, models
+from fzero.checkpoint import convert, offload_snapshot
+from fzero.checkpoint.convert import huggingface
+from fzero.core import pytree
+from fzero.core.tables import parse_json
+from fzero.data.tokenizers import Tokenizer, json_tokenizer
+from fzero.run import run_folder
+from fzero.run.config import RunConfig, recipe, to_table
+from fzero.sharding.plan import shapes_of
+
+BUFFER_BYTES = 64 << 20  # of what is being written
+
+
+def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
+    """Make the run folder `out` of the weights in `folder`, and of the tokenizer there or beside `config`; returns a line that says so.
+
+    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `migrate.open_source` does.
+    """
+    run_folder.expect_free(out)
+    source = convert.open_source(folder, config)
+    value = recipe("", source.config)
+    tokenizer = tokenizer_of(folder, source.hf_config)
+    leaves = {name: checkpoint.Lazy(*leaf) for name, leaf in source.leaves.items()}
+    params = models.build(source.config).init(lambda name, shape, std, mean=0.0: leaves[name])
+    there = out.exists()
+    try:
+        run_folder.create(out, value, tokenizer, imported=str(folder.resolve()), imported_from=source.kind)
+        home = run_folder.checkpoints_of(out, value)
+        checkpoint.save(home, {"params": params}, step=0, config=to_table(value), buffer_bytes=BUFFER_BYTES)
+    except checkpoint.SaveFailed as error:
+        run_folder.clear(out, keep=there)
+        raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None  # a source that is damaged
+    except BaseException:
+        run_folder.clear(out, keep=there)
+        raise
+    count = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    text = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
+    return f"{out}: {count:,} parameters of a {source.kind}, {text}; train on with: fzero pretrain --init {out} --data ..."
+
+
+def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
+    """Write the model of `run` to the new folder `out`; returns (a line that says so, a line for each checkpoint that was passed over).
+
+    The weights are the master weights where the run has them. A checkpoint in which a leaf is damaged is passed over for the one before.
+    """
+    value = run_folder.read_config(run)
+    said = run_folder.read_environment(run)
+    tokenizer = run / run_folder.TOKENIZER
+
+    def write(leaves: huggingface.Leaves) -> None:
+        eos = said["eos"] if said["eos"] >= 0 else None
+        huggingface.save_hf(out, value.model, leaves, tokenizer=tokenizer if tokenizer.is_file() else None, eos=eos)
+
+    shelf = run_folder.shelf_of(run, value)
+    if shelf is not None:
+        write(on_disk(run, value, shelf, ema=ema))
+        step, passed = shelf.record.step, []
+    else:
+        _, step, passed = run_folder.newest_read(run, value, lambda held: write(in_checkpoint(run, value, held, ema=ema)))
+    return f"{out}: the model of {run} after step {step}", passed
+
+
+def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.Opened, *, ema: bool) -> huggingface.Leaves:
+    """The weights in a checkpoint."""
+    prefix = prefix_of(run, lambda prefix: any(name.startswith(prefix) for name in held.leaves), ema)
+    shapes = pytree.named_leaves(shapes_of(models.build(value.model)))
+    missing = [name for name in shapes if prefix + name not in held.leaves]
+    if missing:
+        raise ValueError(f"{held.path}: the model of the run has leaves that are not in it: {', '.join(missing[:5])}")
+    like = {name: torch.empty(held.leaves[prefix + name].shape, dtype=held.leaves[prefix + name].dtype, device="meta") for name in shapes}
+
+    def read(name: str, index: tuple[int, ...]) -> torch.Tensor:
+        shape = tuple(like[name].shape)
+        return held.read(prefix + name, *box_of(shape, index)).reshape(shape[len(index) :])
+
+    return huggingface.Leaves(like, read)
+
+
+def on_disk(run: Path, value: RunConfig, shelf: offload_snapshot.Shelf, *, ema: bool) -> huggingface.Leaves:
+    """The weights in the store of a run whose state is on a disk."""
+    prefix = prefix_of(run, shelf.holds, ema)
+    model = models.build(value.model)
+    plan = run_folder.plan_of(model, value, shelf)
+    specs = pytree.named_leaves(plan.params if prefix == run_folder.PARAMS else plan.opt)
+    like = {
+        name: torch.empty(leaf.shape, dtype=getattr(torch, shelf.leaves[prefix + name]["dtype"]), device="meta")
+        for name, leaf in pytree.named_leaves(plan.like).items()
+    }
+
+    def read(name: str, index: tuple[int, ...]) -> torch.Tensor:
+        shape = tuple(like[name].shape)
+        return shelf.leaf(prefix + name, shape, specs[name], *box_of(shape, index)).reshape(shape[len(index) :])
+
+    return huggingface.Leaves(like, read)
+
+
+def box_of(shape: tuple[int, ...], index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) of what is at an index into the first dims of a leaf."""
+    inner = shape[len(index) :]
+    return (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner)
+
+
+def prefix_of(run: Path, holds: Callable[[str], bool], ema: bool) -> str:
+    """Below which name the weights to export are, of those that a state has leaves below."""
+    if ema and not holds(run_folder.EMA):
+        raise ValueError(f"{run}: keeps no average of the weights (train.ema_decay is 0)")
+    return run_folder.EMA if ema else run_folder.MASTER if holds(run_folder.MASTER) else run_folder.PARAMS
+
+
+def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
+    """The tokenizer.json in `folder` or beside a config.json, None where there is none; its eos is the one that config.json names."""
+    path = next((place / "tokenizer.json" for place in (folder, hf_config.parent) if (place / "tokenizer.json").is_file()), None)
+    if path is None:
+        return None
+    said = parse_json(hf_config.read_bytes(), str(hf_config)).get("eos_token_id")
+    eos = said[0] if isinstance(said, list) and said else said
+    return json_tokenizer(path.read_text(encoding="utf-8"), str(path), eos)

@@ -1,0 +1,125 @@
+"""Generation with a KV cache: one pass over the prompt, then one position at a time, layer by layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fzero.core import prng, pytree
+from fzero.core.pytree import Tree
+from fzero.models import Cache, Ctx, Model
+from fzero.sharding import one_process, zero_plan
+from fzero.sharding.plan import STACKED
+from fzero.sharding.prefetch import Ahead, Gather, Part
+from fzero.train.streamed import PREFIX, Parts, parts_of
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    params: Tree,
+    tokens: Tensor,
+    n: int,
+    key: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    vocab_size: int | None = None,
+    eos: int | None = None,
+) -> Tensor:
+    """The prompt `tokens` (int64 [B, T]) with `n` tokens drawn behind it: int64 [B, T + n], or shorter where all rows have met `eos`.
+
+    temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all). top_p: among the
+    fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1).
+    vocab_size: only ids below are drawn. The draw at a position depends on the key and the position only, so the same key gives the
+    same text. Computes in the dtype of the parameters. Parameters on a disk (fzero.offload.Stored) are read part by part, each while the
+    one before it computes, for every token anew.
+    Raises ValueError for an empty prompt, T + n above the model's max_len, an id outside the vocabulary, and numbers out of range.
+    """
+    check_sampling(temperature, top_k, top_p)
+    parts = parts_of(model, zero_plan(0, model, one_process()))
+    batch, length = tokens.shape
+    vocab = vocab_size or model.config.vocab_size
+    if length < 1:
+        raise ValueError("the prompt has no tokens; give at least one")
+    if n < 0 or length + n > model.config.max_len:
+        room = max(model.config.max_len - length, 0)
+        raise ValueError(
+            f"{length} tokens of prompt and {n} more do not fit max_len={model.config.max_len}; ask for at most {room}, or shorten it"
+        )
+    if int(tokens.max()) >= vocab or int(tokens.min()) < 0:
+        raise ValueError(f"the prompt has the token {int(tokens.max())}; the vocabulary has the ids 0 to {vocab - 1}")
+    caches = make_caches(model, params, batch, length + n)
+    seen, done = 0, torch.zeros(batch, dtype=torch.bool)
+    for position in range(length, length + n):
+        logits = forward(model, parts, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
+        seen = position
+        new = draw(logits, prng.fold_in(key, position), temperature, top_k, top_p)
+        tokens = torch.cat((tokens, new[:, None]), 1)
+        if eos is not None:
+            done |= new == eos
+            if bool(done.all()):
+                break
+    return tokens
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Raise ValueError for numbers out of range."""
+    if not 0.0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; it must be at least 0 (0 takes the likeliest token)")
+    if top_k < 0:
+        raise ValueError(f"top_k is {top_k}; it must be at least 0 (0: all tokens)")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
+
+
+def make_caches(model: Model, params: Tree, batch: int, length: int) -> list[Cache | tuple]:
+    """An empty cache of `length` positions per layer; () for a model without attention."""
+    c, dtype = model.config, pytree.leaves(params)[0].dtype
+    if not hasattr(c, "n_heads"):
+        return [()] * c.n_layers
+    shape = (batch, length, getattr(c, "n_kv_heads", c.n_heads), getattr(c, "key_dim", c.d_model // c.n_heads))
+    return [Cache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 0) for _ in range(c.n_layers)]
+
+
+def forward(model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: list[Cache | tuple], length: int) -> Tensor:
+    """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into them."""
+    ctx = Ctx(dtype=pytree.leaves(params)[0].dtype)
+    caches = [cache._replace(length=length) if cache else () for cache in caches]
+    embed, head = Part("embed", parts.embed), Part("head", parts.head)
+    layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
+    ahead = Ahead(Gather(params, parts.plan, one_process(), tokens.device), 1)
+    ahead.expect([embed, *layers, head], "sample")
+
+    def take(part: Part) -> Tree:
+        names = [name.removeprefix(STACKED) if part.layer is not None else name for name in part.leaves]
+        return pytree.nest(dict(zip(names, ahead.take(part))))
+
+    x = model.embed(take(embed), {"tokens": tokens}, ctx._replace(cache=caches[0]))
+    for i, cache in enumerate(caches):
+        x = model.block(take(layers[i]), x, ctx._replace(cache=cache, layer=torch.tensor(i)))
+    return model.logits(take(head), x, ctx)
+
+
+def draw(logits: Tensor, key: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """One token per row of logits [B, V] (int64 [B]), by the largest of logits / temperature + Gumbel noise.
+
+    Ref: Gumbel 1954; Maddison et al. 2014, "A* sampling", section 2.
+    """
+    logits = logits.double()
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if top_p < 1.0:
+        ordered, order = logits.sort(-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        ordered = ordered.masked_fill(before >= top_p, -math.inf)
+        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
+    noise = prng.uniform(key, logits.shape, dtype=torch.float64)
+    return (logits - (-noise.log()).log()).argmax(-1)

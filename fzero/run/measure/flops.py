@@ -1,0 +1,201 @@
+"""FLOPs: of the model by the papers' formulas, and of the hardware by counting the operators that run.
+
+Model FLOPs are what training on a token needs, whatever is recomputed; MFU is their share of the peak. Hardware FLOPs are those of the
+operators as they ran, recomputation included; HFU is their share. A multiply-add is two. Products and attention count, nothing else.
+
+Attention has two conventions. "full" counts every pair of positions, "causal" the half that a causal model uses. Of the operators torch's
+own attention counts full, as torch.utils.flop_counter has it, and fzero's kernels the pairs that their pattern leaves, as they skip the
+others. Documents are never counted off: how they lie is data.
+
+Ref: Chowdhery et al. 2022, "PaLM", appendix B (MFU); Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
+models", section 5 and appendix A (hardware FLOPs).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fzero.kernels import attention_tiled
+from fzero.kernels.attention_pattern import Pattern
+from fzero.kernels.registry import FILES
+from fzero.run.build import Program, flop_per_token
+
+# Products of [queries, K] by [K, keys], or of the same size, that a kernel makes of each pair of positions.
+FORWARD_PRODUCTS = 2  # q k^T, p v
+BACKWARD_PRODUCTS = 5  # q k^T again, g v^T, and those that give dq, dk and dv
+SPLIT_PRODUCTS = 7  # in two kernels, one for dq and one for dk and dv: q k^T and g v^T are made in both
+
+
+class ModelFlop(NamedTuple):
+    """Model FLOPs of training on one token, in both conventions of attention."""
+
+    full: float  # 6 N + 12 L T D
+    causal: float  # 6 N + 6 L T D
+
+
+def model_flop(program: Program) -> ModelFlop:
+    """The model FLOPs of a token of a program: see `program.flop_per_token`, with D the dims of all heads of a layer.
+
+    Ref: Chowdhery et al. 2022, "PaLM", appendix B, which counts full; causal as in Dao 2023, "FlashAttention-2", section 4.1.
+    """
+    full, c = flop_per_token(program), program.model.config
+    heads = getattr(c, "n_heads", 0)
+    width = heads * getattr(c, "key_dim", c.d_model // max(1, heads)) if heads else 0
+    return ModelFlop(full, full - 6.0 * c.n_layers * program.config.data.seq_len * width)
+
+
+def mfu(model_flop_per_token: float, tokens_per_s: float, peak_flop_per_s: float) -> float:
+    """The model FLOPs utilization of all processors together: observed tokens/s over those at peak.
+
+    peak_flop_per_s: of all processors. Ref: Chowdhery et al. 2022, "PaLM", appendix B.
+
+    >>> round(mfu(6 * 7e9, 2_000.0, 312e12), 3)
+    0.269
+    """
+    return model_flop_per_token * tokens_per_s / peak_flop_per_s
+
+
+def hfu(hardware_flop: float, step_s: float, peak_flop_per_s: float) -> float:
+    """The hardware FLOPs utilization of one processor: what its passes compute in a step, recomputation included, over its peak.
+
+    The optimizer's products (Muon's) are time, and not use.
+
+    Ref: Korthikanti et al. 2022, section 5 ("hardware FLOPs utilization").
+    """
+    return hardware_flop / step_s / peak_flop_per_s
+
+
+# ---- of operators ----------------------------------------------------------------------------------------------------
+
+
+def flop_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """The FLOPs of one operator (an OpOverload) that took `args` and `kwargs` and gave `out`; 0 for what is no product or attention."""
+    formula = _registry().get(getattr(func, "_overloadpacket", func))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def counted(f: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """(f(*args), the FLOPs of its operators), by torch's counter with the formulas of our own operators."""
+    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+        out = f(*args)
+    return out, counter.get_total_flops()
+
+
+@functools.cache
+def _registry() -> dict[Any, Callable[..., int]]:
+    return {**flop_registry, **formulas()}
+
+
+@functools.cache
+def formulas() -> dict[Any, Callable[..., int]]:
+    """The FLOPs of operators that torch.utils.flop_counter does not know, for its `custom_mapping`."""
+    import importlib
+
+    for file in FILES:
+        importlib.import_module(f"fzero.kernels.{file}")
+    ops, aten = torch.ops.fzero, torch.ops.aten
+    found = {
+        ops.tiled_forward: _tiled(FORWARD_PRODUCTS),
+        ops.tiled_backward: _tiled(BACKWARD_PRODUCTS),
+        ops.flash_forward: _flash_forward,
+        ops.flash_backward: _flash_backward,
+        ops.grouped_mm: _grouped,
+        ops.grouped_mm_triton: _grouped,
+        ops.grouped_mm_dw: _grouped_dw,
+        ops.grouped_mm_dw_triton: _grouped_dw,
+        ops.symmetric_product: _symmetric,
+        ops.float8_product: _product,
+        ops.float8_emulated: _product,
+        aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+        aten._grouped_mm: _grouped_by_torch,
+        aten.addmm: _added,  # torch's formulas refuse the factors that a compiled graph gives by position
+        aten.baddbmm: _added,
+    }
+    for formula in found.values():
+        formula._get_raw = True  # torch's counter hands it the tensors, and not their shapes
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def pairs(kind: str, size: int, keep: int, queries: int, keys: int, first: int = 0) -> int:
+    """How many (query, key) pairs a pattern leaves; query i is at position first + i, key j at j.
+
+    >>> pairs("full", 0, 0, 4, 4)
+    10
+    """
+    if kind == "full":  # sum of min(keys, position + 1)
+        whole = min(max(0, keys - first), queries)  # queries that see up to themselves
+        return whole * first + whole * (whole + 1) // 2 + (queries - whole) * keys
+    pattern = Pattern(kind, size, keep)
+    return sum(pattern.keys_seen(query, keys) for query in range(first, first + queries))
+
+
+def _of_pairs(products: int, q: Tensor, count: int) -> int:
+    b, _, h, k = q.shape
+    return 2 * products * b * h * k * count
+
+
+def _tiled(products: int) -> Callable[..., int]:
+    def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+        number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
+        return _of_pairs(products, q, pairs(attention_tiled.KINDS[number], size, keep, q.shape[1], k.shape[1]))
+
+    return formula
+
+
+def _seen(q: Tensor, k: Tensor, kind: str, size: int, keep: int, query_start: int, key_start: int) -> int:
+    if kind == "full":
+        return pairs(kind, size, keep, q.shape[1], k.shape[1], query_start - key_start)
+    behind = pairs(kind, size, keep, q.shape[1], key_start + k.shape[1], query_start)
+    return behind - pairs(kind, size, keep, q.shape[1], key_start, query_start)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    kind, size, keep, _, *starts = rest[2:]
+    return _of_pairs(FORWARD_PRODUCTS, q, _seen(q, k, kind, size, keep, *starts))
+
+
+def _flash_backward(g: Tensor, h: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    kind, size, keep, _, *starts = rest[4:]
+    return _of_pairs(SPLIT_PRODUCTS, q, _seen(q, k, kind, size, keep, *starts))
+
+
+def _grouped(x: Tensor, w: Tensor, ends: Tensor, out_val: Any = None) -> int:
+    return 2 * x.shape[0] * w.shape[1] * w.shape[2]
+
+
+def _grouped_dw(x: Tensor, g: Tensor, ends: Tensor, out_val: Any = None) -> int:
+    return 2 * x.shape[0] * x.shape[1] * g.shape[1]
+
+
+def _grouped_by_torch(x: Tensor, w: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return 2 * math.prod(x.shape) * w.shape[-1]  # rows or columns in groups: each element of x meets a row of one group
+
+
+def _symmetric(x: Tensor, *rest: Any, out_val: Any = None) -> int:
+    batch, m, k = x.shape
+    return batch * m * (m + 1) * k  # a triangle, its diagonal included, and mirrored
+
+
+def _product(a: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _added(x: Tensor, a: Tensor, b: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+def _sdpa_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)

@@ -1,0 +1,441 @@
+"""Bytes of live tensors, counted operator by operator, and what each of them was for: of real tensors and of fake ones alike.
+
+Every storage that an operator's arguments or results have is counted once, from when it is first seen until it is freed. What never
+meets the dispatcher is not seen: scratch inside an operator, and buffers of Inductor's compiled code.
+
+A storage belongs to one component, by where it was born and where it died:
+
+| component | what |
+|---|---|
+| params, master, optimizer, ema, batch | what the step is given, by the group of the state |
+| grads | gradients handed to their sums, on their way over the ranks, and the sums: all that leaves the backward pass |
+| gathered | parameters whole for use |
+| activations | made in one part of the model and freed in another: what the backward pass needs, recomputed or not, and its gradients |
+| workspace | made and freed in one part of the model, or in the update |
+| buffers | the arena of what is on a disk, in full; the counters, keys and statistics of the state |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.comm.ledger import Ledger
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+
+COMPONENTS = ("params", "master", "optimizer", "ema", "batch", "grads", "gathered", "activations", "workspace", "buffers")
+GROUPS = {"params": "params", "master": "master", "opt_state": "optimizer", "extra/ema": "ema", "extra/pending": "grads", "batch": "batch"}
+
+
+class Moment(NamedTuple):
+    """What was alive at one time of a step."""
+
+    at: int  # index into the step's events: the operator or transfer under way
+    phase: str
+    layer: int | None
+    op: str
+    bytes: int
+    parts: dict[str, int]  # bytes by component, in the order of COMPONENTS; their sum is `bytes`
+    change: int = 0  # number of births and deaths before it
+
+
+class Visit(NamedTuple):
+    """A stay of the program at one place."""
+
+    number: int
+    span: int  # number of the phase it is in, counted from the start of the step
+    phase: str  # "" between phases
+    part: str
+    layer: int | None
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.phase, self.part, "" if self.layer is None else str(self.layer))))
+
+
+@dataclass(slots=True)
+class Life:
+    """One storage: where it was born, and where it died."""
+
+    bytes: int
+    name: str  # of what the step is given, and else of the operator that made it
+    born: Visit
+    group: str = ""  # of what the step is given, and of what the program says (see Ledger.holds)
+    reducing: bool = False  # born while a sum over ranks was started
+    died: Visit | None = None
+    dropped: bool = False  # died before the end of the record
+
+    def component(self) -> str:
+        """The component that it belongs to."""
+        if self.group:
+            return self.group
+        ended = self.died or self.born
+        if self.born.phase == "backward" and (not self.dropped or ended.span != self.born.span):
+            return "grads"
+        if self.reducing:
+            return "grads"
+        crossed = self.dropped and ended.number != self.born.number
+        return "activations" if crossed and self.born.phase in ("forward", "backward") else "workspace"
+
+
+class Change(NamedTuple):
+    """A birth (+1) or a death (-1)."""
+
+    life: Life
+    sign: int
+    at: int  # index, in the stay, of the event that was under way; -1 before the first
+
+
+class Stay(NamedTuple):
+    """What happened during one visit, in order."""
+
+    visit: Visit
+    events: list[Any]
+    changes: list[Change]
+    sent: list[tuple[tuple, int]]  # (all but the sums of a ledger's row, elements) of collectives
+
+
+# Fake tensors ask a dispatcher for their device: often, and no operator runs.
+DEVICE = torch.ops.prim.device.default
+
+
+def device_of(x: Tensor) -> torch.device:
+    """The device of a tensor, or that a fake one stands on."""
+    return x.fake_device if isinstance(x, FakeTensor) else x.device
+
+
+START = Visit(0, 0, "", "", None)
+
+
+@functools.cache
+def name_of(func: Any) -> str:
+    """An operator's name, such as aten.mm."""
+    return func._schema.name.replace("::", ".")
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts: `now` bytes are alive, `peak` were at most.
+
+    device: what is elsewhere is counted apart, in `away` (None: all is counted together).
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else Dynamo is imported, which takes a second, and asked at every operator; it traces none of this
+
+    def __init__(self, *trees: Any, device: torch.device | None = None):
+        super().__init__()
+        self.device = device
+        self.now = self.peak = self.away = self.away_peak = 0
+        self.at_peak = ""  # the operator that made the peak
+        self._known: dict[int, weakref.ref] = {}
+        for leaf in pytree.leaves(trees):
+            self.see(leaf)
+
+    def see(self, x: Any) -> None:
+        """Count the storage of a tensor, if it is new."""
+        if not isinstance(x, Tensor):
+            return
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size, device = storage.nbytes(), device_of(x)
+        if size == 0 or device.type == "meta" or self.lent(storage):  # a shape without memory; memory that is counted already
+            return
+        here = self.device is None or device == self.device
+
+        def freed(_: Any, key: int = key, size: int = size) -> None:
+            del self._known[key]
+            if here:
+                self.now -= size
+            else:
+                self.away -= size
+            if end is not None:
+                end()
+
+        self._known[key] = weakref.ref(storage, freed)
+        if here:
+            self.now += size
+        else:
+            self.away += size
+            self.away_peak = max(self.away_peak, self.away)
+        end = self.born(x, key, size, here)
+
+    def born(self, x: Tensor, key: int, size: int, here: bool) -> Callable[[], None] | None:
+        """What a new storage is noted as; the function returned is called when it is freed."""
+        return None
+
+    def lent(self, storage: Any) -> bool:
+        """Whether a storage is a piece of memory that is counted as a whole."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is DEVICE:
+            return device_of(args[0])
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.see(out)
+        else:
+            for x in pytree.leaves(out):
+                self.see(x)
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, name_of(func)
+        return out
+
+
+class Record(LiveBytes):
+    """The record of one step, of real tensors or of fake ones: births and deaths of storages, and what was going on.
+
+    It is entered around the step and told of phases, parts of the model and transfers by the ledger (see `recorded`).
+
+    note: (operator, args, kwargs, result) -> what is entered as an event, None for nothing; without it, operators are counted by name.
+    told: ("start" | "wait", number, what, axis, bytes, visit) -> an event of a transfer.
+    arena: of what is on a disk: one buffer of its full size, whatever is lent of it.
+    """
+
+    def __init__(
+        self,
+        state: Tree,
+        batch: Tree,
+        *,
+        device: torch.device | None = None,
+        arena: Any = None,
+        note: Callable[..., Any] | None = None,
+        told: Callable[..., Any] | None = None,
+    ):
+        super().__init__(device=device)
+        self.note, self.told, self.arena = note, told, arena
+        self.ledger: Ledger | None = None
+        self.stays = [Stay(START, [], [], [])]
+        self.lives: dict[int, Life] = {}  # by the storage's key, while it lives
+        self.over = False
+        self.spans: list[tuple[int, str]] = [(0, "")]
+        self.visits = self.entered = self.reducing = 0
+        self.collective = ""  # an all_gather of parameters that has been started and has no memory yet
+        if arena is not None and device is not None:  # it is the host's
+            self.away = self.away_peak = arena.size
+        elif arena is not None:
+            self.now += arena.size
+            self._enter(Life(arena.size, "arena", START, "buffers"))
+        self.given("", state._asdict() if hasattr(state, "_asdict") else {"params": state})
+        self.given("batch/", batch)
+        self.peak = self.now
+
+    def given(self, prefix: str, tree: Tree) -> None:
+        """Enter what the step is given."""
+        for name, leaf in pytree.named_leaves(tree).items():
+            self.op = prefix + name
+            self.group = next((group for start, group in GROUPS.items() if (prefix + name).startswith(start)), "buffers")
+            self.see(leaf)
+        self.op = self.group = ""
+
+    # ---- storages -------------------------------------------------------------------------------------------------------
+
+    @property
+    def here(self) -> Visit:
+        """Where the program is."""
+        return self.stays[-1].visit
+
+    def event(self, event: Any) -> None:
+        """Enter an event."""
+        self.stays[-1].events.append(event)
+
+    def _enter(self, life: Life, sign: int = 1) -> None:
+        stay = self.stays[-1]
+        stay.changes.append(Change(life, sign, len(stay.events) - 1))
+
+    def born(self, x: Tensor, key: int, size: int, here: bool) -> Callable[[], None] | None:
+        """A storage begins to live; those that are elsewhere than on the device are not of this record."""
+        if not here:
+            return None
+        life = self.lives[key] = Life(size, self.op, self.here, self.group, self.reducing > 0)
+        if self.collective and not self.group and self.op == "aten.new_empty":
+            life.group, self.collective = "gathered", ""
+        self._enter(life)
+
+        def ended() -> None:
+            self.lives.pop(key, None)
+            if not self.over:
+                life.died, life.dropped = self.here, True
+                self._enter(life, -1)
+
+        return ended
+
+    def lent(self, storage: Any) -> bool:
+        """Whether it is a piece of the arena."""
+        return self.arena is not None and self.arena.holds(storage)
+
+    def holds(self, component: str, tensors: Sequence[Tensor]) -> None:
+        """What the program says some tensors are; what the step was given stays what it was."""
+        for x in tensors:
+            if isinstance(x, Tensor):
+                life = self.lives.get(x.untyped_storage()._cdata)
+                if life is not None and not life.group:
+                    life.group = component
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is DEVICE:
+            return device_of(args[0])
+        kwargs = kwargs or {}
+        self.op = name_of(func)
+        if self.note is None:
+            self.event(self.op)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        out = self.note(self, func, args, kwargs)
+        for x in (out,) if isinstance(out, Tensor) else pytree.leaves(out):
+            self.see(x)
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, self.op
+        return out
+
+    # ---- the program ----------------------------------------------------------------------------------------------------
+
+    def _go(self, part: str, layer: int | None) -> None:
+        self.visits += 1
+        span, phase = self.spans[-1]
+        self.stays.append(Stay(Visit(self.visits, span, phase, part, layer), [], [], []))
+
+    def enter(self, phase: str) -> None:
+        """A phase begins; what is started within a forward or a backward pass for another phase stays in that."""
+        self.reducing += phase == "reduce"
+        inside = self.spans[-1][1] in ("forward", "backward", phase)
+        self.spans.append(self.spans[-1] if inside else (self.entered + 1, phase))
+        if not inside:
+            self.entered += 1
+            self._go("", None)
+
+    def leave(self, phase: str) -> None:
+        """The innermost phase ends."""
+        before = self.spans.pop()
+        self.reducing -= phase == "reduce"
+        if before != self.spans[-1]:
+            self._go("", None)
+
+    def at(self, part: str, layer: int | None) -> None:
+        """The program comes to a part of the model."""
+        self._go(part, layer)
+
+    def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
+        """A collective is started."""
+        gathers = collective == "all_gather" and axis == "dp" and self.here.phase in ("forward", "backward", "update") and not self.reducing
+        self.collective = leaf if gathers else ""
+        if self.ledger is not None and self.ledger.entered is not None:
+            self.stays[-1].sent.append(self.ledger.entered)
+        self.transfer("start", number, collective, axis, sent_bytes)
+
+    def wait(self, number: int) -> None:
+        """The program waits for a collective."""
+        self.transfer("wait", number, "", "", 0)
+
+    def done(self, number: int) -> None:
+        """Its result is there."""
+
+    def transfer(self, event: str, number: int, what: str, axis: str, sent_bytes: int) -> None:
+        """Enter an event of a transfer."""
+        if self.told is not None:
+            self.event(self.told(event, number, what, axis, sent_bytes, self.here))
+
+    # ---- what came of it ------------------------------------------------------------------------------------------------
+
+    def close(self, state: Tree | None = None) -> None:
+        """The step is over, and `state` is what it gave: what is new of it belongs to its group."""
+        self.over = True
+        named = pytree.named_leaves(state._asdict()) if hasattr(state, "_asdict") else {}
+        for name, leaf in named.items():
+            if isinstance(leaf, Tensor):
+                life = self.lives.get(leaf.untyped_storage()._cdata)
+                if life is not None and (not life.group or life.group == "grads"):
+                    life.group = next((group for start, group in GROUPS.items() if name.startswith(start)), "buffers")
+
+    def moments(self) -> tuple[Moment, ...]:
+        """The moments of the step: see `moments`."""
+        return moments(self.stays)
+
+    def alive(self, at: Moment, most: int = 20) -> tuple[tuple[str, str, int], ...]:
+        """What was alive at one of them: see `alive`."""
+        return alive(self.stays, at, most)
+
+
+def moments(stays: Iterable[Stay]) -> tuple[Moment, ...]:
+    """The step's beginning with what it was given; then for each stay at a place its fullest moment and its last, in order.
+
+    A stay that repeats an earlier one, with the same list of events, is at those.
+    """
+    out: list[Moment] = []
+    now, parts, end, changes, starts = 0, dict.fromkeys(COMPONENTS, 0), 0, 0, {}
+    for stay in stays:
+        if id(stay.events) not in starts:
+            starts[id(stay.events)], end = end, end + len(stay.events)
+        totals = []
+        for change in stay.changes:
+            now += change.sign * change.life.bytes
+            totals.append(now)
+        last = len(totals) - 1
+        fullest = last if stay.visit is START else totals.index(max(totals)) if totals else last
+        for i, change in enumerate(stay.changes):
+            parts[change.life.component()] += change.sign * change.life.bytes
+            if i in (fullest, last):
+                at = starts[id(stay.events)] + max(0, change.at)
+                out.append(Moment(at, stay.visit.phase, stay.visit.layer, change.life.name, totals[i], dict(parts), changes + i))
+        changes += len(totals)
+    return tuple(out)
+
+
+def alive(stays: Iterable[Stay], at: Moment, most: int = 20) -> tuple[tuple[str, str, int], ...]:
+    """(name, component, bytes) of the largest storages alive at a moment of `moments(stays)`, those of one operator and place together."""
+    sums: dict[tuple[str, str], int] = {}
+    changes = itertools.chain.from_iterable(stay.changes for stay in stays)
+    for life, sign, _ in itertools.islice(changes, at.change + 1):
+        key = (life.name if life.born is START else f"{life.name} in {life.born}", life.component())
+        sums[key] = sums.get(key, 0) + sign * life.bytes
+    largest = sorted(((size, key) for key, size in sums.items() if size), reverse=True)[:most]
+    return tuple((name, component, size) for size, (name, component) in largest)
+
+
+@contextlib.contextmanager
+def recorded(record: Record, ledger: Ledger) -> Iterator[Record]:
+    """A context in which `record` sees every operator, and is told of phases, parts and transfers by `ledger`."""
+    record.ledger = ledger
+    with ledger.watched(record), record:
+        yield record
+
+
+def record_step(step: Callable[..., Any], state: Any, batch: Any, ledger: Ledger, **options: Any) -> tuple[Any, Any, Record]:
+    """(state, metrics, record) of `step(state, batch)`. options: see Record."""
+    record = Record(state, batch, **options)
+    with recorded(record, ledger):
+        state, metrics = step(state, batch)
+    record.close(state)
+    return state, metrics, record
+
+
+def peak_of(f: Callable[..., Any], *args: Any) -> int:
+    """The most bytes of tensors alive at one time while `f(*args)` runs, its arguments among them."""
+    with LiveBytes(args) as live:
+        live.peak = live.now
+        out = f(*args)
+        del out
+    return live.peak
+
+
+def predict_peak(make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> int:
+    """`peak_of(f, *args)` for the (f, args) that `make()` gives, all on fake tensors: no memory is used and nothing is computed.
+
+    A train step is made with `fake_mesh` and skip_nonfinite=False, as a fake tensor has no value to branch on.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        f, args = make()
+        return peak_of(f, *args)

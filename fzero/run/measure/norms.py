@@ -1,0 +1,72 @@
+"""The norms of gradients and parameters, layer by layer: what a measured run says of each part of its model.
+
+    norms.by_part(norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor))
+
+The squares of gradients are those that a step's own norm is made of, so nothing is read again and no gradient is held longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import psum
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.optim.sharded import WHOLE, Squared, squares
+from fzero.sharding import Mesh
+from fzero.sharding.plan import STACKED
+
+Norms = dict[str, Any]  # {"embed": norm, "blocks": [norm of each layer], "head": norm}
+
+
+def sums(squared: Mapping[str, Squared]) -> dict[str, Tensor]:
+    """{leaf: its sum of squares [layers] on this rank, float64}; of one layer for a leaf that is not stacked."""
+    out = {}
+    for name, leaf in squared.items():
+        layers: dict[int, list[Tensor]] = {}
+        for layer, square in leaf.squares:
+            layers.setdefault(layer, []).append(square.to(torch.float64).sum())
+        out[name] = torch.stack([torch.stack(found).sum() for _, found in sorted(layers.items())])
+    return out
+
+
+@torch.no_grad()
+def of_params(params: Tree) -> dict[str, Tensor]:
+    """`sums` of this rank's parameters; leaves that rest on a disk are left out, as they would have to be read."""
+    here = {name: leaf for name, leaf in pytree.named_leaves(params).items() if isinstance(leaf, Tensor)}
+    return sums(squares(WHOLE, here))
+
+
+@torch.no_grad()
+def by_part(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, whole: Tree, factor: float = 1.0) -> Norms:
+    """The 2-norms, times `factor`, of the parts of a model: the embedding, each layer, the head; the same on all ranks.
+
+    local: this rank's `sums` of leaves that `specs` shard. whole: what has the names of all leaves; a part of which one is missing in
+    `local` is None. A number that is not finite is None too.
+    Communicates: one psum per axis that shards any leaf, of a float64 number per leaf and layer.
+    """
+    named = pytree.named_leaves(specs)
+    totals = dict(local)
+    with mesh.ledger.phase("norms"):
+        for axis in mesh.axes:
+            names = [name for name in sorted(totals) if axis.size > 1 and axis.name in named[name].axes]
+            if names:
+                summed = psum(torch.cat([totals[name] for name in names]), axis, leaf="norms")
+                totals.update(zip(names, summed.split([totals[name].shape[0] for name in names])))
+    parts: dict[str, list[str]] = {}
+    for name in pytree.names(whole):
+        parts.setdefault(name.split("/")[0], []).append(name)
+    out: Norms = {}
+    for part, names in parts.items():
+        if any(name not in totals for name in names):
+            out[part] = None
+            continue
+        found = (factor * torch.stack([totals[name] for name in names]).sum(0).sqrt()).tolist()
+        finite = [value if math.isfinite(value) else None for value in found]
+        out[part] = finite if part == STACKED.rstrip("/") else finite[0]
+    return out

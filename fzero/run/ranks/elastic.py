@@ -1,0 +1,76 @@
+"""A run on other processes than before: which mesh they make, and what those do that are left over."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from fzero.run.config import RunConfig
+from fzero.run.ranks.coordinator import OVER, STOP, TIMEOUT_S, Ended, Team
+from fzero.run.ranks.signals import stop_signals
+from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, beats
+
+
+def fitting_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *, canonical: bool = False) -> dict[str, int]:
+    """The sizes of a mesh like `sizes` on so many processes; they may need fewer.
+
+    Each axis but dp keeps its size where that fits, tp first, and else takes its largest divisor that does. dp is as large as the rest of
+    the processes allow, where the data ranks (dp x rp) divide the micro-batches of a step, and are a power of two for canonical sums.
+    """
+    out, left = {}, processes
+    for axis in sorted(sizes.keys() - {"dp"}, key=lambda axis: (axis != "tp", axis)):
+        out[axis] = max(d for d in range(1, sizes[axis] + 1) if sizes[axis] % d == 0 and d <= left)
+        left //= out[axis]
+    copies = out.get("rp", 1)
+    fits = [d for d in range(1, left + 1) if micro_batches % (d * copies) == 0 and not (canonical and d & (d - 1))]
+    out["dp"] = max(fits, default=1)
+    return {axis: out[axis] for axis in [*sizes, "dp"] if out[axis] > 1}
+
+
+def refitted(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tuple[dict[str, int], str]:
+    """(`fitting_mesh` of the run, a line that says it)."""
+    micro_batches = config.train.batch // config.train.micro_batch
+    mesh = fitting_mesh(sizes, processes, micro_batches, canonical=config.reduce == "canonical")
+    used = math.prod(mesh.values())
+    line = f"mesh: {text(mesh)} for {processes} process{'es' * (processes > 1)}"
+    line += f" in place of {text(sizes)}" if text(sizes) != text(mesh) else ""
+    line += f"; {micro_batches} micro-batches a step" + (", canonical sums" if config.reduce == "canonical" else "")
+    if used < processes:
+        spare = f"{used}" if used == processes - 1 else f"{used} to {processes - 1}"
+        line += f"; rank {spare} is spare and waits"
+    return mesh, line
+
+
+def text(sizes: Mapping[str, int]) -> str:
+    """The sizes of a mesh in words."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
+
+
+def stand_by(team: Team) -> int:
+    """Wait, as a spare, until the run of the others has ended; returns the signal that stopped it, or 0.
+
+    A signal to this process is passed on to them: they save, and end. Raises Ended where one of them has failed, TimeoutError where none
+    of them gives a sign of life.
+    """
+    heard, seen, told, beat = time.monotonic(), {}, 0.0, 0.0
+    with stop_signals() as received:
+        while not team.store.check([OVER]):
+            now = time.monotonic()
+            if team.reason():
+                raise Ended
+            if now - beat > BEAT_S:
+                beat, found = now, beats(team)
+                team.store.set(f"beat/{team.rank}", "spare")
+                heard, seen = (heard, seen) if found == seen and found else (now, found)
+            if received and not told:
+                told, heard, team.signalled = now, now, True
+                team.store.set(STOP, str(received[0]))
+            if told and now - heard > SILENT_S:
+                return received[0]  # torchrun ends the others too, and did not wait for them
+            if now - heard > TIMEOUT_S:
+                raise TimeoutError(f"rank {team.rank}, a spare: no other rank gives a sign of life for {TIMEOUT_S:g} s")
+            time.sleep(0.1)
+        stopped = int(team.store.get(OVER))
+        team.bye()
+        return stopped

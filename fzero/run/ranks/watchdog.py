@@ -1,0 +1,214 @@
+"""The watch thread of a rank: signs of life, the end of a process whose main thread waits for a rank that is gone, and hangs by name.
+
+Each rank publishes, once a second, where its main thread is: how many collectives it has begun, which one it waits in, its step, the top of
+its stack. The main thread pays for that with three attributes a collective (comm/communicator.py). A rank whose own main thread makes no
+progress looks at the others', and after `hang_s` says which of them hangs and what the rest wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fzero.comm.agreement import Call
+from fzero.run.ranks.coordinator import AGAIN, LOST_S, STOP, Team, end_as_orphan
+
+BEAT_S = 1.0  # between two signs of life
+SILENT_S = 8.0  # without one, after a SIGTERM, until a rank counts as gone
+STALE_S = 3.0  # without one, at a hang, until its process counts as stopped
+DONE = b"done"  # in place of a sign of life: the rank's training is over
+
+
+class Beat(NamedTuple):
+    """One sign of life of a rank: where its main thread is."""
+
+    number: int  # of the sign, from 1
+    idle_s: float  # without progress
+    step: int  # steps made
+    calls: int  # collectives begun
+    last: str  # the last of them
+    waits: str  # what it waits in for others; "" where it waits for nobody
+    at: str  # the top of its stack
+
+
+@contextlib.contextmanager
+def watched(team: Team, hang_s: float = 0.0, stop: list[int] | None = None) -> Iterator[None]:
+    """A context in which a thread ends this process where the main thread cannot, because it waits for a rank that is gone.
+
+    It gives signs of life and looks for a reason to end. After a SIGTERM, which torchrun sends when a process has ended, it looks for
+    those of the other ranks. hang_s: end all ranks where one makes no progress for so long (0: never). stop: takes the number of a signal
+    that came to a spare.
+    """
+    if team.store is None:
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    ours.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(team, ours, over, hang_s, [] if stop is None else stop), name="fzero-watch")
+    thread.start()
+    try:
+        yield
+        team.store.set(f"beat/{team.rank}", DONE)
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        with contextlib.suppress(OSError):
+            theirs.send(b"\0")
+        thread.join()
+        with contextlib.suppress(BlockingIOError):
+            _heed(team, ours.recv(64))
+        ours.close()
+        theirs.close()
+
+
+def _heed(team: Team, received: bytes) -> bool:
+    """Note whether a signal to stop is among the bytes of the wakeup socket; returns whether it was SIGTERM."""
+    team.signalled |= bool({signal.SIGTERM, signal.SIGINT} & set(received))
+    return signal.SIGTERM in received
+
+
+def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]) -> None:
+    # A connection of its own: the other one is taken while the main thread waits in it.
+    mine = Team(team.rank, team.size, team.local_size, team.store.clone())
+    main, moved = threading.main_thread(), time.monotonic()
+    number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
+    heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
+    # Where the store is gone there is little to look at.
+    with contextlib.suppress(RuntimeError):
+        mine.store.set(f"process/{team.rank}", str(os.getpid()))
+        while not over.is_set() and main.is_alive():
+            number, now, place = number + 1, time.monotonic(), place_of(team)
+            if place != before:
+                before, moved = place, now
+            mine.store.set(f"beat/{team.rank}", json.dumps(beat_of(team, number, now - moved, main.ident)))
+            if team.spares and team.first and not stop and mine.store.check([STOP]):
+                stop.append(int(mine.store.get(STOP)))
+            if select.select([wakeup], [], [], BEAT_S)[0] and _heed(team, wakeup.recv(64)) and not term:
+                term, seen = now, beats(mine)
+            if mine.reason() and not reason:
+                reason = now
+            if over.is_set():
+                return
+            if reason and now - reason > LOST_S + 2 * BEAT_S:
+                os._exit(2)
+            end_as_orphan()
+            if term and now - term > SILENT_S:
+                found = beats(mine)
+                gone = [str(rank) for rank in range(team.size) if found.get(rank) != DONE and found.get(rank) == seen.get(rank)]
+                term, seen = now, found
+                if gone:
+                    say_and_end(mine, f"rank {team.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s; {AGAIN}")
+            # From half of the time on, so that at the end of it there is something to compare with.
+            if not hang_s or team.size == 1 or now - moved < hang_s / 2:
+                heard = {}
+                continue
+            for rank, sign in beats(mine).items():
+                if rank not in heard or heard[rank][0] != sign:
+                    heard[rank] = sign, now
+            if now - moved >= hang_s:
+                states = {rank: Beat(*json.loads(sign)) for rank, (sign, _) in heard.items() if sign != DONE}
+                stale = {rank: now - at for rank, (sign, at) in heard.items() if sign != DONE and now - at >= STALE_S}
+                text = verdict(states, stale, hang_s)
+                if text:
+                    for rank in stale:
+                        kill_sibling(int(mine.store.get(f"process/{rank}")))
+                    say_and_end(mine, text)
+    while not over.wait(BEAT_S) and main.is_alive():  # without a store
+        end_as_orphan()
+
+
+def beats(team: Team) -> dict[int, bytes]:
+    """The last sign of life of each rank that has given one."""
+    keys = {rank: f"beat/{rank}" for rank in range(team.size)}
+    return {rank: team.store.get(key) for rank, key in keys.items() if team.store.check([key])}
+
+
+def say_and_end(team: Team, text: str) -> None:
+    """End this process, with the text on stderr unless another rank has said why all end."""
+    mine = f"{text}\n{team.rank}"  # others may find the same
+    if team.claim(mine) == mine:
+        print(f"fzero: error: {text}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def kill_sibling(process: int) -> None:
+    """SIGKILL the process where torchrun started it as it did this one: it heeds nothing else, and torchrun would wait for it for 30 s."""
+    with contextlib.suppress(OSError):
+        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getppid() and process != os.getpid():
+            os.kill(process, signal.SIGKILL)
+
+
+def place_of(team: Team) -> tuple[object, ...]:
+    """What differs whenever the main thread has made progress."""
+    roll = team.at.roll if team.at is not None else None
+    return team.step, team.asked, team.waiting, *((roll.number, roll.waiting) if roll is not None else ())
+
+
+def beat_of(team: Team, number: int, idle_s: float, main: int | None) -> Beat:
+    """This rank's sign of life."""
+    roll = team.at.roll if team.at is not None else None
+    last, call = (brief(roll.last), roll.waiting) if roll is not None else ("", None)
+    waits = f"{brief(call)} (#{call.number})" if call is not None else f"a message of {team.waiting}" if team.waiting else ""
+    return Beat(number, round(idle_s, 1), team.step, roll.number if roll is not None else 0, last, waits, stack_top(main))
+
+
+def brief(call: Call | None) -> str:
+    """A collective in words, of several leaves the first."""
+    if call is None:
+        return ""
+    first, *more = call.leaf.split(" ")
+    return str(call._replace(leaf=f"{first} and {len(more)} more" if more else first))
+
+
+def stack_top(thread: int | None) -> str:
+    """The place in Python that a thread is at: file:line and function."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
+
+
+def verdict(states: Mapping[int, Beat], stale: Mapping[int, float], hang_s: float) -> str:
+    """Which of the ranks hangs, where, and what the others wait for, in one line; "" where none does.
+
+    stale: the seconds for which the process of a rank gave no sign of life.
+    """
+    hung = sorted(stale) or [rank for rank, s in sorted(states.items()) if not s.waits and s.idle_s >= hang_s]
+    if not hung and states and all(s.waits and s.idle_s >= hang_s for s in states.values()):
+        # All wait: the one that has begun the fewest collectives keeps the others waiting.
+        fewest = min(s.calls for s in states.values())
+        hung = [rank for rank, s in sorted(states.items()) if s.calls == fewest][:1]
+    if not hung:
+        return ""
+    told = []
+    for rank in hung:
+        s = states[rank]
+        if rank in stale:
+            how = f"its process gives no sign of life for {stale[rank]:.0f} s (stopped, or its host is gone), and was last in"
+        else:
+            how = f"no progress for {s.idle_s:.0f} s, in"
+        waits = f" waiting in {s.waits}" if s.waits else ""
+        passed = "" if s.waits else f", after {s.last} (#{s.calls})" if s.last else ", before any collective"
+        told.append(f"rank {rank} hangs: {how} step {s.step + 1}{waits} at {s.at or 'an unknown place'}{passed}")
+    waiting: dict[str, list[int]] = {}
+    for rank, s in sorted(states.items()):
+        if rank not in hung and s.waits:
+            waiting.setdefault(f"{s.waits}, step {s.step + 1}", []).append(rank)
+    others = [f"rank {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {what}" for what, ranks in waiting.items()]
+    fix = "go on from the last checkpoint with --resume, or let torchrun --max-restarts do it; train.hang_s is the limit"
+    return "; ".join([*told, *others, fix])

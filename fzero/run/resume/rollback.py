@@ -1,0 +1,222 @@
+"""What a run does about a step that went wrong: goes on without its update, goes back to a checkpoint, or ends.
+
+A step whose gradient is not finite, or whose loss is a spike, makes no update (see `train.make_train_step`); a policy of the config says
+what comes next. A rollback tries the same batch again at first: what a fault of the hardware did, such as a bit that flipped in the
+parameters of one rank, is then gone, and the run has the bits of one without it. Where it comes again with the same batch, the data is to
+blame, and the run goes back once more and leaves that batch out for good.
+
+What was decided is in RUN/skips.json, replaced as a whole before anything follows from it:
+
+    skips       [first sample, count] of each batch that is left out: see corpus.sample_at
+    tried       first samples of batches that are being tried again
+    back_to     a step: checkpoints of later ones no longer count, and are being removed; null where no rollback is under way
+    behind      steps made up to the last one that went wrong
+    in_a_row    rollbacks since a checkpoint was saved there or behind
+    rollbacks   all of them, with their reasons
+
+So a run that is killed at any instant goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import checkpoint
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.core.storage import read_text, write_text
+from fzero.run import run_folder
+from fzero.run.build import Program, first_state, restore
+from fzero.run.config import Guard
+from fzero.run.corpus import Say
+from fzero.run.ranks.coordinator import Team
+from fzero.train.state import TrainState
+
+SKIPS = "skips.json"
+REASONS = {"nonfinite": "the gradient is not finite", "spike": "the loss is a spike"}  # of a row's "reason"
+
+
+class Fault(NamedTuple):
+    """A step that asks for a rollback."""
+
+    step: int  # steps made before it
+    sample: int  # the first of its batch
+    why: str
+
+
+class Record(NamedTuple):
+    """What skips.json says; see the head of this file."""
+
+    skips: list[list[int]]
+    tried: list[int]
+    back_to: int | None
+    behind: int
+    in_a_row: int
+    rollbacks: list[dict[str, Any]]
+
+
+def read_record(folder: Path) -> Record:
+    """The record of the run in `folder`; raises ValueError where it is there and damaged."""
+    text = read_text(folder, SKIPS)
+    if text is None:
+        return Record([], [], None, 0, 0, [])
+    try:
+        return Record(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / SKIPS}: is not the record of a run's rollbacks ({error}); put it back, or start a new run") from None
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Replace the record, durably."""
+    write_text(folder, SKIPS, json.dumps(record._asdict(), indent=1) + "\n")
+
+
+def skips_of(folder: Path) -> list[tuple[int, int]]:
+    """(first sample, count) of each batch that the run in `folder` leaves out: what `corpus.sample_at` takes."""
+    return [(first, count) for first, count in read_record(folder).skips]
+
+
+def settle(folder: Path) -> None:
+    """End a rollback that was under way: remove the checkpoints, and the rows of metrics, behind the step that it goes back to.
+
+    One process calls it, before it looks for the newest checkpoint. Nothing happens where none is under way.
+    """
+    record = read_record(folder)
+    if record.back_to is None:
+        return
+    home = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
+    for step in checkpoint.steps(home):
+        if step > record.back_to:
+            checkpoint.remove(home, step)
+    run_folder.cut_metrics(folder, record.back_to)
+    write_record(folder, record._replace(back_to=None))
+
+
+def judged(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
+    """The Fault of a step that asks for a rollback; None for a sound one, and for one that is only skipped.
+
+    row: of the step's metrics. sample: the first of its batch. skipped: steps skipped in a row, with this one.
+    Raises FloatingPointError where the policy is to stop, or too many were skipped.
+    """
+    if not row["skipped"]:
+        return None
+    step, reason = row["step"], row["reason"]
+    policy, why = (g.spike if reason == "spike" else g.nonfinite), REASONS[reason]
+    if reason == "spike":
+        why += f" ({'not finite' if row['loss'] is None else format(row['loss'], '.4f')})"
+    if policy == "rollback":
+        return Fault(step - 1, sample, why)
+    if policy == "stop":
+        raise FloatingPointError(f"step {step}: {why}, with the batch of sample {sample}; guard.nonfinite=stop ends the run here")
+    if skipped >= g.max_skipped and reason == "nonfinite":
+        raise FloatingPointError(f"the gradient has not been finite for {skipped} steps in a row (to step {step}); lower --lr")
+    if skipped >= g.max_skipped:
+        raise FloatingPointError(f"{skipped} steps in a row were skipped (to step {step}, where {why}); lower --lr, or raise guard.sigmas")
+    return None
+
+
+def expect_agreement(program: Program, state: TrainState, part: Callable[[int], Any], step: int) -> None:
+    """Raise FloatingPointError, on all ranks, where they compute or hold different values of what should be one (see crosscheck)."""
+    lines = program.check(state, part)
+    if lines:
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        raise FloatingPointError(
+            f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has changed; the checkpoints are from before: go on "
+            "with --resume, without that host"
+        )
+
+
+def go_back(program: Program, folder: Path, fault: Fault, team: Team, say: Say) -> TrainState:
+    """The state to go on with after a fault: of the newest checkpoint that is sound and far enough back, else of the start of the run.
+
+    A checkpoint with a damaged leaf, or with a value that is not finite, is passed over. The record then says whether the batch is tried
+    again or left out, and what lies behind the step is removed. All ranks call it, with nothing else of the state in memory.
+    Raises FloatingPointError where the run has gone back too often.
+    """
+    home = run_folder.checkpoints_of(folder, program.config)
+    steps, init = team.share(lambda: candidates(program.config.guard, folder, home, fault))
+    state = None
+    for step in steps:
+        path, failure = checkpoint.folder_of(home, step), ""
+        try:
+            state = restore(program, path)
+            failure = "" if finite(state) else "a value in it is not finite"
+        except checkpoint.Damaged as error:
+            failure = str(error)
+        failures = [text for text in team.gather(failure) if text]
+        if not failures:
+            break
+        say(f"passed over {path}: {failures[0]}")
+        state = None
+    if state is None:
+        state = first_state(program, run_folder.load(Path(init), wide=True).params if init else None)
+    say(team.share(lambda: rolled_back(program, folder, home, fault, int(state.step))))
+    return state
+
+
+def candidates(g: Guard, folder: Path, home: checkpoint.Place, fault: Fault) -> tuple[list[int], str]:
+    """(steps of the checkpoints in `home` to go back to, the best first; the run whose weights this one began with, or "").
+
+    Those at least guard.rollback_steps before the fault, newest first; then, oldest first, those behind them.
+    Raises FloatingPointError where the run has gone back too often.
+    """
+    record, steps = noticed(read_record(folder), home), checkpoint.steps(home)
+    if record.in_a_row >= g.max_rollbacks:
+        raise FloatingPointError(
+            f"step {fault.step + 1}: {fault.why}, and the run has gone back {record.in_a_row} times without coming to a checkpoint at or "
+            f"behind step {record.behind}; lower --lr, or look at the hardware (guard.max_rollbacks is {g.max_rollbacks})"
+        )
+    limit = fault.step - g.rollback_steps
+    order = [step for step in reversed(steps) if step <= limit] + [step for step in steps if limit < step <= fault.step]
+    return order, run_folder.read_environment(folder).get("init", "")
+
+
+def noticed(record: Record, home: checkpoint.Place) -> Record:
+    """The record, with the progress that the checkpoints in `home` show."""
+    progress = any(step >= record.behind for step in checkpoint.steps(home))
+    return record._replace(behind=0, in_a_row=0) if progress else record
+
+
+def release(state: TrainState) -> None:
+    """Give the memory of a state back that nobody may use any more, whoever still holds it."""
+    for leaf in pytree.leaves(state):
+        if isinstance(leaf, Tensor) and leaf.untyped_storage().resizable():
+            leaf.untyped_storage().resize_(0)
+
+
+def finite(tree: Tree) -> bool:
+    """Whether all numbers of this rank's part of a state are finite."""
+    floats = [x for x in pytree.leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
+    return all(bool(torch.isfinite(x.float() if x.element_size() == 1 else x).all()) for x in floats)
+
+
+def rolled_back(program: Program, folder: Path, home: checkpoint.Place, fault: Fault, to: int) -> str:
+    """Record the rollback to step `to` and remove what is behind it; returns the line that says what is done about the batch."""
+    record, batch = noticed(read_record(folder), home), program.config.train.batch
+    again = fault.sample in record.tried
+    if again:
+        skips, tried = [*record.skips, [fault.sample, batch]], [first for first in record.tried if first != fault.sample]
+    else:
+        skips, tried = record.skips, [*record.tried, fault.sample]
+    said = {"step": fault.step + 1, "to": to, "sample": fault.sample, "why": fault.why, "left_out": again}
+    behind = max(record.behind, fault.step + 1)
+    write_record(folder, Record(skips, tried, to, behind, record.in_a_row + 1, [*record.rollbacks, said]))
+    settle(folder)
+    if again:
+        end = f"again with the same batch, so the data is to blame; back to step {to}, and samples {fault.sample} to "
+        return f"step {fault.step + 1}: {fault.why} {end}{fault.sample + batch - 1} are left out"
+    why = "bad hardware may pass, bad data does not"
+    return f"step {fault.step + 1}: {fault.why}; back to step {to}, to try the batch of sample {fault.sample} again: {why}"
+
+
+def passed(folder: Path, step: int, sample: int, tried: list[int], team: Team, say: Say) -> None:
+    """Record and say that a batch went well when it was tried again; it is removed from `tried`."""
+    tried.remove(sample)
+    team.share(lambda: write_record(folder, read_record(folder)._replace(tried=tried)))
+    say(f"step {step}: went well when it was tried again: the batch is sound, and a fault of the hardware likely; look at the hosts")

@@ -1,0 +1,86 @@
+"""Which memory each part of a state rests in: on the device, in the host's memory, or on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fzero.core.pytree import nearest
+from fzero.sharding.spec import MEMORIES
+
+GROUPS = {
+    "params": "the parameters that the model computes with",
+    "grads": "the sums of the gradients of a step",
+    "opt": "master weights, optimizer state and average",
+    "acts": "the activations that a remat policy keeps",
+}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A memory, and the fraction of a group's bytes, in whole leaves, that rests there; the others stay on the device."""
+
+    memory: str = "device"
+    fraction: float = 1.0
+
+    def __str__(self) -> str:
+        return self.memory + (f":{self.fraction:g}" if self.fraction < 1.0 else "")
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A Tier for each group. `str` gives the text that `parse` reads."""
+
+    params: Tier = Tier()
+    grads: Tier = Tier()
+    opt: Tier = Tier()
+    acts: Tier = Tier()
+
+    @classmethod
+    def parse(cls, text: str) -> Offload:
+        """The Offload of a text such as "params=nvme,opt=nvme,acts=host", or "opt=host:0.5": half of the leaves' bytes; "" is none."""
+        tiers: dict[str, Tier] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            group, equals, rest = part.partition("=")
+            memory, colon, fraction = rest.partition(":")
+            if group not in GROUPS or not equals:
+                raise ValueError(
+                    f"offload {text!r}: {group!r} is no group{nearest(group, GROUPS)}; use {', '.join(GROUPS)}, as in params=nvme,opt=nvme"
+                )
+            if memory not in MEMORIES:
+                raise ValueError(f"offload {text!r}: {memory!r} is no memory{nearest(memory, MEMORIES)}; use {', '.join(MEMORIES)}")
+            if group in tiers:
+                raise ValueError(f"offload {text!r}: {group} is given twice")
+            try:
+                share = float(fraction) if colon else 1.0
+            except ValueError:
+                share = -1.0
+            if not 0.0 < share <= 1.0 or (group == "acts" and share < 1.0):
+                raise ValueError(
+                    f"offload {text!r}: the fraction {fraction!r} of {group} must be above 0 and at most 1 (acts: all of them)"
+                )
+            tiers[group] = Tier(memory, share)
+        return cls(**tiers)
+
+    @property
+    def memories(self) -> set[str]:
+        """The memories in use."""
+        return {tier.memory for tier in (self.params, self.grads, self.opt, self.acts)}
+
+    def __str__(self) -> str:
+        tiers = {group: getattr(self, group) for group in GROUPS}
+        return ",".join(f"{group}={tier}" for group, tier in tiers.items() if tier.memory != "device")
+
+
+NOWHERE = Offload()
+
+
+def chosen(sizes: Mapping[str, int], fraction: float) -> set[str]:
+    """The leaves, largest first, that hold at least `fraction` of all the bytes."""
+    names, held, total = set(), 0, sum(sizes.values())
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        if held >= fraction * total:
+            break
+        names.add(name)
+        held += sizes[name]
+    return names

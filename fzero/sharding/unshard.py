@@ -1,0 +1,62 @@
+"""Parameters from rest to use as a differentiable function: the definition of what the streaming engine does faster."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fzero.comm.collectives import all_gather, pvary
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.sharding.mesh import Mesh
+from fzero.sharding.plan import DATA, STACKED, Plan
+from fzero.sharding.spec import Spec
+
+
+def fetch(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+    """A leaf as the model's code sees it, from this rank's shard `x` of it at rest.
+
+    Its gradient has the layout at rest and is the whole sum over the ranks: gathers scatter it, and what every rank holds is pvary'd over
+    the axes on which it is used differently.
+    Communicates: an all_gather over dp where that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
+    """
+    owed = [axis for axis in DATA if axis not in rest.axes] + sorted(compute.partial)
+    for axis in owed:
+        x = pvary(x, mesh[axis], leaf=leaf)
+    for dim, axes in enumerate(rest.dims):
+        if "dp" in axes and "dp" not in compute.axes:
+            x = all_gather(x, mesh["dp"], dim, leaf=leaf)
+    return x
+
+
+def fetch_tree(params: Tree, plan: Plan, mesh: Mesh) -> Tree:
+    """`fetch` of every leaf of a tree of parameters, or of a part of one with the same names."""
+    rest, compute = pytree.named_leaves(plan.params), pytree.named_leaves(plan.compute)
+    return pytree.map_named(lambda name, x: fetch(x, rest[name], compute[name], mesh, leaf=name), params)
+
+
+def fetching(block: Callable[..., Any], plan: Plan, mesh: Mesh) -> Callable[..., Any]:
+    """`block` as a function of a layer's parameters at rest."""
+    rest, compute = (
+        {name.removeprefix(STACKED): spec for name, spec in pytree.named_leaves(tree).items() if name.startswith(STACKED)}
+        for tree in (plan.params, plan.compute)
+    )
+    specs = tuple((name, _layer(rest[name]), _layer(compute[name])) for name in rest)
+    return _fetching(block, specs, mesh)
+
+
+def _layer(spec: Spec) -> Spec:
+    return Spec(spec.dims[1:], spec.partial)
+
+
+@functools.lru_cache(maxsize=64)
+def _fetching(block: Callable[..., Any], specs: tuple, mesh: Mesh) -> Callable[..., Any]:
+    at = {name: (rest, compute) for name, rest, compute in specs}
+
+    def fetched_block(params: Tree, x: Any, ctx: Any) -> Any:
+        return block(pytree.map_named(lambda name, leaf: fetch(leaf, *at[name], mesh, leaf=STACKED + name), params), x, ctx)
+
+    return fetched_block

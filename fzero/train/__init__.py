@@ -1,0 +1,1 @@
+"""The training step as a function. Read step.py first."""

@@ -1,0 +1,87 @@
+"""The state before the first step: drawn or taken, each rank its own part, in whichever memory it rests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fzero.core import prng, pytree
+from fzero.core.precision import Policy, fp32, init_scaler
+from fzero.core.pytree import Tree
+from fzero.models import base
+from fzero.offload import Space
+from fzero.optim import GradientTransformation, ema_init
+from fzero.sharding import Mesh, Plan, Spec
+from fzero.sharding.draw import window
+from fzero.sharding.plan import shapes_of
+from fzero.train.spike import LOSS, init_stats
+from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs
+from fzero.train.state_on_disk import on_disk, stored_state
+from fzero.train.update.in_memory import own
+
+
+def init_state(
+    model: base.Model | Tree,
+    tx: GradientTransformation,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    seed: int | Tensor,
+    policy: Policy = fp32(),  # noqa: B008
+    ema: bool = False,
+    spike: bool = False,
+    device: torch.device | str = "cpu",
+    space: Space | None = None,
+) -> TrainState:
+    """This rank's state before the first step. Parameters are drawn from the seed (or key) for a Model, and taken from a whole tree.
+
+    `policy` must be the step's; `ema` keeps averaged weights, for a step made with `ema_decay`, and `spike` the running statistics of the
+    loss, for one made with `spike`. A rank draws or copies its own shards only, so that nothing larger is ever held: the same elements on
+    every mesh.
+    space: where the leaves live that the plan puts on a disk; a store is made there, and they are drawn a few rows at a time.
+    """
+    key = seed.to(device) if isinstance(seed, Tensor) else prng.key(seed, device)
+    drawn = isinstance(model, base.Model)
+    expect_shapes(plan, shapes_of(model))
+    if on_disk(plan):
+        return stored_state(model, tx, plan, mesh, key, policy, ema, device, space, spike)
+    opt, masters = pytree.named_leaves(plan.opt), {}
+
+    def keep(name: str, leaf: Tensor) -> Tensor:
+        if policy.has_master and name not in plan.frozen:
+            masters[name] = part_of(leaf, plan, mesh, name) if drawn else whole_part(leaf, opt[name], mesh)
+            masters[name] = masters[name].to(policy.state, copy=True)
+        rest = leaf if drawn else whole_part(leaf, pytree.named_leaves(plan.params)[name], mesh)
+        return rest.to(policy.param, copy=not drawn)
+
+    if drawn:
+        init_key = prng.fold_in(key, "init")
+        params = base.init_params(model, init_key, policy.state, device, plan=plan, mesh=mesh, then=keep)
+    else:
+        params = pytree.map_named(keep, model)
+    master = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else ()
+    target = master if policy.has_master else own(plan, mesh, params)
+    state = TrainState(
+        step=torch.tensor(0).to(device),
+        params=params,
+        master=master,
+        opt_state=tx.init(target),
+        scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
+        key=key,
+        data_cursor=torch.tensor(0).to(device),
+        extra=({"ema": ema_init(target)} if ema else {}) | ({LOSS: init_stats(device)} if spike else {}),
+    )
+    on_host = any(spec.memory == "host" for tree in (plan.params, plan.opt) for spec in pytree.leaves(tree))
+    return in_host_memory(state, state_specs(plan, tx, policy, ema=ema, spike=spike)) if on_host else state
+
+
+def part_of(leaf: Tensor, plan: Plan, mesh: Mesh, name: str) -> Tensor:
+    """The part that this rank updates of its leaf at rest."""
+    return pytree.leaves(own(plan._replace(frozen=frozenset()), mesh, {name: leaf}))[0]
+
+
+def whole_part(leaf: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
+    """This rank's slice, a view, of a whole leaf."""
+    for dim, (start, size) in enumerate(zip(*window(tuple(leaf.shape), spec, mesh))):
+        leaf = leaf.narrow(dim, start, size)
+    return leaf

@@ -1,0 +1,176 @@
+"""Silent corruption: what one rank computes, another computes again; what several hold, is compared. All of it as digests.
+
+A processor that multiplies wrongly now and then, or a memory that flips a bit, raises no error, and the run goes on with other numbers.
+But the gradient of a micro-batch is a function: whoever computes it must get the same bits. And what the plan replicates must be the same
+on all its ranks.
+Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245; Gemini Team 2023, arXiv:2312.11805, section 3 (deterministic
+replay against silent data corruption).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import all_gather
+from fzero.core import pytree
+from fzero.core.autodiff import Remat
+from fzero.core.digest import digest
+from fzero.core.precision import Policy, fp32
+from fzero.kernels.registry import AUTO, Kernels
+from fzero.models import base
+from fzero.offload import Space
+from fzero.sharding import Mesh, Plan
+from fzero.sharding.mesh import ORDER
+from fzero.sharding.prefetch import Part
+from fzero.sharding.spec import Spec
+from fzero.train.gradient import How, LossFn, dropout_key, make_backward
+from fzero.train.state import TrainState
+
+WORD = 1 << 64
+
+
+class Digests:
+    """Takes gradients in the place of a Reducer; `found` is {leaf: digest of its gradient}."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+
+    def put(self, part: Part, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
+        """Take (and empty) the gradients of a part; those of a leaf's layers, and of a leaf with two uses, add up."""
+        for name, grad in zip(names, grads):
+            layer = part.layer or 0
+            value = digest(grad[None], (layer + 1, *grad.shape), (layer, *[0] * grad.dim()))
+            self.found[name] = (self.found.get(name, 0) + value) % WORD
+        grads.clear()
+
+
+def make_check(
+    loss_fn: base.Model | LossFn,
+    plan: Plan,
+    mesh: Mesh,
+    specs: TrainState,
+    *,
+    policy: Policy = fp32(),  # noqa: B008
+    remat: Remat | str = "none",
+    compiled: bool = False,
+    kernels: Kernels | str = AUTO,
+    prefetch: int = 1,
+    mlp_tiles: int = 1,
+    space: Space | None = None,
+) -> Callable[[TrainState, Callable[[int], Any]], list[str]]:
+    """The function `(state, part) -> lines`, one for each difference between ranks that should be none; the same lines on all ranks.
+
+    `part(m)` is micro-batch m of a batch, for any m below the number of data ranks R. Data rank r computes the loss and the gradient of
+    micro-batch r, and those of micro-batch r - 1 (mod R), which rank r - 1 has computed; alone, it computes its own one twice. The state is
+    not changed, and nothing is summed: the digests are of what each rank has itself. What rests on a disk is not compared.
+    specs: of the state (see state_specs). The other arguments are those of `make_train_step`.
+    Communicates: what two micro-batches do for their parameters, and an all_gather of 8 bytes a leaf.
+    """
+    remat = Remat.parse(remat) if isinstance(remat, str) else remat
+    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
+    backward = make_backward(loss_fn, plan, mesh, How(policy, remat, compiled, kernels, prefetch, mlp_tiles, space))
+    shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
+
+    def computed(state: TrainState, m: int, part: Any) -> dict[str, int]:
+        rows, sink = pytree.leaves(part)[0], Digests()
+        # As in a step: float16 gradients need that room.
+        seed = state.scaler.scale / rows.numel() if policy.loss_scale else torch.ones((), device=state.step.device)
+        loss = backward(state.params, part, m * rows.shape[0], dropout_key(loss_fn, state), seed, sink, True)
+        return {"the loss": digest(loss.total.detach()), **dict(sorted(sink.found.items()))}
+
+    def check(state: TrainState, part: Callable[[int], Any]) -> list[str]:
+        with torch.no_grad(), mesh.ledger.phase("check"):
+            before = (mesh.data_rank - 1) % mesh.data_size
+            own, again = (computed(state, m, part(m)) for m in (mesh.data_rank, before))
+            leaves = pytree.named_leaves(state)
+            held = {name: digest(leaves[name]) for name in shared if isinstance(leaves[name], Tensor)}
+            tables = [gathered(list(row.values()), mesh) for row in (held, own, again)]
+        return [*unlike(list(held), shared, tables[0], mesh), *disagreeing(list(own), *tables[1:], mesh)]
+
+    return check
+
+
+def gathered(row: list[int], mesh: Mesh) -> list[list[int]]:
+    """The rows of all ranks, by rank.
+
+    Communicates: an all_gather over each axis.
+    """
+    table = torch.tensor([value - WORD if value >= WORD // 2 else value for value in row], dtype=torch.int64)[None]
+    device = mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"
+    table = table.to(device)
+    for name in reversed(ORDER):
+        table = all_gather(table, mesh[name], leaf="digests")
+    return table.tolist()
+
+
+def coordinates(mesh: Mesh) -> list[dict[str, int]]:
+    """{axis: coordinate} of every rank."""
+    return [dict(zip(ORDER, at)) for at in itertools.product(*(range(mesh[name].size) for name in ORDER))]
+
+
+def copies(spec: Spec, mesh: Mesh) -> int:
+    """The number of ranks that hold the same part of a leaf."""
+    return math.prod(axis.size for axis in mesh.axes if axis.name not in spec.axes)
+
+
+def replicas(spec: Spec, mesh: Mesh) -> list[list[int]]:
+    """The ranks in groups that hold the same part of a leaf."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, where in enumerate(coordinates(mesh)):
+        found.setdefault(tuple(where[axis] for axis in spec.axes), []).append(rank)
+    return list(found.values())
+
+
+def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mesh: Mesh) -> list[str]:
+    """A line for each group of ranks that hold different values of what should be one; the fewer are to blame."""
+    lines, told = [], set()
+    groups = {spec.axes: replicas(spec, mesh) for spec in specs.values()}
+    for i, name in enumerate(names):
+        for ranks in groups[specs[name].axes]:
+            counts = Counter(table[r][i] for r in ranks)
+            if len(counts) == 1:
+                continue
+            value, most = counts.most_common(1)[0]
+            odd = tuple(r for r in ranks if table[r][i] != value) if 2 * most > len(ranks) else ()
+            if (odd, tuple(ranks)) in told:
+                continue
+            told.add((odd, tuple(ranks)))
+            group = f"{show(ranks)} should hold the same {name}"
+            lines.append(f"{group} and {show(odd)} {'has' if len(odd) == 1 else 'have'} another one" if odd else f"{group} and do not")
+    return lines
+
+
+def disagreeing(names: list[str], own: list[list[int]], again: list[list[int]], mesh: Mesh) -> list[str]:
+    """A line for each rank whose micro-batch the next one computes otherwise; who differs from both its neighbours is to blame."""
+    ranks = {tuple(where.values()): rank for rank, where in enumerate(coordinates(mesh))}
+    found = []
+    for rank, where in enumerate(coordinates(mesh)):
+        number = (where["rp"] * mesh["dp"].size + where["dp"] + 1) % mesh.data_size
+        after = ranks[tuple((where | {"rp": number // mesh["dp"].size, "dp": number % mesh["dp"].size}).values())]
+        first = next((name for name, a, b in zip(names, own[rank], again[after]) if a != b), None)
+        if first is not None:
+            found.append((rank, after, first))
+    times = Counter(rank for a, b, _ in found for rank in {a, b})
+    lines = []
+    for rank, after, first in found:
+        if rank == after:
+            lines.append(f"rank {rank} computes one micro-batch twice and differs from itself, first in {first}")
+            continue
+        odd = [r for r in (rank, after) if times[r] > 1] if mesh.data_size > 2 else []
+        blame = f"; rank {odd[0]} differs from another one too" if len(odd) == 1 else ""
+        lines.append(f"rank {rank} and rank {after} compute one micro-batch and differ, first in {first}{blame}")
+    return lines
+
+
+def show(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0, 1 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,243 @@
+"""A state part of which rests on a disk: made there a few rows at a time, committed with every step, and found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import all_gather
+from fzero.core import prng, pytree
+from fzero.core.device import plan_of
+from fzero.core.precision import Policy, init_scaler
+from fzero.core.pytree import Tree
+from fzero.models import base
+from fzero.offload import Kept, Space, Store, Stored
+from fzero.offload.nvme import together
+from fzero.offload.update_units import Slice, owners
+from fzero.optim import GradientTransformation
+from fzero.sharding import Mesh, Plan
+from fzero.sharding.draw import normal_within, window
+from fzero.sharding.plan import shard_dim
+from fzero.sharding.slices import pieces
+from fzero.train.spike import LOSS, init_stats
+from fzero.train.state import TrainState, in_host_memory, meta_state, state_specs
+from fzero.train.update.delayed import settled
+
+
+def on_disk(plan: Plan) -> bool:
+    """Whether parameters or optimizer state of the plan rest on a disk."""
+    return any(spec.memory == "nvme" for tree in (plan.params, plan.opt) for spec in pytree.leaves(tree))
+
+
+def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
+    """{leaf of the state: the parameter that it belongs to, or None}."""
+    return owners(pytree.names(state), pytree.names(plan.like))
+
+
+def kept_leaves(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, Kept]:
+    """The leaves of a state that rest on a disk, by name; what belongs to stacked parameters is stacked."""
+    named, owner = pytree.named_leaves(specs), owner_of(like, plan)
+    frozen = {f"params/{name}" for name in plan.frozen}
+    return {
+        name: Kept(tuple(leaf.shape), leaf.dtype, shard_dim(owner[name]) == 1, slots=1 if name in frozen else 2)
+        for name, leaf in pytree.named_leaves(like).items()
+        if named[name].memory == "nvme" and owner[name] is not None
+    }
+
+
+def stored_state(
+    model: base.Model | Tree,
+    tx: GradientTransformation,
+    plan: Plan,
+    mesh: Mesh,
+    key: Tensor,
+    policy: Policy,
+    ema: bool,
+    device: torch.device | str,
+    space: Space | None,
+    spike: bool = False,
+) -> TrainState:
+    """`init_state` where some leaves rest on a disk: nothing larger than a few rows of them is ever in memory."""
+    like, specs = meta_state(tx, plan, mesh, policy, ema, spike), state_specs(plan, tx, policy, ema=ema, spike=spike)
+    leaves = kept_leaves(like, specs, plan)
+    store = open_in(space, leaves, plan, mesh, resume=False)
+    store.begin()
+    named_specs, shapes = pytree.named_leaves(specs), pytree.named_leaves(like)
+    out: dict[str, Any] = {}
+    given = {} if isinstance(model, base.Model) else pytree.named_leaves(model)
+    init_key = prng.fold_in(key, "init")
+
+    def put(name: str, i: int, rows: tuple[int, int], value: Tensor) -> None:
+        if name in leaves:
+            write_rows(store, name, i, rows, value)
+            return
+        where = out.setdefault(name, torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device=device))
+        Slice(name, i if shard_dim(owner[name]) == 1 else None, rows).of(where).copy_(value)
+
+    owner = owner_of(like, plan)
+
+    def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> None:
+        drawn = [n for n, of in owner.items() if of == name and n.startswith(("params/", "master/", "extra/ema/"))]
+        windows: dict[Any, list[str]] = {}
+        for n in drawn:
+            windows.setdefault(window(shape, named_specs[n], mesh), []).append(n)
+        lead = shard_dim(name)
+        for (start, size), targets in windows.items():
+            for i in range(size[0] if lead else 1):
+                for rows in pieces(size[lead:]):
+                    at, extent = list(start), list(size)
+                    if lead:
+                        at[0], extent[0] = start[0] + i, 1
+                    if size[lead:]:
+                        at[lead], extent[lead] = start[lead] + rows[0], rows[1] - rows[0]
+                    value = element(name, shape, tuple(at), tuple(extent), std, mean)
+                    for target in targets:
+                        put(target, i, rows, value)
+
+    def element(name: str, shape: Any, start: Any, size: Any, std: float, mean: float) -> Tensor:
+        if name in given:
+            leaf = given[name]
+            for dim, (at, n) in enumerate(zip(start, size)):
+                leaf = leaf.narrow(dim, at, n)
+            return leaf.to(policy.state)
+        if std == 0.0:
+            return torch.full(size, mean, dtype=policy.state)
+        return normal_within(prng.fold_in(init_key, name), shape, start, size, mean, std, policy.state, "cpu")
+
+    if given:
+        for name, leaf in given.items():
+            make(name, tuple(leaf.shape), 0.0)
+    else:
+        model.init(make)
+    for name, leaf in shapes.items():
+        if not name.startswith("opt_state/"):
+            continue
+        if name not in leaves:
+            out[name] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+            continue
+        for i in range(leaves[name].layers):
+            for rows in pieces(leaves[name].chunk):
+                shape = (rows[1] - rows[0], *leaves[name].chunk[1:]) if leaves[name].chunk else ()
+                put(name, i, rows, torch.zeros(()).expand(shape))
+    fixed = {"step": torch.tensor(0), "key": key, "data_cursor": torch.tensor(0)}
+    if policy.loss_scale:
+        fixed |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)})
+    if spike:
+        fixed |= pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    out |= {name: leaf.to(device) for name, leaf in fixed.items()}
+    state = assembled(like, out, store)
+    commit(space, state, mesh)
+    return in_host_memory(state, specs)
+
+
+def open_in(space: Space | None, leaves: dict[str, Kept], plan: Plan, mesh: Mesh, *, resume: bool) -> Store:
+    """The store of some leaves in `space`."""
+    if space is None:
+        raise ValueError(
+            f"offload: {next(iter(leaves))} rests on a disk by the plan; give space=fzero.offload.Space(folder) to init_state and the step"
+        )
+    return space.open(leaves, mesh, owner=owner_table(plan), resume=resume)
+
+
+def owner_table(plan: Plan) -> dict[str, Any]:
+    """What a store says of the plan that it was made by."""
+    return {"mesh": {name: size for name, size in plan.sizes.items() if size > 1}, "stage": plan.stage}
+
+
+def assembled(like: TrainState, held: dict[str, Any], store: Store) -> TrainState:
+    """The state whose leaves are those in memory and those of the store."""
+    named = {name: held[name] if name in held else Stored(store, name) for name in pytree.names(like)}
+    return pytree.from_named(named, like)
+
+
+def commit(space: Space | None, state: TrainState, mesh: Mesh) -> None:
+    """Make the state the last complete step of its store, with the values that lie outside of it: counts, keys, the loss scale."""
+    if space is None or space.store is None:
+        return
+    leaves = pytree.named_leaves(settled(state))
+    owner = owners(list(leaves), pytree.names(state.params))
+    values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
+    space.store.commit(int(state.step), values, together(mesh))
+
+
+def reopened(
+    tx: GradientTransformation, plan: Plan, mesh: Mesh, space: Space, *, policy: Policy, ema: bool = False, spike: bool = False
+) -> TrainState:
+    """This rank's state of the last complete step in the store of `space`: after a kill, or in a later process.
+
+    What the plan keeps on the device is made of what is in the store: parameters of their master weights.
+    Raises ValueError where the store is of another run, damaged, or lacks something that cannot be made.
+    """
+    like, specs = meta_state(tx, plan, mesh, policy, ema, spike), state_specs(plan, tx, policy, ema=ema, spike=spike)
+    store = open_in(space, kept_leaves(like, specs, plan), plan, mesh, resume=True)
+    held = {name: from_text(text) for name, text in store.record.values.items()}
+    shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
+    lost = lost_leaves(like, specs, plan)
+    if lost:
+        raise ValueError(
+            f"{space.folder}: holds step {store.record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan keeps in memory; "
+            "resume from a checkpoint"
+        )
+    derived = [name for name in shapes if name not in held and name not in store.leaves]
+    for name in derived:
+        part = Stored(store, f"master/{owner[name]}").tensor().to(policy.param)
+        if part.shape != shapes[name].shape:
+            part = all_gather(part, mesh["dp"], shard_dim(owner[name]), leaf=owner[name])
+        held[name] = part
+    return in_host_memory(assembled(like, held, store), specs)
+
+
+def lost_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
+    """The leaves of a state that its store neither holds nor determines: parameters follow from master weights."""
+    stored, owner = kept_leaves(like, specs, plan), owner_of(like, plan)
+    return [
+        name
+        for name, of in owner.items()
+        if of is not None and name not in stored and not (name.startswith("params/") and f"master/{of}" in stored)
+    ]
+
+
+def put_on_disk(
+    read: Callable[[str, Tensor, int | None], Tensor], like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, space: Space | None
+) -> TrainState:
+    """The state whose leaves are `read(name, meta tensor, layer)` in a new store: a layer of a stacked leaf, or all of it for None."""
+    leaves = kept_leaves(like, specs, plan)
+    store = open_in(space, leaves, plan, mesh, resume=False)
+    store.begin()
+    held: dict[str, Tensor] = {}
+    for name, leaf in pytree.named_leaves(like).items():
+        if name not in leaves:
+            held[name] = read(name, leaf, None)
+            continue
+        for i in range(leaves[name].layers):
+            layer = read(name, leaf, i if leaves[name].stacked else None)
+            for rows in pieces(leaves[name].chunk):
+                write_rows(store, name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+    state = assembled(like, held, store)
+    commit(space, state, mesh)
+    return in_host_memory(state, specs)
+
+
+def write_rows(store: Store, name: str, layer: int, rows: tuple[int, int], value: Tensor) -> None:
+    """Start to write a copy of rows of a layer."""
+    chunk = store.leaves[name].chunk
+    buffer = store.arena.take((rows[1] - rows[0], *chunk[1:]) if chunk else (), store.leaves[name].dtype, store.disk.busy)
+    buffer.view.copy_(value.reshape(buffer.view.shape))
+    store.write(name, layer, rows, buffer)
+
+
+def to_text(leaf: Tensor) -> dict[str, Any]:
+    """A small tensor as JSON can hold it, exactly; of a planned one, which has no value, nothing."""
+    if plan_of(leaf) is not None:
+        return {}
+    data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
+    return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), "hex": data}
+
+
+def from_text(text: dict[str, Any]) -> Tensor:
+    """The tensor of such a text."""
+    data = torch.frombuffer(bytearray.fromhex(text["hex"]), dtype=getattr(torch, text["dtype"]))
+    return data.reshape(text["shape"]).clone()

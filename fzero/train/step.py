@@ -1,0 +1,325 @@
+"""The training step: `state, metrics = train_step(state, batch)`. Read this file first.
+
+A step is gradients of a sum, one division by the global number of tokens, and an optimizer's update of values. What is sharded, kept in
+which dtype, recomputed or compiled is data that the step is made with; nothing in it branches on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.autodiff import Remat, transforms
+from fzero.core.precision import Policy, ScalerState, fp32, overflow_at_floor, update_scaler
+from fzero.core.pytree import Tree
+from fzero.kernels.registry import AUTO, Kernels
+from fzero.models import base
+from fzero.offload import Space
+from fzero.optim import GradientTransformation
+from fzero.optim.sharded import Squared, sharded, summed_by_kernel
+from fzero.optim.sharded import squares as layer_squares
+from fzero.sharding import Mesh, Plan
+from fzero.sharding.plan import shapes_of
+from fzero.train.gradient import How, LossFn, context_of, dropout_key, make_gradient, make_loss
+from fzero.train.spike import LOSS, Spike, judge
+from fzero.train.state import TrainState, expect_shapes
+from fzero.train.state_on_disk import commit
+from fzero.train.streamed import Streamed, parts_of
+from fzero.train.update.delayed import Delayed, expect_delayed, waiting
+from fzero.train.update.in_backward import EarlyUpdate, expect_early
+from fzero.train.update.in_memory import Gradients, update_donated, update_pure
+from fzero.train.update.offloaded import StreamedUpdate, is_offloaded
+
+
+class Metrics(NamedTuple):
+    """What a step reports, as scalars."""
+
+    loss: Tensor  # nats per token (float32 or wider)
+    num_tokens: Tensor
+    grad_norm: Tensor  # of the gradient of that loss, before clipping
+    skipped: Tensor  # bool: the gradient was not finite, or the loss a spike; parameters and optimizer state are as they were
+    loss_scale: Tensor
+    extra: dict[str, Tensor]  # the loss function's own sums, per token
+    spike: Tensor | tuple = ()  # bool: the loss was a spike; () where that is not judged
+    squares: dict[str, Squared] | tuple = ()  # of this rank's sums of gradients, leaf by leaf: see make_train_step, squares
+    factor: Tensor | tuple = ()  # beside the squares: by which those sums are gradients of the mean loss
+
+
+def make_train_step(
+    loss_fn: base.Model | LossFn,
+    tx: GradientTransformation,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    policy: Policy = fp32(),  # noqa: B008
+    micro_batches: int = 1,
+    remat: Remat | str = "none",
+    compiled: bool = False,
+    kernels: Kernels | str = AUTO,
+    donate: bool = True,
+    ema_decay: float = 0.0,
+    prefetch: int = 1,
+    skip_nonfinite: bool = True,
+    spike: Spike | None = None,
+    update: str = "end",
+    mlp_tiles: int = 1,
+    space: Space | None = None,
+    squares: bool = False,
+    layers: int = 0,
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """The function `(state, batch) -> (state, Metrics)` of one training step.
+
+    On a mesh the batch is this rank's rows of the global batch (see `rows_of`), the same on the ranks of tp.
+    micro_batches: equal parts of this rank's batch (along the first dim of its leaves) whose gradients are summed one after the other.
+    donate: the buffers of the state are overwritten by the new state's; False leaves them valid, and only then does the step compose
+    with torch.func (vmap over states, grad through steps).
+    ema_decay: the average's memory; the state must have been made with `ema=True`.
+    kernels: the form of each hot operation, e.g. "reference" or "auto,attention=blocked" (see kernels.registry).
+    prefetch: layers whose parameters are gathered ahead of use at stage 3, so that prefetch + 1 layers are whole at a time.
+    The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
+    were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on. skip_nonfinite=False updates whatever comes,
+    and waits for no value. spike: a loss that is one by these numbers is skipped in the same way; the state must have been made with
+    `spike=True`. The loss scale moves by what is not finite alone.
+    update: "end"; for offloaded states also "backward": each layer is updated as soon as its gradient is reduced, and no gradient of layers
+    is kept, without clipping by the norm; or "delayed": the update runs beside the next step's computation, whose parameters are one
+    gradient behind: other numbers (see update_delayed).
+    mlp_tiles: parts that the hidden units of an MLP are computed in, one at a time, and again in the backward pass.
+    space: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
+    squares: `metrics.squares` are those that the norm is the root of, leaf by leaf, for norms of layers (see fzero.run.measure.norms).
+    layers: for a plan, which learns of all layers from a few: only the first so many are run; the others have no gradient.
+    The first call makes sure that all ranks run the same program: RankError says where two differ.
+    Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
+    or the optimizer would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).
+    """
+    expect_plan(loss_fn, tx, plan, mesh)
+    remat = Remat.parse(remat) if isinstance(remat, str) else remat
+    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
+    streamed = StreamedUpdate(tx, policy, plan, mesh, space) if is_offloaded(plan) else None
+    expect_options(plan, prefetch, remat, donate, update, streamed is not None, isinstance(loss_fn, base.Model))
+    skips = skip_nonfinite or spike is not None
+    if update == "delayed":
+        expect_delayed(streamed, plan, policy.has_master)
+    if update == "backward":
+        expect_early(streamed, plan, space.slots if space is not None else 1, skips)
+    rooms: dict[Any, Tensor] | None = {} if update != "delayed" else None  # a gradient that waits keeps its memory
+    lasting = (rooms, streamed is not None)
+    how = How(policy, remat, compiled, kernels, prefetch, mlp_tiles, space, layers)
+    gradient = make_gradient(loss_fn, plan, mesh, how, lasting)
+    layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        if donate and transforms():
+            raise ValueError("a train step under a torch.func transform overwrites its input; make it with donate=False")
+        expect_state(plan, policy, mesh, state, ema_decay, spike)
+        key = dropout_key(loss_fn, state)
+        size, parts = split_batch(batch, micro_batches)
+        scale = state.scaler.scale if policy.loss_scale else torch.ones((), device=state.step.device)
+        # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.
+        seed_divisor = positions(parts[0]) if policy.loss_scale else 1
+        # A pure step may itself be differentiated: through the gradient, the update, and several steps.
+        with contextlib.ExitStack() as stack:
+            if donate:
+                stack.enter_context(torch.no_grad())
+            if unchecked:
+                stack.enter_context(unchecked.pop().checked())
+            late = Delayed(streamed, state, ema_decay) if update == "delayed" else None
+            early = EarlyUpdate(streamed, layout, state, ema_decay) if update == "backward" else None
+
+            def mean(total: base.Loss) -> tuple[Tensor, Tensor]:
+                """(tokens, the factor that makes gradients of the mean of sums): they are sums until the update multiplies them."""
+                tokens = torch.where(total.num_tokens == 0, 1, total.num_tokens)  # a count may be a sum of weights, below 1
+                return tokens, seed_divisor / (tokens.to(torch.promote_types(total.total.dtype, torch.float32)) * scale)
+
+            grads, total = gradient(state, parts, size, key, scale / seed_divisor, early, lambda total: early.begin(mean(total)[1]))
+            wide = torch.promote_types(total.total.dtype, torch.float32)
+            tokens, factor = mean(total)
+            with mesh.ledger.phase("metrics"):
+                held = grads if early is None else early.squares(grads)
+                by_leaf = layer_squares(layout, held) if squares else ()
+                norm = layout.norm(held if not squares or summed_by_kernel(held) else by_leaf)
+                del held
+            grad_norm = norm * factor
+            overflow = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
+            loss = total.total.to(wide) / tokens
+            bad, stats = ((), ()) if spike is None else judge(spike, state.extra[LOSS], loss)
+            skipped, kept = (overflow, {}) if spike is None else (overflow | bad, {LOSS: stats})
+            metrics = Metrics(
+                loss,
+                total.num_tokens,
+                grad_norm,
+                skipped,
+                scale,
+                {name: value / tokens for name, value in total.extra.items()},
+                bad,
+                by_leaf,
+                factor if squares else (),
+            )
+            moved = state._replace(
+                step=state.step + 1,
+                data_cursor=state.data_cursor + size * micro_batches * mesh.data_size,
+                scaler=move_scaler(policy, state.scaler, overflow),
+                extra={**state.extra, **kept},
+            )
+
+            def on(new: TrainState) -> TrainState:
+                """The state `new`, made of the one before the step, with what every step moves on."""
+                return new._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler, extra={**new.extra, **kept})
+
+            sums, rest = Gradients(grads, factor, norm), (moved, skipped if skips else None, ema_decay)
+            del grads
+            with mesh.ledger.phase("update"):
+                if late is not None:
+                    new = waiting(on(late.join()), sums, skips and bool(skipped))
+                    commit(space, new, mesh)
+                elif early is not None:
+                    new = on(early.finish(sums.sums, skips and bool(skipped)))
+                    commit(space, new, mesh)
+                elif streamed is not None:
+                    new = streamed.run(sums, *rest)
+                    commit(space, new, mesh)
+                else:
+                    new = (update_donated if donate else update_pure)(tx, policy, plan, mesh, sums, *rest)
+            return new, metrics
+
+    return train_step
+
+
+def expect_options(plan: Plan, prefetch: int, remat: Remat, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
+    """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
+    if offloaded and not donate:
+        raise ValueError(
+            f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it with donate=True"
+        )
+    if plan.acts != "device" and not remat.every:
+        raise ValueError(f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full or every:K")
+    if update not in ("end", "backward", "delayed"):
+        raise ValueError(f"update is {update!r}; it must be end, backward or delayed")
+    if update != "end" and not (offloaded and layered):
+        raise ValueError(f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."')
+
+
+def plan_memories(plan: Plan) -> str:
+    """Which memories a plan uses beside the device, in words."""
+    trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
+    said = [f"{group}={spec.memory}" for group, tree in trees.items() for spec in pytree.leaves(tree) if spec.memory != "device"]
+    return ", ".join(dict.fromkeys(said))
+
+
+def move_scaler(policy: Policy, scaler: ScalerState | tuple, skipped: Tensor) -> ScalerState | tuple:
+    """The scaler after a step; raises FloatingPointError for an overflow at the floor where the policy says so."""
+    config = policy.loss_scale
+    if config is None:
+        return ()
+    if config.at_floor == "raise":
+        if transforms():
+            raise ValueError('under a torch.func transform a step cannot raise; use LossScale(at_floor="hold")')
+        if bool(overflow_at_floor(config, scaler, skipped)):
+            raise FloatingPointError(f"the gradient is not finite and the loss scale is at its floor {config.floor:g}")
+    return update_scaler(config, scaler, skipped)
+
+
+def split_batch(batch: Any, micro_batches: int) -> tuple[int, list[Any]]:
+    """(rows of a part, the batch's equal parts along the first dim of its leaves)."""
+    named = pytree.named_leaves(batch)
+    for name, leaf in named.items():
+        if leaf.shape[0] % micro_batches:
+            raise ValueError(f"batch[{name!r}] has {leaf.shape[0]} rows, not divisible by micro_batches={micro_batches}")
+    rows = {leaf.shape[0] // micro_batches for leaf in named.values()}
+    if len(rows) != 1:
+        raise ValueError(f"the batch's leaves have {sorted(r * micro_batches for r in rows)} rows; they must agree")
+    size = rows.pop()
+    return size, [pytree.map(lambda leaf, i=i: leaf[i * size : (i + 1) * size], batch) for i in range(micro_batches)]
+
+
+def positions(part: Any) -> int:
+    """The number of elements of the first leaf of a batch: known before its tokens are counted."""
+    return max(1, pytree.leaves(part)[0].numel())
+
+
+def rows_of(mesh: Mesh, rows: int, micro_batches: int = 1) -> list[int]:
+    """The rows of a global batch of `rows` that are this rank's, in the order in which its step takes them.
+
+    The batch is cut into micro_batches x (data ranks) parts; part m goes to data rank m mod R, so that the parts which all ranks work on
+    at one time are neighbours. Raises ValueError where that does not divide.
+    """
+    parts = micro_batches * mesh.data_size
+    if rows % parts:
+        raise ValueError(f"a batch of {rows} rows cannot be cut into {micro_batches} micro-batches for each of {mesh.data_size} data ranks")
+    size = rows // parts
+    return [(j * mesh.data_size + mesh.data_rank) * size + i for j in range(micro_batches) for i in range(size)]
+
+
+def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
+    """This rank's rows of a global batch, for its train step."""
+    rows = torch.tensor(rows_of(mesh, pytree.leaves(batch)[0].shape[0], micro_batches))
+    return pytree.map(lambda leaf: leaf[rows], batch)
+
+
+def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan, mesh: Mesh) -> None:
+    """Raise ValueError where the plan was made for another model or mesh, or the optimizer needs whole leaves that the plan cuts."""
+    if isinstance(loss_fn, base.Model):
+        expect_shapes(plan, shapes_of(loss_fn))
+    sizes: Mapping[str, int] = {axis.name: axis.size for axis in mesh.axes}
+    if dict(plan.sizes) != dict(sizes):
+        raise ValueError(
+            f"the plan was made for the mesh {dict(plan.sizes)} and the step is for {dict(sizes)}; make the plan with this mesh"
+        )
+    cut = [n for n, spec in pytree.named_leaves(plan.opt).items() if any(sizes[axis] > 1 for axis in spec.axes) and n not in plan.frozen]
+    if tx.needs != "elementwise" and cut:
+        raise ValueError(
+            f"the optimizer needs whole leaves (needs={tx.needs!r}) and the plan cuts {cut[0]} and {len(cut) - 1} more; "
+            "make it with layout=fzero.optim.sharded(plan.opt, mesh, like=plan.like)"
+        )
+
+
+def expect_state(plan: Plan, policy: Policy, mesh: Mesh, state: TrainState, ema_decay: float, spike: Spike | None = None) -> None:
+    """Raise ValueError where the state was made for another plan or policy, or lacks what the step is to keep beside the parameters."""
+    expect_shapes(plan, state.params, mesh)
+    for name, leaf in pytree.named_leaves(state.params).items():
+        if leaf.dtype != policy.param:
+            raise ValueError(f"{name} is {leaf.dtype} and the step's policy {policy.name} has {policy.param}; give init_state that policy")
+    if bool(pytree.leaves(state.master)) != policy.has_master or bool(state.scaler) != bool(policy.loss_scale):
+        raise ValueError(f"the state was not made for the step's policy {policy.name}; give init_state that policy")
+    if ema_decay and "ema" not in state.extra:
+        raise ValueError(f"ema_decay is {ema_decay} and the state keeps no average; give init_state ema=True")
+    if spike is not None and LOSS not in state.extra:
+        raise ValueError("the step judges losses by those before them and the state keeps none; give init_state spike=True")
+
+
+def make_eval_step(
+    loss_fn: base.Model | LossFn,
+    mesh: Mesh,
+    *,
+    plan: Plan | None = None,
+    policy: Policy = fp32(),  # noqa: B008
+    compiled: bool = False,
+    kernels: Kernels | str = AUTO,
+    prefetch: int = 1,
+    mlp_tiles: int = 1,
+) -> Callable[[Tree, Any], base.Loss]:
+    """The function `(params, batch) -> Loss` without dropout: this rank's sums, to be added up over batches and data ranks.
+
+    plan: how the parameters rest (None: whole). All ranks of the mesh must call it together.
+    """
+    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
+    how = How(policy, Remat(), compiled, kernels, prefetch, mlp_tiles)
+    if plan is None or not isinstance(loss_fn, base.Model):
+        loss = make_loss(loss_fn, plan, mesh, how)
+    else:
+        ctx = context_of(plan, mesh, how)
+        loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, how.remat, how.prefetch).forward
+
+    @torch.no_grad()
+    def eval_step(params: Tree, batch: Any) -> base.Loss:
+        with mesh.ledger.phase("evaluate"):
+            return loss(params, batch, (), 0)
+
+    return eval_step

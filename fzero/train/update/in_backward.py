@@ -1,0 +1,84 @@
+"""Layers updated during the backward pass, each as soon as its gradient is reduced: then no gradient of layers is ever kept.
+
+The same bits as an update at the end. A gradient that turns out not to be finite is found when others are updated already: what was
+written is a slot of the store that is then not committed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.offload.update_units import Unit
+from fzero.optim.sharded import Layout, Squared, widened
+from fzero.sharding import Plan
+from fzero.sharding.plan import shard_dim
+from fzero.sharding.slices import walk
+from fzero.train.update.in_memory import Gradients
+from fzero.train.update.offloaded import StreamedUpdate, Update
+
+
+def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> None:
+    """Raise ValueError where layers cannot be updated before all gradients are known."""
+    if how.parts.heads:
+        raise ValueError(
+            'update="backward": the optimizer begins with clip_by_global_norm, which needs all gradients before the first update; '
+            'leave it out (optim.clip=0), or use update="end"'
+        )
+    specs = [spec for tree in (plan.params, plan.opt) for name, spec in pytree.named_leaves(tree).items() if name not in plan.frozen]
+    if skips and not (slots > 1 and all(spec.memory == "nvme" for spec in specs)):
+        raise ValueError(
+            'update="backward": a step whose gradient is not finite is undone by not committing it, which needs '
+            "params=nvme,opt=nvme and two slots; offload both, or make the step with skip_nonfinite=False"
+        )
+
+
+class EarlyUpdate:
+    """One step's update: `begin` when the factor of the gradients is known, `take` for every layer's leaf, `finish` with the others."""
+
+    def __init__(self, how: StreamedUpdate, layout: Layout, state: Tree, ema_decay: float) -> None:
+        self.how, self.layout, self.state, self.ema_decay = how, layout, state, ema_decay
+        self.stacked = {name for name in how.shards if shard_dim(name) == 1}
+        self.update: Update | None = None
+        self.layers: dict[int | None, list[Unit]] = {}
+        self.waiting: dict[int, dict[str, Tensor]] = {}
+        self.squares_of: dict[str, dict[int, list[Tensor]]] = {name: {} for name in self.stacked}
+
+    def begin(self, factor: Tensor) -> None:
+        """Begin, with that by which the sums of gradients are multiplied."""
+        one = torch.ones_like(factor)
+        self.update = Update(self.how, Gradients({}, factor, one), self.state, self.ema_decay)
+        for unit in self.how.units(self.update.width()):
+            self.layers.setdefault(unit[0].layer, []).append(unit)
+
+    def take(self, name: str, layer: int, value: Tensor) -> None:
+        """The final sum of a layer of a leaf; the layer is updated when all of its leaves are here."""
+        self.squares_of[name][layer] = [self.layout.square(piece) for _, piece in widened(walk(value, False))]
+        held = self.waiting.setdefault(layer, {})
+        held[name] = value
+        if len(held) == len(self.stacked):
+            self.update.layer = self.waiting.pop(layer)
+            self.update.run(self.layers[layer])
+            self.update.layer = {}
+
+    def squares(self, outside: Tree) -> dict[str, Any]:
+        """What the layout's norm needs of all sums, where `outside` are those of the leaves without layers."""
+        leaves: dict[str, Any] = dict(pytree.named_leaves(outside))
+        for name, layers in self.squares_of.items():
+            found = [(layer, square) for layer in sorted(layers) for square in layers[layer]]
+            leaves[name] = Squared(found, torch.Size(self.how.shards[name]), self.how.policy.accumulate)
+        return leaves
+
+    def finish(self, outside: Tree, skipped: bool) -> Tree:
+        """The state after the update of what is left; as it was where the step is skipped."""
+        if skipped:
+            if self.how.space.store is not None:
+                self.how.space.store.abandon()
+            return self.state
+        self.update.grads = pytree.named_leaves(outside)
+        self.update.run(self.layers.get(None, []))
+        return self.update.finish()
