@@ -29,7 +29,7 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
 from fzero.core.storage import sync_folder
-from fzero.sharding.draw import window
+from fzero.sharding.slices import window
 from fzero.train.state import meta_state, state_specs
 
 Op = Callable[[int], dict[str, float]]  # round -> what it took

@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from turns import machine
 
 from fzero.core.tables import parse_setting, put
-from fzero.run import build, config
+from fzero.run import build, config_table
 from fzero.run import machine as doctor
 from fzero.run.measure import attempts, log
 from fzero.run.measure.timer import Clock
@@ -43,7 +43,7 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     mesh = make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else one_process()
-    run = config.from_table(table)
+    run = config_table.from_table(table)
     run = doctor.settle(replace(run, mesh={"dp": ranks} if ranks > 1 else {}))[0]
     measured = build.build(run, mesh)
     bare = build.build(replace(run, train=replace(run.train, measure_every=0)), mesh)
@@ -89,7 +89,7 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         marks = len(meters[True].clock.log)
     if rank == 0:
         more = statistics.fmean(behind[True]) - statistics.fmean(behind[False])
-        out.put({"without_s": times[False], "with_s": times[True], "marks": marks, "behind_s": more, "config": config.to_table(run)})
+        out.put({"without_s": times[False], "with_s": times[True], "marks": marks, "behind_s": more, "config": config_table.to_table(run)})
     if ranks > 1:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -26,7 +26,7 @@ from fzero import optim
 from fzero.core import precision, pytree
 from fzero.planner.plan import PlanReport, plan
 from fzero.sharding import fake_mesh
-from fzero.sharding.plan import local_numel
+from fzero.sharding.slices import local_numel
 from fzero.train.state import meta_state
 
 GIB = 2**30

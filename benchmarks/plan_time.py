@@ -38,7 +38,8 @@ from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import Timing, predict
 from fzero.run import build
 from fzero.run import machine as doctor
-from fzero.run.config import RunConfig, from_table, to_json
+from fzero.run.config import RunConfig
+from fzero.run.config_table import from_table, to_json
 
 WARMUP = 3
 

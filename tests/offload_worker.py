@@ -23,7 +23,7 @@ import torch.distributed as dist
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
-from fzero.offload import Disk, Space, Store, Stored
+from fzero.offload import DiskIO, DiskTensor, Nvme, VersionedStore
 from fzero.offload.chunk_files import Chunks
 from fzero.train.state_on_disk import reopened
 
@@ -33,13 +33,13 @@ EVERYTHING = "params=nvme,grads=nvme,opt=nvme,acts=nvme"
 KEEP = 2  # checkpoints, where they are asked for
 # Where a run ends itself: what is called, and whether it then ends before or after the call.
 POINTS = {
-    "a write begins": (Disk, "write", "before"),
+    "a write begins": (DiskIO, "write", "before"),
     "all is written": (Chunks, "sync", "before"),
     "all is durable": (Chunks, "sync", "after"),
     "a text is written": (os, "fsync", "before"),
     "a text is durable": (os, "replace", "before"),
     "a text is there": (os, "replace", "after"),
-    "a pin begins": (Store, "pin", "before"),
+    "a pin begins": (VersionedStore, "pin", "before"),
 }
 
 
@@ -55,7 +55,7 @@ class Run:
         self.plan = fzero.zero_plan(3, self.model, self.mesh, offload=offload)
         layout = optim.sharded(self.plan.opt, self.mesh, like=self.plan.like)
         self.tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
-        self.space = Space(folder, slots=slots, buffer_bytes=4 << 20) if offload else None
+        self.space = Nvme(folder, slots=slots, buffer_bytes=4 << 20) if offload else None
         self.step = fzero.make_train_step(self.model, self.tx, self.plan, self.mesh, policy=self.policy, remat="full", space=self.space)
 
     def begin(self):
@@ -68,7 +68,7 @@ class Run:
         """The state of the last step; `then` is given the state of each."""
         for i in range(int(state.step), STEPS):
             rows = torch.randint(0, CONFIG.vocab_size, (4, 9), generator=torch.Generator().manual_seed(i))
-            batch = fzero.train.step.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
+            batch = fzero.train.batch.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
             state, _ = self.step(state, batch)
             then(state)
         return state
@@ -78,9 +78,9 @@ def digest(state, slot=None):
     """{leaf: hash of its dtype, shape and bytes}; of a slot: only what is on the disk."""
     out = {}
     for name, leaf in pytree.named_leaves(state).items():
-        if slot is not None and not isinstance(leaf, Stored):
+        if slot is not None and not isinstance(leaf, DiskTensor):
             continue
-        x = (leaf.tensor(slot) if isinstance(leaf, Stored) else leaf.detach()).contiguous()
+        x = (leaf.tensor(slot) if isinstance(leaf, DiskTensor) else leaf.detach()).contiguous()
         data = x.reshape(-1).view(torch.uint8).numpy().tobytes()
         out[name] = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode() + data).hexdigest()[:16]
     return out

@@ -1,6 +1,6 @@
 """Configurations whose step is predicted and measured: see test_plan_memory.py."""
 
-from fzero.run import config
+from fzero.run import config_table
 
 SIZES = {
     "llama": {"vocab_size": 256, "max_len": 64, "d_model": 64, "n_layers": 3, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2},
@@ -30,7 +30,7 @@ def made(family="llama", optimizer="adamw", policy="fp32", parts=2, ranks=4, mes
             table[inner][name] = value
         else:
             table[key] = value
-    return config.from_table(table)
+    return config_table.from_table(table)
 
 
 # name: (processes, config)

@@ -3,8 +3,8 @@
 import json
 import math
 
-from fzero.run import config, run_folder
-from fzero.run.config import from_table
+from fzero.run import config_table, run_folder
+from fzero.run.config_table import from_table
 
 COMPONENTS = ["params", "master", "optimizer", "ema", "batch", "grads", "gathered", "activations", "workspace", "buffers"]
 STATE = {"params": 1_000_448, "master": 2_000_896, "opt": 2_400_512, "other": 44}
@@ -122,7 +122,7 @@ def make_run(folder, *, steps=40, dp=2, tp=1, speed=1500.0, preset="llama-tiny",
     mesh = {name: n for name, n in (("dp", dp), ("tp", tp)) if n > 1}
     value = from_table({**given, "mesh": mesh, "zero": 3 if dp > 1 else 0})
     folder.mkdir(parents=True)
-    (folder / run_folder.CONFIG).write_text(config.to_json(value))
+    (folder / run_folder.CONFIG).write_text(config_table.to_json(value))
     said = {"fzero": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "platform": "Linux", "threads": 1}
     said |= {"command": ["/home/me/venv/bin/fzero", "pretrain", "--steps", str(steps)], "corpus": "/home/me/corpus", "corpus_sha256": "ab"}
     said |= {"tokenizer": "bytes", "eos": 0, "init": "", "num_params": 1_000_448, "flop_per_token": 2e7, "processes": dp * tp}

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from fzero.offload import disk_config
-from fzero.offload.buffer_pool import Arena
-from fzero.offload.disk_io import Settings, serves_direct
+from fzero.offload.buffer_pool import BufferPool
+from fzero.offload.disk_io import DiskSettings, serves_direct
 from fzero.planner.calibrate import disk
 from fzero.planner.calibrate.disk import KINDS, MB, Found, Rate, Row
 
@@ -60,7 +60,7 @@ def refused(fz, *args):
 def row(gbs, block=MB, threads=1, cpu=0.01, **others):
     """A row whose rates are all `gbs`, but for `others`."""
     rates = {**{kind: Rate(gbs, cpu) for kind in KINDS}, **others}
-    return Row("", rates, Settings(block, threads, threads))
+    return Row("", rates, DiskSettings(block, threads, threads))
 
 
 def test_files_are_nameless_full_of_bytes_and_random(folder):
@@ -86,7 +86,7 @@ def test_the_engine_counts_what_moves(files, monkeypatch, kinds):
 
         monkeypatch.setattr(os, name, counting)
     begin = time.perf_counter()
-    rate = disk.engine(files, Arena(16 * MB), Settings(MB, 2, 1), 2, kinds, 0.1)
+    rate = disk.engine(files, BufferPool(16 * MB), DiskSettings(MB, 2, 1), 2, kinds, 0.1)
     took = time.perf_counter() - begin
     assert {write for write in moved if moved[write]} == set(kinds)
     assert took >= 0.1 and sum(moved.values()) / 1e9 / took <= rate.gbs <= sum(moved.values()) / 1e9 / 0.1
@@ -108,7 +108,7 @@ def test_the_anchor_counts_what_moves(files, monkeypatch, kinds):
 
         monkeypatch.setattr(os, name, counting)
     begin = time.perf_counter()
-    rate = disk.anchor(files, Arena(64 * MB), kinds, 0.1)
+    rate = disk.anchor(files, BufferPool(64 * MB), kinds, 0.1)
     took = time.perf_counter() - begin
     assert len(threads) == 8 * len(kinds) and sum(moved) / 1e9 / took <= rate.gbs <= sum(moved) / 1e9 / 0.1
 
@@ -140,12 +140,12 @@ def test_the_page_cache_is_seen_where_it_is_used(files):
 
 def test_the_best_is_fast_and_takes_little_cpu_time():
     rows = [row(1.0, cpu=0), row(2.0, 4 * MB, 2), row(1.96, 8 * MB, 1, cpu=0.005), row(1.98, 2 * MB, 4)]
-    assert disk.choose(rows).settings == Settings(8 * MB, 1, 1)
-    assert disk.choose([row(1.8, 2 * MB, cpu=0.005), row(2.0, 4 * MB, 4)]).settings == Settings(4 * MB, 4, 4)
-    default = Settings()
+    assert disk.choose(rows).settings == DiskSettings(8 * MB, 1, 1)
+    assert disk.choose([row(1.8, 2 * MB, cpu=0.005), row(2.0, 4 * MB, 4)]).settings == DiskSettings(4 * MB, 4, 4)
+    default = DiskSettings()
     assert disk.choose([row(2.0, cpu=0.005), row(1.95, default.block_bytes, default.readers)]).settings == default
     # All kinds of transfer count.
-    assert disk.choose([row(2.0, write=Rate(0.5, 0)), row(1.9, 4 * MB, 2)]).settings == Settings(4 * MB, 2, 2)
+    assert disk.choose([row(2.0, write=Rate(0.5, 0)), row(1.9, 4 * MB, 2)]).settings == DiskSettings(4 * MB, 2, 2)
 
 
 def test_the_smallest_depth_that_is_fast_is_enough():
@@ -170,7 +170,7 @@ def test_a_sweep_measures_every_way(files, quick):
     said = []
     found = disk.sweep(files, 0.01, say=said.append)
     ways = {(each.settings, each.depth) for each in found.rows}
-    assert {settings for settings, depth in ways if depth == 2} >= {Settings(block, n, n) for block in (MB, 2 * MB) for n in (1, 2)}
+    assert {settings for settings, depth in ways if depth == 2} >= {DiskSettings(block, n, n) for block in (MB, 2 * MB) for n in (1, 2)}
     assert len({(settings.readers, settings.writers) for settings, _ in ways}) == 4
     assert {depth for settings, depth in ways if settings == found.best.settings} == {1, 2, 4}
     assert all(
@@ -196,7 +196,7 @@ def test_the_command_measures_and_writes_the_settings(fz, folder, quick):
     assert list(entry) == ["block_bytes", "readers", "writers", "read_gbs", "write_gbs", "mixed_gbs", "measured"]
     assert entry["measured"] == date.today() and all(entry[f"{kind}_gbs"] > 0 for kind in KINDS)
     settings = disk_config.settings_for(folder)
-    assert settings == Settings(*(entry[name] for name in Settings._fields)) and f"best: {disk.named(settings)};" in out
+    assert settings == DiskSettings(*(entry[name] for name in DiskSettings._fields)) and f"best: {disk.named(settings)};" in out
     assert list(disk_config.config_file().parent.iterdir()) == [disk_config.config_file()]
 
 
@@ -304,12 +304,12 @@ def test_settings_of_a_disk_that_was_not_measured_are_the_default_ones(tmp_path)
         disk_config.settings_for(tmp_path)
         == disk_config.settings_for(tmp_path / "not" / "there")
         == disk_config.settings_for("s3://bucket/x")
-        == Settings()
+        == DiskSettings()
     )
-    disk_config.save("/some/other/disk", Settings(MB, 7, 7), {})
-    assert disk_config.settings_for(tmp_path) == Settings()
-    disk_config.save(disk_config.mount_point("."), Settings(MB, 7, 7), {})
-    assert disk_config.settings_for(".") == Settings(MB, 7, 7) and disk_config.settings_for("s3://bucket/x") == Settings()
+    disk_config.save("/some/other/disk", DiskSettings(MB, 7, 7), {})
+    assert disk_config.settings_for(tmp_path) == DiskSettings()
+    disk_config.save(disk_config.mount_point("."), DiskSettings(MB, 7, 7), {})
+    assert disk_config.settings_for(".") == DiskSettings(MB, 7, 7) and disk_config.settings_for("s3://bucket/x") == DiskSettings()
 
 
 def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
@@ -317,14 +317,14 @@ def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
     path.parent.mkdir(parents=True)
     mine = 'colour = "blue"  # mine\n\n[disk."/a \\"b\\" ü"]\nreaders = 3\n# a note\n\n[other]\nx = [1, 2]\n'
     path.write_text(mine)
-    disk_config.save(mount, Settings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
-    disk_config.save(mount, Settings(2 * MB, 3, 4), {"read": 5.0})
-    disk_config.save('/a "b" ü', Settings(4 * MB, 5, 6), {})
+    disk_config.save(mount, DiskSettings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
+    disk_config.save(mount, DiskSettings(2 * MB, 3, 4), {"read": 5.0})
+    disk_config.save('/a "b" ü', DiskSettings(4 * MB, 5, 6), {})
     found = tomllib.loads(path.read_text())
     assert found["colour"] == "blue" and found["other"] == {"x": [1, 2]} and "# mine" in path.read_text()
     assert found["disk"][mount] == {"block_bytes": 2 * MB, "readers": 3, "writers": 4, "read_gbs": 5.0, "measured": date.today()}
     assert found["disk"]['/a "b" ü']["readers"] == 5 and len(found["disk"]) == 2
-    assert disk_config.settings_for(tmp_path / "run") == Settings(2 * MB, 3, 4)
+    assert disk_config.settings_for(tmp_path / "run") == DiskSettings(2 * MB, 3, 4)
     assert path.read_text().count("[disk.") == 2
 
 
@@ -333,12 +333,12 @@ def test_a_table_in_another_form_is_not_torn(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text("[disk]\n'/x' = {readers = 2}\n")
     with pytest.raises(ValueError, match="in a form that cannot be replaced; delete it"):
-        disk_config.save("/x", Settings(), {})
+        disk_config.save("/x", DiskSettings(), {})
     assert path.read_text() == "[disk]\n'/x' = {readers = 2}\n"
 
 
 def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
-    disk_config.save("/x", Settings(MB, 1, 1), {})
+    disk_config.save("/x", DiskSettings(MB, 1, 1), {})
     before = disk_config.config_file().read_text()
 
     def failing(source, target):
@@ -346,7 +346,7 @@ def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError, match="it broke"):
-        disk_config.save("/x", Settings(MB, 2, 2), {})
+        disk_config.save("/x", DiskSettings(MB, 2, 2), {})
     assert disk_config.config_file().read_text() == before and len(list(disk_config.config_file().parent.iterdir())) == 1
 
 

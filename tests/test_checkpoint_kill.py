@@ -79,7 +79,7 @@ class Run:
         saved = -1
         for i in range(int(state.step), STEPS):
             rows = torch.randint(0, CONFIG.vocab_size, (4, 9), generator=torch.Generator().manual_seed(i))
-            batch = fzero.train.step.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
+            batch = fzero.train.batch.local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.mesh)
             state, _ = self.step(state, batch)
             tell(["step", i + 1])
             done = writer.poll()

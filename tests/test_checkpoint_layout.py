@@ -14,7 +14,7 @@ from fzero.checkpoint.layout import CRC, LEAST, TARGET, Layout, array_json, chun
 from fzero.checkpoint.reader import wanted
 from fzero.offload.buffer_pool import PAGE
 from fzero.sharding import Spec, fake_mesh
-from fzero.sharding.draw import window
+from fzero.sharding.slices import window
 
 MESHES = [{}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "rp": 2}, {"dp": 3, "tp": 2}, {"dp": 2, "rp": 2, "tp": 2}, {"tp": 4}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]

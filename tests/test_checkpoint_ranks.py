@@ -21,12 +21,12 @@ from fzero.checkpoint import restore_tree
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import combined, digest
-from fzero.offload import Stored
-from fzero.run import build, config
+from fzero.offload import DiskTensor
+from fzero.run import build, config_table
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.digests import digests
-from fzero.sharding.draw import window
-from fzero.train.step import local_batch
+from fzero.sharding.slices import window
+from fzero.train.batch import local_batch
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
 EVERYTHING = "params=nvme,opt=nvme"
@@ -41,7 +41,7 @@ STEPS = 5
 
 
 def config_of(mesh, stage, offload, policy="fp32", **changes):
-    return config.from_table(
+    return config_table.from_table(
         {
             "preset": "llama-tiny",
             "model": SIZES,
@@ -64,7 +64,7 @@ def batch_at(step):
 
 
 def in_memory(tree):
-    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf, tree)
+    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf, tree)
 
 
 def trained(made, state, steps=STEPS):

@@ -16,7 +16,7 @@ import torch
 from close import assert_same
 
 from fzero import checkpoint
-from fzero.checkpoint import directory as homes
+from fzero.checkpoint import manifest
 from fzero.core import object_store
 from fzero.core.object_store import Objects
 from fzero.run import run_folder
@@ -466,4 +466,4 @@ def test_files_by_url_are_durable():
 
 
 def test_places_are_joined():
-    assert homes.join("s3://b/run/", "step-00000001", "arrays") == "s3://b/run/step-00000001/arrays"
+    assert manifest.join("s3://b/run/", "step-00000001", "arrays") == "s3://b/run/step-00000001/arrays"

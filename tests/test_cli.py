@@ -17,8 +17,9 @@ from launched import TIMED
 from fzero import checkpoint, models
 from fzero.checkpoint.convert import huggingface
 from fzero.cli import main
+from fzero.cli import pretrain as pretrain_module
 from fzero.core import prng
-from fzero.run import config, corpus, pretrain, run_folder
+from fzero.run import config_table, corpus, pretrain, run_folder
 
 TINY = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 1 --seq-len 16 --precision fp32"
 SETTINGS = ("train.compiled=false", "precision.fp32_matmul=default", "train.eval_batches=2", "train.eval_every=4")
@@ -76,7 +77,7 @@ def test_a_run_from_a_text_file(fz):
     for name in ("loss.png", "throughput.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG") and (run / name).stat().st_size > 5000
     resolved = run_folder.read_config(run)
-    assert config.from_json(config.to_json(resolved)) == resolved
+    assert config_table.from_json(config_table.to_json(resolved)) == resolved
     assert resolved.precision.policy == "fp32" and resolved.train.compiled is False
     assert checkpoint.steps(run / "checkpoints") == [8]
     # The recorded config makes the same run again, under the next free name.
@@ -370,7 +371,7 @@ def test_tracebacks_on_request():
 
 
 def test_a_terminal_has_a_progress_bar(fz, monkeypatch):
-    monkeypatch.setattr(main, "bar_or_lines", lambda: contextlib.nullcontext((True, main.say)))
+    monkeypatch.setattr(main, "bar_or_lines", lambda: contextlib.nullcontext((True, pretrain_module.say)))
     code, out, err = fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run")
     assert code == 0 and "step 4/8" not in out
     assert "8/8" in err and "loss " in err and "val " in err and "tokens/s" in err and "MFU" in err

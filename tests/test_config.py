@@ -9,8 +9,11 @@ import torch
 
 from fzero import models
 from fzero.core import tables
-from fzero.run import build, config, memory_check
-from fzero.run.config import RunConfig, from_json, from_table, recipe, refuse_unused, to_json, to_table
+from fzero.run import build, build_optim, config, config_checks, memory_check
+from fzero.run.config import RunConfig
+from fzero.run.config_checks import refuse_unused
+from fzero.run.config_table import from_json, from_table, to_json, to_table
+from fzero.run.recipes import recipe
 from fzero.sharding import fake_mesh
 
 
@@ -22,7 +25,7 @@ def test_every_preset_goes_to_json_and_back(name):
     assert run.train.batch // run.train.micro_batch >= 4
 
 
-@pytest.mark.parametrize("name", config.OPTIMIZERS)
+@pytest.mark.parametrize("name", config_checks.OPTIMIZERS)
 def test_every_optimizer_goes_to_json_and_back(name):
     run = recipe("llama-tiny", optimizer=name)
     assert run.optim.name == name and from_json(to_json(run)) == run
@@ -177,20 +180,20 @@ def settled(table):
     return build.settled(from_table(table), policy="fp32", fp32_matmul="default", compiled=False)
 
 
-@pytest.mark.parametrize("name", config.SCHEDULES)
+@pytest.mark.parametrize("name", config_checks.SCHEDULES)
 def test_schedules_start_peak_and_end_as_they_say(name):
     numbers = {"name": name} | ({"decay_steps": 50} if name == "wsd" else {}) | ({} if name == "one_cycle" else {"warmup_steps": 10})
-    numbers |= {"end": 0.25} if "end" in config.SCHEDULES[name] else {}
+    numbers |= {"end": 0.25} if "end" in config_checks.SCHEDULES[name] else {}
     run = from_table({"train": {"steps": 100}, "optim": {"lr": 2.0, "schedule": numbers}})
-    rate = build.make_schedule(run.optim, run.optim.lr, 100)
+    rate = build_optim.make_schedule(run.optim, run.optim.lr, 100)
     values = [float(rate(step)) for step in range(101)]
     assert max(values) == pytest.approx(2.0)
     assert values[0] < 0.2
-    if "end" in config.SCHEDULES[name]:
+    if "end" in config_checks.SCHEDULES[name]:
         assert values[100] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("optimizer", config.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", config_checks.OPTIMIZERS)
 @pytest.mark.parametrize("preset", ["mlp-tiny", "mixtral-tiny"])
 def test_state_bytes_are_those_of_the_state(preset, optimizer):
     sizes = {"mlp-tiny": {}, "mixtral-tiny": {"d_model": 32, "d_ff": 16, "n_layers": 2, "vocab_size": 64}}[preset]
@@ -203,7 +206,7 @@ def test_state_bytes_are_those_of_the_state(preset, optimizer):
 def test_muon_is_for_the_matrices_of_blocks():
     run = from_table({"preset": "mixtral-tiny", "model": {"n_layers": 1}, "optim": {"name": "muon", "clip": 0.0}, "train": {"steps": 20}})
     model = models.build(run.model)
-    state = build.make_optimizer(run.optim, 20).init(models.init_params(model, torch.tensor([0, 0])))
+    state = build_optim.make_optimizer(run.optim, 20).init(models.init_params(model, torch.tensor([0, 0])))
     moments = {label: sorted(part.momentum if label == "muon" else part.m) for label, part in state.items()}
     assert moments["muon"] == [f"blocks/attn/w_{n}" for n in "koqv"] + [f"blocks/moe/w_{n}" for n in ("down", "gate", "up")]
     assert "blocks/moe/router" in moments["adamw"] and "embed/tokens" in moments["adamw"]

@@ -18,9 +18,9 @@ from fzero.optim.sharded import sharded
 from fzero.run import run_folder
 from fzero.sharding import Spec, fake_mesh
 from fzero.train import sdc_check
+from fzero.train.batch import local_batch
 from fzero.train.sdc_check import copies, disagreeing, replicas, show, unlike
 from fzero.train.state import state_specs
-from fzero.train.step import local_batch
 
 SIZES = {"vocab_size": 64, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "d_ff": 32}
 MODEL = models.gpt2(models.GPT2Config(**{k: v for k, v in SIZES.items() if k != "n_kv_heads"}, dropout=0.2, tied=True))

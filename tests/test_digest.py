@@ -16,7 +16,7 @@ from fzero.core import digest as module
 from fzero.core.digest import DTYPES, combined, digest, digest_tree
 from fzero.sharding import Spec, one_process
 from fzero.sharding.digests import digest_text, digests
-from fzero.sharding.draw import window
+from fzero.sharding.slices import window
 
 MASK = (1 << 64) - 1
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])

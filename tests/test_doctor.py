@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fzero.run import machine
-from fzero.run.config import from_table
+from fzero.run.config_table import from_table
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ from fzero import checkpoint, models, optim
 from fzero.checkpoint.convert import huggingface
 from fzero.cli import main
 from fzero.core import precision, pytree
-from fzero.run import exchange, run_folder
-from fzero.run.config import recipe, to_table
+from fzero.run import exchange, run_folder, weights
+from fzero.run.config_table import to_table
+from fzero.run.recipes import recipe
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
 CONFIGS = {
@@ -72,7 +73,7 @@ def test_a_run_whose_state_is_on_a_disk(tmp_path):
     for ema in (False, True):
         line, passed = exchange.export_hf(folder, tmp_path / f"out{ema}", ema=ema)
         assert "after step 2" in line and passed == []
-        held = run_folder.load(folder, wide=True, ema=ema)  # whole leaves
+        held = weights.load(folder, wide=True, ema=ema)  # whole leaves
         found[ema] = huggingface.load_hf(tmp_path / f"out{ema}")[1]
         assert_same(found[ema], held.params)
         assert {leaf.dtype for leaf in pytree.leaves(held.params)} == {torch.float32}
@@ -92,7 +93,7 @@ def test_a_run_of_which_a_part_is_on_a_disk(tmp_path, monkeypatch):
         held = checkpoint.restore_leaves(checkpoint.latest(tmp_path / offload / "checkpoints"), lambda name: name.startswith("master/"))
         found = pytree.named_leaves(huggingface.load_hf(tmp_path / "out" / offload)[1])
         assert_same(found, {name: held[f"master/{name}"] for name in found})
-        assert {leaf.dtype for leaf in pytree.leaves(run_folder.load(Path(offload)).params)} == {torch.bfloat16}
+        assert {leaf.dtype for leaf in pytree.leaves(weights.load(Path(offload)).params)} == {torch.bfloat16}
 
 
 def test_one_layer_is_read_at_a_time(tmp_path):

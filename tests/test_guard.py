@@ -12,7 +12,7 @@ from launched import TIMED
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.core import pytree
-from fzero.run import config, corpus, pretrain, run_folder
+from fzero.run import config, corpus, pretrain, recipes, run_folder
 from fzero.run.resume import rollback
 from fzero.train import sdc_check
 from fzero.train.spike import LOSS
@@ -222,7 +222,7 @@ def test_the_newest_far_enough_back_comes_first_and_then_the_oldest(back, order,
 def without(fz, name, skips, monkeypatch):
     """The run of nothing but sound data that leaves these samples out from its beginning."""
     with monkeypatch.context() as patch:
-        patch.setattr(rollback, "read_record", lambda folder: rollback.Record(skips, [], None, 0, 0, []))
+        patch.setattr(rollback, "read_log", lambda folder: rollback.RollbackLog(skips, [], None, 0, 0, []))
         ok(fz(*QUIET, "--out", name))
     return name
 
@@ -262,7 +262,7 @@ def test_a_run_with_a_batch_left_out_is_resumed_to_the_bit(fz, plain, monkeypatc
 def test_a_spike_in_the_data_is_left_out(fz, plain, monkeypatch):
     settings = sets("guard.spike=rollback", "guard.sigmas=2.0", "guard.window=3", "guard.warmup=4")
     with monkeypatch.context() as patch:
-        patch.setattr(rollback, "read_record", lambda folder: rollback.Record([[28, BATCH]], [], None, 0, 0, []))
+        patch.setattr(rollback, "read_log", lambda folder: rollback.RollbackLog([[28, BATCH]], [], None, 0, 0, []))
         ok(fz(*QUIET, *settings, "--out", "expected"))
     bad = batch_of(28)
 
@@ -438,7 +438,7 @@ def test_what_cannot_work_is_refused(said, fz):
 
 
 def test_the_defaults_are_those_of_a_run_without_a_guard():
-    value = config.recipe("mlp-tiny")
+    value = recipes.recipe("mlp-tiny")
     assert value.guard == config.Guard() and (value.guard.nonfinite, value.guard.spike, value.guard.check_every) == ("skip", "off", 0)
     assert value.guard.max_skipped == 50
 

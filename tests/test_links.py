@@ -203,7 +203,7 @@ def native(mesh, parts, ordered):
     """What NCCL is asked for, asked of gloo."""
     ours, r, n = mesh["dp"].link, mesh.rank, mesh.size
     options = {"ledger": mesh.ledger, "roll": ours.roll, "group": ours.group, "ordered": ordered}
-    link = communicator.Link("dp", ours.ranks, r, transport="nccl", **options)
+    link = communicator.Communicator("dp", ours.ranks, r, transport="nccl", **options)
     x, total = parts[r], tree_sum(parts)
     out = torch.zeros(n * x.shape[0], *x.shape[1:])
     own = out.view(n, *x.shape)[r].copy_(x)
@@ -234,7 +234,9 @@ def test_nccl_with_one_rank(ordered):
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
         roll = communicator.RollCall(store, 0, 60.0)
-        link = communicator.Link("dp", [0], 0, transport="nccl", ledger=Ledger(), roll=roll, group=dist.group.WORLD, ordered=ordered)
+        link = communicator.Communicator(
+            "dp", [0], 0, transport="nccl", ledger=Ledger(), roll=roll, group=dist.group.WORLD, ordered=ordered
+        )
         x = torch.randn(6, 5, device="cuda")
         with roll.checked():
             started = [link.start_all_gather(x), link.start_all_gather(x, out=torch.empty_like(x)), link.start_psum_scatter(x)]

@@ -23,7 +23,7 @@ from fzero.run import run_folder
 from fzero.run.measure import attempts, norms, rank_times, step_records
 from fzero.run.measure.profiler import Named, steps_of
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
-from fzero.train.step import local_batch
+from fzero.train.batch import local_batch
 
 # -- the clock, by hand
 
@@ -375,7 +375,7 @@ def test_flops_of_what_is_computed_again():
     table = {"preset": "llama-tiny", "train": {"compiled": False, "steps": 1}, "precision": {"policy": "fp32"}}
     table |= {"model": {"n_layers": 2, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}, "data": {"seq_len": 32}}
     programs = {
-        remat: fzero.run.build.build(fzero.run.config.updated(fzero.run.config.from_table(table), {"train": {"remat": remat}}))
+        remat: fzero.run.build.build(fzero.run.config_table.updated(fzero.run.config_table.from_table(table), {"train": {"remat": remat}}))
         for remat in ("none", "full")
     }
     flops = {remat: attempts.flop_of(program) for remat, program in programs.items()}

@@ -34,7 +34,8 @@ from fzero.checkpoint.convert.huggingface import load_hf
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.models import Ctx, logits
-from fzero.run import exchange, run_folder
+from fzero.run import exchange
+from fzero.run import weights as weights_module
 
 FAMILIES = ("llama", "llama-tied-scaled", "gpt2", "mixtral")
 TIED = {"llama-tied-scaled": ("lm_head.weight", "model.embed_tokens.weight"), "gpt2": ("lm_head.weight", "transformer.wte.weight")}
@@ -101,7 +102,7 @@ def universal(folder, case, stage, weights=None):
 def imported(folder, config, out):
     """The parameters of the run that `fzero import` makes of a folder, and the line that it says."""
     line = exchange.import_weights(folder, out, config)
-    held = run_folder.load(out)
+    held = weights_module.load(out)
     assert held.step == 0 and held.warnings == []
     return held, line
 

@@ -17,11 +17,11 @@ import torch
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
-from fzero.offload import Space, Stored
+from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
 from fzero.optim import moment_storage
+from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopened
-from fzero.train.step import local_batch
 from fzero.train.update import in_memory, offloaded
 
 MEMORY = Path("/dev/shm")  # a disk is slower and its time is other people's
@@ -130,7 +130,7 @@ def train(mesh, case, folder=None):
     )  # fmt: skip
     layout = optim.sharded(plan.trained(plan.opt), mesh, like=plan.trained(plan.like), ordered=case.reduce == "canonical")
     tx = OPTIMIZERS[case.optimizer](layout)
-    space = Space(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
+    space = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
     state = fzero.init_state(given, tx, plan, mesh, seed=0, policy=policy, ema=case.ema, space=space)
     step = fzero.make_train_step(
         loss, tx, plan, mesh, policy=policy, remat=case.remat, micro_batches=case.micro, ema_decay=0.9 * case.ema, space=space
@@ -147,7 +147,7 @@ def train(mesh, case, folder=None):
     stored = space.store is not None
     space.close()
     if stored and case.slots > 1:
-        again = Space(folder, buffer_bytes=1 << 20, slots=case.slots)
+        again = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots)
         try:
             found = values(reopened(tx, plan, mesh, again, policy=policy, ema=case.ema))
             assert not differing(found, leaves), f"opened again: {differing(found, leaves)}"
@@ -158,7 +158,7 @@ def train(mesh, case, folder=None):
 
 
 def values(state):
-    return {name: leaf.tensor() if isinstance(leaf, Stored) else leaf.clone() for name, leaf in pytree.named_leaves(state).items()}
+    return {name: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf.clone() for name, leaf in pytree.named_leaves(state).items()}
 
 
 def differing(a, b):

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from fzero.offload import disk_io as disk_module
-from fzero.offload.buffer_pool import HUGE, PAGE, Arena, padded
-from fzero.offload.disk_io import LATER, NEXT, Disk, Settings, open_direct, serves_direct
+from fzero.offload.buffer_pool import HUGE, PAGE, BufferPool, padded
+from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskSettings, open_direct, serves_direct
 
 ALL = (HUGE,)  # the shape that takes all of a small arena
 WAIT_S = 20
@@ -25,13 +25,13 @@ WAIT_S = 20
 
 @pytest.fixture
 def arena():
-    return Arena(HUGE)
+    return BufferPool(HUGE)
 
 
 @pytest.fixture
 def disk():
     """One thread of each kind, so that order is certain."""
-    disk = Disk(Settings(block_bytes=2 * PAGE, readers=1, writers=1))
+    disk = DiskIO(DiskSettings(block_bytes=2 * PAGE, readers=1, writers=1))
     yield disk
     disk.close()
 
@@ -74,7 +74,7 @@ def test_the_arena_is_in_huge_pages_where_the_system_has_them():
     kernel = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not kernel.is_file() or "[never]" in kernel.read_text():
         pytest.skip(f"{kernel} says never, or is not there")
-    arena = Arena(4 * HUGE)
+    arena = BufferPool(4 * HUGE)
     address = arena.take((1,), torch.uint8).raw.data_ptr()
     mapped = {}
     with open("/proc/self/smaps") as lines:
@@ -102,7 +102,7 @@ def cuda(monkeypatch, code):
 
 def test_the_memory_is_pinned_while_it_is_there(monkeypatch):
     pinned = cuda(monkeypatch, 0)
-    arena = Arena(HUGE + 1)
+    arena = BufferPool(HUGE + 1)
     kept = arena.take((5,), torch.float32).view
     (address,) = pinned
     assert pinned == {address: 2 * HUGE} and address % HUGE == 0 and address <= kept.data_ptr() < address + 2 * HUGE
@@ -116,13 +116,13 @@ def test_the_memory_is_pinned_while_it_is_there(monkeypatch):
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
     cuda(monkeypatch, 2)
     with pytest.raises(ValueError, match=r"cannot pin the 2,097,152 bytes of the offload buffers \(error 2\); .*buffer_mb"):
-        Arena(HUGE)
+        BufferPool(HUGE)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_device_reads_and_writes_the_arena_without_waiting():
-    buffer = Arena(HUGE).take((1000,), torch.float32)
+    buffer = BufferPool(HUGE).take((1000,), torch.float32)
     assert buffer.view.is_pinned()
     buffer.view.fill_(3)
     there = buffer.view.to("cuda", non_blocking=True)
@@ -263,7 +263,7 @@ def test_a_request_is_cut_into_blocks_that_several_threads_serve(monkeypatch, fi
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    disk = Disk(Settings(block_bytes=3 * PAGE, readers=2, writers=1))
+    disk = DiskIO(DiskSettings(block_bytes=3 * PAGE, readers=2, writers=1))
     out = torch.zeros(8 * PAGE, dtype=torch.uint8)
     disk.read(fd, out, 0).wait()
     disk.close()
@@ -391,7 +391,7 @@ def test_waiting_is_counted(disk):
 
 def test_close_serves_what_is_queued_and_ends_the_threads(file):
     fd, data = file
-    disk = Disk(Settings(block_bytes=PAGE, readers=3, writers=2))
+    disk = DiskIO(DiskSettings(block_bytes=PAGE, readers=3, writers=2))
     outs = [torch.zeros(8 * PAGE, dtype=torch.uint8) for _ in range(20)]
     pending = [disk.read(fd, out, 0, priority=i % 2) for i, out in enumerate(outs)]
     disk.close()
@@ -405,7 +405,7 @@ def test_close_serves_what_is_queued_and_ends_the_threads(file):
 
 
 def test_an_idle_disk_uses_no_cpu_time():
-    disk = Disk(Settings(readers=4, writers=4))
+    disk = DiskIO(DiskSettings(readers=4, writers=4))
     begin = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - begin < 0.03
@@ -413,10 +413,10 @@ def test_an_idle_disk_uses_no_cpu_time():
 
 
 def test_ranks_that_share_a_disk_have_a_part_of_its_threads_each():
-    settings = Settings(1 << 20, readers=4, writers=2)
+    settings = DiskSettings(1 << 20, readers=4, writers=2)
     assert settings.share(1) == settings
-    assert settings.share(2) == Settings(1 << 20, 2, 1)
-    assert settings.share(3) == settings.share(64) == Settings(1 << 20, 1, 1)
+    assert settings.share(2) == DiskSettings(1 << 20, 2, 1)
+    assert settings.share(3) == settings.share(64) == DiskSettings(1 << 20, 1, 1)
 
 
 def test_two_processes_share_a_file(tmp_path):
@@ -483,7 +483,7 @@ def test_direct_transfers_pass_the_page_cache_by(tmp_path, arena):
     if not serves_direct(tmp_path):
         pytest.skip("the folder of this test refuses direct transfers")
     fd = open_direct(tmp_path / "data", os.O_RDWR | os.O_CREAT)
-    disk = Disk(Settings(block_bytes=64 << 10))
+    disk = DiskIO(DiskSettings(block_bytes=64 << 10))
     buffer = arena.take((HUGE // 2,), torch.uint8)
     buffer.view.copy_(torch.arange(HUGE // 2) % 251)
     disk.write(fd, buffer.raw, 0).wait()
@@ -509,8 +509,8 @@ def test_direct_transfers_pass_the_page_cache_by(tmp_path, arena):
 def test_nothing_warns_and_threads_are_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        disk = Disk()
+        disk = DiskIO()
     assert len(disk.threads) == disk.settings.readers + disk.settings.writers
     assert {thread.name for thread in disk.threads} == {"fzero-disk"} and all(thread.daemon for thread in disk.threads)
     disk.close()
-    assert disk_module.Settings() == disk.settings
+    assert disk_module.DiskSettings() == disk.settings

@@ -15,11 +15,12 @@ from fzero import models, optim
 from fzero.checkpoint import offload_snapshot
 from fzero.cli import main
 from fzero.core import precision, pytree
-from fzero.offload import Space, Stored
-from fzero.run import build, config, memory_check, run_folder
-from fzero.train.gradient import How
+from fzero.offload import DiskTensor, Nvme
+from fzero.run import build, config_table, memory_check, run_folder
+from fzero.train.batch import local_batch, split_batch
+from fzero.train.execution import Execution
 from fzero.train.state_on_disk import reopened
-from fzero.train.step import local_batch, make_gradient, split_batch
+from fzero.train.step import make_gradient
 from fzero.train.update.in_memory import Gradients, update_donated
 
 SIZES = {"vocab_size": 61, "max_len": 8, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
@@ -34,7 +35,7 @@ def batch_at(i):
 
 
 def in_memory(tree):
-    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf, tree)
+    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf, tree)
 
 
 def trained(folder, offload, policy, *, update="end", clip=None, micro=1, steps=4, bad=None, mesh=None, stage=0, norms=None):
@@ -44,7 +45,7 @@ def trained(folder, offload, policy, *, update="end", clip=None, micro=1, steps=
     layout = optim.sharded(plan.opt, mesh, like=plan.like)
     tx = optim.adamw(1e-2, weight_decay=0.1)
     tx = optim.chain(optim.clip_by_global_norm(clip, layout=layout), tx) if clip else tx
-    space = Space(folder) if "nvme" in offload else None
+    space = Nvme(folder) if "nvme" in offload else None
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True, space=space)
     options = {"policy": policy, "micro_batches": micro, "ema_decay": 0.9, "update": update}
     step, losses = fzero.make_train_step(MODEL, tx, plan, mesh, space=space, **options), []
@@ -103,7 +104,7 @@ def test_an_early_update_of_a_bad_gradient_is_undone(tmp_path):
     """The step is skipped: everything but its counters is as before."""
     plan = fzero.zero_plan(0, MODEL, fzero.one_process(), offload=ALL)
     _, state = trained(tmp_path, ALL, POLICIES["fp32"], update="backward", steps=3, bad=2)
-    space = Space(tmp_path)
+    space = Nvme(tmp_path)
     again = reopened(optim.adamw(1e-2), plan, fzero.one_process(), space, policy=POLICIES["fp32"], ema=True)
     assert int(again.step) == 3 and int(again.opt_state.count) == 2
     assert_equal(in_memory(again), state)
@@ -118,7 +119,7 @@ def one_behind(policy, micro, steps=4):
     plan = fzero.zero_plan(0, MODEL, mesh)
     layout = optim.sharded(plan.opt, mesh, like=plan.like)
     tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
-    gradient = make_gradient(MODEL, plan, mesh, How(policy))
+    gradient = make_gradient(MODEL, plan, mesh, Execution(policy))
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True)
     waiting, losses = None, []
     for i in range(steps):
@@ -307,7 +308,7 @@ def run_config(**changes):
         "optim": {"name": "adamw"},
         **changes,
     }
-    return config.from_table(table)
+    return config_table.from_table(table)
 
 
 @pytest.mark.parametrize("offload", (ALL, f"{ALL},grads=nvme,acts=nvme", "opt=nvme:0.4"))

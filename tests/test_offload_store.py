@@ -19,25 +19,25 @@ import torch
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
-from fzero.offload import Arena, Disk, Kept, Scratch, Settings, Space, Stored, open_store
+from fzero.offload import BufferPool, DiskIO, DiskSettings, DiskTensor, LeafFiles, Nvme, ScratchFile, open_store
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
 from fzero.offload.buffer_pool import PAGE
 from fzero.offload.disk_io import serves_direct
 from fzero.offload.store import release
-from fzero.offload.store_manifest import STEP, STORE, read_record
-from fzero.offload.update_units import Slice, ahead, cut, owners
+from fzero.offload.store_manifest import STEP, STORE, read_step_manifest
+from fzero.offload.update_units import RowBlock, ahead, cut, owners
 from fzero.sharding.slices import MOST, pieces
+from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopened
-from fzero.train.step import local_batch
 
 LEAVES = {
-    "params/blocks/w": Kept((3, 70, 64), torch.float32, stacked=True),
-    "params/embed": Kept((200, 37), torch.bfloat16),
-    "params/gain": Kept((), torch.float32),
-    "params/blocks/fixed": Kept((2, 33), torch.float32, stacked=True, slots=1),
-    "opt/codes": Kept((3, 5000), torch.uint8, stacked=True),
-    "opt/none": Kept((0,), torch.float32),
+    "params/blocks/w": LeafFiles((3, 70, 64), torch.float32, stacked=True),
+    "params/embed": LeafFiles((200, 37), torch.bfloat16),
+    "params/gain": LeafFiles((), torch.float32),
+    "params/blocks/fixed": LeafFiles((2, 33), torch.float32, stacked=True, slots=1),
+    "opt/codes": LeafFiles((3, 5000), torch.uint8, stacked=True),
+    "opt/none": LeafFiles((0,), torch.float32),
 }
 SIZES = {"vocab_size": 97, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
 VALUES = {"count": 1.25}
@@ -57,7 +57,7 @@ def opened():
     with contextlib.ExitStack() as stack:
 
         def open_one(place, leaves=LEAVES, **options):
-            arena, disk = Arena(1 << 20), Disk(Settings(block_bytes=2 * PAGE))
+            arena, disk = BufferPool(1 << 20), DiskIO(DiskSettings(block_bytes=2 * PAGE))
             stack.callback(disk.close)
             store = open_store(place, leaves, arena=arena, disk=disk, **options)
             stack.callback(store.close)
@@ -99,7 +99,7 @@ def make(store, seed, step=None, **options):
 
 
 def found(store, slot=None):
-    return {name: Stored(store, name).tensor(slot) for name in store.leaves}
+    return {name: DiskTensor(store, name).tensor(slot) for name in store.leaves}
 
 
 def bits(x):
@@ -221,9 +221,9 @@ def test_more_checkpoints_than_slots_are_refused(direct, opened):
 def test_one_slot_is_dirty_while_it_is_written(direct, opened):
     store = opened(direct, slots=1)
     make(store, 1)
-    assert not read_record(direct).dirty
+    assert not read_step_manifest(direct).dirty
     write(store, 2)
-    assert read_record(direct).dirty
+    assert read_step_manifest(direct).dirty
     store.settle()
     store.close()
     said(lambda: opened(direct, slots=1, resume=True), direct, "step 2 was being written over step 1", "nvme.slots=2")
@@ -252,7 +252,7 @@ def test_ranks_have_chunks_of_their_own(direct, opened):
     write(first, 1)
     write(second, 2)
     second.commit(1, {"seed": 1}, lambda: None)
-    assert read_record(direct) is None, "rank 0 says what is complete"
+    assert read_step_manifest(direct) is None, "rank 0 says what is complete"
     first.commit(1, {"seed": 1}, lambda: None)
     first.close()
     second.close()
@@ -278,7 +278,7 @@ def other(name="params/embed", **changes):
 @pytest.mark.parametrize(
     "leaves, options, words",
     [
-        ({**LEAVES, "params/extra": Kept((3,), torch.float32)}, {}, ["another model or optimizer", "it has no params/extra"]),
+        ({**LEAVES, "params/extra": LeafFiles((3,), torch.float32)}, {}, ["another model or optimizer", "it has no params/extra"]),
         ({k: v for k, v in LEAVES.items() if k != "opt/codes"}, {}, ["another model or optimizer", "opt/codes too"]),
         (other(shape=(200, 38)), {}, ["another model or mesh", "params/embed is bfloat16", "37.*there and bfloat16.*38.*here"]),
         (other(dtype=torch.float16), {}, ["params/embed is bfloat16.*there and float16"]),
@@ -305,7 +305,7 @@ def test_a_run_that_is_not_over_is_not_overwritten(direct, opened):
 
 
 @pytest.mark.parametrize(
-    "leaves", [LEAVES, other(shape=(300, 5)), other("params/blocks/fixed", slots=2), {"one": Kept((3,), torch.float32)}]
+    "leaves", [LEAVES, other(shape=(300, 5)), other("params/blocks/fixed", slots=2), {"one": LeafFiles((3,), torch.float32)}]
 )
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_finished_one_is_taken_over(direct, opened, leaves, slots):
@@ -557,7 +557,7 @@ def test_a_read_that_fails_is_named(direct, opened):
     store = opened(direct)
     make(store, 1)
     with refusing("preadv", errno.EIO):
-        said(lambda: Stored(store, "params/embed").tensor(), direct, os.strerror(errno.EIO))
+        said(lambda: DiskTensor(store, "params/embed").tensor(), direct, os.strerror(errno.EIO))
         said(reopen(opened, direct), direct, os.strerror(errno.EIO))
 
 
@@ -656,8 +656,8 @@ def test_the_arrays_are_plain_zarr(direct, opened):
 
 def test_scratch_gives_back_what_was_written(direct):
     direct.mkdir()
-    arena, disk = Arena(1 << 20), Disk(Settings(block_bytes=PAGE))
-    scratch = Scratch(direct, arena, disk)
+    arena, disk = BufferPool(1 << 20), DiskIO(DiskSettings(block_bytes=PAGE))
+    scratch = ScratchFile(direct, arena, disk)
     values = {("x", i): torch.randn(i * 97 + 1, 11) for i in range(6)}
     for key, value in values.items():
         scratch.write(key, value.clone())
@@ -674,8 +674,8 @@ def test_scratch_gives_back_what_was_written(direct):
 
 def test_scratch_stops_growing_whatever_the_sizes(direct):
     direct.mkdir()
-    arena, disk = Arena(1 << 20), Disk()
-    scratch = Scratch(direct, arena, disk)
+    arena, disk = BufferPool(1 << 20), DiskIO()
+    scratch = ScratchFile(direct, arena, disk)
     for i in range(20):
         scratch.write("a", torch.full((5000 + 9000 * (i % 3),), float(i)))
         assert scratch.read("a").wait()[0] == i
@@ -689,8 +689,8 @@ def test_scratch_stops_growing_whatever_the_sizes(direct):
 @pytest.mark.parametrize("name, code", [("posix_fallocate", errno.ENOSPC), ("pwritev", errno.EIO), ("preadv", errno.EIO)])
 def test_scratch_says_what_failed(direct, name, code):
     direct.mkdir()
-    arena, disk = Arena(1 << 20), Disk()
-    scratch = Scratch(direct, arena, disk)
+    arena, disk = BufferPool(1 << 20), DiskIO()
+    scratch = ScratchFile(direct, arena, disk)
 
     def use():
         scratch.write("a", torch.ones(5000))
@@ -704,13 +704,13 @@ def test_scratch_says_what_failed(direct, name, code):
 
 def test_scratch_needs_a_local_folder():
     for folder in (None, "memory://x"):
-        said(lambda f=folder: Space(f).scratch, folder, "local folder")
+        said(lambda f=folder: Nvme(f).scratch, folder, "local folder")
 
 
 def test_scratch_through_the_page_cache_is_the_same(tmp_path, refused):
-    arena, disk = Arena(1 << 20), Disk()
+    arena, disk = BufferPool(1 << 20), DiskIO()
     with pytest.warns(UserWarning, match="O_DIRECT"):
-        scratch = Scratch(tmp_path, arena, disk)
+        scratch = ScratchFile(tmp_path, arena, disk)
     x = torch.randn(333, 7)
     scratch.write("a", x)
     assert torch.equal(scratch.read("a").wait(), x)
@@ -731,7 +731,7 @@ def run(folder, offload, steps=6, then=lambda space, step: None, space=None, sta
     plan = fzero.zero_plan(stage, model, mesh, offload=offload)
     layout = optim.sharded(plan.opt, mesh, like=plan.like)
     tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2))
-    space = space or Space(folder, buffer_bytes=1 << 20)
+    space = space or Nvme(folder, buffer_bytes=1 << 20)
     policy = precision.bf16()
     state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, space=space)
     step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, remat="full", space=space)
@@ -752,7 +752,7 @@ def test_disk_and_buffers_do_not_grow(direct):
         sizes.append((used(direct), os.fstat(space.scratch.fd).st_blocks, len(list(direct.rglob("*")))))
         assert space.arena.peak <= space.arena.size == 2 << 20
 
-    space = Space(direct, buffer_bytes=1 << 20)
+    space = Nvme(direct, buffer_bytes=1 << 20)
     run(direct, EVERYTHING, then=then, space=space)
     # step.json is a block or two, whatever it says.
     assert len({(scratch, files) for _, scratch, files in sizes}) == 1 and max(s for s, *_ in sizes) - min(s for s, *_ in sizes) <= PAGE
@@ -765,11 +765,11 @@ def test_disk_and_buffers_do_not_grow(direct):
 
 
 def test_a_space_too_small_says_what_to_give(direct):
-    said(lambda: Space(direct, buffer_bytes=1000), "buffer_bytes is 1,000", "at least 1,048,576")
+    said(lambda: Nvme(direct, buffer_bytes=1000), "buffer_bytes is 1,000", "at least 1,048,576")
 
 
 def test_a_disk_that_fills_up_in_a_step_leaves_the_step_before(direct):
-    space = Space(direct, buffer_bytes=1 << 20)
+    space = Nvme(direct, buffer_bytes=1 << 20)
     seen = []
 
     def then(space, step):
@@ -785,8 +785,8 @@ def test_a_disk_that_fills_up_in_a_step_leaves_the_step_before(direct):
         patch.stop()
     space.close()
     assert seen == [0, 1, 2]
-    again = Space(direct, buffer_bytes=1 << 20)
-    expected = run(None, "", steps=3, space=Space())[0]
+    again = Nvme(direct, buffer_bytes=1 << 20)
+    expected = run(None, "", steps=3, space=Nvme())[0]
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(0, model, mesh, offload="params=nvme,opt=nvme")
     layout = optim.sharded(plan.opt, mesh, like=plan.like)
@@ -794,7 +794,7 @@ def test_a_disk_that_fills_up_in_a_step_leaves_the_step_before(direct):
     state = reopened(tx, plan, mesh, again, policy=precision.bf16())
     for name, leaf in pytree.named_leaves(expected).items():
         got = pytree.named_leaves(state)[name]
-        assert torch.equal(got.tensor() if isinstance(got, Stored) else got, leaf), name
+        assert torch.equal(got.tensor() if isinstance(got, DiskTensor) else got, leaf), name
     again.close()
 
 
@@ -803,13 +803,13 @@ def test_a_plan_on_a_disk_needs_a_space(direct):
     plan = fzero.zero_plan(0, model, mesh, offload="opt=nvme")
     tx = optim.adamw(1e-2)
     said(lambda: fzero.init_state(model, tx, plan, mesh, seed=0), "rests on a disk", "space=")
-    said(lambda: fzero.init_state(model, tx, plan, mesh, seed=0, space=Space()), "no folder", "--nvme")
+    said(lambda: fzero.init_state(model, tx, plan, mesh, seed=0, space=Nvme()), "no folder", "--nvme")
 
 
 def test_a_stored_leaf_says_what_a_tensor_says(direct, opened):
     store = opened(direct)
     make(store, 1)
-    leaf, tensor = Stored(store, "params/blocks/w"), version(1)["params/blocks/w"]
+    leaf, tensor = DiskTensor(store, "params/blocks/w"), version(1)["params/blocks/w"]
     for name in ("shape", "dtype", "device", "requires_grad"):
         assert getattr(leaf, name) == getattr(tensor, name)
     assert (leaf.dim(), leaf.numel(), leaf.element_size()) == (tensor.dim(), tensor.numel(), tensor.element_size())
@@ -856,7 +856,7 @@ def test_units_cover_every_element_once(most, whole):
 
 
 def test_a_slice_of_what_belongs_to_a_leaf_row_by_row():
-    part = Slice("blocks/w", 1, (2, 4))
+    part = RowBlock("blocks/w", 1, (2, 4))
     assert torch.equal(part.of(torch.arange(24).reshape(2, 6, 2)), torch.arange(24).reshape(2, 6, 2)[1:2, 2:4])
     assert torch.equal(part.of(torch.arange(12).reshape(2, 6)), torch.arange(12).reshape(2, 6)[1:2, 2:4])
     assert torch.equal(part.of(torch.arange(2)), torch.tensor([1]))

@@ -11,7 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.comm.collectives import all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
-from fzero.comm.communicator import link_of
+from fzero.comm.communicator import communicator_of
 from fzero.comm.operators import ops
 from fzero.core.graph import hold, in_order
 from fzero.sharding import fake_mesh
@@ -52,7 +52,7 @@ def test_operators_and_their_fake_kernels():
 def test_a_link_that_is_gone_says_so():
     number = fake_mesh({"dp": 2})["dp"].link.number
     with pytest.raises(ValueError, match="a traced collective runs on a mesh that is gone; keep the mesh while its functions are used"):
-        link_of(number)
+        communicator_of(number)
 
 
 # ---- a joint graph is split -----------------------------------------------------------------------------------------

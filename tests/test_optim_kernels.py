@@ -16,6 +16,7 @@ from fzero.kernels.optim_leaf import Leaf, Rates
 from fzero.kernels.optim_lowbit import Place, place
 from fzero.kernels.registry import explain
 from fzero.optim import moment_storage
+from fzero.optim import norm as norm_module
 from fzero.optim import sharded as layouts
 from fzero.sharding.spec import Spec
 from fzero.train.update import in_memory
@@ -327,7 +328,7 @@ def test_the_norm_of_a_tree_takes_the_kernel_on_a_device(shared, monkeypatch):
     assert seen == [2]
     monkeypatch.undo()
     leaf = grads["a"].clone().requires_grad_()
-    assert not layouts._by_kernel([leaf], torch.float32) and not layouts._by_kernel([leaf.detach().double()], F64)
+    assert not norm_module._by_kernel([leaf], torch.float32) and not norm_module._by_kernel([leaf.detach().double()], F64)
 
 
 # ---- what serves, and what is refused -------------------------------------------------------------------------------

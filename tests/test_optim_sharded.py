@@ -12,6 +12,7 @@ from optim_cases import F64, OPTIMIZERS, assert_same, clone, tree
 import fzero
 from fzero import optim
 from fzero.core import pytree
+from fzero.optim import norm as norm_module
 from fzero.optim import sharded as layouts
 from fzero.sharding.spec import Spec
 
@@ -195,8 +196,8 @@ WIDE = {"embed": {"tokens": (8, 10)}, "blocks": {"w": (3, 8, 70), "b": (3, 5), "
 
 def ordered_norms(mesh, dtype, piece):
     """The norm for the stages' specs; how large the pieces are must not matter."""
-    before = layouts._PIECE, layouts._COLUMNS
-    layouts._PIECE, layouts._COLUMNS = {"cpu": piece}, 16
+    before = norm_module._PIECE, norm_module._COLUMNS
+    norm_module._PIECE, norm_module._COLUMNS = {"cpu": piece}, 16
     try:
         out = []
         for stage in range(4):
@@ -207,7 +208,7 @@ def ordered_norms(mesh, dtype, piece):
             out.append(layout.norm(own(mesh, plan.opt, grads)))
         return out
     finally:
-        layouts._PIECE, layouts._COLUMNS = before
+        norm_module._PIECE, norm_module._COLUMNS = before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])

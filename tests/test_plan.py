@@ -11,7 +11,7 @@ from fzero import models
 from fzero.core import pytree
 from fzero.planner import devices, estimate, format, questions, variants
 from fzero.planner import plan as report
-from fzero.run import build, config
+from fzero.run import build, config_table
 from fzero.sharding import fake_mesh
 from fzero.sharding.plan import communicated
 
@@ -23,7 +23,7 @@ SMALL = {
     "optim": {"name": "adamw"},
     "precision": {"policy": "bf16"},
 }
-SIZES = config.from_table(SMALL).model
+SIZES = config_table.from_table(SMALL).model
 FLAGS = [f"{a}.{b}={value}" for a in ("model", "train", "optim", "precision") for b, value in SMALL[a].items() if b != "batch"]
 FLAGS = [part for flag in FLAGS for part in ("--set", str(flag).replace("=False", "=false"))]
 COMMAND = ["plan", "--seq-len", "64", "--batch", "8", "--mesh", "dp=2", "--zero", "3", *FLAGS]
@@ -51,7 +51,7 @@ def test_the_json_says_what_the_issue_asks_for(planned):
         assert said[name] > 0, name
     assert said["comm_bytes_per_axis"].keys() == {"dp"}
     assert said["fits"] is True and said["margin_bytes"] == said["capacity_bytes"] - said["peak_bytes_per_rank"]
-    assert said["config"] == config.to_table(planned.config)
+    assert said["config"] == config_table.to_table(planned.config)
     assert sum(said["state_bytes"].values()) == said["state_bytes_per_rank"]
     assert sum(said["peak"]["components"].values()) == said["peak_bytes_per_rank"] == max(said["phases"].values())
     assert sum(row["bytes"] for row in said["comm"]) == said["comm_bytes_per_axis"]["dp"]
@@ -102,7 +102,7 @@ def test_this_machine_without_a_measurement_has_memory_and_no_times(monkeypatch,
 
 
 def test_a_plan_takes_a_preset_sizes_a_config_or_a_table():
-    whole = config.from_table(SMALL)
+    whole = config_table.from_table(SMALL)
     changes = {"zero": 1, "batch": 4, "micro_batch": 1, "remat": "full"}
     a, b = (report.config_for(base, None, **{"train.batch": 4, "train.micro_batch": 1, "zero": 1}) for base in (SMALL, whole))
     assert a == b and a.zero == 1 and a.train.batch == 4
@@ -134,7 +134,7 @@ def test_the_zero_papers_table(stage, expected):
 @pytest.mark.parametrize("micro_batch", [4, 2])
 def test_model_states_are_those_of_a_traced_step(stage, micro_batch):
     found = fzero.plan(SMALL, {"dp": 2}, zero=stage, micro_batch=micro_batch)
-    said = estimate.estimate_model_states(config.from_table(SMALL).model, 2, zero=stage, accumulate=micro_batch == 2)
+    said = estimate.estimate_model_states(config_table.from_table(SMALL).model, 2, zero=stage, accumulate=micro_batch == 2)
     traced = found.state_bytes
     assert (said.params, said.grads, said.master) == (traced["params"], traced["grads"], traced["master"])
     assert said.optimizer == traced["opt"] - 8  # the count of steps
@@ -143,7 +143,7 @@ def test_model_states_are_those_of_a_traced_step(stage, micro_batch):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_elements_communicated_are_the_papers(stage):
-    c = config.from_table({**SMALL, "zero": stage, "model": {**SMALL["model"], "n_layers": 4}})
+    c = config_table.from_table({**SMALL, "zero": stage, "model": {**SMALL["model"], "n_layers": 4}})
     plan = build.build(report.settled(c, fzero.core.device.CPU), fake_mesh({"dp": 2})).plan
     psi = sum(x.numel() for x in pytree.leaves(plan.like))
     sent = [communicated(plan, name)[1:] for name in pytree.named_leaves(plan.like)]
@@ -232,7 +232,7 @@ def test_bad_input_is_one_line_and_exit_2(fz, args, match):
 
 def test_a_config_file_plans_as_its_flags_do(fz, tmp_path, planned):
     path = tmp_path / "config.json"
-    path.write_text(config.to_json(planned.config))
+    path.write_text(config_table.to_json(planned.config))
     code, out, _ = fz("plan", "--config", path, "--mesh", "dp=2", "--json")
     assert code == 0 and json.loads(out)["peak_bytes_per_rank"] == planned.peak_bytes_per_rank
 

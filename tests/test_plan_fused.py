@@ -14,7 +14,7 @@ import fzero.comm.collectives
 import fzero.core.device
 from fzero.core import fake_inductor
 from fzero.core.compile import vjp_pair
-from fzero.core.device import CPU, Planned, Target
+from fzero.core.device import CPU, FakeDevice, Target
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.sharding.mesh import fake_mesh
 
@@ -51,7 +51,7 @@ def forward_and_backward(pair, x, w):
 
 
 def planned(target, f=block):
-    with Planned(target) as mode:
+    with FakeDevice(target) as mode:
         pair = vjp_pair(f, 2, compiled=True)
         x, w = (torch.zeros(N, N, device=mode.device) for _ in range(2))
         with Launches() as seen, LiveBytes(x, w) as live:
@@ -98,7 +98,7 @@ def test_the_peak_is_what_the_allocator_counts():
 
 def test_of_parts_of_one_buffer_the_largest_counts():
     kernel = fake_inductor._Kernel("const float* in_ptr0, const float* in_ptr1, const float* in_ptr2, float* out_ptr0, const int64_t ks0")
-    with Planned(CPU), Launches() as seen:
+    with FakeDevice(CPU), Launches() as seen:
         x, y = torch.zeros(4, N), torch.zeros(2, N)
         kernel(x[:1], x, x[1:3], y, 7)
     assert seen.fused == [(x.nbytes, y.nbytes)]
@@ -111,7 +111,7 @@ def test_collectives_are_entered_as_often_as_they_run(target):
     def f(x, w):
         return [fzero.comm.collectives.psum(x @ w, mesh["tp"], leaf="w")]
 
-    with Planned(target) as mode:
+    with FakeDevice(target) as mode:
         pair = vjp_pair(f, 2, compiled=True)
         x, w = (torch.zeros(N, N, device=mode.device) for _ in range(2))
         pair.forward([x, w])
@@ -129,7 +129,7 @@ def test_a_program_serves_the_target_it_was_made_for():
 
     pair = vjp_pair(f, 2, compiled=True)
     for target in (CPU, H100, CPU, A100, H100):
-        with Planned(target) as mode:
+        with FakeDevice(target) as mode:
             (out,), _ = pair.forward([torch.zeros(N, N, device=mode.device) for _ in range(2)])
             assert out.device == mode.device
     assert seen == [target for target in (CPU, H100, A100) for _ in range(seen.count(CPU))]

@@ -11,7 +11,7 @@ import fzero
 from fzero.cli import main
 from fzero.planner import candidates, devices, plan, search
 from fzero.planner.candidates import Candidate
-from fzero.run import config, run_folder
+from fzero.run import config_table, run_folder
 
 H100 = devices.device("h100")
 
@@ -25,7 +25,7 @@ def test_the_best_are_in_order_and_exact(found):
     seconds = [f.report.step_s for f in found.best]
     assert seconds == sorted(seconds) and len(seconds) == 3 and found.best[0].reason == ""
     for f in found.best:
-        again = fzero.plan(f.candidate.of(config.from_table(SMALL)), f.candidate.mesh)
+        again = fzero.plan(f.candidate.of(config_table.from_table(SMALL)), f.candidate.mesh)
         assert (again.step_s, again.peak_bytes_per_rank) == (f.report.step_s, f.report.peak_bytes_per_rank)
         assert f.report.ranks == 4 and f.report.fits
     assert all("slower" in f.reason or f.reason == "as fast" for f in found.best[1:])
@@ -107,7 +107,7 @@ def test_why_something_is_not_tried():
 
 
 def test_candidates_are_all_and_only_what_a_run_takes():
-    c = config.from_table(SMALL)
+    c = config_table.from_table(SMALL)
     every = list(candidates.candidates(c, 4, 4, remats=("none", "full"), offloads=("", "acts=host")))
     assert len(set(every)) == len(every)
     assert all(x.dp * x.rp * x.tp == 4 and c.train.batch % (x.micro_batch * x.dp * x.rp) == 0 for x in every)
@@ -134,7 +134,7 @@ def test_candidates_are_all_and_only_what_a_run_takes():
 )
 def test_a_sketch_is_near_the_trace(c):
     """Rough on purpose: what it decides is the order in which candidates are traced."""
-    big = config.from_table(
+    big = config_table.from_table(
         {
             **SMALL,
             "model": {**SMALL["model"], "vocab_size": 1024, "d_model": 512, "d_ff": 1408, "n_layers": 4, "max_len": 1024},
@@ -165,7 +165,7 @@ def test_the_written_config_reads_back(found, tmp_path, name):
     search.write_config(found.config, path)
     from fzero.core.tables import read_table
 
-    assert config.from_table(read_table(path)) == found.config
+    assert config_table.from_table(read_table(path)) == found.config
     if name == "run.toml":
         assert len(path.read_text().splitlines()) < 40, "what equals the preset is left out"
     assert found.config.mesh == found.best[0].candidate.mesh

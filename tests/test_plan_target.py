@@ -5,14 +5,14 @@ import torch
 
 import fzero
 from fzero import models, optim
-from fzero.comm.communicator import Link
+from fzero.comm.communicator import Communicator
 from fzero.core import precision, pytree
-from fzero.core.device import CPU, HOST, Planned, Target, kind_of, plan_of, target_of
+from fzero.core.device import CPU, HOST, FakeDevice, Target, fake_device_of, kind_of, target_of
 from fzero.kernels.registry import explain, observe
-from fzero.run import build
+from fzero.run import build_optim
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.sharding.mesh import fake_mesh
-from fzero.sharding.reduce import Reducer
+from fzero.sharding.reduce import GradientReducer
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")
 SIZES = {"vocab_size": 128, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
@@ -32,7 +32,7 @@ ON_H100 = {
 
 def muon(layout):
     parts = {"muon": optim.muon(0.02, 0.95, layout=layout), "adamw": optim.adamw(1e-3, layout=layout)}
-    return optim.by_label(parts, ((build.BLOCK_MATRICES, "muon"), (".*", "adamw")))
+    return optim.by_label(parts, ((build_optim.BLOCK_MATRICES, "muon"), (".*", "adamw")))
 
 
 OPTIMIZERS = {
@@ -47,7 +47,7 @@ OPTIMIZERS = {
 def step_on(target, name="llama", sizes=None, stage=0, tx="adamw", policy="bf16", parts=1, plan=None, **options):
     """({operation: forms}, the state after a step, its ledger's rows), planned for `target`."""
     mesh, policy = fake_mesh(sizes or {}), getattr(precision, policy)()
-    with Planned(target) as mode:
+    with FakeDevice(target) as mode:
         model = models.build(CONFIGS[name])
         plan = fzero.zero_plan(stage, model, mesh, **(plan or {}))
         tx = OPTIMIZERS[tx](optim.sharded(plan.opt, mesh, like=plan.like))
@@ -60,11 +60,11 @@ def step_on(target, name="llama", sizes=None, stage=0, tx="adamw", policy="bf16"
 
 
 def test_a_tensor_says_what_it_stands_for():
-    assert kind_of(torch.zeros(2)) == "cpu" and target_of(torch.zeros(2)) == CPU and plan_of(torch.zeros(2)) is None
+    assert kind_of(torch.zeros(2)) == "cpu" and target_of(torch.zeros(2)) == CPU and fake_device_of(torch.zeros(2)) is None
     assert torch.zeros(2, device="cpu:0").device == HOST  # so that no real tensor is taken for one of a plan
-    with Planned(H100) as mode:
+    with FakeDevice(H100) as mode:
         x = torch.zeros(3, 4, device=mode.device)
-        assert (kind_of(x), target_of(x), plan_of(x)) == ("cuda", H100, mode)
+        assert (kind_of(x), target_of(x), fake_device_of(x)) == ("cuda", H100, mode)
         assert kind_of(x.to(HOST)) == "cpu" and kind_of(x.to(HOST).to(mode.device)) == "cuda"
         seen = []
         torch.func.vmap(torch.func.grad(lambda row: (seen.append(target_of(row)), row.sum())[1]))(x)
@@ -74,7 +74,7 @@ def test_a_tensor_says_what_it_stands_for():
         x.requires_grad_()
         ((x @ x.T).sum()).backward()
         assert x.grad.device == mode.device
-    with Planned(CPU) as mode:
+    with FakeDevice(CPU) as mode:
         assert mode.device == HOST and kind_of(torch.zeros(2)) == "cpu"
 
 
@@ -92,7 +92,7 @@ def test_a_step_on_the_cpu_takes_its_own():
 
 @pytest.mark.parametrize(("target", "form"), [(H100, "torch"), (A100, "triton"), (CPU, "torch")])
 def test_a_form_may_ask_for_a_capability(target, form):
-    with Planned(target) as mode:
+    with FakeDevice(target) as mode:
         x, w = (torch.zeros(*s, dtype=torch.bfloat16, device=mode.device) for s in ((8, 16), (2, 16, 16)))
         assert explain("grouped_mm", x, w, torch.zeros(2, dtype=torch.int32, device=mode.device)).chosen == form
 
@@ -126,9 +126,9 @@ def test_offloaded_states_rest_and_are_summed_in_the_hosts_memory():
 @pytest.mark.parametrize(("target", "pieces"), [(CPU, 3), (H100, 1)])
 def test_a_sum_over_ranks_takes_the_memory_of_its_transport(target, pieces):
     """gloo's pieces come from each rank; NCCL's sum is made on the way."""
-    with Planned(target) as mode:
+    with FakeDevice(target) as mode:
         link, x = fake_mesh({"dp": 4})["dp"].link, torch.zeros(4 * 256, device=mode.device)
-        assert isinstance(link, Link)
+        assert isinstance(link, Communicator)
         with LiveBytes(x) as live:
             start = live.now
             out = link.start_psum_scatter(x).wait()
@@ -137,10 +137,10 @@ def test_a_sum_over_ranks_takes_the_memory_of_its_transport(target, pieces):
 
 def test_a_sum_in_the_hosts_memory_takes_what_comes_from_the_device():
     mesh = fake_mesh({})
-    with Planned(H100) as mode:
+    with FakeDevice(H100) as mode:
         model = models.build(CONFIGS["llama"])
         plan = fzero.zero_plan(3, model, mesh, offload="grads=host,opt=host")
-        reducer = Reducer(plan, mesh, torch.float32, torch.float32, parts=2)
+        reducer = GradientReducer(plan, mesh, torch.float32, torch.float32, parts=2)
         key, value = ("", pytree.names(plan.like)[-1], None), torch.zeros(64, device=mode.device)
         for _ in range(2):
             reducer.place(key, value)

@@ -13,7 +13,7 @@ from fzero.planner.operations import Op
 from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_part, ways_of
 from fzero.planner.step_trace import Moment, Segment, Trace, Transfer
 from fzero.planner.timing import crossing, predict
-from fzero.run.config import from_table
+from fzero.run.config_table import from_table
 from fzero.run.measure import flops
 from fzero.run.measure.flops import counted, hfu, mfu, pairs
 

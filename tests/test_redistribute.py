@@ -9,7 +9,7 @@ import torch
 from close import assert_close, assert_same
 
 from fzero.sharding import Spec, fake_mesh, from_dtensor, local_shape, one_process, redistribute, shard, to_dtensor
-from fzero.sharding.redistribute import whole_shape
+from fzero.sharding.slices import whole_shape
 
 SIZES = {"dp": 2, "tp": 2}
 SHAPE = (8, 12)

@@ -17,7 +17,7 @@ from fzero import checkpoint
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import DTYPES
-from fzero.run import config, run_folder
+from fzero.run import config_table, run_folder
 from fzero.run.debug import replay as again
 from fzero.run.debug.bisect_runs import bisect, first_parting
 from fzero.run.debug.bisect_runs import report as report_bisect
@@ -91,10 +91,10 @@ def edit_row(run, step, **values):
 
 
 def edit_config(run, **changes):
-    table = config.to_table(run_folder.read_config(run))
+    table = config_table.to_table(run_folder.read_config(run))
     for key, value in changes.items():
         table["optim"][key] = value
-    (run / run_folder.CONFIG).write_text(config.to_json(config.from_table(table)))
+    (run / run_folder.CONFIG).write_text(config_table.to_json(config_table.from_table(table)))
 
 
 def content(run):
@@ -273,7 +273,7 @@ def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
 def test_batches_that_were_left_out_are_left_out_again(home):
     """A run that goes on without the batch that was next, as after a rollback: see fzero/run/resume/rollback.py."""
     run = pretrain(home / "skips", "--stop-at", 4)
-    rollback.write_record(run, rollback.Record([[16, 4]], [], None, 0, 0, []))
+    rollback.write_log(run, rollback.RollbackLog([[16, 4]], [], None, 0, 0, []))
     pretrain(run, "--resume", "--peak-tflops", 1)
     assert replay(run, 8).reproduces and replay(run, 8, start=0).reproduces
     (run / rollback.SKIPS).unlink()
@@ -414,8 +414,8 @@ def test_neither_of_two_runs_reproduces_itself(plain, copy, home):
 
 def test_a_difference_between_meshes_says_nothing_of_the_hardware(plain, copy):
     """As if one had run on two processes."""
-    table = config.to_table(run_folder.read_config(copy))
-    (copy / run_folder.CONFIG).write_text(config.to_json(config.from_table({**table, "mesh": {"dp": 2}})))
+    table = config_table.to_table(run_folder.read_config(copy))
+    (copy / run_folder.CONFIG).write_text(config_table.to_json(config_table.from_table({**table, "mesh": {"dp": 2}})))
     edit_row(copy, 8, loss=5.0)
     shutil.rmtree(place(copy, 8))
     result = bisect(plain, copy)

@@ -11,13 +11,13 @@ from close import assert_close, assert_same
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
-from fzero.offload import Space, Stored
+from fzero.offload import DiskTensor, Nvme
 from fzero.optim.sharded import sharded
 from fzero.sharding.whole_on_first import whole_on_first
+from fzero.train.batch import local_batch
 from fzero.train.spike import LOSS, LossStats, Spike, init_stats, judge
 from fzero.train.state import state_specs
 from fzero.train.state_on_disk import reopened
-from fzero.train.step import local_batch
 
 MESH = fzero.one_process()
 SPIKE = Spike(sigmas=2.0, window=3, warmup=4)
@@ -118,7 +118,7 @@ def batch_at(i):
 
 
 def in_memory(tree):
-    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf.clone(), tree)
+    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf.clone(), tree)
 
 
 def trained(mesh, spike, *, policy="fp32", stage=0, micro=1, reduce="fast", offload="", update="end", folder=None, steps=10, donate=True):
@@ -127,7 +127,7 @@ def trained(mesh, spike, *, policy="fp32", stage=0, micro=1, reduce="fast", offl
     plan = fzero.zero_plan(stage, MODEL, mesh, reduce=reduce, offload=offload)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=reduce == "canonical")
     tx = optim.adamw(1e-2) if update == "backward" else optim.chain(optim.clip_by_global_norm(1.0, layout=layout), optim.adamw(1e-2))
-    space = Space(folder) if offload else None
+    space = Nvme(folder) if offload else None
     keeps = {"ema": True, "spike": spike is not None}
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, space=space, **keeps)
     options = {"policy": policy, "micro_batches": micro, "ema_decay": 0.9, "update": update, "donate": donate}
@@ -222,7 +222,7 @@ def test_a_state_without_statistics_is_refused():
 def test_an_early_update_must_be_able_to_undo(tmp_path):
     plan = fzero.zero_plan(0, MODEL, MESH, offload=ALL)
     with pytest.raises(ValueError, match="two slots"):
-        space = Space(tmp_path, slots=1)
+        space = Nvme(tmp_path, slots=1)
         fzero.make_train_step(MODEL, optim.sgd(0.1), plan, MESH, spike=SPIKE, update="backward", skip_nonfinite=False, space=space)
 
 

@@ -12,8 +12,8 @@ from zero_cases import batch_for, model_of, whole
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
+from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
-from fzero.train.step import local_batch
 
 MESHES = {"dp2": {"dp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
 
@@ -153,4 +153,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"needs='tree'.*layout="):
         fzero.make_train_step(model, optim.clip_by_global_norm(1.0), plan, fzero.sharding.fake_mesh({"dp": 2}))
     with pytest.raises(ValueError, match="9 rows cannot be cut into 2"):
-        fzero.train.step.rows_of(mesh, 9, 2)
+        fzero.train.batch.rows_of(mesh, 9, 2)

@@ -233,7 +233,7 @@ def attention_backward_without_the_normalisation_of_rows(monkeypatch):
 @caught_by(remat("mlp"), remat("llama"))
 def recomputation_with_another_layer(monkeypatch):
     below = lambda fetch: lambda i: fetch(max(i - 1, 0))  # noqa: E731
-    wrap(monkeypatch, stack.Run, "backward", lambda f: lambda self, fetch, *rest: f(self, below(fetch), *rest))
+    wrap(monkeypatch, stack.LayerLoop, "backward", lambda f: lambda self, fetch, *rest: f(self, below(fetch), *rest))
 
 
 @caught_by(remat("mlp"), remat("gpt2"))
@@ -242,7 +242,7 @@ def residuals_of_the_first_layer_first(monkeypatch):
         def pop(self, at=0):
             return super().pop(at)
 
-    wrap(monkeypatch, stack.Run, "__init__", lambda f: lambda self, *a, **named: f(self, *a, **{**named, "kept": Queue()}))
+    wrap(monkeypatch, stack.LayerLoop, "__init__", lambda f: lambda self, *a, **named: f(self, *a, **{**named, "kept": Queue()}))
 
 
 # ---- optimizers and the state ----------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from fzero import optim
 from fzero.comm.collectives import psum
 from fzero.core import prng, pytree
 from fzero.models import base
+from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
-from fzero.train.step import local_batch
 
 ROWS = 4
 

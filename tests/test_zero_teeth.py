@@ -11,7 +11,7 @@ from zero_cases import train, whole
 import fzero
 from fzero.core import stack
 from fzero.sharding import prefetch, reduce
-from fzero.train import gradient, streamed
+from fzero.train import gradient, loss
 from fzero.train.update import in_memory
 
 
@@ -28,7 +28,7 @@ def without(op, axis):
 def local_losses():
     """Losses and token counts of this rank alone: each divides by its own number of tokens."""
     alone = fzero.one_process()
-    real = streamed.sum_losses
+    real = loss.sum_losses
     return mock.patch.object(gradient, "sum_losses", lambda losses, mesh: real(losses, alone))
 
 
@@ -65,7 +65,7 @@ def same_rows():
 
 def another_layer():
     """In the backward pass the parameters of the layer below are used."""
-    real = stack.Run.backward
+    real = stack.LayerLoop.backward
 
     def backward(self, fetch, put, grads, extra):
         held = {}
@@ -76,7 +76,7 @@ def another_layer():
 
         return real(self, wrong, put, grads, extra)
 
-    return mock.patch.object(stack.Run, "backward", backward)
+    return mock.patch.object(stack.LayerLoop, "backward", backward)
 
 
 # mistake -> (how it is planted, mesh, stage, options of train)

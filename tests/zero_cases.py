@@ -10,8 +10,8 @@ from fzero import optim
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
 from fzero.optim.sharded import sharded
+from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
-from fzero.train.step import local_batch
 
 # What tp=4 and dp=4 divide: 4 heads, 2 kv heads (fewer than tp=4), vocabulary 20, T = 8.
 SIZES = {"vocab_size": 20, "d_model": 8, "n_heads": 4, "d_ff": 16, "n_layers": 3}

@@ -172,8 +172,8 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
     from fzero import offload
 
     blocks, n = order["blocks"], order["plane_bytes"] // 4
-    arena, disk = offload.Arena(2 * RING * PLANES * order["plane_bytes"]), offload.Disk()
-    leaves = {name: offload.Kept((blocks, n), torch.float32, stacked=True) for name in ("master", "m", "v")}
+    arena, disk = offload.BufferPool(2 * RING * PLANES * order["plane_bytes"]), offload.DiskIO()
+    leaves = {name: offload.LeafFiles((blocks, n), torch.float32, stacked=True) for name in ("master", "m", "v")}
     place, verify = Path(order["folder"], order["contender"]), "unchecked" not in order["contender"]
     store, steps = offload.open_store(place, leaves, arena=arena, disk=disk, verify=verify), itertools.count()
 
@@ -228,7 +228,7 @@ def ours_training(order: dict[str, Any]) -> dict[str, Callable]:
     tx = optim.adamw(problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY)
     plan = fzero.zero_plan(3, model, mesh, offload=order["offload"])
     place, verify = Path(order["folder"], order["contender"]), "unchecked" not in order["contender"]
-    space = offload.Space(place, buffer_bytes=order["buffer_bytes"], verify=verify)
+    space = offload.Nvme(place, buffer_bytes=order["buffer_bytes"], verify=verify)
     train_step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, compiled=True, space=space)
     params = pytree.from_named({name: torch.from_numpy(w) for name, w in problem.weights(config, order["seed"]).items()}, plan.like)
     state = fzero.init_state(params, tx, plan, mesh, seed=0, policy=policy, space=space)

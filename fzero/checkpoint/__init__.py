@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.directory import Leaf, Place, folder_of, latest, manifest, remove, steps
+from fzero.checkpoint.directory import folder_of, latest, remove, steps
 from fzero.checkpoint.leaf_source import Lazy
+from fzero.checkpoint.manifest import Leaf, Place, manifest
 from fzero.checkpoint.reader import Opened, opened
 from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.verify import newest_sound, verify

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.offload import Stored
+from fzero.offload import DiskTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ def source(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
         leaf_made = leaf.give()
         assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), f"{leaf} gave {leaf_made.shape}"
         leaf = leaf_made
-    if isinstance(leaf, Stored):
+    if isinstance(leaf, DiskTensor):
         return stored_source(leaf)
     return lambda start, size: box(leaf.detach(), start, size)
 
@@ -39,7 +39,7 @@ def box(x: Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
     return x
 
 
-def stored_source(leaf: Stored) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
+def stored_source(leaf: DiskTensor) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
     """`source` of a leaf on a disk, of which the layers that were asked for last are in memory."""
     held: tuple[Any, Tensor] | None = None
 

@@ -15,22 +15,20 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.storage import read_text
-from fzero.offload import Kept, Space, Stored
+from fzero.offload import DiskTensor, LeafFiles, Nvme
 from fzero.offload.buffer_pool import padded
 from fzero.offload.chunk_files import Damaged, chunk_of
-from fzero.offload.store_manifest import Record, read_description, read_record, sums_name
+from fzero.offload.store_manifest import StepManifest, read_description, read_step_manifest, sums_name
 from fzero.sharding import Plan, fake_mesh, one_process
-from fzero.sharding.draw import window
-from fzero.sharding.plan import shard_dim
-from fzero.sharding.slices import pieces
+from fzero.sharding.slices import pieces, shard_dim, window
 from fzero.train.state_on_disk import write_rows
 
 
-class Shelf(NamedTuple):
+class StoreSnapshot(NamedTuple):
     """The last complete step of a store, as the runs that come after it see it."""
 
     place: Path
-    record: Record
+    record: StepManifest
     ranks: int
     sizes: dict[str, int]  # of the axes of its mesh
     stage: int | None  # of its plan
@@ -49,7 +47,7 @@ class Shelf(NamedTuple):
         Raises ValueError naming a chunk that is not what was written.
         """
         said = self.leaves[name]
-        kept = Kept(tuple(said["shape"]), getattr(torch, said["dtype"]), said["stacked"])
+        kept = LeafFiles(tuple(said["shape"]), getattr(torch, said["dtype"]), said["stacked"])
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
         out, done = torch.empty(size, dtype=kept.dtype), set()
         for rank in range(self.ranks):
@@ -75,7 +73,7 @@ class Shelf(NamedTuple):
         text = read_text(self.place, sums_name(self.record.slot, rank))
         return json.loads(text) if text else {}
 
-    def chunk(self, name: str, kept: Kept, layer: int, rank: int, sums: list[int] | None) -> Tensor:
+    def chunk(self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None) -> Tensor:
         """One layer of one rank's part."""
         data = chunk_of(self.place, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
         if sums is not None:
@@ -90,31 +88,33 @@ class Shelf(NamedTuple):
         return self.leaves[name]["fixed"]
 
 
-def find(place: Path) -> Shelf | None:
+def find(place: Path) -> StoreSnapshot | None:
     """The store in `place`, or None where there is none with a complete step."""
     said = read_description(place) if place.is_dir() else None
-    record = read_record(place) if said else None
+    record = read_step_manifest(place) if said else None
     if record is None:
         return None
     if record.dirty:
         raise ValueError(f"{place}: a step was being written over another one when its run ended; there are no weights in it")
-    return Shelf(place, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"])
+    return StoreSnapshot(
+        place, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"]
+    )
 
 
-def weights(shelf: Shelf, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
+def weights(shelf: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
     """The whole parameters under `prefix` (params/, master/ or extra/ema/), in `dtype` (None: their own)."""
     specs = pytree.named_leaves(plan.params if prefix == "params/" else plan.opt)
     named = {n: shelf.leaf(prefix + n, tuple(x.shape), specs[n]) for n, x in pytree.named_leaves(plan.like).items()}
     return pytree.from_named({n: x if dtype is None else x.to(dtype) for n, x in named.items()}, plan.like)
 
 
-def put_params(read: Callable[[str], Tensor], plan: Plan, space: Space) -> Tree:
+def put_params(read: Callable[[str], Tensor], plan: Plan, space: Nvme) -> Tree:
     """The parameters `read(name)`, one whole leaf at a time in memory, as leaves of a new store in `space`."""
     store = None
     for name, like in pytree.named_leaves(plan.like).items():
         value = read(name)
         if store is None:
-            kept = {n: Kept(tuple(x.shape), value.dtype, shard_dim(n) == 1) for n, x in pytree.named_leaves(plan.like).items()}
+            kept = {n: LeafFiles(tuple(x.shape), value.dtype, shard_dim(n) == 1) for n, x in pytree.named_leaves(plan.like).items()}
             store = space.open(kept, one_process())
             store.begin()
         for i in range(store.leaves[name].layers):
@@ -125,7 +125,7 @@ def put_params(read: Callable[[str], Tensor], plan: Plan, space: Space) -> Tree:
         del value, like
     store.commit(0, {}, lambda: None)
     store.finish()
-    return pytree.map_named(lambda name, _: Stored(store, name), plan.like)
+    return pytree.map_named(lambda name, _: DiskTensor(store, name), plan.like)
 
 
 def part_bytes(plan: Plan, itemsize: int) -> int:

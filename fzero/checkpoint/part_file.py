@@ -11,8 +11,8 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from fzero.checkpoint.directory import Place
 from fzero.checkpoint.layout import CRC, ZSTD_LEVEL, Index, Layout, Slab, by_chunks, digest_of, in_file, start_of
+from fzero.checkpoint.manifest import Place
 from fzero.checkpoint.part_storage import Writing, aligned
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url

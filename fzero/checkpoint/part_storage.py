@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.directory import Place, join
+from fzero.checkpoint.manifest import Place, join
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import HUGE, PAGE, padded

@@ -12,8 +12,8 @@ import numpy as np
 from crc32c import crc32c
 from torch import Tensor
 
-from fzero.checkpoint.directory import Leaf, Place, join, leaf_of, manifest
 from fzero.checkpoint.layout import CRC, Index, Layout, Slab, by_chunks, in_file, positions, slabs, start_of
+from fzero.checkpoint.manifest import Leaf, Place, join, leaf_of, manifest
 from fzero.checkpoint.part_storage import Reading, fresh, tensor_of, words
 from fzero.core import pytree
 from fzero.offload.chunk_files import Damaged

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from fzero import checkpoint
-from fzero.checkpoint.offload_snapshot import Shelf
+from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.reader import THREADS, fetch
 from fzero.checkpoint.restore_tree import some
 from fzero.core import pytree
 from fzero.core.precision import Policy, init_scaler
-from fzero.offload import Space
+from fzero.offload import Nvme
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.draw import window
+from fzero.sharding.slices import window
 from fzero.train.state import TrainState, in_host_memory
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
@@ -23,7 +23,7 @@ PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
 
 
 def restore_state(
-    path: checkpoint.Place, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, space: Space | None
+    path: checkpoint.Place, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, space: Nvme | None
 ) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, memory and policy of dtypes.
 
@@ -39,7 +39,7 @@ def restore_state(
 
 
 def _restored(
-    held: checkpoint.Opened, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, space: Space | None
+    held: checkpoint.Opened, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, space: Nvme | None
 ) -> TrainState:
     spec_of, source = pytree.named_leaves(specs), sources(held, like, policy)
     fresh = pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
@@ -102,7 +102,7 @@ def sources(held: checkpoint.Opened, like: TrainState, policy: Policy) -> dict[s
 
 def save_shelf(
     home: checkpoint.Place,
-    shelf: Shelf,
+    shelf: StoreSnapshot,
     old: TrainState,
     like: TrainState,
     specs: TrainState,

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.directory import Leaf, Place
 from fzero.checkpoint.layout import Index
+from fzero.checkpoint.manifest import Leaf, Place
 from fzero.checkpoint.reader import THREADS, Box, fetch, opened
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
-from fzero.sharding.draw import window
+from fzero.sharding.slices import window
 
 
 def restore(

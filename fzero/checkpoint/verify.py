@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fzero.checkpoint.directory import MANIFEST, Place, as_text, folder_of, join, latest, steps
+from fzero.checkpoint.directory import folder_of, latest, steps
 from fzero.checkpoint.layout import CRC, Index, Slab, digest_of, number_of, positions, slabs
+from fzero.checkpoint.manifest import MANIFEST, Place, as_text, join
 from fzero.checkpoint.part_storage import tensor_of
 from fzero.checkpoint.reader import RUN, THREADS, Opened, checked, chunk_name, file_of, get, head_of, opened, size_of, where
 from fzero.checkpoint.zarr import descriptions

@@ -23,17 +23,19 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import directory as homes
-from fzero.checkpoint.directory import Leaf, Place, folder_of, join
+from fzero.checkpoint import manifest
+from fzero.checkpoint.directory import folder_of
 from fzero.checkpoint.layout import ZARR, Mine, Slab, lay_out, slabs
 from fzero.checkpoint.leaf_source import Lazy, source
+from fzero.checkpoint.manifest import Leaf, Place, join
 from fzero.checkpoint.part_file import Part
 from fzero.checkpoint.zarr import describe
 from fzero.core import pytree
 from fzero.core.digest import prepare
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system, sync_folder
-from fzero.offload import Stored
-from fzero.offload.buffer_pool import Arena, padded
+from fzero.offload import DiskTensor
+from fzero.offload.buffer_pool import BufferPool, padded
 from fzero.sharding import Mesh, Spec, one_process
 
 SLAB = 16 << 20  # bytes that are copied, checksummed and written at a time
@@ -101,7 +103,7 @@ class Writer:
         self.first = self.mesh.rank == 0
         self.store = self.mesh.store.clone() if self.mesh.store is not None else None  # the other connection may be taken by a wait
         self.number, self.saves = next(_WRITERS), itertools.count()
-        self.arena: Arena | None = None
+        self.arena: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
         self.current: Save | None = None
         self.cleaned = False
@@ -187,7 +189,7 @@ class Writer:
             raise ValueError("checkpoint: a state on several processes needs specs=, the Spec of every leaf; see fzero.state_specs")
         named, given = pytree.named_leaves(state), {} if specs is None else pytree.named_leaves(specs)
         for name, leaf in named.items():
-            if not isinstance(leaf, (Tensor, Stored, Lazy)):
+            if not isinstance(leaf, (Tensor, DiskTensor, Lazy)):
                 raise ValueError(f"checkpoint: leaf {name!r} is a {type(leaf).__name__}, not a tensor; use torch.tensor, or () for nothing")
             if leaf.dtype not in ZARR:
                 held = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZARR)
@@ -236,7 +238,7 @@ class Writer:
     def _make_room(self, size: int) -> None:
         if size and (self.arena is None or self.arena.size < size):
             self.arena = None
-            self.arena = Arena(size)
+            self.arena = BufferPool(size)
 
     # ---- the threads ----
 
@@ -348,7 +350,7 @@ class Writer:
             digest = sum(value for _, value in found.values()) % (1 << 64)
             leaves[name] = Leaf(layout, str(spec), f"{digest:016x}", [found[i][0] for i in range(len(found))])
         describe(join(path, save.arrays), leaves, self.pool)
-        homes.write(path, save.arrays, leaves, step=save.step, config=save.config, mesh=self._sizes())
+        manifest.write(path, save.arrays, leaves, step=save.step, config=save.config, mesh=self._sizes())
         if not is_url(self.home):
             sync_folder(Path(self.home))
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.directory import Leaf, Place, join
 from fzero.checkpoint.layout import array_json, group_json
+from fzero.checkpoint.manifest import Leaf, Place, join
 from fzero.core.storage import is_url, sync_file_system, write_text
 
 

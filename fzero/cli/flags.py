@@ -90,15 +90,15 @@ def table_of(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
 
 def config_of(table: dict[str, Any], init: Path | None, *, from_json: bool) -> Any:
     """The RunConfig of a table, around the sizes of the run `init` where that is given."""
-    from fzero.run import config, run_folder
+    from fzero.run import config_checks, config_table, run_folder
 
     if init is None:
-        value = config.from_table(table)
+        value = config_table.from_table(table)
     else:
         if "model" in table or "preset" in table:
             raise ValueError("--init brings the model's sizes; leave out --model and model.*")
         old = run_folder.read_config(init)
-        value = config.from_table({**table, "preset": old.preset}, old.model)
+        value = config_table.from_table({**table, "preset": old.preset}, old.model)
     if not from_json:  # the config.json of a run holds every number, used or not
-        config.refuse_unused(value, table)
+        config_checks.refuse_unused(value, table)
     return value

@@ -72,7 +72,7 @@ def predicted(folder: Path) -> dict[str, Any] | None:
     from fzero.core.storage import write_text
     from fzero.core.tables import parse_json
     from fzero.planner.plan import plan
-    from fzero.run.config import from_table
+    from fzero.run.config_table import from_table
     from fzero.run.measure import attempts
 
     path, lines = folder / attempts.PLAN, attempts.read(folder)

@@ -14,7 +14,7 @@ from torch import Tensor
 SMALL = 1 << 16  # bytes of a shard below which a message is mostly latency
 
 
-def together(tensors: Sequence[Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
+def bucket_groups(tensors: Sequence[Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
     """The numbers of the tensors, in groups that travel together: small ones of one kind and dtype; the order is that of the tensors."""
     groups: dict[Hashable, list[int]] = {}
     for i, (tensor, kind) in enumerate(zip(tensors, kinds)):

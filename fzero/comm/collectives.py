@@ -29,15 +29,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.comm.agreement import RankError
-from fzero.comm.communicator import Link, Pending, done, tree_sum
+from fzero.comm.communicator import Communicator, Pending, done, tree_sum
 from fzero.comm.ledger import Ledger, Row
 from fzero.comm.operators import ops
 from fzero.core.device import traced
 
 __all__ = [
     "Axis",
+    "Communicator",
     "Ledger",
-    "Link",
     "Pending",
     "RankError",
     "Row",
@@ -62,7 +62,7 @@ class Axis(NamedTuple):
     name: str
     size: int = 1
     rank: int = 0
-    link: Link | None = None  # None where size is 1
+    link: Communicator | None = None  # None where size is 1
 
 
 # ---- linear maps ----------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class _Map:
     """One collective as a linear map of a tensor. A dataclass, as torch.func would look for tensors inside a tuple."""
 
     kind: str
-    link: Link
+    link: Communicator
     leaf: str
     dims: tuple[int, ...] = ()  # the dim; of all_to_all (split, concat); none is negative
     perm: tuple[tuple[int, int], ...] = ()
@@ -146,7 +146,7 @@ def _apply(kind: str, x: Tensor, axis: Axis, leaf: str, dims: tuple[int, ...] = 
     return x if axis.size == 1 else _Linear.apply(x, _Map(kind, _link(kind, axis, leaf), leaf, dims, perm))
 
 
-def _link(collective: str, axis: Axis, leaf: str) -> Link:
+def _link(collective: str, axis: Axis, leaf: str) -> Communicator:
     if axis.link is None:
         raise ValueError(
             f"{_what(collective, axis, leaf)}: the axis has {axis.size} ranks and no link between them; take it from a mesh of "

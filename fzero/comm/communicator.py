@@ -83,11 +83,11 @@ def done(x: Tensor) -> Pending:
     return Pending(lambda: x)
 
 
-_LINKS: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
+_LINKS: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def link_of(number: int) -> Link:
+def communicator_of(number: int) -> Communicator:
     """The link of this number, which is how operators in a traced graph name it; raises ValueError where it is gone."""
     link = _LINKS.get(number)
     if link is None:
@@ -95,7 +95,7 @@ def link_of(number: int) -> Link:
     return link
 
 
-class Link:
+class Communicator:
     """The connection of this process with the other ranks of one mesh axis.
 
     ranks: the global ranks along the axis; this process is at place `rank`. transport: "gloo", "nccl" or "fake". ordered: whether sums

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from fzero.comm.communicator import Link, Pending, link_of
+from fzero.comm.communicator import Communicator, Pending, communicator_of
 from fzero.core.device import traced
 from fzero.core.graph import ORDERED
 
@@ -31,10 +31,10 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
     """
 
     def real(x: Tensor, link: int, *rest: Any) -> Tensor:
-        return start(link_of(link), x, *rest).wait()
+        return start(communicator_of(link), x, *rest).wait()
 
     def fake(x: Tensor, link: int, *rest: Any) -> Tensor:
-        to = link_of(link)
+        to = communicator_of(link)
         if to.transport == "fake" and not (is_fx_symbolic_tracing() or traced(x)):  # planned, and not only traced
             return start(to, x, *rest).wait()
         return x.new_empty(shape(to, x))
@@ -58,9 +58,9 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
     torch.fx.node.has_side_effect(packet.after)
 
 
-_define("psum", Link.start_psum, lambda link, x: x.shape)
-_define("all_gather", Link.start_all_gather, lambda link, x: (link.size * x.shape[0], *x.shape[1:]))
-_define("psum_scatter", Link.start_psum_scatter, lambda link, x: (x.shape[0] // link.size, *x.shape[1:]))
-_define("all_to_all", Link.start_all_to_all, lambda link, x: x.shape)
+_define("psum", Communicator.start_psum, lambda link, x: x.shape)
+_define("all_gather", Communicator.start_all_gather, lambda link, x: (link.size * x.shape[0], *x.shape[1:]))
+_define("psum_scatter", Communicator.start_psum_scatter, lambda link, x: (x.shape[0] // link.size, *x.shape[1:]))
+_define("all_to_all", Communicator.start_all_to_all, lambda link, x: x.shape)
 _define("ppermute", lambda link, x, perm, leaf: link.start_ppermute(x, pairs(perm), leaf), lambda link, x: x.shape, "int[] perm, ")
 ops = torch.ops.fzero

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
-from fzero.core.device import Planned, plan_of
+from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.fake_inductor import lowered
 from fzero.core.graph import hold, in_order
 
@@ -42,7 +42,7 @@ def have_compiler() -> bool:
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    plan = plan_of(tensors[0]) if tensors else None
+    plan = fake_device_of(tensors[0]) if tensors else None
     return *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), None if plan is None else plan.target
 
 
@@ -88,7 +88,7 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # No generator of Inductor's is ever used: keys are inputs.
     with tracing(TracingContext(mode)), config.patch(fallback_random=True):
-        planned = isinstance(mode, Planned)
+        planned = isinstance(mode, FakeDevice)
         run = lowered(graph, examples, backward) if planned else compile_fx_inner(graph, examples, is_backward=backward)
     return (lambda args: run(args)[:-1]) if ordered else run  # without the last token
 
@@ -207,7 +207,7 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> V
         signature = _signature(inputs)
         if signature not in programs:
             # What a plan counts is the program, and not that it is traced.
-            with _disable_current_modes() if plan_of(inputs[0]) is not None else contextlib.nullcontext():
+            with _disable_current_modes() if fake_device_of(inputs[0]) is not None else contextlib.nullcontext():
                 programs[signature] = _split_programs(f, range(skip, n), inputs, compiled and have_compiler(), budget)
         run_fw, run_bw, num_outs = programs[signature]
         out, needs = run_fw(list(inputs)), set()
@@ -233,8 +233,8 @@ def _split_programs(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    plan = plan_of(inputs[0])
-    mode = FakeTensorMode() if plan is None else Planned(plan.target, tracing=True)
+    plan = fake_device_of(inputs[0])
+    mode = FakeTensorMode() if plan is None else FakeDevice(plan.target, tracing=True)
     with mode:
         outs = f(*_fakes(inputs, mode))
         cotangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outs]

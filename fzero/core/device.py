@@ -33,7 +33,7 @@ class Target(NamedTuple):
 CPU = Target("cpu")
 
 
-class Planned(FakeTensorMode):
+class FakeDevice(FakeTensorMode):
     """A context in which tensors are made without memory, and stand for tensors on `target` (those on `device`) and on its host.
 
     torch.tensor of Python's numbers makes one on the host whatever device it is given: write torch.tensor(0).to(device).
@@ -69,7 +69,7 @@ def target_of(x: Tensor) -> Target:
     """The device that `x` is on, or stands for in a plan."""
     if x.device != ELSEWHERE:
         return _target_here(x.device)
-    plan = plan_of(x)
+    plan = fake_device_of(x)
     assert plan is not None, "a tensor on cpu:0 outside a plan"
     return plan.target
 
@@ -80,16 +80,16 @@ def kind_of(x: Tensor) -> str:
     return device.type if device.index is None or device.type != "cpu" else target_of(x).kind
 
 
-def plan_of(x: Tensor) -> Planned | None:
+def fake_device_of(x: Tensor) -> FakeDevice | None:
     """The plan whose tensor `x` is, or wraps under a torch.func transform; None for any other."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
-    return x.fake_mode if isinstance(x, FakeTensor) and isinstance(x.fake_mode, Planned) else None
+    return x.fake_mode if isinstance(x, FakeTensor) and isinstance(x.fake_mode, FakeDevice) else None
 
 
 def traced(x: Tensor) -> bool:
     """Whether `x` is of a plan in which a graph is traced."""
-    plan = plan_of(x)
+    plan = fake_device_of(x)
     return plan is not None and plan.tracing
 
 

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fzero.core.device import ELSEWHERE, HOST, Planned, Target, launched, plan_of
+from fzero.core.device import ELSEWHERE, HOST, FakeDevice, Target, fake_device_of, launched
 
 _GPU = torch.device("cuda", 0)
 # Of every NVIDIA GPU from compute capability 8.0 on: CUDA programming guide, table of technical specifications.
@@ -122,7 +122,7 @@ def _moved(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: Targ
 
     for node in graph.graph.nodes:
         node.args, node.kwargs = (torch.fx.node.map_aggregate(given, there) for given in (node.args, node.kwargs))
-    with Planned(target, tracing=True):
+    with FakeDevice(target, tracing=True):
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=there(x.device)) for x in examples]
 
 
@@ -136,7 +136,7 @@ def generated(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward:
     from torch._inductor.virtualized import V
 
     with contextlib.ExitStack() as stack:
-        plan = next((plan_of(x) for x in examples if x.device == ELSEWHERE), None)
+        plan = next((fake_device_of(x) for x in examples if x.device == ELSEWHERE), None)
         if plan is not None:
             stack.enter_context(_as_on(plan.target))
             examples = _moved(graph, examples, plan.target)

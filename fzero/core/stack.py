@@ -59,7 +59,7 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     if needs_grad(*ctx_tensors):
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
     pair, _ = part_pair("block", block, layer_def, x_def, ctx_def, static, compiled, remat.budget)
-    run = Run(pair, depth(layers), remat.every)
+    run = LayerLoop(pair, depth(layers), remat.every)
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
     counts = len(layer_leaves), len(x_leaves)
     if needs_grad(*tensors):
@@ -123,7 +123,7 @@ Put = Callable[[int, list[Tensor]], None]  # takes the gradients of a layer's pa
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerLoop:
     """One application of a stack of layers. Where parameters come from and where their gradients go is the caller's."""
 
     pair: VjpPair
@@ -202,7 +202,7 @@ def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, S
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(run: Run, counts: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(run: LayerLoop, counts: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
         # Autograd cannot save an input that is also an output: what passes through all layers becomes a view.
         return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run.forward(*_views(counts, tensors)))
 

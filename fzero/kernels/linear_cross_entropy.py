@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.comm.collectives import Axis, all_gather, psum
 from fzero.core.autodiff import needs_grad
-from fzero.core.device import kind_of, plan_of
+from fzero.core.device import fake_device_of, kind_of
 from fzero.kernels.cross_entropy import DTYPES, IGNORE, Ahead, known, total
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import WRONG, Terms, capped, log_sum_exp, rows_of, wide
@@ -108,7 +108,7 @@ def _add_product(sums: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     if sums is not None and a.dtype == wider:
         return sums.addmm_(a, b)
     cuda = kind_of(a) == "cuda"
-    if sums is not None and cuda and (plan_of(a) is not None or _adds_wide(a.dtype, a.device)):
+    if sums is not None and cuda and (fake_device_of(a) is not None or _adds_wide(a.dtype, a.device)):
         return torch.addmm(sums, a, b, out_dtype=wider, out=sums)
     product = torch.mm(a, b, out_dtype=wider) if cuda and a.dtype != wider else a @ b
     return product.to(wider) if sums is None else sums.add_(product)

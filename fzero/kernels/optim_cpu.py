@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.core import cpp
 from fzero.core.compile import have_compiler
-from fzero.core.device import kind_of, launched, plan_of
+from fzero.core.device import fake_device_of, kind_of, launched
 from fzero.kernels.optim_leaf import SIGNED, Leaf, Rates, touched
 from fzero.kernels.optim_lowbit import Place
 
@@ -70,7 +70,7 @@ def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 
     Waits for what of `rates` is on a device.
     """
-    if leaves and plan_of(leaves[0].p) is not None:
+    if leaves and fake_device_of(leaves[0].p) is not None:
         launched(rule.__name__, *touched(leaves))
         return
     if rates.skip is not None and bool(rates.skip):

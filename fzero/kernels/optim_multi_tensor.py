@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fzero.core.device import kind_of, launched, plan_of
+from fzero.core.device import fake_device_of, kind_of, launched
 from fzero.kernels import optim_cpu, optim_lowbit
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import INTERPRETED
@@ -270,7 +270,7 @@ def _kind(leaf: Leaf) -> Kind:
 
 @torch.no_grad()
 def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
-    if leaves and plan_of(leaves[0].p) is not None:
+    if leaves and fake_device_of(leaves[0].p) is not None:
         launched(step.__name__, *touched(leaves))
         return
     groups: dict[Kind, list[Leaf]] = {}
@@ -374,7 +374,7 @@ def grad_norm_reference(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _grad_norm(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     device, groups = grads[0].device, {}
-    if plan_of(grads[0]) is not None:
+    if fake_device_of(grads[0]) is not None:
         parts = torch.empty(1 + sum(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in grads), 2, device=device)
         launched("grad_norm", list(grads), [parts])
         return _joined([parts])

@@ -14,8 +14,8 @@ from fzero.core.pytree import Tree
 from fzero.core.stack import stack
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.registry import AUTO, Kernels
-from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process
-from fzero.sharding.unshard import fetch_tree, fetching
+from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
+from fzero.sharding.unshard import fetching, unshard_tree
 
 Batch = dict[str, Tensor]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
 
@@ -92,7 +92,7 @@ def init_params(
     def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
         spec = specs.get(name, Spec())
         if std == 0.0:
-            leaf = torch.full(draw.window(shape, spec, mesh)[1], mean, dtype=dtype, device=device)
+            leaf = torch.full(slices.window(shape, spec, mesh)[1], mean, dtype=dtype, device=device)
         else:
             leaf = draw.normal(prng.fold_in(key, name), shape, spec, mesh, mean, std, dtype, device)
         return then(name, leaf)
@@ -115,7 +115,7 @@ def outside(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) 
         return params
     shared = model.shared if part == "head" else ()
     used = {name: leaf for name, leaf in pytree.named_leaves(params).items() if name.startswith(f"{part}/") or name in shared}
-    return fetch_tree(pytree.nest(used), plan, ctx.mesh)
+    return unshard_tree(pytree.nest(used), plan, ctx.mesh)
 
 
 def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Loss:

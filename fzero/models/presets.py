@@ -86,3 +86,11 @@ BUILDERS: dict[type, Callable[[ModelConfig], Model]] = {GPT2Config: gpt2, LlamaC
 def build(config: ModelConfig) -> Model:
     """The Model of these sizes."""
     return BUILDERS[type(config)](config)
+
+
+FAMILIES: dict[str, type] = {"gpt2": GPT2Config, "llama": LlamaConfig, "mixtral": MoEConfig, "mlp": MLPConfig}
+
+
+def family_of(model: ModelConfig) -> str:
+    """The family's name of a model config."""
+    return next(name for name, kind in FAMILIES.items() if type(model) is kind)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from fzero.core.device import ELSEWHERE
-from fzero.offload.scratch import Scratch
+from fzero.offload.scratch import ScratchFile
 
 
-class DiskPile:
+class DiskActivations:
     """A list of lists of tensors on a disk, with `append` and `pop`: written behind, and read one ahead on the way back."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: ScratchFile) -> None:
         self.scratch, self.sizes = scratch, []
         self.ahead: Callable[[], list[Tensor]] | None = None
 
@@ -40,7 +40,7 @@ class DiskPile:
         return bool(self.sizes) or self.ahead is not None
 
 
-class HostPile:
+class HostActivations:
     """The same in the host's pinned memory, for tensors of a CUDA device: copied by a stream of its own. In a plan there is none."""
 
     def __init__(self, device: torch.device) -> None:

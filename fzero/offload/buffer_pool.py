@@ -31,7 +31,7 @@ class Buffer(NamedTuple):
     view: Tensor  # the same memory, in the shape and dtype asked for
 
 
-class Arena:
+class BufferPool:
     """`size` bytes (rounded up to whole huge pages) for Buffers.
 
     The memory is anonymous, in huge pages where the system has them (a direct transfer then describes it in few pieces), touched once,

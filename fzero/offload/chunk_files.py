@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from fzero.core.storage import context, is_url, kvstore
-from fzero.offload.buffer_pool import PAGE, Arena, Buffer, padded
-from fzero.offload.disk_io import NEXT, Disk, Pending, open_direct, serves_direct
+from fzero.offload.buffer_pool import PAGE, Buffer, BufferPool, padded
+from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, open_direct, serves_direct
 
 
 class Damaged(ValueError):
     """A store does not hold what was written to it, or no step as a whole: a checkpoint may serve in its place."""
 
 
-class Kept(NamedTuple):
+class LeafFiles(NamedTuple):
     """One rank's part of a leaf as it lies in a store."""
 
     shape: tuple[int, ...]  # of the shard, a stacked one with its layers first
@@ -65,11 +65,11 @@ class Kept(NamedTuple):
 Rows = tuple[int, int]
 
 
-class Reading(NamedTuple):
+class RowRead(NamedTuple):
     """Rows of a chunk on their way into a buffer."""
 
     buffer: Buffer
-    pending: Pending
+    pending: DiskRequest
     failed: Callable[[OSError], ValueError]  # what to tell of a transfer that failed
 
     def wait(self) -> Tensor:
@@ -88,7 +88,7 @@ class Chunks:
     """
 
     def __init__(
-        self, place: str | Path, leaves: dict[str, Kept], rank: int, ranks: int, arena: Arena, disk: Disk, *, create: bool
+        self, place: str | Path, leaves: dict[str, LeafFiles], rank: int, ranks: int, arena: BufferPool, disk: DiskIO, *, create: bool
     ) -> None:
         self.place, self.leaves, self.rank, self.ranks, self.arena, self.disk = place, leaves, rank, ranks, arena, disk
         self.direct = not is_url(place) and serves_direct(Path(place))
@@ -122,7 +122,7 @@ class Chunks:
         """The file of a chunk."""
         return Path(self.place, "arrays", name, "c", str(slot), str(layer), str(self.rank), "0")
 
-    def _open_file(self, name: str, kept: Kept, slot: int, layer: int, create: bool) -> int:
+    def _open_file(self, name: str, kept: LeafFiles, slot: int, layer: int, create: bool) -> int:
         path, size = self.path(name, slot, layer), kept.file_bytes
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,19 +167,19 @@ class Chunks:
         length = max(step, most // kept.row_bytes // step * step)
         return [(at, min(at + length, rows)) for at in range(0, rows, length)]
 
-    def _span(self, name: str, rows: Rows | None) -> tuple[Kept, tuple[int, ...], int]:
+    def _span(self, name: str, rows: Rows | None) -> tuple[LeafFiles, tuple[int, ...], int]:
         kept = self.leaves[name]
         if rows is None or not kept.chunk:
             return kept, kept.chunk, 0
         return kept, (rows[1] - rows[0], *kept.chunk[1:]), rows[0] * kept.row_bytes
 
-    def read(self, name: str, slot: int, layer: int, rows: Rows | None = None, *, priority: int = NEXT) -> Reading:
+    def read(self, name: str, slot: int, layer: int, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
         """Start to read rows of a chunk (None: all of it); they must begin at a page."""
         kept, shape, offset = self._span(name, rows)
         buffer = self.arena.take(shape, kept.dtype, self.disk.busy)
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
-            return Reading(buffer, self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority), self.failed)
+            return RowRead(buffer, self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority), self.failed)
         first, count = offset // kept.dtype.itemsize, math.prod(shape)
 
         def work() -> int:
@@ -187,7 +187,7 @@ class Chunks:
             np.copyto(_numpy(buffer.view), found)
             return buffer.view.nbytes
 
-        return Reading(buffer, self.disk.run(_reported(work), write=False, priority=priority), self.failed)
+        return RowRead(buffer, self.disk.run(_reported(work), write=False, priority=priority), self.failed)
 
     def write(
         self,
@@ -199,7 +199,7 @@ class Chunks:
         *,
         priority: int = NEXT,
         note: Callable[[memoryview], None] | None = None,
-    ) -> Pending:
+    ) -> DiskRequest:
         """Start to write rows of a chunk; the buffer is lent until that is done. note: is called with each block of it first."""
         kept, shape, offset = self._span(name, rows)
         assert tuple(buffer.view.shape) == shape and buffer.view.dtype == kept.dtype, f"{name}: {buffer.view.shape} is not {shape}"
@@ -256,7 +256,7 @@ class Chunks:
         self.files.clear()
 
 
-def _open_array(place: str | Path, name: str, kept: Kept, ranks: int, *, create: bool) -> Any:
+def _open_array(place: str | Path, name: str, kept: LeafFiles, ranks: int, *, create: bool) -> Any:
     """The array [slots, layers, ranks, elements of a chunk] of a leaf; what fills the last page is part of it."""
     import tensorstore
 
@@ -277,7 +277,7 @@ def _open_array(place: str | Path, name: str, kept: Kept, ranks: int, *, create:
         raise Damaged(f"{place}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
 
 
-def chunk_of(place: str | Path, name: str, kept: Kept, slot: int, layer: int, rank: int) -> np.ndarray:
+def chunk_of(place: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
     """The bytes (uint8) of one chunk of any rank, through tensorstore: for those who read a store once."""
     found = _open_array(place, name, kept, 0, create=False)[slot, layer, rank].read().result()
     return np.ascontiguousarray(found).view(np.uint8)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import PAGE
-from fzero.offload.disk_io import Settings
+from fzero.offload.disk_io import DiskSettings
 
 
 def mount_point(path: str | Path) -> str:
@@ -59,13 +59,13 @@ def _read_config() -> tuple[str, dict[str, Any]]:
     return text, found
 
 
-def settings_for(place: str | Path) -> Settings:
+def settings_for(place: str | Path) -> DiskSettings:
     """The Settings that `fzero bench disk` found for the disk of `place`, or the default ones; raises ValueError for a broken file."""
     if is_url(place):
-        return Settings()
+        return DiskSettings()
     mount = mount_point(place)
     entry = _read_config()[1].get("disk", {}).get(mount, {})
-    values = {name: entry[name] for name in Settings._fields if name in entry}
+    values = {name: entry[name] for name in DiskSettings._fields if name in entry}
     for name, value in values.items():
         step = PAGE if name == "block_bytes" else 1
         if type(value) is not int or value < 1 or value % step:
@@ -73,10 +73,10 @@ def settings_for(place: str | Path) -> Settings:
             raise ValueError(
                 f'{config_file()}: {name} of [disk."{mount}"] is {value!r}; it must be {allowed}; run `fzero bench disk` again'
             )
-    return Settings(**values)
+    return DiskSettings(**values)
 
 
-def save(mount: str, settings: Settings, gbs: dict[str, float]) -> Path:
+def save(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> Path:
     """Put the settings of a disk into the user's file, in the place of older ones; all else there stays as it is. Returns the file.
 
     gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError where the file is broken.

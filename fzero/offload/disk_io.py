@@ -26,19 +26,19 @@ NEXT, LATER = 0, 1
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class Settings(NamedTuple):
+class DiskSettings(NamedTuple):
     """How a disk is used; `fzero bench disk` finds the best of one."""
 
     block_bytes: int = 16 << 20  # of one operation: two of them are as many requests of 4 MiB as fill a disk, at little CPU time
     readers: int = 2  # threads
     writers: int = 2
 
-    def share(self, ranks: int) -> Settings:
+    def share(self, ranks: int) -> DiskSettings:
         """The settings of one of `ranks` processes that share the disk: each has a part of the operations in flight, so none starves."""
         return self._replace(readers=max(1, self.readers // ranks), writers=max(1, self.writers // ranks))
 
 
-class Moved(NamedTuple):
+class DiskTraffic(NamedTuple):
     """What a disk has done so far."""
 
     read_bytes: int = 0
@@ -46,10 +46,10 @@ class Moved(NamedTuple):
     waited_s: float = 0.0  # by the computation, which is the thread that made the Disk
 
 
-class Pending:
+class DiskRequest:
     """A request under way; `wait()` returns once it is done, and raises what went wrong."""
 
-    def __init__(self, disk: Disk | None, blocks: int) -> None:
+    def __init__(self, disk: DiskIO | None, blocks: int) -> None:
         self.disk, self.left, self.error = disk, blocks, None
         self.done = threading.Event()
         if not blocks:
@@ -66,10 +66,10 @@ class Pending:
             raise self.error
 
 
-class Disk:
+class DiskIO:
     """Threads that move bytes between tensors and files. Each kind of transfer has threads of its own, so that both go on at once."""
 
-    def __init__(self, settings: Settings = Settings()) -> None:  # noqa: B008
+    def __init__(self, settings: DiskSettings = DiskSettings()) -> None:  # noqa: B008
         self.settings = settings
         self.lock = threading.Lock()
         self.queues: dict[bool, list] = {False: [], True: []}  # by whether it is a write
@@ -85,43 +85,43 @@ class Disk:
         for thread in self.threads:
             thread.start()
 
-    def moved(self) -> Moved:
+    def moved(self) -> DiskTraffic:
         """What it has done so far."""
-        return Moved(self.read_bytes, self.written_bytes, self.waited_s)
+        return DiskTraffic(self.read_bytes, self.written_bytes, self.waited_s)
 
     def busy(self) -> bool:
         """Whether a request is under way, or another thread uses the buffers: some may be returned soon."""
         return self.in_flight > 0 or self.shared
 
-    def read(self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT) -> Pending:
+    def read(self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT) -> DiskRequest:
         """Fill `raw` (uint8, contiguous; whole pages for direct files) from the bytes of a file at `offset` on."""
         return self._put(False, fd, raw, offset, priority)
 
     def write(
         self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT, note: Callable[[memoryview], None] | None = None
-    ) -> Pending:
+    ) -> DiskRequest:
         """Write `raw` into a file at `offset`; `raw` must stay as it is until the request is done.
 
         note: is called with each block before it is written, by the thread that does.
         """
         return self._put(True, fd, raw, offset, priority, note)
 
-    def run(self, work: Callable[[], int], *, write: bool, priority: int = NEXT) -> Pending:
+    def run(self, work: Callable[[], int], *, write: bool, priority: int = NEXT) -> DiskRequest:
         """Have a thread call `work`, which returns the bytes that it has moved."""
-        pending = Pending(self, 1)
+        pending = DiskRequest(self, 1)
         self._queue(write, [work], pending, priority)
         return pending
 
     def _put(
         self, write: bool, fd: int, raw: Tensor, offset: int, priority: int, note: Callable[[memoryview], None] | None = None
-    ) -> Pending:
+    ) -> DiskRequest:
         view, block = memoryview(raw.numpy()), self.settings.block_bytes
         starts = range(0, len(view), block)
-        pending = Pending(self, len(starts))
+        pending = DiskRequest(self, len(starts))
         self._queue(write, [_transfer(write, fd, view[at : at + block], offset + at, note) for at in starts], pending, priority)
         return pending
 
-    def _queue(self, write: bool, works: list[Callable[[], int]], pending: Pending, priority: int) -> None:
+    def _queue(self, write: bool, works: list[Callable[[], int]], pending: DiskRequest, priority: int) -> None:
         assert not self.closed, "the disk's threads have been ended"
         with self.lock:
             self.in_flight += bool(works)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from fzero.comm.tables import barrier
 from fzero.core.storage import is_url
-from fzero.offload.buffer_pool import Arena
-from fzero.offload.chunk_files import Kept
-from fzero.offload.disk_io import Disk, Moved, Settings
-from fzero.offload.scratch import Scratch
-from fzero.offload.store import Store, open_store
+from fzero.offload.buffer_pool import BufferPool
+from fzero.offload.chunk_files import LeafFiles
+from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic
+from fzero.offload.scratch import ScratchFile
+from fzero.offload.store import VersionedStore, open_store
 from fzero.sharding.mesh import Mesh
 
 SCRATCH = "scratch"
 LEAST = 64 << 20  # bytes of buffers where nobody says more
 
 
-class Space:
+class Nvme:
     """The folder and the buffers of one run on this rank. Nothing is made before it is needed.
 
     folder: of the store, on a disk that all ranks see (or a URL that tensorstore knows); None where nothing is on a disk.
@@ -36,16 +34,16 @@ class Space:
         buffer_bytes: int | None = None,
         slots: int = 2,
         verify: bool = True,
-        settings: Settings = Settings(),  # noqa: B008
+        settings: DiskSettings = DiskSettings(),  # noqa: B008
     ) -> None:
         if buffer_bytes is not None and buffer_bytes < 1 << 20:
             raise ValueError(f"offload: buffer_bytes is {buffer_bytes:,}; it must be at least {1 << 20:,}")
         self.folder, self.buffer_bytes, self.slots, self.verify, self.settings = folder, buffer_bytes, slots, verify, settings
         self.needed = 0
-        self._arena: Arena | None = None
-        self._disk: Disk | None = None
-        self._scratch: Scratch | None = None
-        self.store: Store | None = None
+        self._arena: BufferPool | None = None
+        self._disk: DiskIO | None = None
+        self._scratch: ScratchFile | None = None
+        self.store: VersionedStore | None = None
 
     def need(self, size: int) -> None:
         """Say how many bytes of buffers the plan needs; the larger of two counts."""
@@ -57,21 +55,21 @@ class Space:
         return self.buffer_bytes or max(self.needed, LEAST)
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> BufferPool:
         """The buffers."""
         if self._arena is None:
-            self._arena = Arena(self.arena_bytes)
+            self._arena = BufferPool(self.arena_bytes)
         return self._arena
 
     @property
-    def disk(self) -> Disk:
+    def disk(self) -> DiskIO:
         """The disk's threads."""
         if self._disk is None:
-            self._disk = Disk(self.settings)
+            self._disk = DiskIO(self.settings)
         return self._disk
 
     @property
-    def scratch(self) -> Scratch:
+    def scratch(self) -> ScratchFile:
         """The file of what a step keeps for itself."""
         if self._scratch is None:
             if self.folder is None or is_url(self.folder):
@@ -81,12 +79,14 @@ class Space:
             path = Path(self.folder, SCRATCH)
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                self._scratch = Scratch(path, self.arena, self.disk)
+                self._scratch = ScratchFile(path, self.arena, self.disk)
             except OSError as error:
                 raise ValueError(f"{error.filename or path}: {error.strerror}; give a folder that this user may write (--nvme)") from None
         return self._scratch
 
-    def open(self, leaves: dict[str, Kept], mesh: Mesh, *, owner: dict[str, Any] | None = None, resume: bool = False) -> Store:
+    def open(
+        self, leaves: dict[str, LeafFiles], mesh: Mesh, *, owner: dict[str, Any] | None = None, resume: bool = False
+    ) -> VersionedStore:
         """The store of `leaves` in the folder: a new one, or the one that is there."""
         if self.folder is None:
             raise ValueError(f"offload: {next(iter(leaves))} is to rest on a disk and no folder is named; name one (--nvme DIR)")
@@ -103,13 +103,13 @@ class Space:
             verify=self.verify,
             owner=owner,
             resume=resume,
-            together=together(mesh),
+            together=barrier(mesh),
         )
         return self.store
 
-    def moved(self) -> Moved:
+    def moved(self) -> DiskTraffic:
         """What the disk has done so far."""
-        return self._disk.moved() if self._disk is not None else Moved()
+        return self._disk.moved() if self._disk is not None else DiskTraffic()
 
     def close(self) -> None:
         """Finish what is under way and close all files."""
@@ -120,17 +120,3 @@ class Space:
         if self._disk is not None:
             self._disk.close()
         self.store = self._scratch = self._disk = self._arena = None
-
-
-def together(mesh: Mesh) -> Callable[[], None]:
-    """A function that returns when all ranks of the mesh have called it."""
-    from fzero.comm.collectives import all_gather
-
-    def wait() -> None:
-        token = torch.zeros(1, device="cuda" if mesh.device_mesh is not None and mesh.device_mesh.device_type == "cuda" else "cpu")
-        with mesh.ledger.phase("commit"):
-            for axis in mesh.axes:
-                token = all_gather(token, axis, 0, leaf="commit")[:1]
-        float(token)  # a GPU's collective has come this far
-
-    return wait

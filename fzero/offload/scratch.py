@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.offload.buffer_pool import PAGE, Arena, Buffer
-from fzero.offload.chunk_files import Reading, Rows
-from fzero.offload.disk_io import LATER, NEXT, Disk, Pending, serves_direct
+from fzero.offload.buffer_pool import PAGE, Buffer, BufferPool
+from fzero.offload.chunk_files import RowRead, Rows
+from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest, serves_direct
 from fzero.sharding.slices import pieces
 
 
-class Region(NamedTuple):
+class Extent(NamedTuple):
     """Where a value lies in the file, and what it is."""
 
     offset: int
@@ -26,10 +26,10 @@ class Region(NamedTuple):
     dtype: torch.dtype
 
 
-class Scratch:
+class ScratchFile:
     """Values by key in one nameless file of `folder`; a key keeps its place as long as its value fits, so the file stops growing."""
 
-    def __init__(self, folder: Path, arena: Arena, disk: Disk) -> None:
+    def __init__(self, folder: Path, arena: BufferPool, disk: DiskIO) -> None:
         self.folder, self.arena, self.disk, self.end = folder, arena, disk, 0
         self.direct = serves_direct(folder)
         if not self.direct:
@@ -37,8 +37,8 @@ class Scratch:
         path = folder / f".scratch-{os.getpid()}-{id(self)}"
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
         path.unlink()
-        self.regions: dict[Any, Region] = {}
-        self.writing: dict[Any, Pending] = {}
+        self.regions: dict[Any, Extent] = {}
+        self.writing: dict[Any, DiskRequest] = {}
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
         """Start to write a value; a tensor is copied, a Buffer must stay as it is."""
@@ -54,7 +54,7 @@ class Scratch:
                 os.posix_fallocate(self.fd, self.end, size)
             except OSError as error:
                 raise self.failed(error) from error
-            at = Region(self.end, size, (), buffer.view.dtype)
+            at = Extent(self.end, size, (), buffer.view.dtype)
             self.end += size
         self.regions[key] = at._replace(shape=tuple(buffer.view.shape), dtype=buffer.view.dtype)
         self.writing[key] = self.disk.write(self.fd, buffer.raw, at.offset, priority=LATER)
@@ -73,7 +73,7 @@ class Scratch:
             "make room, or give a folder on another disk (--nvme)"
         )
 
-    def read(self, key: Any, rows: Rows | None = None, *, priority: int = NEXT) -> Reading:
+    def read(self, key: Any, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
         """Start to read a value, or rows of it that begin at a page."""
         self._wait(key)
         at = self.regions[key]
@@ -83,7 +83,7 @@ class Scratch:
             assert rows[0] * row % PAGE == 0, f"{key}: rows {rows} begin inside a page"
             shape, offset = (rows[1] - rows[0], *shape[1:]), offset + rows[0] * row
         buffer = self.arena.take(shape, at.dtype, self.disk.busy)
-        return Reading(buffer, self.disk.read(self.fd, buffer.raw, offset, priority=priority), self.failed)
+        return RowRead(buffer, self.disk.read(self.fd, buffer.raw, offset, priority=priority), self.failed)
 
     def close(self) -> None:
         """Give the file back to the disk."""
@@ -92,12 +92,12 @@ class Scratch:
         os.close(self.fd)
 
 
-class Scratched:
+class ScratchTensor:
     """The sum of a leaf's gradients in a scratch file, layer by layer, while a step holds it. It is read in `dtype`."""
 
     requires_grad = False
 
-    def __init__(self, scratch: Scratch, key: tuple[str, ...], depth: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, scratch: ScratchFile, key: tuple[str, ...], depth: int | None, dtype: torch.dtype) -> None:
         self.scratch, self.key, self.depth, self.dtype = scratch, key, depth, dtype
         self.device = torch.device("cpu")
         self.begun: set[int] = set()
@@ -122,14 +122,14 @@ class Scratched:
         reading.wait().add_(value.to(reading.buffer.view.device))
         self.scratch.write((*self.key, layer), reading.buffer)
 
-    def plus(self, other: Scratched) -> Scratched:
+    def plus(self, other: ScratchTensor) -> ScratchTensor:
         """The sum of both, in `dtype`, in the place of this one."""
         for layer in sorted(other.begun):
             mine, theirs = self.read(layer), other.read(layer)
             self.scratch.write((*self.key, layer), mine.wait().to(self.dtype).add_(theirs.wait()))
         return self
 
-    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = LATER) -> Reading:
+    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = LATER) -> RowRead:
         """Start to read rows of a layer, as they lie there."""
         return self.scratch.read((*self.key, layer), rows, priority=priority)
 

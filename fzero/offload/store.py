@@ -24,30 +24,40 @@ import torch
 from torch import Tensor
 
 from fzero.core.storage import is_url, read_text, write_text
-from fzero.offload.buffer_pool import Arena, Buffer
-from fzero.offload.chunk_files import Chunks, Damaged, Kept, Reading, Rows
-from fzero.offload.disk_io import LATER, NEXT, Disk, Pending
-from fzero.offload.store_manifest import STEP, STORE, Record, describe, expect_same, read_description, read_record, sums_name, to_text
+from fzero.offload.buffer_pool import Buffer, BufferPool
+from fzero.offload.chunk_files import Chunks, Damaged, LeafFiles, RowRead, Rows
+from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest
+from fzero.offload.store_manifest import (
+    STEP,
+    STORE,
+    StepManifest,
+    describe,
+    expect_same,
+    read_description,
+    read_step_manifest,
+    sums_name,
+    to_text,
+)
 
 OURS = {"arrays", "sums", "scratch", f"{STORE}.partial"}  # what may lie where a run ended before its store was described
 WORD = 1 << 64
 
 
-class Store:
+class VersionedStore:
     """Leaves of a state on a disk, as one rank sees them. `open_store` makes one."""
 
     def __init__(self, chunks: Chunks, slots: int, verify: bool) -> None:
         self.chunks, self.slots, self.verify = chunks, slots, verify
         self.arena, self.disk, self.place = chunks.arena, chunks.disk, chunks.place
-        self.record: Record | None = None
+        self.record: StepManifest | None = None
         self.target: int | None = None  # the slot that is being written
         # Of what is being written: {(leaf, layer): {first row: sums of blocks}}.
         self.sums: dict[tuple[str, int], dict[int, list[int]]] = {}
         self.fixed: dict[str, list[int]] = {}  # of leaves of one slot that are written once
-        self.writing: list[Pending] = []
+        self.writing: list[DiskRequest] = []
 
     @property
-    def leaves(self) -> dict[str, Kept]:
+    def leaves(self) -> dict[str, LeafFiles]:
         """Its leaves by name."""
         return self.chunks.leaves
 
@@ -55,7 +65,7 @@ class Store:
         """Where a leaf lies in slot `slot`: a leaf that never changes has one slot only."""
         return slot if self.leaves[name].slots > 1 else 0
 
-    def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT, slot: int | None = None) -> Reading:
+    def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT, slot: int | None = None) -> RowRead:
         """Start to read rows of a layer of a leaf of the last complete step (or of a pinned slot)."""
         assert self.record is not None, "nothing was committed yet"
         return self.chunks.read(name, self.slot_of(name, self.record.slot if slot is None else slot), layer, rows, priority=priority)
@@ -72,7 +82,7 @@ class Store:
             self._put(self.record._replace(dirty=True))
         self.sums = {}
 
-    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> Pending:
+    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> DiskRequest:
         """Start to write rows of a layer of a leaf into the next version; its buffer must stay as it is meanwhile."""
         assert self.target is not None, "begin was not called"
         note = None
@@ -113,7 +123,7 @@ class Store:
                 self._durably(lambda: write_text(self.place, sums_name(slot, self.chunks.rank), text))
         together()
         self.target = None
-        self._put(Record(step, slot, values, before.pinned if before else {}))
+        self._put(StepManifest(step, slot, values, before.pinned if before else {}))
 
     def _sum(self, name: str, layer: int) -> int:
         return sum(sum(blocks) for blocks in self.sums.get((name, layer), {}).values()) % WORD
@@ -148,7 +158,7 @@ class Store:
         """Say that nobody needs the steps any more: the folder may be taken over by another run."""
         self._put(self.record._replace(done=True))
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: StepManifest) -> None:
         self.record = record
         if self.chunks.rank == 0:
             self._durably(lambda: write_text(self.place, STEP, to_text(record)))
@@ -192,12 +202,12 @@ class Store:
         self.chunks.close()
 
 
-class Stored:
+class DiskTensor:
     """A leaf of a state that lives in a store: what a tensor says of itself, and no memory."""
 
     requires_grad = False
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: VersionedStore, name: str) -> None:
         self.store, self.name, self.kept = store, name, store.leaves[name]
         self.shape, self.dtype, self.device = torch.Size(self.kept.shape), self.kept.dtype, torch.device("cpu")
 
@@ -213,7 +223,7 @@ class Stored:
         """The bytes of an element."""
         return self.dtype.itemsize
 
-    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT) -> Reading:
+    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
         """Start to read rows of a layer."""
         return self.store.read(self.name, layer, rows, priority=priority)
 
@@ -245,10 +255,10 @@ def word_sum(block: memoryview) -> int:
 
 def open_store(
     place: str | Path,
-    leaves: dict[str, Kept],
+    leaves: dict[str, LeafFiles],
     *,
-    arena: Arena,
-    disk: Disk,
+    arena: BufferPool,
+    disk: DiskIO,
     rank: int = 0,
     ranks: int = 1,
     slots: int = 2,
@@ -256,7 +266,7 @@ def open_store(
     owner: dict[str, Any] | None = None,
     resume: bool = False,
     together: Callable[[], None] = lambda: None,
-) -> Store:
+) -> VersionedStore:
     """The store of `leaves` in `place`: a new one, to be written and committed, or with `resume` the one that is there.
 
     Files of a store whose run is over are taken over by a new one; those of one that is not are refused.
@@ -270,7 +280,7 @@ def open_store(
     record = None
     if resume:
         expect_same(place, json.loads(json.dumps(wanted)))
-        record = read_record(place)
+        record = read_step_manifest(place)
         if record is None:
             raise ValueError(f"{place}: holds no complete step yet; start the run anew")
         if record.dirty:
@@ -287,7 +297,7 @@ def open_store(
         chunks.open({record.slot, *record.pinned} if resume else set())
     except OSError as error:
         raise ValueError(f"{error.filename or place}: {error.strerror}; give a folder that this user may write (--nvme)") from None
-    store = Store(chunks, slots, verify)
+    store = VersionedStore(chunks, slots, verify)
     if resume:
         store.record = record
         store.check(record.slot)
@@ -298,7 +308,7 @@ def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
     """Make `place` ready for a new store."""
     found = read_description(place)
     if found is not None:
-        record = read_record(place)
+        record = read_step_manifest(place)
         if record is not None and not record.done:
             raise ValueError(
                 f"{place}: holds step {record.step} of a run that is not over; go on with it by --resume, or give another folder (--nvme)"
@@ -331,7 +341,7 @@ def release(place: str | Path) -> None:
     if is_url(place) or not Path(place, STEP).is_file():
         return
     try:
-        record = read_record(place)
+        record = read_step_manifest(place)
     except ValueError:  # a damaged one, whose run goes on from a checkpoint
         Path(place, STEP).unlink()
         return
@@ -342,6 +352,6 @@ def _geometry(described: dict[str, Any]) -> Any:
     return json.loads(json.dumps([described.get(key) for key in ("leaves", "ranks", "slots")]))
 
 
-def total_bytes(leaves: Iterable[Kept], slots: int) -> int:
+def total_bytes(leaves: Iterable[LeafFiles], slots: int) -> int:
     """The bytes on disk of one rank's leaves."""
     return sum((slots if kept.slots > 1 else 1) * kept.layers * kept.file_bytes for kept in leaves)

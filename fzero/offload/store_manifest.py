@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from fzero.core.pytree import nearest
 from fzero.core.storage import read_text
-from fzero.offload.chunk_files import Damaged, Kept
+from fzero.offload.chunk_files import Damaged, LeafFiles
 
 FORMAT = 1
 STORE, STEP = "store.json", "step.json"
 
 
-class Record(NamedTuple):
+class StepManifest(NamedTuple):
     """What step.json says."""
 
     step: int
@@ -31,7 +31,7 @@ def sums_name(slot: int, rank: int) -> str:
     return f"sums/slot-{slot}.rank-{rank}.json"
 
 
-def describe(leaves: dict[str, Kept], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
+def describe(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
     """What store.json says of a store of these leaves, as JSON can hold it."""
     listed = {
         name: {
@@ -45,7 +45,7 @@ def describe(leaves: dict[str, Kept], ranks: int, slots: int, owner: dict[str, A
     return {"format": FORMAT, "ranks": ranks, "slots": slots, "owner": owner, "leaves": listed}
 
 
-def read_record(place: str | Path) -> Record | None:
+def read_step_manifest(place: str | Path) -> StepManifest | None:
     """The last complete step of the store in `place`, or None where there is none; raises ValueError where step.json is no record."""
     try:
         text = read_text(place, STEP)
@@ -54,12 +54,12 @@ def read_record(place: str | Path) -> Record | None:
         found = json.loads(text)
         if found.pop("sum") != zlib.crc32(json.dumps(found).encode()):
             raise ValueError("its checksum is another one")
-        return Record(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
+        return StepManifest(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"{place}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
 
 
-def to_text(record: Record) -> str:
+def to_text(record: StepManifest) -> str:
     """What step.json says of a record, with a checksum."""
     said = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
     return json.dumps({**said, "sum": zlib.crc32(json.dumps(said).encode())})

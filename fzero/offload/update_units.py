@@ -8,18 +8,18 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fzero.offload.chunk_files import Reading
+from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
-from fzero.offload.scratch import Scratched
-from fzero.offload.store import Stored
+from fzero.offload.scratch import ScratchTensor
+from fzero.offload.store import DiskTensor
 from fzero.sharding.slices import pieces
 
 Item = TypeVar("Item")
 Begun = TypeVar("Begun")
-OFF = (Stored, Scratched)
+OFF = (DiskTensor, ScratchTensor)
 
 
-class Slice(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of one layer of a leaf (or of a leaf that has no layers: layer None); rows None is all of them."""
 
     name: str
@@ -39,7 +39,7 @@ class Slice(NamedTuple):
         return (*at[:dims], *(0,) * (dims - len(at)))
 
 
-Unit = tuple[Slice, ...]
+Unit = tuple[RowBlock, ...]
 
 
 def cut(shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], whole: Callable[[str], bool], most: int) -> list[Unit]:
@@ -47,15 +47,15 @@ def cut(shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], w
 
     whole: leaves whose layers must not be cut into rows.
     """
-    outside = [Slice(n, None, rows) for n, shape in shapes.items() if not stacked(n) for rows in _rows(shape, whole(n), most)]
+    outside = [RowBlock(n, None, rows) for n, shape in shapes.items() if not stacked(n) for rows in _rows(shape, whole(n), most)]
     depth = max((shape[0] for n, shape in shapes.items() if stacked(n)), default=0)
     layers = [
-        [Slice(n, i, rows) for n, shape in shapes.items() if stacked(n) and i < shape[0] for rows in _rows(shape[1:], whole(n), most)]
+        [RowBlock(n, i, rows) for n, shape in shapes.items() if stacked(n) and i < shape[0] for rows in _rows(shape[1:], whole(n), most)]
         for i in range(depth)
     ]
-    units: list[list[Slice]] = []
+    units: list[list[RowBlock]] = []
     for group in (*layers, outside):
-        unit: list[Slice] = []
+        unit: list[RowBlock] = []
         held = 0
         for part in group:
             size = _numel(part, shapes[part.name])
@@ -74,7 +74,7 @@ def _rows(shape: tuple[int, ...], whole: bool, most: int) -> list[tuple[int, int
     return [None] if len(found) == 1 else list(found)
 
 
-def _numel(part: Slice, shape: tuple[int, ...]) -> int:
+def _numel(part: RowBlock, shape: tuple[int, ...]) -> int:
     chunk = shape if part.layer is None else shape[1:]
     if part.rows is None:
         return math.prod(chunk)
@@ -92,13 +92,13 @@ def owners(names: list[str], params: list[str]) -> dict[str, str | None]:
     return found
 
 
-class Fetched(NamedTuple):
+class BlockRead(NamedTuple):
     """A part of a leaf that is on its way, or at hand."""
 
-    reading: Reading | None
+    reading: RowRead | None
     view: Tensor | None  # of a leaf in memory
 
-    def wait(self, part: Slice) -> Tensor:
+    def wait(self, part: RowBlock) -> Tensor:
         """The part, with the leading dim of its layer."""
         if self.reading is None:
             return self.view
@@ -106,11 +106,11 @@ class Fetched(NamedTuple):
         return value if part.layer is None else value[None]
 
 
-def fetch(leaf: Any, part: Slice, *, whole: bool = False) -> Fetched:
+def read_block(leaf: Any, part: RowBlock, *, whole: bool = False) -> BlockRead:
     """Start to fetch a part of a leaf; whole: all rows of its layer."""
     if isinstance(leaf, OFF):
-        return Fetched(leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER), None)
-    return Fetched(None, (part._replace(rows=None) if whole else part).of(leaf))
+        return BlockRead(leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER), None)
+    return BlockRead(None, (part._replace(rows=None) if whole else part).of(leaf))
 
 
 def ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:

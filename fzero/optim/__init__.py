@@ -3,21 +3,15 @@
 from fzero.optim.accumulate import AccumulateState, accumulate
 from fzero.optim.adafactor import AdafactorState, adafactor
 from fzero.optim.adamw import Adam8State, AdamState, adam, adamw
-from fzero.optim.base import (
-    GradientTransformation,
-    Pass,
-    Schedule,
-    apply_in_place,
-    apply_updates,
-    by_label,
-    chain,
-)
+from fzero.optim.base import GradientTransformation, Pass, Schedule, apply_in_place, apply_updates
 from fzero.optim.clip import clip_by_global_norm, clip_by_value
+from fzero.optim.combine import by_label, chain
 from fzero.optim.ema import ema_init, ema_update
 from fzero.optim.lamb import LambState, lamb
 from fzero.optim.lion import Lion8State, LionState, lion
 from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rules
 from fzero.optim.muon import MuonState, muon, newton_schulz
+from fzero.optim.norm import global_norm
 from fzero.optim.schedules import (
     constant,
     cosine,
@@ -32,7 +26,7 @@ from fzero.optim.schedules import (
     wsd,
 )
 from fzero.optim.sgd import SGDState, sgd
-from fzero.optim.sharded import WHOLE, Layout, global_norm, sharded
+from fzero.optim.sharded import WHOLE, Layout, sharded
 
 __all__ = [
     "WHOLE",

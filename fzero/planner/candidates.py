@@ -21,7 +21,7 @@ from fzero.planner.estimate import MOMENTS, STATE_BYTES
 from fzero.planner.rates import collective_s, ways_of
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
-from fzero.run import build
+from fzero.run import build_optim
 from fzero.run.config import RunConfig
 from fzero.run.memory_check import numel, part_numels
 from fzero.sharding import Plan, fake_mesh, zero_plan
@@ -157,7 +157,7 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
         i: max((m.parts["activations"] for m in traced.timeline if (m.phase, m.layer) == ("forward", i)), default=0) for i in range(few)
     }
     per_layer = of_layer[few - 1] - of_layer[0] if few > 1 else max(kept)
-    policy = build.make_policy(traced.config)
+    policy = build_optim.make_policy(traced.config)
     share = tp if one.sequence else 1
     inputs = rows * config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
     # In the passes: the workspace of an update grows with the parameters, and not with the rows.
@@ -184,7 +184,7 @@ class Sketcher:
     def __init__(self, config: RunConfig, device: Device, on_node: int, layers: Mapping[int, Layer] | None = None):
         """layers: by size of tp, what `layer_of` gives; None: it is asked when needed."""
         self.config, self.device, self.on_node = config, device, on_node
-        self.model, self.policy = models.build(config.model), build.make_policy(config)
+        self.model, self.policy = models.build(config.model), build_optim.make_policy(config)
         self.plan = functools.cache(self._plan)
         self.layer = layers.__getitem__ if layers is not None else functools.cache(lambda tp: layer_of(config, device, tp))
         o = config.optim

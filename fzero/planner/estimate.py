@@ -16,7 +16,8 @@ from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
 from fzero.planner.format import quantity, size, table
 from fzero.sharding.memory import Offload
-from fzero.sharding.plan import STACKED, ZERO, shapes_of
+from fzero.sharding.plan import ZERO, shapes_of
+from fzero.sharding.slices import STACKED
 
 # Elements of optimizer state per parameter; muon's is of a model that is matrices of blocks almost alone, adafactor's are rows and columns.
 MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "sgd": 0, "muon": 1, "adafactor": 0}

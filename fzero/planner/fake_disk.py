@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core.device import HOST, Planned
-from fzero.offload import Buffer, Kept, Space
+from fzero.core.device import HOST, FakeDevice
+from fzero.offload import Buffer, LeafFiles, Nvme
 from fzero.offload.buffer_pool import HUGE, PAGE, padded
-from fzero.offload.chunk_files import Reading, Rows
-from fzero.offload.disk_io import Moved
-from fzero.offload.scratch import Region
+from fzero.offload.chunk_files import RowRead, Rows
+from fzero.offload.disk_io import DiskTraffic
+from fzero.offload.scratch import Extent
 from fzero.sharding.mesh import Mesh
 
 Tell = Callable[[str, int, str, int], None]  # ("start" | "wait", number, "read" | "write", bytes)
@@ -29,7 +29,7 @@ FIRST = 1 << 40  # the number of the first transfer: collectives count from 1
 class PlannedArena:
     """An arena whose Buffers have no memory."""
 
-    def __init__(self, size: int, mode: Planned) -> None:
+    def __init__(self, size: int, mode: FakeDevice) -> None:
         self.size, self.mode = -(-size // HUGE) * HUGE, mode
         self.keys: set[int] = set()
         self.taking = False
@@ -83,24 +83,24 @@ class PlannedDisk:
         self.tell("start", FIRST + self.count, what, size)
         return FIRST + self.count
 
-    def moved(self) -> Moved:
+    def moved(self) -> DiskTraffic:
         """What it would have moved."""
-        return Moved(self.bytes["read"], self.bytes["write"])
+        return DiskTraffic(self.bytes["read"], self.bytes["write"])
 
 
 class PlannedStore:
     """A store as a step uses it: reads give Buffers, writes take them, a commit waits for all of them."""
 
-    def __init__(self, leaves: dict[str, Kept], space: PlannedSpace) -> None:
+    def __init__(self, leaves: dict[str, LeafFiles], space: PlannedSpace) -> None:
         self.leaves, self.space, self.slots, self.place = leaves, space, space.slots, "a planned disk"
         self.writing: list[PlannedPending] = []
 
-    def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = 0, slot: int | None = None) -> Reading:
+    def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = 0, slot: int | None = None) -> RowRead:
         """Start to read rows of a layer of a leaf."""
         chunk = self.leaves[name].chunk
         shape = chunk if rows is None or not chunk else (rows[1] - rows[0], *chunk[1:])
         buffer = self.space.arena.take(shape, self.leaves[name].dtype)
-        return Reading(buffer, PlannedPending(self.space.disk, "read", len(buffer.raw)), _never)
+        return RowRead(buffer, PlannedPending(self.space.disk, "read", len(buffer.raw)), _never)
 
     def begin(self) -> None:
         """Begin the next version."""
@@ -131,7 +131,7 @@ class PlannedStore:
 class Regions(dict):
     """Where values lie; a layer that was not run is like the first."""
 
-    def __missing__(self, key: tuple) -> Region:
+    def __missing__(self, key: tuple) -> Extent:
         return self[(*key[:-1], 0)]
 
 
@@ -140,7 +140,7 @@ class PlannedScratch:
 
     def __init__(self, space: PlannedSpace) -> None:
         self.arena, self.disk = space.arena, space.disk
-        self.regions: dict[Any, Region] = Regions()
+        self.regions: dict[Any, Extent] = Regions()
         self.writing: dict[Any, PlannedPending] = {}
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
@@ -152,23 +152,23 @@ class PlannedScratch:
             buffer.view.copy_(value)
         if key in self.writing:
             self.writing.pop(key).wait()
-        self.regions[key] = Region(0, len(buffer.raw), tuple(buffer.view.shape), buffer.view.dtype)
+        self.regions[key] = Extent(0, len(buffer.raw), tuple(buffer.view.shape), buffer.view.dtype)
         self.writing[key] = PlannedPending(self.disk, "write", len(buffer.raw))
 
-    def read(self, key: Any, rows: Rows | None = None, *, priority: int = 0) -> Reading:
+    def read(self, key: Any, rows: Rows | None = None, *, priority: int = 0) -> RowRead:
         """Start to read a value, or rows of it."""
         if key in self.writing:
             self.writing.pop(key).wait()
         at = self.regions[key]
         shape = at.shape if rows is None or not at.shape else (rows[1] - rows[0], *at.shape[1:])
         buffer = self.arena.take(shape, at.dtype)
-        return Reading(buffer, PlannedPending(self.disk, "read", len(buffer.raw)), _never)
+        return RowRead(buffer, PlannedPending(self.disk, "read", len(buffer.raw)), _never)
 
 
-class PlannedSpace(Space):
+class PlannedSpace(Nvme):
     """The Space of a run that is planned."""
 
-    def __init__(self, mode: Planned, **options: Any) -> None:
+    def __init__(self, mode: FakeDevice, **options: Any) -> None:
         super().__init__(None, **options)
         self.mode = mode
 
@@ -193,7 +193,7 @@ class PlannedSpace(Space):
             self._scratch = PlannedScratch(self)
         return self._scratch
 
-    def open(self, leaves: dict[str, Kept], mesh: Mesh, *, owner: Any = None, resume: bool = False) -> PlannedStore:
+    def open(self, leaves: dict[str, LeafFiles], mesh: Mesh, *, owner: Any = None, resume: bool = False) -> PlannedStore:
         """The store of `leaves`."""
         self.store = PlannedStore(leaves, self)
         return self.store

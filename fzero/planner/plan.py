@@ -20,11 +20,12 @@ from fzero.planner.format import page, size
 from fzero.planner.step_trace import Trace, Transfer, settled
 from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
 from fzero.run import build, machine
-from fzero.run.build import Program
-from fzero.run.config import RunConfig, from_table, to_table, updated
+from fzero.run.build import Job
+from fzero.run.config import RunConfig
+from fzero.run.config_table import from_table, to_table, updated
 from fzero.run.measure.flops import hfu, mfu, model_flop
 from fzero.sharding import AXES, fake_mesh
-from fzero.sharding.plan import local_numel
+from fzero.sharding.slices import local_numel
 
 PASSES = ("forward", "backward")
 COMMUNICATED = ("phase", "collective", "axis", "leaf", "dtype", "calls", "elements", "bytes")
@@ -264,7 +265,7 @@ def report_of(
     )
 
 
-def grad_bytes(built: Program) -> int:
+def grad_bytes(built: Job) -> int:
     """The bytes of gradients on a rank's device behind the backward pass of its last micro-batch: of ZeRO's "model states" the third.
 
     With one micro-batch they are kept as they are computed; sums over several in the dtype of accumulation.

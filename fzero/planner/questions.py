@@ -11,6 +11,7 @@ from typing import Any
 
 from fzero import models
 from fzero.core.pytree import nearest
+from fzero.models.presets import family_of
 from fzero.planner import devices
 from fzero.planner.candidates import groups_of, sizes_of_tp
 from fzero.planner.devices import Device
@@ -18,7 +19,7 @@ from fzero.planner.format import duration, mesh_words, percent, place, quantity,
 from fzero.planner.plan import PlanReport, config_for, device_for, sizes_of
 from fzero.planner.search import seconds_of
 from fzero.planner.variants import Answer, Asked, Variant, beside, fastest, largest, numbers, reason, vary
-from fzero.run.config import RunConfig, family_of
+from fzero.run.config import RunConfig
 
 
 def answer(

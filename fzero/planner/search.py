@@ -25,7 +25,9 @@ from fzero.planner.candidates import OFFLOADS, REMATS, Candidate, Sketch, Sketch
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, mesh_words, percent, quantity, size, table
 from fzero.planner.plan import PlanReport, config_for, device_for, has_rates, report_of, settled_for
-from fzero.run.config import RunConfig, recipe, to_json, to_table
+from fzero.run.config import RunConfig
+from fzero.run.config_table import to_json, to_table
+from fzero.run.recipes import recipe
 
 SPARE = 0.9  # the part of the capacity that a sketch may fill: sketches are rough
 MOST = 16  # exact traces of a search, beside those in place of what turned out not to fit

@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero import models
 from fzero.comm.ledger import Row
 from fzero.core import pytree
-from fzero.core.device import CPU, HOST, Planned, Target
+from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.pytree import Tree
-from fzero.offload import Stored
+from fzero.offload import DiskTensor
 from fzero.planner.fake_disk import PlannedSpace
 from fzero.planner.operations import Op, described
 from fzero.run import build as programs
-from fzero.run.build import Program
+from fzero.run.build import Job
 from fzero.run.config import RunConfig
-from fzero.run.measure.live_bytes import Moment, Record, Stay, Visit, alive, device_of, moments, recorded
+from fzero.run.measure.live_bytes import MemoryTrace, Moment, Stay, Visit, alive, device_of, moments, recorded
 from fzero.sharding import Mesh, fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.train.state_on_disk import kept_leaves
@@ -95,7 +95,7 @@ def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, ta
 class Stepped(NamedTuple):
     """A step that was run on fake tensors."""
 
-    program: Program
+    program: Job
     state: Tree
     stays: list[Stay]
     host_peak: int
@@ -107,7 +107,7 @@ class Enough(Exception):
     """What was to be seen of a step has been seen."""
 
 
-class Shortened(Record):
+class Shortened(MemoryTrace):
     """A record that ends the step behind the backward pass of the last of `parts` micro-batches."""
 
     parts = 0
@@ -126,7 +126,7 @@ def stepped(
     target = CPU if target is None else target
     config, mesh = settled(config, target), planned_mesh(tuple(sizes.items()), rank)
     mesh.ledger.clear()
-    with torch.no_grad(), Planned(target) as mode:
+    with torch.no_grad(), FakeDevice(target) as mode:
         space = planned_space(config, mode)
         program = programs.build(config, mesh, layers=layers, space=space, model=planned_model(config.model))
         state, batch = fake_state(program, mode), fake_batch(program, mode)
@@ -175,7 +175,7 @@ class Tracer:
         self.coming: dict[int, tuple[int, weakref.ref]] = {}  # storage on its way from the host -> (number, what tells of its end)
         self.copies = HOST_COPIES
 
-    def note(self, record: Record, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def note(self, record: MemoryTrace, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator and enter it; the result."""
         if func is LOOKS:
             return _looked_at(args[0])
@@ -190,7 +190,7 @@ class Tracer:
             record.event(op)
         return out
 
-    def copied(self, record: Record, func: Any, args: tuple, out: Tensor) -> bool:
+    def copied(self, record: MemoryTrace, func: Any, args: tuple, out: Tensor) -> bool:
         """Enter a copy between the host's memory and the device as a transfer; whether it is one.
 
         What is read is waited for where it is first used, or dropped unused: another storage may then stand at its address. What is
@@ -210,13 +210,13 @@ class Tracer:
             record.transfer("wait", self.copies, what, "host", size)
         return True
 
-    def arrived(self, record: Record, args: Any) -> None:
+    def arrived(self, record: MemoryTrace, args: Any) -> None:
         """Enter the waits for what an operator takes of what is on its way."""
         for x in pytree.leaves(args):
             if isinstance(x, Tensor):
                 self.come(record, x.untyped_storage()._cdata)
 
-    def come(self, record: Record, key: int) -> None:
+    def come(self, record: MemoryTrace, key: int) -> None:
         """Enter the wait for a storage, if it is on its way."""
         number, _ = self.coming.pop(key, (None, None))
         if number is not None and not record.over:
@@ -243,7 +243,7 @@ class Looking(TorchDispatchMode):
         return _looked_at(args[0]) if func is LOOKS else func(*args, **(kwargs or {}))
 
 
-def planned_space(config: RunConfig, mode: Planned) -> PlannedSpace | None:
+def planned_space(config: RunConfig, mode: FakeDevice) -> PlannedSpace | None:
     """Where the leaves live that a config puts on a disk; None where it puts none there."""
     if "nvme" not in Offload.parse(config.offload).memories:
         return None
@@ -251,14 +251,14 @@ def planned_space(config: RunConfig, mode: Planned) -> PlannedSpace | None:
     return PlannedSpace(mode, buffer_bytes=size, slots=config.nvme.slots, verify=config.nvme.verify)
 
 
-def fake_state(program: Program, mode: Planned) -> Any:
+def fake_state(program: Job, mode: FakeDevice) -> Any:
     """A rank's state, of fake tensors of `mode` where it rests in memory."""
     space, mesh = program.space, program.mesh
     like, specs = programs.like_of(program), pytree.named_leaves(programs.specs_of(program))
 
     def leaf(name: str, x: Tensor) -> Any:
         if name in stored:
-            return Stored(space.store, name)
+            return DiskTensor(space.store, name)
         return torch.empty(x.shape, dtype=x.dtype, device=HOST if specs[name].memory == "host" else mode.device)
 
     stored = kept_leaves(like, programs.specs_of(program), program.plan) if space is not None else {}
@@ -267,7 +267,7 @@ def fake_state(program: Program, mode: Planned) -> Any:
     return pytree.map_named(leaf, like)
 
 
-def fake_batch(program: Program, mode: Planned) -> dict[str, Tensor]:
+def fake_batch(program: Job, mode: FakeDevice) -> dict[str, Tensor]:
     """A rank's part of a batch, as data.stream makes it."""
     config = program.config
     shape = (config.train.batch // program.mesh.data_size, config.data.seq_len)
@@ -318,7 +318,7 @@ def rows(stays: Iterable[Stay]) -> tuple[Row, ...]:
     )
 
 
-def state_bytes(program: Program, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
+def state_bytes(program: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
     """({group: bytes at rest on the device}, {"host": bytes, "nvme": bytes}) of a state, real or fake."""
     here, elsewhere = dict.fromkeys((*STATE.values(), "other"), 0), {"host": 0, "nvme": 0}
     specs = pytree.named_leaves(programs.specs_of(program))

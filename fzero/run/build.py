@@ -7,37 +7,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from fzero import checkpoint, models, optim
-from fzero.checkpoint.offload_snapshot import Shelf
+from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import restore_state, save_shelf
 from fzero.core import pytree
-from fzero.core.precision import POLICIES, Policy, fp16
+from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
-from fzero.kernels.registry import AUTO, Kernels
+from fzero.kernels.registry import Kernels
 from fzero.models import Model, MoEConfig
-from fzero.offload import Settings, Space
+from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import padded
 from fzero.offload.disk_config import settings_for
-from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
+from fzero.optim import GradientTransformation, Schedule
 from fzero.run import run_folder
-from fzero.run.config import Optim, RunConfig, to_table
+from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
+from fzero.run.config import RunConfig
+from fzero.run.config_table import to_table
 from fzero.sharding import Mesh, Plan, Spec, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.memory import Offload
-from fzero.sharding.plan import STACKED, local_numel
+from fzero.sharding.slices import STACKED, local_numel
+from fzero.train.eval import make_eval_step
 from fzero.train.init import init_state
 from fzero.train.sdc_check import make_check
 from fzero.train.spike import Spike
 from fzero.train.state import TrainState, meta_state, state_specs
 from fzero.train.state_on_disk import lost_leaves, reopened
-from fzero.train.step import make_eval_step, make_train_step
-
-BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
+from fzero.train.step import make_train_step
 
 
-class Program(NamedTuple):
+class Job(NamedTuple):
     """What a config means, as values."""
 
     config: RunConfig
@@ -47,7 +46,7 @@ class Program(NamedTuple):
     tx: GradientTransformation
     schedule: Schedule
     policy: Policy
-    space: Space | None  # where what is on a disk lives
+    space: Nvme | None  # where what is on a disk lives
     train_step: Callable[[TrainState, Any], Any]
     eval_step: Callable[[Tree, Any], Any]
     check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see crosscheck.make_check
@@ -58,10 +57,10 @@ def build(
     mesh: Mesh | None = None,
     folder: Path | None = None,
     *,
-    space: Space | None = None,
+    space: Nvme | None = None,
     model: Model | None = None,
     layers: int = 0,
-) -> Program:
+) -> Job:
     """The program of a config whose "auto" values are settled (see fzero.run.machine.settle), on `mesh` (None: made by the config).
 
     folder: of the run, for what is on a disk where the config names no other place. No parameter is made. space: where that is in place of
@@ -118,18 +117,18 @@ def build(
     specs = state_specs(plan, tx, policy, **kept_beside(config))
     check = make_check(model, plan, mesh, specs, policy=policy, remat=t.remat, space=space, **options)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
-    return Program(config, mesh, model, plan, tx, schedule, policy, space, train_step, eval_step, check)
+    return Job(config, mesh, model, plan, tx, schedule, policy, space, train_step, eval_step, check)
 
 
-def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Space | None:
+def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Nvme | None:
     """Where the leaves live that a config puts on a disk; None where it puts none there."""
     if "nvme" not in Offload.parse(config.offload).memories:
         return None
     n = config.nvme
     place = n.folder or (str(folder / run_folder.NVME) if folder is not None else None)
     size = n.buffer_mb << 20 if n.buffer_mb else None
-    settings = settings_for(place) if place is not None and not is_url(place) else Settings()
-    return Space(place, buffer_bytes=size, slots=n.slots, verify=n.verify, settings=settings.share(mesh.size))
+    settings = settings_for(place) if place is not None and not is_url(place) else DiskSettings()
+    return Nvme(place, buffer_bytes=size, slots=n.slots, verify=n.verify, settings=settings.share(mesh.size))
 
 
 def buffer_bytes(plan: Plan, policy: Policy, mesh: Mesh, config: RunConfig) -> int:
@@ -170,12 +169,12 @@ def kept_beside(config: RunConfig) -> dict[str, bool]:
     return {"ema": config.train.ema_decay > 0, "spike": config.guard.spike != "off"}
 
 
-def specs_of(program: Program) -> TrainState:
+def specs_of(program: Job) -> TrainState:
     """The Spec of every leaf of the state."""
     return state_specs(program.plan, program.tx, program.policy, **kept_beside(program.config))
 
 
-def first_state(program: Program, params: Tree | None = None) -> TrainState:
+def first_state(program: Job, params: Tree | None = None) -> TrainState:
     """The state before the first step, drawn from the config's seed, or around the given parameters."""
     config = program.config.train
     start = program.model if params is None else params
@@ -183,29 +182,29 @@ def first_state(program: Program, params: Tree | None = None) -> TrainState:
     return init_state(start, program.tx, program.plan, program.mesh, **options)
 
 
-def latest(program: Program) -> TrainState:
+def latest(program: Job) -> TrainState:
     """This rank's state of the last complete step on the disk. Raises ValueError where it is damaged or of another run."""
     return reopened(program.tx, program.plan, program.mesh, program.space, policy=program.policy, **kept_beside(program.config))
 
 
-def all_on_disk(program: Program) -> bool:
+def all_on_disk(program: Job) -> bool:
     """Whether the store of a run holds, or determines, its whole state: then each step is a checkpoint."""
     if program.space is None:
         return False
     return not lost_leaves(like_of(program), specs_of(program), program.plan)
 
 
-def restore(program: Program, path: checkpoint.Place) -> TrainState:
+def restore(program: Job, path: checkpoint.Place) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, offload and policy; see `restore_state`."""
     return restore_state(path, like_of(program), specs_of(program), program.plan, program.mesh, program.policy, program.space)
 
 
-def like_of(program: Program) -> TrainState:
+def like_of(program: Job) -> TrainState:
     """This rank's state with its leaves on the meta device."""
     return meta_state(program.tx, program.plan, program.mesh, program.policy, **kept_beside(program.config))
 
 
-def save_store(program: Program, before: RunConfig, shelf: Shelf, home: checkpoint.Place, last: int) -> checkpoint.Place | None:
+def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: checkpoint.Place, last: int) -> checkpoint.Place | None:
     """The checkpoint in `home` of the last complete step of the store of another plan, where that is after step `last`; None where not.
 
     before: the config under which the store was written. Raises Damaged where it is not what was written.
@@ -220,82 +219,15 @@ def save_store(program: Program, before: RunConfig, shelf: Shelf, home: checkpoi
     return save_shelf(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(before))
 
 
-def make_policy(config: RunConfig) -> Policy:
-    """The policy of dtypes of a config."""
-    name = config.precision.policy
-    return fp16(config.precision.loss_scale) if name == "fp16" else POLICIES[name]()
-
-
-def make_schedule(config: Optim, peak: float, steps: int) -> Schedule:
-    """The learning rate of a run of `steps` steps with this peak."""
-    s = config.schedule
-    after, end = steps - s.warmup_steps, peak * s.end
-    if s.name == "one_cycle":
-        return optim.one_cycle(peak, steps, s.rise)
-    if s.name == "wsd":
-        return optim.wsd(peak, steps, s.warmup_steps, s.decay_steps, end=end, decay=s.decay)
-    body = {
-        "constant": lambda: optim.constant(peak),
-        "linear": lambda: optim.linear(peak, end, after),
-        "cosine": lambda: optim.cosine(peak, after, end),
-        "polynomial": lambda: optim.polynomial(peak, end, after, s.power),
-        "exponential": lambda: optim.exponential(peak, s.end, after),
-        "inverse_sqrt": lambda: optim.inverse_sqrt(peak, max(1, s.warmup_steps)),
-    }[s.name]()
-    return optim.warmup(body, s.warmup_steps)
-
-
-STATES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "bf16": {"state_dtype": torch.bfloat16, "rounding": "stochastic"},
-    "8bit": {"state_bits": 8},
-}
-
-
-def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE, *, kernels: Kernels = AUTO, seed: int = 0) -> GradientTransformation:
-    """The optimizer of a config: clipping, then the named one with its schedule.
-
-    layout: how the leaves are sharded. kernels: the form of its operations. seed: of the rounding of its states.
-    """
-    lr, decay = make_schedule(config, config.lr, steps), {"weight_decay": config.weight_decay, "mask": decay_matrices}
-    betas, adam_impl = (config.beta1, config.beta2), {"impl": kernels["adamw"]}
-    states = {**STATES[config.states], "layout": layout, "seed": seed}
-
-    def block_matrices() -> GradientTransformation:
-        # In blocks every weight matrix decays, so muon itself needs no mask.
-        muon = optim.muon(
-            lr,
-            config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-            adjust=config.adjust,
-            layout=layout,
-            impl=kernels["newton_schulz"],
-        )
-        rest = optim.adamw(make_schedule(config, config.lr_rest, steps), *betas, config.eps, **decay, **adam_impl)
-        return optim.by_label({"muon": muon, "adamw": rest}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
-
-    tx = {
-        "adamw": lambda: optim.adamw(lr, *betas, config.eps, **decay, **states, **adam_impl),
-        "adam": lambda: optim.adam(lr, *betas, config.eps, **decay, **states, **adam_impl),
-        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay, layout=layout),
-        "lion": lambda: optim.lion(lr, *betas, **decay, **states, impl=kernels["lion"]),
-        "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
-        "adafactor": lambda: optim.adafactor(lr, **decay, layout=layout),
-        "muon": block_matrices,
-    }[config.name]()
-    return optim.chain(optim.clip_by_global_norm(config.clip, layout=layout), tx) if config.clip else tx
-
-
 # -- what it costs
 
 
-def num_params(program: Program) -> int:
+def num_params(program: Job) -> int:
     """The number of parameters."""
     return sum(leaf.numel() for leaf in pytree.leaves(program.plan.like))
 
 
-def flop_per_token(program: Program) -> float:
+def flop_per_token(program: Job) -> float:
     """The model FLOPs of training on one token: 6 N + 12 L T D.
 
     N: parameters that are multiplied with (the head also where it is tied to the embedding; looked-up rows are not; of a token's experts,

@@ -10,13 +10,13 @@ import torch
 
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
-from fzero.run.build import Program
+from fzero.run.build import Job
 from fzero.run.resume.newest_state import in_memory
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import split_names, spread
 
 
-def evaluate_all(program: Program, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float) -> dict[str, float]:
+def evaluate_all(program: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float) -> dict[str, float]:
     """{"val_loss": nats per token on the validation split, ...}: cross entropy; per byte where tokens are not bytes; of the average too.
 
     The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one process.
@@ -41,7 +41,7 @@ def evaluate_all(program: Program, state: TrainState, batches: Callable[[], Iter
     return {name: value for name, value in out.items() if math.isfinite(value)}
 
 
-def at_rest(program: Program, state: TrainState) -> Any:
+def at_rest(program: Job, state: TrainState) -> Any:
     """The average of the weights in the layout of the parameters at rest, () where there is none.
 
     Communicates: where the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.

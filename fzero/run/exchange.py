@@ -14,8 +14,10 @@ from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
 from fzero.core.tables import parse_json
 from fzero.data.tokenizers import Tokenizer, json_tokenizer
-from fzero.run import run_folder
-from fzero.run.config import RunConfig, recipe, to_table
+from fzero.run import run_folder, weights
+from fzero.run.config import RunConfig
+from fzero.run.config_table import to_table
+from fzero.run.recipes import recipe
 from fzero.sharding.plan import shapes_of
 
 BUFFER_BYTES = 64 << 20  # of what is being written
@@ -61,12 +63,12 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         eos = said["eos"] if said["eos"] >= 0 else None
         huggingface.save_hf(out, value.model, leaves, tokenizer=tokenizer if tokenizer.is_file() else None, eos=eos)
 
-    shelf = run_folder.shelf_of(run, value)
+    shelf = weights.snapshot_of(run, value)
     if shelf is not None:
         write(on_disk(run, value, shelf, ema=ema))
         step, passed = shelf.record.step, []
     else:
-        _, step, passed = run_folder.newest_read(run, value, lambda held: write(in_checkpoint(run, value, held, ema=ema)))
+        _, step, passed = weights.newest_read(run, value, lambda held: write(in_checkpoint(run, value, held, ema=ema)))
     return f"{out}: the model of {run} after step {step}", passed
 
 
@@ -86,12 +88,12 @@ def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.Opened, *, ema: 
     return huggingface.Leaves(like, read)
 
 
-def on_disk(run: Path, value: RunConfig, shelf: offload_snapshot.Shelf, *, ema: bool) -> huggingface.Leaves:
+def on_disk(run: Path, value: RunConfig, shelf: offload_snapshot.StoreSnapshot, *, ema: bool) -> huggingface.Leaves:
     """The weights in the store of a run whose state is on a disk."""
     prefix = prefix_of(run, shelf.holds, ema)
     model = models.build(value.model)
-    plan = run_folder.plan_of(model, value, shelf)
-    specs = pytree.named_leaves(plan.params if prefix == run_folder.PARAMS else plan.opt)
+    plan = weights.plan_of(model, value, shelf)
+    specs = pytree.named_leaves(plan.params if prefix == weights.PARAMS else plan.opt)
     like = {
         name: torch.empty(leaf.shape, dtype=getattr(torch, shelf.leaves[prefix + name]["dtype"]), device="meta")
         for name, leaf in pytree.named_leaves(plan.like).items()
@@ -112,9 +114,9 @@ def box_of(shape: tuple[int, ...], index: tuple[int, ...]) -> tuple[tuple[int, .
 
 def prefix_of(run: Path, holds: Callable[[str], bool], ema: bool) -> str:
     """Below which name the weights to export are, of those that a state has leaves below."""
-    if ema and not holds(run_folder.EMA):
+    if ema and not holds(weights.EMA):
         raise ValueError(f"{run}: keeps no average of the weights (train.ema_decay is 0)")
-    return run_folder.EMA if ema else run_folder.MASTER if holds(run_folder.MASTER) else run_folder.PARAMS
+    return weights.EMA if ema else weights.MASTER if holds(weights.MASTER) else weights.PARAMS
 
 
 def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:

@@ -11,8 +11,8 @@ from fzero.core import prng, pytree
 from fzero.core.pytree import Tree
 from fzero.models import Cache, Ctx, Model
 from fzero.sharding import one_process, zero_plan
-from fzero.sharding.plan import STACKED
-from fzero.sharding.prefetch import Ahead, Gather, Part
+from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
+from fzero.sharding.slices import STACKED
 from fzero.train.streamed import PREFIX, Parts, parts_of
 
 
@@ -35,7 +35,7 @@ def generate(
     temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all). top_p: among the
     fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1).
     vocab_size: only ids below are drawn. The draw at a position depends on the key and the position only, so the same key gives the
-    same text. Computes in the dtype of the parameters. Parameters on a disk (fzero.offload.Stored) are read part by part, each while the
+    same text. Computes in the dtype of the parameters. Parameters on a disk (DiskTensor) are read part by part, each while the
     one before it computes, for every token anew.
     Raises ValueError for an empty prompt, T + n above the model's max_len, an id outside the vocabulary, and numbers out of range.
     """
@@ -89,12 +89,12 @@ def forward(model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: li
     """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into them."""
     ctx = Ctx(dtype=pytree.leaves(params)[0].dtype)
     caches = [cache._replace(length=length) if cache else () for cache in caches]
-    embed, head = Part("embed", parts.embed), Part("head", parts.head)
-    layers = [Part(PREFIX, parts.blocks, i) for i in range(parts.depth)]
-    ahead = Ahead(Gather(params, parts.plan, one_process(), tokens.device), 1)
+    embed, head = Group("embed", parts.embed), Group("head", parts.head)
+    layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
+    ahead = Prefetcher(ParamFetcher(params, parts.plan, one_process(), tokens.device), 1)
     ahead.expect([embed, *layers, head], "sample")
 
-    def take(part: Part) -> Tree:
+    def take(part: Group) -> Tree:
         names = [name.removeprefix(STACKED) if part.layer is not None else name for name in part.leaves]
         return pytree.nest(dict(zip(names, ahead.take(part))))
 

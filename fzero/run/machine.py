@@ -20,8 +20,10 @@ from fzero import models
 from fzero.core.compile import have_compiler
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base
-from fzero.run.build import make_policy, settled
-from fzero.run.config import RunConfig, from_table
+from fzero.run.build import settled
+from fzero.run.build_optim import make_policy
+from fzero.run.config import RunConfig
+from fzero.run.config_table import from_table
 from fzero.run.memory_check import gigabytes
 
 GEMM = 1024  # side of the square products that are timed

@@ -17,12 +17,13 @@ from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig, MoEConfig
+from fzero.models.presets import family_of
 from fzero.offload.buffer_pool import padded
 from fzero.offload.store import total_bytes
-from fzero.run.build import Program, build, local_micro_batches, num_params, specs_of
-from fzero.run.config import RunConfig, family_of
+from fzero.run.build import Job, build, local_micro_batches, num_params, specs_of
+from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan, Spec
-from fzero.sharding.plan import local_numel
+from fzero.sharding.slices import local_numel
 from fzero.train.state import meta_state
 from fzero.train.state_on_disk import kept_leaves
 
@@ -39,7 +40,7 @@ class Memory(NamedTuple):
     buffers: int  # of what is on its way to or from a disk
 
 
-def memory_needed(program: Program) -> Memory:
+def memory_needed(program: Job) -> Memory:
     """The bytes that each rank of `program` needs, without making a tensor of it."""
     policy, plan, t, c = program.policy, program.plan, program.config.train, program.model.config
     held = pytree.named_leaves(specs_of(program))
@@ -64,7 +65,7 @@ def memory_needed(program: Program) -> Memory:
     return Memory(state, grads, gathered, acts, buffers)
 
 
-def snapshot_room(program: Program, available: int) -> int:
+def snapshot_room(program: Job, available: int) -> int:
     """The bytes that the snapshot of a checkpoint may take where the state is in memory and so many bytes are left: half of what a step
     does not need, and 64 MiB at least.
     """
@@ -93,7 +94,7 @@ def tree_bytes(tree: Tree) -> int:
     return sum(leaf.numel() * leaf.dtype.itemsize for leaf in pytree.leaves(tree))
 
 
-def disk_needed(program: Program) -> int:
+def disk_needed(program: Job) -> int:
     """The bytes that each rank of `program` takes on its disk: exact for the state, and all that a step may put there beside it."""
     if program.space is None:
         return 0
@@ -116,7 +117,7 @@ def disk_needed(program: Program) -> int:
     return state + grads + acts
 
 
-def check_disk(program: Program, available: int) -> None:
+def check_disk(program: Job, available: int) -> None:
     """Raise ValueError where the ranks of `program` do not fit into `available` bytes of disk."""
     need = disk_needed(program) * program.mesh.size
     if need > available:
@@ -154,12 +155,12 @@ def largest(config: RunConfig, memory: int, disk: int, mesh: Mesh | None = None)
     if not isinstance(config.model, LlamaConfig):
         raise ValueError(f"largest: the config's model is of family {family_of(config.model)}; it scales a llama")
 
-    def needs(width: int, layers: int, heads: int, hidden: int) -> tuple[Program, int, int]:
+    def needs(width: int, layers: int, heads: int, hidden: int) -> tuple[Job, int, int]:
         model = replace(config.model, d_model=width, n_layers=layers, n_heads=heads, n_kv_heads=heads, d_ff=hidden, head_dim=0)
         program = build(replace(config, preset="", model=model), mesh)
         return program, PROCESS + sum(memory_needed(program)), disk_needed(program)
 
-    def fits(found: tuple[Program, int, int]) -> bool:
+    def fits(found: tuple[Job, int, int]) -> bool:
         return found[1] <= memory and found[2] <= disk
 
     best, over = None, needs(*SIZES[0])
@@ -187,7 +188,7 @@ def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def check_memory(program: Program, available: int) -> None:
+def check_memory(program: Job, available: int) -> None:
     """Raise ValueError saying what is needed, what there is and what would fit, where a rank does not fit into `available` bytes."""
     need = memory_needed(program)
     if not program.config.train.memory_check or sum(need) <= available:

@@ -13,34 +13,24 @@ loss.png  throughput.png  tensorboard/
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import fzero
-from fzero import checkpoint, models
-from fzero.checkpoint import offload_snapshot
-from fzero.core import pytree
-from fzero.core.precision import POLICIES
-from fzero.core.pytree import Tree
-from fzero.core.storage import is_url, write_text
+from fzero import checkpoint
+from fzero.core.storage import write_text
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
-from fzero.models import Model
-from fzero.offload import Space
-from fzero.run import config
+from fzero.run import config, config_table
 from fzero.run.config import RunConfig
-from fzero.sharding import Plan, fake_mesh, one_process, zero_plan
-from fzero.sharding.memory import Offload
-from fzero.sharding.plan import shapes_of
 
 CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS, TOKENIZER, DATA, NVME = (
     "config.json",
@@ -95,7 +85,7 @@ def create(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **enviro
         **environment,
     }
     (folder / ENVIRONMENT).write_text(json.dumps(here, indent=2) + "\n", encoding="utf-8")
-    (folder / CONFIG).write_text(config.to_json(value), encoding="utf-8")
+    (folder / CONFIG).write_text(config_table.to_json(value), encoding="utf-8")
 
 
 def command(processes: int) -> str:
@@ -108,7 +98,7 @@ def read_config(folder: Path) -> RunConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {CONFIG}")
-    return config.from_json(path.read_text(encoding="utf-8"), str(path))
+    return config_table.from_json(path.read_text(encoding="utf-8"), str(path))
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -163,116 +153,6 @@ def checkpoints_of(folder: Path, value: RunConfig) -> checkpoint.Place:
     return value.train.checkpoints or folder / CHECKPOINTS
 
 
-def newest_read(folder: Path, value: RunConfig, read: Callable[[checkpoint.Opened], Any]) -> tuple[Any, int, list[str]]:
-    """(what `read` returned of the newest checkpoint in which that is sound, its step, a line for each that was passed over)."""
-    home, passed, reasons = checkpoints_of(folder, value), [], []
-    checkpoint.latest(home)
-    for step in reversed(checkpoint.steps(home)):
-        path = checkpoint.folder_of(home, step)
-        try:
-            with contextlib.closing(checkpoint.opened(path)) as held:
-                return read(held), step, passed
-        except checkpoint.Damaged as error:
-            passed.append(f"passed over {path}: {error}")
-            reasons.append(str(error))
-    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(reasons)}")
-
-
-PARAMS, MASTER, EMA = "params/", "master/", "extra/ema/"
-
-
-def shelf_of(folder: Path, value: RunConfig) -> offload_snapshot.Shelf | None:
-    """The store of the run in `folder`, where its newest state is on a disk and weights can be read from there."""
-    if is_url(value.nvme.folder):
-        return None
-    shelf = offload_snapshot.find(Path(value.nvme.folder or folder / NVME)) if "nvme" in Offload.parse(value.offload).memories else None
-    if shelf is None:
-        return None
-    names = pytree.names(shapes_of(models.build(value.model)))  # a fraction of them may be on the disk: then none of these counts
-    whole = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in shelf.leaves for name in names))
-    parts = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if prefix not in whole)
-    shelf = shelf._replace(leaves={name: leaf for name, leaf in shelf.leaves.items() if not name.startswith(parts)})
-    if not (shelf.holds(PARAMS) or shelf.holds(MASTER)):
-        return None
-    return shelf if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= shelf.record.step else None
-
-
 def replace_config(folder: Path, value: RunConfig) -> None:
     """Make `value` the config of the run in `folder`, at once."""
-    write_text(folder, CONFIG, config.to_json(value))
-
-
-def plan_of(model: Model, value: RunConfig, shelf: offload_snapshot.Shelf) -> Plan:
-    """The plan by which the ranks of a run hold their parts, as rank 0 has it."""
-    options = {"reduce": value.reduce, "accumulate": value.accumulate, "sequence": value.sequence}
-    return zero_plan(value.zero, model, fake_mesh(shelf.sizes), **options)
-
-
-class Trained(NamedTuple):
-    """The weights of a run."""
-
-    config: RunConfig
-    model: Model
-    params: Tree
-    step: int
-    warnings: list[str]  # checkpoints passed over because they are damaged
-
-
-def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Trained:
-    """`load` whose parameters stay on a disk: in `nvme`, or in the run folder; one whole leaf is in memory at a time."""
-    value = read_config(folder)
-    model = models.build(value.model)
-    plan, shelf = zero_plan(0, model, one_process()), shelf_of(folder, value)
-    damaged: list[tuple[checkpoint.Place, str]] = []
-    if shelf is not None:
-        prefix = EMA if ema else PARAMS if shelf.holds(PARAMS) else MASTER
-        there, step, dtype = plan_of(model, value, shelf), shelf.record.step, POLICIES[value.precision.policy]().param
-        specs = pytree.named_leaves(there.params if prefix == PARAMS else there.opt)
-        shapes = pytree.named_leaves(plan.like)
-        read = lambda name: shelf.leaf(prefix + name, tuple(shapes[name].shape), specs[name]).to(dtype)  # noqa: E731
-        held = shelf.holds(prefix)
-    else:
-        path, damaged = checkpoint.newest_sound(checkpoints_of(folder, value))
-        there, prefix = checkpoint.opened(path), EMA if ema else PARAMS
-        step = there.step
-        read = lambda name: there.read(prefix + name)  # noqa: E731
-        held = any(name.startswith(prefix) for name in there.leaves)
-    if not held:
-        raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
-    space = Space(nvme or folder / "nvme-sample", slots=1)
-    space.need(3 * offload_snapshot.part_bytes(plan, 4))
-    params = offload_snapshot.put_params(read, plan, space)
-    return Trained(value, model, params, step, [f"passed over {bad}: {why}" for bad, why in damaged])
-
-
-def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
-    """The newest sound weights of the run in `folder`, checked.
-
-    wide: the master weights where the run has them. ema: the average of the weights.
-    Raises ValueError where there is no run, no sound checkpoint, or no average.
-    """
-    value = read_config(folder)
-    model = models.build(value.model)
-    shelf = shelf_of(folder, value)
-    if shelf is not None:
-        if ema and not shelf.holds(EMA):
-            raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
-        prefix = EMA if ema else MASTER if shelf.holds(MASTER) and (wide or not shelf.holds(PARAMS)) else PARAMS
-        dtype = None if wide or prefix == PARAMS else POLICIES[value.precision.policy]().param
-        return Trained(value, model, offload_snapshot.weights(shelf, plan_of(model, value, shelf), prefix, dtype), shelf.record.step, [])
-    like = shapes_of(model)
-
-    def read(held: checkpoint.Opened) -> Tree:
-        if ema and not any(name.startswith(EMA) for name in held.leaves):
-            raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
-        prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
-        return checkpoint.restore(held.path, as_held(held, like, prefix), under=prefix.rstrip("/"))
-
-    params, step, warnings = newest_read(folder, value, read)
-    return Trained(value, model, params, step, warnings)
-
-
-def as_held(held: checkpoint.Opened, like: Tree, prefix: str) -> Tree:
-    """`like` in the dtypes of the leaves of a checkpoint below `prefix`."""
-    dtypes = {name: leaf.dtype for name, leaf in held.leaves.items()}
-    return pytree.map_named(lambda name, leaf: leaf.to(dtypes.get(prefix + name, leaf.dtype)), like)
+    write_text(folder, CONFIG, config_table.to_json(value))

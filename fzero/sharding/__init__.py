@@ -3,8 +3,9 @@
 from fzero.comm.collectives import Axis
 from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
 from fzero.sharding.plan import ZERO, Plan, zero_plan
-from fzero.sharding.redistribute import from_dtensor, local_shape, redistribute, shard, to_dtensor
+from fzero.sharding.redistribute import from_dtensor, redistribute, to_dtensor
 from fzero.sharding.rules import Rules, match_rules
+from fzero.sharding.slices import local_shape, shard
 from fzero.sharding.spec import Spec
 
 __all__ = [

@@ -8,8 +8,8 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather
 from fzero.core.digest import combined, digest
 from fzero.core.pytree import Tree, named_leaves
-from fzero.sharding.draw import window
 from fzero.sharding.mesh import Mesh
+from fzero.sharding.slices import window
 from fzero.sharding.spec import Spec
 
 

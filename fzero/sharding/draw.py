@@ -9,22 +9,11 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.sharding.mesh import Mesh
+from fzero.sharding.slices import window
 from fzero.sharding.spec import Spec
 
 RUN = 1 << 11  # elements in a row from which a run is drawn by itself
 CHUNK = 1 << 13  # elements drawn at a time where the runs are shorter
-
-
-def window(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) per dim of this rank's slice of a leaf of `shape`."""
-    start, size = [], []
-    for dim, whole in enumerate(shape):
-        at, parts = 0, 1
-        for name in spec.dims[dim] if dim < len(spec.dims) else ():
-            at, parts = at * mesh[name].size + mesh[name].rank, parts * mesh[name].size
-        size.append(whole // parts)
-        start.append(at * size[-1])
-    return tuple(start), tuple(size)
 
 
 def normal(

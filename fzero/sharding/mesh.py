@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero.comm.agreement import RollCall
 from fzero.comm.collectives import Axis
-from fzero.comm.communicator import Link
+from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.core.pytree import nearest
 
@@ -154,7 +154,7 @@ def make_mesh(
     at, links = _coordinates(sizes, dist.get_rank()), {}
     for name in used:
         group = device_mesh.get_group(name)
-        links[name] = Link(
+        links[name] = Communicator(
             name,
             dist.get_process_group_ranks(group),
             at[name],
@@ -187,6 +187,6 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     for name in AXES:
         stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
         ranks = [rank + (k - at[name]) * stride for k in range(sizes[name])]
-        link = Link(name, ranks, at[name], transport="fake", ledger=ledger, roll=roll) if sizes[name] > 1 else None
+        link = Communicator(name, ranks, at[name], transport="fake", ledger=ledger, roll=roll) if sizes[name] > 1 else None
         axes.append(Axis(name, sizes[name], at[name], link))
     return Mesh(tuple(axes), ledger=ledger, roll=roll)

@@ -18,6 +18,7 @@ from fzero.core.pytree import Tree
 from fzero.sharding.memory import NOWHERE, Offload, Tier, chosen
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.rules import match_rules
+from fzero.sharding.slices import STACKED, check_dims, local_numel, shard_dim
 from fzero.sharding.spec import Spec
 
 #        params  grads  optimizer        True = sharded over dp when at rest
@@ -27,7 +28,6 @@ ZERO = {
     2: (False, True, True),
     3: (True, True, True),
 }
-STACKED = "blocks/"  # leaves whose first dim counts the layers
 DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
 REDUCE = ("fast", "canonical")
 ACCUMULATE = ("shards", "full")
@@ -174,26 +174,6 @@ def with_owed(spec: Spec, axes: set[str]) -> Spec:
     return Spec(spec.dims, spec.partial | {a for a in axes if a not in spec.axes}, spec.memory)
 
 
-def shard_dim(name: str) -> int:
-    """The dim of a leaf that dp shards: the first of a layer."""
-    return 1 if name.startswith(STACKED) else 0
-
-
-def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError where a spec has another number of dims than the leaf, or its axes do not divide a dim."""
-    if len(spec.dims) != len(shape):
-        raise ValueError(f"{name}: its spec {spec} has {len(spec.dims)} dims and the leaf has {len(shape)}")
-    for dim, (size, axes) in enumerate(zip(shape, spec.dims)):
-        parts = math.prod(sizes[a] for a in axes)
-        if size % parts:
-            said = " x ".join(f"{a}={sizes[a]}" for a in axes if sizes[a] > 1)
-            fits = [str(n) for n in range(1, 65) if size % n == 0]
-            padded = -(-size // parts) * parts
-            raise ValueError(
-                f"{name}: dim {dim} has size {size}, not divisible by {said}; use one of {', '.join(fits)}, or pad it to {padded}"
-            )
-
-
 def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
     """The names that the regex matches; raises ValueError where that is none, or all, of them."""
     if frozen is None:
@@ -238,11 +218,6 @@ def describe(plan: Plan, itemsize: int = 4) -> str:
             f"between micro-batches, at {itemsize} bytes an element"
         )
     return "\n".join([top, *lines, *notes])
-
-
-def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> int:
-    """The elements that one rank holds of a leaf."""
-    return math.prod(shape) // math.prod(sizes[a] for a in spec.axes)
 
 
 Moves = tuple[tuple[str, str], ...]  # (operation, axis)

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.bucket import pack, together, unpack
+from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.plan import STACKED, Plan
+from fzero.sharding.plan import Plan
+from fzero.sharding.slices import STACKED
 
 
-class Part(NamedTuple):
+class Group(NamedTuple):
     """A part of a model that is fetched, used and dropped as a whole: a layer, the embedding or the head."""
 
     name: str
@@ -34,7 +35,7 @@ def layer_of(leaf: Tensor, name: str, layer: int | None) -> Tensor:
 Wait = Callable[[], Tensor]
 
 
-class Gather:
+class ParamFetcher:
     """Fetches parts of `params` (local shards, at rest by plan.params) to `device`, whole but for tensor parallelism.
 
     `read(part)` starts what comes from the host's memory or a disk, `start` the gathers, and gives the function that waits and returns the
@@ -51,15 +52,15 @@ class Gather:
         self.away = {name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device}
         self.stream = torch.cuda.Stream(device) if self.away and device.type == "cuda" else None  # None in a plan, too
 
-    def needed(self, part: Part) -> bool:
+    def needed(self, part: Group) -> bool:
         """Whether anything of the part must be fetched."""
         return any(name in self.sharded or name in self.away for name in part.leaves)
 
-    def dropped(self, part: Part, reshard: bool) -> bool:
+    def dropped(self, part: Group, reshard: bool) -> bool:
         """Whether the part is to be fetched again for the backward pass."""
         return any(name in self.away or (reshard and name in self.sharded) for name in part.leaves)
 
-    def read(self, part: Part) -> list[Wait]:
+    def read(self, part: Group) -> list[Wait]:
         """Start to bring this rank's shards of the part to the device; a function for each leaf that waits for it."""
         return [self._bring(name, part.layer) for name in part.leaves]
 
@@ -87,7 +88,7 @@ class Gather:
 
         return wait
 
-    def start(self, part: Part, phase: str, read: list[Wait] | None = None) -> Callable[[], list[Tensor]]:
+    def start(self, part: Group, phase: str, read: list[Wait] | None = None) -> Callable[[], list[Tensor]]:
         """Start to gather the part, once its shards that must be gathered are here."""
         read = self.read(part) if read is None else read
         moving = [i for i, name in enumerate(part.leaves) if name in self.sharded]
@@ -95,7 +96,7 @@ class Gather:
         out: list[Tensor | None] = [None] * len(read)
         flying = []
         with self.ledger.phase(phase):
-            for group in together(shards, [()] * len(shards)):
+            for group in bucket_groups(shards, [()] * len(shards)):
                 bundle = pack([shards[i] for i in group], 1, shards[group[0]].dtype)
                 label = " ".join(part.leaves[moving[i]] for i in group)
                 flying.append((group, start_all_gather(bundle, self.axis, leaf=label)))
@@ -122,24 +123,24 @@ class Gather:
         return finish
 
 
-class Ahead:
+class Prefetcher:
     """Parts fetched in a known order, up to `ahead` of them before they are asked for, so `ahead` + 1 are whole at a time.
 
     Those that come from elsewhere and are gathered are read one further ahead, as a gather begins when its shards are here.
     """
 
-    def __init__(self, gather: Gather, ahead: int):
+    def __init__(self, gather: ParamFetcher, ahead: int):
         self.gather, self.ahead = gather, ahead
         self.further = bool(gather.away and gather.sharded)
-        self.waiting: deque[tuple[Part, str]] = deque()
-        self.reading: deque[tuple[Part, str, list[Wait]]] = deque()
-        self.flying: deque[tuple[Part, Callable[[], list[Tensor]]]] = deque()
+        self.waiting: deque[tuple[Group, str]] = deque()
+        self.reading: deque[tuple[Group, str, list[Wait]]] = deque()
+        self.flying: deque[tuple[Group, Callable[[], list[Tensor]]]] = deque()
 
-    def expect(self, parts: Iterable[Part], phase: str) -> None:
+    def expect(self, parts: Iterable[Group], phase: str) -> None:
         """Add parts to the end of the order."""
         self.waiting.extend((part, phase) for part in parts)
 
-    def take(self, part: Part) -> Sequence[Tensor]:
+    def take(self, part: Group) -> Sequence[Tensor]:
         """The leaves of the next part, which must be `part`; those behind it are started first."""
         self.gather.ledger.at(part.name, part.layer)
         while self.waiting and len(self.flying) + len(self.reading) < self.ahead + 1 + self.further:

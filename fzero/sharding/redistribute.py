@@ -6,7 +6,6 @@ shard is divided by the first one first, so only the last axis of a dim can be t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
 from fzero.sharding.mesh import Mesh
+from fzero.sharding.slices import Dims, _used_dims, local_shape, whole_shape
 from fzero.sharding.spec import Spec
-
-Dims = list[tuple[str, ...]]
 
 
 def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
@@ -85,52 +83,6 @@ def _note(now: Dims, owed: set[str], kind: str, axis: str, dims: Sequence[int]) 
         now[dims[-1]] = now[dims[-1]][:-1]
     if kind in ("all_to_all", "psum_scatter", "own_slice"):
         now[dims[0]] = (*now[dims[0]], axis)
-
-
-def _used_dims(spec: Spec, mesh: Mesh, rank: int, leaf: str) -> Dims:
-    """The axes of size above 1 that shard each of `rank` dims; raises ValueError where the spec has more dims."""
-    if len(spec.dims) > rank:
-        raise ValueError(f"{leaf or 'tensor'}: its spec {spec} has {len(spec.dims)} dims and the tensor has {rank}")
-    dims = [tuple(axis for axis in axes if mesh[axis].size > 1) for axes in spec.dims]
-    return dims + [()] * (rank - len(dims))
-
-
-def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> tuple[int, ...]:
-    """The shape of a rank's part in layout `spec` of a tensor of this shape.
-
-    Raises ValueError where the axes of a dim do not divide it, the spec has too many dims, or names an axis that the mesh has not.
-    """
-    local = list(shape)
-    for dim, axes in enumerate(_used_dims(spec, mesh, len(local), leaf)):
-        ranks = math.prod(mesh[axis].size for axis in axes)
-        if local[dim] % ranks:
-            sizes = ", ".join(f"{axis}={mesh[axis].size}" for axis in axes)
-            fit = f"pad it to {-(-local[dim] // ranks) * ranks}, or leave it whole"
-            raise ValueError(f"{leaf or 'tensor'}: dim {dim} has size {local[dim]}, not divisible by {ranks} ({sizes}); {fit}")
-        local[dim] //= ranks
-    return tuple(local)
-
-
-def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the tensor whose part on a rank, in layout `spec`, has this shape: the inverse of `local_shape`."""
-    dims = _used_dims(spec, mesh, len(shape), "")
-    return tuple(size * math.prod(mesh[axis].size for axis in axes) for size, axes in zip(shape, dims))
-
-
-def shard(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """This rank's part of the whole tensor `x` in layout `spec`, as a view of `x`; nothing is communicated.
-
-    Raises ValueError where the layout does not fit (see `local_shape`), and where the spec owes a sum.
-    """
-    if spec.partial:
-        raise ValueError(f"{leaf or 'tensor'}: {spec} owes a sum; a whole tensor has no parts of one")
-    local = local_shape(x.shape, spec, mesh, leaf=leaf)
-    for dim, axes in enumerate(_used_dims(spec, mesh, x.dim(), leaf)):
-        place = 0
-        for axis in axes:
-            place = place * mesh[axis].size + mesh[axis].rank
-        x = x.narrow(dim, place * local[dim], local[dim])
-    return x
 
 
 def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DTensor:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.bucket import pack, together, unpack
+from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import Pending, start_all_gather, start_psum, start_psum_scatter
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.plan import STACKED, Moves, Plan, moves
-from fzero.sharding.prefetch import Part
+from fzero.sharding.plan import Moves, Plan, moves
+from fzero.sharding.prefetch import Group
+from fzero.sharding.slices import STACKED
 
 
 class Counter:
@@ -45,7 +46,7 @@ class Counter:
         return total
 
 
-class Reducer:
+class GradientReducer:
     """Takes the gradients of a step, part by part, and gives their sums in the layout of plan.opt.
 
     dtypes: `reduce` while they travel, `accumulate` while they are summed and at the end. `parts` micro-batches. At most one part's
@@ -83,7 +84,7 @@ class Reducer:
         self.owed: dict[tuple[str, str, int | None], Tensor | Counter] = {}  # sums over micro-batches that are not final yet
         self.flying: list[Iterator[Pending]] = []
 
-    def put(self, part: Part, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
+    def put(self, part: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
         """Take (and empty) the list of a micro-batch's gradients of a part's leaves `names`.
 
         last: the micro-batch is the last one. again: leaves of which another part will give a gradient in the same micro-batch.
@@ -92,7 +93,7 @@ class Reducer:
         self.mesh.ledger.holds("grads", grads)
         self.last = last
         kinds = [(self.moves[name], name in again) for name in names]
-        for group in together(grads, kinds):
+        for group in bucket_groups(grads, kinds):
             chosen, tensors = [names[i] for i in group], [grads[i] for i in group]
             ends = last and (self.canonical or not kinds[group[0]][1])
             job = self.job(part, chosen, tensors, kinds[group[0]][0], ends)
@@ -108,7 +109,7 @@ class Reducer:
                 pass
         self.flying.clear()
 
-    def job(self, part: Part, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool) -> Iterator[Pending]:
+    def job(self, part: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool) -> Iterator[Pending]:
         """Bring gradients that travel together to their place; yields when a collective has been started."""
         now, end = both
         values = yield from self.travel(names, grads, now)

@@ -12,11 +12,12 @@ from fzero.comm.collectives import all_gather, pvary
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.plan import DATA, STACKED, Plan
+from fzero.sharding.plan import DATA, Plan
+from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
 
 
-def fetch(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
     """A leaf as the model's code sees it, from this rank's shard `x` of it at rest.
 
     Its gradient has the layout at rest and is the whole sum over the ranks: gathers scatter it, and what every rank holds is pvary'd over
@@ -32,10 +33,10 @@ def fetch(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "") -
     return x
 
 
-def fetch_tree(params: Tree, plan: Plan, mesh: Mesh) -> Tree:
+def unshard_tree(params: Tree, plan: Plan, mesh: Mesh) -> Tree:
     """`fetch` of every leaf of a tree of parameters, or of a part of one with the same names."""
     rest, compute = pytree.named_leaves(plan.params), pytree.named_leaves(plan.compute)
-    return pytree.map_named(lambda name, x: fetch(x, rest[name], compute[name], mesh, leaf=name), params)
+    return pytree.map_named(lambda name, x: unshard(x, rest[name], compute[name], mesh, leaf=name), params)
 
 
 def fetching(block: Callable[..., Any], plan: Plan, mesh: Mesh) -> Callable[..., Any]:
@@ -57,6 +58,6 @@ def _fetching(block: Callable[..., Any], specs: tuple, mesh: Mesh) -> Callable[.
     at = {name: (rest, compute) for name, rest, compute in specs}
 
     def fetched_block(params: Tree, x: Any, ctx: Any) -> Any:
-        return block(pytree.map_named(lambda name, leaf: fetch(leaf, *at[name], mesh, leaf=STACKED + name), params), x, ctx)
+        return block(pytree.map_named(lambda name, leaf: unshard(leaf, *at[name], mesh, leaf=STACKED + name), params), x, ctx)
 
     return fetched_block

@@ -9,7 +9,7 @@ from fzero.comm.collectives import all_gather
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.plan import STACKED
+from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
 
 

@@ -3,81 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.core import prng, pytree
-from fzero.core.autodiff import Remat, needs_grad, transforms
-from fzero.core.precision import Policy
+from fzero.core import pytree
+from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.pytree import Tree
-from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
-from fzero.offload import Scratched, Space
+from fzero.offload import ScratchTensor
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.reduce import Reducer
-from fzero.sharding.unshard import fetch_tree
+from fzero.sharding.prefetch import Group, ParamFetcher
+from fzero.sharding.reduce import GradientReducer
+from fzero.sharding.slices import shard_dim
+from fzero.train.execution import Execution
+from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
 from fzero.train.state import TrainState
-from fzero.train.streamed import Streamed, functional, parts_of, put_whole, sum_losses, whole_params
+from fzero.train.streamed import StreamedModel, parts_of
 from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.in_memory import own
 
-LossFn = Callable[[Tree, Any], Any]
 
-
-class How(NamedTuple):
-    """How a loss and its gradient are computed; see make_train_step."""
-
-    policy: Policy
-    remat: Remat = Remat()
-    compiled: bool = False
-    kernels: Kernels = AUTO
-    prefetch: int = 1
-    mlp_tiles: int = 1
-    space: Space | None = None
-    layers: int = 0  # of a plan: only the first so many layers are run; 0: all
-
-
-def make_loss(loss_fn: base.Model | LossFn, plan: Plan | None, mesh: Mesh, how: How) -> Callable[..., base.Loss]:
-    """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
-
-    A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the loss of a step is
-    the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
-    """
-    if isinstance(loss_fn, base.Model):
-        ctx = context_of(plan, mesh, how)._replace(remat=how.remat)
-        return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
-
-    def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
-        whole = params if plan is None or mesh.size == 1 else fetch_tree(params, plan, mesh)
-        return call_plain(loss_fn, whole, batch, how.policy)
-
-    return plain
-
-
-def context_of(plan: Plan | None, mesh: Mesh, how: How) -> base.Ctx:
-    """What a Model computes with under a plan (None: whole parameters)."""
-    return base.Ctx(
-        mesh=mesh,
-        dtype=how.policy.compute,
-        matmul=how.policy.matmul,
-        compiled=how.compiled,
-        kernels=how.kernels,
-        sequence=plan is not None and plan.sequence,
-        tiles=how.mlp_tiles,
-    )
-
-
-def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> base.Loss:
-    """The Loss of a plain function of whole parameters."""
-    out = loss_fn(pytree.map(lambda leaf: leaf.to(policy.compute), params), batch)
-    out = out if isinstance(out, tuple) else (out, torch.ones_like(out.detach()))
-    total, num_tokens, *extra = out
-    return base.Loss(total, torch.as_tensor(num_tokens), *extra)
-
-
-def make_backward(loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, how: How) -> Callable[..., base.Loss]:
+def make_backward(loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, how: Execution) -> Callable[..., base.Loss]:
     """`(params, part, first, key, seed, sink, last=, ready=) -> Loss` of one micro-batch, whose rows begin with row `first` of the batch.
 
     The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to `sink.put`, as of a Reducer, part of
@@ -87,7 +35,7 @@ def make_backward(loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, how: How
         ctx = context_of(plan, mesh, how)
         parts = parts_of(loss_fn, plan)
         parts = parts._replace(depth=how.layers or parts.depth)
-        streamed = Streamed(loss_fn, parts, plan, mesh, ctx, how.remat, how.prefetch, how.space)
+        streamed = StreamedModel(loss_fn, parts, plan, mesh, ctx, how.remat, how.prefetch, how.space)
 
         def layered(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:
             return streamed.backward(params, part, key, torch.tensor(first).to(seed.device), seed, sink, last=last, ready=ready)
@@ -109,7 +57,7 @@ def make_gradient(
     loss_fn: base.Model | LossFn,
     plan: Plan,
     mesh: Mesh,
-    how: How,
+    how: Execution,
     lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
 ) -> Callable[..., tuple[Tree, base.Loss]]:
     """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
@@ -123,8 +71,8 @@ def make_gradient(
         grads = pytree.map(lambda g: g.to(policy.accumulate), grads)
         return own(plan, mesh, plan.whole(grads, params)), losses
 
-    def away(name: str, stream: str, depth: int | None) -> Scratched:
-        return Scratched(how.space.scratch, ("grads", stream, name), depth, policy.accumulate)
+    def away(name: str, stream: str, depth: int | None) -> ScratchTensor:
+        return ScratchTensor(how.space.scratch, ("grads", stream, name), depth, policy.accumulate)
 
     def gradient(
         state: TrainState,
@@ -139,7 +87,7 @@ def make_gradient(
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh)
-        reducer = Reducer(
+        reducer = GradientReducer(
             plan, mesh, policy.reduce, policy.accumulate, len(parts), away, early.take if early is not None else None, *lasting
         )
         losses = []
@@ -156,7 +104,42 @@ def make_gradient(
     return gradient
 
 
-def dropout_key(loss_fn: base.Model | LossFn, state: TrainState) -> Tensor | tuple:
-    """The key of a step's dropout, () for none."""
-    dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
-    return prng.fold_in(prng.fold_in(state.key, "dropout"), state.step) if dropout else ()
+def put_whole(reducer: GradientReducer, grads: Tree, last: bool) -> None:
+    """Hand the gradients of whole leaves to `reducer`, a stacked leaf layer by layer."""
+    for name, leaf in pytree.named_leaves(grads).items():
+        for i, grad in enumerate(leaf) if shard_dim(name) else [(None, leaf)]:
+            reducer.put(Group("all", (name,), i), (name,), [grad], last=last)
+
+
+def whole_params(params: Tree, plan: Plan, mesh: Mesh, device: torch.device) -> Tree:
+    """The parameters gathered over dp, all at once: for a plain loss function."""
+    gather = ParamFetcher(params, plan, mesh, device)
+
+    def whole(name: str, leaf: Any) -> Tensor:
+        if name not in gather.sharded and name not in gather.away:
+            return leaf
+        layers = range(leaf.shape[0]) if shard_dim(name) else [None]
+        out = [gather.start(Group("all", (name,), i), "forward")()[0] for i in layers]
+        return torch.stack(out) if shard_dim(name) else out[0]
+
+    return pytree.map_named(whole, params)
+
+
+Objective = Callable[..., base.Loss]  # (params, batch, key, first) -> Loss
+
+
+def functional(loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, Any]:
+    """(gradient in the layout at rest, losses of the parts) by torch.func.grad: what may itself be transformed."""
+    trained = plan.trained(params)
+
+    def objective(leaves: Tree, part: Any, first: Any) -> tuple[Tensor, base.Loss]:
+        out = loss(plan.whole(leaves, params), part, key, first)
+        return out.total * seed, out
+
+    gradient = torch.func.grad(objective, has_aux=True)
+    total, losses = None, []
+    for part, first in zip(parts, firsts):
+        grads, out = gradient(trained, part, first)
+        total = grads if total is None else pytree.map(torch.add, total, grads)
+        losses.append(out)
+    return total, losses

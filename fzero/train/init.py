@@ -9,11 +9,11 @@ from fzero.core import prng, pytree
 from fzero.core.precision import Policy, fp32, init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.offload import Space
+from fzero.offload import Nvme
 from fzero.optim import GradientTransformation, ema_init
 from fzero.sharding import Mesh, Plan, Spec
-from fzero.sharding.draw import window
 from fzero.sharding.plan import shapes_of
+from fzero.sharding.slices import window
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs
 from fzero.train.state_on_disk import on_disk, stored_state
@@ -31,7 +31,7 @@ def init_state(
     ema: bool = False,
     spike: bool = False,
     device: torch.device | str = "cpu",
-    space: Space | None = None,
+    space: Nvme | None = None,
 ) -> TrainState:
     """This rank's state before the first step. Parameters are drawn from the seed (or key) for a Model, and taken from a whole tree.
 

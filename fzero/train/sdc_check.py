@@ -25,12 +25,14 @@ from fzero.core.digest import digest
 from fzero.core.precision import Policy, fp32
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
-from fzero.offload import Space
+from fzero.offload import Nvme
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.mesh import ORDER
-from fzero.sharding.prefetch import Part
+from fzero.sharding.prefetch import Group
 from fzero.sharding.spec import Spec
-from fzero.train.gradient import How, LossFn, dropout_key, make_backward
+from fzero.train.execution import Execution
+from fzero.train.gradient import make_backward
+from fzero.train.loss import LossFn, dropout_key
 from fzero.train.state import TrainState
 
 WORD = 1 << 64
@@ -42,7 +44,7 @@ class Digests:
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
 
-    def put(self, part: Part, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
+    def put(self, part: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
         """Take (and empty) the gradients of a part; those of a leaf's layers, and of a leaf with two uses, add up."""
         for name, grad in zip(names, grads):
             layer = part.layer or 0
@@ -63,7 +65,7 @@ def make_check(
     kernels: Kernels | str = AUTO,
     prefetch: int = 1,
     mlp_tiles: int = 1,
-    space: Space | None = None,
+    space: Nvme | None = None,
 ) -> Callable[[TrainState, Callable[[int], Any]], list[str]]:
     """The function `(state, part) -> lines`, one for each difference between ranks that should be none; the same lines on all ranks.
 
@@ -75,7 +77,7 @@ def make_check(
     """
     remat = Remat.parse(remat) if isinstance(remat, str) else remat
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
-    backward = make_backward(loss_fn, plan, mesh, How(policy, remat, compiled, kernels, prefetch, mlp_tiles, space))
+    backward = make_backward(loss_fn, plan, mesh, Execution(policy, remat, compiled, kernels, prefetch, mlp_tiles, space))
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
     def computed(state: TrainState, m: int, part: Any) -> dict[str, int]:

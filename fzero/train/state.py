@@ -13,7 +13,7 @@ from fzero.core.precision import Policy, ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan, Spec
-from fzero.sharding.draw import window
+from fzero.sharding.slices import window
 from fzero.train.spike import LOSS, init_stats
 
 

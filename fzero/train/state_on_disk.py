@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather
+from fzero.comm.tables import barrier
 from fzero.core import prng, pytree
-from fzero.core.device import plan_of
+from fzero.core.device import fake_device_of
 from fzero.core.precision import Policy, init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.offload import Kept, Space, Store, Stored
-from fzero.offload.nvme import together
-from fzero.offload.update_units import Slice, owners
+from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
+from fzero.offload.update_units import RowBlock, owners
 from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.draw import normal_within, window
-from fzero.sharding.plan import shard_dim
-from fzero.sharding.slices import pieces
+from fzero.sharding.draw import normal_within
+from fzero.sharding.slices import pieces, shard_dim, window
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory, meta_state, state_specs
 from fzero.train.update.delayed import settled
@@ -37,12 +36,12 @@ def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
     return owners(pytree.names(state), pytree.names(plan.like))
 
 
-def kept_leaves(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, Kept]:
+def kept_leaves(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, LeafFiles]:
     """The leaves of a state that rest on a disk, by name; what belongs to stacked parameters is stacked."""
     named, owner = pytree.named_leaves(specs), owner_of(like, plan)
     frozen = {f"params/{name}" for name in plan.frozen}
     return {
-        name: Kept(tuple(leaf.shape), leaf.dtype, shard_dim(owner[name]) == 1, slots=1 if name in frozen else 2)
+        name: LeafFiles(tuple(leaf.shape), leaf.dtype, shard_dim(owner[name]) == 1, slots=1 if name in frozen else 2)
         for name, leaf in pytree.named_leaves(like).items()
         if named[name].memory == "nvme" and owner[name] is not None
     }
@@ -57,7 +56,7 @@ def stored_state(
     policy: Policy,
     ema: bool,
     device: torch.device | str,
-    space: Space | None,
+    space: Nvme | None,
     spike: bool = False,
 ) -> TrainState:
     """`init_state` where some leaves rest on a disk: nothing larger than a few rows of them is ever in memory."""
@@ -75,7 +74,7 @@ def stored_state(
             write_rows(store, name, i, rows, value)
             return
         where = out.setdefault(name, torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device=device))
-        Slice(name, i if shard_dim(owner[name]) == 1 else None, rows).of(where).copy_(value)
+        RowBlock(name, i if shard_dim(owner[name]) == 1 else None, rows).of(where).copy_(value)
 
     owner = owner_of(like, plan)
 
@@ -133,11 +132,11 @@ def stored_state(
     return in_host_memory(state, specs)
 
 
-def open_in(space: Space | None, leaves: dict[str, Kept], plan: Plan, mesh: Mesh, *, resume: bool) -> Store:
+def open_in(space: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, mesh: Mesh, *, resume: bool) -> VersionedStore:
     """The store of some leaves in `space`."""
     if space is None:
         raise ValueError(
-            f"offload: {next(iter(leaves))} rests on a disk by the plan; give space=fzero.offload.Space(folder) to init_state and the step"
+            f"offload: {next(iter(leaves))} rests on a disk by the plan; give space=fzero.offload.Nvme(folder) to init_state and the step"
         )
     return space.open(leaves, mesh, owner=owner_table(plan), resume=resume)
 
@@ -147,24 +146,24 @@ def owner_table(plan: Plan) -> dict[str, Any]:
     return {"mesh": {name: size for name, size in plan.sizes.items() if size > 1}, "stage": plan.stage}
 
 
-def assembled(like: TrainState, held: dict[str, Any], store: Store) -> TrainState:
+def assembled(like: TrainState, held: dict[str, Any], store: VersionedStore) -> TrainState:
     """The state whose leaves are those in memory and those of the store."""
-    named = {name: held[name] if name in held else Stored(store, name) for name in pytree.names(like)}
+    named = {name: held[name] if name in held else DiskTensor(store, name) for name in pytree.names(like)}
     return pytree.from_named(named, like)
 
 
-def commit(space: Space | None, state: TrainState, mesh: Mesh) -> None:
+def commit(space: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     """Make the state the last complete step of its store, with the values that lie outside of it: counts, keys, the loss scale."""
     if space is None or space.store is None:
         return
     leaves = pytree.named_leaves(settled(state))
     owner = owners(list(leaves), pytree.names(state.params))
     values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
-    space.store.commit(int(state.step), values, together(mesh))
+    space.store.commit(int(state.step), values, barrier(mesh))
 
 
 def reopened(
-    tx: GradientTransformation, plan: Plan, mesh: Mesh, space: Space, *, policy: Policy, ema: bool = False, spike: bool = False
+    tx: GradientTransformation, plan: Plan, mesh: Mesh, space: Nvme, *, policy: Policy, ema: bool = False, spike: bool = False
 ) -> TrainState:
     """This rank's state of the last complete step in the store of `space`: after a kill, or in a later process.
 
@@ -183,7 +182,7 @@ def reopened(
         )
     derived = [name for name in shapes if name not in held and name not in store.leaves]
     for name in derived:
-        part = Stored(store, f"master/{owner[name]}").tensor().to(policy.param)
+        part = DiskTensor(store, f"master/{owner[name]}").tensor().to(policy.param)
         if part.shape != shapes[name].shape:
             part = all_gather(part, mesh["dp"], shard_dim(owner[name]), leaf=owner[name])
         held[name] = part
@@ -201,7 +200,7 @@ def lost_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
 
 
 def put_on_disk(
-    read: Callable[[str, Tensor, int | None], Tensor], like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, space: Space | None
+    read: Callable[[str, Tensor, int | None], Tensor], like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, space: Nvme | None
 ) -> TrainState:
     """The state whose leaves are `read(name, meta tensor, layer)` in a new store: a layer of a stacked leaf, or all of it for None."""
     leaves = kept_leaves(like, specs, plan)
@@ -221,7 +220,7 @@ def put_on_disk(
     return in_host_memory(state, specs)
 
 
-def write_rows(store: Store, name: str, layer: int, rows: tuple[int, int], value: Tensor) -> None:
+def write_rows(store: VersionedStore, name: str, layer: int, rows: tuple[int, int], value: Tensor) -> None:
     """Start to write a copy of rows of a layer."""
     chunk = store.leaves[name].chunk
     buffer = store.arena.take((rows[1] - rows[0], *chunk[1:]) if chunk else (), store.leaves[name].dtype, store.disk.busy)
@@ -231,7 +230,7 @@ def write_rows(store: Store, name: str, layer: int, rows: tuple[int, int], value
 
 def to_text(leaf: Tensor) -> dict[str, Any]:
     """A small tensor as JSON can hold it, exactly; of a planned one, which has no value, nothing."""
-    if plan_of(leaf) is not None:
+    if fake_device_of(leaf) is not None:
         return {}
     data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
     return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), "hex": data}

@@ -7,29 +7,30 @@ which dtype, recomputed or compiled is data that the step is made with; nothing 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
 from fzero.core.autodiff import Remat, transforms
 from fzero.core.precision import Policy, ScalerState, fp32, overflow_at_floor, update_scaler
-from fzero.core.pytree import Tree
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
-from fzero.offload import Space
+from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
-from fzero.optim.sharded import Squared, sharded, summed_by_kernel
+from fzero.optim.norm import Squared, summed_by_kernel
+from fzero.optim.sharded import sharded
 from fzero.optim.sharded import squares as layer_squares
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.plan import shapes_of
-from fzero.train.gradient import How, LossFn, context_of, dropout_key, make_gradient, make_loss
+from fzero.train.batch import positions, split_batch
+from fzero.train.checks import expect_options, expect_plan, expect_state
+from fzero.train.execution import Execution
+from fzero.train.gradient import make_gradient
+from fzero.train.loss import LossFn, dropout_key
 from fzero.train.spike import LOSS, Spike, judge
-from fzero.train.state import TrainState, expect_shapes
+from fzero.train.state import TrainState
 from fzero.train.state_on_disk import commit
-from fzero.train.streamed import Streamed, parts_of
 from fzero.train.update.delayed import Delayed, expect_delayed, waiting
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure
@@ -68,7 +69,7 @@ def make_train_step(
     spike: Spike | None = None,
     update: str = "end",
     mlp_tiles: int = 1,
-    space: Space | None = None,
+    space: Nvme | None = None,
     squares: bool = False,
     layers: int = 0,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
@@ -108,7 +109,7 @@ def make_train_step(
         expect_early(streamed, plan, space.slots if space is not None else 1, skips)
     rooms: dict[Any, Tensor] | None = {} if update != "delayed" else None  # a gradient that waits keeps its memory
     lasting = (rooms, streamed is not None)
-    how = How(policy, remat, compiled, kernels, prefetch, mlp_tiles, space, layers)
+    how = Execution(policy, remat, compiled, kernels, prefetch, mlp_tiles, space, layers)
     gradient = make_gradient(loss_fn, plan, mesh, how, lasting)
     layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
@@ -190,29 +191,6 @@ def make_train_step(
     return train_step
 
 
-def expect_options(plan: Plan, prefetch: int, remat: Remat, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
-    """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
-    if prefetch < 0:
-        raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
-    if offloaded and not donate:
-        raise ValueError(
-            f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it with donate=True"
-        )
-    if plan.acts != "device" and not remat.every:
-        raise ValueError(f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full or every:K")
-    if update not in ("end", "backward", "delayed"):
-        raise ValueError(f"update is {update!r}; it must be end, backward or delayed")
-    if update != "end" and not (offloaded and layered):
-        raise ValueError(f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."')
-
-
-def plan_memories(plan: Plan) -> str:
-    """Which memories a plan uses beside the device, in words."""
-    trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
-    said = [f"{group}={spec.memory}" for group, tree in trees.items() for spec in pytree.leaves(tree) if spec.memory != "device"]
-    return ", ".join(dict.fromkeys(said))
-
-
 def move_scaler(policy: Policy, scaler: ScalerState | tuple, skipped: Tensor) -> ScalerState | tuple:
     """The scaler after a step; raises FloatingPointError for an overflow at the floor where the policy says so."""
     config = policy.loss_scale
@@ -224,102 +202,3 @@ def move_scaler(policy: Policy, scaler: ScalerState | tuple, skipped: Tensor) ->
         if bool(overflow_at_floor(config, scaler, skipped)):
             raise FloatingPointError(f"the gradient is not finite and the loss scale is at its floor {config.floor:g}")
     return update_scaler(config, scaler, skipped)
-
-
-def split_batch(batch: Any, micro_batches: int) -> tuple[int, list[Any]]:
-    """(rows of a part, the batch's equal parts along the first dim of its leaves)."""
-    named = pytree.named_leaves(batch)
-    for name, leaf in named.items():
-        if leaf.shape[0] % micro_batches:
-            raise ValueError(f"batch[{name!r}] has {leaf.shape[0]} rows, not divisible by micro_batches={micro_batches}")
-    rows = {leaf.shape[0] // micro_batches for leaf in named.values()}
-    if len(rows) != 1:
-        raise ValueError(f"the batch's leaves have {sorted(r * micro_batches for r in rows)} rows; they must agree")
-    size = rows.pop()
-    return size, [pytree.map(lambda leaf, i=i: leaf[i * size : (i + 1) * size], batch) for i in range(micro_batches)]
-
-
-def positions(part: Any) -> int:
-    """The number of elements of the first leaf of a batch: known before its tokens are counted."""
-    return max(1, pytree.leaves(part)[0].numel())
-
-
-def rows_of(mesh: Mesh, rows: int, micro_batches: int = 1) -> list[int]:
-    """The rows of a global batch of `rows` that are this rank's, in the order in which its step takes them.
-
-    The batch is cut into micro_batches x (data ranks) parts; part m goes to data rank m mod R, so that the parts which all ranks work on
-    at one time are neighbours. Raises ValueError where that does not divide.
-    """
-    parts = micro_batches * mesh.data_size
-    if rows % parts:
-        raise ValueError(f"a batch of {rows} rows cannot be cut into {micro_batches} micro-batches for each of {mesh.data_size} data ranks")
-    size = rows // parts
-    return [(j * mesh.data_size + mesh.data_rank) * size + i for j in range(micro_batches) for i in range(size)]
-
-
-def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
-    """This rank's rows of a global batch, for its train step."""
-    rows = torch.tensor(rows_of(mesh, pytree.leaves(batch)[0].shape[0], micro_batches))
-    return pytree.map(lambda leaf: leaf[rows], batch)
-
-
-def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan, mesh: Mesh) -> None:
-    """Raise ValueError where the plan was made for another model or mesh, or the optimizer needs whole leaves that the plan cuts."""
-    if isinstance(loss_fn, base.Model):
-        expect_shapes(plan, shapes_of(loss_fn))
-    sizes: Mapping[str, int] = {axis.name: axis.size for axis in mesh.axes}
-    if dict(plan.sizes) != dict(sizes):
-        raise ValueError(
-            f"the plan was made for the mesh {dict(plan.sizes)} and the step is for {dict(sizes)}; make the plan with this mesh"
-        )
-    cut = [n for n, spec in pytree.named_leaves(plan.opt).items() if any(sizes[axis] > 1 for axis in spec.axes) and n not in plan.frozen]
-    if tx.needs != "elementwise" and cut:
-        raise ValueError(
-            f"the optimizer needs whole leaves (needs={tx.needs!r}) and the plan cuts {cut[0]} and {len(cut) - 1} more; "
-            "make it with layout=fzero.optim.sharded(plan.opt, mesh, like=plan.like)"
-        )
-
-
-def expect_state(plan: Plan, policy: Policy, mesh: Mesh, state: TrainState, ema_decay: float, spike: Spike | None = None) -> None:
-    """Raise ValueError where the state was made for another plan or policy, or lacks what the step is to keep beside the parameters."""
-    expect_shapes(plan, state.params, mesh)
-    for name, leaf in pytree.named_leaves(state.params).items():
-        if leaf.dtype != policy.param:
-            raise ValueError(f"{name} is {leaf.dtype} and the step's policy {policy.name} has {policy.param}; give init_state that policy")
-    if bool(pytree.leaves(state.master)) != policy.has_master or bool(state.scaler) != bool(policy.loss_scale):
-        raise ValueError(f"the state was not made for the step's policy {policy.name}; give init_state that policy")
-    if ema_decay and "ema" not in state.extra:
-        raise ValueError(f"ema_decay is {ema_decay} and the state keeps no average; give init_state ema=True")
-    if spike is not None and LOSS not in state.extra:
-        raise ValueError("the step judges losses by those before them and the state keeps none; give init_state spike=True")
-
-
-def make_eval_step(
-    loss_fn: base.Model | LossFn,
-    mesh: Mesh,
-    *,
-    plan: Plan | None = None,
-    policy: Policy = fp32(),  # noqa: B008
-    compiled: bool = False,
-    kernels: Kernels | str = AUTO,
-    prefetch: int = 1,
-    mlp_tiles: int = 1,
-) -> Callable[[Tree, Any], base.Loss]:
-    """The function `(params, batch) -> Loss` without dropout: this rank's sums, to be added up over batches and data ranks.
-
-    plan: how the parameters rest (None: whole). All ranks of the mesh must call it together.
-    """
-    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
-    how = How(policy, Remat(), compiled, kernels, prefetch, mlp_tiles)
-    if plan is None or not isinstance(loss_fn, base.Model):
-        loss = make_loss(loss_fn, plan, mesh, how)
-    else:
-        ctx = context_of(plan, mesh, how)
-        loss = Streamed(loss_fn, parts_of(loss_fn, plan), plan, mesh, ctx, how.remat, how.prefetch).forward
-
-    @torch.no_grad()
-    def eval_step(params: Tree, batch: Any) -> base.Loss:
-        with mesh.ledger.phase("evaluate"):
-            return loss(params, batch, (), 0)
-
-    return eval_step

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fzero.offload.buffer_pool import PAGE, Arena
+from fzero.offload.buffer_pool import PAGE, BufferPool
 from fzero.offload.disk_config import file_system, mount_point, save, settings_for
-from fzero.offload.disk_io import REFUSED, Disk, Settings, open_direct, serves_direct
+from fzero.offload.disk_io import REFUSED, DiskIO, DiskSettings, open_direct, serves_direct
 
 MB = 1 << 20
 BLOCKS = tuple(m * MB for m in (1, 2, 4, 8, 16))
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
     name: str
     rates: dict[str, Rate]
-    settings: Settings | None = None
+    settings: DiskSettings | None = None
     depth: int = DEPTH
 
 
@@ -136,9 +136,9 @@ def timed(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: fl
         return Rate(gb / (time.perf_counter() - begin), (time.process_time() - cpu) / gb)
 
 
-def engine(files: Files, arena: Arena, settings: Settings, depth: int, kinds: Sequence[bool], seconds: float) -> Rate:
+def engine(files: Files, arena: BufferPool, settings: DiskSettings, depth: int, kinds: Sequence[bool], seconds: float) -> Rate:
     """The rate of a Disk of these settings on requests of one block each, `depth` of them under way for each thread."""
-    disk, block = Disk(settings), settings.block_bytes
+    disk, block = DiskIO(settings), settings.block_bytes
 
     def stream(write: bool, end: float) -> int:
         request, fd, offset, moved = disk.write if write else disk.read, files.fds[write], 0, 0
@@ -161,7 +161,7 @@ def engine(files: Files, arena: Arena, settings: Settings, depth: int, kinds: Se
         disk.close()
 
 
-def anchor(files: Files, arena: Arena, kinds: Sequence[bool], seconds: float) -> Rate:
+def anchor(files: Files, arena: BufferPool, kinds: Sequence[bool], seconds: float) -> Rate:
     """The rate of direct transfers in many threads that do nothing else: what the disk can do."""
     block = min(ANCHOR_BLOCK, files.size)
     turns = {write: iter(range(1 << 62)) for write in kinds}
@@ -208,7 +208,7 @@ def has_fio() -> bool:
     return shutil.which("fio") is not None
 
 
-def named(settings: Settings, depth: int = DEPTH) -> str:
+def named(settings: DiskSettings, depth: int = DEPTH) -> str:
     """The settings in words, for the table."""
     size = settings.block_bytes
     return f"{size // MB} MiB, {settings.readers} + {settings.writers} threads" + (f", depth {depth}" if depth != DEPTH else "")
@@ -230,13 +230,13 @@ def sweep(
     defaults again, `rounds` times in turn, for their medians, then depths. The anchors are measured between, and their medians taken.
     """
     blocks = [block for block in blocks if block <= files.size]
-    arena = Arena(2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks)))
+    arena = BufferPool(2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks)))
     fill = arena.take((arena.size,), torch.uint8)  # a disk may be quicker at zeros
     fill.view.view(-1, 2 * MB).copy_(torch.randint(0, 256, (2 * MB,), dtype=torch.uint8))
     del fill
     anchors: dict[str, dict[str, list[Rate]]] = {}
 
-    def measure(settings: Settings, depth: int = DEPTH) -> Row:
+    def measure(settings: DiskSettings, depth: int = DEPTH) -> Row:
         return Row(named(settings, depth), {k: engine(files, arena, settings, depth, KINDS[k], seconds) for k in KINDS}, settings, depth)
 
     def measure_anchors() -> None:
@@ -256,17 +256,17 @@ def sweep(
     for block in blocks:
         measure_anchors()
         for count in threads:
-            add(measure(Settings(block, count, count)))
+            add(measure(DiskSettings(block, count, count)))
     block = choose(rows).settings.block_bytes
     for readers in threads:
         for writers in threads:
             if readers != writers:
-                add(measure(Settings(block, readers, writers)))
+                add(measure(DiskSettings(block, readers, writers)))
     finalists = [row.settings for row in sorted(rows, key=_score)[-4:]]
-    default = Settings()
+    default = DiskSettings()
     if default.block_bytes in blocks and default not in finalists:
         finalists.append(default)
-    again: dict[Settings, list[Row]] = {settings: [] for settings in finalists}
+    again: dict[DiskSettings, list[Row]] = {settings: [] for settings in finalists}
     for _ in range(rounds):
         measure_anchors()
         for settings in finalists:
@@ -297,7 +297,7 @@ def _score(row: Row) -> float:
 def choose(rows: Sequence[Row]) -> Row:
     """Of the rows within 5% of the fastest (geometric mean of the rates) the defaults, or else that of the least CPU time."""
     close = [row for row in rows if _score(row) >= CLOSE * max(map(_score, rows))]
-    return min(close, key=lambda row: (row.settings != Settings(), row.rates["mixed"].cpu_s_per_gb))
+    return min(close, key=lambda row: (row.settings != DiskSettings(), row.rates["mixed"].cpu_s_per_gb))
 
 
 def choose_depth(rows: Sequence[Row]) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fzero.comm.communicator import Link
+from fzero.comm.communicator import Communicator
 from fzero.planner.calibrate.timed import Figure, warm_heap
 from fzero.sharding.mesh import Mesh, make_mesh
 
@@ -149,7 +149,7 @@ def _late(calls: Sequence[tuple[Callable[[], Any], float]], device: str) -> floa
     return max(0.0, statistics.median(longer))
 
 
-def _call(link: Link, kind: str, size: int, device: str) -> Callable[[], Any]:
+def _call(link: Communicator, kind: str, size: int, device: str) -> Callable[[], Any]:
     n, number = link.size, max(link.size, size // 4 // link.size * link.size)
     x = torch.ones(number // (n if kind == "all_gather" else 1), device=device)
     ring = [(i, (i + 1) % n) for i in range(n)]
@@ -162,7 +162,7 @@ def _call(link: Link, kind: str, size: int, device: str) -> Callable[[], Any]:
     }[kind]
 
 
-def _hidden(link: Link, size: int, device: str) -> float:
+def _hidden(link: Communicator, size: int, device: str) -> float:
     """The part of an all_gather's time that goes by while all ranks compute about twice as long."""
     x, side = torch.ones(max(1, size // 4 // link.size), device=device), 256
     a = torch.ones(side, side, device=device)

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero.core.compile import jit
 from fzero.planner.calibrate.timed import Case, Figure, clock, figure, on_threads, time_cases
 from fzero.planner.operations import Op, described
-from fzero.run.build import Program, build, first_state
-from fzero.run.config import from_table
+from fzero.run.build import Job, build, first_state
+from fzero.run.config_table import from_table
 from fzero.sharding import one_process
 
 FAMILIES = {"llama": "llama-tiny", "gpt2": "gpt2-tiny", "mixtral": "mixtral-tiny"}
@@ -57,7 +57,7 @@ EMPTY = Sizes("llama", 16, 1, 8, 1)  # computes next to nothing
 DEEPER = 3
 
 
-def program_of(sizes: Sizes, precision: str, compiled: bool = False) -> Program:
+def program_of(sizes: Sizes, precision: str, compiled: bool = False) -> Job:
     """The program of a step of these sizes, on this process alone."""
     heads = max(1, sizes.d_model // 64)
     model: dict[str, Any] = {"d_model": sizes.d_model, "n_layers": sizes.n_layers, "n_heads": heads, "d_ff": sizes.d_model * 11 // 4}

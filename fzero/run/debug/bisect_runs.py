@@ -20,7 +20,7 @@ from fzero.core import pytree
 from fzero.core.digest import combined, digest_tree
 from fzero.core.tables import flat
 from fzero.run import run_folder
-from fzero.run.config import to_table
+from fzero.run.config_table import to_table
 from fzero.run.corpus import Say
 from fzero.run.debug.replay import (
     Made,
@@ -33,7 +33,7 @@ from fzero.run.debug.replay import (
     state_at,
     steps_from,
 )
-from fzero.run.pretrain import ALONE
+from fzero.run.loop import ALONE
 from fzero.run.resume.newest_state import in_memory
 from fzero.train.state import TrainState
 from fzero.train.update.delayed import settled

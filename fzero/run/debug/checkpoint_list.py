@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 from fzero import checkpoint
 from fzero.checkpoint import Damaged, Place
-from fzero.checkpoint.directory import MANIFEST, SPARE, clean_step, join, leaf_of, step_of
+from fzero.checkpoint.directory import SPARE, clean_step, step_of
+from fzero.checkpoint.manifest import MANIFEST, join, leaf_of
 from fzero.checkpoint.reader import file_of
 from fzero.checkpoint.restore_tree import dtype_name
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
 from fzero.core.tables import flat
-from fzero.offload.store_manifest import read_record
-from fzero.run import config, run_folder
+from fzero.offload.store_manifest import read_step_manifest
+from fzero.run import config_table, run_folder
 from fzero.sharding.memory import Offload
 
 
@@ -158,7 +159,7 @@ def on_disk(folder: Path) -> OnDisk | None:
         return None
     place = str(value.nvme.folder or folder / run_folder.NVME)
     try:
-        record = read_record(place)
+        record = read_step_manifest(place)
     except Damaged as error:
         return OnDisk(place, None, [], str(error))
     if record is None:
@@ -204,9 +205,9 @@ def differing_values(saved: Any) -> dict[str, Any]:
     if not preset:
         base["model"] = {"family": saved.get("model", {}).get("family", "")}
     try:
-        plain = dict(flat(config.to_table(config.from_table(base))))
+        plain = dict(flat(config_table.to_table(config_table.from_table(base))))
         table = {**base, "train": {"steps": values["train.steps"]}, "optim": {"name": values["optim.name"]}}
-        following = dict(flat(config.to_table(config.from_table(table))))
+        following = dict(flat(config_table.to_table(config_table.from_table(table))))
     except (ValueError, KeyError):  # of another version of fzero
         return values
     expected = {name: (plain if name in chosen else following).get(name, ...) for name in values}

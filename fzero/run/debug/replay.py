@@ -23,14 +23,16 @@ from fzero import checkpoint
 from fzero.core import pytree
 from fzero.core.tables import Table
 from fzero.data.stream import Batch
-from fzero.run import corpus, machine, run_folder
-from fzero.run.build import Program, build, first_state, restore, save_store, specs_of
-from fzero.run.config import RunConfig, from_table, updated
+from fzero.run import corpus, machine, run_folder, weights
+from fzero.run.build import Job, build, first_state, restore, save_store, specs_of
+from fzero.run.config import RunConfig
+from fzero.run.config_table import from_table, updated
 from fzero.run.corpus import Say
+from fzero.run.loop import ALONE
 from fzero.run.measure.log import numbers
 from fzero.run.memory_check import check_memory
-from fzero.run.pretrain import ALONE, place
-from fzero.run.ranks.coordinator import Team
+from fzero.run.pretrain import place
+from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.ranks.watchdog import watched
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
@@ -126,7 +128,7 @@ def replay(
     start: int | None = None,
     tolerance: float | None = None,
     nvme: str | None = None,
-    team: Team = ALONE,
+    team: Coordinator = ALONE,
     say: Say = lambda line: None,
 ) -> Replayed:
     """Make step `step` of the run in `folder` again, from the newest sound checkpoint before it or else the run's first state.
@@ -206,7 +208,7 @@ class Made(NamedTuple):
 class Again(NamedTuple):
     """What it takes to make steps of a run again."""
 
-    program: Program
+    program: Job
     batch_at: Callable[[int], Batch]  # this rank's rows by `state.data_cursor`
     threads: int  # that the run had
     room: Path | None  # a folder for what is on a disk, where the run has any
@@ -225,7 +227,7 @@ def steps_from(again: Again, state: TrainState, until: int) -> Iterator[Made]:
 
 
 @contextlib.contextmanager
-def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, say: Say) -> Iterator[Again]:
+def program_of(folder: Path, config: RunConfig, team: Coordinator, nvme: str | None, say: Say) -> Iterator[Again]:
     """The program of the run in `folder` by `config`, with as many threads as the run had; its room is removed at the end."""
     said, before = run_folder.read_environment(folder), torch.get_num_threads()
     if not said.get("corpus"):
@@ -257,7 +259,7 @@ def program_of(folder: Path, config: RunConfig, team: Team, nvme: str | None, sa
             shutil.rmtree(room, ignore_errors=True)
 
 
-def beginning(kept: dict[int, checkpoint.Place], step: int, asked: int | None, program: Program, team: Team, say: Say) -> int:
+def beginning(kept: dict[int, checkpoint.Place], step: int, asked: int | None, program: Job, team: Coordinator, say: Say) -> int:
     """The step of the checkpoint to begin with for step `step`; 0 for the first state. asked: the one that it must be."""
     found = sorted(n for n in kept if n < step)
     if asked is not None and asked not in (0, *found):
@@ -277,18 +279,18 @@ def beginning(kept: dict[int, checkpoint.Place], step: int, asked: int | None, p
     return 0
 
 
-def state_at(folder: Path, program: Program, path: checkpoint.Place | None) -> TrainState:
+def state_at(folder: Path, program: Job, path: checkpoint.Place | None) -> TrainState:
     """This rank's state from a checkpoint, or the first one of the run."""
     if path is not None:
         return restore(program, path)
     init = run_folder.read_environment(folder).get("init")
-    return first_state(program, run_folder.load(Path(init), wide=True).params if init else None)
+    return first_state(program, weights.load(Path(init), wide=True).params if init else None)
 
 
-def step_on_disk(program: Program, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Place]:
+def step_on_disk(program: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Place]:
     """{step: a checkpoint in `room`} of what the disk of the run has, where that is this step; else {}."""
     config = run_folder.read_config(folder)
-    shelf = run_folder.shelf_of(folder, config)
+    shelf = weights.snapshot_of(folder, config)
     if shelf is None or shelf.record.step != step or shelf.record.dirty:
         return {}
     path = save_store(program, config, shelf, room / run_folder.CHECKPOINTS, -1)
@@ -339,7 +341,7 @@ def recorded_digests(path: checkpoint.Place) -> dict[str, int]:
     return {name: int(leaf.digest, 16) for name, leaf in checkpoint.opened(path).leaves.items()}
 
 
-def compare_leaves(program: Program, state: TrainState, path: checkpoint.Place, step: int, *, explain: bool) -> list[Compared]:
+def compare_leaves(program: Job, state: TrainState, path: checkpoint.Place, step: int, *, explain: bool) -> list[Compared]:
     """The leaves of a state beside those of a checkpoint, by digest. explain: say of the first that differs where, and by how much."""
     state, specs = settled(state), specs_of(program)
     theirs, mine = recorded_digests(path), digests(state, specs, program.mesh)

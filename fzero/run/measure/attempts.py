@@ -21,10 +21,10 @@ from fzero.core.tables import Table
 from fzero.models import MoEConfig
 from fzero.run import machine as doctor
 from fzero.run import run_folder
-from fzero.run.build import Program, local_micro_batches, num_params
-from fzero.run.config import to_table
+from fzero.run.build import Job, local_micro_batches, num_params
+from fzero.run.config_table import to_table
 from fzero.run.measure.flops import model_flop
-from fzero.sharding.plan import STACKED
+from fzero.sharding.slices import STACKED
 
 ATTEMPTS, PLAN = "attempts.jsonl", "plan.json"
 
@@ -38,7 +38,7 @@ class Flop(NamedTuple):
     hardware_causal: float
 
 
-def flop_of(program: Program) -> Flop:
+def flop_of(program: Job) -> Flop:
     """The FLOPs of a token of a program.
 
     Hardware: of the model, and what the remat policy and tiled MLPs compute again: 2 N and 4 L T D (causal: 2 L T D) of the layers where
@@ -58,7 +58,7 @@ def flop_of(program: Program) -> Flop:
     return Flop(*model, model.full + full, model.causal + causal)
 
 
-def begin(folder: Path, program: Program, first: int, processes: int, flop: Flop, peak_flops: float, measured: bool) -> int:
+def begin(folder: Path, program: Job, first: int, processes: int, flop: Flop, peak_flops: float, measured: bool) -> int:
     """Write the line of an attempt that goes on behind step `first`; returns its number, from 1 on."""
     config, t = program.config, program.config.train
     number = len(read(folder)) + 1

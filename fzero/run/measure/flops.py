@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 from fzero.kernels import attention_tiled
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.registry import FILES
-from fzero.run.build import Program, flop_per_token
+from fzero.run.build import Job, flop_per_token
 
 # Products of [queries, K] by [K, keys], or of the same size, that a kernel makes of each pair of positions.
 FORWARD_PRODUCTS = 2  # q k^T, p v
@@ -40,7 +40,7 @@ class ModelFlop(NamedTuple):
     causal: float  # 6 N + 6 L T D
 
 
-def model_flop(program: Program) -> ModelFlop:
+def model_flop(program: Job) -> ModelFlop:
     """The model FLOPs of a token of a program: see `program.flop_per_token`, with D the dims of all heads of a layer.
 
     Ref: Chowdhery et al. 2022, "PaLM", appendix B, which counts full; causal as in Dao 2023, "FlashAttention-2", section 4.1.

@@ -194,7 +194,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-class Record(LiveBytes):
+class MemoryTrace(LiveBytes):
     """The record of one step, of real tensors or of fake ones: births and deaths of storages, and what was going on.
 
     It is entered around the step and told of phases, parts of the model and transfers by the ledger (see `recorded`).
@@ -404,16 +404,16 @@ def alive(stays: Iterable[Stay], at: Moment, most: int = 20) -> tuple[tuple[str,
 
 
 @contextlib.contextmanager
-def recorded(record: Record, ledger: Ledger) -> Iterator[Record]:
+def recorded(record: MemoryTrace, ledger: Ledger) -> Iterator[MemoryTrace]:
     """A context in which `record` sees every operator, and is told of phases, parts and transfers by `ledger`."""
     record.ledger = ledger
     with ledger.watched(record), record:
         yield record
 
 
-def record_step(step: Callable[..., Any], state: Any, batch: Any, ledger: Ledger, **options: Any) -> tuple[Any, Any, Record]:
+def record_step(step: Callable[..., Any], state: Any, batch: Any, ledger: Ledger, **options: Any) -> tuple[Any, Any, MemoryTrace]:
     """(state, metrics, record) of `step(state, batch)`. options: see Record."""
-    record = Record(state, batch, **options)
+    record = MemoryTrace(state, batch, **options)
     with recorded(record, ledger):
         state, metrics = step(state, batch)
     record.close(state)

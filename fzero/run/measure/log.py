@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.run import run_folder
-from fzero.run.build import Program
+from fzero.run.build import Job
 from fzero.run.corpus import Say
 from fzero.run.measure import norms
 from fzero.run.measure.attempts import Flop
@@ -23,7 +23,7 @@ from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
 
-def numbers(program: Program, metrics: Metrics, step: int) -> dict[str, Any]:
+def numbers(program: Job, metrics: Metrics, step: int) -> dict[str, Any]:
     """The row of a step's metrics: numbers that JSON has (None for what is not finite). `step` steps were made before."""
     values = {
         "loss": float(metrics.loss),
@@ -42,7 +42,7 @@ def numbers(program: Program, metrics: Metrics, step: int) -> dict[str, Any]:
 class Meter:
     """What the rows of an attempt have of time: a clock, and rates over a peak of FLOP/s (of all processes). All ranks have one."""
 
-    def __init__(self, program: Program, flop: Flop, peak_flops: float) -> None:
+    def __init__(self, program: Job, flop: Flop, peak_flops: float) -> None:
         self.program, self.flop, self.peak = program, flop, peak_flops
         space = program.space
         self.clock = Clock(waited=None if space is None else lambda: space.moved().waited_s)

@@ -17,9 +17,10 @@ from torch import Tensor
 from fzero.comm.collectives import psum
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.optim.sharded import WHOLE, Squared, squares
+from fzero.optim.norm import Squared
+from fzero.optim.sharded import WHOLE, squares
 from fzero.sharding import Mesh
-from fzero.sharding.plan import STACKED
+from fzero.sharding.slices import STACKED
 
 Norms = dict[str, Any]  # {"embed": norm, "blocks": [norm of each layer], "head": norm}
 

@@ -23,8 +23,8 @@ from fzero.core import pytree
 from fzero.core.storage import write_text
 from fzero.core.tables import Table
 from fzero.kernels.registry import describe, observe
-from fzero.run.build import Program
-from fzero.run.measure.live_bytes import COMPONENTS, Record, record_step
+from fzero.run.build import Job
+from fzero.run.measure.live_bytes import COMPONENTS, MemoryTrace, record_step
 from fzero.run.measure.profiler import TRACE, Profile, hush
 from fzero.train.state import TrainState
 
@@ -59,7 +59,7 @@ def chosen(first: int, until: int, measured: bool, profile: tuple[int, int] = (0
 
 
 @contextmanager
-def recording(program: Program, folder: Path, attempt: int, which: Chosen) -> Iterator[Callable[[TrainState, Any, int], tuple]]:
+def recording(program: Job, folder: Path, attempt: int, which: Chosen) -> Iterator[Callable[[TrainState, Any, int], tuple]]:
     """A function `(state, batch, number of the step) -> (state, metrics)`: the program's step, recorded where it is one of the chosen.
 
     It writes ledger.json, memory.json and trace.json.gz into `folder`: the records of this process.
@@ -106,11 +106,11 @@ def write(folder: Path, name: str, value: Table) -> None:
 # -- memory
 
 
-def measured_memory(program: Program, state: TrainState, batch: Any) -> tuple[TrainState, Any, Table]:
+def measured_memory(program: Job, state: TrainState, batch: Any) -> tuple[TrainState, Any, Table]:
     """(state, metrics, what memory.json says of it) of one step: bytes alive by component, and the peak by torch's allocator beside."""
     arena = program.space.arena if program.space is not None else None
 
-    def run() -> tuple[TrainState, Any, Record]:
+    def run() -> tuple[TrainState, Any, MemoryTrace]:
         return record_step(program.train_step, state, batch, program.mesh.ledger, arena=arena)
 
     (after, metrics, record), rise = allocator_rise(run)

@@ -39,7 +39,7 @@ class Ended(Exception):
     """Another rank has said why all of them end."""
 
 
-class Team:
+class Coordinator:
     """The processes of a command as this one sees them; one alone agrees with itself at once. See `join`.
 
     store: of these processes alone. lasting: of all attempts of the same torchrun. names: of the processes, by rank.
@@ -205,18 +205,18 @@ class Team:
             raise RankError(f"rank {self.rank}: {'rank 0' if own_store() else 'torchrun'} is gone, and the store with it") from None
 
 
-def join(timeout_s: float = 60.0) -> Team:
+def join(timeout_s: float = 60.0) -> Coordinator:
     """The team of this process: of one, or of those that torchrun started, when all of them are here.
 
     timeout_s: for the store.
     Raises ValueError where the environment is not torchrun's, or its store does not answer; TimeoutError where a rank does not come.
     """
     if not launched():
-        return Team()
+        return Coordinator()
     rank, size, local = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     lasting = torchrun_store(timeout_s)
     number, names = meet(lasting, rank, size, TIMEOUT_S)
-    return Team(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names)
+    return Coordinator(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names)
 
 
 def own_store() -> bool:
@@ -260,7 +260,7 @@ def end_as_orphan() -> None:
         os._exit(2)
 
 
-def last_words(text: str, team: Team | None, *, lost: bool = False) -> tuple[str, int]:
+def last_words(text: str, team: Coordinator | None, *, lost: bool = False) -> tuple[str, int]:
     """(what this process is to print of its reason to end, its exit code): the text with its rank, or "" where another rank has said why.
 
     team: None where it fails before it has joined the others. lost: the reason is that another rank is gone, which may be about to say
@@ -275,7 +275,7 @@ def last_words(text: str, team: Team | None, *, lost: bool = False) -> tuple[str
         if team is None or team.store is None:
             # Nothing tells attempts apart here but torchrun's count of them.
             early = f"early/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-            team = Team(int(os.environ.get("RANK", "0")), store=dist.PrefixStore(early, torchrun_store(5.0)))
+            team = Coordinator(int(os.environ.get("RANK", "0")), store=dist.PrefixStore(early, torchrun_store(5.0)))
         # The same mistake on all ranks is for rank 0 to say.
         end = time.monotonic() + (LOST_S if lost else 0.0 if team.first else 0.5)
         while time.monotonic() < end and not team.reason():

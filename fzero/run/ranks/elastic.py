@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from fzero.run.config import RunConfig
-from fzero.run.ranks.coordinator import OVER, STOP, TIMEOUT_S, Ended, Team
+from fzero.run.ranks.coordinator import OVER, STOP, TIMEOUT_S, Coordinator, Ended
 from fzero.run.ranks.signals import stop_signals
 from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, beats
 
@@ -47,7 +47,7 @@ def text(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
-def stand_by(team: Team) -> int:
+def stand_by(team: Coordinator) -> int:
     """Wait, as a spare, until the run of the others has ended; returns the signal that stopped it, or 0.
 
     A signal to this process is passed on to them: they save, and end. Raises Ended where one of them has failed, TimeoutError where none

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fzero.comm.agreement import Call
-from fzero.run.ranks.coordinator import AGAIN, LOST_S, STOP, Team, end_as_orphan
+from fzero.run.ranks.coordinator import AGAIN, LOST_S, STOP, Coordinator, end_as_orphan
 
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 8.0  # without one, after a SIGTERM, until a rank counts as gone
@@ -42,7 +42,7 @@ class Beat(NamedTuple):
 
 
 @contextlib.contextmanager
-def watched(team: Team, hang_s: float = 0.0, stop: list[int] | None = None) -> Iterator[None]:
+def watched(team: Coordinator, hang_s: float = 0.0, stop: list[int] | None = None) -> Iterator[None]:
     """A context in which a thread ends this process where the main thread cannot, because it waits for a rank that is gone.
 
     It gives signs of life and looks for a reason to end. After a SIGTERM, which torchrun sends when a process has ended, it looks for
@@ -74,15 +74,15 @@ def watched(team: Team, hang_s: float = 0.0, stop: list[int] | None = None) -> I
         theirs.close()
 
 
-def _heed(team: Team, received: bytes) -> bool:
+def _heed(team: Coordinator, received: bytes) -> bool:
     """Note whether a signal to stop is among the bytes of the wakeup socket; returns whether it was SIGTERM."""
     team.signalled |= bool({signal.SIGTERM, signal.SIGINT} & set(received))
     return signal.SIGTERM in received
 
 
-def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]) -> None:
+def _watch(team: Coordinator, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]) -> None:
     # A connection of its own: the other one is taken while the main thread waits in it.
-    mine = Team(team.rank, team.size, team.local_size, team.store.clone())
+    mine = Coordinator(team.rank, team.size, team.local_size, team.store.clone())
     main, moved = threading.main_thread(), time.monotonic()
     number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
@@ -130,13 +130,13 @@ def _watch(team: Team, wakeup: socket.socket, over: threading.Event, hang_s: flo
         end_as_orphan()
 
 
-def beats(team: Team) -> dict[int, bytes]:
+def beats(team: Coordinator) -> dict[int, bytes]:
     """The last sign of life of each rank that has given one."""
     keys = {rank: f"beat/{rank}" for rank in range(team.size)}
     return {rank: team.store.get(key) for rank, key in keys.items() if team.store.check([key])}
 
 
-def say_and_end(team: Team, text: str) -> None:
+def say_and_end(team: Coordinator, text: str) -> None:
     """End this process, with the text on stderr unless another rank has said why all end."""
     mine = f"{text}\n{team.rank}"  # others may find the same
     if team.claim(mine) == mine:
@@ -152,13 +152,13 @@ def kill_sibling(process: int) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def place_of(team: Team) -> tuple[object, ...]:
+def place_of(team: Coordinator) -> tuple[object, ...]:
     """What differs whenever the main thread has made progress."""
     roll = team.at.roll if team.at is not None else None
     return team.step, team.asked, team.waiting, *((roll.number, roll.waiting) if roll is not None else ())
 
 
-def beat_of(team: Team, number: int, idle_s: float, main: int | None) -> Beat:
+def beat_of(team: Coordinator, number: int, idle_s: float, main: int | None) -> Beat:
     """This rank's sign of life."""
     roll = team.at.roll if team.at is not None else None
     last, call = (brief(roll.last), roll.waiting) if roll is not None else ("", None)

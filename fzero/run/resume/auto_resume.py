@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.tables import Table, flat, put
+from fzero.models.presets import family_of
 from fzero.run import run_folder
-from fzero.run.config import RunConfig, family_of, to_table, updated
+from fzero.run.config import RunConfig
+from fzero.run.config_table import to_table, updated
 
 BEGUN = "begun"  # a file in the folder of a run that has no config yet: what else is there is its own
 # What may be another value when a run is resumed.

@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from fzero import checkpoint
-from fzero.checkpoint.offload_snapshot import Shelf
+from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.core import pytree
 from fzero.core.storage import is_url
-from fzero.offload import Moved, Stored
+from fzero.offload import DiskTensor, DiskTraffic
 from fzero.offload.chunk_files import Damaged
 from fzero.offload.store import release
 from fzero.offload.store_manifest import read_description
-from fzero.run import run_folder
-from fzero.run.build import Program, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
+from fzero.run import run_folder, weights
+from fzero.run.build import Job, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
 from fzero.run.config import RunConfig
 from fzero.run.corpus import Say
 from fzero.run.memory_check import check_disk
-from fzero.run.ranks.coordinator import Team
+from fzero.run.ranks.coordinator import Coordinator
 from fzero.train.state import TrainState
 from fzero.train.state_on_disk import kept_leaves, on_disk, owner_table
 
 
-def expect_disk(program: Program, team: Team) -> None:
+def expect_disk(program: Job, team: Coordinator) -> None:
     """Raise ValueError where a new run has no room on its disk."""
     place = program.space.folder if program.space is not None else None
     if place is None or is_url(place) or not program.config.train.memory_check:
@@ -34,7 +34,7 @@ def expect_disk(program: Program, team: Team) -> None:
     team.share(lambda: check_disk(program, shutil.disk_usage(there).free + held))
 
 
-def expect_new(program: Program, folder: Path, team: Team) -> None:
+def expect_new(program: Job, folder: Path, team: Coordinator) -> None:
     """Raise ValueError where the place that a new run names for its checkpoints has some, OSError where its store cannot be reached."""
     if program.config.train.checkpoints and not all_on_disk(program):
         home = run_folder.checkpoints_of(folder, program.config)
@@ -42,7 +42,7 @@ def expect_new(program: Program, folder: Path, team: Team) -> None:
             raise ValueError(f"train.checkpoints is {home}, which has the step {found[-1]} of a run already; name another place")
 
 
-def newest_state(program: Program, folder: Path, team: Team, say: Say, init: Path | None) -> TrainState:
+def newest_state(program: Job, folder: Path, team: Coordinator, say: Say, init: Path | None) -> TrainState:
     """The state to go on with, of whatever mesh, stage, offload and policy: of the last complete step on the run's disk, else of the
     newest sound checkpoint, else the first.
 
@@ -68,11 +68,11 @@ def newest_state(program: Program, folder: Path, team: Team, say: Say, init: Pat
     else:
         saved = moved_out(program, folder, before, saved, team, say)
     if not saved:
-        return first_state(program, run_folder.load(init, wide=True).params if init else None)
+        return first_state(program, weights.load(init, wide=True).params if init else None)
     return restored(program, home, saved, team, say)
 
 
-def is_own_store(program: Program) -> bool:
+def is_own_store(program: Job) -> bool:
     """Whether the store in the run's folder was made by the same plan; also where there is none, or it says nothing sensible."""
     try:
         said = read_description(program.space.folder)
@@ -85,9 +85,9 @@ def is_own_store(program: Program) -> bool:
     return ours == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in said["leaves"].items()}
 
 
-def moved_out(program: Program, folder: Path, before: RunConfig, saved: list[int], team: Team, say: Say) -> list[int]:
+def moved_out(program: Job, folder: Path, before: RunConfig, saved: list[int], team: Coordinator, say: Say) -> list[int]:
     """The steps of the checkpoints, among them one of the store that the run had under another plan, whose folder is free then."""
-    shelf, home = run_folder.shelf_of(folder, before), run_folder.checkpoints_of(folder, program.config)
+    shelf, home = weights.snapshot_of(folder, before), run_folder.checkpoints_of(folder, program.config)
     failure, place = "", None
     if shelf is not None and not shelf.record.done and not is_part(program, shelf):
         try:
@@ -106,13 +106,13 @@ def moved_out(program: Program, folder: Path, before: RunConfig, saved: list[int
     return team.share(lambda: checkpoint.steps(home))
 
 
-def is_part(program: Program, shelf: Shelf) -> bool:
+def is_part(program: Job, shelf: StoreSnapshot) -> bool:
     """Whether a store is of a run whose state was in memory for the rest, so that it is of no use without a checkpoint."""
     names = [name for name in pytree.names(like_of(program)) if name.startswith("opt_state/")]
     return any(name not in shelf.leaves and name not in shelf.record.values for name in names)
 
 
-def restored(program: Program, home: checkpoint.Place, saved: list[int], team: Team, say: Say) -> TrainState:
+def restored(program: Job, home: checkpoint.Place, saved: list[int], team: Coordinator, say: Say) -> TrainState:
     """The state of the newest of the checkpoints of these steps that is sound; lines tell of those that are passed over."""
     if on_disk(program.plan):  # all ranks make a store together: what it is made of is looked at first
         path, damaged = team.share(lambda: newest_sound(home))
@@ -140,7 +140,7 @@ def newest_sound(home: checkpoint.Place) -> tuple[str, list[str]]:
     return str(path), [f"passed over {bad}: {why}" for bad, why in damaged]
 
 
-def told_of_offload(program: Program) -> list[str]:
+def told_of_offload(program: Job) -> list[str]:
     """What a run says of its disk before it begins."""
     if program.space is None:
         return []
@@ -153,7 +153,7 @@ def told_of_offload(program: Program) -> list[str]:
     return lines
 
 
-def disk_row(program: Program, before: Moved) -> dict[str, Any]:
+def disk_row(program: Job, before: DiskTraffic) -> dict[str, Any]:
     """What a step moved to and from the disk, and how long the computation waited for it."""
     if program.space is None:
         return {}
@@ -167,4 +167,4 @@ def disk_row(program: Program, before: Moved) -> dict[str, Any]:
 
 def in_memory(tree: Any) -> Any:
     """The tree with what rests on a disk in memory."""
-    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, Stored) else leaf, tree)
+    return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf, tree)

@@ -31,11 +31,11 @@ from fzero import checkpoint
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.storage import read_text, write_text
-from fzero.run import run_folder
-from fzero.run.build import Program, first_state, restore
+from fzero.run import run_folder, weights
+from fzero.run.build import Job, first_state, restore
 from fzero.run.config import Guard
 from fzero.run.corpus import Say
-from fzero.run.ranks.coordinator import Team
+from fzero.run.ranks.coordinator import Coordinator
 from fzero.train.state import TrainState
 
 SKIPS = "skips.json"
@@ -50,7 +50,7 @@ class Fault(NamedTuple):
     why: str
 
 
-class Record(NamedTuple):
+class RollbackLog(NamedTuple):
     """What skips.json says; see the head of this file."""
 
     skips: list[list[int]]
@@ -61,33 +61,33 @@ class Record(NamedTuple):
     rollbacks: list[dict[str, Any]]
 
 
-def read_record(folder: Path) -> Record:
+def read_log(folder: Path) -> RollbackLog:
     """The record of the run in `folder`; raises ValueError where it is there and damaged."""
     text = read_text(folder, SKIPS)
     if text is None:
-        return Record([], [], None, 0, 0, [])
+        return RollbackLog([], [], None, 0, 0, [])
     try:
-        return Record(**json.loads(text))
+        return RollbackLog(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / SKIPS}: is not the record of a run's rollbacks ({error}); put it back, or start a new run") from None
 
 
-def write_record(folder: Path, record: Record) -> None:
+def write_log(folder: Path, record: RollbackLog) -> None:
     """Replace the record, durably."""
     write_text(folder, SKIPS, json.dumps(record._asdict(), indent=1) + "\n")
 
 
 def skips_of(folder: Path) -> list[tuple[int, int]]:
     """(first sample, count) of each batch that the run in `folder` leaves out: what `corpus.sample_at` takes."""
-    return [(first, count) for first, count in read_record(folder).skips]
+    return [(first, count) for first, count in read_log(folder).skips]
 
 
-def settle(folder: Path) -> None:
+def finish_rollback(folder: Path) -> None:
     """End a rollback that was under way: remove the checkpoints, and the rows of metrics, behind the step that it goes back to.
 
     One process calls it, before it looks for the newest checkpoint. Nothing happens where none is under way.
     """
-    record = read_record(folder)
+    record = read_log(folder)
     if record.back_to is None:
         return
     home = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
@@ -95,7 +95,7 @@ def settle(folder: Path) -> None:
         if step > record.back_to:
             checkpoint.remove(home, step)
     run_folder.cut_metrics(folder, record.back_to)
-    write_record(folder, record._replace(back_to=None))
+    write_log(folder, record._replace(back_to=None))
 
 
 def judged(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
@@ -121,7 +121,7 @@ def judged(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | 
     return None
 
 
-def expect_agreement(program: Program, state: TrainState, part: Callable[[int], Any], step: int) -> None:
+def expect_agreement(program: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
     """Raise FloatingPointError, on all ranks, where they compute or hold different values of what should be one (see crosscheck)."""
     lines = program.check(state, part)
     if lines:
@@ -132,7 +132,7 @@ def expect_agreement(program: Program, state: TrainState, part: Callable[[int], 
         )
 
 
-def go_back(program: Program, folder: Path, fault: Fault, team: Team, say: Say) -> TrainState:
+def go_back(program: Job, folder: Path, fault: Fault, team: Coordinator, say: Say) -> TrainState:
     """The state to go on with after a fault: of the newest checkpoint that is sound and far enough back, else of the start of the run.
 
     A checkpoint with a damaged leaf, or with a value that is not finite, is passed over. The record then says whether the batch is tried
@@ -155,7 +155,7 @@ def go_back(program: Program, folder: Path, fault: Fault, team: Team, say: Say) 
         say(f"passed over {path}: {failures[0]}")
         state = None
     if state is None:
-        state = first_state(program, run_folder.load(Path(init), wide=True).params if init else None)
+        state = first_state(program, weights.load(Path(init), wide=True).params if init else None)
     say(team.share(lambda: rolled_back(program, folder, home, fault, int(state.step))))
     return state
 
@@ -166,7 +166,7 @@ def candidates(g: Guard, folder: Path, home: checkpoint.Place, fault: Fault) -> 
     Those at least guard.rollback_steps before the fault, newest first; then, oldest first, those behind them.
     Raises FloatingPointError where the run has gone back too often.
     """
-    record, steps = noticed(read_record(folder), home), checkpoint.steps(home)
+    record, steps = noticed(read_log(folder), home), checkpoint.steps(home)
     if record.in_a_row >= g.max_rollbacks:
         raise FloatingPointError(
             f"step {fault.step + 1}: {fault.why}, and the run has gone back {record.in_a_row} times without coming to a checkpoint at or "
@@ -177,7 +177,7 @@ def candidates(g: Guard, folder: Path, home: checkpoint.Place, fault: Fault) -> 
     return order, run_folder.read_environment(folder).get("init", "")
 
 
-def noticed(record: Record, home: checkpoint.Place) -> Record:
+def noticed(record: RollbackLog, home: checkpoint.Place) -> RollbackLog:
     """The record, with the progress that the checkpoints in `home` show."""
     progress = any(step >= record.behind for step in checkpoint.steps(home))
     return record._replace(behind=0, in_a_row=0) if progress else record
@@ -196,9 +196,9 @@ def finite(tree: Tree) -> bool:
     return all(bool(torch.isfinite(x.float() if x.element_size() == 1 else x).all()) for x in floats)
 
 
-def rolled_back(program: Program, folder: Path, home: checkpoint.Place, fault: Fault, to: int) -> str:
+def rolled_back(program: Job, folder: Path, home: checkpoint.Place, fault: Fault, to: int) -> str:
     """Record the rollback to step `to` and remove what is behind it; returns the line that says what is done about the batch."""
-    record, batch = noticed(read_record(folder), home), program.config.train.batch
+    record, batch = noticed(read_log(folder), home), program.config.train.batch
     again = fault.sample in record.tried
     if again:
         skips, tried = [*record.skips, [fault.sample, batch]], [first for first in record.tried if first != fault.sample]
@@ -206,8 +206,8 @@ def rolled_back(program: Program, folder: Path, home: checkpoint.Place, fault: F
         skips, tried = record.skips, [*record.tried, fault.sample]
     said = {"step": fault.step + 1, "to": to, "sample": fault.sample, "why": fault.why, "left_out": again}
     behind = max(record.behind, fault.step + 1)
-    write_record(folder, Record(skips, tried, to, behind, record.in_a_row + 1, [*record.rollbacks, said]))
-    settle(folder)
+    write_log(folder, RollbackLog(skips, tried, to, behind, record.in_a_row + 1, [*record.rollbacks, said]))
+    finish_rollback(folder)
     if again:
         end = f"again with the same batch, so the data is to blame; back to step {to}, and samples {fault.sample} to "
         return f"step {fault.step + 1}: {fault.why} {end}{fault.sample + batch - 1} are left out"
@@ -215,8 +215,8 @@ def rolled_back(program: Program, folder: Path, home: checkpoint.Place, fault: F
     return f"step {fault.step + 1}: {fault.why}; back to step {to}, to try the batch of sample {fault.sample} again: {why}"
 
 
-def passed(folder: Path, step: int, sample: int, tried: list[int], team: Team, say: Say) -> None:
+def passed(folder: Path, step: int, sample: int, tried: list[int], team: Coordinator, say: Say) -> None:
     """Record and say that a batch went well when it was tried again; it is removed from `tried`."""
     tried.remove(sample)
-    team.share(lambda: write_record(folder, read_record(folder)._replace(tried=tried)))
+    team.share(lambda: write_log(folder, read_log(folder)._replace(tried=tried)))
     say(f"step {step}: went well when it was tried again: the batch is sound, and a fault of the hardware likely; look at the hosts")

@@ -8,10 +8,10 @@ from typing import Any
 
 from fzero import checkpoint
 from fzero.core.pytree import leaves
-from fzero.offload import Stored
+from fzero.offload import DiskTensor
 from fzero.run import run_folder
-from fzero.run.build import Program, all_on_disk, specs_of
-from fzero.run.config import to_table
+from fzero.run.build import Job, all_on_disk, specs_of
+from fzero.run.config_table import to_table
 from fzero.run.corpus import Say
 from fzero.train.state import TrainState
 from fzero.train.update.delayed import settled
@@ -24,7 +24,7 @@ class Saving:
     room: bytes of memory that a snapshot may take.
     """
 
-    def __init__(self, program: Program, folder: Path, step: int, room: int, say: Say) -> None:
+    def __init__(self, program: Job, folder: Path, step: int, room: int, say: Say) -> None:
         t = program.config.train
         self.program, self.say, self.saved = program, say, step
         self.specs, self.config = specs_of(program), to_table(program.config)
@@ -43,7 +43,7 @@ class Saving:
     def reserve(self, state: TrainState) -> None:
         """Make the memory of the snapshots ready before the first step."""
         if self.writer is not None and self.every:
-            held = [leaf for leaf in leaves(state) if not isinstance(leaf, Stored)]
+            held = [leaf for leaf in leaves(state) if not isinstance(leaf, DiskTensor)]
             self.writer.reserve(sum(int(1.02 * leaf.nbytes) + 8192 for leaf in held))
 
     def save(self, state: TrainState, step: int) -> None:

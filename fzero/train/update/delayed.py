@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.core import pytree
-from fzero.core.device import plan_of
+from fzero.core.device import fake_device_of
 from fzero.core.pytree import Tree
 from fzero.sharding import Plan
 from fzero.train.update.in_memory import Gradients
@@ -50,11 +50,11 @@ class Delayed:
             self.update = Update(how, Gradients(pending["sums"], pending["factor"], pending["norm"]), state, ema_decay, defer=True)
             how.space.disk.shared = True
             if (
-                plan_of(state.step) is not None
+                fake_device_of(state.step) is not None
             ):  # fake tensors serve one thread; who watches this one sees nothing of the update, as in a run
                 with _disable_current_modes():
                     self._run()
-            self.thread = threading.Thread(target=self._run if plan_of(state.step) is None else _nothing, name="fzero-update")
+            self.thread = threading.Thread(target=self._run if fake_device_of(state.step) is None else _nothing, name="fzero-update")
             self.thread.start()
 
     def _run(self) -> None:

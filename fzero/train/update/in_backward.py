@@ -14,10 +14,10 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import Unit
-from fzero.optim.sharded import Layout, Squared, widened
+from fzero.optim.norm import Squared, widened
+from fzero.optim.sharded import Layout
 from fzero.sharding import Plan
-from fzero.sharding.plan import shard_dim
-from fzero.sharding.slices import walk
+from fzero.sharding.slices import shard_dim, walk
 from fzero.train.update.in_memory import Gradients
 from fzero.train.update.offloaded import StreamedUpdate, Update
 

@@ -17,9 +17,10 @@ from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_cpu import MANY
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates, ema_update
-from fzero.optim.base import Pass, name_tree, overwrite, parted
+from fzero.optim.base import Pass, name_tree, overwrite
+from fzero.optim.combine import split_chain
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.plan import shard_dim
+from fzero.sharding.slices import shard_dim
 
 
 class Gradients(NamedTuple):
@@ -109,7 +110,7 @@ def update_donated(
     An optimizer that can (AdamW, Lion) updates, clips and writes the parameters in one pass; on a GPU without waiting.
     skipped: None where nothing is ever skipped, and no value is waited for.
     """
-    parts = parted(tx)
+    parts = split_chain(tx)
     waits_not = parts.body.in_pass is not None and not ema_decay and on_device(grads.sums)
     if skipped is not None and not waits_not:
         if bool(skipped):

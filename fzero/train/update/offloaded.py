@@ -18,14 +18,13 @@ from fzero.core import pytree
 from fzero.core.device import kind_of
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
-from fzero.offload import Buffer, Space, Stored
-from fzero.offload.update_units import OFF, Fetched, Slice, Unit, ahead, cut, fetch, owners
+from fzero.offload import Buffer, DiskTensor, Nvme
+from fzero.offload.update_units import OFF, BlockRead, RowBlock, Unit, ahead, cut, owners, read_block
 from fzero.optim import GradientTransformation, apply_in_place, ema_update
-from fzero.optim.base import Pass, Piece, distinct, parted
+from fzero.optim.base import Pass, Piece, distinct
+from fzero.optim.combine import split_chain
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.draw import window
-from fzero.sharding.plan import shard_dim
-from fzero.sharding.slices import MOST
+from fzero.sharding.slices import MOST, shard_dim, window
 from fzero.train.update.in_memory import Gradients, on_host, split_names
 
 AHEAD = 2  # units read before their turn
@@ -40,8 +39,8 @@ def is_offloaded(plan: Plan) -> bool:
 class StreamedUpdate:
     """The update of a plan whose state is not all on the device; `run(grads, state, skipped, ema_decay)` gives the state after it."""
 
-    def __init__(self, tx: GradientTransformation, policy: Policy, plan: Plan, mesh: Mesh, space: Space | None) -> None:
-        self.parts, self.policy, self.plan, self.mesh, self.space = parted(tx), policy, plan, mesh, space or Space()
+    def __init__(self, tx: GradientTransformation, policy: Policy, plan: Plan, mesh: Mesh, space: Nvme | None) -> None:
+        self.parts, self.policy, self.plan, self.mesh, self.space = split_chain(tx), policy, plan, mesh, space or Nvme()
         if self.parts.body.unit == "tree" or self.parts.body.needs == "tree":
             raise ValueError(
                 "offload: the optimizer looks at the whole tree (as scale_by_rules does, and clip_by_global_norm where it is not the first "
@@ -109,23 +108,25 @@ class Update:
         for unit, fetched in ahead(units, self.begin, AHEAD):
             self.update(unit, fetched)
 
-    def begin(self, unit: Unit) -> dict[str, dict[str, Fetched]]:
+    def begin(self, unit: Unit) -> dict[str, dict[str, BlockRead]]:
         """Start to fetch all that a unit needs: {parameter: {column: what is on its way}}."""
-        out: dict[str, dict[str, Fetched]] = {}
+        out: dict[str, dict[str, BlockRead]] = {}
         for part in unit:
             name, master = part.name, bool(self.master)
             target = self.master[name] if master else self.params[name]
             found = {
-                "grad": fetch(self.layer[name][None], part._replace(layer=0)) if name in self.layer else fetch(self.grads[name], part),
-                "target": fetch(target, part, whole=not master and name in self.how.split),
+                "grad": read_block(self.layer[name][None], part._replace(layer=0))
+                if name in self.layer
+                else read_block(self.grads[name], part),
+                "target": read_block(target, part, whole=not master and name in self.how.split),
             }
             if self.ema:
-                found["ema"] = fetch(self.ema[name], part)
-            found |= {column: fetch(leaf, part) for column, leaf in self.columns.items() if self.owner[column] == name}
+                found["ema"] = read_block(self.ema[name], part)
+            found |= {column: read_block(leaf, part) for column, leaf in self.columns.items() if self.owner[column] == name}
             out[name] = found
         return out
 
-    def update(self, unit: Unit, fetched: dict[str, dict[str, Fetched]]) -> None:
+    def update(self, unit: Unit, fetched: dict[str, dict[str, BlockRead]]) -> None:
         """Update a unit, and start to write it."""
         parts, at = {part.name: part for part in unit}, {}
         homes = {name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()}
@@ -173,10 +174,10 @@ class Update:
                 copies[name].copy_(target)
         return new
 
-    def room(self, part: Slice) -> tuple[Buffer | None, Tensor]:
+    def room(self, part: RowBlock) -> tuple[Buffer | None, Tensor]:
         """Where updated parameters go that are a copy of their master weights: (a buffer, where they rest on a disk; the rows)."""
         rest = self.params[part.name]
-        if not isinstance(rest, Stored):
+        if not isinstance(rest, DiskTensor):
             if self.deferred is None:
                 return None, part.of(rest)
             self.deferred.append((part.of(rest), torch.empty_like(part.of(rest))))
@@ -206,7 +207,7 @@ class Update:
         part = target.narrow(dim, axis.rank * size, size)
         return part if part.is_contiguous() else part.contiguous()
 
-    def put(self, part: Slice, fetched: dict[str, Fetched], target: Tensor, emitted: Buffer | None) -> None:
+    def put(self, part: RowBlock, fetched: dict[str, BlockRead], target: Tensor, emitted: Buffer | None) -> None:
         """Write what was updated to where it rests; what is in memory was updated there."""
         name, rest = part.name, self.params[part.name]
         for column, one in fetched.items():
@@ -227,7 +228,7 @@ class Update:
         for rest, value in self.deferred or ():
             rest.copy_(value)
 
-    def write(self, leaf: Stored, part: Slice, buffer: Buffer) -> None:
+    def write(self, leaf: DiskTensor, part: RowBlock, buffer: Buffer) -> None:
         self.store.write(leaf.name, part.layer or 0, part.rows, buffer)
 
     def finish(self) -> Tree:

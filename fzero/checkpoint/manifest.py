@@ -1,0 +1,116 @@
+"""The manifest of a checkpoint: its rename is the commit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import fzero
+from fzero.checkpoint.layout import Layout
+from fzero.core.storage import is_url, read_text, write_text
+from fzero.offload.chunk_files import Damaged
+
+FORMAT, VERSION = "fzero-checkpoint", 2
+
+
+MANIFEST, ARRAYS = "manifest.json", "arrays"
+
+
+Place = str | Path  # a local folder, or the URL of one that tensorstore knows
+
+
+class Leaf(NamedTuple):
+    """A leaf of a checkpoint, as its manifest has it."""
+
+    layout: Layout
+    spec: str  # how the run that saved it had it sharded
+    digest: str  # of its elements, whatever the mesh: see fzero/core/digest.py
+    sums: list[int]  # of each part: the crc32c of its header, or of its chunk
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole leaf."""
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.layout.dtype
+
+    def table(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        where = self.layout
+        return {
+            "shape": list(where.shape),
+            "dtype": str(where.dtype).removeprefix("torch."),
+            "spec": self.spec,
+            "grid": list(where.grid),
+            "chunk": list(where.chunk),
+            "compress": where.compress,
+            "digest": self.digest,
+            "sums": self.sums,
+        }
+
+
+def leaf_of(table: dict[str, Any]) -> Leaf:
+    """The Leaf of a manifest's table."""
+    dtype = getattr(torch, table["dtype"])
+    where = Layout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
+    return Leaf(where, table["spec"], table["digest"], table["sums"])
+
+
+def write(path: Place, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
+    """Put the manifest of the checkpoint at `path` in place, durably: from then on it is complete."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "config": config,
+        "versions": {"fzero": fzero.__version__, "torch": torch.__version__},
+        "mesh": mesh,
+        "arrays": arrays,
+        "leaves": {name: leaf.table() for name, leaf in leaves.items()},
+    }
+    write_text(path, MANIFEST, as_text({**body, "sha256": _digest(body)}))
+
+
+def as_text(body: dict[str, Any]) -> str:
+    """The text of a manifest."""
+    return json.dumps(body, indent=1)
+
+
+def manifest(path: Place) -> dict[str, Any]:
+    """The checked manifest of the checkpoint at `path`: step, config, versions, mesh, and leaves by name.
+
+    Raises ValueError naming the file when it is missing, damaged, or of another format or version.
+    """
+    file = join(path, MANIFEST)
+    try:
+        text = read_text(path, MANIFEST)
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{file}: damaged: not a text ({error})") from None
+    if text is None:
+        raise ValueError(f"{file}: no such file; {path} is not a complete checkpoint")
+    try:
+        body = json.loads(text)
+        digest = body.pop("sha256", None)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise Damaged(f"{file}: damaged: not a JSON object ({error})") from None
+    if body.get("format") != FORMAT or digest != _digest(body):
+        raise Damaged(f"{file}: damaged, or not a manifest of fzero: its checksum does not agree with its content")
+    if body["version"] != VERSION:
+        raise ValueError(f"{file}: version {body['version']}; this fzero ({fzero.__version__}) reads version {VERSION}")
+    return body
+
+
+def _digest(body: dict) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def join(place: Place, *names: str) -> Place:
+    """A place below another one."""
+    return "/".join((str(place).rstrip("/"), *names)) if is_url(place) else Path(place, *names)

@@ -1,0 +1,154 @@
+"""Norms of gradients and parameters, summed in a fixed order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import Axis
+from fzero.core import pytree
+from fzero.core.autodiff import needs_grad, transforms
+from fzero.core.device import kind_of
+from fzero.core.pytree import Tree
+from fzero.kernels.optim_multi_tensor import grad_norm
+from fzero.sharding.slices import shard_dim, walk
+
+# Elements of a piece of a leaf whose squares are summed in float64: the temporaries' size. A row's sum depends on
+# _COLUMNS, and on nothing else.
+_PIECE = {"cpu": 1 << 18}
+
+
+_PIECE_ELSEWHERE = 1 << 23
+
+
+_COLUMNS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Squared:
+    """In place of a leaf in a tree of which the norm is asked: what `Layout.square` made of its pieces, in their order."""
+
+    squares: list[tuple[int, Tensor]]  # (layer, square)
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def dim(self) -> int:
+        """The number of the leaf's dims."""
+        return len(self.shape)
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """The 2-norm of all elements of the tree, 0-dim, in the widest of the dtypes, at least float32 (so also its sum).
+
+    An empty tree has norm 0. Differentiable; the gradient of a zero tree is zero.
+    """
+    dtype, leaves = _wide(tree), pytree.leaves(tree)
+    if _by_kernel(leaves, dtype):
+        return grad_norm(leaves, impl="triton")[0]
+    norms = [torch.linalg.vector_norm(leaf, dtype=dtype) for leaf in leaves]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
+
+
+def _piece_square(piece: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(piece, dtype=torch.promote_types(piece.dtype, torch.float32)).square()
+
+
+def summed_by_kernel(tree: Tree) -> bool:
+    """Whether `norm` of the tree is one kernel's work, which tells nothing of its leaves."""
+    leaves = pytree.leaves(tree)
+    return all(isinstance(leaf, Tensor) for leaf in leaves) and _by_kernel(leaves, _wide(tree))
+
+
+def _by_kernel(leaves: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether the kernel sums the squares of all leaves: on a GPU, in float32, where nothing is differentiated."""
+    plain = bool(leaves) and dtype == torch.float32 and not transforms() and not needs_grad(*leaves)
+    return plain and all(kind_of(x) == "cuda" and x.is_contiguous() for x in leaves)
+
+
+def _wide(tree: Tree) -> torch.dtype:
+    dtype = torch.float32
+    for leaf in pytree.leaves(tree):
+        dtype = torch.promote_types(dtype, leaf.dtype)
+    return dtype
+
+
+def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """{a leaf's name: the sum of squares [1] of this rank's part of it and of all leaves on the same set of axes}.
+
+    By the pieces of each leaf, so that its bits are the same where the leaf is not in memory as a whole.
+    """
+    members: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(named, key=lambda name: (used[name], name)):  # the same order on all ranks
+        members.setdefault(used[name], []).append(name)
+
+    def total(names: list[str]) -> Tensor:
+        if all(isinstance(named[name], Tensor) for name in names) and _by_kernel([named[name] for name in names], dtype):
+            return grad_norm([named[name] for name in names], impl="triton")[0].square()
+        found = [square for name in names for _, square in _squared(named[name], shard_dim(name) == 1, _piece_square)]
+        return torch.stack([square.to(found[0].device, dtype) for square in found]).sum()
+
+    return {names[0]: total(names)[None] for names in members.values()}
+
+
+def _squares_of(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> Squared:
+    return x if isinstance(x, Squared) else Squared(_squared(x, stacked, f), x.shape, x.dtype)
+
+
+def _squared(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> list[tuple[int, Tensor]]:
+    return x.squares if isinstance(x, Squared) else [(layer, f(piece)) for layer, piece in widened(walk(x, stacked))]
+
+
+def widened(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """The pieces (layer, tensor) in float32 or wider, those that are not in one buffer, so that a piece lasts until the next."""
+    room = torch.empty(0)
+    for layer, piece in pieces:
+        wide = torch.promote_types(piece.dtype, torch.float32)
+        if piece.dtype == wide or transforms() or needs_grad(piece):
+            yield layer, piece.to(wide)
+            continue
+        if room.numel() < piece.numel() or room.device != piece.device:
+            room = torch.empty(piece.numel(), dtype=wide, device=piece.device)
+        yield layer, room[: piece.numel()].view(piece.shape).copy_(piece)
+
+
+def _row_squares(piece: Tensor) -> Tensor:
+    """The sums of squares, float64, of the rows of a piece."""
+    rows = piece.reshape(1, 1) if not piece.dim() else piece[:, None] if piece.dim() == 1 else piece.flatten(1)
+    most = max(1, _PIECE.get(kind_of(piece), _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
+    sums = [
+        _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1)) for some in rows.split(most)
+    ]
+    return torch.cat(sums)
+
+
+def _row_sums(named: dict[str, Any], axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> dict[str, Tensor]:
+    """{name of each leaf: this rank's part of the sums of squares of its rows}, by name."""
+    return {name: _own_rows(named[name], shard_dim(name), axes[name]) for name in sorted(named)}
+
+
+def _fold(x: Tensor) -> Tensor:
+    """The sum over the last dim by halves: its order is that of the size alone, on any device, with any number of threads."""
+    while x.shape[-1] > 1:
+        half = (x.shape[-1] + 1) // 2
+        low, high, odd = x[..., : x.shape[-1] - half], x[..., half:], x[..., x.shape[-1] - half : half]
+        x = torch.cat([low + high, odd], -1) if odd.shape[-1] else low + high
+    return x.sum(-1)  # of one element, or of none
+
+
+def _own_rows(x: Any, dim: int, axes: tuple[tuple[Axis, ...], ...]) -> Tensor:
+    """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other ranks."""
+    over = axes[dim] if x.dim() > dim else ()  # without such a dim there is one row
+    layers: dict[int, list[Tensor]] = {}
+    for layer, rows in _squared(x, dim == 1, _row_squares):
+        layers.setdefault(layer, []).append(rows)
+    mine = _fold(torch.stack([torch.cat(sums) for sums in layers.values()], -1))
+    start = 0
+    for axis in over:
+        start = start * axis.size + axis.rank
+    size, ranks = mine.shape[0], math.prod(axis.size for axis in over)
+    return torch.nn.functional.pad(mine, (start * size, (ranks - 1 - start) * size))

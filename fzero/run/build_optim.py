@@ -1,0 +1,82 @@
+"""The dtypes, the schedule and the optimizer of a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero import optim
+from fzero.core.precision import POLICIES, Policy, fp16
+from fzero.kernels.registry import AUTO, Kernels
+from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
+from fzero.run.config import Optim, RunConfig
+
+BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
+
+
+def make_policy(config: RunConfig) -> Policy:
+    """The policy of dtypes of a config."""
+    name = config.precision.policy
+    return fp16(config.precision.loss_scale) if name == "fp16" else POLICIES[name]()
+
+
+def make_schedule(config: Optim, peak: float, steps: int) -> Schedule:
+    """The learning rate of a run of `steps` steps with this peak."""
+    s = config.schedule
+    after, end = steps - s.warmup_steps, peak * s.end
+    if s.name == "one_cycle":
+        return optim.one_cycle(peak, steps, s.rise)
+    if s.name == "wsd":
+        return optim.wsd(peak, steps, s.warmup_steps, s.decay_steps, end=end, decay=s.decay)
+    body = {
+        "constant": lambda: optim.constant(peak),
+        "linear": lambda: optim.linear(peak, end, after),
+        "cosine": lambda: optim.cosine(peak, after, end),
+        "polynomial": lambda: optim.polynomial(peak, end, after, s.power),
+        "exponential": lambda: optim.exponential(peak, s.end, after),
+        "inverse_sqrt": lambda: optim.inverse_sqrt(peak, max(1, s.warmup_steps)),
+    }[s.name]()
+    return optim.warmup(body, s.warmup_steps)
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "bf16": {"state_dtype": torch.bfloat16, "rounding": "stochastic"},
+    "8bit": {"state_bits": 8},
+}
+
+
+def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE, *, kernels: Kernels = AUTO, seed: int = 0) -> GradientTransformation:
+    """The optimizer of a config: clipping, then the named one with its schedule.
+
+    layout: how the leaves are sharded. kernels: the form of its operations. seed: of the rounding of its states.
+    """
+    lr, decay = make_schedule(config, config.lr, steps), {"weight_decay": config.weight_decay, "mask": decay_matrices}
+    betas, adam_impl = (config.beta1, config.beta2), {"impl": kernels["adamw"]}
+    states = {**STATES[config.states], "layout": layout, "seed": seed}
+
+    def block_matrices() -> GradientTransformation:
+        # In blocks every weight matrix decays, so muon itself needs no mask.
+        muon = optim.muon(
+            lr,
+            config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            adjust=config.adjust,
+            layout=layout,
+            impl=kernels["newton_schulz"],
+        )
+        rest = optim.adamw(make_schedule(config, config.lr_rest, steps), *betas, config.eps, **decay, **adam_impl)
+        return optim.by_label({"muon": muon, "adamw": rest}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
+
+    tx = {
+        "adamw": lambda: optim.adamw(lr, *betas, config.eps, **decay, **states, **adam_impl),
+        "adam": lambda: optim.adam(lr, *betas, config.eps, **decay, **states, **adam_impl),
+        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay, layout=layout),
+        "lion": lambda: optim.lion(lr, *betas, **decay, **states, impl=kernels["lion"]),
+        "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
+        "adafactor": lambda: optim.adafactor(lr, **decay, layout=layout),
+        "muon": block_matrices,
+    }[config.name]()
+    return optim.chain(optim.clip_by_global_norm(config.clip, layout=layout), tx) if config.clip else tx

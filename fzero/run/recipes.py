@@ -1,0 +1,71 @@
+"""Presets: the optimizer's numbers and the length of a run that suit a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fzero import models
+from fzero.models import ModelConfig
+from fzero.run.config import (
+    Data,
+    Optim,
+    RunConfig,
+    Schedule,
+    Train,
+)
+from fzero.run.config_checks import (
+    check_leaf,
+)
+
+
+def optimizer_defaults(name: str) -> Optim:
+    """The optimizer of that name with numbers that serve small models; raises ValueError for an unknown name."""
+    check_leaf("optim.name", name)
+    numbers: dict[str, dict[str, Any]] = {
+        "adamw": {},
+        "adam": {"weight_decay": 0.0},
+        "lamb": {"lr": 1e-2, "eps": 1e-6},
+        "lion": {"lr": 3e-4, "weight_decay": 1.0, "beta2": 0.99},
+        "sgd": {"lr": 0.3, "weight_decay": 0.0, "momentum": 0.9},
+        "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
+        "muon": {"lr": 0.02, "lr_rest": 3e-3, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True},
+    }
+    return Optim(name=name, **numbers[name])
+
+
+#                           steps, batch, micro-batch, seq_len
+SMALL_RUNS: dict[str, tuple[int, int, int, int]] = {
+    "mlp-tiny": (200, 16, 4, 64),
+    "gpt2-tiny": (400, 16, 4, 256),
+    "llama-tiny": (400, 16, 4, 256),
+    "mixtral-tiny": (400, 16, 4, 256),
+    "llama-small": (2000, 32, 4, 512),
+}
+
+
+LARGE_RUN = (50_000, 256, 1, 4096)
+
+
+def recipe(name: str, model: ModelConfig | None = None, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
+    """The whole run of a model preset (or of `model`, under the name ""), for `steps` steps; warmup follows from them.
+
+    Small models are trained with Muon, to a rate of 0; large ones by the usual recipe, AdamW to a tenth of its rate.
+    Raises ValueError naming the nearest preset.
+    """
+    model = models.preset(name) if model is None else model
+    usual, batch, micro_batch, seq_len = SMALL_RUNS.get(name, LARGE_RUN)
+    steps = usual if steps is None else steps
+    small = name in SMALL_RUNS
+    check_leaf("train.steps", steps)
+    optim = optimizer_defaults(optimizer or ("muon" if small else "adamw"))
+    if not small:
+        optim = replace(optim, lr=optim.lr / 10, lr_rest=optim.lr_rest / 10)
+    optim = replace(optim, schedule=Schedule(warmup_steps=min(steps // 20, 2000), end=0.0 if small else 0.1))
+    return RunConfig(
+        preset=name,
+        model=model,
+        data=Data(seq_len=min(seq_len, model.max_len)),
+        optim=optim,
+        train=Train(steps=steps, batch=batch, micro_batch=micro_batch),
+    )

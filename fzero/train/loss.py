@@ -1,0 +1,88 @@
+"""The loss of a micro-batch, of a Model or of a plain function, and the sum of losses over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import all_gather
+from fzero.core import prng, pytree
+from fzero.core.precision import Policy
+from fzero.core.pytree import Tree
+from fzero.models import base
+from fzero.sharding import Mesh, Plan
+from fzero.sharding.unshard import unshard_tree
+from fzero.train.execution import Execution
+from fzero.train.state import TrainState
+
+LossFn = Callable[[Tree, Any], Any]
+
+
+def make_loss(loss_fn: base.Model | LossFn, plan: Plan | None, mesh: Mesh, how: Execution) -> Callable[..., base.Loss]:
+    """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
+
+    A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the loss of a step is
+    the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
+    """
+    if isinstance(loss_fn, base.Model):
+        ctx = context_of(plan, mesh, how)._replace(remat=how.remat)
+        return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
+
+    def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
+        whole = params if plan is None or mesh.size == 1 else unshard_tree(params, plan, mesh)
+        return call_plain(loss_fn, whole, batch, how.policy)
+
+    return plain
+
+
+def context_of(plan: Plan | None, mesh: Mesh, how: Execution) -> base.Ctx:
+    """What a Model computes with under a plan (None: whole parameters)."""
+    return base.Ctx(
+        mesh=mesh,
+        dtype=how.policy.compute,
+        matmul=how.policy.matmul,
+        compiled=how.compiled,
+        kernels=how.kernels,
+        sequence=plan is not None and plan.sequence,
+        tiles=how.mlp_tiles,
+    )
+
+
+def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> base.Loss:
+    """The Loss of a plain function of whole parameters."""
+    out = loss_fn(pytree.map(lambda leaf: leaf.to(policy.compute), params), batch)
+    out = out if isinstance(out, tuple) else (out, torch.ones_like(out.detach()))
+    total, num_tokens, *extra = out
+    return base.Loss(total, torch.as_tensor(num_tokens), *extra)
+
+
+def dropout_key(loss_fn: base.Model | LossFn, state: TrainState) -> Tensor | tuple:
+    """The key of a step's dropout, () for none."""
+    dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
+    return prng.fold_in(prng.fold_in(state.key, "dropout"), state.step) if dropout else ()
+
+
+def sum_losses(losses: Sequence[base.Loss], mesh: Mesh) -> base.Loss:
+    """The sums of micro-batch losses over those of all data ranks, the same bits on every mesh.
+
+    They are added in the order of their global numbers (see Reducer), by a balanced binary tree, in float64.
+    Communicates: an all_gather of a few float64 over each of dp and rp.
+    """
+    treedef, dtypes = pytree.flatten(losses[0])[1], [leaf.dtype for leaf in pytree.leaves(losses[0])]
+    table = torch.stack([torch.stack([leaf.to(torch.float64) for leaf in pytree.leaves(loss)]) for loss in losses])[None]
+    with mesh.ledger.phase("metrics"):
+        for name in ("dp", "rp"):
+            table = all_gather(table, mesh[name], 0, leaf="loss")
+    sums = _tree_sum(table.transpose(0, 1).flatten(0, 1))
+    return pytree.unflatten([x.to(dtype) for x, dtype in zip(sums, dtypes)], treedef)
+
+
+def _tree_sum(rows: Tensor) -> Tensor:
+    """The sum over the first dim by a balanced binary tree, neighbours first; differentiable."""
+    while rows.shape[0] > 1:
+        even = rows.shape[0] // 2 * 2
+        rows = torch.cat([rows[0:even:2] + rows[1:even:2], rows[even:]])
+    return rows[0]
