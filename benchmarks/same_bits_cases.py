@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 STEPS = 20
@@ -24,6 +25,7 @@ class Case:
     accumulate: str = "shards"
     sequence: bool = False
     reshard: bool = True
+    layers: int = 3
     micro_batches: int = 1
     remat: str = "none"
     compiled: bool = False
@@ -33,7 +35,6 @@ class Case:
     update: str = "end"
     average: float = 0.0
     spike: bool = False
-    skip_nonfinite: bool = True
 
 
 CASES: dict[str, Case] = {
@@ -50,7 +51,7 @@ CASES: dict[str, Case] = {
     "plain function": Case("plain", micro_batches=2, average=0.9),
     "remat full": Case("gpt2", remat="full", policy="bf16"),
     "remat selective": Case(remat="selective:0.5"),
-    "compiled": Case(compiled=True),
+    "compiled": Case("mlp", compiled=True, remat="selective:0.5"),
     "compiled bf16 remat": Case("mlp", compiled=True, policy="bf16", remat="full", micro_batches=2),
     "spike": Case(spike=True, optimizer="sgd"),
     "average": Case(average=0.9, policy="bf16"),
@@ -63,9 +64,6 @@ CASES: dict[str, Case] = {
     "accumulate": Case("mlp", optimizer="accumulate"),
     "host": Case(policy="bf16", offload="params=host,opt=host,grads=host"),
     "host acts": Case("gpt2", offload="opt=host:0.5,acts=host", remat="full"),
-    "host backward": Case(
-        policy="bf16", offload="opt=host", update="backward", optimizer="adamw unclipped", skip_nonfinite=False
-    ),
     "nvme": Case(policy="bf16", offload=STATES, micro_batches=2),
     "nvme all": Case("gpt2", policy="bf16", offload=f"{STATES},grads=nvme,acts=nvme", remat="full", micro_batches=2),
     "nvme backward": Case(offload=STATES, update="backward", optimizer="adamw unclipped"),
@@ -90,13 +88,13 @@ CASES: dict[str, Case] = {
     "tp2": Case("gpt2", mesh=TP2, policy="bf16"),
     "tp2 sequence": Case(mesh=TP2, sequence=True, micro_batches=2, remat="full"),
     # Four
-    "dp2 tp2 stage 3": Case(mesh=DP2TP2, stage=3, policy="bf16", average=0.9),
-    "dp2 tp2 stage 2 sequence": Case("gpt2", mesh=DP2TP2, stage=2, sequence=True, micro_batches=2),
-    "dp2 tp2 stage 1 mixtral": Case("mixtral", mesh=DP2TP2, stage=1, micro_batches=2),
-    "dp2 tp2 stage 3 muon": Case(mesh=DP2TP2, stage=3, optimizer="muon"),
-    "dp2 tp2 stage 3 canonical": Case(mesh=DP2TP2, stage=3, reduce="canonical", micro_batches=2),
-    "rp2 dp2 stage 3": Case(mesh=RP2DP2, stage=3, policy="bf16", micro_batches=2),
-    "rp2 dp2 stage 1 canonical": Case("gpt2", mesh=RP2DP2, stage=1, reduce="canonical", policy="fp16"),
+    "dp2 tp2 stage 3": Case(mesh=DP2TP2, layers=2, stage=3, policy="bf16", average=0.9),
+    "dp2 tp2 stage 2 sequence": Case("gpt2", mesh=DP2TP2, layers=2, stage=2, sequence=True, micro_batches=2),
+    "dp2 tp2 stage 1 mixtral": Case("mixtral", mesh=DP2TP2, layers=2, stage=1, micro_batches=2),
+    "dp2 tp2 stage 3 muon": Case(mesh=DP2TP2, layers=2, stage=3, optimizer="muon"),
+    "dp2 tp2 stage 3 canonical": Case(mesh=DP2TP2, layers=2, stage=3, reduce="canonical", micro_batches=2),
+    "rp2 dp2 stage 3": Case(mesh=RP2DP2, layers=2, stage=3, policy="bf16", micro_batches=2),
+    "rp2 dp2 stage 1 canonical": Case("gpt2", mesh=RP2DP2, layers=2, stage=1, reduce="canonical", policy="fp16"),
 }
 
 
@@ -105,10 +103,11 @@ CASES: dict[str, Case] = {
 TEXT = "\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(400))
 SMALL = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}
 TINY = (
-    *"--model llama-tiny --batch 8 --micro-batch 2 --seq-len 16 --precision fp32 --data text.txt --peak-tflops 1 --steps 6".split(),
+    *shlex.split("--model llama-tiny --batch 8 --micro-batch 2 --seq-len 16 --precision fp32 --data text.txt"),
+    *shlex.split("--peak-tflops 1 --steps 6"),
     *(part for name, size in SMALL.items() for part in ("--set", f"model.{name}={size}")),
-    *"--set train.compiled=false --set precision.fp32_matmul=default --set train.ema_decay=0.5".split(),
-    *"--set train.eval_batches=2 --set train.eval_every=3 --out run".split(),
+    *shlex.split("--set train.compiled=false --set precision.fp32_matmul=default --set train.ema_decay=0.5"),
+    *shlex.split("--set train.eval_batches=2 --set train.eval_every=3 --out run"),
 )
 RESUME = ("--out", "run", "--resume", "--peak-tflops", "1")
 # name -> (processes, the arguments of one `fzero pretrain` after another in one folder)
@@ -119,11 +118,14 @@ COMMANDS: dict[str, tuple[int, tuple[tuple[str, ...], ...]]] = {
         (
             (
                 *TINY,
-                *"--offload params=nvme,opt=nvme --nvme disk --set optim.name=adamw --stop-at 3 --sample".split(),
+                *shlex.split("--offload params=nvme,opt=nvme --nvme disk --set optim.name=adamw --stop-at 3 --sample"),
                 "",
             ),
             (*RESUME, "--sample", ""),
         ),
     ),
-    "cli dp=2 zero=3 resume": (2, ((*TINY, *"--zero 3 --stop-at 3 --sample".split(), ""), (*RESUME, "--sample", ""))),
+    "cli dp=2 zero=3 resume": (
+        2,
+        ((*TINY, *shlex.split("--zero 3 --stop-at 3 --sample"), ""), (*RESUME, "--sample", "")),
+    ),
 }

@@ -1,7 +1,8 @@
 """All that `same_bits.py` knows of fzero's names and signatures: those of commit 91b3968, and those of today.
 
-Each difference is decided by itself, by what can be imported and which keywords a signature has, so that every step of a redesign is
-served, whichever part of it has landed. A new name is one more place in `found`, a new signature one more line in `prepare`.
+Each difference is decided by itself, by what can be imported and which keywords a signature has, so that every step of
+a redesign is served, whichever part of it has landed. A new name is one more place in `found`, a new signature one more
+line in `prepare`, another name of a state's leaf one more line in `NAMES`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fzero import models, optim
 
 V, T, ROWS = 32, 16, 8
 BUFFERS = 4 << 20  # bytes, for what is on a disk
-SIZES = {"vocab_size": V, "max_len": T, "d_model": 16, "n_layers": 3, "d_ff": 32}
+SIZES = {"vocab_size": V, "max_len": T, "d_model": 16, "d_ff": 32}
 HEADS = {"n_heads": 4, "init_std": 0.3}
 
 
@@ -83,12 +84,14 @@ def plain_params() -> Any:
     }
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: models.build(models.GPT2Config(**SIZES, **HEADS, dropout=0.1, tied=True)),
-    "llama": lambda: models.build(models.LlamaConfig(**SIZES, **HEADS, n_kv_heads=2)),
-    "mixtral": lambda: models.build(MixtralConfig(**SIZES, **HEADS, n_kv_heads=2, n_experts=4, top_k=2)),
-    "mlp": lambda: models.build(models.MLPConfig(**SIZES)),
-    "lora": lambda: models.lora(MODELS["llama"](), rank=2, alpha=4.0),
+MODELS: dict[str, Callable[[int], Any]] = {
+    "gpt2": lambda layers: models.build(models.GPT2Config(**SIZES, n_layers=layers, **HEADS, dropout=0.1, tied=True)),
+    "llama": lambda layers: models.build(models.LlamaConfig(**SIZES, n_layers=layers, **HEADS, n_kv_heads=2)),
+    "mixtral": lambda layers: models.build(
+        MixtralConfig(**SIZES, n_layers=layers, **HEADS, n_kv_heads=2, n_experts=4, top_k=2)
+    ),
+    "mlp": lambda layers: models.build(models.MLPConfig(**SIZES, n_layers=layers)),
+    "lora": lambda layers: models.lora(MODELS["llama"](layers), rank=2, alpha=4.0),
 }
 
 
@@ -137,7 +140,7 @@ class Run(NamedTuple):
 def prepare(case: Case, mesh: Any, folder: str) -> Run:
     """The run of a case on a mesh; what it puts on a disk lies in `folder`."""
     plain = case.model == "plain"
-    source = plain_params() if plain else MODELS[case.model]()
+    source = plain_params() if plain else MODELS[case.model](case.layers)
     loss_fn, policy = plain_loss if plain else source, POLICIES[case.policy]()
 
     names = ("reduce", "accumulate", "sequence", "frozen", "reshard", "offload")
@@ -170,12 +173,7 @@ def prepare(case: Case, mesh: Any, folder: str) -> Run:
     made |= {"nvme" if takes(make, "nvme") else "space": nvme}
     # Low enough that steps are skipped, in runs whose loss goes up and down.
     judged = fzero.Spike(sigmas=0.5, window=8, warmup=4) if case.spike else None
-    skip = {"nonfinite": case.skip_nonfinite, "spike": judged}
-    made |= (
-        {"skip": fzero.Skip(**skip)}
-        if takes(make, "skip")
-        else {"skip_nonfinite": case.skip_nonfinite, "spike": judged}
-    )
+    made |= {"spike": judged} if takes(make, "spike") else {"skip": fzero.Skip(spike=judged)}
     step = make(loss_fn, tx, plan, *given, **made)
 
     spec_options = {"ema": bool(case.average)} if takes(state_specs, "ema") else {}
@@ -199,7 +197,7 @@ def make_mesh(sizes: dict[str, int]) -> Any:
 
 
 def shards(state: Any, specs: Any) -> Iterator[tuple[str, torch.Tensor, tuple[tuple[str, ...], ...]]]:
-    """(normalised name, this rank's tensor in memory, axes that shard each dim) of all leaves of a state that are compared."""
+    """(normalised name, this rank's tensor, axes that shard each dim) of all leaves of a state that are compared."""
     by_name = named_leaves(specs)
     for name, leaf in named_leaves(state).items():
         if (plain := plain_name(name)) is not None:

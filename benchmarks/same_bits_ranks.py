@@ -2,8 +2,8 @@
 
     PYTHONPATH=TREE python benchmarks/same_bits_ranks.py TREE CASE CASE ...
 
-Two lanes run side by side: cases of one process, and cases of several. The ranks of each number of processes are forked once from this
-process, which has torch and fzero loaded, and kept.
+Two lanes run side by side: cases of one process, and cases of several. The ranks of each number of processes are forked
+once from this process, which has torch and fzero loaded, and kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import datetime
 import hashlib
 import json
 import multiprocessing
-import os
 import pickle
 import subprocess
 import sys
@@ -58,7 +57,8 @@ def train(name: str, mesh: Any, folder: str) -> dict[str, Any]:
 
 def bits(x: torch.Tensor) -> str:
     """A scalar as its dtype and its bytes in hexadecimal, with its value for a reader."""
-    return f"{float(x):.9g} {str(x.dtype).removeprefix('torch.')} {x.detach().reshape(1).view(torch.uint8).numpy().tobytes().hex()}"
+    data = x.detach().reshape(1).view(torch.uint8).numpy().tobytes()
+    return f"{float(x):.9g} {str(x.dtype).removeprefix('torch.')} {data.hex()}"
 
 
 def work(rank: int, n: int, pipe: Any) -> None:
@@ -134,7 +134,7 @@ class Ranks:
 
 
 def put_together(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The losses and norms that all ranks have, and the hash of each whole leaf; raises RuntimeError where two ranks differ."""
+    """The losses and norms of all ranks, and the hash of each whole leaf; RuntimeError where two ranks differ."""
     first = answers[0]
     for what in ("losses", "norms", "skipped"):
         if any(answer[what] != first[what] for answer in answers):
@@ -180,7 +180,7 @@ def digest(x: torch.Tensor) -> str:
 
 
 def pretrain(name: str) -> dict[str, Any]:
-    """What `fzero pretrain`, and what resumes it, leaves: losses of metrics.jsonl, digests of the newest checkpoint's leaves."""
+    """What `fzero pretrain` and its resume leave: losses in metrics.jsonl, digests in the newest checkpoint."""
     n, lines = COMMANDS[name]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text(TEXT)
@@ -208,7 +208,12 @@ def pretrain(name: str) -> dict[str, Any]:
             }
         named = {plain: leaf["digest"] for key, leaf in leaves.items() if (plain := plain_name(key)) is not None}
     params = {key: named.pop(key) for key in sorted(named) if key.startswith(("params/", "master/"))}
-    return {"losses": sum(said.values(), []), "norms": norms, "params": params, "opt": dict(sorted(named.items()))}
+    return {
+        "losses": [line for lines in said.values() for line in lines],
+        "norms": norms,
+        "params": params,
+        "opt": dict(sorted(named.items())),
+    }
 
 
 def main() -> None:
@@ -242,9 +247,8 @@ def main() -> None:
                 print(json.dumps({"case": name, "seconds": round(time.monotonic() - began, 2), **result}), flush=True)
 
     alone = [name for name in names if counts[name] == 1 or name in COMMANDS]
-    lanes = [
-        threading.Thread(target=lane, args=(part,)) for part in (alone, [name for name in names if name not in alone])
-    ]
+    others = [name for name in names if name not in alone]
+    lanes = [threading.Thread(target=lane, args=(part,)) for part in (alone, others)]
     for thread in lanes:
         thread.start()
     for thread in lanes:
