@@ -202,7 +202,7 @@ def pretrain(name: str) -> dict[str, Any]:
             leaves = json.loads(manifests[-1].read_text())["leaves"]
         else:  # all of the state is in the run's store: its bytes, but for the times and texts
             leaves = {
-                str(path.relative_to(folder)): {"digest": hashlib.sha256(path.read_bytes()).hexdigest()}
+                str(path).partition("/arrays/")[2]: {"digest": hashlib.sha256(path.read_bytes()).hexdigest()}
                 for path in sorted(Path(folder).rglob("arrays/**/*"))
                 if path.is_file()
             }
