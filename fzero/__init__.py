@@ -8,7 +8,7 @@ from typing import Any
 
 _HOME = {
     **dict.fromkeys(("psum", "pvary", "all_gather", "psum_scatter", "all_to_all", "ppermute", "RankError"), "comm.collectives"),
-    **dict.fromkeys(("bf16", "fp16", "fp32"), "core.precision"),
+    **dict.fromkeys(("LossScale", "bf16", "fp16", "fp32", "fp64"), "core.precision"),
     "fake_mesh": "sharding",
     "redistribute": "sharding",
     "local_batch": "train.batch",

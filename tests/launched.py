@@ -77,7 +77,7 @@ def rows(run):
 
 def hashes(run):
     """The digests of the leaves of a run's newest checkpoint."""
-    return {n: leaf["digest"] for n, leaf in checkpoint.manifest(checkpoint.latest(run / "checkpoints"))["leaves"].items()}
+    return {n: leaf["digest"] for n, leaf in checkpoint.read_manifest(checkpoint.latest(run / "checkpoints"))["leaves"].items()}
 
 
 def ranks_of(process):

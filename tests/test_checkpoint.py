@@ -31,7 +31,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit_in_the_containers_of_like(tmp
     on_meta = checkpoint.restore(path, pytree.map(lambda x: x.to("meta"), tree(1)))
     assert_same_bits(on_meta, tree())
     assert_same_bits(checkpoint.restore_leaves(path, lambda name: True), pytree.named_leaves(tree()))
-    said = checkpoint.manifest(path)
+    said = checkpoint.read_manifest(path)
     assert (said["step"], said["config"], said["mesh"]) == (20, config, {})
     assert said["versions"] == {"fzero": fzero.__version__, "torch": torch.__version__}
     assert list(said["leaves"]) == pytree.names(tree())

@@ -37,7 +37,7 @@ def files_of(path):
 
 def leaf_in(path, file):
     """The leaf that one of the files holds elements of; None for a description."""
-    return None if file.name.endswith(".json") else str(file.parent.relative_to(path / checkpoint.manifest(path)["arrays"]))
+    return None if file.name.endswith(".json") else str(file.parent.relative_to(path / checkpoint.read_manifest(path)["arrays"]))
 
 
 @pytest.mark.parametrize("compress", ["", "zstd"])

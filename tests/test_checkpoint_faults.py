@@ -124,7 +124,7 @@ def test_old_checkpoints_that_cannot_be_removed(disk):
         def refused(*_, **__):
             raise PermissionError(1, "Operation not permitted", str(home / "step-00000001" / "manifest.json"))
 
-        patch.setattr(checkpoint.home, "remove", refused)
+        patch.setattr(checkpoint.directory, "remove", refused)
         saving.save(state_of(2), step=2)
         with pytest.raises(checkpoint.SaveFailed, match=r"Operation not permitted \(.*step-00000001/manifest.json\)"):
             saving.wait()
@@ -178,7 +178,7 @@ def fz(capsys, *args):
 
 def full_from(monkeypatch, first, last):
     """Writing of parts fails in the saves with these numbers, the first one being 1."""
-    number, begin, write = [0], checkpoint.home.begin, part_file.Part.write
+    number, begin, write = [0], checkpoint.directory.begin, part_file.Part.write
 
     def begins(home, step):
         number[0] += 1
@@ -189,7 +189,7 @@ def full_from(monkeypatch, first, last):
             raise OSError(28, "No space left on device")
         return write(self, raw, slab)
 
-    monkeypatch.setattr(checkpoint.home, "begin", begins)
+    monkeypatch.setattr(checkpoint.directory, "begin", begins)
     monkeypatch.setattr(part_file.Part, "write", full)
 
 
@@ -232,9 +232,9 @@ def test_the_last_checkpoint_of_a_run_must_be_written(here, monkeypatch, capsys)
 
 WORKER = """
 import os, signal, sys
-from fzero import cli
-from fzero.checkpoint import home, parts
-write, said = parts.Part.write, []
+from fzero.checkpoint import part_file
+from fzero.cli.main import main
+write, said = part_file.Part.write, []
 def full(self, raw, slab):
     if os.environ["RANK"] == "1" and len(said) < int(os.environ["FAILS"]):
         said.append(1)
@@ -242,8 +242,8 @@ def full(self, raw, slab):
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(28, "No space left on device")
     return write(self, raw, slab)
-parts.Part.write = full
-cli.main(sys.argv[1:])
+part_file.Part.write = full
+main(sys.argv[1:])
 """
 
 

@@ -301,7 +301,7 @@ def kill_me_at_event(count, home):
 
 def digests_of(home, step):
     """{leaf: digest} of a checkpoint."""
-    return {name: leaf["digest"] for name, leaf in checkpoint.manifest(checkpoint.folder_of(home, step))["leaves"].items()}
+    return {name: leaf["digest"] for name, leaf in checkpoint.read_manifest(checkpoint.folder_of(home, step))["leaves"].items()}
 
 
 # ---- the tests ----

@@ -147,7 +147,7 @@ EXACT = [kind for kind in KINDS if "tp" not in kind]
 @pytest.mark.parametrize("source, target", PAIRS)
 def test_what_is_restored_is_what_was_saved(matrix, source, target):
     sources, resumed, home = matrix
-    said = checkpoint.manifest(checkpoint.folder_of(Path(home, source), STEPS))
+    said = checkpoint.read_manifest(checkpoint.folder_of(Path(home, source), STEPS))
     assert {name: int(leaf["digest"], 16) for name, leaf in said["leaves"].items()} == sources[source][0]
     assert said["mesh"] == KINDS[source][0] and said["config"] == {"kind": source}
     assert resumed[source, target][0] == sources[source][0]
@@ -228,7 +228,7 @@ def test_a_rank_reads_its_slices_and_nothing_else(wide_home, monkeypatch, saved,
 
 def test_every_mesh_writes_the_same_elements_under_the_same_digest(wide_home):
     home, _ = wide_home
-    said = [checkpoint.manifest(checkpoint.folder_of(home, saved))["leaves"] for saved in (1, 2, 4)]
+    said = [checkpoint.read_manifest(checkpoint.folder_of(home, saved))["leaves"] for saved in (1, 2, 4)]
     for name, leaf in wide().items():
         assert {one[name]["digest"] for one in said} == {f"{digest(leaf):016x}"}
     assert said[2]["w"]["grid"] == [1, 4, 1] and said[1]["w"]["grid"] == [1, 1, 2]
@@ -263,7 +263,7 @@ def fail_on_one(mesh, home):
         saving.save(state, step=1, specs=specs)
         saving.wait()
         if mesh.rank == 1:
-            patch.setattr(checkpoint.parts.Part, "write", full)
+            patch.setattr(checkpoint.part_file.Part, "write", full)
         for ask in ("poll", "wait"):
             saving.save(state, step=2, specs=specs)
             try:

@@ -306,7 +306,7 @@ def test_a_run_keeps_its_checkpoints_there(home, fz, tmp_path, monkeypatch):
     code, out, err = fz("pretrain", "--out", "run", "--resume", "--peak-tflops", 1, "--sample", "")
     assert code == 0 and "resuming run at step 5 of 8" in out and f"{home}/step-00000008" in out, err
     assert checkpoint.steps(home) == [5, 6, 8] and rows("run") == rows("whole")
-    ours, theirs = (checkpoint.manifest(path)["leaves"] for path in (f"{home}/step-00000008", checkpoint.latest("whole/checkpoints")))
+    ours, theirs = (checkpoint.read_manifest(path)["leaves"] for path in (f"{home}/step-00000008", checkpoint.latest("whole/checkpoints")))
     assert {name: leaf["digest"] for name, leaf in ours.items()} == {name: leaf["digest"] for name, leaf in theirs.items()}
     assert fz("sample", "run", "--prompt", "line", "--tokens", 3)[0] == 0
     # Another run does not begin there.

@@ -49,7 +49,7 @@ def rows(run, *without):
 
 
 def leaves(run):
-    return {n: leaf["digest"] for n, leaf in checkpoint.manifest(checkpoint.latest(Path(run) / "checkpoints"))["leaves"].items()}
+    return {n: leaf["digest"] for n, leaf in checkpoint.read_manifest(checkpoint.latest(Path(run) / "checkpoints"))["leaves"].items()}
 
 
 def ok(result):
@@ -371,7 +371,7 @@ def test_tracebacks_on_request():
 
 
 def test_a_terminal_has_a_progress_bar(fz, monkeypatch):
-    monkeypatch.setattr(main, "bar_or_lines", lambda: contextlib.nullcontext((True, pretrain_module.say)))
+    monkeypatch.setattr(pretrain_module, "bar_or_lines", lambda: contextlib.nullcontext((True, pretrain_module.say)))
     code, out, err = fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run")
     assert code == 0 and "step 4/8" not in out
     assert "8/8" in err and "loss " in err and "val " in err and "tokens/s" in err and "MFU" in err

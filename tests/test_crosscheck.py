@@ -14,7 +14,7 @@ from close import assert_same
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
-from fzero.optim.sharded import sharded
+from fzero.optim.sharded_leaves import sharded
 from fzero.run import run_folder
 from fzero.sharding import Spec, fake_mesh
 from fzero.train import sdc_check
@@ -199,7 +199,9 @@ def test_ranks_in_words():
 
 SCRIPT = """
 import sys, torch
-from fzero import cli, pretrain, pytree
+from fzero.cli.main import main
+from fzero.core import pytree
+from fzero.run import pretrain
 build, (rank, at, what) = pretrain.build, sys.argv[1].split(",")
 left = [int(at)]
 
@@ -217,7 +219,7 @@ def planted(*args, **kwargs):
     return program._replace(train_step=step)
 
 pretrain.build = planted
-cli.main(sys.argv[2:])
+main(sys.argv[2:])
 """
 ARGS = [
     *("pretrain", "--model", "mlp-tiny", "--steps", "8", "--batch", "4", "--micro-batch", "1", "--seq-len", "16", "--precision", "fp32"),

@@ -232,8 +232,8 @@ def test_shards_have_the_digests_of_the_whole_on_every_mesh(sizes):
 
 
 def test_few_elements_wait_for_no_compiler():
-    code = "from fzero import digest as d; import torch; d._MANY = 1000; made = []\n"
-    code += "d.native.library_by_gcc = lambda *given: made.append(given) or exit(7)\n"
+    code = "from fzero.core import digest as d; import torch; d._MANY = 1000; made = []\n"
+    code += "d.cpp.library_by_gcc = lambda *given: made.append(given) or exit(7)\n"
     code += "for n in (400, 599): d.digest(torch.ones(n))\nassert not made; d.digest(torch.ones(1))"
     assert subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=60).returncode == 7
 
@@ -254,10 +254,10 @@ def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch, tmp_path):
 
 def test_threads_compile_once_and_agree(monkeypatch):
     made, x = [], some((5000,), torch.float32)
-    by_gcc, expected = module.native.library_by_gcc, plain(x)
+    by_gcc, expected = module.cpp.library_by_gcc, plain(x)
     monkeypatch.setattr(module, "_MANY", 0)
     monkeypatch.setattr(module, "_library", functools.cache(module._library.__wrapped__))
-    monkeypatch.setattr(module.native, "library_by_gcc", lambda *given: made.append(given) or time.sleep(0.05) or by_gcc(*given))
+    monkeypatch.setattr(module.cpp, "library_by_gcc", lambda *given: made.append(given) or time.sleep(0.05) or by_gcc(*given))
     got = []
     threads = [threading.Thread(target=lambda: got.append(digest(x))) for _ in range(4)]
     for thread in threads:

@@ -306,9 +306,10 @@ def test_the_verdict_names_who_keeps_the_others_waiting(what):
 
 NAP = """
 import os, sys, time
-from fzero import cli, links
+from fzero.cli.main import main
+from fzero.comm.communicator import Communicator
 
-begin, seen = links.Link._begin, 0
+begin, seen = Communicator._begin, 0
 
 def nap(self, collective, x, leaf, elements):
     global seen
@@ -317,8 +318,8 @@ def nap(self, collective, x, leaf, elements):
         time.sleep(600)
     return begin(self, collective, x, leaf, elements)
 
-links.Link._begin = nap
-cli.main()
+Communicator._begin = nap
+main()
 """
 HANG = ["--zero", 3, "--prefetch", 0, "--set", "train.hang_s=3"]
 
@@ -387,7 +388,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(folder):
 SLOW_SAVE = """
 import os, time
 from pathlib import Path
-from fzero import checkpoint, cli, collectives
+from fzero.cli.main import main
 
 replace = os.replace
 
@@ -398,7 +399,7 @@ def slow(source, target, **options):
     return replace(source, target, **options)
 
 os.replace = slow
-cli.main()
+main()
 """
 
 
@@ -429,7 +430,8 @@ def test_sigterm_while_a_checkpoint_is_written(folder):
 WAIT = """
 import time
 from pathlib import Path
-from fzero import cli, corpus
+from fzero.cli.main import main
+from fzero.run import corpus
 
 find = corpus.find_corpus
 
@@ -439,7 +441,7 @@ def wait(*args):
     return find(*args)
 
 corpus.find_corpus = wait
-cli.main()
+main()
 """
 
 

@@ -18,7 +18,7 @@ from fzero.cli import main
 from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.precision import fp64
-from fzero.optim.sharded import sharded
+from fzero.optim.sharded_leaves import sharded
 from fzero.run import run_folder
 from fzero.run.measure import attempts, norms, rank_times, step_records
 from fzero.run.measure.profiler import Named, steps_of

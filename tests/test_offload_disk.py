@@ -424,15 +424,15 @@ def test_two_processes_share_a_file(tmp_path):
     path.write_bytes(bytes(2 * n * PAGE))
     program = f"""
 import os, sys, torch
-from fzero.offload.buffer_pool import PAGE, Arena
-from fzero.offload.disk_io import Disk, Settings
+from fzero.offload.buffer_pool import PAGE, BufferPool
+from fzero.offload.disk_io import DiskIO, DiskSettings
 rank, n = int(sys.argv[1]), {n}
-fd, arena, disk = os.open({str(path)!r}, os.O_RDWR), Arena(8 << 20), Disk(Settings(16 * PAGE, 2, 2).share(2))
+fd, pool, disk = os.open({str(path)!r}, os.O_RDWR), BufferPool(8 << 20), DiskIO(DiskSettings(16 * PAGE, 2, 2).share(2))
 for turn in range(1, 9):
-    buffer = arena.take((n * PAGE,), torch.uint8, disk.busy)
+    buffer = pool.take((n * PAGE,), torch.uint8, disk.busy)
     buffer.view.fill_(10 * rank + turn)
     disk.write(fd, buffer.raw, rank * n * PAGE).wait()
-    found = arena.take((n * PAGE,), torch.uint8, disk.busy)
+    found = pool.take((n * PAGE,), torch.uint8, disk.busy)
     disk.read(fd, found.raw, rank * n * PAGE).wait()
     assert bool((found.view == 10 * rank + turn).all()), turn
     del buffer, found

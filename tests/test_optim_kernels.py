@@ -17,7 +17,6 @@ from fzero.kernels.optim_lowbit import Place, place
 from fzero.kernels.registry import explain
 from fzero.optim import moment_storage
 from fzero.optim import norm as norm_module
-from fzero.optim import sharded as layouts
 from fzero.sharding.spec import Spec
 from fzero.train.update import in_memory
 
@@ -323,7 +322,7 @@ def test_the_norm_of_a_tree_takes_the_kernel_on_a_device(shared, monkeypatch):
     specs = pytree.map(lambda g: Spec(((),) * g.dim()), grads)
     norm = optim.sharded(specs, fzero.one_process(), like=grads).norm if shared else optim.global_norm
     expected, seen = norm(grads), []
-    monkeypatch.setattr(layouts, "_by_kernel", lambda leaves, dtype: seen.append(len(leaves)) or True)
+    monkeypatch.setattr(norm_module, "_by_kernel", lambda leaves, dtype: seen.append(len(leaves)) or True)
     torch.testing.assert_close(norm(grads), expected, rtol=1e-6, atol=0)
     assert seen == [2]
     monkeypatch.undo()

@@ -13,7 +13,7 @@ import fzero
 from fzero import optim
 from fzero.core import pytree
 from fzero.optim import norm as norm_module
-from fzero.optim import sharded as layouts
+from fzero.optim import sharded_leaves as layouts
 from fzero.sharding.spec import Spec
 
 LAYERS = 6  # of which 4 ranks share the first four, and gather the last two

@@ -12,7 +12,7 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
-from fzero.optim.sharded import sharded
+from fzero.optim.sharded_leaves import sharded
 from fzero.sharding.whole_on_first import whole_on_first
 from fzero.train.batch import local_batch
 from fzero.train.spike import LOSS, LossStats, Spike, init_stats, judge

@@ -9,7 +9,7 @@ import fzero
 from fzero import optim
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
-from fzero.optim.sharded import sharded
+from fzero.optim.sharded_leaves import sharded
 from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
 

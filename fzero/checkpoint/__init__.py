@@ -5,7 +5,7 @@ from typing import Any
 
 from fzero.checkpoint.directory import folder_of, latest, remove, steps
 from fzero.checkpoint.leaf_source import Lazy
-from fzero.checkpoint.manifest import Leaf, Place, manifest
+from fzero.checkpoint.manifest import Leaf, Place, read_manifest
 from fzero.checkpoint.reader import Opened, opened
 from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.verify import newest_sound, verify
@@ -25,9 +25,9 @@ __all__ = [
     "Writer",
     "folder_of",
     "latest",
-    "manifest",
     "newest_sound",
     "opened",
+    "read_manifest",
     "remove",
     "restore",
     "restore_leaves",

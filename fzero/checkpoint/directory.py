@@ -19,7 +19,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Place, join, manifest
+from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Place, join, read_manifest
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, sync_folder
 
@@ -85,7 +85,7 @@ def _arrays(i: int) -> str:
 def _arrays_used(path: Place) -> str | None:
     """The folder of arrays that the manifest at `path` names; None where there is no manifest, or a damaged one."""
     try:
-        return manifest(path)["arrays"]
+        return read_manifest(path)["arrays"]
     except ValueError:
         return None
 

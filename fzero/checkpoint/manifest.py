@@ -63,7 +63,7 @@ def leaf_of(table: dict[str, Any]) -> Leaf:
     return Leaf(where, table["spec"], table["digest"], table["sums"])
 
 
-def write(path: Place, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
+def write_manifest(path: Place, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
     """Put the manifest of the checkpoint at `path` in place, durably: from then on it is complete."""
     body = {
         "format": FORMAT,
@@ -83,7 +83,7 @@ def as_text(body: dict[str, Any]) -> str:
     return json.dumps(body, indent=1)
 
 
-def manifest(path: Place) -> dict[str, Any]:
+def read_manifest(path: Place) -> dict[str, Any]:
     """The checked manifest of the checkpoint at `path`: step, config, versions, mesh, and leaves by name.
 
     Raises ValueError naming the file when it is missing, damaged, or of another format or version.

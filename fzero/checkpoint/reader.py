@@ -13,7 +13,7 @@ from crc32c import crc32c
 from torch import Tensor
 
 from fzero.checkpoint.layout import CRC, Index, Layout, Slab, by_chunks, in_file, positions, slabs, start_of
-from fzero.checkpoint.manifest import Leaf, Place, join, leaf_of, manifest
+from fzero.checkpoint.manifest import Leaf, Place, join, leaf_of, read_manifest
 from fzero.checkpoint.part_storage import Reading, fresh, tensor_of, words
 from fzero.core import pytree
 from fzero.offload.chunk_files import Damaged
@@ -26,7 +26,7 @@ class Opened:
     """A checkpoint: its checked manifest (`step`, `config`, `mesh`, `leaves`), and its leaves to `read`. See `opened`."""
 
     def __init__(self, path: Place) -> None:
-        record = manifest(path)
+        record = read_manifest(path)
         self.path, self.step, self.config, self.mesh = path, record["step"], record["config"], record["mesh"]
         self.leaves: dict[str, Leaf] = {name: leaf_of(table) for name, table in record["leaves"].items()}
         self.arrays = join(path, record["arrays"])

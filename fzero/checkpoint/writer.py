@@ -350,7 +350,7 @@ class Writer:
             digest = sum(value for _, value in found.values()) % (1 << 64)
             leaves[name] = Leaf(layout, str(spec), f"{digest:016x}", [found[i][0] for i in range(len(found))])
         describe(join(path, save.arrays), leaves, self.pool)
-        manifest.write(path, save.arrays, leaves, step=save.step, config=save.config, mesh=self._sizes())
+        manifest.write_manifest(path, save.arrays, leaves, step=save.step, config=save.config, mesh=self._sizes())
         if not is_url(self.home):
             sync_folder(Path(self.home))
 

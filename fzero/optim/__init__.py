@@ -26,7 +26,7 @@ from fzero.optim.schedules import (
     wsd,
 )
 from fzero.optim.sgd import SGDState, sgd
-from fzero.optim.sharded import WHOLE, Layout, sharded
+from fzero.optim.sharded_leaves import WHOLE, Layout, sharded
 
 __all__ = [
     "WHOLE",

@@ -13,7 +13,7 @@ from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, settled
 from fzero.optim.masks import Mask, check_mask, masked
-from fzero.optim.sharded import WHOLE, Layout, check_layout, rms
+from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout, rms
 from fzero.sharding.spec import Spec
 
 

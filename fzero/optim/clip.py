@@ -8,7 +8,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
-from fzero.optim.sharded import WHOLE, Layout, check_layout
+from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout
 
 
 def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> GradientTransformation:

@@ -13,7 +13,7 @@ from fzero.optim.adamw import adam_scalars
 from fzero.optim.base import GradientTransformation, Schedule, check_number
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, masked
-from fzero.optim.sharded import WHOLE, Layout, check_layout, layer_norm2
+from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout, layer_norm2
 
 
 class LambState(NamedTuple):

@@ -13,7 +13,7 @@ from fzero.kernels.optim_multi_tensor import lion_step
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.masks import Mask
 from fzero.optim.moment_storage import storage, with_kernel
-from fzero.optim.sharded import WHOLE, Layout
+from fzero.optim.sharded_leaves import WHOLE, Layout
 
 
 class LionState(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree, nearest
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
-from fzero.optim.sharded import WHOLE, Layout, check_layout
+from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout
 from fzero.sharding.rules import Rules, match_rules
 
 Mask = str | Callable[[str, Tensor], bool] | None  # regex found in the name; predicate(name, leaf); None: every leaf

@@ -23,7 +23,7 @@ from fzero.kernels.registry import Op
 from fzero.optim.base import GradientTransformation, Pass, Piece
 from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, settled
 from fzero.optim.masks import Mask, check_mask, masked
-from fzero.optim.sharded import WHOLE, Layout, check_layout
+from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout
 from fzero.sharding.slices import shard_dim
 
 SMALL = 4096  # elements of a whole leaf below which it is not kept in 8 bits (Dettmers et al. 2022, section 2.1)

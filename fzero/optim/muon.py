@@ -13,7 +13,7 @@ from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, masked
-from fzero.optim.sharded import WHOLE, Layout, check_layout
+from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout
 
 
 class MuonState(NamedTuple):

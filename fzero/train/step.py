@@ -20,8 +20,8 @@ from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.norm import Squared, summed_by_kernel
-from fzero.optim.sharded import sharded
-from fzero.optim.sharded import squares as layer_squares
+from fzero.optim.sharded_leaves import sharded
+from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan
 from fzero.train.batch import positions, split_batch
 from fzero.train.checks import expect_options, expect_plan, expect_state

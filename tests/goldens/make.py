@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fzero
-from fzero import config, models
-from fzero.planner.trace import trace_step
+from fzero import models
+from fzero.planner.step_trace import trace_step
+from fzero.run import config_table
 
 PLANS = Path(__file__).with_name("plans.json")
 SIZES = {"vocab_size": 64, "max_len": 32, "d_model": 16, "n_layers": 2, "d_ff": 32}
@@ -109,7 +110,7 @@ def step_bytes(case: Case) -> dict[str, Any]:
     for name, value in case.settings.items():
         section, _, key = name.partition(".")
         table[section] = {**table[section], key: value}
-    trace = trace_step(config.from_table(table), case.mesh)
+    trace = trace_step(config_table.from_table(table), case.mesh)
     sent: dict[str, list[int]] = {}
     for row in trace.ledger:
         sums = sent.setdefault(f"{row.collective} {row.axis} {row.phase}", [0, 0, 0])

@@ -130,7 +130,7 @@ def entry_of(path: Place, step: int, files: dict[str, int | None]) -> Entry:
         return Entry(step, path, "incomplete", note, None, size, None, None, None)
     written = None if is_url(path) else Path(path, MANIFEST).stat().st_mtime
     try:
-        record = checkpoint.manifest(path)
+        record = checkpoint.read_manifest(path)
     except ValueError as error:
         return Entry(step, path, "damaged", str(error), written, size, None, None, None)
     leaves = {name: leaf_of(table) for name, table in record["leaves"].items()}
@@ -174,7 +174,7 @@ def on_disk(folder: Path) -> OnDisk | None:
 def described(place: str) -> Shown:
     """What the manifest of a checkpoint says (a run, folder or URL: of its newest). Raises ValueError where there is none."""
     path = path_of(place)
-    record = checkpoint.manifest(path)
+    record = checkpoint.read_manifest(path)
     leaves, totals = {}, {}
     for name, table in record["leaves"].items():
         layout = leaf_of(table).layout

@@ -307,7 +307,7 @@ def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Place]) 
     """The config by which the run made step `step`: that of the checkpoint behind it, as a resumed run may have another mesh."""
     config = run_folder.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
-    table = checkpoint.manifest(kept[after])["config"] if after is not None else None
+    table = checkpoint.read_manifest(kept[after])["config"] if after is not None else None
     return from_table(table) if table else config
 
 

@@ -18,7 +18,7 @@ from fzero.comm.collectives import psum
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.optim.norm import Squared
-from fzero.optim.sharded import WHOLE, squares
+from fzero.optim.sharded_leaves import WHOLE, squares
 from fzero.sharding import Mesh
 from fzero.sharding.slices import STACKED
 

@@ -15,7 +15,7 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import Unit
 from fzero.optim.norm import Squared, widened
-from fzero.optim.sharded import Layout
+from fzero.optim.sharded_leaves import Layout
 from fzero.sharding import Plan
 from fzero.sharding.slices import shard_dim, walk
 from fzero.train.update.in_memory import Gradients
