@@ -12,9 +12,9 @@ take each tile's parameters from a function `fetch` and hand its gradients to a 
 disk. Forward and backward each ask for tile 0, 1, ... in this order, and let go of one before they ask for the next. With `read_ahead` the
 next ones are read meanwhile.
 
-Tiles of columns give the bits of the untiled product where torch sums a number of y in the same order whatever the number of columns. MKL
-on one thread mostly does; not for a tile of one column or an x of one row (another routine), nor always for sums of a thousand terms, and
-less so on several threads, which may share such a sum. Other results are sums over tiles, and differ by rounding.
+Tiles of columns sum the same products as the untiled one, in the order that the machine's BLAS takes for their shape: the bits may be
+those of the untiled product (MKL on one thread of a Xeon mostly) or differ by rounding (MKL on an EPYC), and no code may
+rely on either. Other results are sums over tiles, and differ by rounding. One way of tiling gives the same bits wherever its tiles lie.
 Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 5.1.3.
 """
 
