@@ -266,8 +266,11 @@ def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
     assert seen == [3, 3] and torch.get_num_threads() == before
     seen.clear()
     edit_row(copy, 5, loss=5.0)
-    assert ("threads", before, 3) in bisect(plain, copy).differing
-    assert seen == [before, 3] * 2 and torch.get_num_threads() == before
+    found = bisect(plain, copy)
+    assert ("threads", before, 3) in found.differing
+    # From checkpoint 3 to step 5, or to the step before it in which some machines' products differ with the number of threads.
+    steps = (found.parting.step if found.parting else 5) - 3
+    assert steps > 0 and seen == [before, 3] * steps and torch.get_num_threads() == before
 
 
 def test_batches_that_were_left_out_are_left_out_again(home):
