@@ -98,7 +98,8 @@ def test_a_sum_in_two_halves_is_waited_for_twice():
 
 
 def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
-    """[(norms of gradients, norms of parameters, grad_norm, times, wall, ranks)] of two steps; the last rank is late in each."""
+    """([(norms of gradients, norms of parameters, grad_norm, times, their least and most seconds)] of two steps, what ranks waited);
+    the last rank is late in each."""
     model = model_of(name, dropout=0.0)
     plan = fzero.zero_plan(stage, model, mesh, reduce=reduce)
     tx = OPTIMIZERS["adam"](sharded(plan.opt, mesh, like=plan.like, ordered=reduce == "canonical"))
@@ -110,10 +111,12 @@ def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
         for i in range(3):
             begin = time.perf_counter()
             clock.take()
+            inside = time.perf_counter()
             with mesh.ledger.phase("metrics"):
                 time.sleep(late_s if mesh.rank == mesh.size - 1 else 0.0)
             state, metrics = step(state, local_batch(batch_for(i, 24), mesh, parts))
-            times, wall = clock.take(), time.perf_counter() - begin
+            inside = time.perf_counter() - inside
+            times, wall = clock.take(), (inside, time.perf_counter() - begin)
             if i == 0:  # the ranks make sure that they run one program
                 continue
             spent.add(times)
@@ -169,7 +172,7 @@ def test_norms_and_times_of_steps(n, sizes, stage, reduce):
                 assert_close(params[part], direct_params[part], rtol=1e-10, atol=1e-12)
             flat = [grads["embed"], *grads["blocks"], grads["head"]]
             assert math.sqrt(sum(x * x for x in flat)) == pytest.approx(norm, rel=1e-12)
-            assert sum(times.phases.values()) == pytest.approx(times.wall, abs=1e-9) and 0 < times.wall <= wall < times.wall + 0.05
+            assert sum(times.phases.values()) == pytest.approx(times.wall, abs=1e-9) and 0 < wall[0] <= times.wall <= wall[1]
             assert all(times.phases[name] > 0 for name in ("forward", "backward", "metrics", "update", "rest"))
             assert set(times.comm) == set(sizes)
             assert sum(comm.exposed for comm in times.comm.values()) == pytest.approx(times.phases["comm_exposed"], abs=1e-9)
