@@ -9,6 +9,7 @@ import pytest
 import ranks as pools
 import torch
 
+from fzero.kernels import attention_tiled, registry
 from fzero.planner import devices
 from fzero.planner.calibrate import curves, fused, machine, memory, products, steps, timed
 from fzero.planner.calibrate import ranks as processes
@@ -283,13 +284,51 @@ def test_memory_is_measured_by_bytes_moved(short):
 def test_a_step_is_recorded_operator_by_operator():
     found = steps.record(0.0, ladder=[steps.Sizes("llama", 64, 1, 128, 1)], precisions=["bf16"])
     assert {"aten.mul/bfloat16", "pointwise/bfloat16", "optimizer/float32", "copy/bfloat16"} <= set(found.kernels)
-    assert any(key.startswith("attention/") for key in found.kernels)
     # The MLP's products: forward [128, 64] by [64, 176], and the weights' gradient, whose first operand is a transpose.
     assert (1, 128, 176, 64) in found.gemm["bfloat16"] and any(
         (1, 64, 176, 128) in found.gemm.get(f"bfloat16{tn}", {}) for tn in ("/tn", "/nt")
     )
     (step,) = found.steps
     assert step.ops > 100 and 0 < step.ops_s < 10 * step.s
+
+
+def rates_of_attention(sizes):
+    """Record a step in both precisions: (the rates of its attention, the form that served it in each)."""
+    found, forms = steps.record(0.0, ladder=[sizes]), {}
+    for dtype in (torch.bfloat16, torch.float32):
+        q = torch.empty(sizes.batch, sizes.seq_len, 1, 64, dtype=dtype)
+        forms[str(dtype).removeprefix("torch.")] = registry.explain("attention", q, q, q).chosen
+    return found, forms
+
+
+def test_attention_is_recorded_whichever_form_serves():
+    """The C++ one as an operator of its own, the one by blocks by its products and what lies between them."""
+    sizes = steps.Sizes("llama", 64, 1, 128, 1)
+    found, forms = rates_of_attention(sizes)
+    for dtype, form in forms.items():
+        own = {f"attention/{dtype}", f"fzero.tiled_forward/{dtype}", f"fzero.tiled_backward/{dtype}"}
+        if form == "tiled":
+            assert own <= set(found.kernels)
+        else:
+            scores = [shape for key, shapes in found.gemm.items() if key.partition("/")[0] == dtype for shape in shapes]
+            assert form == "blocked" and not own & set(found.kernels) and (1, 128, 128, 64) in scores
+            assert {"aten.exp/float32", "aten.masked_fill/float32", "aten.amax/float32"} <= set(found.kernels)
+
+
+@pytest.mark.parametrize("quick", (False, True))
+def test_long_sequences_have_a_rate_of_attention_on_every_cpu(quick, monkeypatch):
+    """Also where torch has no small products in bfloat16 (AVX2 alone) or in neither dtype: its own attention takes over from the blocks."""
+    if not quick:
+        monkeypatch.setattr(attention_tiled, "_quick", lambda dtype: False)
+    assert steps.LONG in steps.LADDER and steps.LONG in steps.QUICK
+    found, forms = rates_of_attention(steps.LONG)
+    names = {"tiled": "fzero.tiled_{}", "fused": "aten._scaled_dot_product_flash_attention_for_cpu{}"}
+    for dtype, form in forms.items():
+        passes = ("forward", "backward") if form == "tiled" else ("", "_backward")
+        assert quick or form == "fused"
+        keys = [f"{names[form].format(each)}/{dtype}" for each in passes]
+        assert {f"attention/{dtype}", *keys} <= set(found.kernels)
+        assert all(s.s > 0 and flop > 1e8 for key in keys for flop, s in found.kernels[key].items())
 
 
 def test_what_the_host_takes_of_a_step():

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.core.compile import jit
+from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK
 from fzero.planner.calibrate.timed import Case, Figure, clock, figure, on_threads, time_cases
 from fzero.planner.operations import Op, described
 from fzero.run.build import Job, build, first_state
@@ -43,6 +44,8 @@ class Sizes(NamedTuple):
         return self.seq_len * self.batch
 
 
+# Beyond the sequences that attention by blocks serves: on a CPU without small products (see kernels/tiled.py), torch's own takes these.
+LONG = Sizes("llama", 64, 1, MIN_BLOCK * MAX_BLOCKS + 128, 1)
 LADDER = (
     Sizes("llama", 64, 2, 64, 2),
     Sizes("llama", 128, 2, 128, 4, "muon"),
@@ -51,8 +54,9 @@ LADDER = (
     Sizes("llama", 320, 2, 256, 4, "muon"),
     Sizes("gpt2", 384, 1, 512, 2),
     Sizes("llama", 512, 1, 1024, 2),
+    LONG,
 )
-QUICK = LADDER[:3]
+QUICK = (*LADDER[:3], LONG)
 EMPTY = Sizes("llama", 16, 1, 8, 1)  # computes next to nothing
 DEEPER = 3
 
@@ -63,6 +67,7 @@ def program_of(sizes: Sizes, precision: str, compiled: bool = False) -> Job:
     model: dict[str, Any] = {"d_model": sizes.d_model, "n_layers": sizes.n_layers, "n_heads": heads, "d_ff": sizes.d_model * 11 // 4}
     if sizes.family != "gpt2":
         model["n_kv_heads"] = max(1, heads // 2) if heads % 2 == 0 else heads
+    model["max_len"] = max(1024, sizes.seq_len)
     train = {"batch": sizes.batch, "micro_batch": sizes.batch, "compiled": compiled}
     table = {"preset": FAMILIES[sizes.family], "model": model, "data": {"seq_len": sizes.seq_len}, "train": train}
     table["precision"] = {"policy": precision, "fp32_matmul": "default"}
