@@ -23,6 +23,9 @@ from fzero.train.state_on_disk import reopened
 from fzero.train.step import make_gradient
 from fzero.train.update.in_memory import Gradients, update_donated
 
+# A folder without direct transfers is used through tensorstore, with the same numbers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*its file system refuses direct transfers:UserWarning")
+
 SIZES = {"vocab_size": 61, "max_len": 8, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
 MODEL = models.llama(models.LlamaConfig(**SIZES))
 ALL = "params=nvme,opt=nvme"
