@@ -1,0 +1,101 @@
+"""Tests whose results could depend on the machine, run as other machines would: with fewer instructions, cores, or a lesser file system.
+
+Each environment runs the files that can feel it, in a process of its own, and first makes sure that the environment is what it says.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parent
+AVX2 = {name: "AVX2" for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")}
+# Python runs this when it starts, in the children of a test too.
+REFUSING = """
+import errno, os
+opened = os.open
+def refusing(path, flags, *args, **options):
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+    return opened(path, flags, *args, **options)
+os.open = refusing
+"""
+IN_MEMORY = Path("/dev/shm")
+
+
+class Machine(NamedTuple):
+    """Another machine: what must be true on it, in Python, and the files of tests that can feel it."""
+
+    holds: str
+    files: tuple[str, ...]
+    environment: Mapping[str, str] = MappingProxyType({})
+    one_core: bool = False
+    in_memory: bool = False  # the folders of the tests
+    refuses_direct: bool = False  # O_DIRECT, on all file systems
+
+
+MACHINES = {
+    "AVX2 alone": Machine(
+        "torch.backends.cpu.get_cpu_capability() == 'AVX2' and not torch.ops.mkldnn._is_mkldnn_bf16_supported()",
+        ("tiling", "tiled", "attention", "bench_machine", "replay", "streaming"),
+        {"ATEN_CPU_CAPABILITY": "avx2", **AVX2},
+    ),
+    "no vectors": Machine(
+        "torch.backends.cpu.get_cpu_capability() == 'DEFAULT'",
+        ("host_steps", "random_native", "digest", "quantize", "optim_lowbit", "cross_entropy"),
+        {"ATEN_CPU_CAPABILITY": "default"},
+    ),
+    "one core": Machine(
+        "len(os.sched_getaffinity(0)) == 1",
+        ("offload_disk", "doctor", "data", "rollcall", "measured_run", "plan_time"),
+        one_core=True,
+    ),
+    "four threads": Machine(
+        "torch.get_num_threads() == 4", ("doctor", "crosscheck", "mesh"), {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"}
+    ),
+    "folders in memory": Machine(
+        "disks.file_system(disks.mount_point(sys.argv[1])) in bench.MEMORY",
+        ("offload_disk", "offload_store", "bench_disk", "checkpoint", "checkpoint_behind"),
+        in_memory=True,
+    ),
+    "no direct transfers": Machine(
+        "not serves_direct(Path(sys.argv[1]))",
+        ("offload_disk", "offload_store", "offload_run", "bench_disk"),
+        refuses_direct=True,
+    ),
+}
+IMPORTS = "import os, sys, torch; from pathlib import Path; from fzero.offload import bench, disks; "
+IMPORTS += "from fzero.offload.disk import serves_direct; "
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_suite_on_another_machine(name, tmp_path):
+    machine, paths = MACHINES[name], [str(TESTS.parent), *sys.path]
+    if "AVX2" in machine.holds and platform.machine() != "x86_64":
+        pytest.skip("this processor has other instructions")
+    if machine.in_memory and not os.access(IN_MEMORY, os.W_OK):
+        pytest.skip(f"{IN_MEMORY} is not there")
+    if machine.refuses_direct:
+        (tmp_path / "sitecustomize.py").write_text(REFUSING)
+        paths = [str(tmp_path), *paths]
+
+    def run(*command):
+        if machine.one_core:
+            command = ("taskset", "-c", str(min(os.sched_getaffinity(0))), *command)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **machine.environment}
+        done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-20000:]}{done.stderr[-4000:]}"
+
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if machine.in_memory else tmp_path) as folder:
+        run(sys.executable, "-c", f"{IMPORTS}assert {machine.holds}", folder)
+        files = [str(TESTS / f"test_{file}.py") for file in machine.files]
+        run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/tests", *files)
