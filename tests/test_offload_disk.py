@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fzero.planner.calibrate import disk as bench
 from fzero.offload import disk_io as disk_module
 from fzero.offload.buffer_pool import HUGE, PAGE, BufferPool, padded
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskSettings, open_direct, serves_direct
+from fzero.planner.calibrate import disk as bench
 
 ALL = (HUGE,)  # the shape that takes all of a small arena
 WAIT_S = 20
