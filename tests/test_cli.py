@@ -19,7 +19,8 @@ from fzero.checkpoint.convert import huggingface
 from fzero.cli import main
 from fzero.cli import pretrain as pretrain_module
 from fzero.core import prng
-from fzero.run import config_table, corpus, pretrain, run_folder
+from fzero.run import config_table, corpus, run_folder
+from fzero.run.ranks import signals
 
 TINY = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 1 --seq-len 16 --precision fp32"
 SETTINGS = ("train.compiled=false", "precision.fp32_matmul=default", "train.eval_batches=2", "train.eval_every=4")
@@ -160,7 +161,7 @@ def test_a_signal_ends_a_run_after_its_step(fz, number, expected):
 
 
 def test_the_second_interrupt_is_at_once():
-    with pretrain.stop_signals() as received, pytest.raises(KeyboardInterrupt):
+    with signals.stop_signals() as received, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         assert received == [signal.SIGINT]
         os.kill(os.getpid(), signal.SIGINT)

@@ -154,7 +154,7 @@ def test_two_layers_that_change_places_are_seen():
     for order in ((0, 1), (1, 0)):
         digests = sdc_check.Digests()
         for layer, i in enumerate(order):
-            digests.put(sdc_check.Part("blocks", ("blocks/w",), layer), ("blocks/w",), [grads[i].clone()], last=True)
+            digests.put(sdc_check.Group("blocks", ("blocks/w",), layer), ("blocks/w",), [grads[i].clone()], last=True)
         found.append(digests.found["blocks/w"])
     assert found[0] != found[1]
 

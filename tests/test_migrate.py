@@ -524,7 +524,7 @@ def test_the_model_is_never_in_memory(tmp_path):
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {what: int(peak) for what, peak in (line.split() for line in done.stdout.splitlines())}
-    whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), convert.BUFFER_BYTES
+    whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), exchange.BUFFER_BYTES
     slack = 45_000_000  # a tensor of theirs, twice; what threads and the first use of things need
     assert set(found) == {"hf", "dcp", "universal", "export"} and whole > 1.3 * (leaf + buffers + slack)
     assert max(found["hf"], found["dcp"], found["universal"]) < leaf + buffers + slack, found

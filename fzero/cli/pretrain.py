@@ -87,10 +87,11 @@ def pretrain(
     with signals.ending(), joined() as team, bar_or_lines() as (bar, line):
         from fzero.run import loop, run_folder
         from fzero.run import pretrain as run
+        from fzero.run.measure.profiler import steps_of
         from fzero.run.ranks import elastic
         from fzero.run.resume import auto_resume as again
 
-        run.steps_of(profile or "3-5", 0)  # refuses what is none
+        steps_of(profile or "3-5", 0)  # refuses what is none
         # An attempt of the same torchrun before this one has taken a folder: go on with that.
         before = team.share(team.recorded)
         auto = auto_resume or (before != "" and (out is None or str(out.absolute()) == before))

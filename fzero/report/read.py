@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fzero.core.tables import parse_json
 from fzero.report.values import Quantity, RunReport
-from fzero.run import config, run_folder
+from fzero.run import run_folder
 
 ATTEMPTS, LEDGER, MEMORY, PLAN = "attempts.jsonl", "ledger.json", "memory.json", "plan.json"
 WARM_UP = 2  # steps at the begin of an attempt that no figure of time counts: they compile, and make buffers
@@ -76,7 +77,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises ValueError naming the file for anything else."""
     try:
-        value = config.parse_json(path.read_text(encoding="utf-8"), str(path))
+        value = parse_json(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not text ({error})") from None
     return value

@@ -28,8 +28,9 @@ import torch
 import fzero
 from fzero import checkpoint
 from fzero.core.storage import write_text
+from fzero.core.tables import parse_json
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
-from fzero.run import config, config_table
+from fzero.run import config_table
 from fzero.run.config import RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS, TOKENIZER, DATA, NVME = (
@@ -106,7 +107,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
     path = folder / ENVIRONMENT
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
-    return config.parse_json(path.read_text(encoding="utf-8"), str(path))
+    return parse_json(path.read_text(encoding="utf-8"), str(path))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
