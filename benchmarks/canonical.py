@@ -30,7 +30,7 @@ def contender(model: models.Model, mesh: fzero.Mesh, stage: int, reduce: str, po
     """A function that makes one step and gives (seconds, bytes sent)."""
     plan = fzero.zero_plan(stage, model, mesh, reduce=reduce)
     tx = optim.chain(
-        optim.clip_by_global_norm(1.0, layout=optim.sharded(plan.opt, mesh, like=plan.like, ordered=reduce == "canonical")),
+        optim.clip_by_global_norm(1.0),
         optim.adamw(1e-3),
     )
     dtypes = precision.POLICIES[policy]()

@@ -53,8 +53,7 @@ class Run:
         self.mesh = fzero.make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else fzero.one_process()
         self.model, self.policy = models.llama(CONFIG), precision.bf16()
         self.plan = fzero.zero_plan(3, self.model, self.mesh, offload=offload)
-        layout = optim.sharded(self.plan.opt, self.mesh, like=self.plan.like)
-        self.tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
+        self.tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
         self.space = Nvme(folder, slots=slots, buffer_bytes=4 << 20) if offload else None
         self.step = fzero.make_train_step(self.model, self.tx, self.plan, self.mesh, policy=self.policy, remat="full", space=self.space)
 

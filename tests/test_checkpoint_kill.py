@@ -59,8 +59,7 @@ class Run:
         self.mesh = fzero.make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else fzero.one_process()
         self.model, self.policy = models.llama(CONFIG), precision.bf16()
         self.plan = fzero.zero_plan(3 if ranks > 1 else 0, self.model, self.mesh)
-        layout = optim.sharded(self.plan.opt, self.mesh, like=self.plan.like)
-        self.tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
+        self.tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
         self.step = fzero.make_train_step(self.model, self.tx, self.plan, self.mesh, policy=self.policy)
         self.specs = state_specs(self.plan, self.tx, self.policy)
 

@@ -14,7 +14,6 @@ from close import assert_same
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
-from fzero.optim.sharded_leaves import sharded
 from fzero.run import run_folder
 from fzero.sharding import Spec, fake_mesh
 from fzero.train import sdc_check
@@ -40,8 +39,7 @@ def made(mesh, *, stage=0, policy="bf16", sequence=False, reduce="fast", plant=N
     """(state after two steps, the check); `plant` does something to the state behind the first step."""
     policy = precision.POLICIES[policy]()
     plan = fzero.zero_plan(stage, MODEL, mesh, sequence=sequence, reduce=reduce)
-    layout = sharded(plan.opt, mesh, like=plan.like, ordered=reduce == "canonical")
-    tx = optim.chain(optim.clip_by_global_norm(1.0, layout=layout), optim.adamw(1e-2))
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, spike=True)
     step = fzero.make_train_step(MODEL, tx, plan, mesh, policy=policy, spike=fzero.train.spike.Spike())
     check = sdc_check.make_check(MODEL, plan, mesh, state_specs(plan, tx, policy, spike=True), policy=policy)
@@ -106,7 +104,7 @@ def faulty_processor(mesh, rank, stage):
     """A rank whose products of one layer are off by a bit now and then."""
     state, _ = made(mesh, stage=stage)
     policy, plan = precision.bf16(), fzero.zero_plan(stage, MODEL, mesh)
-    tx = optim.chain(optim.clip_by_global_norm(1.0, layout=sharded(plan.opt, mesh, like=plan.like)), optim.adamw(1e-2))
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
     put = sdc_check.Digests.put
 
     def wrong(self, part, names, grads, **options):

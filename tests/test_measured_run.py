@@ -18,7 +18,6 @@ from fzero.cli import main
 from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.precision import fp64
-from fzero.optim.sharded_leaves import sharded
 from fzero.run import run_folder
 from fzero.run.measure import attempts, norms, rank_times, step_records
 from fzero.run.measure.profiler import Named, steps_of
@@ -102,7 +101,7 @@ def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
     the last rank is late in each."""
     model = model_of(name, dropout=0.0)
     plan = fzero.zero_plan(stage, model, mesh, reduce=reduce)
-    tx = OPTIMIZERS["adam"](sharded(plan.opt, mesh, like=plan.like, ordered=reduce == "canonical"))
+    tx = OPTIMIZERS["adam"]
     state = fzero.init_state(model, tx, plan, mesh, seed=3, policy=fp64())
     parts = 4 // mesh.data_size
     step = fzero.make_train_step(model, tx, plan, mesh, policy=fp64(), micro_batches=parts, squares=True)
@@ -130,7 +129,7 @@ def direct_norms(name):
     """The same of one process, from a gradient by torch.func.grad and the parameters themselves."""
     model, mesh = model_of(name, dropout=0.0), fzero.one_process()
     plan = fzero.zero_plan(0, model, mesh)
-    tx = OPTIMIZERS["adam"](sharded(plan.opt, mesh, like=plan.like))
+    tx = OPTIMIZERS["adam"]
     state = fzero.init_state(model, tx, plan, mesh, seed=3, policy=fp64())
     step = fzero.make_train_step(model, tx, plan, mesh, policy=fp64(), micro_batches=4)
     ctx = fzero.models.base.Ctx(dtype=torch.float64)

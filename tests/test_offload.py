@@ -36,30 +36,30 @@ POLICIES = {
 BF16 = torch.bfloat16
 
 
-def labelled(layout):
-    parts = {"muon": optim.muon(1e-2, layout=layout), "adamw": optim.adamw(1e-2)}
+def labelled():
+    parts = {"muon": optim.muon(1e-2), "adamw": optim.adamw(1e-2)}
     return optim.by_label(parts, ((r"^blocks/.*/w_", "muon"), (".*", "adamw")))
 
 
 def clipped(tx):
-    return lambda layout: optim.chain(optim.clip_by_global_norm(0.5, layout=layout), tx(layout))
+    return optim.chain(optim.clip_by_global_norm(0.5), tx)
 
 
 OPTIMIZERS = {
-    "clipped adamw": clipped(lambda layout: optim.adamw(1e-2, weight_decay=0.1, mask=optim.decay_matrices)),
-    "adamw": lambda layout: optim.adamw(1e-2),
-    "sgd": lambda layout: optim.sgd(0.3),
-    "sgd momentum": clipped(lambda layout: optim.sgd(0.3, 0.9, nesterov=True, weight_decay=0.1)),
-    "lion": clipped(lambda layout: optim.lion(1e-3, weight_decay=0.1)),
-    "lamb": clipped(lambda layout: optim.lamb(1e-2, weight_decay=0.1, layout=layout)),
-    "adafactor": clipped(lambda layout: optim.adafactor(1e-2, weight_decay=0.1, layout=layout)),
-    "muon by label": clipped(labelled),
-    "adamw 8": clipped(lambda layout: optim.adamw(1e-2, state_bits=8, block=16, layout=layout)),
-    "lion 8": clipped(lambda layout: optim.lion(1e-3, state_bits=8, block=16, layout=layout)),
-    "adamw stochastic": clipped(lambda layout: optim.adamw(1e-2, state_dtype=BF16, rounding="stochastic", layout=layout)),
-    "accumulate": clipped(lambda layout: optim.accumulate(optim.adamw(1e-2), 3)),
-    "value": lambda layout: optim.chain(optim.clip_by_value(1e-3), optim.adamw(1e-2, weight_decay=0.1)),
-    "scheduled": clipped(lambda layout: optim.chain(optim.adam(optim.warmup_cosine(1e-2, 5, 20)), optim.clip_by_value(1e-2))),
+    "clipped adamw": clipped(optim.adamw(1e-2, weight_decay=0.1, mask=optim.decay_matrices)),
+    "adamw": optim.adamw(1e-2),
+    "sgd": optim.sgd(0.3),
+    "sgd momentum": clipped(optim.sgd(0.3, 0.9, nesterov=True, weight_decay=0.1)),
+    "lion": clipped(optim.lion(1e-3, weight_decay=0.1)),
+    "lamb": clipped(optim.lamb(1e-2, weight_decay=0.1)),
+    "adafactor": clipped(optim.adafactor(1e-2, weight_decay=0.1)),
+    "muon by label": clipped(labelled()),
+    "adamw 8": clipped(optim.adamw(1e-2, state_bits=8, block=16)),
+    "lion 8": clipped(optim.lion(1e-3, state_bits=8, block=16)),
+    "adamw stochastic": clipped(optim.adamw(1e-2, state_dtype=BF16, rounding="stochastic")),
+    "accumulate": clipped(optim.accumulate(optim.adamw(1e-2), 3)),
+    "value": optim.chain(optim.clip_by_value(1e-3), optim.adamw(1e-2, weight_decay=0.1)),
+    "scheduled": clipped(optim.chain(optim.adam(optim.warmup_cosine(1e-2, 5, 20)), optim.clip_by_value(1e-2))),
 }
 
 
@@ -128,8 +128,7 @@ def train(mesh, case, folder=None):
         case.stage, given, mesh, offload=case.offload, reduce=case.reduce, frozen=case.frozen, sequence=case.sequence,
         accumulate=case.accumulate,
     )  # fmt: skip
-    layout = optim.sharded(plan.trained(plan.opt), mesh, like=plan.trained(plan.like), ordered=case.reduce == "canonical")
-    tx = OPTIMIZERS[case.optimizer](layout)
+    tx = OPTIMIZERS[case.optimizer]
     space = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
     state = fzero.init_state(given, tx, plan, mesh, seed=0, policy=policy, ema=case.ema, space=space)
     step = fzero.make_train_step(

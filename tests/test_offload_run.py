@@ -47,9 +47,8 @@ def trained(folder, offload, policy, *, update="end", clip=None, micro=1, steps=
     """(losses, the state in memory); step `bad` has a gradient that is not finite. norms: is given those of the gradients."""
     mesh = mesh or fzero.one_process()
     plan = fzero.zero_plan(stage, MODEL, mesh, offload=offload)
-    layout = optim.sharded(plan.opt, mesh, like=plan.like)
     tx = optim.adamw(1e-2, weight_decay=0.1)
-    tx = optim.chain(optim.clip_by_global_norm(clip, layout=layout), tx) if clip else tx
+    tx = optim.chain(optim.clip_by_global_norm(clip), tx) if clip else tx
     space = Nvme(folder) if "nvme" in offload else None
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True, space=space)
     options = {"policy": policy, "micro_batches": micro, "ema_decay": 0.9, "update": update}
@@ -122,8 +121,7 @@ def one_behind(policy, micro, steps=4):
     """The definition of the delayed update: a gradient is applied behind the computation of the next one."""
     mesh = fzero.one_process()
     plan = fzero.zero_plan(0, MODEL, mesh)
-    layout = optim.sharded(plan.opt, mesh, like=plan.like)
-    tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2, weight_decay=0.1))
+    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
     gradient = make_gradient(MODEL, plan, mesh, Execution(policy))
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True)
     waiting, losses = None, []
@@ -133,7 +131,7 @@ def one_behind(policy, micro, steps=4):
         grads = pytree.map(torch.clone, grads)
         if waiting is not None:
             state = update_donated(tx, policy, plan, mesh, waiting, state, None, 0.9)
-        waiting = Gradients(grads, 1 / total.num_tokens.float(), layout.norm(grads))
+        waiting = Gradients(grads, 1 / total.num_tokens.float(), optim.sharded(plan.opt, mesh, like=plan.like).norm(grads))
     return losses, state
 
 
@@ -168,9 +166,7 @@ def test_an_optimizer_that_looks_at_the_whole_tree_is_refused():
     plan = fzero.zero_plan(0, MODEL, mesh, offload="opt=host")
     for tx in (
         optim.chain(optim.adam(1e-2), optim.scale_by_rules(((".*", 0.5),))),
-        optim.chain(
-            optim.clip_by_value(1.0), optim.clip_by_global_norm(1.0, layout=optim.sharded(plan.opt, mesh, like=plan.like)), optim.sgd(0.1)
-        ),
+        optim.chain(optim.clip_by_value(1.0), optim.clip_by_global_norm(1.0), optim.sgd(0.1)),
     ):
         with pytest.raises(ValueError, match=r"offload: the optimizer looks at the whole tree .* put the clipping first"):
             fzero.make_train_step(MODEL, tx, plan, mesh)

@@ -729,8 +729,7 @@ def used(folder):
 def run(folder, offload, steps=6, then=lambda space, step: None, space=None, stage=0):
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(stage, model, mesh, offload=offload)
-    layout = optim.sharded(plan.opt, mesh, like=plan.like)
-    tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2))
+    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
     space = space or Nvme(folder, buffer_bytes=1 << 20)
     policy = precision.bf16()
     state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, space=space)
@@ -789,8 +788,7 @@ def test_a_disk_that_fills_up_in_a_step_leaves_the_step_before(direct):
     expected = run(None, "", steps=3, space=Nvme())[0]
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(0, model, mesh, offload="params=nvme,opt=nvme")
-    layout = optim.sharded(plan.opt, mesh, like=plan.like)
-    tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adamw(1e-2))
+    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
     state = reopened(tx, plan, mesh, again, policy=precision.bf16())
     for name, leaf in pytree.named_leaves(expected).items():
         got = pytree.named_leaves(state)[name]

@@ -374,19 +374,19 @@ def test_a_shard_in_one_run_needs_no_divisions():
 
 MODEL = models.build(models.MLPConfig(vocab_size=32, d_model=16, n_layers=2, d_ff=32))
 TRANSFORMATIONS = {
-    "adamw": lambda impl, layout: optim.adamw(0.02, impl=impl),
-    "clip and adamw": lambda impl, layout: optim.chain(optim.clip_by_global_norm(0.05, layout=layout), optim.adamw(0.02, impl=impl)),
-    "lion and adamw": lambda impl, layout: optim.by_label(
+    "adamw": lambda impl: optim.adamw(0.02, impl=impl),
+    "clip and adamw": lambda impl: optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(0.02, impl=impl)),
+    "lion and adamw": lambda impl: optim.by_label(
         {"lion": optim.lion(0.01, impl=impl), "adamw": optim.adamw(0.02, impl=impl)}, (("w_", "lion"), (".*", "adamw"))
     ),
-    "8 bits": lambda impl, layout: optim.adamw(0.02, state_bits=8, block=16, impl=impl),
+    "8 bits": lambda impl: optim.adamw(0.02, state_bits=8, block=16, impl=impl),
 }
 
 
 def trained(name, impl, policy, steps=3):
     mesh = fzero.one_process(device=laws.DEVICE) if laws.DEVICE == "cuda" else fzero.one_process()
     plan = fzero.zero_plan(0, MODEL, mesh)
-    tx = TRANSFORMATIONS[name](impl, optim.sharded(plan.opt, mesh, like=plan.like))
+    tx = TRANSFORMATIONS[name](impl)
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, device=laws.DEVICE)
     step, seen = fzero.make_train_step(MODEL, tx, plan, mesh, policy=policy), []
     text = (torch.arange(4 * 9, device=laws.DEVICE).reshape(4, 9) * 7) % 32

@@ -28,13 +28,13 @@ LEAVES = {
 SHAPES = pytree.nest({name: shape for name, (shape, _) in LEAVES.items()})
 SPECS = pytree.nest({name: Spec.parse(text) for name, (_, text) in LEAVES.items()})
 BF16 = torch.bfloat16
-# (learning rate, layout) -> transformation
+# learning rate -> transformation
 LOW = {
-    "adamw stochastic": lambda lr, layout: optim.adamw(lr, weight_decay=0.1, state_dtype=BF16, rounding="stochastic", layout=layout),
-    "adamw 8": lambda lr, layout: optim.adamw(lr, weight_decay=0.1, mask="w_", state_bits=8, block=16, layout=layout),
-    "adam 8": lambda lr, layout: optim.adam(lr, weight_decay=0.1, state_bits=8, block=16, layout=layout),
-    "lion stochastic": lambda lr, layout: optim.lion(lr, weight_decay=0.1, state_dtype=BF16, rounding="stochastic", layout=layout),
-    "lion 8": lambda lr, layout: optim.lion(lr, weight_decay=0.1, state_bits=8, block=16, layout=layout),
+    "adamw stochastic": lambda lr: optim.adamw(lr, weight_decay=0.1, state_dtype=BF16, rounding="stochastic"),
+    "adamw 8": lambda lr: optim.adamw(lr, weight_decay=0.1, mask="w_", state_bits=8, block=16),
+    "adam 8": lambda lr: optim.adam(lr, weight_decay=0.1, state_bits=8, block=16),
+    "lion stochastic": lambda lr: optim.lion(lr, weight_decay=0.1, state_dtype=BF16, rounding="stochastic"),
+    "lion 8": lambda lr: optim.lion(lr, weight_decay=0.1, state_bits=8, block=16),
 }
 every_optimizer = pytest.mark.parametrize("name", LOW)
 
@@ -66,7 +66,7 @@ def gradients(steps, dtype=torch.float32):
 )
 def test_all_forms_have_the_same_bits(name, dtype, piece, monkeypatch):
     monkeypatch.setitem(optim_leaf.PIECE, "cpu", piece)
-    tx, params = LOW[name](0.1, optim.WHOLE), tree(0, SHAPES, dtype)
+    tx, params = LOW[name](0.1), tree(0, SHAPES, dtype)
     expected = train(tx, params, gradients(2))
     assert tx.donate is None
     assert_same(train(tx, params, gradients(2), "apply"), expected)
@@ -75,7 +75,7 @@ def test_all_forms_have_the_same_bits(name, dtype, piece, monkeypatch):
 
 @every_optimizer
 def test_state_and_its_specs(name):
-    tx, params = LOW[name](0.1, optim.WHOLE), tree(0, SHAPES, torch.float32)
+    tx, params = LOW[name](0.1), tree(0, SHAPES, torch.float32)
     state, specs = tx.init(params), tx.spec(SPECS)
     assert pytree.names(state) == pytree.names(specs)
     for before, after in zip(pytree.leaves(state), pytree.leaves(train(tx, params, gradients(1))[1])):
@@ -109,7 +109,7 @@ def test_small_leaves_and_vectors_stay_in_float32(monkeypatch):
 
 @every_optimizer
 def test_vmap_over_states_equals_the_loop(name):
-    tx = LOW[name](0.1, optim.WHOLE)
+    tx = LOW[name](0.1)
     shapes = {"blocks": SHAPES["blocks"]}
     many, grads = (tree(seed, shapes, torch.float32, lead=(3,)) for seed in (0, 1))
     pick = lambda t, i: pytree.map(lambda x: x[i], t)  # noqa: E731
@@ -136,7 +136,7 @@ def compare_steps(mesh, name, plant=lambda layout: layout):
     moment_storage.SMALL = 100  # in a process of its own
     params, grads = tree(0, SHAPES, torch.float32), gradients(2)
     layout = plant(optim.sharded(SPECS, mesh, like=params))
-    tx, whole = LOW[name](0.1, layout), LOW[name](0.1, optim.WHOLE)
+    tx, whole = optim.bind(LOW[name](0.1), layout), LOW[name](0.1)
     assert tx.needs == "elementwise" and whole.needs == "matrix"
     expected, state = train(whole, params, grads)
     specs = tx.spec(SPECS)
@@ -170,10 +170,9 @@ def losses_of_a_run(mesh, stage):
     moment_storage.SMALL = 100
     model = fzero.models.build(fzero.models.MLPConfig(vocab_size=32, d_model=16, n_layers=2, d_ff=32))
     plan = fzero.zero_plan(stage, model, mesh, reduce="canonical")
-    layout = optim.sharded(plan.opt, mesh, like=plan.like)
     out = []
     for name in ("adamw stochastic", "adamw 8"):
-        tx = LOW[name](0.02, layout)
+        tx = LOW[name](0.02)
         state = fzero.init_state(model, tx, plan, mesh, seed=0)
         step = fzero.make_train_step(model, tx, plan, mesh)
         text = (torch.arange(8 * 9).reshape(8, 9) * 7) % 32
@@ -195,7 +194,7 @@ def test_the_loss_curve_is_that_of_one_process():
 
 
 def test_checkpoint(tmp_path):
-    tx, params = LOW["adamw 8"](0.1, optim.WHOLE), tree(0, SHAPES, torch.float32)
+    tx, params = LOW["adamw 8"](0.1), tree(0, SHAPES, torch.float32)
     _, state = train(tx, params, gradients(2))
     path = checkpoint.save(tmp_path, state, step=2)
     assert_same(checkpoint.restore(path, tx.init(params)), state)
@@ -248,7 +247,6 @@ def test_a_mean_that_moves_by_less_than_its_mantissa_is_kept_by_stochastic_round
         ({"state_bits": 4}, "state_bits is 4; it must be 8"),
         ({"state_bits": 8, "state_dtype": BF16}, "give one of them"),
         ({"state_bits": 8, "block": 100}, "block is 100; it must be a power of two from 16 to 4096"),
-        ({"layout": "whole"}, "layout is 'whole'"),
         ({"impl": "cuda"}, "impl is 'cuda'"),
     ],
 )
@@ -264,15 +262,15 @@ def test_blocks_that_shards_would_cut():
     layout = optim.sharded({"blocks": {"w": Spec.parse("[L, D, F/tp]")}}, mesh, like=like)
     part = {"blocks": {"w": torch.empty(2, 8, 40)}}
     with pytest.raises(ValueError, match=r"rows of blocks/w are cut into parts of 40 elements, .* blocks of 16 do not divide"):
-        optim.adamw(0.1, state_bits=8, block=16, layout=layout).init(part)
+        optim.bind(optim.adamw(0.1, state_bits=8, block=16), layout).init(part)
 
 
-def test_a_step_refuses_shards_without_a_layout():
+def test_a_step_refuses_shards_for_what_needs_whole_leaves():
     mesh = fzero.sharding.fake_mesh({"dp": 2})
     model = fzero.models.build(fzero.models.MLPConfig(vocab_size=32, d_model=16, n_layers=2, d_ff=32))
     plan = fzero.zero_plan(2, model, mesh)
-    with pytest.raises(ValueError, match="make it with layout="):
-        fzero.make_train_step(model, optim.adamw(0.1, state_bits=8), plan, mesh)
+    with pytest.raises(ValueError, match="give it an `on`"):
+        fzero.make_train_step(model, optim.adamw(0.1)._replace(needs="matrix"), plan, mesh)
 
 
 def test_place_is_that_of_the_layout():

@@ -38,35 +38,35 @@ SHAPES = pytree.nest({name: shape for name, (shape, _) in LEAVES.items()})
 SPECS = pytree.nest({name: Spec.parse(text) for name, (_, text) in LEAVES.items()})
 
 
-def muon_for_matrices(lr, layout):
-    parts = {"muon": optim.muon(lr, ns_dtype=F64, layout=layout), "adamw": optim.adamw(lr)}
+def muon_for_matrices(lr):
+    parts = {"muon": optim.muon(lr, ns_dtype=F64), "adamw": optim.adamw(lr)}
     return optim.by_label(parts, ((r"^blocks/.*/w_", "muon"), (".*", "adamw")))
 
 
-def recipe(lr, layout):
+def recipe(lr):
     adam = optim.adamw(lr, mask=optim.decay_matrices, weight_decay=0.2)
-    return optim.chain(optim.clip_by_global_norm(1.0, layout=layout), adam, optim.scale_by_rules(RATES, layout=layout))
+    return optim.chain(optim.clip_by_global_norm(1.0), adam, optim.scale_by_rules(RATES))
 
 
-# (learning rate, layout) -> transformation; the others are elementwise and as in OPTIMIZERS
+# learning rate -> transformation; the others are elementwise and as in OPTIMIZERS
 NEEDY = {
-    "lamb": lambda lr, layout: optim.lamb(lr, weight_decay=0.1, layout=layout),
-    "adafactor": lambda lr, layout: optim.adafactor(lr, eps1=1e-8, weight_decay=0.1, layout=layout),
+    "lamb": lambda lr: optim.lamb(lr, weight_decay=0.1),
+    "adafactor": lambda lr: optim.adafactor(lr, eps1=1e-8, weight_decay=0.1),
     "muon by label": muon_for_matrices,
-    "muon adjusted": lambda lr, layout: optim.by_label(
-        {"muon": optim.muon(lr, adjust="match_rms_adamw", nesterov=False, ns_dtype=F64, layout=layout), "sgd": optim.sgd(lr)},
+    "muon adjusted": lambda lr: optim.by_label(
+        {"muon": optim.muon(lr, adjust="match_rms_adamw", nesterov=False, ns_dtype=F64), "sgd": optim.sgd(lr)},
         ((r"^embed/|^blocks/.*/w_", "muon"), (".*", "sgd")),
     ),
     "recipe": recipe,
-    "clip and sgd": lambda lr, layout: optim.chain(optim.clip_by_global_norm(1.0, layout=layout), optim.sgd(lr, 0.9)),
-    "accumulate": lambda lr, layout: optim.accumulate(optim.lamb(lr, layout=layout), 2),
+    "clip and sgd": lambda lr: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(lr, 0.9)),
+    "accumulate": lambda lr: optim.accumulate(optim.lamb(lr), 2),
 }
 NAMES = [*OPTIMIZERS, *(name for name in NEEDY if name not in OPTIMIZERS)]
 every_mesh = pytest.mark.parametrize("mesh", MESHES)
 
 
-def make(name, lr, layout):
-    return NEEDY[name](lr, layout) if name in NEEDY else OPTIMIZERS[name](lr)
+def make(name, lr, shards=optim.WHOLE):
+    return optim.bind(NEEDY[name](lr), shards) if name in NEEDY else OPTIMIZERS[name](lr)
 
 
 def whole_params():
@@ -97,7 +97,7 @@ def train(tx, params, gradient, form, steps=5):
 def compare_steps(mesh, name, plant=lambda layout: layout, steps=5):
     """On one rank: steps on shards are the own part of those on whole leaves, in each form; so is the state."""
     layout = plant(optim.sharded(SPECS, mesh, like=whole_params()))
-    on_shards, on_whole = make(name, 0.1, layout), make(name, 0.1, optim.WHOLE)
+    on_shards, on_whole = make(name, 0.1, layout), make(name, 0.1)
     assert on_shards.needs == "elementwise"
     params, whole_grads = whole_params(), [tree(100 + i, SHAPES) for i in range(steps)]
     grads = [own(mesh, SPECS, g) for g in whole_grads]
@@ -240,11 +240,11 @@ def test_ordered_norm_under_tensor_parallelism_is_right():
 
 
 CANONICAL = {
-    "muon by label": lambda lr, layout: optim.by_label(
-        {"muon": optim.muon(lr, layout=layout), "adamw": optim.adamw(lr)}, ((r"^blocks/.*/w_", "muon"), (".*", "adamw"))
+    "muon by label": lambda lr: optim.by_label(
+        {"muon": optim.muon(lr), "adamw": optim.adamw(lr)}, ((r"^blocks/.*/w_", "muon"), (".*", "adamw"))
     ),
     "recipe": recipe,
-    "adamw of bfloat16": lambda lr, layout: optim.adamw(lr, weight_decay=0.1, state_dtype=torch.float32),
+    "adamw of bfloat16": lambda lr: optim.adamw(lr, weight_decay=0.1, state_dtype=torch.float32),
 }
 
 
@@ -253,8 +253,8 @@ def canonical(mesh, name):
     dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32
     params = tree(1, SHAPES, dtype)
     layout = optim.sharded(SPECS, mesh, like=params, ordered=True)
-    tx = CANONICAL[name](0.1, layout) if name in CANONICAL else OPTIMIZERS[name](0.1)
-    tx = optim.chain(optim.clip_by_global_norm(0.5, layout=layout), tx)
+    tx = CANONICAL[name](0.1) if name in CANONICAL else OPTIMIZERS[name](0.1)
+    tx = optim.bind(optim.chain(optim.clip_by_global_norm(0.5), tx), layout)
     grads = [own(mesh, SPECS, tree(10 + i, SHAPES, dtype)) for i in range(5)]
     whole = optim.sharded((SPECS, tx.spec(SPECS)), mesh, like=(params, tx.init(params)))
     ends = [train(tx, own(mesh, SPECS, params), lambda i: clone(grads[i]), form) for form in ("update", "apply")]
@@ -313,7 +313,7 @@ def gradient_through_steps(mesh, name):
     """On one rank: the own part of d(loss after two steps) / d(first parameters), as autograd has it on shards."""
     whole = pytree.map(lambda p: 0.5 * p, tree(0, SHAPES))
     layout = optim.sharded(SPECS, mesh, like=whole)
-    expected = torch.func.grad(lambda p: after_two_steps(make(name, 0.1, optim.WHOLE), p, lambda p: optim.global_norm(p) ** 2))(whole)
+    expected = torch.func.grad(lambda p: after_two_steps(make(name, 0.1), p, lambda p: optim.global_norm(p) ** 2))(whole)
     on_shards = lambda p: after_two_steps(make(name, 0.1, layout), p, lambda p: layout.norm(p) ** 2)  # noqa: E731
     assert_same(torch.func.grad(on_shards)(own(mesh, SPECS, whole)), own(mesh, SPECS, expected), 1e-11)
 
@@ -380,9 +380,7 @@ def test_a_mesh_of_one_process_is_whole():
     for name in NEEDY:
         for form in ("update", "apply"):
             gradient = lambda i: tree(100 + i, SHAPES)  # noqa: E731
-            assert_same(
-                train(make(name, 0.1, layout), whole, gradient, form), train(make(name, 0.1, optim.WHOLE), whole, gradient, form), 1e-14
-            )
+            assert_same(train(make(name, 0.1, layout), whole, gradient, form), train(make(name, 0.1), whole, gradient, form), 1e-14)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +390,10 @@ def test_a_mesh_of_one_process_is_whole():
             lambda s, m: optim.sharded(s, m, like=whole_params()).gather("blocks/mlp/w_on", torch.ones(2)),
             r"no leaf 'blocks/mlp/w_on' \(did you",
         ),
-        (lambda s, m: optim.sharded(s, m, like={"embed": {"tokens": torch.ones(8, 4)}}), "layout: blocks/ln/scale has a spec and no shape"),
+        (
+            lambda s, m: optim.sharded(s, m, like={"embed": {"tokens": torch.ones(8, 4)}}),
+            "sharded: blocks/ln/scale has a spec and no shape",
+        ),
         (
             lambda s, m: optim.sharded({"w": Spec.parse("[D/dp]")}, m, like={"w": torch.ones(7)}),
             "w: dim 0 has size 7, not divisible by dp=4",
@@ -401,11 +402,6 @@ def test_a_mesh_of_one_process_is_whole():
             lambda s, m: optim.sharded({"w": Spec.parse("[D, F/dp]")}, m, like={"w": torch.ones(4, 4)}, ordered=True),
             "w: dp shards dim 1; ordered sums need it on dim 0",
         ),
-        (lambda s, m: optim.lamb(0.1, layout="whole"), "lamb: layout is 'whole'; it must be a Layout"),
-        (lambda s, m: optim.muon(0.1, layout="out_in"), "muon: layout is 'out_in'"),
-        (lambda s, m: optim.adafactor(0.1, layout=None), "adafactor: layout is None"),
-        (lambda s, m: optim.clip_by_global_norm(1.0, layout=optim.global_norm), "clip_by_global_norm: layout is <function"),
-        (lambda s, m: optim.scale_by_rules(((".*", 1.0),), layout=1), "scale_by_rules: layout is 1"),
     ],
 )
 def test_what_is_refused(call, message):
@@ -417,21 +413,19 @@ def test_factors_of_layers_that_are_shared_out():
     mesh = fzero.sharding.fake_mesh({"pp": 2}, rank=1)
     layout = optim.sharded({"blocks": {"w": Spec.parse("[L/pp, D]")}}, mesh, like={"blocks": {"w": torch.ones(4, 3)}})
     ones = {"blocks": {"w": torch.ones(2, 3, dtype=F64)}}
-    scaled, _ = optim.scale_by_rules(((".*", [1.0, 2.0, 3.0, 4.0]),), layout=layout).update(ones, (), ones)
+    scaled, _ = optim.bind(optim.scale_by_rules(((".*", [1.0, 2.0, 3.0, 4.0]),)), layout).update(ones, (), ones)
     assert scaled["blocks"]["w"][:, 0].tolist() == [3.0, 4.0]
     with pytest.raises(ValueError, match=r"blocks/w has shape \(4, 3\) and is given 2 factors"):
-        optim.scale_by_rules(((".*", [1.0, 2.0]),), layout=layout).init(ones)
+        optim.bind(optim.scale_by_rules(((".*", [1.0, 2.0]),)), layout).init(ones)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_sum_of_the_state_is_owed(name):
     owed = pytree.map(lambda spec: replace(spec, partial=frozenset({"cp"})), SPECS)
-    assert make(name, 0.1, optim.WHOLE).spec(owed) == make(name, 0.1, optim.WHOLE).spec(SPECS)
+    assert make(name, 0.1).spec(owed) == make(name, 0.1).spec(SPECS)
 
 
 def test_every_optimizer_that_needs_more_than_its_shard_is_here():
     for name, make_tx in OPTIMIZERS.items():
         assert make_tx(0.1).needs == "elementwise" or name in NEEDY, name
-    assert not [
-        name for name in NEEDY if re.search("clip|lamb|adafactor|muon|recipe", name) and make(name, 0.1, optim.WHOLE).needs == "elementwise"
-    ]
+    assert not [name for name in NEEDY if re.search("clip|lamb|adafactor|muon|recipe", name) and make(name, 0.1).needs == "elementwise"]

@@ -30,17 +30,17 @@ ON_H100 = {
 }
 
 
-def muon(layout):
-    parts = {"muon": optim.muon(0.02, 0.95, layout=layout), "adamw": optim.adamw(1e-3, layout=layout)}
+def muon():
+    parts = {"muon": optim.muon(0.02, 0.95), "adamw": optim.adamw(1e-3)}
     return optim.by_label(parts, ((build_optim.BLOCK_MATRICES, "muon"), (".*", "adamw")))
 
 
 OPTIMIZERS = {
-    "adamw": lambda layout: optim.adamw(1e-3, layout=layout),
+    "adamw": lambda: optim.adamw(1e-3),
     "muon": muon,
-    "8bit": lambda layout: optim.adamw(1e-3, state_bits=8, layout=layout),
-    "bf16": lambda layout: optim.adamw(1e-3, state_dtype=torch.bfloat16, rounding="stochastic", layout=layout, seed=0),
-    "lion": lambda layout: optim.lion(1e-3, layout=layout),
+    "8bit": lambda: optim.adamw(1e-3, state_bits=8),
+    "bf16": lambda: optim.adamw(1e-3, state_dtype=torch.bfloat16, rounding="stochastic", seed=0),
+    "lion": lambda: optim.lion(1e-3),
 }
 
 
@@ -50,7 +50,7 @@ def step_on(target, name="llama", sizes=None, stage=0, tx="adamw", policy="bf16"
     with FakeDevice(target) as mode:
         model = models.build(CONFIGS[name])
         plan = fzero.zero_plan(stage, model, mesh, **(plan or {}))
-        tx = OPTIMIZERS[tx](optim.sharded(plan.opt, mesh, like=plan.like))
+        tx = OPTIMIZERS[tx]()
         state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, device=mode.device)
         step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=parts, skip_nonfinite=False, **options)
         tokens = torch.zeros(2 * parts, 32, dtype=torch.int64, device=mode.device)

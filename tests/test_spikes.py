@@ -12,7 +12,6 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
-from fzero.optim.sharded_leaves import sharded
 from fzero.sharding.whole_on_first import whole_on_first
 from fzero.train.batch import local_batch
 from fzero.train.spike import LOSS, LossStats, Spike, init_stats, judge
@@ -125,8 +124,7 @@ def trained(mesh, spike, *, policy="fp32", stage=0, micro=1, reduce="fast", offl
     """([(loss, skipped, spike)], the state after each step in whole leaves (rank 0's), as on one process)."""
     policy = POLICIES[policy]
     plan = fzero.zero_plan(stage, MODEL, mesh, reduce=reduce, offload=offload)
-    layout = sharded(plan.opt, mesh, like=plan.like, ordered=reduce == "canonical")
-    tx = optim.adamw(1e-2) if update == "backward" else optim.chain(optim.clip_by_global_norm(1.0, layout=layout), optim.adamw(1e-2))
+    tx = optim.adamw(1e-2) if update == "backward" else optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
     space = Nvme(folder) if offload else None
     keeps = {"ema": True, "spike": spike is not None}
     state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, space=space, **keeps)

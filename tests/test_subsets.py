@@ -47,7 +47,7 @@ def run(mesh, stage, kind, donate=True, steps=3):
     elif kind == "canonical":
         plan_options = {"reduce": "canonical"}
     plan = fzero.zero_plan(stage, source, mesh, **plan_options)
-    tx = optim.chain(optim.clip_by_global_norm(1.0, layout=optim.sharded(plan.opt, mesh, like=plan.like)), optim.adam(1e-2, eps=1e-5))
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-2, eps=1e-5))
     state = fzero.init_state(source, tx, plan, mesh, seed=3, policy=FP64, ema="ema_decay" in options)
     local = 4 // mesh.data_size
     step = fzero.make_train_step(loss_fn, tx, plan, mesh, policy=FP64, micro_batches=local, donate=donate, **options)
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused():
     plan = fzero.zero_plan(1, model, fzero.sharding.fake_mesh({"dp": 2}))
     with pytest.raises(ValueError, match="make the plan with this mesh"):
         fzero.make_train_step(model, optim.sgd(0.1), plan, mesh)
-    with pytest.raises(ValueError, match=r"needs='tree'.*layout="):
-        fzero.make_train_step(model, optim.clip_by_global_norm(1.0), plan, fzero.sharding.fake_mesh({"dp": 2}))
+    with pytest.raises(ValueError, match=r"needs='tree'.*give it an `on`"):
+        fzero.make_train_step(model, optim.clip_by_global_norm(1.0)._replace(on=None), plan, fzero.sharding.fake_mesh({"dp": 2}))
     with pytest.raises(ValueError, match="9 rows cannot be cut into 2"):
         fzero.train.batch.rows_of(mesh, 9, 2)

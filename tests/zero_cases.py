@@ -9,7 +9,6 @@ import fzero
 from fzero import optim
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
-from fzero.optim.sharded_leaves import sharded
 from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
 
@@ -38,9 +37,9 @@ def batch_for(step, rows, length=8):
 
 
 OPTIMIZERS = {
-    "sgd": lambda layout: optim.sgd(0.3),
-    "adam": lambda layout: optim.adam(1e-2, eps=1e-5),
-    "clipped adam": lambda layout: optim.chain(optim.clip_by_global_norm(0.5, layout=layout), optim.adam(1e-2, eps=1e-5)),
+    "sgd": optim.sgd(0.3),
+    "adam": optim.adam(1e-2, eps=1e-5),
+    "clipped adam": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-5)),
 }
 
 
@@ -48,7 +47,7 @@ def train(mesh, name, optimizer, stage, micro_batches, *, plan_options=None, ste
     """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global batch."""
     model = model_of(name, dropout=dropout)
     plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}))
-    tx = OPTIMIZERS[optimizer](sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical"))
+    tx = OPTIMIZERS[optimizer]
     local = micro_batches // mesh.data_size
     state = fzero.init_state(model, tx, plan, mesh, seed=3, policy=policy)
     step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=local, **options)

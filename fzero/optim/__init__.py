@@ -26,7 +26,7 @@ from fzero.optim.schedules import (
     wsd,
 )
 from fzero.optim.sgd import SGDState, sgd
-from fzero.optim.sharded_leaves import WHOLE, Layout, sharded
+from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, bind, sharded
 
 __all__ = [
     "WHOLE",
@@ -36,13 +36,13 @@ __all__ = [
     "AdamState",
     "GradientTransformation",
     "LambState",
-    "Layout",
     "Lion8State",
     "LionState",
     "MuonState",
     "Pass",
     "SGDState",
     "Schedule",
+    "ShardedLeaves",
     "accumulate",
     "adafactor",
     "adam",
@@ -50,6 +50,7 @@ __all__ = [
     "add_decayed_weights",
     "apply_in_place",
     "apply_updates",
+    "bind",
     "by_label",
     "chain",
     "clip_by_global_norm",

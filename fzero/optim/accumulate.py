@@ -68,4 +68,5 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
         needs=tx.needs,
         apply=apply,
         unit=tx.unit,
+        on=None if tx.on is None else lambda shards: accumulate(tx.on(shards), every, dtype=dtype),
     )

@@ -13,7 +13,7 @@ from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, settled
 from fzero.optim.masks import Mask, check_mask, masked
-from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout, rms
+from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, rms
 from fzero.sharding.spec import Spec
 
 
@@ -46,7 +46,6 @@ def adafactor(
     mask: Mask = None,
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
-    layout: Layout = WHOLE,
 ) -> GradientTransformation:
     """Adafactor with the meaning of torch.optim.Adafactor.
 
@@ -60,8 +59,8 @@ def adafactor(
     and a stacked bias [L, D] is L vectors. eps1 None is the machine epsilon of the param's dtype.
     state_dtype: of row and col, None for the param's. `spec` reads the number of dims off each Spec: name all dims, or
     none.
-    layout: how the leaves are sharded; means are over whole dims, so that row and col are sharded like the dims they
-    have, and whole on the ranks that share the dim they lack.
+    On sharded leaves means are over whole dims, so that row and col are sharded like the dims they have, and whole on the ranks that share
+    the dim they lack.
     Communicates: per axis that shards a dim of a layer, the means over that dim, and three numbers.
     Differs from the paper as torch does: means in place of sums, eps1 inside the quotients and not added to g², lr as
     the cap of the relative step (the paper: 1e-2), decoupled weight decay.
@@ -74,45 +73,47 @@ def adafactor(
     check_number("adafactor", low=1.0, clip=clip)
     if not beta2_decay <= 0:
         raise ValueError(f"adafactor: beta2_decay is {beta2_decay!r}; it must be <= 0, such as -0.8")
-    check_layout("adafactor", layout)
     decays = masked(mask)
 
-    def mean(name: str, x: Tensor, dim: int, of: int) -> Tensor:
-        return layout.psum(name, x.mean(dim), (of,)) / layout.parts(name, (of,))
+    def on(shards: ShardedLeaves) -> GradientTransformation:
+        def mean(name: str, x: Tensor, dim: int, of: int) -> Tensor:
+            return shards.psum(name, x.mean(dim), (of,)) / shards.parts(name, (of,))
 
-    def info(name: str, p: Tensor) -> Leaf:
-        lead = layer_dims("adafactor", stacked, name, p.dim())
-        small = torch.finfo(p.dtype).eps if eps1 is None else eps1
-        return Leaf(name, lead, p.dim() - lead >= 2, small, weight_decay if decays(name, p) else 0.0)
+        def info(name: str, p: Tensor) -> Leaf:
+            lead = layer_dims("adafactor", stacked, name, p.dim())
+            small = torch.finfo(p.dtype).eps if eps1 is None else eps1
+            return Leaf(name, lead, p.dim() - lead >= 2, small, weight_decay if decays(name, p) else 0.0)
 
-    def scalars(count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        t, rate = (count + 1).to(torch.float64), lr_at(lr, count)
-        return rate, t**beta2_decay, torch.minimum(rate, t.rsqrt())
+        def scalars(count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            t, rate = (count + 1).to(torch.float64), lr_at(lr, count)
+            return rate, t**beta2_decay, torch.minimum(rate, t.rsqrt())
 
-    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
-        (rate, fresh, relative), (row, col) = scalars, slots
-        square = g * g
-        if leaf.factored:
-            row = row + fresh * (mean(leaf.name, square, -1, of=-1) - row)
-            col = col + fresh * (mean(leaf.name, square, -2, of=-2) - col)
-            v = row.unsqueeze(-1) * col.unsqueeze(-2) / mean(leaf.name, row, -1, of=-2)[..., None, None].clamp(min=leaf.eps1)
-        else:
-            v = row = row + fresh * (square - row)
-        u = g * v.clamp(min=leaf.eps1**2).rsqrt()
-        alpha = rms(layout, leaf.name, p, leaf.lead).clamp(min=eps2) * relative
-        u = -(alpha / (rms(layout, leaf.name, u, leaf.lead) / clip).clamp(min=1.0)) * u
-        return u - (rate * leaf.decay) * p if leaf.decay else u, (row, col)
+        def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
+            (rate, fresh, relative), (row, col) = scalars, slots
+            square = g * g
+            if leaf.factored:
+                row = row + fresh * (mean(leaf.name, square, -1, of=-1) - row)
+                col = col + fresh * (mean(leaf.name, square, -2, of=-2) - col)
+                v = row.unsqueeze(-1) * col.unsqueeze(-2) / mean(leaf.name, row, -1, of=-2)[..., None, None].clamp(min=leaf.eps1)
+            else:
+                v = row = row + fresh * (square - row)
+            u = g * v.clamp(min=leaf.eps1**2).rsqrt()
+            alpha = rms(shards, leaf.name, p, leaf.lead).clamp(min=eps2) * relative
+            u = -(alpha / (rms(shards, leaf.name, u, leaf.lead) / clip).clamp(min=1.0)) * u
+            return u - (rate * leaf.decay) * p if leaf.decay else u, (row, col)
 
-    return leafwise(
-        AdafactorState,
-        [_slot(_row_dims, stacked, state_dtype), _slot(_col_dims, stacked, state_dtype)],
-        scalars,
-        step,
-        info=info,
-        pieces=layer_pieces(stacked, layout.parts),
-        needs="matrix" if layout is WHOLE else "elementwise",
-        check=check_mask("adafactor", mask),
-    )
+        return leafwise(
+            AdafactorState,
+            [_slot(_row_dims, stacked, state_dtype), _slot(_col_dims, stacked, state_dtype)],
+            scalars,
+            step,
+            info=info,
+            pieces=layer_pieces(stacked, shards.parts),
+            needs="matrix" if shards is WHOLE else "elementwise",
+            check=check_mask("adafactor", mask),
+        )._replace(on=on)
+
+    return on(WHOLE)
 
 
 # Of the sizes of a leaf's dims, or of its spec's dims, those that row and col have.

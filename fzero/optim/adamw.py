@@ -13,7 +13,6 @@ from fzero.kernels.optim_multi_tensor import adamw_step
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.masks import Mask
 from fzero.optim.moment_storage import storage, with_kernel
-from fzero.optim.sharded_leaves import WHOLE, Layout
 
 
 class AdamState(NamedTuple):
@@ -47,7 +46,6 @@ def adamw(
     state_bits: int | None = None,
     block: int = 256,
     seed: int = 0,
-    layout: Layout = WHOLE,
     impl: str = "auto",
 ) -> GradientTransformation:
     """AdamW: Adam's step and, apart from it, p shrinks by lr λ p.
@@ -61,7 +59,7 @@ def adamw(
     of the element), so that what is too small for their 8 bits of mantissa is not lost: v moves by (1 - b2) of itself.
     state_bits: 8 keeps m and v as codes with a scale for each `block` elements of a row: 2 bytes a param for 8. Vectors
     and leaves below 4096 elements stay in float32.
-    layout: how the leaves are sharded; only low-precision states ask for it. With it they have the same bits on every mesh.
+    Low-precision states have the same bits on every mesh.
     impl: of `apply`: "triton" (on CUDA: all leaves of the same dtypes in one launch), "fused" (PyTorch's, where all four
     tensors are of one dtype), "reference", or "auto". They equal `update` + add to the rounding of a few operations. In
     each an element's bits are its own: they depend neither on where in a leaf it lies nor on how the leaf is cut.
@@ -69,7 +67,7 @@ def adamw(
 
     Ref: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", arXiv:1711.05101, algorithm 2.
     """
-    kept = storage("adamw", state_dtype, state_bits, block, rounding, seed, layout)
+    kept = storage("adamw", state_dtype, state_bits, block, rounding, seed)
     return _adam("adamw", lr, b1, b2, eps, kept=kept, weight_decay=weight_decay, mask=mask, impl=impl)
 
 
@@ -86,7 +84,6 @@ def adam(
     state_bits: int | None = None,
     block: int = 256,
     seed: int = 0,
-    layout: Layout = WHOLE,
     impl: str = "auto",
 ) -> GradientTransformation:
     """Adam; a weight_decay λ is L2: it adds λ p to the gradient, as torch.optim.Adam.
@@ -95,7 +92,7 @@ def adam(
 
     Ref: Kingma and Ba 2015, "Adam: a method for stochastic optimization", arXiv:1412.6980, algorithm 1.
     """
-    kept = storage("adam", state_dtype, state_bits, block, rounding, seed, layout)
+    kept = storage("adam", state_dtype, state_bits, block, rounding, seed)
     return _adam("adam", lr, b1, b2, eps, coupled=True, kept=kept, weight_decay=weight_decay, mask=mask, impl=impl)
 
 

@@ -58,6 +58,8 @@ class GradientTransformation(NamedTuple):
     `members` are those of a chain.
     `unit` is the least of a leaf that may be updated apart from the rest, with the same bits: a "row" of a layer, a "layer", or the whole
     "tree"; an offloaded state is updated by such units.
+    `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards` says (a ShardedLeaves);
+    None where it never looks beyond an element. A train step binds its optimizer to its plan so, and `bind` does by hand.
     """
 
     init: Callable[[Tree], Tree]
@@ -70,6 +72,7 @@ class GradientTransformation(NamedTuple):
     factor: Callable[..., Tensor] | None = None
     members: tuple[GradientTransformation, ...] = ()
     unit: str = "layer"
+    on: Callable[[Any], GradientTransformation] | None = None
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

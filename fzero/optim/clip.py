@@ -8,16 +8,16 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
-from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout
+from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 
 
-def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     """Scale all updates by min(1, max_norm / ||updates||).
 
-    layout: how the updates are sharded; every element counts once, a leaf that is whole on all ranks too.
+    Every element counts once, also that of a leaf which several ranks hold.
     A norm that is NaN or inf makes every update NaN or 0 (inf becomes NaN), so a bad step cannot pass for a good one.
     Differs from torch.nn.utils.clip_grad_norm_: no 1e-6 in the denominator.
-    Communicates: the layout's norm.
+    Communicates: one psum per axis that shards any leaf, of one number per set of axes.
     Raises ValueError for a max_norm that is not a finite number >= 0.
 
     >>> tx = clip_by_global_norm(1.0)
@@ -27,7 +27,6 @@ def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> 
     Ref: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
     """
     check_number("clip_by_global_norm", max_norm=max_norm)
-    check_layout("clip_by_global_norm", layout)
 
     def scale(size: Tensor) -> Tensor:
         # max_norm / max(norm, max_norm) is min(1, max_norm / norm) without a division by a zero norm; 0 / 0 only at
@@ -35,21 +34,24 @@ def clip_by_global_norm(max_norm: float | Tensor, *, layout: Layout = WHOLE) -> 
         bound = torch.as_tensor(max_norm, dtype=size.dtype).to(size.device)
         return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
 
-    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        by = scale(layout.norm(grads))
-        return pytree.map_named(lambda name, g: (g * layout.vary(name, by)).to(g.dtype), grads), ()
+    def on(shards: ShardedLeaves) -> GradientTransformation:
+        def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+            by = scale(shards.norm(grads))
+            return pytree.map_named(lambda name, g: (g * shards.vary(name, by)).to(g.dtype), grads), ()
 
-    def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        by = scale(layout.norm(grads))
-        return overwrite(lambda name, g: g.mul_(by), name_tree(grads), grads), ()
+        def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+            by = scale(shards.norm(grads))
+            return overwrite(lambda name, g: g.mul_(by), name_tree(grads), grads), ()
 
-    def factor(grads: Tree, so_far: Tensor | None, norm: Tensor | None = None) -> Tensor:
-        size = layout.norm(grads) if norm is None else norm
-        by = scale(size if so_far is None else size * so_far.to(size.dtype))
-        return by if so_far is None else by * so_far.to(by.dtype)
+        def factor(grads: Tree, so_far: Tensor | None, norm: Tensor | None = None) -> Tensor:
+            size = shards.norm(grads) if norm is None else norm
+            by = scale(size if so_far is None else size * so_far.to(size.dtype))
+            return by if so_far is None else by * so_far.to(by.dtype)
 
-    needs = "tree" if layout is WHOLE else "elementwise"
-    return GradientTransformation(lambda params: (), update, lambda specs: (), needs, donate, factor=factor, unit="tree")
+        needs = "tree" if shards is WHOLE else "elementwise"
+        return GradientTransformation(lambda params: (), update, lambda specs: (), needs, donate, factor=factor, unit="tree", on=on)
+
+    return on(WHOLE)
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:

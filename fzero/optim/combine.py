@@ -17,6 +17,7 @@ from fzero.optim.base import (
     Pass,
     apply_in_place,
 )
+from fzero.optim.sharded_leaves import ShardedLeaves, bind
 from fzero.sharding.rules import Rules, match_rules
 
 
@@ -78,6 +79,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         in_pass=in_pass if one_pass else None,
         members=txs,
         unit=max((tx.unit for tx in txs), key=UNITS.index),
+        on=(lambda shards: chain(*(bind(tx, shards) for tx in txs))) if any(tx.on for tx in txs) else None,
     )
 
 
@@ -156,6 +158,9 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
             out[label], new[label] = step(tx)(grad_parts[label], state[label], param_parts[label], *more)
         return whole(out, params), new
 
+    def on(shards: ShardedLeaves) -> GradientTransformation:
+        return by_label({label: bind(tx, shards) for label, tx in transforms.items()}, rules)
+
     return GradientTransformation(
         init=lambda params: {label: transforms[label].init(part) for label, part in parts(params, partial=False).items()},
         update=lambda *step: run(lambda tx: tx.update, *step),
@@ -165,4 +170,5 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
         apply=lambda *step: run(lambda tx: lambda g, s, p: apply_in_place(tx, g, s, p), *step),
         in_pass=(lambda *step: run(lambda tx: tx.in_pass, *step)) if all(tx.in_pass for tx in transforms.values()) else None,
         unit=max((tx.unit for tx in transforms.values()), key=UNITS.index),
+        on=on if any(tx.on for tx in transforms.values()) else None,
     )

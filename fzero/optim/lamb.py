@@ -13,7 +13,7 @@ from fzero.optim.adamw import adam_scalars
 from fzero.optim.base import GradientTransformation, Schedule, check_number
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, masked
-from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout, layer_norm2
+from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, layer_norm2
 
 
 class LambState(NamedTuple):
@@ -34,13 +34,12 @@ def lamb(
     mask: Mask = None,
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
-    layout: Layout = WHOLE,
 ) -> GradientTransformation:
     """LAMB: r = m̂ / (√v̂ + eps) + λ p;  u = -lr (||p|| / ||r||) r, with m̂ and v̂ as in `adamw`.
 
     The norms are of a leaf; for a leaf whose name the regex `stacked` matches, of each layer along its leading dim.
     Where either norm is zero the ratio is 1 (φ of the paper is the identity).
-    mask: which leaves decay. state_dtype: of m and v, None for the param's. layout: how the leaves are sharded.
+    mask: which leaves decay. state_dtype: of m and v, None for the param's.
     Communicates: two numbers per layer and axis that shards it.
     Raises ValueError for numbers out of range.
 
@@ -49,29 +48,31 @@ def lamb(
     """
     check_number("lamb", lr=lr, eps=eps, weight_decay=weight_decay)
     check_number("lamb", high=1.0, b1=b1, b2=b2)
-    check_layout("lamb", layout)
     decays = masked(mask)
 
-    def info(name: str, p: Tensor) -> tuple[str, float, int]:
-        return name, weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p.dim())
+    def on(shards: ShardedLeaves) -> GradientTransformation:
+        def info(name: str, p: Tensor) -> tuple[str, float, int]:
+            return name, weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p.dim())
 
-    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, said: tuple[str, float, int]) -> tuple[Tensor, tuple]:
-        (rate, correct1, root_correct2), (m, v), (name, decay, lead) = scalars, slots, said
-        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
-        r = (m / correct1) / (safe_sqrt(v) / root_correct2 + eps)
-        r = r + decay * p if decay else r
-        p_norm, r_norm = layer_norm2(layout, name, p, lead), layer_norm2(layout, name, r, lead)
-        nonzero = (p_norm > 0) & (r_norm > 0)
-        ratio = torch.where(nonzero, p_norm / torch.where(nonzero, r_norm, 1.0), 1.0)
-        return -rate * ratio * r, (m, v)
+        def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, said: tuple[str, float, int]) -> tuple[Tensor, tuple]:
+            (rate, correct1, root_correct2), (m, v), (name, decay, lead) = scalars, slots, said
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
+            r = (m / correct1) / (safe_sqrt(v) / root_correct2 + eps)
+            r = r + decay * p if decay else r
+            p_norm, r_norm = layer_norm2(shards, name, p, lead), layer_norm2(shards, name, r, lead)
+            nonzero = (p_norm > 0) & (r_norm > 0)
+            ratio = torch.where(nonzero, p_norm / torch.where(nonzero, r_norm, 1.0), 1.0)
+            return -rate * ratio * r, (m, v)
 
-    return leafwise(
-        LambState,
-        [moment(state_dtype)] * 2,
-        lambda count: adam_scalars(lr, b1, b2, count),
-        step,
-        info=info,
-        pieces=layer_pieces(stacked, layout.parts),
-        needs="matrix" if layout is WHOLE else "elementwise",
-        check=check_mask("lamb", mask),
-    )
+        return leafwise(
+            LambState,
+            [moment(state_dtype)] * 2,
+            lambda count: adam_scalars(lr, b1, b2, count),
+            step,
+            info=info,
+            pieces=layer_pieces(stacked, shards.parts),
+            needs="matrix" if shards is WHOLE else "elementwise",
+            check=check_mask("lamb", mask),
+        )._replace(on=on)
+
+    return on(WHOLE)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree, nearest
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
-from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout
+from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 from fzero.sharding.rules import Rules, match_rules
 
 Mask = str | Callable[[str, Tensor], bool] | None  # regex found in the name; predicate(name, leaf); None: every leaf
@@ -83,44 +83,47 @@ def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTrans
     return _stateless(update, donate, check_mask("add_decayed_weights", mask))
 
 
-def scale_by_rules(rules: Rules[float | Sequence[float]], *, layout: Layout = WHOLE) -> GradientTransformation:
+def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformation:
     """Multiply each update by the factor of the first rule `(regex, factor)` found in its name: layer-wise rates.
 
     A factor is a number, or a sequence of L numbers for the L layers of a leaf stacked along its leading dim. Put it
-    last in a chain. layout: how the leaves are sharded; only where the dim of the L layers is does it matter.
+    last in a chain.
     Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, and a sequence of
     another length than the leaf's leading dim.
 
     >>> tx = scale_by_rules(((r"^embed/", 0.1), (r"^blocks/", [0.8**3, 0.8**2, 0.8, 1.0]), (".*", 1.0)))
     """
-    check_layout("scale_by_rules", layout)
 
-    def factors(params: Tree) -> dict[str, Tensor | float]:
-        named, found = pytree.named_leaves(params), {}
-        for name, factor in match_rules(rules, list(named), what="scale_by_rules").items():
-            p = named[name]
-            if isinstance(factor, (int, float)):
-                found[name] = factor
-                continue
-            if p.dim() == 0 or len(factor) != p.shape[0] * layout.parts(name, (0,)):
-                shape = tuple(size * layout.parts(name, (dim,)) for dim, size in enumerate(p.shape))
-                raise ValueError(
-                    f"scale_by_rules: {name} has shape {shape} and is given {len(factor)} factors; give one per layer of its leading dim"
-                )
-            values = torch.as_tensor(factor, dtype=torch.float64).to(p.device)
-            found[name] = layout.own(name, values.reshape(-1, *[1] * (p.dim() - 1)), (0,))
-        return found
+    def on(shards: ShardedLeaves) -> GradientTransformation:
+        def factors(params: Tree) -> dict[str, Tensor | float]:
+            named, found = pytree.named_leaves(params), {}
+            for name, factor in match_rules(rules, list(named), what="scale_by_rules").items():
+                p = named[name]
+                if isinstance(factor, (int, float)):
+                    found[name] = factor
+                    continue
+                if p.dim() == 0 or len(factor) != p.shape[0] * shards.parts(name, (0,)):
+                    shape = tuple(size * shards.parts(name, (dim,)) for dim, size in enumerate(p.shape))
+                    raise ValueError(
+                        f"scale_by_rules: {name} has shape {shape} and is given {len(factor)} factors; "
+                        "give one per layer of its leading dim"
+                    )
+                values = torch.as_tensor(factor, dtype=torch.float64).to(p.device)
+                found[name] = shards.own(name, values.reshape(-1, *[1] * (p.dim() - 1)), (0,))
+            return found
 
-    def cast(factor: Tensor | float, g: Tensor) -> Tensor | float:
-        # At least float32, so that bfloat16 updates are rounded once, after the product.
-        return factor.to(torch.promote_types(g.dtype, torch.float32)) if isinstance(factor, Tensor) else factor
+        def cast(factor: Tensor | float, g: Tensor) -> Tensor | float:
+            # At least float32, so that bfloat16 updates are rounded once, after the product.
+            return factor.to(torch.promote_types(g.dtype, torch.float32)) if isinstance(factor, Tensor) else factor
 
-    def update(grads: Tree, params: Tree) -> Tree:
-        by = factors(params)
-        return pytree.map_named(lambda n, p, g: (g * cast(by[n], g)).to(g.dtype), params, grads)
+        def update(grads: Tree, params: Tree) -> Tree:
+            by = factors(params)
+            return pytree.map_named(lambda n, p, g: (g * cast(by[n], g)).to(g.dtype), params, grads)
 
-    def donate(grads: Tree, params: Tree) -> Tree:
-        by = factors(params)
-        return overwrite(lambda n, g: g.mul_(cast(by[n], g)), name_tree(params), grads)
+        def donate(grads: Tree, params: Tree) -> Tree:
+            by = factors(params)
+            return overwrite(lambda n, g: g.mul_(cast(by[n], g)), name_tree(params), grads)
 
-    return _stateless(update, donate, factors, unit="tree")
+        return _stateless(update, donate, factors, unit="tree")._replace(on=on)
+
+    return on(WHOLE)

@@ -23,7 +23,7 @@ from fzero.kernels.registry import Op
 from fzero.optim.base import GradientTransformation, Pass, Piece
 from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, settled
 from fzero.optim.masks import Mask, check_mask, masked
-from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout
+from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 from fzero.sharding.slices import shard_dim
 
 SMALL = 4096  # elements of a whole leaf below which it is not kept in 8 bits (Dettmers et al. 2022, section 2.1)
@@ -38,12 +38,11 @@ class Storage(NamedTuple):
     block: int = 256
     rounding: str = "nearest"
     seed: int = 0
-    layout: Layout = WHOLE
+    shards: ShardedLeaves = WHOLE
 
 
-def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int, rounding: str, seed: int, layout: Layout) -> Storage:
+def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int, rounding: str, seed: int) -> Storage:
     """The Storage of an optimizer's arguments; raises ValueError for what does not go together."""
-    check_layout(owner, layout)
     if rounding not in ROUNDING:
         raise ValueError(f"{owner}: rounding is {rounding!r}; it must be {' or '.join(ROUNDING)}")
     if rounding == "stochastic" and dtype != torch.bfloat16:
@@ -54,7 +53,7 @@ def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int,
         raise ValueError(f"{owner}: state_bits is 8 and state_dtype is {dtype}; give one of them")
     if not 16 <= block <= 4096 or block & (block - 1):
         raise ValueError(f"{owner}: block is {block!r}; it must be a power of two from 16 to 4096")
-    return Storage(dtype, bits, block, rounding, seed, layout)
+    return Storage(dtype, bits, block, rounding, seed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,7 +65,7 @@ def _key(seed: int, name: str) -> tuple[int, int]:
 
 def _coded(owner: str, kept: Storage, name: str, p: Tensor) -> bool:
     """Whether the moments of this leaf are in 8 bits; raises ValueError where blocks would straddle shards."""
-    whole = kept.layout.window(name, tuple(p.shape))[1]
+    whole = kept.shards.window(name, tuple(p.shape))[1]
     if torch.Size(whole).numel() < SMALL or p.dim() <= shard_dim(name) + 1:
         return False
     if whole[-1] != p.shape[-1] and p.shape[-1] % kept.block:
@@ -129,7 +128,7 @@ def with_kernel(
             if kept.rounding == "stochastic":
                 shape = tuple(row.p.shape)
                 shard, offset = at[row.name] if at else (shape, (0,) * len(shape))
-                start, whole = kept.layout.window(row.name, shard)
+                start, whole = kept.shards.window(row.name, shard)
                 place = optim_lowbit.place(_key(kept.seed, row.name), shape, tuple(map(operator.add, start, offset)), whole)
             found.append(Leaf(row.p, row.g, row.slots, info(row.name, row.p), place))
         return found, fixed._replace(scalars=scalars(state.count), count=state.count)
@@ -155,17 +154,21 @@ def with_kernel(
     def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         return in_pass(grads, state, params, Pass())
 
+    def on(shards: ShardedLeaves) -> GradientTransformation:
+        given = {"weight_decay": weight_decay, "mask": mask, "impl": impl, **numbers}
+        return with_kernel(owner, op, step, state_types, moments, scalars, kept=kept._replace(shards=shards), **given)
+
     pure = leafwise(
         state_type,
         _slots(owner, kept, moments),
         scalars,
         lambda g, slots, p, scalars, decay: step(g, slots, p, scalars, decay, fixed),
         info=info,
-        needs="elementwise" if exact or kept.layout is not WHOLE else "matrix",
+        needs="elementwise" if exact or kept.shards is not WHOLE else "matrix",
         check=check_mask(owner, mask),
     )
     # The scales of rows fill no whole pages of a disk.
-    pure = pure._replace(apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer")
+    pure = pure._replace(apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer", on=None if exact else on)
     return pure if exact else pure._replace(update=update, donate=None)
 
 

@@ -13,7 +13,7 @@ from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, masked
-from fzero.optim.sharded_leaves import WHOLE, Layout, check_layout
+from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 
 
 class MuonState(NamedTuple):
@@ -47,7 +47,6 @@ def muon(
     ns_dtype: torch.dtype = torch.float32,
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
-    layout: Layout = WHOLE,
     impl: str = "auto",
 ) -> GradientTransformation:
     """Muon with the meaning of torch.optim.Muon, on the last two dims of each leaf; the dims before them are a batch.
@@ -61,8 +60,8 @@ def muon(
     torch.optim.Muon takes.
     ns_dtype: of the iterations; float32 unless asked (torch: bfloat16 always, which fast bfloat16 matrix units reward).
     mask: which leaves decay. state_dtype: of B, None for the param's.
-    layout: how the leaves are sharded. The iterations are on whole matrices, of one layer at a time, so their bits do
-    not depend on the layout. impl: of newton_schulz ("triton" is for ns_dtype bfloat16 on CUDA).
+    The iterations are on whole matrices, of one layer at a time, so their bits do not depend on how leaves are sharded.
+    impl: of newton_schulz ("triton" is for ns_dtype bfloat16 on CUDA).
     Communicates: on the axes that shard a matrix, the direction of each layer to the rank that iterates on it, and the
     result back; where the layers do not divide by the ranks, every rank gathers the direction and iterates itself.
     Raises ValueError for a leaf that is not a matrix (a stacked bias [L, D] is L vectors; give it another optimizer by
@@ -78,39 +77,41 @@ def muon(
         raise ValueError(f"muon: adjust is {adjust!r}; it must be 'original' or 'match_rms_adamw'")
     if weights not in ("in_out", "out_in"):
         raise ValueError(f"muon: weights is {weights!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]")
-    check_layout("muon", layout)
     decays = masked(mask)
 
-    def info(name: str, p: Tensor) -> Leaf:
-        lead = layer_dims("muon", stacked, name, p.dim())
-        if p.dim() - lead < 2:
-            kind = "a stack of vectors" if p.dim() == 2 else "no matrix"
-            raise ValueError(
-                f"muon: {name} of shape {tuple(p.shape)} is {kind}; give it another optimizer: "
-                "by_label({'muon': ..., 'adamw': ...}, rules)"
-            )
-        d_in, d_out = (p.shape[d] * layout.parts(name, (d,)) for d in ((-2, -1) if weights == "in_out" else (-1, -2)))
-        scale = math.sqrt(max(1.0, d_out / d_in)) if adjust == "original" else 0.2 * math.sqrt(max(d_out, d_in))
-        return Leaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
+    def on(shards: ShardedLeaves) -> GradientTransformation:
+        def info(name: str, p: Tensor) -> Leaf:
+            lead = layer_dims("muon", stacked, name, p.dim())
+            if p.dim() - lead < 2:
+                kind = "a stack of vectors" if p.dim() == 2 else "no matrix"
+                raise ValueError(
+                    f"muon: {name} of shape {tuple(p.shape)} is {kind}; give it another optimizer: "
+                    "by_label({'muon': ..., 'adamw': ...}, rules)"
+                )
+            d_in, d_out = (p.shape[d] * shards.parts(name, (d,)) for d in ((-2, -1) if weights == "in_out" else (-1, -2)))
+            scale = math.sqrt(max(1.0, d_out / d_in)) if adjust == "original" else 0.2 * math.sqrt(max(d_out, d_in))
+            return Leaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
 
-    def orthogonal(x: Tensor) -> Tensor:
-        return newton_schulz(x, ns_steps, dtype=ns_dtype, coefficients=ns_coefficients, eps=ns_eps, impl=impl)
+        def orthogonal(x: Tensor) -> Tensor:
+            return newton_schulz(x, ns_steps, dtype=ns_dtype, coefficients=ns_coefficients, eps=ns_eps, impl=impl)
 
-    def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
-        (rate,), (b,) = scalars, slots
-        b = b + (1 - momentum) * (g - b)
-        direction = g + momentum * (b - g) if nesterov else b
-        each = (lambda x: torch.cat([orthogonal(layer) for layer in x.split(1)])) if leaf.lead else orthogonal
-        u = -(rate * leaf.scale) * layout.on_matrices(leaf.name, direction, each).to(g.dtype)
-        return u - (rate * leaf.decay) * p if leaf.decay else u, (b,)
+        def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
+            (rate,), (b,) = scalars, slots
+            b = b + (1 - momentum) * (g - b)
+            direction = g + momentum * (b - g) if nesterov else b
+            each = (lambda x: torch.cat([orthogonal(layer) for layer in x.split(1)])) if leaf.lead else orthogonal
+            u = -(rate * leaf.scale) * shards.on_matrices(leaf.name, direction, each).to(g.dtype)
+            return u - (rate * leaf.decay) * p if leaf.decay else u, (b,)
 
-    return leafwise(
-        MuonState,
-        [moment(state_dtype)],
-        lambda count: (lr_at(lr, count),),
-        step,
-        info=info,
-        pieces=layer_pieces(stacked, layout.parts),
-        needs="matrix" if layout is WHOLE else "elementwise",
-        check=check_mask("muon", mask),
-    )
+        return leafwise(
+            MuonState,
+            [moment(state_dtype)],
+            lambda count: (lr_at(lr, count),),
+            step,
+            info=info,
+            pieces=layer_pieces(stacked, shards.parts),
+            needs="matrix" if shards is WHOLE else "elementwise",
+            check=check_mask("muon", mask),
+        )._replace(on=on)
+
+    return on(WHOLE)

@@ -31,7 +31,7 @@ _COLUMNS = 1 << 16
 
 @dataclass(frozen=True)
 class Squared:
-    """In place of a leaf in a tree of which the norm is asked: what `Layout.square` made of its pieces, in their order."""
+    """In place of a leaf in a tree of which the norm is asked: what `ShardedLeaves.square` made of its pieces, in their order."""
 
     squares: list[tuple[int, Tensor]]  # (layer, square)
     shape: torch.Size

@@ -1,6 +1,7 @@
 """What an optimizer that must see more than its own shard of a leaf asks of the other ranks.
 
-`WHOLE` is the layout of leaves that are whole on every rank; `sharded(plan.opt, mesh, like=plan.like)` that of a plan.
+`WHOLE` serves leaves that are whole on every rank; `sharded(plan.opt, mesh, like=plan.like)` those of a plan. A transformation is given one
+of them by its `on`: a train step does so with its own plan.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fzero.comm.collectives import Axis, all_gather, all_to_all, psum, pvary
 from fzero.core import pytree
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels.optim_leaf import safe_sqrt
+from fzero.optim.base import GradientTransformation
 from fzero.optim.norm import (
     Squared,
     _fold,
@@ -30,6 +32,7 @@ from fzero.optim.norm import (
     global_norm,
 )
 from fzero.sharding.mesh import Mesh
+from fzero.sharding.plan import Plan
 from fzero.sharding.slices import check_dims, shard_dim, window
 from fzero.sharding.spec import Spec
 
@@ -39,7 +42,7 @@ _SMALL = 1 << 12
 Dims = Sequence[int] | None
 
 
-class Layout(NamedTuple):
+class ShardedLeaves(NamedTuple):
     """Functions of a leaf's full name ("blocks/attn/w_q") and tensors of this rank.
 
     `dims` are dims of the leaf, counted from the front or (negative) from the back; None is all of them. Where a shard
@@ -60,7 +63,7 @@ class Layout(NamedTuple):
     square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> what `norm` needs of it
 
 
-WHOLE = Layout(
+WHOLE = ShardedLeaves(
     parts=lambda name, dims: 1,
     gather=lambda name, x, dims=None: x,
     own=lambda name, x, dims=None: x,
@@ -73,8 +76,8 @@ WHOLE = Layout(
 )
 
 
-def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Layout:
-    """The layout of leaves that rest on `mesh` as `specs` says (a plan's `opt`); `like` has their whole shapes.
+def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> ShardedLeaves:
+    """What an optimizer can ask of leaves that rest on `mesh` as `specs` says (a plan's `opt`); `like` has their whole shapes.
 
     A tree handed to `norm` may have some of the leaves only, and any structure that gives them their names.
     ordered: `norm` has the same bits however many ranks of dp share the leaves, one process included: squares are summed
@@ -99,7 +102,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> La
     def over(name: str, dims: Dims) -> list[tuple[int, Axis]]:
         # Innermost first: the order in which parts are put together.
         if name not in axes:
-            raise ValueError(f"layout: it has no leaf {name!r}{nearest(name, axes)}; make it from the plan of these parameters")
+            raise ValueError(f"sharded: there is no leaf {name!r}{nearest(name, axes)}; make it from the plan of these parameters")
         all_dims = axes[name]
         chosen = range(len(all_dims)) if dims is None else sorted({range(len(all_dims))[d] for d in dims})
         return [(dim, axis) for dim in chosen for axis in reversed(all_dims[dim])]
@@ -159,36 +162,43 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> La
         assert size == shape, f"{name}: the shard has shape {shape}, and {size} by its spec"
         return start, shapes[name]
 
-    return Layout(parts, gather, own, total, on_matrices, norm, vary, place, _row_squares if ordered else _piece_square)
+    return ShardedLeaves(parts, gather, own, total, on_matrices, norm, vary, place, _row_squares if ordered else _piece_square)
 
 
-def squares(layout: Layout, tree: Tree) -> dict[str, Squared]:
-    """{name: what `layout.norm` needs of a leaf}: it takes this in place of the tree, with the same bits; it serves norms of layers too."""
-    return {name: _squares_of(leaf, shard_dim(name) == 1, layout.square) for name, leaf in pytree.named_leaves(tree).items()}
+def sharded_by(plan: Plan, mesh: Mesh) -> ShardedLeaves:
+    """What the optimizer of a train step can ask of the leaves of its plan."""
+    return sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
 
 
-def check_layout(owner: str, layout: Layout) -> None:
-    """Raise ValueError where `layout` is none."""
-    if not isinstance(layout, Layout):
-        raise ValueError(f"{owner}: layout is {layout!r}; it must be a Layout: WHOLE, or sharded(plan.opt, mesh, like=plan.like)")
+def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:
+    """{name: what `shards.norm` needs of a leaf}: it takes this in place of the tree, with the same bits; it serves norms of layers too."""
+    return {name: _squares_of(leaf, shard_dim(name) == 1, shards.square) for name, leaf in pytree.named_leaves(tree).items()}
 
 
-def layer_norm2(layout: Layout, name: str, x: Tensor, lead: int) -> Tensor:
+def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransformation:
+    """The same transformation on leaves that are cut as `shards` says; `tx` itself where that makes no difference to it.
+
+    >>> bind(clip_by_global_norm(1.0), sharded(plan.opt, mesh, like=plan.like))
+    """
+    return tx if tx.on is None else tx.on(shards)
+
+
+def layer_norm2(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
     """The 2-norm of each layer of a leaf of which `x` is the shard, over all dims but the first `lead`; those are kept with size 1."""
     dims = tuple(range(lead, x.dim()))
     norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
-    return safe_sqrt(layout.psum(name, norm.square(), dims))  # the root of a square is exact
+    return safe_sqrt(shards.psum(name, norm.square(), dims))  # the root of a square is exact
 
 
-def rms(layout: Layout, name: str, x: Tensor, lead: int) -> Tensor:
+def rms(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
     """The root mean square of each layer of a leaf of which `x` is the shard, shaped as by `layer_norm2`."""
     dims = tuple(range(lead, x.dim()))
-    return layer_norm2(layout, name, x, lead) / math.sqrt(max(1, math.prod(x.shape[lead:]) * layout.parts(name, dims)))
+    return layer_norm2(shards, name, x, lead) / math.sqrt(max(1, math.prod(x.shape[lead:]) * shards.parts(name, dims)))
 
 
 def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Mesh) -> tuple[tuple[Axis, ...], ...]:
     if name not in shapes:
-        raise ValueError(f"layout: {name} has a spec and no shape{nearest(name, shapes)}; give `like` of the same plan")
+        raise ValueError(f"sharded: {name} has a spec and no shape{nearest(name, shapes)}; give `like` of the same plan")
     whole = replace(spec, dims=(*spec.dims, *((),) * (len(shapes[name]) - len(spec.dims))))
     check_dims(name, shapes[name], whole, {axis.name: axis.size for axis in mesh.axes})
     return tuple(tuple(mesh[a] for a in dim if mesh[a].size > 1) for dim in whole.dims)

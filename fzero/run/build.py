@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero import checkpoint, models, optim
+from fzero import checkpoint, models
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import restore_state, save_shelf
 from fzero.core import pytree
@@ -86,8 +86,7 @@ def build(
     )
     policy = make_policy(config)
     t = config.train
-    layout = optim.sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
-    tx = make_optimizer(config.optim, t.steps, layout, kernels=Kernels.parse(t.kernels), seed=t.seed)
+    tx = make_optimizer(config.optim, t.steps, kernels=Kernels.parse(t.kernels), seed=t.seed)
     space = make_space(config, folder, mesh) if space is None else space
     if space is not None:
         space.need(buffer_bytes(plan, policy, mesh, config))

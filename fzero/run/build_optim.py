@@ -9,7 +9,7 @@ import torch
 from fzero import optim
 from fzero.core.precision import POLICIES, Policy, fp16
 from fzero.kernels.registry import AUTO, Kernels
-from fzero.optim import WHOLE, GradientTransformation, Layout, Schedule, decay_matrices
+from fzero.optim import GradientTransformation, Schedule, decay_matrices
 from fzero.run.config import Optim, RunConfig
 
 BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
@@ -47,14 +47,14 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE, *, kernels: Kernels = AUTO, seed: int = 0) -> GradientTransformation:
+def make_optimizer(config: Optim, steps: int, *, kernels: Kernels = AUTO, seed: int = 0) -> GradientTransformation:
     """The optimizer of a config: clipping, then the named one with its schedule.
 
-    layout: how the leaves are sharded. kernels: the form of its operations. seed: of the rounding of its states.
+    kernels: the form of its operations. seed: of the rounding of its states.
     """
     lr, decay = make_schedule(config, config.lr, steps), {"weight_decay": config.weight_decay, "mask": decay_matrices}
     betas, adam_impl = (config.beta1, config.beta2), {"impl": kernels["adamw"]}
-    states = {**STATES[config.states], "layout": layout, "seed": seed}
+    states = {**STATES[config.states], "seed": seed}
 
     def block_matrices() -> GradientTransformation:
         # In blocks every weight matrix decays, so muon itself needs no mask.
@@ -64,7 +64,6 @@ def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE, *, kernels
             nesterov=config.nesterov,
             weight_decay=config.weight_decay,
             adjust=config.adjust,
-            layout=layout,
             impl=kernels["newton_schulz"],
         )
         rest = optim.adamw(make_schedule(config, config.lr_rest, steps), *betas, config.eps, **decay, **adam_impl)
@@ -73,10 +72,10 @@ def make_optimizer(config: Optim, steps: int, layout: Layout = WHOLE, *, kernels
     tx = {
         "adamw": lambda: optim.adamw(lr, *betas, config.eps, **decay, **states, **adam_impl),
         "adam": lambda: optim.adam(lr, *betas, config.eps, **decay, **states, **adam_impl),
-        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay, layout=layout),
+        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay),
         "lion": lambda: optim.lion(lr, *betas, **decay, **states, impl=kernels["lion"]),
         "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
-        "adafactor": lambda: optim.adafactor(lr, **decay, layout=layout),
+        "adafactor": lambda: optim.adafactor(lr, **decay),
         "muon": block_matrices,
     }[config.name]()
-    return optim.chain(optim.clip_by_global_norm(config.clip, layout=layout), tx) if config.clip else tx
+    return optim.chain(optim.clip_by_global_norm(config.clip), tx) if config.clip else tx

@@ -52,7 +52,7 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
     if tx.needs != "elementwise" and cut:
         raise ValueError(
             f"the optimizer needs whole leaves (needs={tx.needs!r}) and the plan cuts {cut[0]} and {len(cut) - 1} more; "
-            "make it with layout=fzero.optim.sharded_leaves(plan.opt, mesh, like=plan.like)"
+            "give it an `on`, which makes it one for shards (see fzero.optim.GradientTransformation), or use stage 0"
         )
 
 

@@ -11,6 +11,7 @@ from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation, ema_init
+from fzero.optim.sharded_leaves import bind, sharded_by
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.plan import shapes_of
 from fzero.sharding.slices import window
@@ -43,6 +44,7 @@ def init_state(
     key = seed.to(device) if isinstance(seed, Tensor) else prng.key(seed, device)
     drawn = isinstance(model, base.Model)
     expect_shapes(plan, shapes_of(model))
+    tx = bind(tx, sharded_by(plan, mesh))
     if on_disk(plan):
         return stored_state(model, tx, plan, mesh, key, policy, ema, device, space, spike)
     opt, masters = pytree.named_leaves(plan.opt), {}

@@ -12,6 +12,7 @@ from fzero.core import pytree
 from fzero.core.precision import Policy, ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.optim import GradientTransformation
+from fzero.optim.sharded_leaves import bind, sharded_by
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.slices import window
 from fzero.train.spike import LOSS, init_stats
@@ -71,7 +72,7 @@ def meta_state(tx: GradientTransformation, plan: Plan, mesh: Mesh, policy: Polic
         step=torch.empty((), dtype=torch.int64, device="meta"),
         params=params,
         master=opt if policy.has_master else (),
-        opt_state=tx.init(opt),
+        opt_state=bind(tx, sharded_by(plan, mesh)).init(opt),
         scaler=pytree.map(lambda x: x.to("meta"), init_scaler(policy.loss_scale)) if policy.loss_scale else (),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
         data_cursor=torch.empty((), dtype=torch.int64, device="meta"),

@@ -20,7 +20,7 @@ from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.norm import Squared, summed_by_kernel
-from fzero.optim.sharded_leaves import sharded
+from fzero.optim.sharded_leaves import bind, sharded_by
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan
 from fzero.train.batch import positions, split_batch
@@ -97,6 +97,8 @@ def make_train_step(
     Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
     or the optimizer would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).
     """
+    shards = sharded_by(plan, mesh)
+    tx = bind(tx, shards)
     expect_plan(loss_fn, tx, plan, mesh)
     remat = Remat.parse(remat) if isinstance(remat, str) else remat
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
@@ -111,7 +113,6 @@ def make_train_step(
     lasting = (rooms, streamed is not None)
     how = Execution(policy, remat, compiled, kernels, prefetch, mlp_tiles, space, layers)
     gradient = make_gradient(loss_fn, plan, mesh, how, lasting)
-    layout = sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -130,7 +131,7 @@ def make_train_step(
             if unchecked:
                 stack.enter_context(unchecked.pop().checked())
             late = Delayed(streamed, state, ema_decay) if update == "delayed" else None
-            early = EarlyUpdate(streamed, layout, state, ema_decay) if update == "backward" else None
+            early = EarlyUpdate(streamed, shards, state, ema_decay) if update == "backward" else None
 
             def mean(total: base.Loss) -> tuple[Tensor, Tensor]:
                 """(tokens, the factor that makes gradients of the mean of sums): they are sums until the update multiplies them."""
@@ -142,8 +143,8 @@ def make_train_step(
             tokens, factor = mean(total)
             with mesh.ledger.phase("metrics"):
                 held = grads if early is None else early.squares(grads)
-                by_leaf = layer_squares(layout, held) if squares else ()
-                norm = layout.norm(held if not squares or summed_by_kernel(held) else by_leaf)
+                by_leaf = layer_squares(shards, held) if squares else ()
+                norm = shards.norm(held if not squares or summed_by_kernel(held) else by_leaf)
                 del held
             grad_norm = norm * factor
             overflow = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)

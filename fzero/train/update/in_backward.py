@@ -15,7 +15,7 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import Unit
 from fzero.optim.norm import Squared, widened
-from fzero.optim.sharded_leaves import Layout
+from fzero.optim.sharded_leaves import ShardedLeaves
 from fzero.sharding import Plan
 from fzero.sharding.slices import shard_dim, walk
 from fzero.train.update.in_memory import Gradients
@@ -40,8 +40,8 @@ def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> No
 class EarlyUpdate:
     """One step's update: `begin` when the factor of the gradients is known, `take` for every layer's leaf, `finish` with the others."""
 
-    def __init__(self, how: StreamedUpdate, layout: Layout, state: Tree, ema_decay: float) -> None:
-        self.how, self.layout, self.state, self.ema_decay = how, layout, state, ema_decay
+    def __init__(self, how: StreamedUpdate, shards: ShardedLeaves, state: Tree, ema_decay: float) -> None:
+        self.how, self.shards, self.state, self.ema_decay = how, shards, state, ema_decay
         self.stacked = {name for name in how.shards if shard_dim(name) == 1}
         self.update: Update | None = None
         self.layers: dict[int | None, list[Unit]] = {}
@@ -57,7 +57,7 @@ class EarlyUpdate:
 
     def take(self, name: str, layer: int, value: Tensor) -> None:
         """The final sum of a layer of a leaf; the layer is updated when all of its leaves are here."""
-        self.squares_of[name][layer] = [self.layout.square(piece) for _, piece in widened(walk(value, False))]
+        self.squares_of[name][layer] = [self.shards.square(piece) for _, piece in widened(walk(value, False))]
         held = self.waiting.setdefault(layer, {})
         held[name] = value
         if len(held) == len(self.stacked):
@@ -66,7 +66,7 @@ class EarlyUpdate:
             self.update.layer = {}
 
     def squares(self, outside: Tree) -> dict[str, Any]:
-        """What the layout's norm needs of all sums, where `outside` are those of the leaves without layers."""
+        """What `shards.norm` needs of all sums, where `outside` are those of the leaves without layers."""
         leaves: dict[str, Any] = dict(pytree.named_leaves(outside))
         for name, layers in self.squares_of.items():
             found = [(layer, square) for layer in sorted(layers) for square in layers[layer]]
