@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.directory import folder_of, latest, remove, steps
+from fzero.checkpoint.directory import Sound, first_sound, folder_of, latest, remove, steps
 from fzero.checkpoint.leaf_source import Lazy
 from fzero.checkpoint.manifest import Leaf, Place, read_manifest
 from fzero.checkpoint.reader import Opened, opened
 from fzero.checkpoint.restore_tree import restore, restore_leaves
-from fzero.checkpoint.verify import newest_sound, verify
+from fzero.checkpoint.verify import expect_sound, newest_sound, verify
 from fzero.checkpoint.writer import Saved, SaveFailed, Writer
 from fzero.core.pytree import Tree
 from fzero.offload.chunk_files import Damaged
@@ -22,7 +22,10 @@ __all__ = [
     "Place",
     "SaveFailed",
     "Saved",
+    "Sound",
     "Writer",
+    "expect_sound",
+    "first_sound",
     "folder_of",
     "latest",
     "newest_sound",

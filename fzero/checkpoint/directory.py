@@ -16,12 +16,15 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Place, join, read_manifest
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, sync_folder
+from fzero.offload.chunk_files import Damaged
 
 SPARE = "spare"  # the files of a checkpoint that has gone, for the next one to be written over
 
@@ -58,6 +61,47 @@ def latest(home: Place) -> Place:
 def _places(home: Path) -> list[tuple[Path, int]]:
     there = home.iterdir() if home.is_dir() else ()
     return [(path, step) for path in there if (step := step_of(path.name)) is not None and path.is_dir()]
+
+
+# ---- the newest sound one ----
+
+
+class Sound(NamedTuple):
+    """The first sound checkpoint of several."""
+
+    value: Any  # what was read of it
+    path: Place | None  # None: none of them is sound
+    damaged: list[tuple[Place, str]]  # those before it, and what is damaged in each
+
+    def lines(self) -> list[str]:
+        """A line for each checkpoint that was passed over."""
+        return [f"passed over {path}: {why}" for path, why in self.damaged]
+
+
+def first_sound(paths: Iterable[Place], read: Callable[[Place], Any]) -> Sound:
+    """The first of the checkpoints at `paths` of which `read(path)` does not raise Damaged, with what it returned."""
+    damaged: list[tuple[Place, str]] = []
+    for path in paths:
+        try:
+            return Sound(read(path), path, damaged)
+        except Damaged as error:
+            damaged.append((path, str(error)))
+    return Sound(None, None, damaged)
+
+
+def newest_sound(home: Place, read: Callable[[Place], Any], there: Iterable[int] | None = None) -> Sound:
+    """The checkpoint of the highest step in `home` of which `read(path)` does not raise Damaged.
+
+    there: the steps of the checkpoints in `home`, rising, where all ranks must look at the same ones.
+    Raises ValueError where there is no checkpoint, or all are damaged.
+    """
+    if there is None:
+        latest(home)
+        there = steps(home)
+    found = first_sound([folder_of(home, step) for step in reversed([*there])], read)
+    if found.path is None:
+        raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(why for _, why in found.damaged)}")
+    return found
 
 
 # ---- what a writer does to it ----

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fzero.checkpoint.directory import folder_of, latest, steps
+from fzero.checkpoint import directory
 from fzero.checkpoint.layout import CRC, Index, Slab, digest_of, number_of, positions, slabs
 from fzero.checkpoint.manifest import MANIFEST, Place, as_text, join
 from fzero.checkpoint.part_storage import tensor_of
@@ -25,15 +25,15 @@ def newest_sound(home: Place) -> tuple[Place, list[tuple[Place, str]]]:
 
     Reads them whole. Raises ValueError where there is none, or all are damaged.
     """
-    latest(home)
-    damaged: list[tuple[Place, str]] = []
-    for step in reversed(steps(home)):
-        path = folder_of(home, step)
-        found = verify(path)
-        if not found:
-            return path, damaged
-        damaged.append((path, found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")))
-    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(reason for _, reason in damaged)}")
+    found = directory.newest_sound(home, expect_sound)
+    return found.path, found.damaged
+
+
+def expect_sound(path: Place) -> None:
+    """Raise Damaged, naming the first thing that is damaged, where the checkpoint at `path` is not sound."""
+    found = verify(path)
+    if found:
+        raise Damaged(found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
 
 
 def verify(path: Place) -> list[str]:

@@ -1,25 +1,67 @@
-"""Small tables that all ranks fill together."""
+"""Small tables that all ranks fill together: a row of each, sums of rows, a flag that any may raise, a barrier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero.comm.collectives import all_gather
 
 Mesh = Any  # fzero.sharding.Mesh, which is above
+BY_RANK = ("pp", "rp", "dp", "cp", "ep", "tp")  # the axes in the order in which ranks are numbered, the outermost first
+BY_DATA_RANK = ("rp", "dp")
 
 
-def barrier(mesh: Mesh) -> Callable[[], None]:
-    """A function that returns when all ranks of the mesh have called it."""
+def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] = BY_RANK) -> Tensor:
+    """The rows of all ranks, [ranks, *row.shape] in the order of the ranks, the same on each of them.
 
-    def wait() -> None:
-        token = torch.zeros(1, device="cuda" if mesh.device_mesh is not None and mesh.device_mesh.device_type == "cuda" else "cpu")
-        with mesh.ledger.phase("commit"):
-            for axis in mesh.axes:
-                token = all_gather(token, axis, 0, leaf="commit")[:1]
-        float(token)  # a GPU's collective has come this far
+    row: of one shape and dtype on all ranks, on the device that the mesh communicates from. axes: those along which rows differ, the
+    outermost first; BY_DATA_RANK gathers a row of each data rank. Differentiable.
+    Communicates: an all_gather over each axis, the innermost first.
+    """
+    table = row[None]
+    for name in reversed(axes):
+        table = all_gather(table, mesh[name], leaf=leaf)
+    return table
 
-    return wait
+
+def sum_rows(row: Tensor, mesh: Mesh, *, leaf: str) -> Tensor:
+    """The sum of the rows of all ranks; for integers, whose sums do not depend on the order.
+
+    Communicates: an all_gather of one row over each axis.
+    """
+    for axis in mesh.axes:
+        row = all_gather(row[None], axis, leaf=leaf).sum(0)
+    return row
+
+
+def any_rank(flag: int, mesh: Mesh) -> int:
+    """The largest `flag` of all ranks, the same on each of them: 0 where none has raised one.
+
+    Communicates: one integer over each axis, in the phase "stop".
+    """
+    highest = torch.tensor([flag], device=device_of(mesh))
+    with mesh.ledger.phase("stop"):
+        for axis in mesh.axes:
+            highest = all_gather(highest, axis, leaf="stop").amax(0, keepdim=True)
+    return int(highest)
+
+
+def barrier(mesh: Mesh) -> None:
+    """Return when all ranks of the mesh have called this.
+
+    Communicates: one float32 over each axis, in the phase "commit".
+    """
+    token = torch.zeros(1, device=device_of(mesh))
+    with mesh.ledger.phase("commit"):
+        for axis in mesh.axes:
+            token = all_gather(token, axis, leaf="commit")[:1]
+    float(token)  # a GPU's collective has come this far
+
+
+def device_of(mesh: Mesh) -> str:
+    """The kind of device that a mesh communicates from."""
+    return mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class Nvme:
             verify=self.verify,
             owner=owner,
             resume=resume,
-            together=barrier(mesh),
+            together=partial(barrier, mesh),
         )
         return self.store
 

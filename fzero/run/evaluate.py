@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm.collectives import all_gather
+from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
 from fzero.run.build import Job
 from fzero.run.resume.newest_state import in_memory
@@ -30,10 +30,9 @@ def evaluate_all(program: Job, state: TrainState, batches: Callable[[], Iterator
         for batch in batches():
             loss = program.eval_step(params, batch)
             sums.append([float(loss.extra.get("cross_entropy", loss.total)), float(loss.num_tokens)])
-        table = torch.tensor(sums, dtype=torch.float64)[None]
         with mesh.ledger.phase("evaluate"):
-            for axis in ("dp", "rp"):
-                table = all_gather(table, mesh[axis], leaf="sums")
+            rows = torch.tensor(sums, dtype=torch.float64, device=device_of(mesh))
+            table = gather_rows(rows, mesh, leaf="sums", axes=BY_DATA_RANK)
         total, count = (sum(column) for column in table.transpose(0, 1).reshape(-1, 2).T.tolist())
         out[name] = total / max(count, 1)
         if bytes_per_token != 1.0:

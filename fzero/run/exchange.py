@@ -63,12 +63,16 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         eos = said["eos"] if said["eos"] >= 0 else None
         huggingface.save_hf(out, value.model, leaves, tokenizer=tokenizer if tokenizer.is_file() else None, eos=eos)
 
+    def read(opened: checkpoint.Opened) -> int:
+        write(in_checkpoint(run, value, opened, ema=ema))
+        return opened.step
+
     shelf = weights.snapshot_of(run, value)
     if shelf is not None:
         write(on_disk(run, value, shelf, ema=ema))
         step, passed = shelf.record.step, []
     else:
-        _, step, passed = weights.newest_read(run, value, lambda held: write(in_checkpoint(run, value, held, ema=ema)))
+        step, passed = weights.read_newest(run, value, read)
     return f"{out}: the model of {run} after step {step}", passed
 
 

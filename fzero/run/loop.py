@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import data
-from fzero.comm.collectives import all_gather
+from fzero.comm.tables import any_rank
 from fzero.core import prng, pytree
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
@@ -32,7 +32,6 @@ from fzero.run.ranks.watchdog import watched
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, in_memory, told_of_offload
 from fzero.run.resume.saver import Saving
-from fzero.sharding import Mesh
 from fzero.sharding.digests import digest_text
 from fzero.sharding.whole_on_first import whole_on_first
 from fzero.train.state import TrainState
@@ -137,7 +136,7 @@ def train_on(
         saving.reserve(state)
         step, moved = first, program.space.moved() if program.space else DiskTraffic()
         meter, which, run = stack.enter_context(measuring(program, folder, first, until, team, options))
-        while step < until and not (number := agreed(stop, mesh)):
+        while step < until and not (number := any_rank(stop[0] if stop else 0, mesh)):
             team.step = step
             batch = meter.fetch(batches)
             with observe() as used:
@@ -169,7 +168,7 @@ def train_on(
             if due:
                 with mesh.ledger.phase("checkpoint"):
                     saving.save(state, step)
-        number = agreed(stop, mesh)
+        number = any_rank(stop[0] if stop else 0, mesh)
         if every and checked != step:
             compare(state, step)
         saving.close(state, step)
@@ -192,18 +191,6 @@ def measuring(
     meter = Meter(program, flop, options.peak_flops)
     with recording(program, folder, number, which if team.first else Chosen()) as run, program.mesh.ledger.watched(meter.clock):
         yield meter, which, run
-
-
-def agreed(stop: list[int], mesh: Mesh) -> int:
-    """The signal that has come to any rank, the same on all of them; 0 for none.
-
-    Communicates: one integer over each axis.
-    """
-    number = torch.tensor([stop[0] if stop else 0])
-    with mesh.ledger.phase("stop"):
-        for axis in mesh.axes:
-            number = all_gather(number, axis, leaf="stop").amax(0, keepdim=True)
-    return int(number)
 
 
 def sample_text(program: Job, params: Any, folder: Path, prompt: str, n: int = 300) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fzero import checkpoint, models
 from fzero.checkpoint import offload_snapshot
+from fzero.checkpoint.directory import newest_sound
 from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import Tree
@@ -26,19 +27,15 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.plan import shapes_of
 
 
-def newest_read(folder: Path, value: RunConfig, read: Callable[[checkpoint.Opened], Any]) -> tuple[Any, int, list[str]]:
-    """(what `read` returned of the newest checkpoint in which that is sound, its step, a line for each that was passed over)."""
-    home, passed, reasons = checkpoints_of(folder, value), [], []
-    checkpoint.latest(home)
-    for step in reversed(checkpoint.steps(home)):
-        path = checkpoint.folder_of(home, step)
-        try:
-            with contextlib.closing(checkpoint.opened(path)) as held:
-                return read(held), step, passed
-        except checkpoint.Damaged as error:
-            passed.append(f"passed over {path}: {error}")
-            reasons.append(str(error))
-    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(reasons)}")
+def read_newest(folder: Path, value: RunConfig, read: Callable[[checkpoint.Opened], Any]) -> tuple[Any, list[str]]:
+    """(what `read` returned of the run's newest checkpoint that is sound, a line for each that was passed over)."""
+
+    def read_one(path: checkpoint.Place) -> Any:
+        with contextlib.closing(checkpoint.opened(path)) as opened:
+            return read(opened)
+
+    found = newest_sound(checkpoints_of(folder, value), read_one)
+    return found.value, found.lines()
 
 
 PARAMS, MASTER, EMA = "params/", "master/", "extra/ema/"
@@ -120,13 +117,13 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
         return Trained(value, model, offload_snapshot.weights(shelf, plan_of(model, value, shelf), prefix, dtype), shelf.record.step, [])
     like = shapes_of(model)
 
-    def read(held: checkpoint.Opened) -> Tree:
+    def read(held: checkpoint.Opened) -> tuple[Tree, int]:
         if ema and not any(name.startswith(EMA) for name in held.leaves):
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
         prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
-        return checkpoint.restore(held.path, as_held(held, like, prefix), under=prefix.rstrip("/"))
+        return checkpoint.restore(held.path, as_held(held, like, prefix), under=prefix.rstrip("/")), held.step
 
-    params, step, warnings = newest_read(folder, value, read)
+    (params, step), warnings = read_newest(folder, value, read)
     return Trained(value, model, params, step, warnings)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import all_gather
+from fzero.comm.tables import device_of, sum_rows
 from fzero.core.digest import combined, digest
 from fzero.core.pytree import Tree, named_leaves
 from fzero.sharding.mesh import Mesh
@@ -27,11 +27,11 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
             if axis.name not in named[name].axes:
                 copies, copy = copies * axis.size, copy * axis.size + axis.rank
         mine.append(part_digest(leaf, named[name], mesh) if number % copies == copy else 0)
-    sums = torch.tensor([value - (value >> 63 << 64) for value in mine], dtype=torch.int64)[None]  # int64 of the same bits; sums wrap
+    # int64 of the same bits, whose sums wrap.
+    row = torch.tensor([value - (value >> 63 << 64) for value in mine], dtype=torch.int64, device=device_of(mesh))
     with mesh.ledger.phase("digest"):
-        for axis in mesh.axes:
-            sums = all_gather(sums, axis, leaf="digests").sum(0, keepdim=True)
-    return {name: value % (1 << 64) for name, value in zip(named_leaves(tree), sums[0].tolist())}
+        sums = sum_rows(row, mesh, leaf="digests")
+    return {name: value % (1 << 64) for name, value in zip(named_leaves(tree), sums.tolist())}
 
 
 def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:

@@ -18,6 +18,7 @@ from fzero.comm.agreement import RollCall
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
+from fzero.comm.tables import BY_RANK
 from fzero.core.pytree import nearest
 
 AXES = {
@@ -28,7 +29,7 @@ AXES = {
     "cp": "context",
     "ep": "experts",
 }
-ORDER = ("pp", "rp", "dp", "cp", "ep", "tp")  # of ranks, outermost first: what talks most is nearest
+ORDER = BY_RANK  # of ranks, outermost first: what talks most is nearest
 _MESHES = itertools.count()  # every rank makes the same meshes in the same order
 
 

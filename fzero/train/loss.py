@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import all_gather
+from fzero.comm.tables import BY_DATA_RANK, gather_rows
 from fzero.core import prng, pytree
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
@@ -72,10 +72,9 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh) -> base.Loss:
     Communicates: an all_gather of a few float64 over each of dp and rp.
     """
     treedef, dtypes = pytree.flatten(losses[0])[1], [leaf.dtype for leaf in pytree.leaves(losses[0])]
-    table = torch.stack([torch.stack([leaf.to(torch.float64) for leaf in pytree.leaves(loss)]) for loss in losses])[None]
+    rows = torch.stack([torch.stack([leaf.to(torch.float64) for leaf in pytree.leaves(loss)]) for loss in losses])
     with mesh.ledger.phase("metrics"):
-        for name in ("dp", "rp"):
-            table = all_gather(table, mesh[name], 0, leaf="loss")
+        table = gather_rows(rows, mesh, leaf="loss", axes=BY_DATA_RANK)
     sums = _tree_sum(table.transpose(0, 1).flatten(0, 1))
     return pytree.unflatten([x.to(dtype) for x, dtype in zip(sums, dtypes)], treedef)
 

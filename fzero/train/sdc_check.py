@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import all_gather
+from fzero.comm.tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.digest import digest
@@ -93,23 +93,19 @@ def make_check(
             own, again = (computed(state, m, part(m)) for m in (mesh.data_rank, before))
             leaves = pytree.named_leaves(state)
             held = {name: digest(leaves[name]) for name in shared if isinstance(leaves[name], Tensor)}
-            tables = [gathered(list(row.values()), mesh) for row in (held, own, again)]
+            tables = [gather_words(list(row.values()), mesh) for row in (held, own, again)]
         return [*unlike(list(held), shared, tables[0], mesh), *disagreeing(list(own), *tables[1:], mesh)]
 
     return check
 
 
-def gathered(row: list[int], mesh: Mesh) -> list[list[int]]:
-    """The rows of all ranks, by rank.
+def gather_words(words: list[int], mesh: Mesh) -> list[list[int]]:
+    """The 64-bit words of all ranks, by rank, as int64 of the same bits.
 
     Communicates: an all_gather over each axis.
     """
-    table = torch.tensor([value - WORD if value >= WORD // 2 else value for value in row], dtype=torch.int64)[None]
-    device = mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"
-    table = table.to(device)
-    for name in reversed(ORDER):
-        table = all_gather(table, mesh[name], leaf="digests")
-    return table.tolist()
+    row = torch.tensor([word - WORD if word >= WORD // 2 else word for word in words], dtype=torch.int64, device=device_of(mesh))
+    return gather_rows(row, mesh, leaf="digests").tolist()
 
 
 def coordinates(mesh: Mesh) -> list[dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def commit(space: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     leaves = pytree.named_leaves(settled(state))
     owner = owners(list(leaves), pytree.names(state.params))
     values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
-    space.store.commit(int(state.step), values, barrier(mesh))
+    space.store.commit(int(state.step), values, partial(barrier, mesh))
 
 
 def reopened(

@@ -269,11 +269,16 @@ def beginning(kept: dict[int, checkpoint.Place], step: int, asked: int | None, p
     if program.config.train.update == "delayed" and found:
         say("train.update is delayed: no checkpoint has the gradient that waits for its update; from the start of the run")
         return 0
-    for n in reversed(found):
-        damaged = team.share(lambda n=n: checkpoint.verify(kept[n]))
-        if not damaged:
-            return n
-        say(f"passed over {kept[n]}: {damaged[0]}")
+
+    def look() -> tuple[int, list[str]]:
+        sound = checkpoint.first_sound([kept[n] for n in reversed(found)], checkpoint.expect_sound)
+        return next((n for n in found if kept[n] == sound.path), 0), sound.lines()
+
+    newest, lines = team.share(look)
+    for line in lines:
+        say(line)
+    if newest:
+        return newest
     why = ", and the disk of its state has its last step alone" if program.space is not None else ""
     say(f"there is no checkpoint below step {step} of the run{why}; from its start")
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm.collectives import all_gather
+from fzero.comm.tables import device_of, gather_rows
 from fzero.run.measure.timer import COMM, IO, Times
 from fzero.sharding import Mesh
 
@@ -31,13 +31,11 @@ class Spent:
     def gather(self, mesh: Mesh) -> dict[str, Any]:
         """What a row says of all ranks: lists by rank, and the straggler; counting begins again. All ranks call it after the same step.
 
-        Communicates: five float64 over each axis.
+        Communicates: four float64 of each rank.
         """
-        table = torch.tensor([[float(mesh.rank), *self.sums]], dtype=torch.float64)
         with mesh.ledger.phase("ranks"):
-            for axis in mesh.axes:
-                table = all_gather(table, axis, 0, leaf="ranks")
-        rows = [row[1:] for row in sorted(table.tolist())]
+            row = torch.tensor(self.sums, dtype=torch.float64, device=device_of(mesh))
+            rows = gather_rows(row, mesh, leaf="ranks").tolist()
         out = {"steps": self.steps, **{name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}}
         self.steps, self.sums = 0, [0.0] * len(COLUMNS)
         straggler, behind = slowest([row[0] + row[2] + row[3] for row in rows])

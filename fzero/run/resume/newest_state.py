@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fzero import checkpoint
+from fzero.checkpoint.directory import newest_sound
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.core import pytree
 from fzero.core.storage import is_url
@@ -115,29 +117,37 @@ def is_part(program: Job, shelf: StoreSnapshot) -> bool:
 def restored(program: Job, home: checkpoint.Place, saved: list[int], team: Coordinator, say: Say) -> TrainState:
     """The state of the newest of the checkpoints of these steps that is sound; lines tell of those that are passed over."""
     if on_disk(program.plan):  # all ranks make a store together: what it is made of is looked at first
-        path, damaged = team.share(lambda: newest_sound(home))
-        for line in damaged:
+
+        def look() -> tuple[str, list[str]]:
+            found = newest_sound(home, checkpoint.expect_sound)
+            return str(found.path), found.lines()
+
+        path, lines = team.share(look)
+        for line in lines:
             say(line)
         return restore(program, path)
-    damaged = []
-    for step in reversed(saved):
-        path, failure = checkpoint.folder_of(home, step), ""
-        try:
-            state = restore(program, path)
-        except Damaged as error:
-            failure = str(error)
-        failures = [text for text in team.gather(failure) if text]
-        if not failures:
-            return state
-        say(f"passed over {path}: {failures[0]}")
-        damaged.append(failures[0])
-    raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(damaged)}")
+    found = newest_sound(home, lambda path: restore_on_all(program, path, team), saved)
+    for line in found.lines():
+        say(line)
+    return found.value
 
 
-def newest_sound(home: checkpoint.Place) -> tuple[str, list[str]]:
-    """(the newest sound checkpoint, a line for each that was passed over)."""
-    path, damaged = checkpoint.newest_sound(home)
-    return str(path), [f"passed over {bad}: {why}" for bad, why in damaged]
+def restore_on_all(
+    program: Job, path: checkpoint.Place, team: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
+) -> TrainState:
+    """This rank's state from the checkpoint at `path`; raises Damaged, on all ranks, where it is damaged for one of them.
+
+    check: says what is wrong with this rank's state besides; "" where nothing is.
+    """
+    try:
+        state = restore(program, path)
+        failure = check(state)
+    except Damaged as error:
+        failure = str(error)
+    failures = [text for text in team.gather(failure) if text]
+    if failures:
+        raise Damaged(failures[0])
+    return state
 
 
 def told_of_offload(program: Job) -> list[str]:

@@ -32,10 +32,11 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.storage import read_text, write_text
 from fzero.run import run_folder, weights
-from fzero.run.build import Job, first_state, restore
+from fzero.run.build import Job, first_state
 from fzero.run.config import Guard
 from fzero.run.corpus import Say
 from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.resume.newest_state import restore_on_all
 from fzero.train.state import TrainState
 
 SKIPS = "skips.json"
@@ -141,20 +142,16 @@ def go_back(program: Job, folder: Path, fault: Fault, team: Coordinator, say: Sa
     """
     home = run_folder.checkpoints_of(folder, program.config)
     steps, init = team.share(lambda: candidates(program.config.guard, folder, home, fault))
-    state = None
-    for step in steps:
-        path, failure = checkpoint.folder_of(home, step), ""
-        try:
-            state = restore(program, path)
-            failure = "" if finite(state) else "a value in it is not finite"
-        except checkpoint.Damaged as error:
-            failure = str(error)
-        failures = [text for text in team.gather(failure) if text]
-        if not failures:
-            break
-        say(f"passed over {path}: {failures[0]}")
-        state = None
-    if state is None:
+
+    def check(state: TrainState) -> str:
+        return "" if finite(state) else "a value in it is not finite"
+
+    paths = [checkpoint.folder_of(home, step) for step in steps]
+    found = checkpoint.first_sound(paths, lambda path: restore_on_all(program, path, team, check))
+    for line in found.lines():
+        say(line)
+    state = found.value
+    if found.path is None:
         state = first_state(program, weights.load(Path(init), wide=True).params if init else None)
     say(team.share(lambda: rolled_back(program, folder, home, fault, int(state.step))))
     return state
