@@ -174,20 +174,18 @@ LEFT_OUT = {
 
 def planned(run: Run) -> PlanReport:
     """The plan of a run."""
-    settings = {"train.compiled": run.compiled, "data.within_documents": False}
-    return plan(
-        run.model,
-        run.mesh,
-        gpu=run.gpu,
-        zero=run.zero,
-        batch=run.batch,
-        micro_batch=run.micro_batch,
-        seq_len=run.seq_len,
-        remat=run.remat,
-        precision="bf16",
-        optimizer="adamw",
-        settings=settings,
-    )
+    settings = {
+        "zero": run.zero,
+        "train.batch": run.batch,
+        "train.micro_batch": run.micro_batch,
+        "train.remat": run.remat,
+        "train.compiled": run.compiled,
+        "data.seq_len": run.seq_len,
+        "data.within_documents": False,
+        "precision.policy": "bf16",
+        "optim.name": "adamw",
+    }
+    return plan(run.model, run.mesh, gpu=run.gpu, settings=settings)
 
 
 def run_row(run: Run) -> dict[str, Any]:

@@ -67,9 +67,7 @@ def main() -> None:
             make([run for run in RUNS if run.name in (options.only or [run.name])], (options.runs or Path(scratch)).absolute())
     compare()
     (REPORTS / "README.md").write_text(readme())
-    pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "<!-- report:" in page.read_text()]
-    if pages:
-        fzero("report", *(part for page in pages for part in ("--paste", str(page.relative_to(ROOT)))), cwd=ROOT)
+    start("reports/paste.py", cwd=ROOT)
 
 
 def make(runs: list[Run], folder: Path) -> None:

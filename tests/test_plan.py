@@ -1,7 +1,9 @@
-"""What a user of the planner sees: the report, its page and JSON, the command line, the fourteen questions, the papers' formulas."""
+"""What a user of the planner sees: the report, its page and JSON, the command line, plans side by side, the papers' formulas."""
 
+import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 import fzero
 from fzero import models
 from fzero.core import pytree
-from fzero.planner import devices, estimate, format, questions, variants
+from fzero.planner import devices, estimate, format, vary
 from fzero.planner import plan as report
 from fzero.run import build, config_table
 from fzero.sharding import fake_mesh
@@ -23,7 +25,6 @@ SMALL = {
     "optim": {"name": "adamw"},
     "precision": {"policy": "bf16"},
 }
-SIZES = config_table.from_table(SMALL).model
 FLAGS = [f"{a}.{b}={value}" for a in ("model", "train", "optim", "precision") for b, value in SMALL[a].items() if b != "batch"]
 FLAGS = [part for flag in FLAGS for part in ("--set", str(flag).replace("=False", "=false"))]
 COMMAND = ["plan", "--seq-len", "64", "--batch", "8", "--mesh", "dp=2", "--zero", "3", *FLAGS]
@@ -31,7 +32,7 @@ COMMAND = ["plan", "--seq-len", "64", "--batch", "8", "--mesh", "dp=2", "--zero"
 
 @pytest.fixture(scope="module")
 def planned():
-    return fzero.plan(SMALL, {"dp": 2}, zero=3, tokens=1e9, price=2.0)
+    return fzero.plan(SMALL, {"dp": 2}, settings={"zero": 3}, tokens=1e9, price=2.0)
 
 
 @pytest.fixture
@@ -77,20 +78,21 @@ def test_the_page_is_one_screen(planned):
 
 def test_what_does_not_fit_says_by_how_much():
     tight = devices.device("h100", memory_bytes=(2 << 30) + 1000)
-    found = fzero.plan(SMALL, {"dp": 2}, gpu=tight, zero=3)
+    found = fzero.plan(SMALL, {"dp": 2}, gpu=tight, settings={"zero": 3})
     assert not found.fits and found.binds == "memory"
     assert found.margin_bytes == found.capacity_bytes - found.peak_bytes_per_rank < 0
     assert f"DOES NOT FIT: {format.size(-found.margin_bytes)} too much" in str(found)
 
 
 def test_a_nodes_host_memory_is_memory_too():
-    found = fzero.plan(SMALL, {"dp": 2}, gpu="h100", zero=3, offload="params=host,opt=host")
+    hosted = {"zero": 3, "offload": "params=host,opt=host"}
+    found = fzero.plan(SMALL, {"dp": 2}, gpu="h100", settings=hosted)
     assert found.fits and found.host_capacity_bytes == int(0.9 * 2e12) // 2 and "a node of 1.8 TB" in str(found)
     tight = devices.device("h100", host_memory_bytes=int((2 * found.host_peak_bytes - 2000) / 0.9))
-    over = fzero.plan(SMALL, {"dp": 2}, gpu=tight, zero=3, offload="params=host,opt=host")
+    over = fzero.plan(SMALL, {"dp": 2}, gpu=tight, settings=hosted)
     assert not over.fits and over.margin_bytes > 0 and over.binds == "host memory"
     assert "DOES NOT FIT" in str(over) and "too much for the host's memory" in str(over)
-    unknown = fzero.plan(SMALL, {"dp": 2}, gpu=devices.device("h100", host_memory_bytes=None), zero=3, offload="params=host,opt=host")
+    unknown = fzero.plan(SMALL, {"dp": 2}, gpu=devices.device("h100", host_memory_bytes=None), settings=hosted)
     assert unknown.fits and unknown.host_capacity_bytes is None
 
 
@@ -103,19 +105,17 @@ def test_this_machine_without_a_measurement_has_memory_and_no_times(monkeypatch,
 
 def test_a_plan_takes_a_preset_sizes_a_config_or_a_table():
     whole = config_table.from_table(SMALL)
-    changes = {"zero": 1, "batch": 4, "micro_batch": 1, "remat": "full"}
-    a, b = (report.config_for(base, None, **{"train.batch": 4, "train.micro_batch": 1, "zero": 1}) for base in (SMALL, whole))
+    a, b = (report.config_for(base, {"train.batch": 4, "train.micro_batch": 1, "zero": 1}) for base in (SMALL, whole))
     assert a == b and a.zero == 1 and a.train.batch == 4
-    sizes = report.config_for(whole.model, {"train.compiled": False}, **{"train.batch": 4})
+    sizes = report.config_for(whole.model, {"train.compiled": False, "train.batch": 4})
     assert sizes.model == whole.model and sizes.preset == "" and sizes.train.compiled is False
-    assert report.config_for("llama-8b", None, zero=2).model == models.preset("llama-8b")
+    assert report.config_for("llama-8b", {"zero": 2}).model == models.preset("llama-8b")
     with pytest.raises(ValueError, match=r"unknown key 'train.bach'"):
         report.config_for(SMALL, {"train.bach": 4})
-    assert changes
 
 
 def test_the_optimizers_products_are_flops_and_no_utilization():
-    muon, adamw = (fzero.plan(SMALL, gpu="h100", optimizer=name) for name in ("muon", "adamw"))
+    muon, adamw = (fzero.plan(SMALL, gpu="h100", settings={"optim.name": name}) for name in ("muon", "adamw"))
     assert muon.pass_flop_per_step == adamw.pass_flop_per_step == adamw.flop_per_step < muon.flop_per_step
     assert muon.hfu * muon.step_s == pytest.approx(adamw.hfu * adamw.step_s)
     assert "are the optimizer's" in str(muon) and "optimizer's" not in str(adamw)
@@ -133,7 +133,7 @@ def test_the_zero_papers_table(stage, expected):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("micro_batch", [4, 2])
 def test_model_states_are_those_of_a_traced_step(stage, micro_batch):
-    found = fzero.plan(SMALL, {"dp": 2}, zero=stage, micro_batch=micro_batch)
+    found = fzero.plan(SMALL, {"dp": 2}, settings={"zero": stage, "train.micro_batch": micro_batch})
     said = estimate.estimate_model_states(config_table.from_table(SMALL).model, 2, zero=stage, accumulate=micro_batch == 2)
     traced = found.state_bytes
     assert (said.params, said.grads, said.master) == (traced["params"], traced["grads"], traced["master"])
@@ -217,9 +217,11 @@ def test_the_command_prints_the_page_and_the_object(fz, planned):
         (["--search"], "--search needs --gpus"),
         (["--search", "--gpus", "4", "--zero", "1", "--mesh", "dp=4"], "--search chooses --mesh, --zero itself"),
         (["--search", "--gpus", "4", "--out", "run.yaml"], "run.yaml: a config is written as .toml or .json"),
-        (["--search", "--ask", "peak"], "--search and --ask are two things"),
-        (["--ask", "peek"], "question 'peek' is not known (did you mean peak?)"),
-        (["--ask", "cost"], "--ask cost needs --tokens"),
+        (["--search", "--vary", "zero=0,3"], "--search and --vary are two things"),
+        (["--vary", "zero"], "--vary 'zero' is not of the form NAME=A,B"),
+        (["--vary", "zero=0,3", "--vary", "zero=1"], "--vary gives zero twice"),
+        (["--vary", "mesh=2,4"], "--vary mesh='2' is not of the form"),
+        (["--vary", "train.bach=1,2"], "unknown key 'train.bach' (did you mean batch"),
         (["--rank", "2"], "rank is 2 and mesh"),
         (["--offload", "opt=tape"], "'tape' is no memory"),
     ],
@@ -237,83 +239,68 @@ def test_a_config_file_plans_as_its_flags_do(fz, tmp_path, planned):
     assert code == 0 and json.loads(out)["peak_bytes_per_rank"] == planned.peak_bytes_per_rank
 
 
-# -- questions
+# -- plans side by side
+
+
+def test_each_combination_has_a_row():
+    found = vary.vary(SMALL, {"zero": [0, 3], "train.remat": ["none", "full"]}, {"dp": 2})
+    assert [tuple(row.values.values()) for row in found.rows] == [(0, "none"), (0, "full"), (3, "none"), (3, "full")]
+    for row in found.rows:
+        one = fzero.plan(SMALL, {"dp": 2}, settings=row.values)
+        assert (row.report.peak_bytes_per_rank, row.report.step_s) == (one.peak_bytes_per_rank, one.step_s)
+    whole, again = (found.rows[i].report for i in (2, 3))
+    assert again.peak_bytes_per_rank < whole.peak_bytes_per_rank and again.step_s > whole.step_s
+    assert found.rows[0].report.state_bytes_per_rank > whole.state_bytes_per_rank
+    assert found.best() == max(found.rows, key=lambda row: row.report.tokens_per_s)
+    lines = str(found).splitlines()
+    assert (
+        len(lines) == 1 + 4 + 2 and lines[0].split()[:3] == ["zero", "train.remat", "memory"] and "the fastest that fits: zero" in lines[-1]
+    )
+
+
+def test_meshes_devices_and_presets_vary_too():
+    tight = dataclasses.replace(devices.device("h100", memory_bytes=(2 << 30) + 1000), name="tight")
+    found = vary.vary(SMALL, {"mesh": [{"dp": 2}, {"dp": 3}], "gpu": ["a100", tight]}, tokens=1e9, price=2.0)
+    assert [row.report is not None for row in found.rows] == [True, True, False, False]
+    assert [row.fits for row in found.rows] == [True, False, False, False] and found.best() is found.rows[0]
+    assert "3 data ranks" in found.rows[2].error and found.rows[1].values == {"mesh": {"dp": 2}, "gpu": "tight"}
+    shown = str(found)
+    assert "no: " in shown and "too much" in shown and "device hours" in shown and f"{found.rows[0].report.cost:,.0f}" in shown
+    said = json.loads(found.to_json())
+    assert said["best"] == {"mesh": {"dp": 2}, "gpu": "a100"} and [row["fits"] for row in said["rows"]] == [True, False, False, False]
+    assert said["rows"][0]["cost"] == found.rows[0].report.cost and said["rows"][3]["error"]
+    layers = [row.report.config.model.n_layers for row in vary.vary({**SMALL, "model": {}}, {"preset": ["llama-tiny", "gpt2-tiny"]}).rows]
+    assert layers == [models.preset(name).n_layers for name in ("llama-tiny", "gpt2-tiny")]
+    with pytest.raises(ValueError, match="preset varies for a preset's name"):
+        vary.vary(config_table.from_table(SMALL), {"preset": ["llama-tiny"]})
+    with pytest.raises(ValueError, match=r"unknown key 'train.bach'"):
+        vary.vary(SMALL, {"train.bach": [1, 2]})
+
 
 PAGE = Path(__file__).parent.parent / "docs" / "plan.md"
-COMMANDS = re.findall(r"^\| `fzero (plan --ask [^`]*)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+COMMANDS = re.findall(r"^\| ([^|]*\?) \| `fzero (plan[^`]*)` \|$", PAGE.read_text(), re.MULTILINE)
+SHRUNK = {"4096,8192,16384": "32,64,128", "max_len=16384": "max_len=128", "--gpus 8": "--gpus 2"}
 
 
-def test_the_page_has_every_question():
-    assert {command.split()[2]: words for command, words in COMMANDS} == {name: words for name, (words, _) in questions.QUESTIONS.items()}
-    assert len(COMMANDS) == 14
+def test_the_page_answers_fourteen_questions():
+    assert len(COMMANDS) == len({words for words, _ in COMMANDS}) == 14
 
 
-@pytest.mark.parametrize("command", [command for command, _ in COMMANDS])
-def test_a_question_is_answered(fz, command, monkeypatch, tmp_path):
-    name = command.split()[2]
-    monkeypatch.setattr(variants, "TRIES", 3)
-    monkeypatch.setattr(questions.devices, "listed", lambda: ["a100", "h100"])
-    tight = tmp_path / "tight.json"
-    tight.write_text(devices.to_json(devices.device("h100", memory_bytes=(2 << 30) + (16 << 20))))
-    large = [n for n in models.PRESETS if n.startswith("llama") and n not in ("llama-tiny", "llama-small")]
-    few = {name: make for name, make in models.PRESETS.items() if name not in large} | {"llama-tiny": lambda: SIZES}
-    for module in (models, models.presets):
-        monkeypatch.setattr(module, "PRESETS", few)
-    code, out, err = fz(*command.split(), *COMMAND[1:], "--gpu", tight, "--json")
+@pytest.mark.parametrize("command", [command for _, command in COMMANDS])
+def test_a_command_of_the_page_answers_its_question(fz, command):
+    for words, shrunk in SHRUNK.items():
+        command = command.replace(words, shrunk)
+    given = shlex.split(command)
+    flags = ["--seq-len", "64", "--batch", "8", *([] if "--search" in given else ["--mesh", "dp=2", "--zero", "3"])]
+    values = [value for value in FLAGS if value != "--set" and value not in given]
+    code, out, err = fz(
+        *given, *flags, *(part for value in values for part in ("--set", value)), *([] if "--json" in given else ["--json"])
+    )
     assert (code, err) == (0, "")
     said = json.loads(out)
-    assert said["question"] == questions.QUESTIONS[name][0] and said["answer"] and said["rows"]
-    check = CHECKS.get(name)
-    if check:
-        check(said)
-
-
-def first(said, key="peak_bytes_per_rank"):
-    return [row.get(key) for row in said["rows"]]
-
-
-def check_remat(said):
-    by = {row["remat"]: row for row in said["rows"]}
-    assert by["remat full"]["peak_bytes_per_rank"] < by["remat none"]["peak_bytes_per_rank"]
-    assert by["remat full"]["step_s"] > by["remat none"]["step_s"]
-
-
-def check_stage(said):
-    states = first(said, "state_bytes_per_rank")
-    assert states == sorted(states, reverse=True) and len(states) == 4
-
-
-def check_largest(said):
-    peaks = first(said)
-    assert peaks == sorted(peaks) and len(peaks) >= 2
-
-
-def check_offload(said):
-    by = {row["offload"]: row for row in said["rows"]}
-    assert by["opt=host"]["peak_bytes_per_rank"] < by["nothing"]["peak_bytes_per_rank"]
-
-
-CHECKS = {"remat": check_remat, "stage": check_stage, "micro-batch": check_largest, "seq-len": check_largest, "offload": check_offload}
-
-
-def test_the_largest_number_is_found_by_few_plans():
-    """Peaks that are affine are known from two plans; the bound is then tried from both sides."""
-    made = []
-
-    class Report:
-        capacity_bytes = 1000
-
-        def __init__(self, n, peak):
-            made.append(n)
-            self.peak_bytes_per_rank, self.fits = peak, peak <= 1000
-
-    assert variants.largest(lambda n: Report(n, 100 + 7 * n), 1, 1 << 20)[0] == 128
-    assert len(made) <= 6 and {128, 129} <= set(made)
-    made.clear()
-    assert variants.largest(lambda n: Report(n, 5000), 1, 100)[0] == 0 and made == [1]
-    made.clear()
-    assert variants.largest(lambda n: Report(n, n), 1, 64)[0] == 64
-    assert variants.largest(lambda n: Report(n, 500), 1, 64)[0] == 64, "a peak that does not grow"
-    made.clear()
-    found, plans = variants.largest(lambda n: Report(n, n * n), 1, 1 << 20)
-    assert plans[-1].report.peak_bytes_per_rank > 1000 and found <= 31 and len(made) <= variants.TRIES
+    if "--vary" in given:
+        assert said["best"] and {row["values"][name] is not None for row in said["rows"] for name in row["values"]} == {True}
+    elif "--search" in given:
+        assert said["best"][0]["plan"]["fits"]
+    else:
+        assert said["peak"]["largest"] and said["phases"]["backward"] > 0

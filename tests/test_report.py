@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import statistics
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from matplotlib.ticker import FixedLocator
 from reported import STATE, make_run
 
 from fzero.cli import main
-from fzero.report import compare, embed, figures, html_page, markdown, read, sections_compare, values, write
+from fzero.report import compare, figures, html_page, markdown, read, sections_compare, values, write
 from fzero.report.sections import Picture, Table
 from fzero.report.values import Quantity
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "reports"))
+
+import paste  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -415,9 +419,6 @@ def test_mistakes_are_one_clear_line(runs, tmp_path, fz):
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     refused(fz(runs / "one", "--no-plan", "--out", tmp_path / "full"), "not empty", "--out")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
-    refused(fz(runs / "one", "--paste", "x.md"), "--paste", "RUN")
-    refused(fz("--check"), "--paste")
-    refused(fz("--paste", tmp_path / "no.md"), "no.md: no such file")
 
 
 # ---- pasting ----
@@ -433,26 +434,22 @@ def reports(runs, tmp_path_factory):
     return folder
 
 
-def test_pasting_is_repeatable(reports, fz):
+def test_pasting_is_repeatable(reports):
     book = reports.parent / "README.md"
     head = "# Book\n\n<!-- report: zero3 summary -->\nold\n<!-- end -->\nmiddle\n"
     head += "```text\n<!-- report: no such -->\n```\n"
     book.write_text(head + "<!-- report: one memory.svg -->\n<!-- end -->\n\n<!-- report: one+zero3 scaling -->\n<!-- end -->\ntail")
-    code, out, _ = fz("--paste", book, "--from", reports, "--check")
-    assert code == 1 and "is not what the reports say" in out and "\nold\n" in book.read_text()
-    assert fz("--paste", book, "--from", reports)[0] == 0
+    assert paste.paste([book], reports, check=True) == [book] and "\nold\n" in book.read_text()
+    assert paste.paste([book], reports) == [book]
     text = book.read_text()
     assert "old" not in text and text.endswith("<!-- end -->\ntail") and "\nmiddle\n" in text
-    assert (
-        "| parameters | 1,000,448 | 1,000,448 | 1 exactly |" in text
-        and "](reports/one/memory.svg)" in text
-        and "| zero3 | dp=2 | 2 |" in text
-    )
-    code, out, _ = fz("--paste", book, "--from", reports)
-    assert code == 0 and "up to date" in out and book.read_text() == text
-    assert fz("--paste", book, "--from", reports, "--check")[0] == 0
+    assert "| parameters | 1,000,448 | 1,000,448 | 1 exactly |" in text
+    assert "](reports/one/memory.svg)" in text and "| zero3 | dp=2 | 2 |" in text
+    assert paste.paste([book], reports) == [] and book.read_text() == text
     book.write_text(text.replace("1,000,448", "1,000,449", 1))
-    assert fz("--paste", book, "--from", reports, "--check")[0] == 1
+    assert paste.paste([book], reports, check=True) == [book]
+    with pytest.raises(ValueError, match=r"no.md: no such file"):
+        paste.paste([reports.parent / "no.md"], reports)
 
 
 @pytest.mark.parametrize(
@@ -468,12 +465,12 @@ def test_pasting_is_repeatable(reports, fz):
 )
 def test_a_wrong_mark_is_refused(reports, text, said):
     with pytest.raises(ValueError, match=said):
-        embed.pasted(text, Path("page.md"), reports)
+        paste.paste_text(text, Path("page.md"), reports)
 
 
 def test_what_is_pasted_in_this_repository_is_what_its_reports_say():
     pages = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "<!-- report:" in path.read_text()]
-    assert embed.paste(pages, ROOT / "reports", check=True) == [], "run: python reports/make.py --paste"
+    assert paste.paste(pages, ROOT / "reports", check=True) == [], "run: python reports/paste.py"
 
 
 def test_the_reports_of_this_repository_are_whole_and_small():

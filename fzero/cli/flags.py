@@ -80,12 +80,20 @@ def table_of(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
     for name, key in SHORTHANDS.items():
         if flags[name] is not None:
             put(f"--{name.replace('_', '-')}", key, flags[name])
-    for part in mesh.split(",") if mesh else ():
+    for axis, size in parse_mesh(mesh).items() if mesh else ():
+        put("--mesh", f"mesh.{axis}", size)
+    return table
+
+
+def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
+    """The sizes of a mesh's axes, of a text dp=4,tp=2."""
+    sizes = {}
+    for part in text.split(","):
         axis, _, size = part.partition("=")
         if not size.isdecimal():
-            raise ValueError(f"--mesh {mesh!r} is not of the form dp=4,tp=2")
-        put("--mesh", f"mesh.{axis.strip()}", int(size))
-    return table
+            raise ValueError(f"{flag}{text!r} is not of the form dp=4,tp=2")
+        sizes[axis.strip()] = int(size)
+    return sizes
 
 
 def config_of(table: dict[str, Any], init: Path | None, *, from_json: bool) -> Any:

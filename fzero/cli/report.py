@@ -19,11 +19,6 @@ SHOWN = ("summary", "figures", "scaling")  # of the tables, on a terminal
 @click.option("--json", "as_json", is_flag=True, help="Print the exact JSON; without --out nothing is written.")
 @click.option("--no-plan", is_flag=True, help="Make no prediction for a run that holds none.")
 @click.option("--public", is_flag=True, help="Leave out the folders of this machine.")
-@click.option(
-    "--paste", "pages", multiple=True, type=PATH, metavar="FILE.md", help="Bring what is pasted from reports up to date. Repeatable."
-)
-@click.option("--from", "reports", type=PATH, metavar="FOLDER", help="The folder of reports that --paste takes from; without it reports.")
-@click.option("--check", is_flag=True, help="With --paste: change no file; exit code 1 where one is not up to date.")
 def report(
     runs: tuple[Path, ...],
     out: Path | None,
@@ -31,18 +26,8 @@ def report(
     as_json: bool,
     no_plan: bool,
     public: bool,
-    pages: tuple[Path, ...],
-    reports: Path | None,
-    check: bool,
 ) -> int:
     """Write what runs did, predicted beside measured: JSON, Markdown, and a page with pictures."""
-    if pages:
-        given = {"RUN": runs, "--out": out, "--title": title, "--json": as_json, "--no-plan": no_plan, "--public": public}
-        if wrong := [name for name, value in given.items() if value]:
-            raise ValueError(f"--paste takes finished reports (--from FOLDER); leave out {', '.join(wrong)}")
-        return bring_up_to_date(pages, reports or Path("reports"), check)
-    if check or reports is not None:
-        raise ValueError(f"{'--check' if check else '--from'} belongs to --paste FILE.md; give that too")
     from fzero.report import write
     from fzero.report.sections import command_of
     from fzero.run.measure import attempts
@@ -108,15 +93,3 @@ def in_columns(one: object) -> list[str]:
     return [
         "  " + "  ".join(c.rjust(w) if i in one.right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip() for row in rows
     ]
-
-
-def bring_up_to_date(pages: tuple[Path, ...], reports: Path, check: bool) -> int:
-    """Paste into `pages`; the exit code."""
-    from fzero.report.embed import paste
-
-    changed = paste(pages, reports, check=check)
-    for page in changed:
-        click.echo(f"{page}: {'is not what the reports say' if check else 'brought up to date'}")
-    if not changed:
-        click.echo(f"{', '.join(map(str, pages))}: up to date")
-    return 1 if check and changed else 0

@@ -104,55 +104,38 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     *,
     gpu: str | Device = "h100",
-    zero: int | None = None,
-    batch: int | None = None,
-    micro_batch: int | None = None,
-    seq_len: int | None = None,
-    remat: str | None = None,
-    offload: str | None = None,
-    precision: str | None = None,
-    optimizer: str | None = None,
     settings: Mapping[str, Any] | None = None,
     tokens: float | None = None,
     price: float | None = None,
     ranks_on_node: int | None = None,
     rank: int = 0,
 ) -> PlanReport:
-    """The PlanReport of a run: what it needs of memory, communication and time on a mesh of devices, without one of them.
+    """Predict what a run needs of memory, communication and time on a mesh of devices, without one of them.
 
-    model: a preset's name, a model's sizes, a whole RunConfig, or the table of one (see `config.from_table`).
-    mesh: sizes of its axes; None: the config's. gpu: a device's name (a100, h100, ...; "here" is what `fzero bench` measured; a path), or
-    a Device. settings: any other values of the config by name, such as {"optim.states": "8bit"}.
-    tokens, price: a budget of tokens, and what one device costs an hour. rank: whose memory is told.
+    model: a preset's name, a model's sizes, a whole RunConfig, or the table of one (see `from_table` in run/config_table.py).
+    mesh: sizes of its axes; None: the config's.
+    gpu: a device's name (a100, h100, ...; "here" is what `fzero bench` measured; a path), or a Device.
+    settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.
+    tokens, price: a budget of tokens, and what one device costs an hour.
+    ranks_on_node: ranks on one machine; None: as the device's links have it. rank: whose memory is reported.
     Raises ValueError for what a run would refuse, and for an unknown device.
 
-    >>> report = plan("llama-tiny", {"dp": 4}, zero=3, batch=16, precision="bf16")
+    >>> report = plan("llama-tiny", {"dp": 4}, settings={"zero": 3, "train.batch": 16, "precision.policy": "bf16"})
     >>> report.fits, report.num_params
     (True, 3017984)
     """
-    config = config_for(
-        model,
-        settings,
-        **{"zero": zero, "train.batch": batch, "train.micro_batch": micro_batch, "data.seq_len": seq_len, "train.remat": remat},
-        **{"offload": offload, "precision.policy": precision, "optim.name": optimizer},
-    )
+    config = config_for(model, settings)
     device = device_for(gpu)
     sizes = sizes_of(config, mesh)
     trace = extrapolate.trace(settled_for(config, device), sizes, rank=rank, target=device.target)
     return report_of(trace, device, tokens=tokens, price=price, ranks_on_node=ranks_on_node)
 
 
-def config_for(
-    model: str | ModelConfig | RunConfig | Mapping[str, Any], settings: Mapping[str, Any] | None = None, **named: Any
-) -> RunConfig:
-    """The RunConfig of a preset, sizes, a config or a table, changed by those of `settings` and `named` that are not None.
-
-    Both have dotted names, such as {"train.batch": 8}.
-    """
+def config_for(model: str | ModelConfig | RunConfig | Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> RunConfig:
+    """The RunConfig of a preset, sizes, a config or a table, changed by `settings`, which have dotted names: {"train.batch": 8}."""
     table: dict[str, Any] = {}
-    for name, value in {**(settings or {}), **named}.items():
-        if value is not None:
-            tables.put(table, name, value)
+    for name, value in (settings or {}).items():
+        tables.put(table, name, value)
     if isinstance(model, RunConfig):
         return updated(model, table)
     if isinstance(model, Mapping):

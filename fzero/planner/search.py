@@ -97,10 +97,6 @@ def search(
     gpus: int,
     *,
     gpu: str | Device = "h100",
-    batch: int | None = None,
-    seq_len: int | None = None,
-    precision: str | None = None,
-    optimizer: str | None = None,
     settings: Mapping[str, Any] | None = None,
     tokens: float | None = None,
     price: float | None = None,
@@ -111,19 +107,20 @@ def search(
     say: Callable[[str], None] = lambda line: None,
     workers: int = 1,
 ) -> SearchResult:
-    """The `top` fastest ways to train a model on `gpus` devices that fit, and why the others lose.
+    """Find the `top` fastest ways to train a model on `gpus` devices that fit, and say why the others lose.
 
-    The global batch is the config's, or `batch`. remats, offloads: what is tried. say: told how the search goes on. workers: processes
-    that trace, with the same result; with more than 1 a script that calls this must keep what it runs under `if __name__ == "__main__"`.
-    The rest is as of `plan`. Raises ValueError where nothing fits, saying by how much, and where no mesh can share the batch.
+    The global batch is the config's. remats, offloads: the values to try. say: called with lines of progress. workers: processes that
+    trace, with the same result; with more than 1 a script that calls this must keep what it runs under `if __name__ == "__main__"`.
+    The other arguments are those of `plan`.
+    Raises ValueError where nothing fits, saying by how much, and where no mesh can share the batch.
 
-    >>> found = search("llama-tiny", 2, gpu="h100", batch=8, precision="bf16", remats=("none",), offloads=("",), top=2)
+    >>> small = {"train.batch": 8, "precision.policy": "bf16"}
+    >>> found = search("llama-tiny", 2, settings=small, remats=("none",), offloads=("",), top=2)
     >>> len(found.best)
     2
     """
     begin = time.perf_counter()
-    changes = {"train.batch": batch, "data.seq_len": seq_len, "precision.policy": precision, "optim.name": optimizer}
-    given, device = config_for(model, settings, **changes), device_for(gpu)
+    given, device = config_for(model, settings), device_for(gpu)
     if not has_rates(device):
         raise ValueError("a search needs the rates of a device; run `fzero bench` on this machine first, or name another (--gpu h100)")
     if gpus < 1:

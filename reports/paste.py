@@ -1,4 +1,7 @@
-"""Tables and pictures of reports, pasted into Markdown files between marks, so that no number there is typed.
+"""Paste tables and pictures of the reports of this folder into Markdown files between marks, so that no number there is typed.
+
+    python reports/paste.py            # README.md and docs/*.md of this repository
+    python reports/paste.py --check    # change no file; exit code 1 where one is not what the reports say
 
     <!-- report: NAME TABLE -->
     what is pasted
@@ -13,6 +16,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,12 +26,13 @@ from fzero.report.sections import Picture
 from fzero.report.values import Report
 from fzero.report.write import joined, read
 
+REPORTS = Path(__file__).resolve().parent
 MARK = re.compile(r"^<!-- report: *(\S+) +(\S+) *-->$")
 BEGIN, END = re.compile(r"^\s*<!--\s*report\b"), "<!-- end -->"
 
 
-def pasted(text: str, page: Path, reports: Path) -> str:
-    """`text` of the Markdown file `page` with what is between its marks made anew from `reports`; marks in code blocks are text.
+def paste_text(text: str, page: Path, reports: Path) -> str:
+    """The text of the Markdown file `page` with the content of its marks made again from `reports`; marks in code blocks are text.
 
     Raises ValueError naming file and line for a mark that names no report, no table, or has no end.
     """
@@ -51,13 +56,13 @@ def pasted(text: str, page: Path, reports: Path) -> str:
             raise ValueError(f"{page}:{number}: {line.strip()!r} is no mark; write <!-- report: NAME TABLE -->")
         end = next((j for j in range(i, len(lines)) if lines[j].strip() == END or BEGIN.match(lines[j])), len(lines))
         if end == len(lines) or lines[end].strip() != END:
-            raise ValueError(f"{page}:{number}: the mark has no end; write {END} behind what it marks")
-        out += ["", part_of(*mark.groups(), f"{page}:{number}", page, reports, known), "", lines[end]]
+            raise ValueError(f"{page}:{number}: the mark has no end; write {END} after the content it marks")
+        out += ["", part_text(*mark.groups(), f"{page}:{number}", page, reports, known), "", lines[end]]
         i = end + 1
     return "\n".join(out)
 
 
-def part_of(name: str, part: str, where: str, page: Path, reports: Path, known: dict[str, Report]) -> str:
+def part_text(name: str, part: str, where: str, page: Path, reports: Path, known: dict[str, Report]) -> str:
     """The Markdown of one part of the report `name`."""
     there = sorted(path.parent.name for path in reports.glob("*/report.json"))
     for one in name.split("+"):
@@ -84,15 +89,31 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def paste(pages: Sequence[Path], reports: Path, *, check: bool = False) -> list[Path]:
-    """Make what is between the marks of each page anew; returns those that were not up to date. `check`: change none."""
+    """Make the content of the marks of each page again; returns the pages that were not up to date. check: change none."""
     changed = []
     for page in pages:
         if not page.is_file():
             raise ValueError(f"{page}: no such file")
         old = page.read_text(encoding="utf-8")
-        new = pasted(old, page, reports)
+        new = paste_text(old, page, reports)
         if new != old:
             changed.append(page)
             if not check:
                 write_text(page.parent, page.name, new)
     return changed
+
+
+def main() -> None:
+    """Paste into the pages of this repository that have marks, or check them."""
+    if sys.argv[1:] not in ([], ["--check"]):
+        sys.exit(__doc__)
+    root, check = REPORTS.parent, sys.argv[1:] == ["--check"]
+    pages = [page for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if "<!-- report:" in page.read_text()]
+    changed = paste(pages, REPORTS, check=check)
+    for page in changed:
+        print(f"{page}: {'is not what the reports say' if check else 'brought up to date'}")
+    sys.exit(1 if check and changed else 0)
+
+
+if __name__ == "__main__":
+    main()
