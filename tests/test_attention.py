@@ -168,7 +168,7 @@ def test_fused_is_the_reference(t):
     tensors = inputs(2, t, 4, 2, 8)
     for options in ({}, {"scale": 0.2}):
         expected = gradients(attn.reference, tensors, **options)
-        assert_close(gradients(attn.fused, tensors, **options), expected, rtol=1e-11, atol=1e-13)
+        assert_close(gradients(attn.fused_attention, tensors, **options), expected, rtol=1e-11, atol=1e-13)
 
 
 def test_long_sequences_are_the_reference():

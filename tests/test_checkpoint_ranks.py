@@ -20,7 +20,7 @@ from fzero import checkpoint
 from fzero.checkpoint import restore_tree
 from fzero.cli import main
 from fzero.core import pytree
-from fzero.core.digest import combined, digest
+from fzero.core.digest import combine, digest
 from fzero.offload import DiskTensor
 from fzero.run import build, config_table
 from fzero.sharding import Spec, fake_mesh
@@ -136,7 +136,7 @@ def matrix(tmp_path_factory):
     print("\ndigest of the state 5 steps after a resume; rows: saved on, columns: resumed on")
     print(" " * 13 + "".join(f"{kind:>18}" for kind in KINDS))
     for source in KINDS:
-        print(f"{source:13}" + "".join(f"{combined(resumed[source, kind][2]):18x}" for kind in KINDS))
+        print(f"{source:13}" + "".join(f"{combine(resumed[source, kind][2]):18x}" for kind in KINDS))
     return sources, resumed, home
 
 

@@ -402,7 +402,7 @@ def test_guards_name_the_collective_the_leaf_and_the_fix():
         (lambda: ppermute(x, dp, [(0, 1), (0, 2)]), r"ppermute over dp: source 0"),
         (lambda: ppermute(x, dp, [(0, 1), (2, 1)]), r"ppermute over dp: destination 1"),
         (lambda: psum(x, dp), r"psum over dp: a mesh for planning has fake tensors only; this one is real, \[6, 8\]"),
-        (lambda: psum(x, Axis("tp", 2)), r"psum over tp: the axis has 2 ranks and no link between them; take it from a mesh of make_mesh"),
+        (lambda: psum(x, Axis("tp", 2)), r"psum over tp: the axis has 2 ranks and no communicator; take it from a mesh of make_mesh"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -276,6 +276,6 @@ def test_a_step_refuses_shards_for_what_needs_whole_leaves():
 def test_place_is_that_of_the_layout():
     mesh = fzero.sharding.fake_mesh({"dp": 4}, rank=2)
     layout = optim.sharded({"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, mesh, like={"blocks": {"w": torch.empty(3, 8, 5)}})
-    where = optim_lowbit.place((0, 0), (3, 2, 5), *layout.window("blocks/w", (3, 2, 5)))
+    where = optim_lowbit.make_place((0, 0), (3, 2, 5), *layout.window("blocks/w", (3, 2, 5)))
     whole = torch.arange(120).view(3, 8, 5)
     assert torch.equal(where.index(torch.arange(30)), whole[:, 4:6].reshape(-1))

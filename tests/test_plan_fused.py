@@ -38,7 +38,7 @@ class Launches(TorchDispatchMode):
         self.fused, self.others = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.fzero.launched.default:
+        if func is torch.ops.fzero.record_launch.default:
             self.fused.append(tuple(sum(x.nbytes for x in given) for given in args[1:]))
         else:
             self.others.append(str(func))

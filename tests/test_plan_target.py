@@ -127,7 +127,7 @@ def test_offloaded_states_rest_and_are_summed_in_the_hosts_memory():
 def test_a_sum_over_ranks_takes_the_memory_of_its_transport(target, pieces):
     """gloo's pieces come from each rank; NCCL's sum is made on the way."""
     with FakeDevice(target) as mode:
-        link, x = fake_mesh({"dp": 4})["dp"].link, torch.zeros(4 * 256, device=mode.device)
+        link, x = fake_mesh({"dp": 4})["dp"].communicator, torch.zeros(4 * 256, device=mode.device)
         assert isinstance(link, Communicator)
         with LiveBytes(x) as live:
             start = live.now

@@ -170,7 +170,12 @@ def everywhere(documents):
 @caught_by(*(of_model(law, m) for law in (laws.documents, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
 def document_mask_forgotten(monkeypatch):
     for owner in (attention, attention_blocked):
-        wrap(monkeypatch, owner, "visible", lambda f: lambda pattern, query, key, documents: f(pattern, query, key, everywhere(documents)))
+        wrap(
+            monkeypatch,
+            owner,
+            "visible_mask",
+            lambda f: lambda pattern, query, key, documents: f(pattern, query, key, everywhere(documents)),
+        )
 
 
 @caught_by(*(of_model(laws.as_written, m) for m in ("llama", "moe dropless", "moe capacity")))

@@ -1,7 +1,8 @@
 """The roll call: whether all ranks run the same program, and what an error says of the other ranks.
 
-Ranks that run different programs hang, or take one tensor for another. In checked mode each collective first compares itself with the one
-that the left neighbour of this rank on the axis is at, through the store; if all neighbours agree, all ranks do.
+Ranks that run different programs hang, or take one tensor for another. In checked mode each collective first compares
+itself with the one that the left neighbour of this rank on the axis is at, through the store; if all neighbours agree,
+all ranks do.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         of = f" of {self.leaf}" if self.leaf else ""
-        return f"{self.collective} over {self.axis} ({self.ranks} ranks){of}" + (f" in {self.phase}" if self.phase else "")
+        return f"{self.collective} over {self.axis} ({self.ranks} ranks){of}" + (
+            f" in {self.phase}" if self.phase else ""
+        )
 
     @property
     def signature(self) -> str:
@@ -42,7 +45,7 @@ class Call(NamedTuple):
         return f"#{self.number} {self}, {self.dtype} {self.shape}"
 
 
-class RollCall:
+class Agreement:
     """What the ranks of a mesh tell each other through `store` besides their tensors; one for all axes of the mesh.
 
     rank: of this process among all. timeout_s: how long another rank is waited for.
@@ -76,7 +79,9 @@ class RollCall:
         self.store.set(f"{self.rank}/last", text)
         other = self._arrival(call, left)
         if other != call:
-            at = "; ".join(f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)]))
+            at = "; ".join(
+                f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)])
+            )
             fix = "give all ranks the same code, config, mesh and shapes of data"
             raise self.error(call, f"the ranks run different programs: {at}; {fix}")
         # Its one reader has read it: what the store holds does not grow.
@@ -84,7 +89,9 @@ class RollCall:
         self.waiting = None
 
     def _arrival(self, call: Call, left: int) -> Call:
-        """What rank `left` is at as its collective of the same number; raises RankError where it does not arrive in time."""
+        """What rank `left` is at as its collective of the same number; raises RankError where it does not arrive in
+        time.
+        """
         key, end = f"{left}/{call.axis}/{call.number}", time.monotonic() + self.timeout_s
         while True:
             left_s = end - time.monotonic()
@@ -94,7 +101,8 @@ class RollCall:
             try:
                 last = self._read(f"{left}/last") if self.store.check([f"{left}/last"]) else None
                 if last is not None and last.number >= call.number:
-                    # It has been there: what it left for this rank is here by now, or it was at a collective over another axis.
+                    # It has been there: what it left for this rank is here by now, or it was at a collective over
+                    # another axis.
                     return self._read(key) if self.store.check([key]) else last
             except RuntimeError:
                 raise self.error(call, "the store, which rank 0 keeps, does not answer") from None
@@ -106,14 +114,18 @@ class RollCall:
         return Call(*json.loads(self.store.get(key)))
 
     def error(self, call: Call, what: str) -> RankError:
-        """The error of this rank at `call`. It adds the reason that another rank gave before, if one did and it is not the same."""
+        """The error of this rank at `call`. It adds the reason that another rank gave before, if one did and it is not
+        the same.
+        """
         text = f"rank {self.rank}: {call}: {what}"
         first = self.fail(text)
         mine = first.startswith(f"rank {self.rank}:") or what in first
         return RankError(text + (f" (before that, {first})" if first and not mine else ""))
 
     def fail(self, text: str) -> str:
-        """Leave for the other ranks why this one ends; returns what the first rank that did so left (empty: the store is gone)."""
+        """Leave for the other ranks why this one ends; returns what the first rank that did so left (empty: the store
+        is gone).
+        """
         try:
             return "" if self.store is None else self.store.compare_set("failed", "", text).decode()
         except RuntimeError:

@@ -14,8 +14,9 @@ A value is, for each mesh axis, the same on all its ranks or varying (a shard, o
 
 A loss that is the same on all ranks is seeded with 1 on each of them.
 
-Everything composes under torch.func (grad, vjp, jvp, vmap, and these of each other) and is traced by make_fx into operators of the
-namespace `fzero`. On an axis of size 1 each returns its input. `leaf` is a name for errors and for the ledger.
+Everything composes under torch.func (grad, vjp, jvp, vmap, and these of each other) and is traced by make_fx into
+operators of the namespace `fzero`. On an axis of size 1 each returns its input. `leaf` is a name for errors and for the
+ledger.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.comm.agreement import RankError
-from fzero.comm.communicator import Communicator, Pending, done, tree_sum
+from fzero.comm.communicator import Communicator, Pending, pending_of, tree_sum
 from fzero.comm.ledger import Ledger, Row
 from fzero.comm.operators import ops
-from fzero.core.device import traced
+from fzero.core.device import is_traced
 
 __all__ = [
     "Axis",
@@ -62,7 +63,7 @@ class Axis(NamedTuple):
     name: str
     size: int = 1
     rank: int = 0
-    link: Communicator | None = None  # None where size is 1
+    communicator: Communicator | None = None  # None where size is 1
 
 
 # ---- linear maps ----------------------------------------------------------------------------------------------------
@@ -73,13 +74,13 @@ class _Map:
     """One collective as a linear map of a tensor. A dataclass, as torch.func would look for tensors inside a tuple."""
 
     kind: str
-    link: Communicator
+    communicator: Communicator
     leaf: str
     dims: tuple[int, ...] = ()  # the dim; of all_to_all (split, concat); none is negative
     perm: tuple[tuple[int, int], ...] = ()
 
     def run(self, x: Tensor) -> Tensor:
-        number = self.link.number
+        number = self.communicator.number
         if self.kind == "pvary":
             return x.view_as(x)
         if self.kind == "psum":
@@ -90,15 +91,19 @@ class _Map:
             return self._all_to_all(x)
         (dim,) = self.dims
         if self.kind == "own_slice":
-            return x.narrow(dim, self.link.rank * (x.shape[dim] // self.link.size), x.shape[dim] // self.link.size)
+            return x.narrow(
+                dim,
+                self.communicator.rank * (x.shape[dim] // self.communicator.size),
+                x.shape[dim] // self.communicator.size,
+            )
         op = ops.psum_scatter if self.kind == "psum_scatter" else ops.all_gather
         return op(x.movedim(dim, 0).contiguous(), number, self.leaf).movedim(0, dim)
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         split, concat = self.dims
-        out = ops.all_to_all(x.movedim(split, 0).contiguous(), self.link.number, self.leaf)
+        out = ops.all_to_all(x.movedim(split, 0).contiguous(), self.communicator.number, self.leaf)
         # [N, piece, ...] by sender: the piece goes back to `split`, the senders in front of `concat`.
-        out = out.unflatten(0, (self.link.size, x.shape[split] // self.link.size)).movedim(1, split + 1)
+        out = out.unflatten(0, (self.communicator.size, x.shape[split] // self.communicator.size)).movedim(1, split + 1)
         return out.movedim(0, concat).flatten(concat, concat + 1)
 
     def transpose(self) -> _Map:
@@ -109,7 +114,13 @@ class _Map:
         return replace(self, dims=tuple(d + (d >= at) for d in self.dims))
 
 
-_PAIRS = {"psum": "pvary", "all_gather": "psum_scatter", "all_gather_same": "own_slice", "all_to_all": "all_to_all", "ppermute": "ppermute"}
+_PAIRS = {
+    "psum": "pvary",
+    "all_gather": "psum_scatter",
+    "all_gather_same": "own_slice",
+    "all_to_all": "all_to_all",
+    "ppermute": "ppermute",
+}
 _TRANSPOSE = _PAIRS | {b: a for a, b in _PAIRS.items()}
 
 
@@ -142,17 +153,19 @@ def _what(collective: str, axis: Axis, leaf: str) -> str:
     return f"{collective} over {axis.name}" + (f" of {leaf}" if leaf else "")
 
 
-def _apply(kind: str, x: Tensor, axis: Axis, leaf: str, dims: tuple[int, ...] = (), perm: tuple[tuple[int, int], ...] = ()) -> Tensor:
-    return x if axis.size == 1 else _Linear.apply(x, _Map(kind, _link(kind, axis, leaf), leaf, dims, perm))
+def _apply(
+    kind: str, x: Tensor, axis: Axis, leaf: str, dims: tuple[int, ...] = (), perm: tuple[tuple[int, int], ...] = ()
+) -> Tensor:
+    return x if axis.size == 1 else _Linear.apply(x, _Map(kind, _communicator(kind, axis, leaf), leaf, dims, perm))
 
 
-def _link(collective: str, axis: Axis, leaf: str) -> Communicator:
-    if axis.link is None:
+def _communicator(collective: str, axis: Axis, leaf: str) -> Communicator:
+    if axis.communicator is None:
         raise ValueError(
-            f"{_what(collective, axis, leaf)}: the axis has {axis.size} ranks and no link between them; take it from a mesh of "
+            f"{_what(collective, axis, leaf)}: the axis has {axis.size} ranks and no communicator; take it from a mesh of "
             "make_mesh, or of fake_mesh for planning"
         )
-    return axis.link
+    return axis.communicator
 
 
 def _dim(x: Tensor, dim: int, axis: Axis, what: str, *, divide: bool = False) -> int:
@@ -170,10 +183,13 @@ def _dim(x: Tensor, dim: int, axis: Axis, what: str, *, divide: bool = False) ->
 def psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Tensor:
     """The sum of `x` over the ranks of `axis`, the same on all of them; x's shape and dtype.
 
-    Communicates: 2 (N-1)/N of x. Raises ValueError for a bool tensor; in checked mode, for an x that is the same on all ranks.
+    Communicates: 2 (N-1)/N of x. Raises ValueError for a bool tensor; in checked mode, for an x that is the same on all
+    ranks.
     """
     if x.dtype == torch.bool:
-        raise ValueError(f"{_what('psum', axis, leaf)}: x is bool; convert it to an integer dtype to count, or to a floating one")
+        raise ValueError(
+            f"{_what('psum', axis, leaf)}: x is bool; convert it to an integer dtype to count, or to a floating one"
+        )
     return _apply("psum", x, axis, leaf)
 
 
@@ -195,7 +211,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor
 
 
 def all_gather_same(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor:
-    """As `all_gather`, where the result is the same on all ranks to what follows too: its cotangent is, so the transpose is `own_slice`.
+    """As `all_gather`, where the result is the same on all ranks to what follows too: its cotangent is, so the
+    transpose is `own_slice`.
 
     all_gather is pvary of this.
     Communicates: (N-1)/N of the result.
@@ -220,7 +237,8 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tens
 
 
 def all_to_all(x: Tensor, axis: Axis, split: int, concat: int, *, leaf: str = "") -> Tensor:
-    """`x` cut along `split` into a piece for each rank of `axis`, the pieces received put together along `concat` in rank order.
+    """`x` cut along `split` into a piece for each rank of `axis`, the pieces received put together along `concat` in
+    rank order.
 
     So what was whole along `split` and sharded along `concat` becomes sharded along `split` and whole along `concat`.
     Communicates: (N-1)/N of x. Raises ValueError where N does not divide x's size in `split`.
@@ -250,30 +268,32 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]], *, leaf: st
 
 
 def _start(collective: str, x: Tensor, axis: Axis, leaf: str, **options: Any) -> Pending:
-    link = _link(collective, axis, leaf)
-    if (link.transport != "fake" and (isinstance(x, FakeTensor) or x.is_meta)) or traced(x):
-        return done(getattr(ops, collective)(x, link.number, leaf))
-    return getattr(link, f"start_{collective}")(x, leaf, **options)
+    communicator = _communicator(collective, axis, leaf)
+    if (communicator.transport != "fake" and (isinstance(x, FakeTensor) or x.is_meta)) or is_traced(x):
+        return pending_of(getattr(ops, collective)(x, communicator.number, leaf))
+    return getattr(communicator, f"start_{collective}")(x, leaf, **options)
 
 
 def start_all_gather(x: Tensor, axis: Axis, *, leaf: str = "", out: Tensor | None = None) -> Pending:
-    """`all_gather` along dim 0 of a plain contiguous tensor, started: [n, ...] -> [N n, ...]. On an axis of size 1, x itself (or out).
+    """`all_gather` along dim 0 of a plain contiguous tensor, started: [n, ...] -> [N n, ...]. On an axis of size 1, x
+    itself (or out).
 
     out: a contiguous tensor to be written and returned; x may be this rank's slice of it.
     Communicates: (N-1)/N of the result. Raises ValueError for an out of another shape, dtype or layout.
     """
     if axis.size == 1:
-        return done(x if out is None else out.copy_(x))
+        return pending_of(x if out is None else out.copy_(x))
     return _start("all_gather", x, axis, leaf, out=out)
 
 
 def start_psum_scatter(x: Tensor, axis: Axis, *, leaf: str = "") -> Pending:
-    """`psum_scatter` along dim 0 of a plain contiguous tensor, started: [N n, ...] -> [n, ...]. On an axis of size 1, x itself.
+    """`psum_scatter` along dim 0 of a plain contiguous tensor, started: [N n, ...] -> [n, ...]. On an axis of size 1, x
+    itself.
 
     Communicates: (N-1)/N of x. Raises ValueError where N does not divide x's first size.
     """
     _dim(x, 0, axis, _what("psum_scatter", axis, leaf), divide=True)
-    return done(x) if axis.size == 1 else _start("psum_scatter", x, axis, leaf)
+    return pending_of(x) if axis.size == 1 else _start("psum_scatter", x, axis, leaf)
 
 
 def start_psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Pending:
@@ -281,4 +301,4 @@ def start_psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Pending:
 
     Communicates: 2 (N-1)/N of x.
     """
-    return done(x) if axis.size == 1 else _start("psum", x, axis, leaf, guarded=False)
+    return pending_of(x) if axis.size == 1 else _start("psum", x, axis, leaf, guarded=False)

@@ -23,7 +23,7 @@ class Row(NamedTuple):
     bytes: int
 
 
-class Watch(Protocol):
+class Watcher(Protocol):
     """Who is told what a program does while it runs, in its order: a clock, a record of memory, a plan."""
 
     def enter(self, phase: str) -> None:
@@ -48,8 +48,8 @@ class Watch(Protocol):
 class Ledger:
     """What was communicated, summed by (phase, collective, axis, leaf, dtype); `print(ledger)` shows the table.
 
-    A collective is entered when it runs, in a compiled graph too, and not when it is traced. Elements and bytes are those that one rank
-    sends (see `sent_elements`), whatever the messages that carry them.
+    A collective is entered when it runs, in a compiled graph too, and not when it is traced. Elements and bytes are
+    those that one rank sends (see `sent_elements`), whatever the messages that carry them.
 
     >>> ledger = Ledger()
     >>> with ledger.phase("forward"):
@@ -60,8 +60,10 @@ class Ledger:
 
     def __init__(self) -> None:
         self.phase_name = ""
-        self.watches: list[Watch] = []
-        self.entered: tuple[tuple[str, str, str, str, torch.dtype], int] | None = None  # what was entered last, and its elements
+        self.watches: list[Watcher] = []
+        self.entered: tuple[tuple[str, str, str, str, torch.dtype], int] | None = (
+            None  # what was entered last, and its elements
+        )
         self._sums: dict[tuple[str, str, str, str, torch.dtype], list[int]] = {}
 
     @contextlib.contextmanager
@@ -79,7 +81,7 @@ class Ledger:
                 watch.leave(name)
 
     @contextlib.contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
+    def watched(self, watch: Watcher) -> Iterator[None]:
         """A context in which `watch` is told what happens."""
         self.watches = [*self.watches, watch]
         try:
@@ -110,7 +112,9 @@ class Ledger:
         return [Row(*key[:4], str(key[4]).removeprefix("torch."), *sums) for key, sums in self._sums.items()]
 
     def total(self, phase: str | None = None, collective: str | None = None, axis: str | None = None) -> Row:
-        """The sum of the rows of this phase, collective and axis (None: any), as a row with `*` for what it does not tell apart."""
+        """The sum of the rows of this phase, collective and axis (None: any), as a row with `*` for what it does not
+        tell apart.
+        """
         wanted = (phase, collective, axis)
         rows = [row for row in self.rows() if all(w is None or w == value for w, value in zip(wanted, row[:3]))]
         sums = (sum(row[i] for row in rows) for i in (5, 6, 7))
@@ -133,8 +137,8 @@ class Ledger:
 def sent_elements(collective: str, elements: int, ranks: int) -> int:
     """The elements that one of `ranks` ranks sends, rounded up.
 
-    elements: of the whole tensor: the result of all_gather, the input of the others. all_gather, psum_scatter and all_to_all send
-    (N-1)/N of it, psum 2 (N-1)/N, ppermute all of it.
+    elements: of the whole tensor: the result of all_gather, the input of the others. all_gather, psum_scatter and
+    all_to_all send (N-1)/N of it, psum 2 (N-1)/N, ppermute all of it.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 7.1; Thakur et al. 2005, "Optimization of collective
     communication operations in MPICH", section 4.

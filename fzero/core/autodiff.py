@@ -18,10 +18,10 @@ from fzero.core import pytree
 class Remat:
     """What the backward pass of a stack of layers recomputes.
 
-    every = 0: nothing is recomputed but what the partitioner finds cheap, within `budget`; every = k >= 1: only the input of each k-th
-    layer is kept, and k layers at a time are run again (every = 1 is full recomputation).
-    budget: fraction in [0, 1] of the residuals of a layer that may be kept; below 1 the partitioner chooses what to recompute by a
-    knapsack over the layer's graph.
+    every = 0: nothing is recomputed but what the partitioner finds cheap, within `budget`; every = k >= 1: only the
+    input of each k-th layer is kept, and k layers at a time are run again (every = 1 is full recomputation). budget:
+    fraction in [0, 1] of the residuals of a layer that may be kept; below 1 the partitioner chooses what to recompute
+    by a knapsack over the layer's graph.
     """
 
     every: int = 0
@@ -29,10 +29,14 @@ class Remat:
 
     @classmethod
     def parse(cls, text: str) -> Remat:
-        """The policy of a text: "none", "full", "every:K" (K layers) or "selective:F" (keep at most the fraction F of residuals)."""
+        """The policy of a text: "none", "full", "every:K" (K layers) or "selective:F" (keep at most the fraction F of
+        residuals).
+        """
         form = re.fullmatch(r"(none|full)|every:(\d+)|selective:(\d*\.?\d+(?:e-\d+)?)", text)
         if form is None:
-            raise ValueError(f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5")
+            raise ValueError(
+                f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5"
+            )
         if form[1]:
             return cls(every=int(form[1] == "full"))
         policy = cls(every=int(form[2])) if form[2] else cls(budget=float(form[3]))
@@ -53,7 +57,9 @@ def transforms() -> list[str]:
 
 
 def first_order() -> bool:
-    """Whether a first-order Function serves here: no transform but at most one reverse-mode one is around the caller."""
+    """Whether a first-order Function serves here: no transform but at most one reverse-mode one is around the
+    caller.
+    """
     return transforms() in ([], ["Grad"])
 
 
@@ -63,13 +69,19 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 
 def expect_closed(f: Callable[..., Any], what: str) -> None:
-    """Raise ValueError where `f` itself closes over a tensor that is to be differentiated or batched: a Function would drop it."""
-    for name, cell in zip(getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()):
+    """Raise ValueError where `f` itself closes over a tensor that is to be differentiated or batched: a Function would
+    drop it.
+    """
+    for name, cell in zip(
+        getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()
+    ):
         if cell == types.CellType():
             continue  # not assigned yet
         for leaf in pytree.leaves(cell.cell_contents):
             if isinstance(leaf, Tensor) and (needs_grad(leaf) or torch._C._functorch.is_functorch_wrapped_tensor(leaf)):
-                raise ValueError(f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an argument")
+                raise ValueError(
+                    f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an argument"
+                )
 
 
 def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Callable[..., Any]:
@@ -85,10 +97,11 @@ def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Ca
 
 
 class Backward(torch.autograd.Function):
-    """`Backward.apply(what, run, *tensors)`: the tuple `run(*tensors)`, computed below functorch, as a backward pass does it.
+    """`Backward.apply(what, run, *tensors)`: the tuple `run(*tensors)`, computed below functorch, as a backward pass
+    does it.
 
-    It batches (jacrev batches cotangents) by a loop. Differentiating it raises NotImplementedError naming `what`: under torch.func,
-    what has such a backward pass uses its reference for higher orders.
+    It batches (jacrev batches cotangents) by a loop. Differentiating it raises NotImplementedError naming `what`: under
+    torch.func, what has such a backward pass uses its reference for higher orders.
     """
 
     @staticmethod
@@ -101,7 +114,9 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"{ctx.what}: .backward() differentiates it once; for second derivatives use torch.func.grad of grad")
+        raise NotImplementedError(
+            f"{ctx.what}: .backward() differentiates it once; for second derivatives use torch.func.grad of grad"
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], what: str, run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
@@ -151,8 +166,8 @@ class _Remat(torch.autograd.Function):
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f` with nothing kept for its backward pass but its inputs: the backward pass runs `f` again.
 
-    `f` takes and returns trees. The result has the same values and gradients (bitwise) and composes with grad, vjp, jvp and vmap.
-    Raises ValueError where `f` closes over a tensor that is differentiated: it must be an argument.
+    `f` takes and returns trees. The result has the same values and gradients (bitwise) and composes with grad, vjp, jvp
+    and vmap. Raises ValueError where `f` closes over a tensor that is differentiated: it must be an argument.
     """
 
     def remat_f(*args: Any) -> Any:

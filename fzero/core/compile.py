@@ -1,8 +1,9 @@
 """Compilation: trace below functorch to plain operators, compile the graph with Inductor, cache by shapes and dtypes.
 
-Tracing executes torch.func transforms and our own Functions, so the graph holds forward, backward and collectives as operators; nothing
-is dropped, as Dynamo drops the backward of a Function under torch.func.grad. `jit` compiles a function; `vjp_pair` compiles a function
-and its vector-Jacobian product as two graphs that share residuals, split by the min-cut partitioner.
+Tracing executes torch.func transforms and our own Functions, so the graph holds forward, backward and collectives as
+operators; nothing is dropped, as Dynamo drops the backward of a Function under torch.func.grad. `jit` compiles a
+function; `vjp_pair` compiles a function and its vector-Jacobian product as two graphs that share residuals, split by
+the min-cut partitioner.
 
 Ref: torch.fx.experimental.proxy_tensor.make_fx; Zhao et al. 2023, "Recompute with min-cut", functorch.compile.
 """
@@ -24,7 +25,7 @@ from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.fake_inductor import lowered
-from fzero.core.graph import hold, in_order
+from fzero.core.graph import chain_in_order, hold
 
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 
@@ -74,7 +75,9 @@ def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor],
         return make_fx(named, decomposition_table=select_decomp_table())(primals, tangents)
 
 
-def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def _compile(
+    graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """The compiled graph, called with a list of inputs which it empties, so that they are freed when last used."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -83,7 +86,7 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
 
     graph.graph.set_codegen(torch.fx.graph.CodeGen())  # flat tensors in and out
     graph.recompile()
-    ordered = in_order(graph)
+    ordered = chain_in_order(graph)
     joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # No generator of Inductor's is ever used: keys are inputs.
@@ -108,7 +111,9 @@ class Dropped(NamedTuple):
 
 
 class Residuals(list):
-    """What a forward pass keeps for the backward pass, and the numbers of the dropped inputs that the latter needs again."""
+    """What a forward pass keeps for the backward pass, and the numbers of the dropped inputs that the latter needs
+    again.
+    """
 
     def __init__(self, values: Sequence[Any], needs: set[int]):
         super().__init__(values)
@@ -116,7 +121,9 @@ class Residuals(list):
 
 
 def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], Any]:
-    """A function that replaces a tensor in the storage of one of `inputs` by Dropped, and notes its number in `needs`."""
+    """A function that replaces a tensor in the storage of one of `inputs` by Dropped, and notes its number in
+    `needs`.
+    """
     at = {t.untyped_storage()._cdata: (i, t.storage_offset(), t.dtype) for i, t in enumerate(inputs)}
 
     def drop(t: Tensor) -> Any:
@@ -132,8 +139,9 @@ def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], An
 class VjpPair(NamedTuple):
     """A function of tensors and its vector-Jacobian product, sharing residuals.
 
-    Residuals are for `backward` alone, once: it empties the list and frees each when last used. With `drop` they do not hold the first
-    `drop` inputs, each alone in its storage: where `residuals.needs` is not empty, `backward` must be given those inputs again.
+    Residuals are for `backward` alone, once: it empties the list and frees each when last used. With `drop` they do not
+    hold the first `drop` inputs, each alone in its storage: where `residuals.needs` is not empty, `backward` must be
+    given those inputs again.
     """
 
     primal: Callable[[Sequence[Tensor]], list[Tensor]]  # inputs -> outputs
@@ -150,8 +158,10 @@ def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int 
     return _traced_pair(f, n, compiled, budget, skip) if compiled or budget < 1.0 else _eager_pair(f, n, skip)
 
 
-class _Given(torch.autograd.Function):
-    """A tensor that takes part in a graph in place of `like`, which has no memory: a leaf of a graph is held as long as the graph."""
+class _Substitute(torch.autograd.Function):
+    """A tensor that takes part in a graph in place of `like`, which has no memory: a leaf of a graph is held as long as
+    the graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, value: Tensor) -> Tensor:
@@ -175,12 +185,15 @@ def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
         def take(kept: Any) -> Tensor:
             return kept.of(given[0]) if isinstance(kept, Dropped) else kept
 
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, take) if drop else contextlib.nullcontext():
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(keep, take) if drop else contextlib.nullcontext(),
+        ):
             leaves, args = [], []
             for i, t in enumerate(inputs):
                 if skip <= i < n:
                     leaves.append((t.new_zeros(()).expand(t.shape) if i < drop else t.detach()).requires_grad_())
-                    args.append(_Given.apply(leaves[-1], t) if i < drop else leaves[-1])
+                    args.append(_Substitute.apply(leaves[-1], t) if i < drop else leaves[-1])
                 else:
                     args.append(t.detach())
             out = f(*args)
@@ -228,7 +241,9 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> V
 def _split_programs(
     f: Flat, wanted: range, inputs: Sequence[Tensor], compiled: bool, budget: float
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Callable[[list[Tensor]], Sequence[Tensor]], int]:
-    """(forward, backward, number of outputs): forward gives outputs and residuals, backward takes residuals and cotangents."""
+    """(forward, backward, number of outputs): forward gives outputs and residuals, backward takes residuals and
+    cotangents.
+    """
     from torch._functorch import config as functorch_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -248,7 +263,8 @@ def _split_programs(
 
     graph = _trace(joint, primals, cotangents, mode)
     hold(graph)
-    # Merged with the forward pass, what a backward pass recomputes on purpose (scores, activations) would be kept instead.
+    # Merged with the forward pass, what a backward pass recomputes on purpose (scores, activations) would be kept
+    # instead.
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
         graphs = min_cut_rematerialization_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
     if compiled:
@@ -261,9 +277,9 @@ def _split_programs(
 def jit(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f` (trees in, trees out; pure) compiled for the shapes, strides and dtypes of its tensors, once for each.
 
-    Leaves that are not tensors are static: they must be hashable, and another value compiles again. Outermost, as in JAX: under a
-    torch.func transform, or where its result is to be differentiated, it is `f` itself.
-    Raises whatever tracing raises where `f` branches on a tensor's value.
+    Leaves that are not tensors are static: they must be hashable, and another value compiles again. Outermost, as in
+    JAX: under a torch.func transform, or where its result is to be differentiated, it is `f` itself. Raises whatever
+    tracing raises where `f` branches on a tensor's value.
     """
     cache: dict[Any, tuple[Callable, Any]] = {}
 

@@ -13,7 +13,8 @@ inline uint64_t mixed(uint64_t bits, uint64_t place) {
   return z ^ (z >> 29);
 }
 
-// n elements, `skip` apart in memory, whose places (K1 times the global index and one) begin at `place` and are `step` apart.
+// n elements, `skip` apart in memory, whose places (K1 times the global index and one) begin at `place` and are `step`
+// apart.
 template <typename Word>
 uint64_t run(const Word* x, int64_t n, int64_t skip, uint64_t place, uint64_t step) {
   uint64_t sum = 0;

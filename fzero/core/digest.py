@@ -1,15 +1,17 @@
-"""Digests of leaves that add up: the digest of a whole is the sum of those of its parts, whoever holds them and however it is cut.
+"""Digests of leaves that add up: the digest of a whole is the sum of those of its parts, whoever holds them and however
+it is cut.
 
 The digest of a leaf is the sum modulo 2^64, over its elements, of
 
     z = bits + K1 (index + 1);  z = (z ^ (z >> 32)) K2;  z ^ (z >> 29)                       (each modulo 2^64)
 
-with `bits` the element's bits as an unsigned number and `index` its number in the whole leaf, rows first. The steps are of the kind
-that Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", mix 64 bits with. For a given index they are one to
-one, so a change of one element always changes the digest; other changes are missed once in 2^64. Nobody is kept from forging one.
+with `bits` the element's bits as an unsigned number and `index` its number in the whole leaf, rows first. The steps are
+of the kind that Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", mix 64 bits with. For a
+given index they are one to one, so a change of one element always changes the digest; other changes are missed once in
+2^64. Nobody is kept from forging one.
 
-Sums of integers have one value in every order. So ranks digest their shards by themselves, a checkpoint's reader digests slices, and
-the same state has the same digest on every mesh, without a byte of it being sent.
+Sums of integers have one value in every order. So ranks digest their shards by themselves, a checkpoint's reader
+digests slices, and the same state has the same digest on every mesh, without a byte of it being sent.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ DTYPES = (
     torch.bool,
 )
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
-# Elements at a time of the tensor operations; and how many go by them in this process, until it is worth compiling C++, half a second.
+# Elements at a time of the tensor operations; and how many go by them in this process, until it is worth compiling C++,
+# half a second.
 _CHUNK = {"cpu": 1 << 15}
 _CHUNK_ELSEWHERE = 1 << 22
 _done, _MANY, _compiling = 0, 1 << 25, threading.Lock()
@@ -53,31 +56,41 @@ _done, _MANY, _compiling = 0, 1 << 25, threading.Lock()
 def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] | None = None) -> int:
     """The digest, in [0, 2^64), of a leaf or of a block of it.
 
-    shape, start: of the whole leaf that `x` is a block of, and where in it the block begins; without them `x` is the whole. The digests
-    of the blocks of any partition add up, modulo 2^64, to that of the whole; a block without elements has 0.
-    x: of any strides; on a CPU nothing is copied. One thread computes, without the interpreter's lock.
+    shape, start: of the whole leaf that `x` is a block of, and where in it the block begins; without them `x` is the
+    whole. The digests of the blocks of any partition add up, modulo 2^64, to that of the whole; a block without
+    elements has 0. x: of any strides; on a CPU nothing is copied. One thread computes, without the interpreter's lock.
     Raises ValueError for a dtype that no checkpoint holds, and for a block that is not inside the whole.
     """
     if x.dtype not in DTYPES:
-        raise ValueError(f"digest: {x.dtype} has none; there are {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}")
+        raise ValueError(
+            f"digest: {x.dtype} has none; there are {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+        )
     if (shape is None) != (start is None):
         raise ValueError("digest: shape and start of a block go together; give both, or neither for a whole leaf")
     whole, begin = tuple(x.shape if shape is None else shape), tuple((0,) * x.ndim if start is None else start)
-    if not len(whole) == len(begin) == x.ndim or any(b < 0 or b + n > size for b, n, size in zip(begin, x.shape, whole)):
-        raise ValueError(f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(whole)}")
+    if not len(whole) == len(begin) == x.ndim or any(
+        b < 0 or b + n > size for b, n, size in zip(begin, x.shape, whole)
+    ):
+        raise ValueError(
+            f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(whole)}"
+        )
     steps = [math.prod(whole[dim + 1 :]) for dim in range(x.ndim)]
     return digest_at(x, steps, sum(b * step for b, step in zip(begin, steps)))
 
 
 def digest_at(x: Tensor, steps: Sequence[int], first: int) -> int:
-    """The digest of elements of a leaf, of which `x[i, j, ...]` has the number first + i steps[0] + j steps[1] + ... there; as `digest`."""
+    """The digest of elements of a leaf, of which `x[i, j, ...]` has the number first + i steps[0] + j steps[1] + ...
+    there; as `digest`.
+    """
     words = x.detach().view(_WORDS[x.dtype.itemsize])
     if not words.numel():
         return 0
-    dims = _joined(list(zip(words.shape, words.stride(), steps)))
-    library = _worth(words)
+    dims = _merge_dims(list(zip(words.shape, words.stride(), steps)))
+    library = _library_if_worth(words)
     if library is None:
-        return _by_tensors(words.as_strided([d[0] for d in dims], [d[1] for d in dims]), [d[2] for d in dims], first)
+        return _digest_by_tensors(
+            words.as_strided([d[0] for d in dims], [d[1] for d in dims]), [d[2] for d in dims], first
+        )
     numbers = [(ctypes.c_int64 * len(dims))(*column) for column in zip(*dims)]
     return library.digest(ctypes.c_void_p(words.data_ptr()), words.element_size(), len(dims), *numbers, first)
 
@@ -87,8 +100,9 @@ def digest_tree(tree: pytree.Tree) -> dict[str, int]:
     return {name: digest(leaf) for name, leaf in pytree.named_leaves(tree).items()}
 
 
-def combined(digests: dict[str, int]) -> int:
-    """One digest, in [0, 2^64), of leaves by their names: the sum of each leaf's times an odd number made from its name.
+def combine(digests: dict[str, int]) -> int:
+    """One digest, in [0, 2^64), of leaves by their names: the sum of each leaf's times an odd number made from its
+    name.
 
     It is linear: what ranks make of the digests of their parts adds up to what one makes of the wholes'.
     """
@@ -100,8 +114,10 @@ def _odd(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
-def _joined(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(size, step in memory, step in the whole) of each dim, where neighbours that go on as one are one; there is one at least."""
+def _merge_dims(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(size, step in memory, step in the whole) of each dim, where neighbours that go on as one are one; there is one
+    at least.
+    """
     out: list[tuple[int, int, int]] = []
     for size, skip, step in [d for d in dims if d[0] != 1] or [(1, 1, 1)]:
         if out and out[-1][1] == size * skip and out[-1][2] == size * step:
@@ -110,7 +126,7 @@ def _joined(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return out
 
 
-def _worth(words: Tensor) -> ctypes.CDLL | None:
+def _library_if_worth(words: Tensor) -> ctypes.CDLL | None:
     """The C++, where it can read these words and they are many, with those before."""
     global _done
     if words.device.type != "cpu" or type(words) is not Tensor:
@@ -138,12 +154,22 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         library.digest.restype = ctypes.c_uint64
         pointer = ctypes.POINTER(ctypes.c_int64)
-        library.digest.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int64]
+        library.digest.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            pointer,
+            pointer,
+            pointer,
+            ctypes.c_int64,
+        ]
     return library
 
 
-def _by_tensors(words: Tensor, steps: list[int], first: int) -> int:
-    """The digest of words (signed, of any width) whose element i in dim d is at first + sum_d i_d steps[d], by tensor operations."""
+def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> int:
+    """The digest of words (signed, of any width) whose element i in dim d is at first + sum_d i_d steps[d], by tensor
+    operations.
+    """
     chunk = _CHUNK.get(words.device.type, _CHUNK_ELSEWHERE)
     if words.numel() > chunk:
         # Along the longest dim, so that pieces are few and even.
@@ -152,7 +178,12 @@ def _by_tensors(words: Tensor, steps: list[int], first: int) -> int:
         length = max(1, chunk // inner)
         if length < words.shape[dim]:
             pieces = range(0, words.shape[dim], length)
-            parts = (_by_tensors(words.narrow(dim, i, min(length, words.shape[dim] - i)), steps, first + i * steps[dim]) for i in pieces)
+            parts = (
+                _digest_by_tensors(
+                    words.narrow(dim, i, min(length, words.shape[dim] - i)), steps, first + i * steps[dim]
+                )
+                for i in pieces
+            )
             return sum(parts) & _MASK
     index = torch.full((), _signed(_K1 * (first + 1)), dtype=torch.int64, device=words.device)
     for dim, step in enumerate(steps):

@@ -1,8 +1,8 @@
 """Operators that keep their place while a traced graph is split and compiled.
 
-The ranks of a mesh trace the same program, yet a compiler may choose another order for two collectives, or drop one whose result is not
-used, where constants differ (a slice at 0 on one rank, at n on another). `hold` forbids that in a joint graph of forward and backward pass
-before it is split, `in_order` in a graph before it is compiled.
+The ranks of a mesh trace the same program, yet a compiler may choose another order for two collectives, or drop one
+whose result is not used, where constants differ (a slice at 0 on one rank, at n on another). `hold` forbids that in a
+joint graph of forward and backward pass before it is split, `in_order` in a graph before it is compiled.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ ORDERED: list[Any] = []  # the operators concerned; comm/operators.py enters the
 
 
 def hold(graph: torch.fx.GraphModule) -> None:
-    """Fix for each ordered operator of a joint graph whether it runs in the forward or in the backward pass, and that it runs once.
+    """Fix for each ordered operator of a joint graph whether it runs in the forward or in the backward pass, and that
+    it runs once.
 
-    Those up to the first node that depends on a placeholder called `tangents...` belong to the forward pass: a partitioner saves their
-    results and recomputes none. The others are in the backward pass, with those that the program itself repeats there.
+    Those up to the first node that depends on a placeholder called `tangents...` belong to the forward pass: a
+    partitioner saves their results and recomputes none. The others are in the backward pass, with those that the
+    program itself repeats there.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -37,8 +39,9 @@ def hold(graph: torch.fx.GraphModule) -> None:
             node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
-def in_order(graph: torch.fx.GraphModule) -> bool:
-    """Chain the ordered operators of a graph (with node.meta["val"]) by tokens, so that none is moved over another, and none is dropped.
+def chain_in_order(graph: torch.fx.GraphModule) -> bool:
+    """Chain the ordered operators of a graph (with node.meta["val"]) by tokens, so that none is moved over another, and
+    none is dropped.
 
     Returns whether there are any; the graph then has one more output, the last token.
     """

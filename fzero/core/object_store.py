@@ -1,6 +1,8 @@
-"""The objects of an object store below a URL, through tensorstore; what goes wrong with the store is an OSError of one line.
+"""The objects of an object store below a URL, through tensorstore; what goes wrong with the store is an OSError of one
+line.
 
-s3://bucket/path    the endpoint of another store than Amazon's is $AWS_ENDPOINT_URL_S3 or $AWS_ENDPOINT_URL; the region is $AWS_REGION
+s3://bucket/path    the endpoint of another store than Amazon's is $AWS_ENDPOINT_URL_S3 or $AWS_ENDPOINT_URL; the region
+is $AWS_REGION
                     or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, else those of the profile, the
                     container or the instance
 gs://bucket/path    with Google's application default credentials
@@ -49,7 +51,9 @@ def url_spec(url: str) -> Any:
 
 @functools.cache
 def context() -> Any:
-    """How tensorstore uses its resources, in all that this process opens: a store in memory:// is one with what was put there before."""
+    """How tensorstore uses its resources, in all that this process opens: a store in memory:// is one with what was put
+    there before.
+    """
     import tensorstore
 
     return tensorstore.Context(
@@ -68,8 +72,8 @@ def context() -> Any:
 class Objects:
     """The objects below a URL by name, for any number of threads.
 
-    Raises ValueError for a URL that names no store. All else that the store or the network does not do is an OSError, also when it takes
-    longer than WAIT_S and the bytes' share.
+    Raises ValueError for a URL that names no store. All else that the store or the network does not do is an OSError,
+    also when it takes longer than WAIT_S and the bytes' share.
     """
 
     def __init__(self, url: str) -> None:
@@ -80,7 +84,9 @@ class Objects:
             self.kv = tensorstore.KvStore.open(url_spec(self.url), context=context()).result()
         except ValueError as error:
             why = str(error).removeprefix(f'Parsing spec from url: "{self.url.rstrip("/")}/": ')
-            raise ValueError(f"{self.url}: names no store ({why}); use s3://bucket/path, gs://bucket/path or file:///path") from None
+            raise ValueError(
+                f"{self.url}: names no store ({why}); use s3://bucket/path, gs://bucket/path or file:///path"
+            ) from None
 
     def names(self) -> list[str]:
         """The names of all objects below the URL."""
@@ -112,13 +118,13 @@ class Objects:
         except TimeoutError:
             raise TimeoutError(f"{self.url}: no answer in {wait_s:.0f} s{hint('UNAVAILABLE')}") from None
         except ValueError as error:
-            code, said = parsed(str(error))
+            code, said = parse_error(str(error))
             if code == "OUT_OF_RANGE":
                 raise EOFError(said) from None
             raise OSError(f"{self.url}: {said}{hint(code)}") from None
 
 
-def parsed(text: str) -> tuple[str, str]:
+def parse_error(text: str) -> tuple[str, str]:
     """(the code, what is said) of a message of tensorstore, as `CODE: said [name='value'] ...`."""
     code, colon, said = text.partition(": ")
     if not colon or not re.fullmatch(r"[A-Z_]+", code):

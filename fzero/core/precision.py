@@ -11,11 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scaling, by DeepSpeed's algorithm (Micikevicius et al. 2018, "Mixed precision training", section 3.2).
+    """Dynamic loss scaling, by DeepSpeed's algorithm (Micikevicius et al. 2018, "Mixed precision training", section
+    3.2).
 
-    An overflow takes one from `hysteresis` while that is above 1, and then divides the scale by `factor`, not below `floor`; `window`
-    steps in a row without one multiply the scale by `factor` and restore the hysteresis.
-    at_floor: what an overflow at the floor does: "raise" FloatingPointError, or "hold" the floor.
+    An overflow takes one from `hysteresis` while that is above 1, and then divides the scale by `factor`, not below
+    `floor`; `window` steps in a row without one multiply the scale by `factor` and restore the hysteresis. at_floor:
+    what an overflow at the floor does: "raise" FloatingPointError, or "hold" the floor.
     """
 
     init: float = 2.0**16
@@ -69,10 +70,11 @@ MATMULS = ("", "float8_tensorwise", "float8_rowwise")
 class Policy:
     """Which dtype is used where.
 
-    param: parameters at rest, and so their gradients. compute: activations and products. reduce: gradients while they are summed over
-    ranks. accumulate: the sum over micro-batches, and what the optimizer is given. state: the master weights, and the optimizer's
-    moments. Master weights are kept where `state` differs from `param`. matmul: how the linears of the blocks multiply: "" in `compute`,
-    or through float8 with one scale for an operand or one for each row (see kernels.float8).
+    param: parameters at rest, and so their gradients. compute: activations and products. reduce: gradients while they
+    are summed over ranks. accumulate: the sum over micro-batches, and what the optimizer is given. state: the master
+    weights, and the optimizer's moments. Master weights are kept where `state` differs from `param`. matmul: how the
+    linears of the blocks multiply: "" in `compute`, or through float8 with one scale for an operand or one for each row
+    (see kernels.float8).
     """
 
     name: str
@@ -86,7 +88,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.matmul not in MATMULS:
-            raise ValueError(f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}")
+            raise ValueError(
+                f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}"
+            )
 
     @property
     def has_master(self) -> bool:
@@ -105,17 +109,23 @@ def fp64() -> Policy:
 
 
 def bf16() -> Policy:
-    """bfloat16 parameters, gradients and computation; float32 master weights, moments and sums: 16 bytes a parameter."""
+    """bfloat16 parameters, gradients and computation; float32 master weights, moments and sums: 16 bytes a
+    parameter.
+    """
     return Policy("bf16", param=torch.bfloat16, compute=torch.bfloat16)
 
 
 def bf16_float8() -> Policy:
-    """As bf16, with the linears of the blocks through float8, one scale for an operand: the fastest, and the coarsest."""
+    """As bf16, with the linears of the blocks through float8, one scale for an operand: the fastest, and the
+    coarsest.
+    """
     return Policy("bf16_float8", param=torch.bfloat16, compute=torch.bfloat16, matmul="float8_tensorwise")
 
 
 def bf16_float8_rowwise() -> Policy:
-    """As bf16, with the linears of the blocks through float8, a scale for each row of one operand and each column of the other."""
+    """As bf16, with the linears of the blocks through float8, a scale for each row of one operand and each column of
+    the other.
+    """
     return Policy("bf16_float8_rowwise", param=torch.bfloat16, compute=torch.bfloat16, matmul="float8_rowwise")
 
 

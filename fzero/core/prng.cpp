@@ -1,7 +1,7 @@
 // The draws of random.py from numbers of elements to values, in one pass: its equations, operation by operation.
 //
-// Every operation is an element's own and is rounded by itself (compile without contraction of products and sums), so that the bits are
-// those of the tensor operations, whatever the width of vectors and the number of threads.
+// Every operation is an element's own and is rounded by itself (compile without contraction of products and sums), so
+// that the bits are those of the tensor operations, whatever the width of vectors and the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -92,7 +92,8 @@ inline double log(double x) {
   return double(exponent) * 0.6931471805599453 + 2.0 * s * series;
 }
 
-// The normal values z of the probabilities p. The tails, three elements in twenty, are gathered: neither part waits for the other.
+// The normal values z of the probabilities p. The tails, three elements in twenty, are gathered: neither part waits for
+// the other.
 void ndtri(const Draw& d, const double* __restrict p, double* __restrict z, int64_t n) {
   double centre[2][8], near[2][8], far[2][8];
   std::memcpy(centre, d.centre, sizeof centre), std::memcpy(near, d.near, sizeof near), std::memcpy(far, d.far, sizeof far);

@@ -1,12 +1,14 @@
-"""Counter-based random numbers: what element e of a leaf is depends on the key, the leaf's name and e, and on nothing else.
+"""Counter-based random numbers: what element e of a leaf is depends on the key, the leaf's name and e, and on nothing
+else.
 
-Words come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3) in integer tensor
-operations, so they are the same on every device, under vmap and inside a compiled graph. Element e is word `e % 4` of the block
-with counter `e // 4`. A slice of a leaf is drawn by giving the global indices of its elements, without drawing the rest.
+Words come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3) in
+integer tensor operations, so they are the same on every device, under vmap and inside a compiled graph. Element e is
+word `e % 4` of the block with counter `e // 4`. A slice of a leaf is drawn by giving the global indices of its
+elements, without drawing the rest.
 
-Floating values are made with +, -, *, / and integer operations, and with a root that is corrected by these (torch's own on a CPU misses
-the last place at times). IEEE 754 rounds those exactly one way, where log and cos of a math library differ between the vector body and
-the scalar tail of one loop; so a slice has the same bits as the whole.
+Floating values are made with +, -, *, / and integer operations, and with a root that is corrected by these (torch's own
+on a CPU misses the last place at times). IEEE 754 rounds those exactly one way, where log and cos of a math library
+differ between the vector body and the scalar tail of one loop; so a slice has the same bits as the whole.
 
 Many elements on a CPU are drawn in C++ (prng.cpp): the same operations, so the same bits, twenty times as fast.
 
@@ -34,14 +36,16 @@ _MASK = 0xFFFFFFFF
 # Elements drawn at a time: some forty temporaries of this size stay in a CPU's cache, and do not fill a GPU.
 _CHUNK = {"cpu": 1 << 15}
 _CHUNK_ELSEWHERE = 1 << 22
-# Elements drawn on a CPU in calls of _SOME or more, in this process so far; from _MANY on it is worth compiling C++, half a second.
+# Elements drawn on a CPU in calls of _SOME or more, in this process so far; from _MANY on it is worth compiling C++,
+# half a second.
 _drawn, _SOME, _MANY = 0, 1 << 10, 1 << 22
 
 
 def philox(counter: Sequence[Tensor | int], key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four 32-bit words (int64 tensors) of Philox4x32-10 for a counter of four 32-bit words, low word first.
 
-    Shapes: the counter's words broadcast together; `key` is [2] (or [..., 2] with leading dims that broadcast with the counter).
+    Shapes: the counter's words broadcast together; `key` is [2] (or [..., 2] with leading dims that broadcast with the
+    counter).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key[..., 0], key[..., 1]
@@ -92,7 +96,8 @@ def split(key: Tensor, n: int) -> Tensor:
 
 
 def bits(key: Tensor, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None) -> Tensor:
-    """The 32-bit words (int64, in [0, 2^32)) of the elements with global indices first, first + 1, ..., as a tensor of `shape`.
+    """The 32-bit words (int64, in [0, 2^32)) of the elements with global indices first, first + 1, ..., as a tensor of
+    `shape`.
 
     `index` (int64, of `shape`), where given, names the global indices instead: any slice, in any order.
     """
@@ -184,7 +189,9 @@ def truncated_normal(
     return _elements(value, key, shape, dtype, first, index)
 
 
-def bernoulli(key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None) -> Tensor:
+def bernoulli(
+    key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None
+) -> Tensor:
     """Bool values, true with probability `p` (to within 2^-32): word < p 2^32."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"bernoulli: p is {p}; it must be in [0, 1]")
@@ -205,10 +212,11 @@ def _elements(value, key, shape, dtype, first, index) -> Tensor:
 
 
 def permutation(key: Tensor, n: int, index: Tensor) -> Tensor:
-    """The images (int64, shape of `index`) of `index` under a pseudo-random bijection of range(n), in O(len(index)) whatever n is.
+    """The images (int64, shape of `index`) of `index` under a pseudo-random bijection of range(n), in O(len(index))
+    whatever n is.
 
-    A Feistel network of six Philox rounds over 2 ceil(log2(n) / 2) bits; what lands outside range(n) is mapped on until it lands
-    inside (cycle walking; Black & Rogaway 2002, "Ciphers with arbitrary finite domains", method 2).
+    A Feistel network of six Philox rounds over 2 ceil(log2(n) / 2) bits; what lands outside range(n) is mapped on until
+    it lands inside (cycle walking; Black & Rogaway 2002, "Ciphers with arbitrary finite domains", method 2).
     """
     if not 1 <= n <= 1 << 62:
         raise ValueError(f"permutation: n is {n}; it must be in [1, 2^62]")
@@ -230,8 +238,8 @@ def permutation(key: Tensor, n: int, index: Tensor) -> Tensor:
     return image.reshape(index.shape)
 
 
-# The inverse normal distribution function: Wichura 1988, "Algorithm AS 241: the percentage points of the normal distribution",
-# routine PPND16 (relative error about 1e-16). Highest power first: central region, then the two tails.
+# The inverse normal distribution function: Wichura 1988, "Algorithm AS 241: the percentage points of the normal
+# distribution", routine PPND16 (relative error about 1e-16). Highest power first: central region, then the two tails.
 _CENTRE = (
     (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
      1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
@@ -279,7 +287,9 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Square root of positive float64 values, rounded to nearest: of one value in 170 torch's own, by MKL, misses the last place."""
+    """Square root of positive float64 values, rounded to nearest: of one value in 170 torch's own, by MKL, misses the
+    last place.
+    """
     root = torch.sqrt(x)
     # The remainder x - root^2, exact, of the root's two halves of 26 bits.
     high = root * 134217729.0
@@ -321,14 +331,23 @@ def _library() -> ctypes.CDLL | None:
     try:
         return cpp.library_by_gcc(__file__, cpp.EXACT) if shutil.which("g++") else None
     except (RuntimeError, OSError) as error:
-        warnings.warn(f"random numbers are drawn without C++, with the same bits and twenty times as slowly: {error}", stacklevel=2)
+        warnings.warn(
+            f"random numbers are drawn without C++, with the same bits and twenty times as slowly: {error}",
+            stacklevel=2,
+        )
         return None
 
 
-def _plain(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]) -> bool:
+def _plain(
+    key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]
+) -> bool:
     """Whether all is numbers in this machine's memory, now: no transform, no tracing, no other kind of tensor."""
     return (
-        all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64 for x in (key, index) if x is not None)
+        all(
+            type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64
+            for x in (key, index)
+            if x is not None
+        )
         and type(first) is int
         and 0 <= first < 1 << 62
         and all(isinstance(x, int | float) for x in numbers)
@@ -342,7 +361,13 @@ def _plain(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor
 
 
 def _in_cpp(
-    kind: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype, first: int | Tensor, index: Tensor | None, **numbers: float
+    kind: str,
+    key: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    first: int | Tensor,
+    index: Tensor | None,
+    **numbers: float,
 ) -> Tensor | None:
     """The elements in C++; None where tensor operations are to draw them."""
     global _drawn

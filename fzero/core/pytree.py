@@ -1,8 +1,8 @@
 """Trees of tensors and the names of their leaves.
 
-A tree is nested dicts, lists, tuples and NamedTuples; everything else (None too) is a leaf. A leaf is named by the path to it:
-`params["blocks"]["attn"]["w_q"]` is `"blocks/attn/w_q"`. This is the only file that imports torch.utils._pytree, so that trees here
-and trees under torch.func are flattened alike.
+A tree is nested dicts, lists, tuples and NamedTuples; everything else (None too) is a leaf. A leaf is named by the path
+to it: `params["blocks"]["attn"]["w_q"]` is `"blocks/attn/w_q"`. This is the only file that imports torch.utils._pytree,
+so that trees here and trees under torch.func are flattened alike.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
     if missing or extra:
         said = []
         if missing:
-            said.append(f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else ""))
+            said.append(
+                f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            )
         if extra:
             said.append("extra " + ", ".join(f"{n}{nearest(n, missing or wanted)}" for n in extra[:5]))
         raise ValueError(f"the leaves do not match the tree: {'; '.join(said)}")
@@ -96,7 +98,9 @@ def nest(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
-    """The tree without the leaves whose names `keep` refuses: a dict loses what is left empty by that, a tuple keeps its places."""
+    """The tree without the leaves whose names `keep` refuses: a dict loses what is left empty by that, a tuple keeps
+    its places.
+    """
 
     def walk(tree: Tree, path: str) -> tuple[Tree, bool]:  # (what is left, whether leaves were lost and none is left)
         if isinstance(tree, dict):
@@ -113,7 +117,9 @@ def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
 
 
 def split(tree: Tree, select: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`(chosen, rest)`: flat dicts by leaf name of the leaves for which `select(name, leaf)` is true, and of the others."""
+    """`(chosen, rest)`: flat dicts by leaf name of the leaves for which `select(name, leaf)` is true, and of the
+    others.
+    """
     chosen, rest = {}, {}
     for name, leaf in named_leaves(tree).items():
         (chosen if select(name, leaf) else rest)[name] = leaf

@@ -1,8 +1,9 @@
 """`stack`: a block applied layer by layer, as one streaming loop that knows what it keeps for the backward pass.
 
-`stack(block, layers, x, ctx)` means `for i in range(L): x = block(layers[i], x, ctx at layer i)`. That is its reference, used under vmap,
-jvp and higher-order gradients. Its fast path is a pair of Functions whose insides run below functorch, on plain tensors: there the block
-is compiled once, whatever the depth, residuals are dropped as soon as they are used, and a layer's gradient is written where it belongs.
+`stack(block, layers, x, ctx)` means `for i in range(L): x = block(layers[i], x, ctx at layer i)`. That is its
+reference, used under vmap, jvp and higher-order gradients. Its fast path is a pair of Functions whose insides run below
+functorch, on plain tensors: there the block is compiled once, whatever the depth, residuals are dropped as soon as they
+are used, and a layer's gradient is written where it belongs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def depth(layers: Tree) -> int:
 
 
 def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:
-    """The definition: the loop. `ctx` is a NamedTuple with a field `layer`, set to the layer's number (int64 scalar)."""
+    """The definition: the loop. `ctx` is a NamedTuple with a field `layer`, set to the layer's number (int64
+    scalar).
+    """
     device = pytree.leaves(layers)[0].device
     for i in range(depth(layers)):
         params = pytree.map(lambda leaf, i=i: leaf[i], layers)
@@ -44,8 +47,8 @@ def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:
 def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REMAT, compiled: bool = False) -> Any:
     """`reference(block, layers, x, ctx)`; any `remat` gives the same bits.
 
-    block(one layer's params, x, ctx) -> x of the same structure; pure. layers: leaves [L, ...]. x: a tree of floating tensors.
-    ctx: a NamedTuple with a field `layer`; its tensors are not differentiated, its other leaves are hashable.
+    block(one layer's params, x, ctx) -> x of the same structure; pure. layers: leaves [L, ...]. x: a tree of floating
+    tensors. ctx: a NamedTuple with a field `layer`; its tensors are not differentiated, its other leaves are hashable.
     remat: what is kept for the backward pass. compiled: whether the block is traced and compiled, once for each shape.
     """
     if not first_order():
@@ -54,7 +57,7 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     layer_leaves, layer_def = pytree.flatten(layers)
     x_leaves, x_def = pytree.flatten(x)
     ctx_leaves, ctx_def = pytree.flatten(ctx._replace(layer=()))
-    static = statics(ctx_leaves)
+    static = static_signature(ctx_leaves)
     ctx_tensors = [leaf for leaf in ctx_leaves if isinstance(leaf, Tensor)]
     if needs_grad(*ctx_tensors):
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
@@ -67,8 +70,10 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     return pytree.unflatten(run.primal(*_views(counts, tensors)), x_def)
 
 
-def statics(leaves: Sequence[Any]) -> tuple:
-    """What a program is specialised for: () for a tensor, and the type beside another value, as 1, 1.0 and True are equal."""
+def static_signature(leaves: Sequence[Any]) -> tuple:
+    """What a program is specialised for: () for a tensor, and the type beside another value, as 1, 1.0 and True are
+    equal.
+    """
     return tuple(() if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
 
 
@@ -97,10 +102,11 @@ def part_pair(
     budget: float = 1.0,
     skip: int = 0,
 ) -> tuple[VjpPair, list[Any]]:
-    """The pair of a model's function `f` (see CALLS) on tensors, and a list that holds the structure of its result once it has run.
+    """The pair of a model's function `f` (see CALLS) on tensors, and a list that holds the structure of its result once
+    it has run.
 
-    Its inputs: parameters, leaves of x, number of the layer, tensors of `extra`. params_def: their structure, or their names.
-    The first `skip` parameters get no gradient.
+    Its inputs: parameters, leaves of x, number of the layer, tensors of `extra`. params_def: their structure, or their
+    names. The first `skip` parameters get no gradient.
     """
     n, m = len(params_def) if isinstance(params_def, tuple) else params_def.num_leaves, x_def.num_leaves
     out_def: list[Any] = []
@@ -176,7 +182,10 @@ class LayerLoop:
             elif segment:
                 residuals = segment.pop()
             else:
-                x, again = self.kept.pop(), False  # the last of a segment is differentiated at once: it keeps its parameters
+                x, again = (
+                    self.kept.pop(),
+                    False,
+                )  # the last of a segment is differentiated at once: it keeps its parameters
                 for j in range(i - i % self.every, i + 1):
                     params = fetch(j)
                     x, kept = self.pair.forward(self.inputs(j, params, x, extra), self.drop * (j < i) * len(params))

@@ -1,4 +1,6 @@
-"""Where a store lives: a local folder, or any key-value store that tensorstore knows by URL. Small texts in it are replaced as a whole."""
+"""Where a store lives: a local folder, or any key-value store that tensorstore knows by URL. Small texts in it are
+replaced as a whole.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def read_text(place: str | Path, name: str) -> str | None:
 
 
 def write_text(place: str | Path, name: str, text: str) -> None:
-    """Replace the text `name`, durably: whoever reads it, after whatever end, finds all of the old one or all of the new one."""
+    """Replace the text `name`, durably: whoever reads it, after whatever end, finds all of the old one or all of the
+    new one.
+    """
     if is_url(place):
         Objects(str(place)).write(name, text.encode())
         return
@@ -57,7 +61,9 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file_system(path: Path) -> None:
-    """Make all that was written to the file system of a local folder durable, files and names: one wait for the disk, not one a file."""
+    """Make all that was written to the file system of a local folder durable, files and names: one wait for the disk,
+    not one a file.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):

@@ -17,8 +17,10 @@ Table = dict[str, Any]
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint` (a whole number serves as a float); raises ValueError naming key, value and what is allowed."""
+def check_type(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint` (a whole number serves as a float); raises ValueError naming key, value and what is
+    allowed.
+    """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in kinds and type(value) is int:
         return float(value)
@@ -89,7 +91,8 @@ def flat(table: Table, where: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def to_toml(table: Table) -> str:
-    """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them back.
+    """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them
+    back.
 
     Raises ValueError for a value that TOML has no word for, such as None.
     """
@@ -115,6 +118,6 @@ def to_toml(table: Table) -> str:
     return "\n".join(lines(table, "")) + "\n"
 
 
-def show(values: list[int]) -> str:
+def format_list(values: list[int]) -> str:
     """A short list in words."""
     return ", ".join(map(str, values)) if len(values) <= 8 else f"{', '.join(map(str, values[:7]))}, ..., {values[-1]}"

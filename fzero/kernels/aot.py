@@ -1,8 +1,9 @@
-"""Compile every kernel for a GPU that is not here, and check the code: `python -m fzero.kernels.aot [PATTERN] [--arch sm_90]`.
+"""Compile every kernel for a GPU that is not here, and check the code: `python -m fzero.kernels.aot [PATTERN] [--arch
+sm_90]`.
 
-What the interpreter cannot see shows in the machine code: registers spilled to memory, too much shared memory, tensor cores not used,
-narrow loads. Triton's wheel holds all that is needed, ptxas included. Each file of this package lists its kernels and their block
-configurations in `builds()`.
+What the interpreter cannot see shows in the machine code: registers spilled to memory, too much shared memory, tensor
+cores not used, narrow loads. Triton's wheel holds all that is needed, ptxas included. Each file of this package lists
+its kernels and their block configurations in `builds()`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Build(NamedTuple):
     constants: dict[str, Any]
     config: dict[str, int]  # block sizes, and num_warps, num_stages
     matrix: bool = False  # the matrix units must be used (wgmma on sm_90)
-    wide: bool = True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
+    wide: bool = (
+        True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
+    )
     aligned: tuple[str, ...] = ()  # integer arguments that are multiples of 16
     spills: int = 0  # bytes spilled that are allowed; 0 unless there is a reason, to be said beside it
 
@@ -73,7 +76,9 @@ PTX_WIDE = r"\.v4\.b32|\.v2\.b64|, 0x10\b|, 16\b|bulk"
 ARCHS = {
     "sm_90": Arch(GPUTarget("cuda", 90, 32), 232448, r"wgmma\.mma_async", PTX_ACCESS, PTX_WIDE),
     "sm_80": Arch(GPUTarget("cuda", 80, 32), 166912, r"mma\.sync", PTX_ACCESS, PTX_WIDE),
-    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4"),
+    "gfx942": Arch(
+        GPUTarget("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4"
+    ),
 }
 
 
@@ -92,7 +97,9 @@ class Result(NamedTuple):
 def compile_build(arch: Arch, file: str, build: Build) -> Result:
     """Compile one build and read its code."""
     kernel = getattr(importlib.import_module(f"fzero.kernels.{file}"), build.kernel)
-    options = {name: value for name, value in build.config.items() if name not in build.signature}  # num_warps and the like
+    options = {
+        name: value for name, value in build.config.items() if name not in build.signature
+    }  # num_warps and the like
     constants = build.constants | {name: value for name, value in build.config.items() if name not in options}
     names = list(build.signature)
     attrs = {
@@ -110,7 +117,9 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
         registers, spilled = _assemble(code, arch.target.arch)
     else:
         code = compiled.asm["amdgcn"]
-        registers, spilled = (int(re.findall(rf"\.{name}: +(\d+)", code)[-1]) for name in ("vgpr_count", "vgpr_spill_count"))
+        registers, spilled = (
+            int(re.findall(rf"\.{name}: +(\d+)", code)[-1]) for name in ("vgpr_count", "vgpr_spill_count")
+        )
         spilled *= 4
     accesses = re.findall(arch.access, code)
     wide = sum(re.search(arch.wide, access) is not None for access in accesses)
@@ -131,7 +140,15 @@ def _assemble(ptx: str, capability: int) -> tuple[int, int]:
         source.write_text(ptx)
         gpu = f"--gpu-name=sm_{capability}{'a' * (capability >= 90)}"
         options = [f"--maxrregcount={count}" for count in re.findall(r"\.maxnreg (\d+)", ptx)]
-        command = [get_ptxas(capability).path, "-v", gpu, *options, str(source), "-o", str(source.with_suffix(".cubin"))]
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            gpu,
+            *options,
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = max(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     return int(re.findall(r"Used (\d+) registers", said)[-1]), spilled
@@ -147,7 +164,9 @@ def builds(pattern: str = "") -> Iterator[tuple[str, Build]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each build; 1 where one falls short, 2 where none matches."""
-    parser = argparse.ArgumentParser(prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code."
+    )
     parser.add_argument("pattern", nargs="?", default="", help="only builds whose label contains this")
     parser.add_argument("--arch", choices=ARCHS, default="sm_90")
     args = parser.parse_args(arguments)

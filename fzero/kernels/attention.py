@@ -2,9 +2,11 @@
 
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t may see
 
-A query sees the keys at positions up to its own, of its own document, that the pattern lets it see. `reference` defines this.
+A query sees the keys at positions up to its own, of its own document, that the pattern lets it see. `reference` defines
+this.
 
-Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K]; the queries are the last T of the S positions.
+Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K]; the queries are the last T of the
+S positions.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from torch import Tensor
 
 from fzero.core.device import kind_of
 from fzero.kernels import attention_tiled
-from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked
+from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_attention
 from fzero.kernels.attention_flash import flash_forward
 from fzero.kernels.attention_flash_backward import flash_backward
-from fzero.kernels.attention_pattern import FULL, Pattern, visible
+from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
 from fzero.kernels.op_function import Fused, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -37,10 +39,12 @@ def reference(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The definition: all scores, masked, a softmax in float32 or wider. Shapes as at the top of the file; documents int [B, S]."""
+    """The definition: all scores, masked, a softmax in float32 or wider. Shapes as at the top of the file; documents
+    int [B, S].
+    """
     t, s = q.shape[1], k.shape[1]
     key = torch.arange(s, device=q.device)
-    scores = _scores(q, k, visible(pattern, key[s - t :], key, documents), scale)
+    scores = _scores(q, k, visible_mask(pattern, key[s - t :], key, documents), scale)
     out = torch.einsum("bgrts,bsgk->btgrk", torch.softmax(scores, -1).to(v.dtype), v)
     return rearrange(out, "b t g r k -> b t (g r) k")
 
@@ -65,12 +69,14 @@ def reference_with_lse(
     query_start: int | None = None,
     key_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, the log-sum-exp of each query's scores [B, H, T] in float32 or wider), of queries and keys that may stand anywhere.
+    """(out, the log-sum-exp of each query's scores [B, H, T] in float32 or wider), of queries and keys that may stand
+    anywhere.
 
-    Query i is at position query_start + i, key j at key_start + j; by default the queries are the last T of the keys' positions. Where
-    query_start >= key_start + S - 1, a full pattern sees all keys. documents: int [B, S], of the keys; query_documents: int [B, T], by
-    default those of the keys at the queries' positions. A query that sees nothing has out 0, lse -inf and no gradient. So the parts of
-    one softmax over several sets of keys can be joined: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i lse_i.
+    Query i is at position query_start + i, key j at key_start + j; by default the queries are the last T of the keys'
+    positions. Where query_start >= key_start + S - 1, a full pattern sees all keys. documents: int [B, S], of the keys;
+    query_documents: int [B, T], by default those of the keys at the queries' positions. A query that sees nothing has
+    out 0, lse -inf and no gradient. So the parts of one softmax over several sets of keys can be joined: out = sum_i
+    exp(lse_i - lse) out_i with lse = logsumexp_i lse_i.
 
     Raises ValueError where documents of queries are not known.
     """
@@ -98,11 +104,13 @@ def _query_documents(documents: Tensor, query_documents: Tensor | None, offset: 
     if query_documents is not None:
         return query_documents
     if not 0 <= offset <= documents.shape[1] - t:
-        raise ValueError(f"attention: queries {offset} to {offset + t} are not among the {documents.shape[1]} keys; give query_documents")
+        raise ValueError(
+            f"attention: queries {offset} to {offset + t} are not among the {documents.shape[1]} keys; give query_documents"
+        )
     return documents[:, offset : offset + t]
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
     """`reference` without pattern or documents, by torch's own fused kernel; equal queries and keys in number."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -135,8 +143,14 @@ def _flash(
     return run(q, k, v, *documents)
 
 
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, scale: float | None = None
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    documents: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """`reference` by the kernels of flash.py."""
     offset = k.shape[1] - q.shape[1]
@@ -144,7 +158,7 @@ def flash(
     return _flash(q, k, v, both, pattern, scale, offset, 0, results=1)
 
 
-def flash_with_lse(
+def flash_attention_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -164,7 +178,9 @@ def flash_with_lse(
     return _flash(q, k, v, both, pattern, scale, query_start, key_start, results=2)
 
 
-def _flash_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, scale: float | None = None, **options: Any) -> str:
+def _flash_serves(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, scale: float | None = None, **options: Any
+) -> str:
     (b, t, h, dim), (_, s, groups, _) = q.shape, k.shape
     key_start = options.get("key_start", 0)
     query_start = _query_start(q, k, options.get("query_start"), key_start)
@@ -183,20 +199,36 @@ def _flash_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, s
 
 
 def _flash_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
-    return "one query makes one tile of each head, which goes through the keys alone" if q.shape[1] == 1 else on_cuda(q, *rest)
+    return (
+        "one query makes one tile of each head, which goes through the keys alone"
+        if q.shape[1] == 1
+        else on_cuda(q, *rest)
+    )
 
 
-def _square(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+def _refuse_unequal_lengths(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     """Why the forms for whole sequences do not serve."""
-    return "" if q.shape[1] == k.shape[1] else f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes equal numbers"
+    return (
+        ""
+        if q.shape[1] == k.shape[1]
+        else f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes equal numbers"
+    )
 
 
-def _fused_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, **options: Any) -> str:
-    return "it has neither patterns nor documents" if pattern != FULL or documents is not None else _square(q, k, v)
+def _fused_serves(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, **options: Any
+) -> str:
+    return (
+        "it has neither patterns nor documents"
+        if pattern != FULL or documents is not None
+        else _refuse_unequal_lengths(q, k, v)
+    )
 
 
 def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
-    """Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more beyond."""
+    """Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more
+    beyond.
+    """
     if q.shape[1] > (1 if kind_of(q) == "cuda" else MIN_BLOCK * MAX_BLOCKS):
         return ""
     return "blocked takes 0.5 to 1.0 of its time on a CPU up to T = 1024"
@@ -222,17 +254,17 @@ def _bytes(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
 attention = Op(
     "attention",
     reference,
-    Form("triton", flash, supports=_flash_serves, prefers=_flash_preferred),
-    Form("tiled", attention_tiled.tiled, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
-    Form("fused", fused, supports=_fused_serves, prefers=_fused_preferred),
-    Form("blocked", blocked, supports=_square, prefers=_blocked_preferred),
+    Form("triton", flash_attention, supports=_flash_serves, prefers=_flash_preferred),
+    Form("tiled", attention_tiled.tiled_attention, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
+    Form("fused", fused_attention, supports=_fused_serves, prefers=_fused_preferred),
+    Form("blocked", blocked_attention, supports=_refuse_unequal_lengths, prefers=_blocked_preferred),
     flops=_flops,
     bytes=_bytes,
 )
 attention_with_lse = Op(
     "attention_with_lse",
     reference_with_lse,
-    Form("triton", flash_with_lse, supports=_flash_serves, prefers=on_cuda),
+    Form("triton", flash_attention_with_lse, supports=_flash_serves, prefers=on_cuda),
     flops=_flops,
     bytes=lambda q, k, v, **options: _bytes(q, k, v) + 4 * q.numel() // q.shape[-1],
 )

@@ -1,18 +1,20 @@
-"""Flash attention, forward: the softmax over the keys goes by tiles with a running maximum and sum, and no score goes to memory.
+"""Flash attention, forward: the softmax over the keys goes by tiles with a running maximum and sum, and no score goes
+to memory.
 
-For a tile of queries and each tile of keys that any of them sees, m being the largest score so far and l the sum of exponentials:
+For a tile of queries and each tile of keys that any of them sees, m being the largest score so far and l the sum of
+exponentials:
 
     x = scale q k^T,   m' = max(m, rowmax x),   p = exp(x - m'),   l = exp(m - m') l + rowsum p,   o = exp(m - m') o + p v
 
 At the end out = o / l, and the log-sum-exp of the scores is m + log l, which the backward pass takes.
 Ref: Dao 2023, "FlashAttention-2", arXiv:2307.08691, algorithm 1.
 
-Tiles of keys that no query of the tile sees are skipped, and those that all its queries see whole go without a mask. Both bounds are
-arithmetic on positions for full, window and local patterns; for documents `reach` gives them. In strided and fixed patterns, whose
-visible keys lie apart, each tile is asked.
+Tiles of keys that no query of the tile sees are skipped, and those that all its queries see whole go without a mask.
+Both bounds are arithmetic on positions for full, window and local patterns; for documents `reach` gives them. In
+strided and fixed patterns, whose visible keys lie apart, each tile is asked.
 
-Shapes: q [B, T, H, K], k and v [B, S, G, K], out [B, T, H, K], lse float32 [B, H, T]. Query i is at position query_start + i, key j at
-key_start + j, both at least 0. A query that sees nothing has out 0 and lse -inf.
+Shapes: q [B, T, H, K], k and v [B, S, G, K], out [B, T, H, K], lse float32 [B, H, T]. Query i is at position
+query_start + i, key j at key_start + j, both at least 0. A query that sees nothing has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ CONFIGS: dict[Any, list[tuning.Config]] = {
 CHUNK = 512  # documents' numbers that `reach` reads at once
 LOG2_E, LN_2 = math.log2(math.e), tl.constexpr(math.log(2.0))
 FAR = tl.constexpr(2**31 - 1)  # beyond every position
-# Integers that are 1 would be compiled in, and those that are multiples of 16 told apart; of these no code depends on it.
+# Integers that are 1 would be compiled in, and those that are multiples of 16 told apart; of these no code depends on
+# it.
 SIZES = ["t", "s", "heads", "share", "query_start", "key_start", "size", "keep"]
 
 
@@ -66,8 +69,10 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def sees(query, key, mine, theirs, end, size, keep, KIND: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """`visible` of positions, with the documents `mine` of queries and `theirs` of keys, for keys before position `end`."""
+def visible_pairs(query, key, mine, theirs, end, size, keep, KIND: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """`visible` of positions, with the documents `mine` of queries and `theirs` of keys, for keys before position
+    `end`.
+    """
     mask = key <= tl.minimum(query, end - 1)
     if KIND == "window":
         mask = mask & (key > query - size)
@@ -83,13 +88,13 @@ def sees(query, key, mine, theirs, end, size, keep, KIND: tl.constexpr, DOCUMENT
 
 
 @triton.jit
-def numbers(DOCS, at, count, DOCUMENTS: tl.constexpr):
+def load_documents(DOCS, at, count, DOCUMENTS: tl.constexpr):
     """The documents of the rows `at`, of `count`."""
     return tl.load(DOCS + at, mask=at < count, other=0) if DOCUMENTS else at
 
 
 @triton.jit
-def sees_some(query, last_query, key, last_key, size, keep, KIND: tl.constexpr):
+def may_see(query, last_query, key, last_key, size, keep, KIND: tl.constexpr):
     """Whether a query in [query, last_query] may see a key in [key, last_key], in a strided or fixed pattern."""
     if KIND == "strided":  # a distance in [query - last_key, last_query - key] is below `size`, or a multiple of it
         return (query - last_key < size) | ((last_query - key) // size * size >= query - last_key)
@@ -99,7 +104,9 @@ def sees_some(query, last_query, key, last_key, size, keep, KIND: tl.constexpr):
 
 @triton.jit
 def first_key(query, size, KIND: tl.constexpr):
-    """`Pattern.first_key`. A query up to this one sees every key from there to itself, where tiles are not asked one by one."""
+    """`Pattern.first_key`. A query up to this one sees every key from there to itself, where tiles are not asked one by
+    one.
+    """
     if KIND == "window":
         return tl.maximum(query - size + 1, 0)
     if KIND == "local":
@@ -108,8 +115,10 @@ def first_key(query, size, KIND: tl.constexpr):
 
 
 @triton.jit
-def whole_tiles(lo, a, z, hi, N: tl.constexpr):
-    """`lo`, `a` and `z` moved to multiples of N, `lo` down, `a` up and `z` down; [a, z) and [lo, hi) empty where nothing is between."""
+def align_tiles(lo, a, z, hi, N: tl.constexpr):
+    """`lo`, `a` and `z` moved to multiples of N, `lo` down, `a` up and `z` down; [a, z) and [lo, hi) empty where
+    nothing is between.
+    """
     lo, hi = tl.where(lo < hi, lo // N * N, 0), tl.where(lo < hi, hi, 0)
     a = tl.minimum(tl.maximum((a + N - 1) // N * N, lo), hi)
     return lo, a, tl.maximum(tl.minimum(z, hi) // N * N, a), hi
@@ -117,22 +126,24 @@ def whole_tiles(lo, a, z, hi, N: tl.constexpr):
 
 @triton.jit
 def key_tiles(first, last, s, key_start, size, REACH, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr):
-    """The keys for queries at [first, last]: (lo, a, z, hi), tiles from `lo` to before `hi`, of which those in [a, z) need no mask."""
+    """The keys for queries at [first, last]: (lo, a, z, hi), tiles from `lo` to before `hi`, of which those in [a, z)
+    need no mask.
+    """
     lo = tl.maximum(first_key(first, size, KIND) - key_start, 0)
     a = tl.maximum(first_key(last, size, KIND) - key_start, 0)
     z = tl.minimum(tl.maximum(first + 1 - key_start, 0), s)
     hi = tl.minimum(tl.maximum(last + 1 - key_start, 0), s)
     if DOCUMENTS:
         lo, a = tl.maximum(lo, tl.load(REACH)), tl.maximum(a, tl.load(REACH + 1))
-    return whole_tiles(lo, a, z, hi, N)
+    return align_tiles(lo, a, z, hi, N)
 
 
 @triton.jit(do_not_specialize=["nx", "ny", "shift"])
-def _reach(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _document_bounds(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """For BLOCK positions of X [nx]: where in Y [ny] their documents are, X's i being at Y's i + shift.
 
-    In Y up to the last of X: the first place of these documents, and from where on all are of X's one document. In Y AFTER the first
-    of X: the end of these documents, and up to where all are of X's one document.
+    In Y up to the last of X: the first place of these documents, and from where on all are of X's one document. In Y
+    AFTER the first of X: the end of these documents, and up to where all are of X's one document.
     """
     tiles = tl.cdiv(nx, BLOCK)
     i = tl.program_id(0) % tiles * BLOCK
@@ -159,33 +170,49 @@ def _reach(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.constexpr, C
     tl.store(out + 1, clean)
 
 
-def reach(x: Tensor | None, y: Tensor | None, shift: int, after: bool, block: int, dummy: Tensor) -> tuple[Tensor, ...]:
-    """(x, y, `_reach` of documents x [B, NX] and y [B, NY]: int32 [B, NX / block, 2]); without documents `dummy` thrice, any tensor."""
+def document_bounds(
+    x: Tensor | None, y: Tensor | None, shift: int, after: bool, block: int, dummy: Tensor
+) -> tuple[Tensor, ...]:
+    """(x, y, `_reach` of documents x [B, NX] and y [B, NY]: int32 [B, NX / block, 2]); without documents `dummy`
+    thrice, any tensor.
+    """
     if x is None or y is None:
         return dummy, dummy, dummy
     (b, nx), ny = x.shape, y.shape[1]
     x, y = x.contiguous(), y.contiguous()
     out = torch.empty((b, triton.cdiv(nx, block), 2), dtype=torch.int32, device=x.device)
-    _reach[(b * out.shape[1],)](x, y, out, nx, ny, shift, AFTER=after, BLOCK=block, CHUNK=CHUNK, num_warps=4)
+    _document_bounds[(b * out.shape[1],)](x, y, out, nx, ny, shift, AFTER=after, BLOCK=block, CHUNK=CHUNK, num_warps=4)
     return x, y, out
 
 
 @triton.jit
 def mask_of_keys(j, keys, queries, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr):
-    """[M, N]: which of the keys [j, j + N) a tile of queries sees; `keys`, `queries` and `pattern` as `_flash_forward` makes them."""
+    """[M, N]: which of the keys [j, j + N) a tile of queries sees; `keys`, `queries` and `pattern` as `_flash_forward`
+    makes them.
+    """
     _k, _kt, _v, _vt, s, key_start, docs = keys
     query, _first, _last, mine = queries
     size, keep = pattern
     at = j + tl.arange(0, N)
-    theirs = numbers(docs, at, s, DOCUMENTS)
-    return sees(query[:, None], (at + key_start)[None, :], mine[:, None], theirs[None, :], s + key_start, size, keep, KIND, DOCUMENTS)
+    theirs = load_documents(docs, at, s, DOCUMENTS)
+    return visible_pairs(
+        query[:, None],
+        (at + key_start)[None, :],
+        mine[:, None],
+        theirs[None, :],
+        s + key_start,
+        size,
+        keep,
+        KIND,
+        DOCUMENTS,
+    )
 
 
 @triton.jit
-def visits(j, keys, queries, pattern, KIND: tl.constexpr, N: tl.constexpr):
+def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, N: tl.constexpr):
     """Whether a tile of queries may see any of the keys [j, j + N), where tiles are asked one by one."""
     first, last, key = queries[1], queries[2], j + keys[5]
-    return sees_some(first, last, key, key + N - 1, pattern[0], pattern[1], KIND)
+    return may_see(first, last, key, key + N - 1, pattern[0], pattern[1], KIND)
 
 
 @triton.jit
@@ -196,7 +223,7 @@ def _forward_tiles(
     """(o, m, l) after the tiles of keys from `lo` to `hi`; m is in units of log 2, as exp2 is what the hardware has."""
     k, kt, v, vt, s, _key_start, _docs = keys
     for j in range(lo, hi, N):
-        if (KIND != "strided" and KIND != "fixed") or visits(j, keys, queries, pattern, KIND, N):
+        if (KIND != "strided" and KIND != "fixed") or needs_tile(j, keys, queries, pattern, KIND, N):
             x = dot(q, tl.trans(tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)), UPCAST)
             if MASKED:
                 x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, DOCUMENTS, N), x, float("-inf"))
@@ -226,18 +253,26 @@ def _flash_forward(
     keys = (K + b * kb + h // share * kh, kt, V + b * vb + h // share * vh, vt, s, key_start, KDOCS + b * s)
     rows = i + tl.arange(0, M)
     first, last = i + query_start, tl.minimum(i + M, t) - 1 + query_start
-    queries = (rows + query_start, first, last, numbers(QDOCS + b * t, rows, t, DOCUMENTS))
+    queries = (rows + query_start, first, last, load_documents(QDOCS + b * t, rows, t, DOCUMENTS))
     pattern = (size, keep)
 
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     lo, a, z, hi = key_tiles(first, last, s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
     if KIND == "strided" or KIND == "fixed":
-        o, m, l = _forward_tiles(o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
+        o, m, l = _forward_tiles(
+            o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+        )
     else:
         if KIND != "full" or DOCUMENTS:
-            o, m, l = _forward_tiles(o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
-        o, m, l = _forward_tiles(o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST)
-        o, m, l = _forward_tiles(o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
+            o, m, l = _forward_tiles(
+                o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+            )
+        o, m, l = _forward_tiles(
+            o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST
+        )
+        o, m, l = _forward_tiles(
+            o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+        )
 
     o = o / tl.where(l == 0.0, 1.0, l)[:, None]
     columns = tl.arange(0, WIDTH)
@@ -247,14 +282,18 @@ def _flash_forward(
 
 
 def config(kernel: str, configs: dict[Any, list[tuning.Config]], q: Tensor, kind: str) -> tuple[int, tuning.Config]:
-    """(head dim rounded up to a power of two, configuration) of a kernel for queries `q`; it does not depend on sizes but K."""
+    """(head dim rounded up to a power of two, configuration) of a kernel for queries `q`; it does not depend on sizes
+    but K.
+    """
     width = max(16, triton.next_power_of_2(q.shape[-1]))
     default = configs[torch.float32 if q.dtype == torch.float32 else max(64, width)][0]
     return width, tuning.config(kernel, (width, q.dtype, kind), default, q.device)
 
 
-def near_rows(x: Tensor) -> Tensor:
-    """`x` [B, T, H, K], or a copy where rows are not contiguous or so far apart that offsets inside a tile pass 2^31."""
+def compact_rows(x: Tensor) -> Tensor:
+    """`x` [B, T, H, K], or a copy where rows are not contiguous or so far apart that offsets inside a tile pass
+    2^31.
+    """
     return x if x.stride(3) == 1 and abs(x.stride(1)) < 2**22 else x.contiguous()
 
 
@@ -281,15 +320,17 @@ def flash_forward(
     query_start: int,
     key_start: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), with the pattern's fields and positions as at the top of the file; documents int [B, T] and [B, S] or None."""
+    """(out, lse), with the pattern's fields and positions as at the top of the file; documents int [B, T] and [B, S] or
+    None.
+    """
     (b, t, h, dim), s = q.shape, k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((b, h, t), dtype=torch.float32, device=q.device)
     if b * t * h == 0:
         return out, lse
-    q, k, v = near_rows(q), near_rows(k), near_rows(v)
+    q, k, v = compact_rows(q), compact_rows(k), compact_rows(v)
     width, blocks = config("_flash_forward", CONFIGS, q, kind)
-    ids = reach(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
+    ids = document_bounds(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
     _flash_forward[(triton.cdiv(t, blocks["M"]) * b * h,)](
         q, k, v, out, lse, *ids, t, s, h, h // k.shape[2], query_start, key_start, size, keep, scale * LOG2_E,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=kind, DOCUMENTS=query_documents is not None, DIM=dim, WIDTH=width,
@@ -315,12 +356,22 @@ def signature(pointers: str, dtype: str) -> dict[str, str]:
 def each_build(
     kernel: str, pointers: str, configs: dict[Any, list[tuning.Config]], extra: dict[str, Any], spills: int = 0
 ) -> Iterator[Build]:
-    """A kernel with each of its configurations, and with kinds of mask; `spills` is what is allowed at the widest heads."""
+    """A kernel with each of its configurations, and with kinds of mask; `spills` is what is allowed at the widest
+    heads.
+    """
     strides = tuple(x + y for x in "qkv" for y in "bth")
 
-    def build(dim: int, blocks: tuning.Config, dtype: str = "bf16", kind: str = "full", documents: bool = False) -> Build:
+    def build(
+        dim: int, blocks: tuning.Config, dtype: str = "bf16", kind: str = "full", documents: bool = False
+    ) -> Build:
         label = f"{kernel} {dim} {blocks['M']}x{blocks['N']} {dtype} {kind}{' documents' * documents}"
-        constants = {"KIND": kind, "DOCUMENTS": documents, "DIM": dim, "WIDTH": triton.next_power_of_2(dim), "UPCAST": False} | extra
+        constants = {
+            "KIND": kind,
+            "DOCUMENTS": documents,
+            "DIM": dim,
+            "WIDTH": triton.next_power_of_2(dim),
+            "UPCAST": False,
+        } | extra
         types = signature(pointers, dtype) | dict.fromkeys(extra, "constexpr")
         allowed = spills * (dim > 128)
         return Build(label, kernel, types, constants, blocks, dtype != "fp32", not documents, strides, allowed)
@@ -341,4 +392,11 @@ def builds() -> Iterator[Build]:
     constants = dict.fromkeys(("AFTER", "BLOCK", "CHUNK"), "constexpr")
     for after in (False, True):
         values = {"AFTER": after, "BLOCK": 128, "CHUNK": CHUNK}
-        yield Build(f"_reach {'after' if after else 'before'}", "_reach", numbers | constants, values, {"num_warps": 4}, wide=False)
+        yield Build(
+            f"_document_bounds {'after' if after else 'before'}",
+            "_document_bounds",
+            numbers | constants,
+            values,
+            {"num_warps": 4},
+            wide=False,
+        )

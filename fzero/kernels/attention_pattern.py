@@ -12,9 +12,9 @@ from torch import Tensor
 class Pattern:
     """Which earlier positions a query sees: "full" (all), or one of these, with `size` and `keep` in tokens.
 
-    window: the last `size`, itself among them (Beltagy et al. 2020). local: those in its own block of `size`.
-    strided: the last `size`, and each `size`-th before. fixed: those in its own block of `size`, and the last `keep` of every block
-    (Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2-4.3).
+    window: the last `size`, itself among them (Beltagy et al. 2020). local: those in its own block of `size`. strided:
+    the last `size`, and each `size`-th before. fixed: those in its own block of `size`, and the last `keep` of every
+    block (Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2-4.3).
     """
 
     kind: str = "full"
@@ -62,7 +62,9 @@ class Pattern:
         if self.kind == "full":
             return end
         size = self.size
-        own = query // size * size if self.kind in ("local", "fixed") else max(0, query - size + 1)  # where the near keys begin
+        own = (
+            query // size * size if self.kind in ("local", "fixed") else max(0, query - size + 1)
+        )  # where the near keys begin
         near, earlier = max(0, end - own), min(end, own)
         if self.kind == "strided":
             return near + max(0, earlier - query % size + size - 1) // size
@@ -74,7 +76,7 @@ class Pattern:
 FULL = Pattern()
 
 
-def visible(pattern: Pattern, query: Tensor, key: Tensor, documents: Tensor | None) -> Tensor:
+def visible_mask(pattern: Pattern, query: Tensor, key: Tensor, documents: Tensor | None) -> Tensor:
     """The mask (bool [1 or B, len(query), len(key)]) of the positions `query` and `key` (int64 vectors).
 
     documents: int [B, S], the document of each of the S positions, or None.

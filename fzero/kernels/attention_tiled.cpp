@@ -1,9 +1,10 @@
 // Causal attention by tiles of scores that fit in a core's cache: forward, and backward from the log-sum-exp.
 // Ref: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4.
 //
-// q, g, out, dq [B, T, H, K]; k, v, dk, dv [B, T, G, K]; lse [B, H, T]; documents [B, T] or null; all contiguous. A tile of scores has a
-// row for each key and a column for each query: what belongs to a query (maximum, sum, log-sum-exp) then lies along a vector, and nothing
-// is summed across a vector's lanes. A group of heads is one thread's work, in one order: results do not depend on the number of threads.
+// q, g, out, dq [B, T, H, K]; k, v, dk, dv [B, T, G, K]; lse [B, H, T]; documents [B, T] or null; all contiguous. A
+// tile of scores has a row for each key and a column for each query: what belongs to a query (maximum, sum,
+// log-sum-exp) then lies along a vector, and nothing is summed across a vector's lanes. A group of heads is one
+// thread's work, in one order: results do not depend on the number of threads.
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
@@ -20,7 +21,8 @@ using at::BFloat16;
 
 constexpr int64_t QUERIES = 64, KEYS = 128;  // of a tile
 
-// Numbers are summed in float, or double. Right operands of products hold two rows of bfloat16 interleaved: [rows / 2, columns, 2].
+// Numbers are summed in float, or double. Right operands of products hold two rows of bfloat16 interleaved: [rows / 2,
+// columns, 2].
 template <typename T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename T> constexpr int64_t ROWS = std::is_same_v<T, BFloat16> ? 2 : 1;
 template <typename T> int64_t padded(int64_t rows) { return (rows + ROWS<T> - 1) / ROWS<T> * ROWS<T>; }
@@ -48,7 +50,8 @@ void narrow(double x, double& out) { out = x; }
 // The bfloat16 nearest to x, ties away from zero: two operations less, for what is summed at once.
 uint32_t upper(float x) { return (bits(x) + 0x8000u) >> 16; }
 
-// 2^x, 0 below -126: the nearest whole power, by the exponent's bits, times a polynomial of the rest (relative error 3e-9).
+// 2^x, 0 below -126: the nearest whole power, by the exponent's bits, times a polynomial of the rest (relative error
+// 3e-9).
 float power_of_2(float x) {
   const float whole = std::nearbyint(x), r = x - whole;
   float y = 0.0555032723f + r * (0.00961805668f + r * (0.00134004282f + r * 0.000154614447f));

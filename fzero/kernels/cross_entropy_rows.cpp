@@ -1,5 +1,5 @@
-// Rows of logits as cross_entropy_rows.py defines them: their statistics, and the gradient, which may take the place of the logits.
-// A row is one thread's work, in one order: results do not depend on the number of threads.
+// Rows of logits as cross_entropy_rows.py defines them: their statistics, and the gradient, which may take the place of
+// the logits. A row is one thread's work, in one order: results do not depend on the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -41,7 +41,8 @@ void narrow(float x, BFloat16& out) { out.x = x == x ? uint16_t((bits(x) + 0x7ff
 void narrow(float x, float& out) { out = x; }
 void narrow(double x, double& out) { out = x; }
 
-// exp(x) for x <= 0, 0 below -87: the nearest power of 2 by the exponent's bits, times a polynomial of the rest (Cephes, expf).
+// exp(x) for x <= 0, 0 below -87: the nearest power of 2 by the exponent's bits, times a polynomial of the rest
+// (Cephes, expf).
 float exponential(float x) {
   const float whole = std::nearbyint(x * 1.44269504f);
   const float r = x - whole * 0.693359375f - whole * -2.12194440e-4f;

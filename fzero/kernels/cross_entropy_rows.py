@@ -3,11 +3,11 @@
     statistics = (lse, y[t], sum_v y[v]),   y = logits, or c tanh(logits / c),   lse = log sum_v exp(y[v])
     gradient[v] = ((1 + 2 z lse) exp(y[v] - lse) - (1 - s) [v = t] - s / V) (1 - (y[v] / c)^2)
 
-with t the target, z the weight of the z-loss, s the smoothing and c the cap. Where a vocabulary is sharded each rank makes the
-statistics of its columns, and the gradient from those of all.
+with t the target, z the weight of the z-loss, s the smoothing and c the cap. Where a vocabulary is sharded each rank
+makes the statistics of its columns, and the gradient from those of all.
 
-Shapes: logits and gradient [n, V], targets int64 [n], statistics [n, 3] in float32 or wider, in which the arithmetic is. Here in plain
-torch, and in C++ for a CPU; in Triton in cross_entropy_triton.
+Shapes: logits and gradient [n, V], targets int64 [n], statistics [n, 3] in float32 or wider, in which the arithmetic
+is. Here in plain torch, and in C++ for a CPU; in Triton in cross_entropy_triton.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Terms(NamedTuple):
         return self.smoothing / self.columns
 
 
-def wide(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """x in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def capped(x: Tensor, cap: float) -> Tensor:
+def cap_logits(x: Tensor, cap: float) -> Tensor:
     """cap tanh(x / cap), or x where cap is 0."""
     return torch.tanh(x / cap) * cap if cap else x
 
@@ -66,7 +66,7 @@ def log_sum_exp(y: Tensor) -> Tensor:
 
 def _block(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
     """The statistics [n, 3], made where they are not given; the gradient goes into `out`, which may be the logits."""
-    y = capped(wide(logits), terms.cap)
+    y = cap_logits(widen(logits), terms.cap)
     column = targets[:, None] - terms.first
     own = (targets[:, None] >= 0) & (column >= 0) & (column < logits.shape[1])
     column = torch.where(own, column, 0)
@@ -97,7 +97,9 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
     made = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        made.append(_block(logits[part], *(x[part] if x is not None else None for x in (out, targets, statistics)), terms))
+        made.append(
+            _block(logits[part], *(x[part] if x is not None else None for x in (out, targets, statistics)), terms)
+        )
     return torch.cat(made)
 
 
@@ -105,9 +107,9 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ["n", "columns", "stride", "out_stride", "first", "threads", "given"]] + [
-        (name, ctypes.c_double) for name in ["z_loss", "smoothing", "uniform", "cap"]
-    ]
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ["n", "columns", "stride", "out_stride", "first", "threads", "given"]
+    ] + [(name, ctypes.c_double) for name in ["z_loss", "smoothing", "uniform", "cap"]]
 
 
 def _library() -> ctypes.CDLL:
@@ -115,19 +117,23 @@ def _library() -> ctypes.CDLL:
     return library(__file__, CONTRACTED)
 
 
-def native(logits: Tensor) -> bool:
+def cpp_serves(logits: Tensor) -> bool:
     """Whether the C++ serves these logits."""
     return kind_of(logits) == "cpu" and logits.dtype in NATIVE and have_compiler()
 
 
-def _by_native(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
+def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
     """As `_block`; rows of any stride, columns side by side."""
     n, columns = logits.shape
     given = statistics is not None
     if not given:
         statistics = torch.empty((n, 3), dtype=torch.promote_types(logits.dtype, torch.float32))
     targets, to = targets.contiguous(), logits if out is None else out
-    assert (logits.stride(1) == 1 == to.stride(1) or columns == 1) and statistics.is_contiguous() and targets.dtype == torch.int64
+    assert (
+        (logits.stride(1) == 1 == to.stride(1) or columns == 1)
+        and statistics.is_contiguous()
+        and targets.dtype == torch.int64
+    )
     sizes = (n, columns, logits.stride(0), to.stride(0), terms.first, torch.get_num_threads(), given)
     shape = _Shape(*sizes, terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
     pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in (logits, out, targets, statistics)]
@@ -138,11 +144,13 @@ def _by_native(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: 
 # ---- as operators -----------------------------------------------------------------------------------------------------
 
 
-def _run(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms, form: str) -> Tensor:
+def _run(
+    logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms, form: str
+) -> Tensor:
     if form == "triton":
         weights = (terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
         return launch(logits, out, targets, statistics, terms.first, weights)
-    run = _by_native if form == "compiled" and native(logits) else _by_torch
+    run = _by_cpp if form == "compiled" and cpp_serves(logits) else _by_torch
     return run(logits, out, targets, statistics, terms)
 
 
@@ -184,27 +192,31 @@ def rows_of(
 ) -> tuple[Tensor, Tensor]:
     """(statistics [n, 3] of the columns here, gradient [n, V] for the statistics given, or else for those made).
 
-    targets: as `known` gives them. write: whether the gradient is wanted; it is empty otherwise. overwrite: the gradient may take the
-    place of the logits. form: "triton", "compiled" or "eager".
+    targets: as `known` gives them. write: whether the gradient is wanted; it is empty otherwise. overwrite: the
+    gradient may take the place of the logits. form: "triton", "compiled" or "eager".
     """
-    if overwrite and logits.stride(1) == 1 and not tracing():
+    if overwrite and logits.stride(1) == 1 and not is_tracing():
         made = cross_entropy_rows_(logits, targets, statistics, *terms, write, form)
         gradient = logits
         if write:
-            torch.autograd.graph.increment_version(logits)  # so that autograd complains where something else has saved them
+            torch.autograd.graph.increment_version(
+                logits
+            )  # so that autograd complains where something else has saved them
     else:
         made, gradient = cross_entropy_rows(logits, targets, statistics, *terms, write, form)
     return (made if statistics is None else statistics), gradient
 
 
-def tracing() -> bool:
+def is_tracing() -> bool:
     """Whether a graph is being traced, which must hold no operator that writes into its inputs."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x times the scalar `factor`, in place. Memory is not touched for a factor of 1, as it is for a loss that is itself differentiated."""
-    if type(x) is not Tensor or tracing() or x.numel() == 0 or x.dtype == torch.float64:
+    """x times the scalar `factor`, in place. Memory is not touched for a factor of 1, as it is for a loss that is
+    itself differentiated.
+    """
+    if type(x) is not Tensor or is_tracing() or x.numel() == 0 or x.dtype == torch.float64:
         return x.mul_(factor)
     if x.is_cuda and x.is_contiguous():
         scale_by_kernel_(x, factor)

@@ -1,6 +1,8 @@
-"""The rows of cross_entropy_rows in Triton, a row a program: statistics, gradient, or both from one kernel, in place where that is asked.
+"""The rows of cross_entropy_rows in Triton, a row a program: statistics, gradient, or both from one kernel, in place
+where that is asked.
 
-Columns are read a block at a time with a running maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3).
+Columns are read a block at a time with a running maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867,
+algorithm 3).
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from fzero.kernels.aot import Build
 NONE, WRONG = -1, -2  # in place of a target: the token does not count; it counts, and there is no such column
 NOT_COUNTED, NO_SUCH = tl.constexpr(NONE), tl.constexpr(WRONG)
 HELD = 16384  # the longest row that a program holds in registers, and so reads once
-# A longer row is read twice, and the second time from the second-level cache, if the rows in flight fit there: on an H200 (132 processors,
-# 50 MB) two of 128 KiB each, V = 64K in bfloat16, are 34 MB, and so is one of 256 KiB, V = 128K, where two would be 68 MB and the gradient
-# cost 6 bytes a logit in place of 4. The registers of the second configuration leave room for one program on a processor.
+# A longer row is read twice, and the second time from the second-level cache, if the rows in flight fit there: on an
+# H200 (132 processors, 50 MB) two of 128 KiB each, V = 64K in bfloat16, are 34 MB, and so is one of 256 KiB, V = 128K,
+# where two would be 68 MB and the gradient cost 6 bytes a logit in place of 4. The registers of the second
+# configuration leave room for one program on a processor.
 LOOPS = [{"BLOCK": block, "STAGES": 3, "num_warps": 16} for block in (8192, 16384)]
 TWO_FIT = 65536  # columns
 
@@ -29,7 +32,9 @@ TWO_FIT = 65536  # columns
 def _tanh(x):
     # As 2 s(2x) - 1 it cancels near 0, where the series takes over.
     square = x * x
-    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))))
+    series = x * (
+        1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0))))
+    )
     return tl.where(square < 0.09, series, tl.sigmoid(x * 2.0) * 2.0 - 1.0)
 
 
@@ -163,11 +168,17 @@ def _configs(columns: int, ragged: bool) -> tuple[bool, list[tuning.Config]]:
 
 
 def launch(
-    logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, first: int, weights: tuple[float, float, float, float]
+    logits: Tensor,
+    out: Tensor | None,
+    targets: Tensor,
+    statistics: Tensor | None,
+    first: int,
+    weights: tuple[float, float, float, float],
 ) -> Tensor:
     """The statistics [n, 3], made where they are not given; the gradient goes into `out`, which may be the logits.
 
-    Rows may be anywhere, and their columns are side by side. first: the number of the first column. weights: z, s, s / V and c.
+    Rows may be anywhere, and their columns are side by side. first: the number of the first column. weights: z, s, s /
+    V and c.
     """
     n, columns = logits.shape
     given = statistics is not None
@@ -180,9 +191,17 @@ def launch(
         assert statistics.is_contiguous() and (stride - out_stride) % 8 == 0
         ragged = stride % 8 != 0 or columns % 8 != 0
         held, configs = _configs(columns, ragged)
-        flags = {"GIVEN": given, "WRITE": out is not None, "CAP": weights[3] != 0.0, "SMOOTH": weights[1] != 0.0, "RAGGED": ragged}
+        flags = {
+            "GIVEN": given,
+            "WRITE": out is not None,
+            "CAP": weights[3] != 0.0,
+            "SMOOTH": weights[1] != 0.0,
+            "RAGGED": ragged,
+        }
         arguments = (logits, to, targets.contiguous(), statistics, stride, out_stride, columns, first, *weights)
-        tuning.launch(_cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=held)
+        tuning.launch(
+            _cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=held
+        )
     return statistics
 
 
@@ -218,6 +237,8 @@ def builds() -> Iterator[Build]:
             for config in configs if terms else configs[:1]:
                 label = f"_cross_entropy {columns} {what} {config['BLOCK']}"
                 # Of a short row the few accesses to single numbers are the most.
-                yield Build(label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384)
+                yield Build(
+                    label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384
+                )
     signature = {"X": "*bf16", "FACTOR": "*fp32", "n": "i64", "BLOCK": "constexpr"}
     yield Build("_scale", "_scale", signature, {}, {"BLOCK": 4096, "num_warps": 8}, aligned=("n",))

@@ -2,14 +2,14 @@
 
     dropout_add(x, residual) = residual + where(keep, x / (1 - rate), 0)
 
-Element e of the step's global batch is kept where word e % 4 of the Philox4x32-10 block with counter e // 4 is below (1 - rate) 2^32:
-the mask of `random.bernoulli`, the same however the batch is split (`random.bits`). Nothing is stored for the backward pass but the key
-and the index of the first element.
-Ref: Srivastava et al. 2014, "Dropout", JMLR 15; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3.
+Element e of the step's global batch is kept where word e % 4 of the Philox4x32-10 block with counter e // 4 is below (1
+- rate) 2^32: the mask of `random.bernoulli`, the same however the batch is split (`random.bits`). Nothing is stored for
+the backward pass but the key and the index of the first element. Ref: Srivastava et al. 2014, "Dropout", JMLR 15;
+Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3.
 
-Shapes: x and residual [B, ...] of one dtype, key int64 [2], first int64 []. Row b of x holds the elements first + b row_stride + 0, 1, 2
-and so on: where a rank has a range of every row (sequence parallelism), row_stride is the size of a whole one. The product is rounded to
-x's dtype, and then the sum.
+Shapes: x and residual [B, ...] of one dtype, key int64 [2], first int64 []. Row b of x holds the elements first + b
+row_stride + 0, 1, 2 and so on: where a rank has a range of every row (sequence parallelism), row_stride is the size of
+a whole one. The product is rounded to x's dtype, and then the sum.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((2048, 4), 
 def dropout(x: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> Tensor:
     """x [B, ...] with each element zeroed with probability `rate`, in [0, 1), and the others divided by 1 - rate.
 
-    first: the global index of x's first element, int64 []. row_stride: how many elements lie between the firsts of two rows of the
-    batch; those of a row of x by default.
+    first: the global index of x's first element, int64 []. row_stride: how many elements lie between the firsts of two
+    rows of the batch; those of a row of x by default.
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout: rate is {rate}; it must be in [0, 1)")
@@ -62,7 +62,9 @@ def _words(seed, block):
 
 
 @triton.jit
-def _dropout(X, R, OUT, KEY, FIRST, n, parts, x_row, r_row, row_stride, limit, scale, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _dropout(
+    X, R, OUT, KEY, FIRST, n, parts, x_row, r_row, row_stride, limit, scale, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
     row, start = (tl.program_id(0) // parts).to(tl.int64), (tl.program_id(0) % parts).to(tl.int64) * BLOCK
     first = tl.load(FIRST) + row * row_stride + start
     seed = tl.load(KEY) | (tl.load(KEY + 1) << 32)
@@ -102,7 +104,9 @@ def _rows(t: Tensor) -> Tensor:
     "dropout_add(Tensor x, Tensor? residual, float rate, Tensor key, Tensor first, int row_stride) -> Tensor",
     lambda x, residual, rate, key, first, row_stride: x.new_empty(x.shape),
 )
-def dropout_add_kernel(x: Tensor, residual: Tensor | None, rate: float, key: Tensor, first: Tensor, row_stride: int) -> Tensor:
+def dropout_add_kernel(
+    x: Tensor, residual: Tensor | None, rate: float, key: Tensor, first: Tensor, row_stride: int
+) -> Tensor:
     """The dropout of x, added to the residual if there is one, in one pass over memory."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
@@ -119,7 +123,9 @@ def dropout_add_kernel(x: Tensor, residual: Tensor | None, rate: float, key: Ten
     return out
 
 
-def _triton(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> Tensor:
+def _triton(
+    x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None
+) -> Tensor:
     row_stride = math.prod(x.shape[1:]) if row_stride is None else row_stride
     if not isinstance(first, Tensor):
         first = torch.full((), first, dtype=torch.int64, device=x.device)
@@ -131,7 +137,9 @@ def _triton(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | 
     )(x, residual, key, first)
 
 
-def _supports(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> str:
+def _supports(
+    x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None
+) -> str:
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or residual.dtype != x.dtype:
         return f"the dtypes are {x.dtype} and {residual.dtype}; it takes two of float32, bfloat16 or float16"
     if residual.shape != x.shape or x.dim() == 0:
@@ -141,7 +149,9 @@ def _supports(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int 
     return triton_runs(x, residual, key, *([first] if isinstance(first, Tensor) else []))
 
 
-def _prefers(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> str:
+def _prefers(
+    x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None
+) -> str:
     return on_cuda(x) if rate else "the rate is 0, and the result the plain sum"
 
 
@@ -156,7 +166,12 @@ dropout_add = Op(
 
 def builds() -> Iterator[Build]:
     """What `aot` compiles."""
-    kinds = dict.fromkeys(("KEY", "FIRST"), "*i64") | {"limit": "i64", "scale": "fp32", "ADD": "constexpr", "BLOCK": "constexpr"}
+    kinds = dict.fromkeys(("KEY", "FIRST"), "*i64") | {
+        "limit": "i64",
+        "scale": "fp32",
+        "ADD": "constexpr",
+        "BLOCK": "constexpr",
+    }
     aligned = ("n", "x_row", "r_row", "row_stride")
     kinds |= dict.fromkeys((*aligned, "parts"), "i32")
     for dtype in ("bf16", "fp32"):

@@ -2,9 +2,9 @@
 
     swiglu(a, b) = silu(a) b,   silu(a) = a s(a);   geglu(a, b) = gelu(a) b,   gelu(a) = a s(2 c (a + 0.044715 a^3)),  c = sqrt(2 / pi)
 
-with s the logistic function (the tanh form of GELU, as tanh(x) = 2 s(2x) - 1). The backward pass takes a and b alone and computes the
-activation again.
-Ref: Shazeer 2020, "GLU variants improve transformer", arXiv:2002.05202, equations 5 and 6; Hendrycks & Gimpel 2016, arXiv:1606.08415.
+with s the logistic function (the tanh form of GELU, as tanh(x) = 2 s(2x) - 1). The backward pass takes a and b alone
+and computes the activation again. Ref: Shazeer 2020, "GLU variants improve transformer", arXiv:2002.05202, equations 5
+and 6; Hendrycks & Gimpel 2016, arXiv:1606.08415.
 
 Shapes: a and b of one shape and dtype, any strides; the arithmetic is in float32 or wider, the result in their dtype.
 """
@@ -114,7 +114,11 @@ def _fused(what: str, gelu: bool) -> Fused:
 def _supports(a: Tensor, b: Tensor) -> str:
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         return f"the dtypes are {a.dtype} and {b.dtype}; it takes two of float32, bfloat16 or float16"
-    return triton_runs(a, b) if a.shape == b.shape else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
+    return (
+        triton_runs(a, b)
+        if a.shape == b.shape
+        else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
+    )
 
 
 def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], gelu: bool) -> Op:
@@ -136,6 +140,10 @@ def builds() -> Iterator[Build]:
     for kernel, pointers in (("_glu_forward", "A B OUT"), ("_glu_backward", "A B G DA DB")):
         for config in CONFIGS:
             for gelu in (False, True):
-                signature = dict.fromkeys(pointers.split(), "*bf16") | {"n": "i32", "GELU": "constexpr", "BLOCK": "constexpr"}
+                signature = dict.fromkeys(pointers.split(), "*bf16") | {
+                    "n": "i32",
+                    "GELU": "constexpr",
+                    "BLOCK": "constexpr",
+                }
                 label = f"{kernel} {'geglu' if gelu else 'swiglu'} {config['BLOCK']}"
                 yield Build(label, kernel, signature, {"GELU": gelu}, config, aligned=("n",))

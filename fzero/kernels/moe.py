@@ -2,9 +2,9 @@
 
     out[n] = sum_k weight[n, k] expert_{id[n, k]}(x[n]),   weight = the top-k of softmax(x w_router), divided by their sum
 
-Dropless: the tokens' rows are grouped by expert (see `routing`), and `grouped_mm` multiplies each group by its expert's weights.
-Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 4 (no token is
-dropped); Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
+Dropless: the tokens' rows are grouped by expert (see `routing`), and `grouped_mm` multiplies each group by its expert's
+weights. Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks", arXiv:2211.15841,
+section 4 (no token is dropped); Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
 
 Shapes: x [B, T, D], ids int64 and weights [B, T, k], w_gate and w_up [E, D, F], w_down [E, F, D].
 """
@@ -43,7 +43,8 @@ FLOAT_CONFIGS = [_blocks(64, 64, 32, 4, 3)]
 
 
 def grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Rows of x [M, D] times their group's w [E, D, F]: group e is rows ends[e - 1] to ends[e] (int32 [E], rising to M).
+    """Rows of x [M, D] times their group's w [E, D, F]: group e is rows ends[e - 1] to ends[e] (int32 [E], rising to
+    M).
 
     Every group times every row, masked: E times the work.
     """
@@ -59,7 +60,9 @@ def _sizes(ends: Tensor) -> list[int]:
 
 @operator("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2]))
 def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """[M, F] by torch's own products. As an operator: torch's description of `_grouped_mm` to a trace refuses what its CPU form takes."""
+    """[M, F] by torch's own products. As an operator: torch's description of `_grouped_mm` to a trace refuses what its
+    CPU form takes.
+    """
     if x.is_cuda:
         w = w if 1 in w.stride()[1:] else w.contiguous()
         return torch._grouped_mm(x.contiguous(), w, offs=ends)
@@ -69,7 +72,10 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@operator("grouped_mm_dw(Tensor x, Tensor g, Tensor ends) -> Tensor", lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]))
+@operator(
+    "grouped_mm_dw(Tensor x, Tensor g, Tensor ends) -> Tensor",
+    lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
+)
 def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F]: each group's x^T g, zero for a group without rows."""
     if x.is_cuda:
@@ -119,7 +125,9 @@ def _grouped_mm(
     for start in range(0, D, BLOCK_K):
         at = start + k
         x = tl.load(X + row * D + at[None, :], mask=(row < end) & (at[None, :] < D), other=0.0)
-        w = tl.load(W + at.to(tl.int64)[:, None] * stride_d + col * stride_f, mask=(at[:, None] < D) & (col < F), other=0.0)
+        w = tl.load(
+            W + at.to(tl.int64)[:, None] * stride_d + col * stride_f, mask=(at[:, None] < D) & (col < F), other=0.0
+        )
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision="ieee")
@@ -159,7 +167,9 @@ def _configs(x: Tensor) -> list[tuning.Config]:
     return FLOAT_CONFIGS if x.dtype == torch.float32 else HALF_CONFIGS
 
 
-@operator("grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2]))
+@operator(
+    "grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2])
+)
 def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """[M, F] in Triton; w may have any strides."""
     (m, d), (experts, _, f) = x.shape, w.shape
@@ -171,12 +181,15 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if m and f:
         given = (x.contiguous(), w, ends, out, experts, d, f, *w.stride())
         constants = {"EXPERTS": triton.next_power_of_2(experts), "UPCAST": INTERPRETED}
-        tuning.launch(_grouped_mm, grid, given, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants)
+        tuning.launch(
+            _grouped_mm, grid, given, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants
+        )
     return out
 
 
 @operator(
-    "grouped_mm_dw_triton(Tensor x, Tensor g, Tensor ends) -> Tensor", lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1])
+    "grouped_mm_dw_triton(Tensor x, Tensor g, Tensor ends) -> Tensor",
+    lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
 )
 def grouped_product_dw_triton(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F] in Triton."""
@@ -223,7 +236,9 @@ grouped_mm = Op(
     "grouped_mm",
     grouped_mm_reference,
     Form("torch", _fused(grouped_product, grouped_product_dw), supports=_torch_supports),
-    Form("triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda),
+    Form(
+        "triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda
+    ),
     flops=lambda x, w, ends: 2 * x.shape[0] * w.shape[1] * w.shape[2],
     bytes=lambda x, w, ends: (x.numel() + w.numel() + x.shape[0] * w.shape[2]) * x.element_size(),
 )
@@ -233,7 +248,9 @@ grouped_mm = Op(
 
 
 def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels = AUTO) -> Tensor:
-    """Every token goes to its k experts: rows grouped by expert, three grouped products, each token's rows summed with its weights."""
+    """Every token goes to its k experts: rows grouped by expert, three grouped products, each token's rows summed with
+    its weights.
+    """
     k, tokens = ids.shape[-1], x.reshape(-1, x.shape[-1])
     order, place, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
 
@@ -247,9 +264,11 @@ def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels 
 
 
 def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, kernels: Kernels = AUTO) -> Tensor:
-    """An expert takes at most C = ceil(factor T k / E) tokens of a sequence, first choices first, then in order of position.
+    """An expert takes at most C = ceil(factor T k / E) tokens of a sequence, first choices first, then in order of
+    position.
 
-    What finds no room contributes nothing (the residual carries it on). Groups are sequences, so that a batch may be split anyhow.
+    What finds no room contributes nothing (the residual carries it on). Groups are sequences, so that a batch may be
+    split anyhow.
     """
     b, t, d = x.shape
     k, experts = ids.shape[-1], p["w_gate"].shape[0]
@@ -286,6 +305,22 @@ def builds() -> Iterator[Build]:
                 signature = of_w | strides | {one: "constexpr", "EXPERTS": "constexpr"} | blocks
                 given = constants | {one: 1, "EXPERTS": 64}
                 aligned = ("D", "F", *(stride for stride in strides if stride != one))
-                yield Build(f"_grouped_mm{name} {label}", "_grouped_mm", signature, given, config, matrix=matrix, aligned=aligned)
+                yield Build(
+                    f"_grouped_mm{name} {label}",
+                    "_grouped_mm",
+                    signature,
+                    given,
+                    config,
+                    matrix=matrix,
+                    aligned=aligned,
+                )
             signature = {"X": f"*{kind}", "G": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}"} | sizes | blocks
-            yield Build(f"_grouped_mm_dw {label}", "_grouped_mm_dw", signature, constants, config, matrix=matrix, aligned=("D", "F"))
+            yield Build(
+                f"_grouped_mm_dw {label}",
+                "_grouped_mm_dw",
+                signature,
+                constants,
+                config,
+                matrix=matrix,
+                aligned=("D", "F"),
+            )

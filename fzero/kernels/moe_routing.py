@@ -1,9 +1,9 @@
 """Where the tokens of a mixture of experts go: top-k routing, and rows of tokens grouped by expert.
 
-`route` chooses each token's experts and weights. `group` numbers the rows of the chosen pairs (token, choice) so that those of an expert
-are together; `permute` copies tokens to their rows, and `unpermute` sums the rows of a token with its weights. None of them waits for
-the device, and none adds in an order that is left open.
-Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1 (route); Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 5.2 (group).
+`route` chooses each token's experts and weights. `group` numbers the rows of the chosen pairs (token, choice) so that
+those of an expert are together; `permute` copies tokens to their rows, and `unpermute` sums the rows of a token with
+its weights. None of them waits for the device, and none adds in an order that is left open. Ref: Jiang et al. 2024,
+"Mixtral of experts", section 2.1 (route); Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 5.2 (group).
 
 Shapes: N tokens of D, E experts, k choices of each token, M = N k rows; pair number n k + j is token n's choice j.
 """
@@ -35,7 +35,7 @@ def route_configs(width: int) -> list[tuning.Config]:
     return [{"ROWS": max(1, elements // width), "num_warps": 4} for elements in (1024, 2048)]
 
 
-def _no_float(x: Tensor) -> str:
+def _refuse_dtype(x: Tensor) -> str:
     return "" if x.dtype in FLOATS else f"the dtype is {x.dtype}; it takes float32, bfloat16 or float16"
 
 
@@ -43,7 +43,8 @@ def _no_float(x: Tensor) -> str:
 
 
 def route_reference(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int64 [..., k], weights [..., k] that sum to 1, probabilities [..., E]) of router logits [..., E], in float32 or wider.
+    """(ids int64 [..., k], weights [..., k] that sum to 1, probabilities [..., E]) of router logits [..., E], in
+    float32 or wider.
 
     The largest logit first; of equal ones that with the lower number.
     """
@@ -55,7 +56,9 @@ def route_reference(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 @triton.jit
-def _route_forward(LOGITS, WEIGHTS, PROBS, IDS, n, E, K, WIDTH: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr):
+def _route_forward(
+    LOGITS, WEIGHTS, PROBS, IDS, n, E, K, WIDTH: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col, choice = tl.arange(0, WIDTH)[None, :], tl.arange(0, CHOICES)[None, :]
     live = (row < n) & (col < E)
@@ -80,7 +83,18 @@ def _route_forward(LOGITS, WEIGHTS, PROBS, IDS, n, E, K, WIDTH: tl.constexpr, CH
 
 @triton.jit
 def _route_backward(
-    WEIGHTS, PROBS, IDS, DWEIGHTS, DPROBS, DLOGITS, n, E, K, WIDTH: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr
+    WEIGHTS,
+    PROBS,
+    IDS,
+    DWEIGHTS,
+    DPROBS,
+    DLOGITS,
+    n,
+    E,
+    K,
+    WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     # The weights are the softmax of the chosen logits: both gradients are p (dp - sum p dp).
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -104,19 +118,21 @@ def _launch_route(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], n: in
         width = triton.next_power_of_2(experts)
         sizes = {"WIDTH": width, "CHOICES": triton.next_power_of_2(top_k)}
         grid = lambda config: (triton.cdiv(n, config["ROWS"]),)  # noqa: E731
-        tuning.launch(kernel, grid, (*tensors, n, experts, top_k), route_configs(width), shape=(n, experts, top_k), **sizes)
+        tuning.launch(
+            kernel, grid, (*tensors, n, experts, top_k), route_configs(width), shape=(n, experts, top_k), **sizes
+        )
 
 
-def _routed(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     n, experts = logits.shape
     wide = functools.partial(logits.new_empty, dtype=torch.float32)
     return wide((n, top_k)), wide((n, experts)), logits.new_empty((n, top_k), dtype=torch.int64)
 
 
-@operator("route_forward(Tensor logits, int top_k) -> (Tensor, Tensor, Tensor)", _routed)
+@operator("route_forward(Tensor logits, int top_k) -> (Tensor, Tensor, Tensor)", _empty_route)
 def route_forward(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, probabilities, ids) of logits [N, E], in one pass over them."""
-    out = _routed(logits, top_k)
+    out = _empty_route(logits, top_k)
     _launch_route(_route_forward, (logits.contiguous(), *out), *logits.shape, top_k)
     return out
 
@@ -125,7 +141,9 @@ def route_forward(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     "route_backward(Tensor weights, Tensor probabilities, Tensor ids, Tensor dweights, Tensor dprobabilities) -> Tensor",
     lambda weights, probabilities, *_: probabilities.new_empty(probabilities.shape),
 )
-def route_backward(weights: Tensor, probabilities: Tensor, ids: Tensor, dweights: Tensor, dprobabilities: Tensor) -> Tensor:
+def route_backward(
+    weights: Tensor, probabilities: Tensor, ids: Tensor, dweights: Tensor, dprobabilities: Tensor
+) -> Tensor:
     """The gradient by the logits, float32 [N, E]."""
     out = torch.empty_like(probabilities)
     given = (weights, probabilities, ids, dweights, dprobabilities)
@@ -141,14 +159,16 @@ def _route_triton(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
         results=3,
         keep=lambda tensors, outputs: outputs,
     )
-    weights, probabilities, ids = (t.reshape(*logits.shape[:-1], t.shape[-1]) for t in fused(logits.reshape(-1, logits.shape[-1])))
+    weights, probabilities, ids = (
+        t.reshape(*logits.shape[:-1], t.shape[-1]) for t in fused(logits.reshape(-1, logits.shape[-1]))
+    )
     return ids, weights, probabilities
 
 
 def _route_supports(logits: Tensor, top_k: int) -> str:
     if logits.shape[-1] > MAX_EXPERTS:
         return f"there are {logits.shape[-1]} experts; it takes {MAX_EXPERTS} at most"
-    return _no_float(logits) or triton_runs(logits)
+    return _refuse_dtype(logits) or triton_runs(logits)
 
 
 route = Op(
@@ -156,7 +176,9 @@ route = Op(
     route_reference,
     Form("triton", _route_triton, supports=_route_supports, prefers=on_cuda),
     flops=lambda logits, top_k: (4 + 2 * top_k) * logits.numel(),
-    bytes=lambda logits, top_k: logits.numel() * (logits.element_size() + 4) + logits.numel() // logits.shape[-1] * top_k * 12,
+    bytes=lambda logits, top_k: (
+        logits.numel() * (logits.element_size() + 4) + logits.numel() // logits.shape[-1] * top_k * 12
+    ),
 )
 
 
@@ -204,15 +226,17 @@ def _place(IDS, RANK, FIRST, ORDER, PLACE, m, blocks, PAIRS: tl.constexpr):
     tl.store(ORDER + place, at, mask=at < m)
 
 
-def _grouped(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_groups(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids.new_empty(ids.shape), ids.new_empty(ids.shape), ids.new_empty(experts, dtype=torch.int32)
 
 
-@operator("group_rows(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)", _grouped)
+@operator("group_rows(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)", _empty_groups)
 def group_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order, place, ends) of ids int64 [M]: a counting sort, each expert's count in each block of pairs, their running sum, the places."""
+    """(order, place, ends) of ids int64 [M]: a counting sort, each expert's count in each block of pairs, their running
+    sum, the places.
+    """
     m, blocks = len(ids), triton.cdiv(len(ids), PAIRS)
-    order, place, ends = _grouped(ids, experts)
+    order, place, ends = _empty_groups(ids, experts)
     if m == 0:
         return order, place, ends.zero_()
     ids, rank = ids.contiguous(), torch.empty(m, dtype=torch.int32, device=ids.device)
@@ -291,7 +315,15 @@ def _collect_backward(Y, WEIGHTS, PLACE, G, DY, DWEIGHTS, D, K: tl.constexpr, BL
     tl.store(DWEIGHTS + pair, tl.sum(dw, 0).to(DWEIGHTS.dtype.element_ty))
 
 
-def _launch_rows(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], programs: int, d: int, k: int, loops: bool, **constants: bool):
+def _launch_rows(
+    kernel: triton.JITFunction,
+    tensors: tuple[Tensor, ...],
+    programs: int,
+    d: int,
+    k: int,
+    loops: bool,
+    **constants: bool,
+):
     """`programs` programs times, unless each loops over them, the blocks of d columns."""
 
     def grid(config: tuning.Config) -> tuple[int, ...]:
@@ -306,7 +338,9 @@ def _launch_rows(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], progra
 def permute_rows(x: Tensor, place: Tensor) -> Tensor:
     """The rows [M, D] of tokens x [N, D], each token read once."""
     out = x.new_empty(len(place), x.shape[1])
-    _launch_rows(_spread, (x.contiguous(), place.contiguous(), out), *x.shape, len(place) // max(1, len(x)), loops=False)
+    _launch_rows(
+        _spread, (x.contiguous(), place.contiguous(), out), *x.shape, len(place) // max(1, len(x)), loops=False
+    )
     return out
 
 
@@ -340,7 +374,7 @@ def _choices(x: Tensor, order: Tensor) -> int:
     return len(order) // len(x) if len(x) else 1
 
 
-def _gathered(y: Tensor, place: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
+def _sum_rows(y: Tensor, place: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     """The sum [N, D] of each token's k rows of y, by k gathers: no index is added to twice."""
     parts = [y.index_select(0, rows) for rows in place.reshape(-1, k).unbind(1)]
     if weights is not None:
@@ -348,7 +382,7 @@ def _gathered(y: Tensor, place: Tensor, k: int, weights: Tensor | None = None) -
     return functools.reduce(torch.add, parts)
 
 
-def _gathered_backward(y: Tensor, weights: Tensor, order: Tensor, place: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_rows_backward(y: Tensor, weights: Tensor, order: Tensor, place: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     k = weights.shape[1]
     dy = g.index_select(0, order // k) * weights.reshape(-1)[order][:, None].to(y.dtype)
     dw = [(y.index_select(0, rows) * g).sum(-1, dtype=weights.dtype) for rows in place.reshape(-1, k).unbind(1)]
@@ -360,7 +394,7 @@ def _permute_gather(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
     fused = Fused(
         "permute",
         forward=lambda x, order, place: (x.index_select(0, order // k),),
-        backward=lambda saved, grads: (_gathered(grads[0], saved[2], k),),
+        backward=lambda saved, grads: (_sum_rows(grads[0], saved[2], k),),
     )
     return fused(x, order, place)
 
@@ -377,8 +411,8 @@ def _permute_triton(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
 
 _unpermute_gather = Fused(
     "unpermute",
-    forward=lambda y, weights, order, place: (_gathered(y, place, weights.shape[1], weights),),
-    backward=lambda saved, grads: _gathered_backward(*saved, *grads),
+    forward=lambda y, weights, order, place: (_sum_rows(y, place, weights.shape[1], weights),),
+    backward=lambda saved, grads: _sum_rows_backward(*saved, *grads),
 )
 
 
@@ -394,7 +428,7 @@ def _unpermute_triton(y: Tensor, weights: Tensor, order: Tensor, place: Tensor) 
 permute = Op(
     "permute",
     permute_reference,
-    Form("triton", _permute_triton, supports=lambda x, *at: _no_float(x) or triton_runs(x, *at), prefers=on_cuda),
+    Form("triton", _permute_triton, supports=lambda x, *at: _refuse_dtype(x) or triton_runs(x, *at), prefers=on_cuda),
     Form("gather", _permute_gather),
     flops=lambda x, order, place: 0,
     bytes=lambda x, order, place: (x.numel() + len(order) * x.shape[1]) * x.element_size() + 8 * len(order),
@@ -402,7 +436,12 @@ permute = Op(
 unpermute = Op(
     "unpermute",
     unpermute_reference,
-    Form("triton", _unpermute_triton, supports=lambda y, w, *at: _no_float(y) or _no_float(w) or triton_runs(y, w, *at), prefers=on_cuda),
+    Form(
+        "triton",
+        _unpermute_triton,
+        supports=lambda y, w, *at: _refuse_dtype(y) or _refuse_dtype(w) or triton_runs(y, w, *at),
+        prefers=on_cuda,
+    ),
     Form("gather", _unpermute_gather),
     flops=lambda y, weights, order, place: 2 * y.numel(),
     bytes=lambda y, weights, order, place: (y.numel() + len(weights) * y.shape[1]) * y.element_size() + 12 * len(order),
@@ -421,11 +460,23 @@ def builds() -> Iterator[Build]:
         constants = {"WIDTH": experts, "CHOICES": top_k}
         for config in route_configs(experts):
             forward = signature("LOGITS:fp32 WEIGHTS:fp32 PROBS:fp32 IDS:i64", "n E K", "WIDTH CHOICES ROWS")
-            backward = signature("WEIGHTS:fp32 PROBS:fp32 IDS:i64 DWEIGHTS:fp32 DPROBS:fp32 DLOGITS:fp32", "n E K", "WIDTH CHOICES ROWS")
+            backward = signature(
+                "WEIGHTS:fp32 PROBS:fp32 IDS:i64 DWEIGHTS:fp32 DPROBS:fp32 DLOGITS:fp32", "n E K", "WIDTH CHOICES ROWS"
+            )
             label = f"{top_k} of {experts} {config['ROWS']}"
             # The k numbers of a row beside the E are few and narrow.
-            yield Build(f"_route_forward {label}", "_route_forward", forward, constants, config, aligned=("E",), wide=experts > 8)
-            yield Build(f"_route_backward {label}", "_route_backward", backward, constants, config, aligned=("E",), wide=False)
+            yield Build(
+                f"_route_forward {label}",
+                "_route_forward",
+                forward,
+                constants,
+                config,
+                aligned=("E",),
+                wide=experts > 8,
+            )
+            yield Build(
+                f"_route_backward {label}", "_route_backward", backward, constants, config, aligned=("E",), wide=False
+            )
     # Single numbers everywhere here, and in `_collect` two of them beside each wide access.
     pairs = (
         signature("IDS:i64 RANK:i32 COUNTS:i32", "m E", "PAIRS"),
@@ -439,5 +490,7 @@ def builds() -> Iterator[Build]:
         collect = signature("Y:bf16 WEIGHTS:fp32 PLACE:i64 OUT:bf16", "D", "K WEIGHTED BLOCK")
         backward = signature("Y:bf16 WEIGHTS:fp32 PLACE:i64 G:bf16 DY:bf16 DWEIGHTS:fp32", "D", "K BLOCK")
         yield Build(f"_spread {label}", "_spread", spread, constants, config, aligned=("D",))
-        yield Build(f"_collect {label}", "_collect", collect, constants | {"WEIGHTED": True}, config, aligned=("D",), wide=False)
+        yield Build(
+            f"_collect {label}", "_collect", collect, constants | {"WEIGHTED": True}, config, aligned=("D",), wide=False
+        )
         yield Build(f"_collect_backward {label}", "_collect_backward", backward, constants, config, aligned=("D",))

@@ -2,9 +2,10 @@
 
     X = x / max(||x||, eps);  then `steps` times:  A = X X^T;  P = b A + c A A;  X = a X + P X
 
-on the wide form of each matrix. A and P are symmetric: the kernel computes the lower triangle of tiles and writes each on both sides, which
-saves half of the products of these two steps (of three equal ones where the matrix is square); b A is added before P is rounded.
-Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", section "Design considerations".
+on the wide form of each matrix. A and P are symmetric: the kernel computes the lower triangle of tiles and writes each
+on both sides, which saves half of the products of these two steps (of three equal ones where the matrix is square); b A
+is added before P is rounded. Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks",
+section "Design considerations".
 
 Shapes: x [..., M, N] in any floating dtype; the result has `dtype`, in which it is computed.
 """
@@ -34,7 +35,12 @@ CONFIGS = [
 
 
 def _iterate(
-    product: Callable[..., Tensor], x: Tensor, steps: int, dtype: torch.dtype | None, coefficients: tuple[float, ...], eps: float
+    product: Callable[..., Tensor],
+    x: Tensor,
+    steps: int,
+    dtype: torch.dtype | None,
+    coefficients: tuple[float, ...],
+    eps: float,
 ) -> Tensor:
     a, b, c = coefficients
     x = x.to(dtype or x.dtype).contiguous()  # products of other strides round differently
@@ -55,7 +61,12 @@ def _plain(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
 
 
 def newton_schulz_reference(
-    x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, coefficients: tuple[float, ...] = COEFFICIENTS, eps: float = 1e-7
+    x: Tensor,
+    steps: int = 5,
+    *,
+    dtype: torch.dtype | None = None,
+    coefficients: tuple[float, ...] = COEFFICIENTS,
+    eps: float = 1e-7,
 ) -> Tensor:
     """The iterations by batched products: the definition."""
     return _iterate(_plain, x, steps, dtype, coefficients, eps)
@@ -69,7 +80,9 @@ def _symmetric(
     tiles = tl.cdiv(m, BLOCK)
     each = tiles * (tiles + 1) // 2
     batch, t = (tl.program_id(0) // each).to(tl.int64), tl.program_id(0) % each
-    i = ((tl.sqrt(t.to(tl.float32) * 8.0 + 1.0) - 1.0) * 0.5).to(tl.int32)  # the row of the triangle, but for a rounding
+    i = ((tl.sqrt(t.to(tl.float32) * 8.0 + 1.0) - 1.0) * 0.5).to(
+        tl.int32
+    )  # the row of the triangle, but for a rounding
     i = tl.where(i * (i + 1) // 2 > t, i - 1, i)
     i = tl.where((i + 1) * (i + 2) // 2 <= t, i + 1, i)
     j = t - i * (i + 1) // 2
@@ -86,7 +99,9 @@ def _symmetric(
     acc = acc * alpha
     here = (rows[:, None] < m) & (cols[None, :] < m)
     if ADDS:
-        acc += tl.load(ADD + (batch * m + rows)[:, None] * m + cols[None, :], mask=here, other=0.0).to(tl.float32) * beta
+        acc += (
+            tl.load(ADD + (batch * m + rows)[:, None] * m + cols[None, :], mask=here, other=0.0).to(tl.float32) * beta
+        )
     out = acc.to(OUT.dtype.element_ty)
     tl.store(OUT + (batch * m + rows)[:, None] * m + cols[None, :], out, mask=here)
     there = (cols[:, None] < tl.where(i != j, m, 0)) & (rows[None, :] < m)
@@ -99,7 +114,9 @@ def _shape(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
 
 @operator("symmetric_product(Tensor x, Tensor? add, float alpha, float beta) -> Tensor", _shape)
 def symmetric_product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """alpha x x^T + beta add of x [B, M, K] and a symmetric add [B, M, M] or None, rounded once, half of the tiles computed."""
+    """alpha x x^T + beta add of x [B, M, K] and a symmetric add [B, M, M] or None, rounded once, half of the tiles
+    computed.
+    """
     x = x.contiguous()
     batch, m, k = x.shape
     out = torch.empty(batch, m, m, dtype=x.dtype, device=x.device)
@@ -125,7 +142,9 @@ def _product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor
     what = "newton_schulz"
     if add is None:
         one = Fused(
-            what, lambda x: (symmetric_product(x, None, alpha, beta),), lambda saved, grads: (_backward(saved[0], grads[0], alpha),)
+            what,
+            lambda x: (symmetric_product(x, None, alpha, beta),),
+            lambda saved, grads: (_backward(saved[0], grads[0], alpha),),
         )
         return one(x)
     two = Fused(
@@ -137,7 +156,12 @@ def _product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor
 
 
 def _by_triton(
-    x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, coefficients: tuple[float, ...] = COEFFICIENTS, eps: float = 1e-7
+    x: Tensor,
+    steps: int = 5,
+    *,
+    dtype: torch.dtype | None = None,
+    coefficients: tuple[float, ...] = COEFFICIENTS,
+    eps: float = 1e-7,
 ) -> Tensor:
     return _iterate(_product, x, steps, dtype, coefficients, eps)
 
@@ -150,7 +174,9 @@ def _supports(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **
 
 def _flops(x: Tensor, steps: int = 5, **rest: Any) -> int:
     m, n = sorted(x.shape[-2:])
-    return math.prod(x.shape[:-2]) * steps * (2 * m * m * n + m * (m + 1) * (m + n))  # a triangle of A and of P, and P X
+    return (
+        math.prod(x.shape[:-2]) * steps * (2 * m * m * n + m * (m + 1) * (m + n))
+    )  # a triangle of A and of P, and P X
 
 
 def _bytes(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **rest: Any) -> int:
@@ -175,4 +201,6 @@ def builds() -> Iterator[Build]:
     for config in CONFIGS:
         for adds in (False, True):
             label = f"_symmetric{' add' * adds} {config['BLOCK']}x{config['BLOCK_K']}"
-            yield Build(label, "_symmetric", signature, {"ADDS": adds, "UPCAST": False}, config, matrix=True, aligned=("m", "k"))
+            yield Build(
+                label, "_symmetric", signature, {"ADDS": adds, "UPCAST": False}, config, matrix=True, aligned=("m", "k")
+            )

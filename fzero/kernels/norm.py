@@ -8,14 +8,14 @@ With n the normed row, d = grad * scale and N columns, the gradients are
 
     dx = r (d - n mean(d n) [- mean(d)]) [+ grad of s],   dscale = sum of grad n over the rows,   dbias = sum of grad
 
-in brackets LayerNorm's and the sum's. dscale and dbias are summed in an order that depends on the shape and the device alone: each
-program of a fixed number adds up its rows, and the programs' sums are added in their order.
-Ref: Zhang & Sennrich 2019, "Root mean square layer normalization", arXiv:1910.07467, equation 4; Ba et al. 2016, "Layer
-normalization", arXiv:1607.06450, section 3.1. Variance over chunks: Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise
-algorithm for computing sample variances".
+in brackets LayerNorm's and the sum's. dscale and dbias are summed in an order that depends on the shape and the device
+alone: each program of a fixed number adds up its rows, and the programs' sums are added in their order. Ref: Zhang &
+Sennrich 2019, "Root mean square layer normalization", arXiv:1910.07467, equation 4; Ba et al. 2016, "Layer
+normalization", arXiv:1607.06450, section 3.1. Variance over chunks: Chan, Golub & LeVeque 1979, "Updating formulae and
+a pairwise algorithm for computing sample variances".
 
-Shapes: x and residual [..., N] of one dtype, scale and bias [N] of any; statistics are float32 or wider, the results of x's dtype. As in
-the references, s and n are rounded to that dtype before they are used further.
+Shapes: x and residual [..., N] of one dtype, scale and bias [N] of any; statistics are float32 or wider, the results of
+x's dtype. As in the references, s and n are rounded to that dtype before they are used further.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, scale: Tensor, eps: floa
     return rms_norm_reference(total, scale, eps), total
 
 
-def add_layer_norm_reference(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_layer_norm_reference(
+    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """(layer_norm of the sum, the sum x + residual): the definition."""
     total = x + residual
     return layer_norm_reference(total, scale, bias, eps), total
@@ -148,7 +150,7 @@ def _norm_forward(
 
 
 @triton.jit
-def _pull(G, X, g_at, x_at, mask, w, mean, rstd, LAYER: tl.constexpr):
+def _load_normed(G, X, g_at, x_at, mask, w, mean, rstd, LAYER: tl.constexpr):
     """(gradient, gradient times scale, normed x) of a tile, in float32."""
     g = tl.load(G + g_at, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(X + x_at, mask=mask, other=0.0).to(tl.float32)
@@ -171,11 +173,16 @@ def _norm_backward(
     for tile in range(pid, tl.cdiv(M, ROWS), programs):
         row = tl.arange(0, ROWS).to(tl.int64) + tile * ROWS
         inside = (row < M)[:, None]
-        g_at, gs_at, x_at, dx_at = (row * g_row)[:, None], (row * gs_row)[:, None], (row * x_row)[:, None], (row * N)[:, None]
+        g_at, gs_at, x_at, dx_at = (
+            (row * g_row)[:, None],
+            (row * gs_row)[:, None],
+            (row * x_row)[:, None],
+            (row * N)[:, None],
+        )
         rstd = tl.load(STATS + row, mask=row < M, other=0.0)
         mean = tl.load(STATS + M + row, mask=row < M, other=0.0) if LAYER else rstd
         if IS_WHOLE:
-            g, d, n = _pull(G, X, g_at + cols, x_at + cols, inside & (cols < N), w, mean, rstd, LAYER)
+            g, d, n = _load_normed(G, X, g_at + cols, x_at + cols, inside & (cols < N), w, mean, rstd, LAYER)
             along, total = tl.sum(d * n, 1), tl.sum(d, 1)
             dw += g * n
             if LAYER:
@@ -185,7 +192,7 @@ def _norm_backward(
             for start in range(0, N, BLOCK):
                 at = start + cols
                 w = _param(W, X, at, N)
-                g, d, n = _pull(G, X, g_at + at, x_at + at, inside & (at < N), w, mean, rstd, LAYER)
+                g, d, n = _load_normed(G, X, g_at + at, x_at + at, inside & (at < N), w, mean, rstd, LAYER)
                 along += tl.sum(d * n, 1)
                 total += tl.sum(d, 1)
         for start in range(0, BLOCK if IS_WHOLE else N, BLOCK):
@@ -193,7 +200,7 @@ def _norm_backward(
             mask = inside & (at < N)
             if not IS_WHOLE:
                 w = _param(W, X, at, N)
-                g, d, n = _pull(G, X, g_at + at, x_at + at, mask, w, mean, rstd, LAYER)
+                g, d, n = _load_normed(G, X, g_at + at, x_at + at, mask, w, mean, rstd, LAYER)
                 i = start + own
                 seen = i < tl.where(tile == pid, 0, N)  # the first tile finds nothing to add to
                 tl.store(DW + i, tl.load(DW + i, mask=seen, other=0.0) + tl.sum(g * n, 0), mask=i < N)
@@ -225,13 +232,15 @@ def _config(kernel: str, n: int) -> tuning.Config:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 512))}
 
 
-def _tuned(kernel: triton.JITFunction, x: Tensor, layer: bool) -> tuning.Config:
+def _tuned_config(kernel: triton.JITFunction, x: Tensor, layer: bool) -> tuning.Config:
     name, n = kernel.__name__, x.shape[-1]
     return tuning.config(name, (n, x.dtype, layer), _config(name, n), x.device)
 
 
 def _programs(device: torch.device, warps: int) -> int:
-    """How many programs share the rows in the backward pass: 16 warps to a multiprocessor. The order of sums depends on it."""
+    """How many programs share the rows in the backward pass: 16 warps to a multiprocessor. The order of sums depends on
+    it.
+    """
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 16 // warps)
@@ -243,14 +252,16 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
-def _forward(x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(normed, the sum, statistics): see the operators."""
     layer, add, m, n = bias is not None, residual is not None, math.prod(x.shape[:-1]), x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if add else y
     stats = torch.empty((1 + layer, m), dtype=torch.float32, device=x.device)
     if y.numel():
-        config = _tuned(_norm_forward, x, layer)
+        config = _tuned_config(_norm_forward, x, layer)
         x, scale = _rows(x), scale.contiguous()
         r, b = _rows(residual) if add else x, bias.contiguous() if layer else scale
         flags = {"LAYER": layer, "ADD": add, "IS_WHOLE": n <= config["BLOCK"]}
@@ -268,7 +279,9 @@ def _stats_like(x: Tensor, bias: Tensor | None) -> Tensor:
     lambda x, scale, bias, eps: (x.new_empty(x.shape), _stats_like(x, bias)),
 )
 def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """(x normed, statistics float32 [1 or 2, M]): 1 / sqrt(mean square + eps) of the M rows; with a bias, LayerNorm's, and the means."""
+    """(x normed, statistics float32 [1 or 2, M]): 1 / sqrt(mean square + eps) of the M rows; with a bias, LayerNorm's,
+    and the means.
+    """
     return _forward(x, None, scale, bias, eps)[::2]
 
 
@@ -276,7 +289,9 @@ def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> t
     "add_norm_forward(Tensor x, Tensor residual, Tensor scale, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     lambda x, residual, scale, bias, eps: (x.new_empty(x.shape), x.new_empty(x.shape), _stats_like(x, bias)),
 )
-def add_norm_forward(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_norm_forward(
+    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum normed, the sum x + residual, statistics of the sum as of norm_forward)."""
     return _forward(x, residual, scale, bias, eps)
 
@@ -286,12 +301,14 @@ def add_norm_forward(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | 
     lambda g, total_g, x, scale, stats: (x.new_empty(x.shape), stats.new_empty((stats.shape[0], x.shape[-1]))),
 )
 def norm_backward(g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed, and total_g of x itself, if any."""
+    """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed, and total_g of x
+    itself, if any.
+    """
     add, (kinds, m), n = total_g is not None, stats.shape, x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not dx.numel():
         return dx, stats.new_zeros((kinds, n))
-    config = _tuned(_norm_backward, x, kinds == 2)
+    config = _tuned_config(_norm_backward, x, kinds == 2)
     programs = min(triton.cdiv(m, config["ROWS"]), _programs(x.device, config["num_warps"]))
     parts = stats.new_empty((kinds, programs, n))
     g, x = _rows(g), _rows(x)
@@ -403,7 +420,9 @@ add_layer_norm = Op(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles: the forms with a sum, which hold most registers, for the sizes at which the configuration changes."""
+    """What `aot` compiles: the forms with a sum, which hold most registers, for the sizes at which the configuration
+    changes.
+    """
     kinds = dict.fromkeys(("W", "B", "STATS", "PARTS"), "*fp32") | {"eps": "fp32"}
     kinds |= dict.fromkeys(("M", "N", "x_row", "r_row", "g_row", "gs_row"), "i32")
     kinds |= dict.fromkeys(("LAYER", "ADD", "IS_WHOLE", "ROWS", "BLOCK"), "constexpr")

@@ -1,4 +1,6 @@
-"""From a pair of launchers, forward and backward, to a function that autograd and torch.func differentiate, and a trace holds whole."""
+"""From a pair of launchers, forward and backward, to a function that autograd and torch.func differentiate, and a trace
+holds whole.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ INTERPRETED = knobs.runtime.interpret  # TRITON_INTERPRET=1 before Triton's impo
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a launcher the operator fzero::NAME(...) -> ... of `schema`, which a traced or compiled graph holds as one node.
+    """Makes a launcher the operator fzero::NAME(...) -> ... of `schema`, which a traced or compiled graph holds as one
+    node.
 
-    A launcher is pure: it returns new tensors and writes into none that it is given. `fake` takes the same arguments and returns empty
-    tensors of the results' shapes and dtypes.
+    A launcher is pure: it returns new tensors and writes into none that it is given. `fake` takes the same arguments
+    and returns empty tensors of the results' shapes and dtypes.
     """
 
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,15 +57,20 @@ def triton_runs(*tensors: Tensor) -> str:
 
 def on_cuda(*args: Any, **options: Any) -> str:
     """Why "auto" should not take a Triton kernel for these arguments: interpreted, it is for checking numbers alone."""
-    return "" if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor)) else "interpreted, for checking numbers alone"
+    return (
+        ""
+        if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor))
+        else "interpreted, for checking numbers alone"
+    )
 
 
 class Fused(NamedTuple):
     """A function by its forward and backward pass, each on plain tensors, below every transform.
 
-    forward(*tensors) -> (results..., extras...): new tensors, of which the first `results` are what the function returns and the others
-    are for the backward pass. backward(saved, grads) -> the gradients of the first tensors, one for each that is differentiable.
-    keep(tensors, outputs) -> what the backward pass is given as `saved`; inputs and extras by default.
+    forward(*tensors) -> (results..., extras...): new tensors, of which the first `results` are what the function
+    returns and the others are for the backward pass. backward(saved, grads) -> the gradients of the first tensors, one
+    for each that is differentiable. keep(tensors, outputs) -> what the backward pass is given as `saved`; inputs and
+    extras by default.
     """
 
     what: str
@@ -72,7 +80,9 @@ class Fused(NamedTuple):
     keep: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The results of `tensors`: a tensor where there is one, else a tuple. Differentiable once; see `autodiff.Backward`."""
+        """The results of `tensors`: a tensor where there is one, else a tuple. Differentiable once; see
+        `autodiff.Backward`.
+        """
         out = _Fused.apply(self, *tensors)[: self.results]
         return out[0] if self.results == 1 else out
 

@@ -1,7 +1,9 @@
-// One step of AdamW or Lion on leaves in memory, in one pass over it: the equations of leaf_steps.py, the encodings of lowbit.py.
+// One step of AdamW or Lion on leaves in memory, in one pass over it: the equations of leaf_steps.py, the encodings of
+// lowbit.py.
 //
-// Every operation is an element's own and is rounded by itself (compile without contraction of products and sums): the bits of an element
-// depend neither on where it lies, nor on how a leaf is cut, nor on the width of vectors, nor on the number of threads.
+// Every operation is an element's own and is rounded by itself (compile without contraction of products and sums): the
+// bits of an element depend neither on where it lies, nor on how a leaf is cut, nor on the width of vectors, nor on the
+// number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -123,8 +125,8 @@ void narrow(const float* __restrict x, const uint32_t* __restrict words, uint16_
   }
 }
 
-// Philox4x32-10 as random.py has it: out[4 j ... 4 j + 3] are the words of the block with the counter (first + j, 0, purpose). Words are
-// in the lower halves of 64 bits, of which vectors know a product.
+// Philox4x32-10 as random.py has it: out[4 j ... 4 j + 3] are the words of the block with the counter (first + j, 0,
+// purpose). Words are in the lower halves of 64 bits, of which vectors know a product.
 void philox(uint64_t first, uint64_t purpose, const uint32_t* key, uint32_t* __restrict out, int64_t blocks) {
   constexpr uint64_t low = 0xffffffffu;
   const uint64_t key0 = key[0], key1 = key[1];

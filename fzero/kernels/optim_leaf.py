@@ -3,9 +3,9 @@
     adamw:  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  u = -(lr / (1 - b1^t)) m / (sqrt(v) / sqrt(1 - b2^t) + eps) - lr d p
     lion:   u = -lr (sign(b1 m + (1 - b1) g) + d p);  m = b2 m + (1 - b2) g
 
-with g the gradient times `factor`, p = p + u, in float32 or wider. A state is in a float dtype, rounded to nearest; in bfloat16, rounded
-stochastically by the global index of the element; or in 8 bits: see lowbit.
-Refs: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2; Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+with g the gradient times `factor`, p = p + u, in float32 or wider. A state is in a float dtype, rounded to nearest; in
+bfloat16, rounded stochastically by the global index of the element; or in 8 bits: see lowbit. Refs: Loshchilov & Hutter
+2019, arXiv:1711.05101, algorithm 2; Chen et al. 2023, arXiv:2302.06675, algorithm 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
     copy: Tensor | None = None  # is given the updated p in its own dtype
 
 
-def touched(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]:
+def touched_tensors(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]:
     """(what a step of these leaves reads, what it writes)."""
     read = [x for leaf in leaves for x in (leaf.p, leaf.g, *leaf.state)]
     return read, [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None]
@@ -66,7 +66,9 @@ def safe_sqrt(x: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x * 0.0)  # NaN stays NaN
 
 
-def adamw_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def adamw_step(
+    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """(u, (m, v)) of one leaf, or a part of one."""
     (rate, correct1, root_correct2), (m, v) = scalars, state
     if rates.coupled and decay:
@@ -76,7 +78,9 @@ def adamw_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float,
     return u - (rate * decay) * p if decay and not rates.coupled else u, (m, v)
 
 
-def lion_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates) -> tuple[Tensor, tuple[Tensor]]:
+def lion_step(
+    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
+) -> tuple[Tensor, tuple[Tensor]]:
     """(u, (m,)) of one leaf, or a part of one."""
     (rate,), (m,) = scalars, state
     direction = (rates.b1 * m + (1 - rates.b1) * g).sign()
@@ -88,7 +92,9 @@ SIGNED = {adamw_step: (True, False), lion_step: (True,)}  # of the moments, in 8
 
 
 def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(u, new state as it is kept) of a leaf, or of the part of one that begins at the flat index `local`: the definition of a step."""
+    """(u, new state as it is kept) of a leaf, or of the part of one that begins at the flat index `local`: the
+    definition of a step.
+    """
     dtype = torch.float32
     for x in (leaf.p, leaf.g, *leaf.state):
         dtype = torch.promote_types(dtype, x.dtype) if x.is_floating_point() else dtype
@@ -112,7 +118,9 @@ def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tens
 
 
 def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
-    """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state, whatever the strides."""
+    """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state, whatever the
+    strides.
+    """
     most, shape = PIECE.get(kind_of(leaf.p), PIECE_ELSEWHERE), leaf.p.shape
     if leaf.p.numel() <= most or (len(shape) == 1 and leaf.state[0].dtype == torch.uint8):
         yield 0, leaf
@@ -121,12 +129,19 @@ def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
     length = max(1, most // inner)
     for start in range(0, shape[0], length):
         size = min(length, shape[0] - start)
-        cut = lambda x, start=start, size=size: x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x  # noqa: E731
+        cut = lambda x, start=start, size=size: (
+            x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x
+        )  # noqa: E731
         state = tuple(map(cut, leaf.state))
-        part = leaf._replace(p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy))
+        part = leaf._replace(
+            p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy)
+        )
         if size == 1 and inner > most and len(shape) > 1:  # one row of many: by the rows of it
             inside = part._replace(
-                p=part.p[0], g=part.g[0], state=tuple(x[0] for x in part.state), copy=None if part.copy is None else part.copy[0]
+                p=part.p[0],
+                g=part.g[0],
+                state=tuple(x[0] for x in part.state),
+                copy=None if part.copy is None else part.copy[0],
             )
             yield from ((start * inner + first, deeper) for first, deeper in _parts(inside, rates))
         else:
@@ -173,13 +188,16 @@ def fused_serves(leaves: Sequence[Leaf], rates: Rates) -> str:
         if leaf.place is not None or leaf.copy is not None or len(leaf.state) != 2:
             return "it keeps states in float dtypes, rounded to nearest, and writes no copy"
         if any(x.dtype != leaf.p.dtype or x.device != leaf.p.device for x in (leaf.g, *leaf.state[:2])):
-            return f"the dtypes are {', '.join(str(x.dtype) for x in (leaf.p, leaf.g, *leaf.state))}; it takes one for all"
+            return (
+                f"the dtypes are {', '.join(str(x.dtype) for x in (leaf.p, leaf.g, *leaf.state))}; it takes one for all"
+            )
     return ""
 
 
 @torch.no_grad()
 def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
-    """torch._fused_adamw_ (or _fused_adam_ for a coupled decay), which equals the reference to the rounding of a few operations.
+    """torch._fused_adamw_ (or _fused_adam_ for a coupled decay), which equals the reference to the rounding of a few
+    operations.
 
     In this form too an element's bits depend neither on where in a leaf it lies nor on how the leaf is cut into shards.
     """

@@ -1,9 +1,10 @@
-"""AdamW and Lion over many leaves in one launch, in place; and the gradient's norm with the count of what is not finite, in one pass.
+"""AdamW and Lion over many leaves in one launch, in place; and the gradient's norm with the count of what is not
+finite, in one pass.
 
-The equations are those of leaf_steps, which has the references. Where `skip` is set, nothing changes. These functions write into what
-they are given, so they are no operators of a traced graph.
-Bytes per parameter, fp32 p and g: 28 with float32 states, 20 with bfloat16, 16 with 8 bits; 2 less for a bfloat16 gradient, 2 more where
-a bfloat16 copy of p is written in the same pass.
+The equations are those of leaf_steps, which has the references. Where `skip` is set, nothing changes. These functions
+write into what they are given, so they are no operators of a traced graph. Bytes per parameter, fp32 p and g: 28 with
+float32 states, 20 with bfloat16, 16 with 8 bits; 2 less for a bfloat16 gradient, 2 more where a bfloat16 copy of p is
+written in the same pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fzero.core.device import fake_device_of, kind_of, launched
+from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels import optim_cpu, optim_lowbit
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import INTERPRETED
@@ -32,9 +33,9 @@ from fzero.kernels.optim_leaf import (
     fused_serves,
     lion_reference,
     lion_step,
-    touched,
+    touched_tensors,
 )
-from fzero.kernels.optim_lowbit import Place, decode_blocks, encode_blocks, round_bf16, words
+from fzero.kernels.optim_lowbit import Place, decode_blocks, draw_words, encode_blocks, round_bf16
 from fzero.kernels.registry import Form, Op
 
 CONFIG = {"BLOCK": 2048, "num_warps": 4}
@@ -45,8 +46,11 @@ FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 # ---- the kernels ----
 
-# A row of the table: addresses of p, g, m, v, copy, scales of m and of v; elements, columns; the bits of float32 decay; and the Place.
-P, G, M, V, COPY, SM, SV, SIZE, COLUMNS, DECAY, KEY, FIRST, FIELDS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17))
+# A row of the table: addresses of p, g, m, v, copy, scales of m and of v; elements, columns; the bits of float32 decay;
+# and the Place.
+P, G, M, V, COPY, SM, SV, SIZE, COLUMNS, DECAY, KEY, FIRST, FIELDS = (
+    tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17)
+)
 
 
 @triton.jit
@@ -114,8 +118,10 @@ def _update_flat(
     if COPIES:
         tl.store(_pointer(ROW, COPY, CT, WIDE) + at, p.to(CT), mask=at < n)
     if STOCHASTIC:
-        k0, k1 = optim_lowbit._step_key(tl.load(ROW + KEY).to(tl.uint32), tl.load(ROW + KEY + 1).to(tl.uint32), tl.load(COUNT))
-        bits = words(begin, ROW + FIRST, k0, k1, PLACED, QUADS, BLOCK)
+        k0, k1 = optim_lowbit._step_key(
+            tl.load(ROW + KEY).to(tl.uint32), tl.load(ROW + KEY + 1).to(tl.uint32), tl.load(COUNT)
+        )
+        bits = draw_words(begin, ROW + FIRST, k0, k1, PLACED, QUADS, BLOCK)
         tl.store(M_ + at, round_bf16(m, bits & 0xFFFF), mask=at < n)
         if not LION:
             tl.store(V_ + at, round_bf16(v, bits >> 16), mask=at < n)
@@ -190,10 +196,12 @@ def _square_sums(T, WORK, OUT, WIDE: tl.constexpr, GT: tl.constexpr, BLOCK: tl.c
 
 
 _TABLES: dict[tuple, Tensor] = {}
-_CAPTURED: list[tuple[Tensor, Tensor]] = []  # a replay of the graph copies again, from the host's memory to the device's
+_CAPTURED: list[
+    tuple[Tensor, Tensor]
+] = []  # a replay of the graph copies again, from the host's memory to the device's
 
 
-def _kept(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+def _cache_on_device(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
     """`make()` on the device, made once for a key while it is among the last 64; the host does not wait."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if (device, key) in _TABLES and not capturing:
@@ -209,7 +217,7 @@ def _kept(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tenso
     return there
 
 
-def _work(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def _work_list(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [programs]: leaf << 40 | number of the stretch, for leaves of so many stretches."""
 
     def make() -> Tensor:
@@ -217,11 +225,11 @@ def _work(sizes: tuple[int, ...], device: torch.device) -> Tensor:
         leaf = torch.repeat_interleave(torch.arange(len(sizes)), counts)
         return leaf << 40 | torch.arange(len(leaf)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
 
-    return _kept(sizes, make, device)
+    return _cache_on_device(sizes, make, device)
 
 
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    return _kept(rows, lambda: torch.tensor(rows, dtype=torch.int64), device)
+    return _cache_on_device(rows, lambda: torch.tensor(rows, dtype=torch.int64), device)
 
 
 def _address(x: Tensor | None) -> int:
@@ -262,7 +270,9 @@ def _kind(leaf: Leaf) -> Kind:
     size = leaf.p.shape[-1] if coded else n
     wide = size % 16 == 0 and all(x.data_ptr() % 16 == 0 for x in (tensors if not coded else (leaf.p, leaf.g)))
     placed = where is not None and where.size0 < n
-    numbers = (where.first, *((where.size0, where.stride0, where.size1, where.stride1) if placed else ())) if where else ()
+    numbers = (
+        (where.first, *((where.size0, where.stride0, where.size1, where.stride1) if placed else ())) if where else ()
+    )
     quads = where is not None and all(number % 4 == 0 for number in numbers)
     copy = None if leaf.copy is None else leaf.copy.dtype
     return Kind(leaf.p.dtype, leaf.g.dtype, leaf.state[0].dtype, copy, where is not None, placed, quads, wide)
@@ -271,7 +281,7 @@ def _kind(leaf: Leaf) -> Kind:
 @torch.no_grad()
 def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
     if leaves and fake_device_of(leaves[0].p) is not None:
-        launched(step.__name__, *touched(leaves))
+        record_launch(step.__name__, *touched_tensors(leaves))
         return
     groups: dict[Kind, list[Leaf]] = {}
     for leaf in leaves:
@@ -295,12 +305,17 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
             if coded:
                 block = rates.block
-                each = [leaf.p.numel() // leaf.p.shape[-1] * optim_lowbit.blocks_of(leaf.p.shape[-1], block) for leaf in group]
+                each = [
+                    leaf.p.numel() // leaf.p.shape[-1] * optim_lowbit.blocks_of(leaf.p.shape[-1], block)
+                    for leaf in group
+                ]
                 config = {**config, "BLOCK": max(config["BLOCK"], block)}
-                work = _work(tuple(-(-n * block // config["BLOCK"]) for n in each), device)
-                _update_blocks[(len(work),)](table, work, scalars, skip, *numbers, rates.eps, **common, CODES=block, **config)
+                work = _work_list(tuple(-(-n * block // config["BLOCK"]) for n in each), device)
+                _update_blocks[(len(work),)](
+                    table, work, scalars, skip, *numbers, rates.eps, **common, CODES=block, **config
+                )
             else:
-                work = _work(tuple(triton.cdiv(leaf.p.numel(), config["BLOCK"]) for leaf in group), device)
+                work = _work_list(tuple(triton.cdiv(leaf.p.numel(), config["BLOCK"]) for leaf in group), device)
                 _update_flat[(len(work),)](
                     table, work, scalars, rates.count, skip, *numbers, rates.eps, **common,
                     STOCHASTIC=kind.stochastic, PLACED=kind.placed, QUADS=kind.quads, MT=FLOATS[kind.m], **config,
@@ -311,7 +326,9 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 
 
 def _supports(leaves: Sequence[Leaf], rates: Rates) -> str:
-    if any(leaf.state[0].dtype == torch.uint8 for leaf in leaves) and (rates.block & (rates.block - 1) or not 16 <= rates.block <= 4096):
+    if any(leaf.state[0].dtype == torch.uint8 for leaf in leaves) and (
+        rates.block & (rates.block - 1) or not 16 <= rates.block <= 4096
+    ):
         return f"the block is {rates.block}; it takes a power of two from 16 to 4096"
     for leaf in leaves:
         tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
@@ -341,7 +358,10 @@ def _cost(leaves: Sequence[Leaf], rates: Rates) -> int:
     """Each tensor is read and written once, but for the gradient (read) and the copy (written)."""
     total = 0
     for leaf in leaves:
-        total += sum(2 * x.numel() * x.element_size() for x in (leaf.p, *leaf.state)) + leaf.g.numel() * leaf.g.element_size()
+        total += (
+            sum(2 * x.numel() * x.element_size() for x in (leaf.p, *leaf.state))
+            + leaf.g.numel() * leaf.g.element_size()
+        )
         total += 0 if leaf.copy is None else leaf.copy.numel() * leaf.copy.element_size()
     return total
 
@@ -351,7 +371,12 @@ adamw = Op(
     adamw_reference,
     Form("triton", functools.partial(_launch, adamw_step), supports=_supports, prefers=on_cuda),
     Form("fused", adamw_fused, supports=fused_serves),
-    Form("cpp", functools.partial(optim_cpu.step, adamw_step), functools.partial(optim_cpu.supports, adamw_step), optim_cpu.stands_back),
+    Form(
+        "cpp",
+        functools.partial(optim_cpu.step, adamw_step),
+        functools.partial(optim_cpu.supports, adamw_step),
+        optim_cpu.adamw_prefers,
+    ),
     flops=lambda leaves, rates: 16 * sum(leaf.p.numel() for leaf in leaves),
     bytes=_cost,
 )
@@ -359,14 +384,21 @@ lion = Op(
     "lion",
     lion_reference,
     Form("triton", functools.partial(_launch, lion_step), supports=_supports, prefers=on_cuda),
-    Form("cpp", functools.partial(optim_cpu.step, lion_step), functools.partial(optim_cpu.supports, lion_step), optim_cpu.few),
+    Form(
+        "cpp",
+        functools.partial(optim_cpu.step, lion_step),
+        functools.partial(optim_cpu.supports, lion_step),
+        optim_cpu.lion_prefers,
+    ),
     flops=lambda leaves, rates: 10 * sum(leaf.p.numel() for leaf in leaves),
     bytes=_cost,
 )
 
 
 def grad_norm_reference(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(2-norm of all elements, float32 0-dim; how many are not finite, int64 0-dim): the definition. One leaf at least."""
+    """(2-norm of all elements, float32 0-dim; how many are not finite, int64 0-dim): the definition. One leaf at
+    least.
+    """
     norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads])
     return torch.linalg.vector_norm(norms), sum((~g.isfinite()).sum() for g in grads)
 
@@ -376,22 +408,22 @@ def _grad_norm(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     device, groups = grads[0].device, {}
     if fake_device_of(grads[0]) is not None:
         parts = torch.empty(1 + sum(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in grads), 2, device=device)
-        launched("grad_norm", list(grads), [parts])
-        return _joined([parts])
+        record_launch("grad_norm", list(grads), [parts])
+        return _combine_norms([parts])
     for g in grads:
         if g.numel():
             groups.setdefault((g.dtype, g.numel() % 16 == 0 and g.data_ptr() % 16 == 0), []).append(g)
     parts = [torch.zeros(1, 2, device=device)]
     for (dtype, wide), group in groups.items():
         table = _table(tuple(_row(Leaf(g, g, ()), 0) for g in group), device)
-        work = _work(tuple(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in group), device)
+        work = _work_list(tuple(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in group), device)
         parts.append(torch.empty(len(work), 2, device=device))
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
             _square_sums[(len(work),)](table, work, parts[-1], WIDE=wide, GT=FLOATS[dtype], **NORM)
-    return _joined(parts)
+    return _combine_norms(parts)
 
 
-def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _combine_norms(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     total, bad = torch.cat(parts).to(torch.float64).sum(0)
     return total.sqrt().to(torch.float32), bad.to(torch.int64)
 
@@ -439,10 +471,21 @@ def builds() -> Iterator[Build]:
         for copies in (False, True):
             constants = flags | {"LION": lion, "COPIES": copies, "WIDE": True, "CODES": 256}
             constants |= {"PT": tl.float32, "GT": tl.float32, "CT": tl.bfloat16}
-            signature = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "SKIP": "*i32", **real} | dict.fromkeys(names.split(), "constexpr")
+            signature = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "SKIP": "*i32", **real} | dict.fromkeys(
+                names.split(), "constexpr"
+            )
             title = f"_update_blocks {'lion' if lion else 'adamw'}{' copy' * copies} {CONFIG['BLOCK']}"
             # Without a copy AdamW's are 16 of 33: those of the table and the scales are narrow.
             yield Build(title, "_update_blocks", signature, constants, CONFIG, wide=lion or copies)
     for dtype in (tl.float32, tl.bfloat16):
-        signature = {"T": "*i64", "WORK": "*i64", "OUT": "*fp32", "WIDE": "constexpr", "GT": "constexpr", "BLOCK": "constexpr"}
-        yield Build(f"_square_sums {dtype} {NORM['BLOCK']}", "_square_sums", signature, {"WIDE": True, "GT": dtype}, NORM)
+        signature = {
+            "T": "*i64",
+            "WORK": "*i64",
+            "OUT": "*fp32",
+            "WIDE": "constexpr",
+            "GT": "constexpr",
+            "BLOCK": "constexpr",
+        }
+        yield Build(
+            f"_square_sums {dtype} {NORM['BLOCK']}", "_square_sums", signature, {"WIDE": True, "GT": dtype}, NORM
+        )

@@ -1,17 +1,20 @@
-"""Block quantisation: a code of eight or four bits for each element, and a scale for each block of consecutive elements.
+"""Block quantisation: a code of eight or four bits for each element, and a scale for each block of consecutive
+elements.
 
     scale = max(max |x| / L, 2^-126),   code = round(x / scale),   x ~ code * scale
 
-Blocks are `block` consecutive elements of the last dim, the last of a row being shorter where that does not come out even; no block
-holds elements of two rows. L is the largest code: 127 (int8), 7 (int4, two codes a byte, the earlier in the low half), 448 (fp8_e4m3),
-57344 (fp8_e5m2). Dividing by the scale is multiplying by the float32 next to 1 / scale. Rounding is to nearest, ties to even, or
-stochastic: up or down with probabilities that make the expectation x. The arithmetic is in float32.
+Blocks are `block` consecutive elements of the last dim, the last of a row being shorter where that does not come out
+even; no block holds elements of two rows. L is the largest code: 127 (int8), 7 (int4, two codes a byte, the earlier in
+the low half), 448 (fp8_e4m3), 57344 (fp8_e5m2). Dividing by the scale is multiplying by the float32 next to 1 / scale.
+Rounding is to nearest, ties to even, or stochastic: up or down with probabilities that make the expectation x. The
+arithmetic is in float32.
 
-A block with an infinity or a NaN has scale infinity and codes 0, so that all of it dequantises to NaN. The least scale is the smallest
-normal number, so that a block of zeros or of subnormal numbers needs no case of its own and |x - code * scale| <= scale / 2 holds for it.
-(Within 2^-23 of float32's maximum, code * scale may overflow to infinity.)
-Refs: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1; Wang et al. 2023, "ZeRO++",
-arXiv:2306.10209, section 3; Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433, table 1.
+A block with an infinity or a NaN has scale infinity and codes 0, so that all of it dequantises to NaN. The least scale
+is the smallest normal number, so that a block of zeros or of subnormal numbers needs no case of its own and |x - code *
+scale| <= scale / 2 holds for it. (Within 2^-23 of float32's maximum, code * scale may overflow to infinity.) Refs:
+Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1; Wang et al. 2023,
+"ZeRO++", arXiv:2306.10209, section 3; Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433,
+table 1.
 
 None of this is differentiable: results carry no gradient, and no straight-through estimate is implied.
 """
@@ -34,19 +37,23 @@ from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import on_cuda, operator, triton_runs
-from fzero.kernels.quantize_blocks import decode, encode, words
+from fzero.kernels.quantize_blocks import decode, draw_words, encode
 from fzero.kernels.registry import Form, Op
 
 
 class Quantized(NamedTuple):
-    """A tensor [.., n] in codes: data int8 or float8 [.., n], or uint8 [.., ceil(n / 2)] for int4; scale float32 [.., ceil(n / block)]."""
+    """A tensor [.., n] in codes: data int8 or float8 [.., n], or uint8 [.., ceil(n / 2)] for int4; scale float32 [..,
+    ceil(n / block)].
+    """
 
     data: Tensor
     scale: Tensor
 
 
 class Kind(NamedTuple):
-    """A kind of code: the largest, the dtype of the data, and for float8 the bits of the mantissa and the lowest normal exponent."""
+    """A kind of code: the largest, the dtype of the data, and for float8 the bits of the mantissa and the lowest normal
+    exponent.
+    """
 
     largest: float
     dtype: torch.dtype
@@ -68,7 +75,7 @@ def _width(n: int, kind: str) -> int:
     return (n + 1) // 2 if kind == "int4" else n
 
 
-def _expect(kind: str, block: int) -> None:
+def _check_kind(kind: str, block: int) -> None:
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}")
     if block < 1 or (kind == "int4" and block % 2):
@@ -76,11 +83,15 @@ def _expect(kind: str, block: int) -> None:
 
 
 def _size(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) -> int:
-    """Elements of a row of the tensor that was quantised; raises ValueError where data and scale are not of such a tensor."""
-    _expect(kind, block)
+    """Elements of a row of the tensor that was quantised; raises ValueError where data and scale are not of such a
+    tensor.
+    """
+    _check_kind(kind, block)
     n = size if size is not None else data.shape[-1] * (2 if kind == "int4" else 1)
     if data.dtype != KINDS[kind].dtype or scale.dtype != torch.float32:
-        raise ValueError(f"{kind}: data is {data.dtype} and scale {scale.dtype}; they must be {KINDS[kind].dtype} and torch.float32")
+        raise ValueError(
+            f"{kind}: data is {data.dtype} and scale {scale.dtype}; they must be {KINDS[kind].dtype} and torch.float32"
+        )
     if data.shape[-1] != _width(n, kind) or scale.shape != (*data.shape[:-1], -(-n // block)):
         raise ValueError(
             f"{kind}: data has shape {list(data.shape)} and scale {list(scale.shape)}; size {n} in blocks of {block} makes the last "
@@ -105,20 +116,23 @@ def _round(y: Tensor, word: Tensor | None) -> Tensor:
 def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None = None, first: int = 0) -> Quantized:
     """x [.., n] (any floating dtype) in codes: the definition.
 
-    key: rounding is stochastic, by `random.bits(key, x.shape, first=first)`: `first` is the index of x's first element in the leaf whose
-    contiguous part x is. Raises ValueError for a kind or a block that there is not.
+    key: rounding is stochastic, by `random.bits(key, x.shape, first=first)`: `first` is the index of x's first element
+    in the leaf whose contiguous part x is. Raises ValueError for a kind or a block that there is not.
     """
-    _expect(kind, block)
+    _check_kind(kind, block)
     x, (largest, dtype, mantissa, lowest) = x.detach().to(torch.float32), KINDS[kind]
     blocks = _split(x, block)
     absmax = blocks.abs().amax(-1)
     # By a tensor: on CUDA x / number is x times the number's reciprocal.
-    scale = torch.where(absmax.isfinite(), (absmax / torch.full_like(absmax, largest)).clamp(min=2.0**-126), float("inf"))
+    scale = torch.where(
+        absmax.isfinite(), (absmax / torch.full_like(absmax, largest)).clamp(min=2.0**-126), float("inf")
+    )
     y = torch.where(scale[..., None].isfinite(), blocks * (1.0 / scale)[..., None], 0.0).clamp(-largest, largest)
     y = y.flatten(-2)[..., : x.shape[-1]]
     word = None if key is None else prng.bits(key, x.shape, first=first)
     if mantissa and word is not None:
-        # Of float8 numbers around y the distance is 2^(exponent - mantissa); what is rounded to one of them is cast exactly.
+        # Of float8 numbers around y the distance is 2^(exponent - mantissa); what is rounded to one of them is cast
+        # exactly.
         exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=127 + lowest)
         unit = ((exponent - mantissa) << 23).view(torch.float32)
         y = torch.copysign(_round(y.abs() / unit, word) * unit, y)
@@ -130,7 +144,11 @@ def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None =
 
 
 def dequantize_reference(
-    q: Quantized | tuple[Tensor, Tensor], kind: str, block: int, dtype: torch.dtype = torch.float32, size: int | None = None
+    q: Quantized | tuple[Tensor, Tensor],
+    kind: str,
+    block: int,
+    dtype: torch.dtype = torch.float32,
+    size: int | None = None,
 ) -> Tensor:
     """The tensor [.., size] of `dtype` that q stands for: the definition. size: needed for int4 of odd size alone.
 
@@ -144,9 +162,17 @@ def dequantize_reference(
 
 
 def dequantize_sum_requantize_reference(
-    data: Tensor, scale: Tensor, kind: str, block: int, size: int | None = None, *, key: Tensor | None = None, first: int = 0
+    data: Tensor,
+    scale: Tensor,
+    kind: str,
+    block: int,
+    size: int | None = None,
+    *,
+    key: Tensor | None = None,
+    first: int = 0,
 ) -> Quantized:
-    """The sum over the first dim of what data [R, ..] and scale [R, ..] stand for, in float32 and in order, in codes: the definition.
+    """The sum over the first dim of what data [R, ..] and scale [R, ..] stand for, in float32 and in order, in codes:
+    the definition.
 
     What a compressed reduce-scatter does with the parts of R ranks (ZeRO++, section 3.3). key, first: as in `quantize`.
     """
@@ -159,7 +185,8 @@ def dequantize_sum_requantize_reference(
 
 @triton.jit
 def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Where blocks (their numbers, int64 [ROWS]) lie in rows of n elements: first offsets [ROWS], offsets and mask [ROWS, BLOCK].
+    """Where blocks (their numbers, int64 [ROWS]) lie in rows of n elements: first offsets [ROWS], offsets and mask
+    [ROWS, BLOCK].
 
     FLAT: there is one row, as every block follows the one before it.
     """
@@ -193,7 +220,7 @@ def _store_codes(
 ):  # fmt: skip
     """Quantise and store blocks x, float32 [ROWS, BLOCK], 0 beyond the end."""
     start, at, mask = _place(block, n, total, FLAT, BLOCK)
-    codes, scale = encode(x, words(KEY, start + first, BLOCK, ALIGNED) if STOCHASTIC else x, KIND, STOCHASTIC)
+    codes, scale = encode(x, draw_words(KEY, start + first, BLOCK, ALIGNED) if STOCHASTIC else x, KIND, STOCHASTIC)
     if KIND == "int4":
         _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
         low, high = tl.split(tl.reshape(codes, (block.shape[0], BLOCK // 2, 2)))
@@ -214,7 +241,9 @@ def _quantize(
 
 
 @triton.jit
-def _dequantize(DATA, SCALE, OUT, n, total, KIND: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _dequantize(
+    DATA, SCALE, OUT, n, total, KIND: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     x = _load_values(DATA, SCALE, block, n, total, KIND, FLAT, BLOCK)
     _, at, mask = _place(block, n, total, FLAT, BLOCK)
@@ -247,19 +276,23 @@ def _configs(block: int, flat: bool) -> list[tuning.Config]:
     return [{"ROWS": max(1, tile // block), "num_warps": max(warps, block // 512)} for tile, warps in tiles]
 
 
-def _launch(kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: int) -> None:
+def _launch(
+    kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: int
+) -> None:
     """Run a kernel over all blocks of a tensor of `shape`."""
     rows, n = math.prod(shape[:-1]), shape[-1]
     if total := rows * -(-n // block):
         flat, size = rows == 1 or n % block == 0, (kind, block, rows, n, *constants.values())
-        given = [_plain(t) if isinstance(t, Tensor) else t for t in given]
+        given = [_as_bytes(t) if isinstance(t, Tensor) else t for t in given]
         # Without fused products and sums the bits are those of the reference.
         constants |= {"KIND": kind, "FLAT": flat, "BLOCK": block, "enable_fp_fusion": False}
         given += [rows * n if flat else n, total]
-        tuning.launch(kernel, lambda c: (triton.cdiv(total, c["ROWS"]),), given, _configs(block, flat), shape=size, **constants)
+        tuning.launch(
+            kernel, lambda c: (triton.cdiv(total, c["ROWS"]),), given, _configs(block, flat), shape=size, **constants
+        )
 
 
-def _plain(t: Tensor) -> Tensor:
+def _as_bytes(t: Tensor) -> Tensor:
     # float8 as bytes: its bits are made and read by integer arithmetic, the same on every device.
     return t.contiguous().view(torch.uint8) if t.dtype in FLOAT8 else t.contiguous()
 
@@ -296,7 +329,9 @@ def dequantize_launch(data: Tensor, scale: Tensor, kind: str, block: int, dtype:
     "dequantize_sum_requantize(Tensor data, Tensor scale, str kind, int block, int size, Tensor? key, int first) -> (Tensor, Tensor)",
     lambda data, scale, kind, block, size, key, first: _empty((*data.shape[1:-1], size), kind, block, data.device),
 )
-def sum_launch(data: Tensor, scale: Tensor, kind: str, block: int, size: int, key: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
+def sum_launch(
+    data: Tensor, scale: Tensor, kind: str, block: int, size: int, key: Tensor | None, first: int
+) -> tuple[Tensor, Tensor]:
     """(data, scale) of the sum over the first dim, in one pass."""
     shape = (*data.shape[1:-1], size)
     total, scales = _empty(shape, kind, block, data.device)
@@ -309,19 +344,28 @@ def _quantize_triton(x: Tensor, kind: str, block: int, *, key: Tensor | None = N
     return Quantized(*quantize_launch(x.detach(), kind, block, key, first))
 
 
-def _dequantize_triton(q: Quantized, kind: str, block: int, dtype: torch.dtype = torch.float32, size: int | None = None) -> Tensor:
+def _dequantize_triton(
+    q: Quantized, kind: str, block: int, dtype: torch.dtype = torch.float32, size: int | None = None
+) -> Tensor:
     data, scale = (t.detach() for t in q)
     return dequantize_launch(data, scale, kind, block, dtype, _size(data, scale, kind, block, size))
 
 
 def _sum_triton(
-    data: Tensor, scale: Tensor, kind: str, block: int, size: int | None = None, *, key: Tensor | None = None, first: int = 0
+    data: Tensor,
+    scale: Tensor,
+    kind: str,
+    block: int,
+    size: int | None = None,
+    *,
+    key: Tensor | None = None,
+    first: int = 0,
 ) -> Quantized:
     n = _size(data, scale, kind, block, size)
     return Quantized(*sum_launch(data.detach(), scale.detach(), kind, block, n, key, first))
 
 
-def _serves(dtype: torch.dtype, kind: str, block: int, *tensors: Tensor | None) -> str:
+def _supports(dtype: torch.dtype, kind: str, block: int, *tensors: Tensor | None) -> str:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the dtype is {dtype}; it takes float32, bfloat16 or float16"
     if kind not in KINDS or not 16 <= block <= 8192 or block & (block - 1):
@@ -336,7 +380,12 @@ def _elements(data: Tensor, kind: str) -> int:
 quantize = Op(
     "quantize",
     quantize_reference,
-    Form("triton", _quantize_triton, lambda x, kind, block, key=None, first=0: _serves(x.dtype, kind, block, x, key), on_cuda),
+    Form(
+        "triton",
+        _quantize_triton,
+        lambda x, kind, block, key=None, first=0: _supports(x.dtype, kind, block, x, key),
+        on_cuda,
+    ),
     flops=lambda x, *_, **__: 6 * x.numel(),
     bytes=lambda x, kind, block, **_: sum(t.nbytes for t in (x, *_empty(x.shape, kind, block, "meta"))),
 )
@@ -346,11 +395,13 @@ dequantize = Op(
     Form(
         "triton",
         _dequantize_triton,
-        supports=lambda q, kind, block, dtype=torch.float32, size=None: _serves(dtype, kind, block, *q),
+        supports=lambda q, kind, block, dtype=torch.float32, size=None: _supports(dtype, kind, block, *q),
         prefers=lambda q, *_, **__: on_cuda(*q),
     ),
     flops=lambda q, kind, *_, **__: _elements(q[0], kind),
-    bytes=lambda q, kind, block, dtype=torch.float32, size=None: q[0].nbytes + q[1].nbytes + dtype.itemsize * _elements(q[0], kind),
+    bytes=lambda q, kind, block, dtype=torch.float32, size=None: (
+        q[0].nbytes + q[1].nbytes + dtype.itemsize * _elements(q[0], kind)
+    ),
 )
 dequantize_sum_requantize = Op(
     "dequantize_sum_requantize",
@@ -358,7 +409,9 @@ dequantize_sum_requantize = Op(
     Form(
         "triton",
         _sum_triton,
-        supports=lambda data, scale, kind, block, size=None, key=None, first=0: _serves(torch.float32, kind, block, data, scale, key),
+        supports=lambda data, scale, kind, block, size=None, key=None, first=0: _supports(
+            torch.float32, kind, block, data, scale, key
+        ),
         prefers=on_cuda,
     ),
     flops=lambda data, scale, kind, *_, **__: 2 * _elements(data, kind) + 6 * _elements(data[0], kind),
@@ -372,9 +425,18 @@ def builds() -> Iterator[Build]:
     kernels = {
         "_quantize": ({"X": "*bf16"} | codes, {"STOCHASTIC", "ALIGNED"}),
         "_dequantize": ({"DATA": "CODES", "SCALE": "*fp32", "OUT": "*bf16"}, set()),
-        "_sum_requantize": ({"PARTS": "CODES", "SCALES": "*fp32", "stride": "i32"} | codes, {"STOCHASTIC", "ALIGNED", "COUNT"}),
+        "_sum_requantize": (
+            {"PARTS": "CODES", "SCALES": "*fp32", "stride": "i32"} | codes,
+            {"STOCHASTIC", "ALIGNED", "COUNT"},
+        ),
     }
-    flat = [("int8", 256, False), ("int8", 8192, True), ("int4", 256, True), ("fp8_e4m3", 128, True), ("fp8_e5m2", 32, False)]
+    flat = [
+        ("int8", 256, False),
+        ("int8", 8192, True),
+        ("int4", 256, True),
+        ("fp8_e4m3", 128, True),
+        ("fp8_e5m2", 32, False),
+    ]
     cases = [(True, *case) for case in flat] + [(False, "int8", 256, True), (False, "fp8_e4m3", 32, True)]
     for (name, (pointers, own)), (flat, kind, block, stochastic) in itertools.product(kernels.items(), cases):
         constants = {"STOCHASTIC": stochastic, "ALIGNED": flat, "COUNT": 8}
@@ -384,5 +446,10 @@ def builds() -> Iterator[Build]:
         for config in _configs(block, flat)[: 1 + (flat and block == 256)]:
             label = f"{name} {kind} {config['ROWS']}x{block}{' stochastic' * constants.get('STOCHASTIC', 0)}{' ragged' * (not flat)}"
             # Narrow are the scales, the key, four bits an element, and rows that begin anywhere.
-            wide, aligned = flat and kind != "int4" and name != "_sum_requantize", ("n", "first", "stride") if flat else ()
-            yield Build(label, name, signature, constants, config | {"enable_fp_fusion": False}, wide=wide, aligned=aligned)
+            wide, aligned = (
+                flat and kind != "int4" and name != "_sum_requantize",
+                ("n", "first", "stride") if flat else (),
+            )
+            yield Build(
+                label, name, signature, constants, config | {"enable_fp_fusion": False}, wide=wide, aligned=aligned
+            )

@@ -2,12 +2,12 @@
 
     (a, b) -> (a cos w - b sin w, b cos w + a sin w),   w = position * frequency
 
-The pairs are elements i and i + K/2 of a head ("half", as in Llama's published weights in Hugging Face layout) or 2 i and 2 i + 1
-("interleaved"). The backward pass is the rotation by -w, and keeps no activation.
-Ref: Su et al. 2021, "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864, equation 34.
+The pairs are elements i and i + K/2 of a head ("half", as in Llama's published weights in Hugging Face layout) or 2 i
+and 2 i + 1 ("interleaved"). The backward pass is the rotation by -w, and keeps no activation. Ref: Su et al. 2021,
+"RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864, equation 34.
 
-Shapes: x [B, T, H, K], positions [T] or [B, T] of an integer dtype, frequencies float32 [K / 2]. w is in float32 whatever x is, in order
-that nearby positions stay apart.
+Shapes: x [B, T, H, K], positions [T] or [B, T] of an integer dtype, frequencies float32 [K / 2]. w is in float32
+whatever x is, in order that nearby positions stay apart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ CONFIGS = [{"HEADS": 8, "num_warps": 1}, {"HEADS": 16, "num_warps": 2}, {"HEADS"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the long wavelengths (Grattafiori et al. 2024, "The Llama 3 herd of models", section 3.4.2)."""
+    """Llama 3's stretching of the long wavelengths (Grattafiori et al. 2024, "The Llama 3 herd of models", section
+    3.4.2).
+    """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -46,25 +48,33 @@ class RopeScaling:
     original_max_len: int = 8192
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:
-    """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's factor."""
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> Tensor:
+    """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's
+    factor.
+    """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
     frequency = 1.0 / (theta**exponent)
     if scaling is None:
         return frequency
     wavelength = 2.0 * math.pi / frequency
-    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     between = (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
     low = wavelength > scaling.original_max_len / scaling.low_freq_factor
     high = wavelength < scaling.original_max_len / scaling.high_freq_factor
     return torch.where(low, frequency / scaling.factor, torch.where(high, frequency, between))
 
 
-def _turn(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> Tensor:
+def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> Tensor:
     if layout not in LAYOUTS:
         raise ValueError(f"rope: layout is {layout!r}{nearest(layout, LAYOUTS)}; it must be {' or '.join(LAYOUTS)}")
     if x.shape[-1] != 2 * frequencies.shape[-1]:
-        raise ValueError(f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are {frequencies.shape[-1]} frequencies")
+        raise ValueError(
+            f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are {frequencies.shape[-1]} frequencies"
+        )
     angle = positions.to(torch.float32)[..., None] * frequencies
     cos, sin = (t.to(x.dtype)[..., None, :] for t in (angle.cos(), angle.sin()))
     if layout == "half":
@@ -79,12 +89,14 @@ def rope_reference(x: Tensor, positions: Tensor, frequencies: Tensor, *, layout:
 
     Raises ValueError for a layout that there is not, and where the frequencies are not K / 2.
     """
-    return _turn(x, positions, frequencies, layout)
+    return _rotate(x, positions, frequencies, layout)
 
 
-def rope_qk_reference(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> tuple[Tensor, Tensor]:
+def rope_qk_reference(
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half"
+) -> tuple[Tensor, Tensor]:
     """q [B, T, H, K] and k [B, T, G, K] turned: the definition."""
-    return _turn(q, positions, frequencies, layout), _turn(k, positions, frequencies, layout)
+    return _rotate(q, positions, frequencies, layout), _rotate(k, positions, frequencies, layout)
 
 
 QUARTER = tl.constexpr(math.pi / 2)
@@ -110,11 +122,13 @@ def _cos_sin(angle):
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     X, OUT, head_stride, stride, cos, sin, COUNT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn the COUNT heads of a token, the first at X; at OUT they lie one behind the other. cos, sin float32 [BLOCK]."""
+    """Turn the COUNT heads of a token, the first at X; at OUT they lie one behind the other. cos, sin float32
+    [BLOCK].
+    """
     pair = tl.arange(0, BLOCK)[None, :].to(tl.int64)
     for start in range(0, COUNT, HEADS):
         head = (start + tl.arange(0, HEADS)[:, None]).to(tl.int64)
@@ -147,8 +161,8 @@ def _rope(
     cos, sin = _cos_sin(tl.load(POSITIONS + row * p0 + column * p1).to(tl.float32) * frequency)
     cos, sin = cos[None, :], (-sin if INVERSE else sin)[None, :]
     q, k = Q + row * q0 + column * q1, K + row * k0 + column * k1
-    _turn_heads(q, OUT_Q + token * (Q_HEADS * HALF * 2), q2, q3, cos, sin, Q_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
-    _turn_heads(k, OUT_K + token * (K_HEADS * HALF * 2), k2, k3, cos, sin, K_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
+    _rotate_heads(q, OUT_Q + token * (Q_HEADS * HALF * 2), q2, q3, cos, sin, Q_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
+    _rotate_heads(k, OUT_K + token * (K_HEADS * HALF * 2), k2, k3, cos, sin, K_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
 
 
 def _grid(tokens: int, config: tuning.Config) -> tuple[int]:
@@ -159,14 +173,21 @@ def _grid(tokens: int, config: tuning.Config) -> tuple[int]:
     "rope(Tensor[] x, Tensor positions, Tensor frequencies, bool interleaved, bool inverse) -> Tensor[]",
     lambda x, positions, frequencies, interleaved, inverse: [t.new_empty(t.shape) for t in x],
 )
-def rope_launch(x: Sequence[Tensor], positions: Tensor, frequencies: Tensor, interleaved: bool, inverse: bool) -> list[Tensor]:
+def rope_launch(
+    x: Sequence[Tensor], positions: Tensor, frequencies: Tensor, interleaved: bool, inverse: bool
+) -> list[Tensor]:
     """The one or two tensors x, turned by the angles or (inverse) by minus these, in one pass over memory."""
     out = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x]
     (rows, length, heads, size), (q, k) = x[0].shape, (x[0], x[-1])
     tokens = rows * length
     if any(t.numel() for t in x):
         half = size // 2
-        constants = {"Q_HEADS": heads, "K_HEADS": k.shape[2] if len(x) == 2 else 0, "HALF": half, "BLOCK": triton.next_power_of_2(half)}
+        constants = {
+            "Q_HEADS": heads,
+            "K_HEADS": k.shape[2] if len(x) == 2 else 0,
+            "HALF": half,
+            "BLOCK": triton.next_power_of_2(half),
+        }
         places = *q.stride(), *k.stride(), *positions.expand(rows, length).stride()
         arguments = q, k, positions, frequencies.contiguous(), out[0], out[-1], length, *places
         shape = (tokens, *constants.values(), interleaved, q.dtype)
@@ -190,7 +211,10 @@ def _fused(name: str, interleaved: bool, results: int) -> Fused:
     )
 
 
-_ONE, _TWO = ({layout: _fused(name, layout == "interleaved", n) for layout in LAYOUTS} for name, n in (("rope", 1), ("rope_qk", 2)))
+_ONE, _TWO = (
+    {layout: _fused(name, layout == "interleaved", n) for layout in LAYOUTS}
+    for name, n in (("rope", 1), ("rope_qk", 2))
+)
 
 
 def _supports(*tensors: Tensor, layout: str = "half") -> str:
@@ -200,7 +224,11 @@ def _supports(*tensors: Tensor, layout: str = "half") -> str:
     if any(t.dtype not in (torch.float32, torch.bfloat16, torch.float16) or t.dtype != x[0].dtype for t in x):
         return f"the dtypes are {', '.join(str(t.dtype) for t in x)}; it takes one of float32, bfloat16 or float16"
     batch, length, _, size = x[0].shape if x[0].dim() == 4 else (0, 0, 0, 0)
-    if any(t.dim() != 4 or (*t.shape[:2], t.shape[3]) != (batch, length, size) for t in x) or frequencies.shape != (size // 2,) or size % 2:
+    if (
+        any(t.dim() != 4 or (*t.shape[:2], t.shape[3]) != (batch, length, size) for t in x)
+        or frequencies.shape != (size // 2,)
+        or size % 2
+    ):
         return f"the shapes are {', '.join(str(list(t.shape)) for t in tensors)}; it takes [B, T, H, K], positions, and [K / 2]"
     if positions.shape not in ((length,), (batch, length)) or positions.is_floating_point():
         return f"positions are {positions.dtype} {list(positions.shape)}; it takes integers of shape {[length]} or {[batch, length]}"
@@ -213,7 +241,9 @@ def _rope_triton(x: Tensor, positions: Tensor, frequencies: Tensor, *, layout: s
     return _ONE[layout](x, positions, frequencies)
 
 
-def _rope_qk_triton(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> tuple[Tensor, Tensor]:
+def _rope_qk_triton(
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half"
+) -> tuple[Tensor, Tensor]:
     return _TWO[layout](q, k, positions, frequencies)
 
 
@@ -233,12 +263,29 @@ rope_qk = _op("rope_qk", rope_qk_reference, _rope_qk_triton)
 
 def builds() -> Iterator[Build]:
     """What `aot` compiles."""
-    pointers = {"Q": "*bf16", "K": "*bf16", "POSITIONS": "*i64", "FREQUENCIES": "*fp32", "OUT_Q": "*bf16", "OUT_K": "*bf16"}
+    pointers = {
+        "Q": "*bf16",
+        "K": "*bf16",
+        "POSITIONS": "*i64",
+        "FREQUENCIES": "*fp32",
+        "OUT_Q": "*bf16",
+        "OUT_K": "*bf16",
+    }
     outer = [f"{tensor}{dim}" for tensor in "qk" for dim in range(3)]
     numbers = dict.fromkeys(("length", "q0", "q1", "q2", "q3", "k0", "k1", "k2", "k3", "p0", "p1"), "i32")
-    cases = [((32, 8, 128), False, False), ((32, 8, 128), True, False), ((12, 12, 64), False, True), ((8, 0, 96), False, False)]
+    cases = [
+        ((32, 8, 128), False, False),
+        ((32, 8, 128), True, False),
+        ((12, 12, 64), False, True),
+        ((8, 0, 96), False, False),
+    ]
     for ((heads, kv_heads, size), interleaved, inverse), config in itertools.product(cases, CONFIGS):
-        constants = {"Q_HEADS": heads, "K_HEADS": kv_heads, "HALF": size // 2, "BLOCK": triton.next_power_of_2(size // 2)}
+        constants = {
+            "Q_HEADS": heads,
+            "K_HEADS": kv_heads,
+            "HALF": size // 2,
+            "BLOCK": triton.next_power_of_2(size // 2),
+        }
         constants |= {"INTERLEAVED": interleaved, "INVERSE": inverse, "q3": 1, "k3": 1, "p1": 1}
         signature = pointers | numbers | dict.fromkeys((*constants, "HEADS"), "constexpr")
         label = f"_rope {LAYOUTS[interleaved]} {heads}+{kv_heads} {size} {config['HEADS']}{' inverse' * inverse}"

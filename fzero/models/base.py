@@ -17,7 +17,9 @@ from fzero.kernels.registry import AUTO, Kernels
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
 from fzero.sharding.unshard import fetching, unshard_tree
 
-Batch = dict[str, Tensor]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
+Batch = dict[
+    str, Tensor
+]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
 
 
 class MakeLeaf(Protocol):
@@ -53,7 +55,9 @@ class Ctx(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Sums over the tokens that count, not normalised: there is one division in the program, by the global num_tokens."""
+    """Sums over the tokens that count, not normalised: there is one division in the program, by the global
+    num_tokens.
+    """
 
     total: Tensor  # the objective, in nats
     num_tokens: Tensor
@@ -61,7 +65,9 @@ class Loss(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A layered model: ZeRO-3, offload, remat and pipelines all work layer by layer. x is a tensor [B, T, D] or a tree of them."""
+    """A layered model: ZeRO-3, offload, remat and pipelines all work layer by layer. x is a tensor [B, T, D] or a tree
+    of them.
+    """
 
     config: Any
     init: Callable[[MakeLeaf], Tree]  # blocks are stacked on a leading L dim
@@ -69,7 +75,9 @@ class Model(NamedTuple):
     block: Callable[[Tree, Any, Ctx], Any]  # x -> x, with one layer's slice of params["blocks"]
     head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> sums, local, not normalised
     logits: Callable[[Tree, Any, Ctx], Tensor]  # x -> [B, T, V], for sampling
-    rules: Callable[[Mesh], Rules[str]]  # leaf names -> Spec texts; raises ValueError where the mesh does not divide the model
+    rules: Callable[
+        [Mesh], Rules[str]
+    ]  # leaf names -> Spec texts; raises ValueError where the mesh does not divide the model
     shared: tuple[str, ...] = ()  # leaves under embed/ that the head uses too
 
 
@@ -85,7 +93,8 @@ def init_params(
 ) -> Tree:
     """The initial parameters: a leaf's element depends on the key, the leaf's name and the element's global index only.
 
-    plan: this rank's shards at rest, each drawn without the rest of its leaf. then: what is made of each leaf as soon as it is drawn.
+    plan: this rank's shards at rest, each drawn without the rest of its leaf. then: what is made of each leaf as soon
+    as it is drawn.
     """
     specs = pytree.named_leaves(plan.params) if plan is not None else {}
 
@@ -103,30 +112,35 @@ def init_params(
 def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
     """The activations behind the last block."""
     ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
-    x = model.embed(outside(model, "embed", params, plan, ctx), batch, ctx)
+    x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
     block = model.block if plan is None or ctx.mesh.size == 1 else fetching(model.block, plan, ctx.mesh)
     return stack(block, params["blocks"], x, inner, remat=ctx.remat, compiled=ctx.compiled)
 
 
-def outside(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
+def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
     """The parameters of "embed" or "head", as the model's code sees them."""
     if plan is None or ctx.mesh.size == 1:
         return params
     shared = model.shared if part == "head" else ()
-    used = {name: leaf for name, leaf in pytree.named_leaves(params).items() if name.startswith(f"{part}/") or name in shared}
+    used = {
+        name: leaf
+        for name, leaf in pytree.named_leaves(params).items()
+        if name.startswith(f"{part}/") or name in shared
+    }
     return unshard_tree(pytree.nest(used), plan, ctx.mesh)
 
 
 def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Loss:
     """The loss of a batch: embed, the stack of blocks, head.
 
-    On a mesh `params` are this rank's shards at rest by `plan`, the batch is this rank's, and so are the sums: the same on the ranks of
-    tp, to be summed over dp and rp. The gradient of such a sum by `params` is whole, in their layout. Composes with torch.func.
+    On a mesh `params` are this rank's shards at rest by `plan`, the batch is this rank's, and so are the sums: the same
+    on the ranks of tp, to be summed over dp and rp. The gradient of such a sum by `params` is whole, in their layout.
+    Composes with torch.func.
     """
     check_batch(model, batch, ctx)
     x = transform(model, params, batch, ctx, plan)
-    return model.head(outside(model, "head", params, plan, ctx), x, batch, ctx)
+    return model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
 
 
 def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008
@@ -135,14 +149,18 @@ def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor
 
 
 def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
-    """Raise ValueError where a batch does not fit the model: a missing entry, a shape, a sequence too long, or not divisible by tp."""
+    """Raise ValueError where a batch does not fit the model: a missing entry, a shape, a sequence too long, or not
+    divisible by tp.
+    """
     for name in ("tokens", "targets"):
         if name not in batch:
             raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
     shape = batch["tokens"].shape
     for name in ("tokens", "targets", "mask", "documents"):
         if name in batch and batch[name].shape != shape:
-            raise ValueError(f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree")
+            raise ValueError(
+                f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree"
+            )
     if shape[-1] > model.config.max_len:
         raise ValueError(f"the sequences have {shape[-1]} tokens and the model takes {model.config.max_len} (max_len)")
     tp = ctx.mesh["tp"].size
@@ -155,8 +173,8 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
 def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """(cross entropy summed over the tokens that count, their number) of normed activations x [B, T, D] and w [V, D].
 
-    Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); both results are the same on
-    all its ranks.
+    Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); both results
+    are the same on all its ranks.
     """
     targets = batch["targets"].reshape(-1)
     mask = batch["mask"].reshape(-1) if "mask" in batch else torch.ones_like(targets, dtype=torch.bool)

@@ -36,7 +36,9 @@ from fzero.sharding import Mesh, Rules
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of a GPT-2. Attention probabilities are not dropped out; embeddings and residual branches are, at rate `dropout`."""
+    """Sizes of a GPT-2. Attention probabilities are not dropped out; embeddings and residual branches are, at rate
+    `dropout`.
+    """
 
     vocab_size: int = 50257
     max_len: int = 1024

@@ -1,11 +1,12 @@
 """The layers the models share. Weights are [in, out]; every function computes in the dtype of its activations x.
 
-Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3): the weights given are this rank's columns (heads,
-units of the feed-forward part, rows of the vocabulary). Activations x [B, T, D] are the same on all ranks of tp; `enter` takes them into a
-region that every rank computes with its own weights, and `leave` sums the ranks' parts behind it. With sequence parallelism (Korthikanti
-et al. 2022, "Reducing activation recomputation", arXiv:2205.05198, section 4.2.2) x outside these regions is a rank's own range of T,
-[B, T/tp, D]. Every leaf that is whole on all ranks but used differently (with sequence parallelism: each that tp does not shard) owes a
-sum of its gradient over tp, which whoever fetches the leaf makes (`Spec.partial`).
+Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3): the weights given are this rank's
+columns (heads, units of the feed-forward part, rows of the vocabulary). Activations x [B, T, D] are the same on all
+ranks of tp; `enter` takes them into a region that every rank computes with its own weights, and `leave` sums the ranks'
+parts behind it. With sequence parallelism (Korthikanti et al. 2022, "Reducing activation recomputation",
+arXiv:2205.05198, section 4.2.2) x outside these regions is a rank's own range of T, [B, T/tp, D]. Every leaf that is
+whole on all ranks but used differently (with sequence parallelism: each that tp does not shard) owes a sum of its
+gradient over tp, which whoever fetches the leaf makes (`Spec.partial`).
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ from fzero.sharding import Mesh
 
 
 class Split(NamedTuple):
-    """A dim of a leaf that tp must divide: the number `size` of what it holds, and the name of that in the model's configuration."""
+    """A dim of a leaf that tp must divide: the number `size` of what it holds, and the name of that in the model's
+    configuration.
+    """
 
     leaf: str
     dim: int
     size: int
     name: str
-    kind: str = "size"  # or "heads", "kv heads": kv heads may also be fewer than tp, then each serves equally many ranks
+    kind: str = (
+        "size"  # or "heads", "kv heads": kv heads may also be fewer than tp, then each serves equally many ranks
+    )
 
 
 def expect_divisible(mesh: Mesh, *splits: Split) -> None:
@@ -60,7 +65,9 @@ def expect_divisible(mesh: Mesh, *splits: Split) -> None:
 
 
 def sequence_axis(ctx: Ctx) -> Axis:
-    """The axis that splits activations outside the tensor-parallel regions along T: tp with sequence parallelism, else one of size 1."""
+    """The axis that splits activations outside the tensor-parallel regions along T: tp with sequence parallelism, else
+    one of size 1.
+    """
     return ctx.mesh["tp"] if ctx.sequence else Axis("tp")
 
 
@@ -71,18 +78,22 @@ def own_part(x: Tensor, part: int, parts: int, dim: int) -> Tensor:
 
 
 def enter(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
-    """x [B, T, D] for use in a tensor-parallel region, from x outside it: [B, T, D], or [B, T/tp, D] with sequence parallelism.
+    """x [B, T, D] for use in a tensor-parallel region, from x outside it: [B, T, D], or [B, T/tp, D] with sequence
+    parallelism.
 
-    Communicates over tp: nothing forward and a psum backward; with sequence parallelism an all_gather and a psum_scatter.
+    Communicates over tp: nothing forward and a psum backward; with sequence parallelism an all_gather and a
+    psum_scatter.
     """
     tp = ctx.mesh["tp"]
     return all_gather(x, tp, 1, leaf=leaf) if ctx.sequence else pvary(x, tp, leaf=leaf)
 
 
 def leave(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
-    """The sum over tp of the ranks' parts y [B, T, D] of a region's result: [B, T, D], or [B, T/tp, D] with sequence parallelism.
+    """The sum over tp of the ranks' parts y [B, T, D] of a region's result: [B, T, D], or [B, T/tp, D] with sequence
+    parallelism.
 
-    Communicates over tp: a psum forward and nothing backward; with sequence parallelism a psum_scatter and an all_gather.
+    Communicates over tp: a psum forward and nothing backward; with sequence parallelism a psum_scatter and an
+    all_gather.
     """
     tp = ctx.mesh["tp"]
     return psum_scatter(y, tp, 1, leaf=leaf) if ctx.sequence else psum(y, tp, leaf=leaf)
@@ -107,7 +118,7 @@ def norm(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
 
 def add_and_norm(p: Tree, x: Tensor, h: Tensor, eps: float, rate: float, name: str, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """(x + dropout(h), that normed by p)."""
-    if drops(rate, ctx):
+    if dropout_active(rate, ctx):
         x = add(x, h, rate, name, ctx)
         return x, norm(p, x, eps, ctx)
     if "bias" in p:
@@ -117,25 +128,33 @@ def add_and_norm(p: Tree, x: Tensor, h: Tensor, eps: float, rate: float, name: s
     return x, normed
 
 
-def drops(rate: float, ctx: Ctx) -> bool:
+def dropout_active(rate: float, ctx: Ctx) -> bool:
     """Whether something is dropped out."""
     return rate > 0.0 and not isinstance(ctx.key, tuple)
 
 
 def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     """x + dropout(h)."""
-    return dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"]) if drops(rate, ctx) else x + h
+    return (
+        dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"])
+        if dropout_active(rate, ctx)
+        else x + h
+    )
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
-    """x [B, T, D] (or this rank's range of T) with each element zeroed with probability `rate` and the others scaled by 1 / (1 - rate)."""
-    return kernels_dropout.dropout(x, rate, *mask_of(x, name, ctx)) if drops(rate, ctx) else x
+    """x [B, T, D] (or this rank's range of T) with each element zeroed with probability `rate` and the others scaled by
+    1 / (1 - rate).
+    """
+    return kernels_dropout.dropout(x, rate, *mask_of(x, name, ctx)) if dropout_active(rate, ctx) else x
 
 
 def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
-    """(key, index of x's first element, elements from row to row) of the mask for x [B, T, D], or this rank's range of T.
+    """(key, index of x's first element, elements from row to row) of the mask for x [B, T, D], or this rank's range of
+    T.
 
-    The mask depends on the key, the layer, `name` and the element's index in the step's global batch: the same however that is split.
+    The mask depends on the key, the layer, `name` and the element's index in the step's global batch: the same however
+    that is split.
     """
     key = prng.fold_in(ctx.key, name)
     if isinstance(ctx.layer, Tensor):
@@ -146,7 +165,9 @@ def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """The position of each token within its document (int64 [B, T]), from the documents' numbers (int [B, T], each contiguous)."""
+    """The position of each token within its document (int64 [B, T]), from the documents' numbers (int [B, T], each
+    contiguous).
+    """
     position = torch.arange(documents.shape[-1], device=documents.device).expand(documents.shape)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[..., 1:] = documents[..., 1:] != documents[..., :-1]
@@ -163,12 +184,13 @@ def self_attention(
     pattern: Pattern = FULL,
     frequencies: tuple[int, float, RopeScaling | None] | None = None,
 ) -> Tensor:
-    """Attention of x [B, T, D] on itself and on what ctx.cache holds: projections p/w_q, w_k, w_v, w_o (and biases b_*), RoPE where
-    `frequencies` (head_dim, theta, scaling) are given. With a cache the new keys and values are written into it, in place.
+    """Attention of x [B, T, D] on itself and on what ctx.cache holds: projections p/w_q, w_k, w_v, w_o (and biases
+    b_*), RoPE where `frequencies` (head_dim, theta, scaling) are given. With a cache the new keys and values are
+    written into it, in place.
 
-    heads, kv_heads: of the whole model. Under tp w_q and w_o are of this rank's heads; w_k and w_v of its key/value heads, or whole
-    where those are fewer than tp, and then of that one alone which this rank's heads use.
-    Communicates over tp: see `enter` and `leave`, once each.
+    heads, kv_heads: of the whole model. Under tp w_q and w_o are of this rank's heads; w_k and w_v of its key/value
+    heads, or whole where those are fewer than tp, and then of that one alone which this rank's heads use. Communicates
+    over tp: see `enter` and `leave`, once each.
     """
     tp = ctx.mesh["tp"]
     if kv_heads < tp.size:
@@ -193,7 +215,9 @@ def self_attention(
 
 
 def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
-    """y @ w (+ b) as the last product of a tensor-parallel region: y [B, T, in/tp] and w [in/tp, D] are this rank's, b [D] is whole."""
+    """y @ w (+ b) as the last product of a tensor-parallel region: y [B, T, in/tp] and w [in/tp, D] are this rank's, b
+    [D] is whole.
+    """
     y = leave(linear(y, w, ctx=ctx), ctx, leaf)
     return y if b is None else y + b.to(y.dtype)  # once, behind the sum
 
@@ -237,7 +261,8 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
 def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx) -> Tensor:
     """All logits [B, T, V] of x [B, T, D] in a tensor-parallel region and w [V, D], or this rank's rows [V/tp, D].
 
-    Communicates: a psum of [B, T, V], not an all_gather, as the result is the same on all ranks: then so is each one's gradient.
+    Communicates: a psum of [B, T, V], not an all_gather, as the result is the same on all ranks: then so is each one's
+    gradient.
     """
     logits, tp = x @ w.to(x.dtype).T, ctx.mesh["tp"]
     if tp.size == 1:

@@ -79,7 +79,9 @@ MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp
 
 
 def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> Tree:
-    """The parameters of a Llama whose feed-forward part is `feed_forward(w, out_std)`; `w(name, *shape, std=...)` makes a leaf of it."""
+    """The parameters of a Llama whose feed-forward part is `feed_forward(w, out_std)`; `w(name, *shape, std=...)` makes
+    a leaf of it.
+    """
     layers, d, q, kv = c.n_layers, c.d_model, c.n_heads * c.key_dim, c.n_kv_heads * c.key_dim
     out_std = c.init_std / math.sqrt(2 * layers)
 
@@ -118,11 +120,13 @@ def attend(c: LlamaConfig, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor
     """(x behind the attention half of a block, the same normed for the other half)."""
     h = norm(p["norm_1"], x, c.norm_eps, ctx)
     frequencies, pattern = (c.key_dim, c.rope_theta, c.rope_scaling), Pattern.parse(c.pattern)
-    h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies)
+    h = self_attention(
+        p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies
+    )
     return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
 
 
-def normed(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+def head_inputs(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """(normed x [B, T, D] in the head's tensor-parallel region, the head's w [V, D] or this rank's rows of it)."""
     w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
     return enter(norm(params["head"]["norm"], x, c.norm_eps, ctx), ctx, "head"), w
@@ -130,12 +134,12 @@ def normed(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, T
 
 def logits(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     """All logits [B, T, V] of the activations x [B, T, D] behind the last block."""
-    return vocabulary_logits(*normed(c, params, x, ctx), ctx)
+    return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx)
 
 
 def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -> Rules[str]:
-    """The sharding rules on a mesh, with those of the feed-forward part; raises ValueError where tp divides heads, vocabulary or hidden
-    units unevenly.
+    """The sharding rules on a mesh, with those of the feed-forward part; raises ValueError where tp divides heads,
+    vocabulary or hidden units unevenly.
     """
     expect_divisible(
         mesh,
@@ -154,7 +158,13 @@ def llama(config: LlamaConfig) -> Model:
 
     def mlp(w: Callable[..., Any], out_std: float) -> Tree:
         d, f = c.d_model, c.d_ff
-        return {"mlp": {"w_gate": w("mlp/w_gate", d, f), "w_up": w("mlp/w_up", d, f), "w_down": w("mlp/w_down", f, d, std=out_std)}}
+        return {
+            "mlp": {
+                "w_gate": w("mlp/w_gate", d, f),
+                "w_up": w("mlp/w_up", d, f),
+                "w_down": w("mlp/w_down", f, d, std=out_std),
+            }
+        }
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         x, h = attend(c, p, x, ctx)
@@ -165,7 +175,7 @@ def llama(config: LlamaConfig) -> Model:
         init=lambda make: init(c, make, mlp),
         embed=lambda params, batch, ctx: embed(c, params, batch, ctx),
         block=block,
-        head=lambda params, x, batch, ctx: Loss(*token_loss(*normed(c, params, x, ctx), batch, ctx)),
+        head=lambda params, x, batch, ctx: Loss(*token_loss(*head_inputs(c, params, x, ctx), batch, ctx)),
         logits=lambda params, x, ctx: logits(c, params, x, ctx),
         rules=lambda mesh: rules(c, mesh, MLP_RULES, Split("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),

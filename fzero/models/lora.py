@@ -21,7 +21,9 @@ LORA = r"_lora_[ab]$"  # the leaves that are trained
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """The configuration of a model with LoRA: what it adds, beside the base model's, whose attributes are read through it."""
+    """The configuration of a model with LoRA: what it adds, beside the base model's, whose attributes are read through
+    it.
+    """
 
     base: Any
     rank: int
@@ -35,15 +37,16 @@ class LoRAConfig:
 
 
 def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_") -> Model:
-    """The model in which each block weight w [L, in, out] whose name the regex `targets` matches is w + (alpha / rank) a b.
+    """The model in which each block weight w [L, in, out] whose name the regex `targets` matches is w + (alpha / rank)
+    a b.
 
-    Beside w are the leaves `<name>_lora_a` [L, in, rank], normal with standard deviation 1/√in, and `<name>_lora_b` [L, rank, out],
-    zero: so it begins as `model`, with the same values for the same key. Freeze the other leaves to train these alone: `LORA` matches
-    them. Where an axis shards a dim of w, the factor with that dim is sharded alike; the other one is whole, and the sum of its gradient
-    over that axis is owed.
-    The paper draws a from a Gaussian that it does not name; with 1/√in, x a has the size of x.
-    Raises ValueError where `targets` matches no leaf of the blocks, or one that is no [L, in, out], for a rank that is not in [1,
-    min(in, out)], and for an alpha that is not a positive number.
+    Beside w are the leaves `<name>_lora_a` [L, in, rank], normal with standard deviation 1/√in, and `<name>_lora_b` [L,
+    rank, out], zero: so it begins as `model`, with the same values for the same key. Freeze the other leaves to train
+    these alone: `LORA` matches them. Where an axis shards a dim of w, the factor with that dim is sharded alike; the
+    other one is whole, and the sum of its gradient over that axis is owed. The paper draws a from a Gaussian that it
+    does not name; with 1/√in, x a has the size of x. Raises ValueError where `targets` matches no leaf of the blocks,
+    or one that is no [L, in, out], for a rank that is not in [1, min(in, out)], and for an alpha that is not a positive
+    number.
 
     >>> from fzero import models
     >>> model = lora(models.build(models.MLPConfig()), rank=4, targets=r"/w_")
@@ -72,13 +75,15 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
         return {**tree, "blocks": beside(tree["blocks"], "blocks")}
 
     def block(params: Tree, x: Any, ctx: Ctx) -> Any:
-        return model.block(_merged(params, config), x, ctx)
+        return model.block(_merge_tree(params, config), x, ctx)
 
     def rules(mesh: Mesh) -> Rules[str]:
         base = model.rules(mesh)
         texts = match_rules(base, list(shapes), what="the model's sharding rules")
         of_factors = [
-            (f"^{re.escape(name)}_lora_{factor}$", text) for name in names for factor, text in zip("ab", _factor_specs(texts[name]))
+            (f"^{re.escape(name)}_lora_{factor}$", text)
+            for name in names
+            for factor, text in zip("ab", _factor_specs(texts[name]))
         ]
         return (*of_factors, *base)
 
@@ -86,7 +91,8 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
 
 
 def merge(model: Model, params: Tree) -> Tree:
-    """The parameters of the base model that compute what `params` do in the model of `lora`, for whole leaves of any dtype.
+    """The parameters of the base model that compute what `params` do in the model of `lora`, for whole leaves of any
+    dtype.
 
     They are summed in float32 or wider and rounded once. Raises ValueError where `model` has no LoRA.
     """
@@ -94,14 +100,14 @@ def merge(model: Model, params: Tree) -> Tree:
         raise ValueError(
             f"merge: the model has no LoRA (its config is a {type(model.config).__name__}); give it the one that lora returned"
         )
-    return {**params, "blocks": _merged(params["blocks"], model.config)}
+    return {**params, "blocks": _merge_tree(params["blocks"], model.config)}
 
 
-def _merged(node: Tree, config: LoRAConfig) -> Tree:
+def _merge_tree(node: Tree, config: LoRAConfig) -> Tree:
     out = {}
     for key, value in node.items():
         if isinstance(value, dict):
-            out[key] = _merged(value, config)
+            out[key] = _merge_tree(value, config)
         elif f"{key}_lora_a" in node:
             wide = torch.promote_types(value.dtype, torch.float32)
             a, b = (node[f"{key}_lora_{factor}"].to(wide) for factor in "ab")
@@ -125,13 +131,19 @@ def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> lis
     except re.error as error:
         raise ValueError(f"lora: targets {targets!r} is not a regular expression: {error}") from None
     if not names:
-        raise ValueError(f"lora: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are {', '.join(blocks)}")
+        raise ValueError(
+            f"lora: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are {', '.join(blocks)}"
+        )
     for name in names:
         if len(shapes[name]) != 3:
-            raise ValueError(f"lora: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets {targets!r}")
+            raise ValueError(
+                f"lora: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets {targets!r}"
+            )
         most = min(shapes[name][1:])
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= most:
-            raise ValueError(f"lora: rank is {rank!r}; for {name} of shape {shapes[name]} it must be a whole number in [1, {most}]")
+            raise ValueError(
+                f"lora: rank is {rank!r}; for {name} of shape {shapes[name]} it must be a whole number in [1, {most}]"
+            )
     return names
 
 

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
-from fzero.models.layers import Split, embed_tokens, enter, expect_divisible, leave_linear, linear, norm, vocabulary_logits
+from fzero.models.layers import (
+    Split,
+    embed_tokens,
+    enter,
+    expect_divisible,
+    leave_linear,
+    linear,
+    norm,
+    vocabulary_logits,
+)
 from fzero.sharding import Mesh, Rules
 
 
@@ -62,7 +71,9 @@ def mlp(config: MLPConfig) -> Model:
         return vocabulary_logits(enter(x, ctx, "head"), params["head"]["w"], ctx)
 
     def rules(mesh: Mesh) -> Rules[str]:
-        expect_divisible(mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), Split("embed/tokens", 0, c.vocab_size, "vocab_size"))
+        expect_divisible(
+            mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), Split("embed/tokens", 0, c.vocab_size, "vocab_size")
+        )
         return RULES
 
     return Model(config, init, embed, block, head, logits, rules)

@@ -76,11 +76,18 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 def preset(name: str) -> ModelConfig:
     """The sizes of a named model; raises ValueError naming the nearest preset."""
     if name not in PRESETS:
-        raise ValueError(f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}")
+        raise ValueError(
+            f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}"
+        )
     return PRESETS[name]()
 
 
-BUILDERS: dict[type, Callable[[ModelConfig], Model]] = {GPT2Config: gpt2, LlamaConfig: llama, MoEConfig: mixtral, MLPConfig: mlp}
+BUILDERS: dict[type, Callable[[ModelConfig], Model]] = {
+    GPT2Config: gpt2,
+    LlamaConfig: llama,
+    MoEConfig: mixtral,
+    MLPConfig: mlp,
+}
 
 
 def build(config: ModelConfig) -> Model:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fzero.comm.agreement import RollCall
+from fzero.comm.agreement import Agreement
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
@@ -41,7 +41,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = field(default=None, compare=False)  # over the axes in use, outermost first; for interoperation
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     store: dist.Store | None = field(default=None, compare=False, repr=False)
-    roll: RollCall | None = field(default=None, compare=False, repr=False)
+    agreement: Agreement | None = field(default=None, compare=False, repr=False)
     owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
 
     def __getitem__(self, name: str) -> Axis:
@@ -74,17 +74,17 @@ class Mesh:
         return self["rp"].rank * self["dp"].size + self["dp"].rank
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which each collective first makes sure that all ranks of its axis are at the same one (see `rollcall`).
+        """A context in which each collective first makes sure that all ranks of its axis are at the same one (see comm.agreement).
 
         Then a mismatch raises RankError naming both ranks and what they are at, as does a rank that does not arrive within the mesh's
         timeout; and a psum of what is the same on all ranks raises ValueError. It costs about a millisecond for each collective.
         """
-        return contextlib.nullcontext() if self.roll is None else self.roll.checked()
+        return contextlib.nullcontext() if self.agreement is None else self.agreement.checked()
 
     def fail(self, why: str) -> None:
         """Leave for the other ranks why this one ends: their errors will say it."""
-        if self.roll is not None:
-            self.roll.fail(why)
+        if self.agreement is not None:
+            self.agreement.fail(why)
 
     def close(self) -> None:
         """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh is of no use afterwards."""
@@ -151,22 +151,22 @@ def make_mesh(
     used = [name for name in ORDER if sizes[name] > 1]
     device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
-    ledger, roll = Ledger(), RollCall(store, dist.get_rank(), timeout_s)
-    at, links = _coordinates(sizes, dist.get_rank()), {}
+    ledger, agreement = Ledger(), Agreement(store, dist.get_rank(), timeout_s)
+    at, communicators = _coordinates(sizes, dist.get_rank()), {}
     for name in used:
         group = device_mesh.get_group(name)
-        links[name] = Communicator(
+        communicators[name] = Communicator(
             name,
             dist.get_process_group_ranks(group),
             at[name],
             transport="nccl" if device == "cuda" else "gloo",
             ledger=ledger,
-            roll=roll,
+            agreement=agreement,
             group=group,
             ordered=ordered,
         )
-    axes = tuple(Axis(name, sizes[name], at[name], links.get(name)) for name in AXES)
-    return Mesh(axes, device_mesh, ledger, store, roll, owned=not started)
+    axes = tuple(Axis(name, sizes[name], at[name], communicators.get(name)) for name in AXES)
+    return Mesh(axes, device_mesh, ledger, store, agreement, owned=not started)
 
 
 def one_process() -> Mesh:
@@ -184,10 +184,12 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     world = math.prod(sizes.values())
     if not 0 <= rank < world:
         raise ValueError(f"fake_mesh: rank is {rank} and mesh {_text(sizes)} has ranks 0 to {world - 1}")
-    at, ledger, roll, axes = _coordinates(sizes, rank), Ledger(), RollCall(None, rank, 0.0), []
+    at, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), Agreement(None, rank, 0.0), []
     for name in AXES:
         stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
         ranks = [rank + (k - at[name]) * stride for k in range(sizes[name])]
-        link = Communicator(name, ranks, at[name], transport="fake", ledger=ledger, roll=roll) if sizes[name] > 1 else None
-        axes.append(Axis(name, sizes[name], at[name], link))
-    return Mesh(tuple(axes), ledger=ledger, roll=roll)
+        communicator = (
+            Communicator(name, ranks, at[name], transport="fake", ledger=ledger, agreement=agreement) if sizes[name] > 1 else None
+        )
+        axes.append(Axis(name, sizes[name], at[name], communicator))
+    return Mesh(tuple(axes), ledger=ledger, agreement=agreement)

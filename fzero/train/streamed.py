@@ -17,7 +17,7 @@ from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
-from fzero.core.stack import LayerLoop, part_pair, statics
+from fzero.core.stack import LayerLoop, part_pair, static_signature
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
@@ -83,7 +83,7 @@ class StreamedModel(NamedTuple):
         short = tuple(name.removeprefix(STACKED) for name in names) if block else names
         compiled, budget = (self.ctx.compiled, self.remat.budget) if block else (False, 1.0)
         skip = sum(name in self.plan.frozen for name in names)
-        pair, out_def = part_pair(kind, f, short, x_def, extra_def, statics(leaves), compiled, budget, skip)
+        pair, out_def = part_pair(kind, f, short, x_def, extra_def, static_signature(leaves), compiled, budget, skip)
         return pair, out_def, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def forward(self, params: Tree, batch: base.Batch, key: Any, first: Any) -> base.Loss:

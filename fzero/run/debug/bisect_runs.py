@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.core import pytree
-from fzero.core.digest import combined, digest_tree
+from fzero.core.digest import combine, digest_tree
 from fzero.core.tables import flat
 from fzero.run import run_folder
 from fzero.run.config_table import to_table
@@ -175,7 +175,7 @@ def first_leaf(a: checkpoint.Place, b: checkpoint.Place) -> list[str]:
 def strays_from(one: Made, row: dict[str, Any], path: checkpoint.Place | None) -> bool:
     """Whether a step made again is not what its run recorded of it."""
     if "digest" in row:
-        one.row["digest"] = f"{combined(digest_tree(in_memory(one.state.params))):016x}"
+        one.row["digest"] = f"{combine(digest_tree(in_memory(one.state.params))):016x}"
     if any(differ(one.row, row, name) for name in NUMBERS):
         return True
     return path is not None and digest_tree(in_memory(settled(one.state))) != recorded_digests(path)

@@ -154,16 +154,16 @@ def kill_sibling(process: int) -> None:
 
 def place_of(team: Coordinator) -> tuple[object, ...]:
     """What differs whenever the main thread has made progress."""
-    roll = team.at.roll if team.at is not None else None
-    return team.step, team.asked, team.waiting, *((roll.number, roll.waiting) if roll is not None else ())
+    agreement = team.at.agreement if team.at is not None else None
+    return team.step, team.asked, team.waiting, *((agreement.number, agreement.waiting) if agreement is not None else ())
 
 
 def beat_of(team: Coordinator, number: int, idle_s: float, main: int | None) -> Beat:
     """This rank's sign of life."""
-    roll = team.at.roll if team.at is not None else None
-    last, call = (brief(roll.last), roll.waiting) if roll is not None else ("", None)
+    agreement = team.at.agreement if team.at is not None else None
+    last, call = (brief(agreement.last), agreement.waiting) if agreement is not None else ("", None)
     waits = f"{brief(call)} (#{call.number})" if call is not None else f"a message of {team.waiting}" if team.waiting else ""
-    return Beat(number, round(idle_s, 1), team.step, roll.number if roll is not None else 0, last, waits, stack_top(main))
+    return Beat(number, round(idle_s, 1), team.step, agreement.number if agreement is not None else 0, last, waits, stack_top(main))
 
 
 def brief(call: Call | None) -> str:
