@@ -1,7 +1,6 @@
-"""The collectives as operators of PyTorch (namespace `fzero`), which a traced graph holds in the order of the program
-(core/graph.py).
+"""The collectives as torch operators (namespace `fzero`), which a traced graph contains in program order (core/graph.py).
 
-An operator names its communicator by number and runs blocking.
+An operator names its communicator by number and blocks until the result has arrived.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ _LIBRARY = torch.library.Library("fzero", "DEF")
 
 
 def pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
-    """(source, destination) pairs of a flat list, in which operators take them."""
+    """The (source, destination) pairs of a flat list; operators cannot take nested lists."""
     return list(zip(flat[::2], flat[1::2]))
 
 
 def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Sequence[int]], extra: str = "") -> None:
-    """Define fzero::name(x, communicator, <extra>, leaf), and its overload `after` with a token in and out, which gives
-    it a place in an order.
+    """Define fzero::name(x, communicator, <extra>, leaf), and its overload `after` with a token in and out, which
+    orders it.
 
-    start(communicator, x, *rest) starts it; shape(communicator, x) is that of the result.
+    start(communicator, x, *rest) starts it; shape(communicator, x) gives the shape of the result.
     """
 
     def real(x: Tensor, communicator: int, *rest: Any) -> Tensor:
@@ -37,7 +36,9 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
 
     def fake(x: Tensor, communicator: int, *rest: Any) -> Tensor:
         to = communicator_of(communicator)
-        if to.transport == "fake" and not (is_fx_symbolic_tracing() or is_traced(x)):  # planned, and not only traced
+        if to.transport == "fake" and not (
+            is_fx_symbolic_tracing() or is_traced(x)
+        ):  # in a plan, and not only while tracing
             return start(to, x, *rest).wait()
         return x.new_empty(shape(to, x))
 
@@ -55,7 +56,7 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
         torch.library.register_fake(f"fzero::{overload}", runs[1], lib=_LIBRARY)
     packet = getattr(torch.ops.fzero, name)
     ORDERED.append(packet.default)
-    # Not dead code, even where a rank does not use its result: the others wait for this one.
+    # Never dead code, even if this rank does not use the result: the other ranks wait for it.
     torch.fx.node.has_side_effect(packet.default)
     torch.fx.node.has_side_effect(packet.after)
 

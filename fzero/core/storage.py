@@ -1,6 +1,4 @@
-"""Where a store lives: a local folder, or any key-value store that tensorstore knows by URL. Small texts in it are
-replaced as a whole.
-"""
+"""Small text files in a local folder or below a URL that tensorstore supports, replaced atomically."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def kvstore(place: str | Path, *path: str) -> Any:
 
 
 def read_text(place: str | Path, name: str) -> str | None:
-    """The text `name`, or None where there is none."""
+    """Return the text `name`, or None if it does not exist."""
     if is_url(place):
         found = Objects(str(place)).read(name)
         return None if found is None else found.decode()
@@ -31,8 +29,8 @@ def read_text(place: str | Path, name: str) -> str | None:
 
 
 def write_text(place: str | Path, name: str, text: str) -> None:
-    """Replace the text `name`, durably: whoever reads it, after whatever end, finds all of the old one or all of the
-    new one.
+    """Replace the text `name` atomically and durably: after a crash at any moment a reader finds all of the old text or
+    all of the new one.
     """
     if is_url(place):
         Objects(str(place)).write(name, text.encode())
@@ -52,7 +50,7 @@ def write_text(place: str | Path, name: str, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a local folder durable."""
+    """Make the entries (names) of a local folder durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -61,8 +59,8 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file_system(path: Path) -> None:
-    """Make all that was written to the file system of a local folder durable, files and names: one wait for the disk,
-    not one a file.
+    """Make everything written to the file system of a local folder durable, by one syncfs instead of one fsync per
+    file.
     """
     fd = os.open(path, os.O_RDONLY)
     try:

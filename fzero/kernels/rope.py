@@ -38,8 +38,15 @@ CONFIGS = [{"HEADS": 8, "num_warps": 1}, {"HEADS": 16, "num_warps": 2}, {"HEADS"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the long wavelengths (Grattafiori et al. 2024, "The Llama 3 herd of models", section
-    3.4.2).
+    """The settings of Llama 3's scaling of RoPE, which divides the frequencies of long wavelengths by `factor`.
+
+    Wavelengths above original_max_len / low_freq_factor are scaled, those below original_max_len / high_freq_factor are
+    not, with a linear transition between.
+
+    >>> rope_frequencies(4, 10000.0, RopeScaling(factor=8.0))[0]  # a short wavelength keeps its frequency
+    tensor(1.)
+
+    Ref: Grattafiori et al. 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.4.2.
     """
 
     factor: float = 8.0
