@@ -116,7 +116,8 @@ PUBLIC = public_names()
 
 def examples_of(name):
     value = PUBLIC[name]
-    globs = {**vars(inspect.getmodule(value)), "torch": torch, "fzero": fzero}
+    package = importlib.import_module(name.rpartition(".")[0])
+    globs = {**{n: getattr(package, n) for n in package.__all__}, **vars(inspect.getmodule(value)), "torch": torch, "fzero": fzero}
     return doctest.DocTestFinder(recurse=False).find(value, name, module=False, globs=globs)[0]
 
 

@@ -1,12 +1,12 @@
-"""Flash attention, backward: the probabilities again from the log-sum-exp, tile by tile.
+"""Flash attention, backward: recomputes the probabilities from the log-sum-exp, tile by tile.
 
 With g the gradient of out and h that of lse, and x = scale q k^T as in the forward pass:
 
     p = exp(x - lse),   delta = rowsum(g out) - h,   dv = p^T g,   ds = p (g v^T - delta),   dq = scale ds k,   dk = scale ds^T q
 
-One kernel goes over the keys of each tile of queries for dq, and writes delta. Another goes over the queries of each
-tile of keys, for all the heads that share them, for dk and dv. So no two programs add to one number, and a second run
-gives the same bits; the price is that x and g v^T are computed twice. Ref: Dao 2023, "FlashAttention-2",
+`_flash_dq`: a program per tile of queries loops over keys, for dq; it also writes delta. `_flash_dkv`: a program per
+tile of keys loops over queries of all heads that share them, for dk and dv. No two programs add to the same number, so
+a second run gives the same bits; the price is that x and g v^T are computed twice. Ref: Dao 2023, "FlashAttention-2",
 arXiv:2307.08691, algorithm 2.
 """
 
@@ -95,7 +95,8 @@ def _flash_dq(
     queries = (rows + query_start, first, last, load_documents(QDOCS + b * t, rows, t, DOCUMENTS))
     pattern = (size, keep)
 
-    begin = (b * t * heads + h) * DIM  # of this head in G, OUT and DQ
+    # G, OUT and DQ are contiguous [B, T, H, K]: this head begins at `begin`, and its rows are heads * DIM apart.
+    begin = (b * t * heads + h) * DIM
     g = tile(G + begin, i, heads * DIM, t, DIM, WIDTH, M, False)
     out = tile(OUT + begin, i, heads * DIM, t, DIM, WIDTH, M, False)
     delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
@@ -124,13 +125,13 @@ def _flash_dq(
             dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
         )
     to = DQ + begin + (i.to(tl.int64) * heads * DIM) + (tl.arange(0, M)[:, None] * heads * DIM + columns[None, :])
-    # `scale` holds log2 e.
+    # `scale` includes the factor log2(e) of exp2; LN_2 takes it out again.
     tl.store(to, (dq * (scale * LN_2)).to(DQ.dtype.element_ty), mask=(rows < t)[:, None] & (columns < DIM)[None, :])
 
 
 @triton.jit
 def query_tiles(first, last, t, query_start, size, REACH, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, M: tl.constexpr):
-    """The queries for keys at [first, last]: (lo, a, z, hi) as of `key_tiles`, in multiples of M."""
+    """The range of queries for keys at positions [first, last]: (lo, a, z, hi) as in `key_tiles`, in multiples of M."""
     lo = tl.minimum(tl.maximum(first - query_start, 0), t)
     a = tl.maximum(last - query_start, 0)
     z = tl.minimum(tl.maximum(end_query(first, size, KIND) - query_start, 0), t)
@@ -142,8 +143,8 @@ def query_tiles(first, last, t, query_start, size, REACH, KIND: tl.constexpr, DO
 
 @triton.jit
 def end_query(key, size, KIND: tl.constexpr):
-    """Queries from this position on see no key up to `key`; those before it, from `key` on, see it where tiles are not
-    asked.
+    """The end of the queries that see `key`: in full, window and local patterns exactly the queries from `key` to there
+    see it.
     """
     if KIND == "window":
         return key + size
@@ -154,7 +155,7 @@ def end_query(key, size, KIND: tl.constexpr):
 
 @triton.jit
 def load_values(base, at, count, WHOLE: tl.constexpr):
-    """Those at `at`, which all exist where WHOLE; else zeros from `count` on."""
+    """Load base[at]; unless WHOLE (all exist), zeros from `count` on."""
     return tl.load(base + at) if WHOLE else tl.load(base + at, mask=at < count, other=0.0)
 
 
@@ -163,15 +164,15 @@ def _dkv_tiles(
     dk, dv, k, v, lo, count, skip, queries, keys, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv) after `count` tiles of queries of each head from `lo` on, of which those from `skip[0]` on stand
-    `skip[1]` later.
+    """Return (dk / scale, dv) after `count` tiles of queries of each of the `share` heads, beginning at `lo`.
 
-    Scores lie here as [keys, queries].
+    Queries from skip[0] on are moved by skip[1], which jumps over a range that another call handles. Scores are [keys,
+    queries] here.
     """
     q, qt, qh, g, gt, lse, delta, t, query_start, docs, share = queries
     key, first, last, end, theirs = keys
     size, keep = pattern
-    for step in range(0, count * share):
+    for step in range(0, count * share):  # step = head * count + tile
         h, i = tl.cast(step // count, tl.int64), lo + step % count * M
         i = tl.where(i < skip[0], i, i + skip[1])
         position = i + query_start
@@ -212,6 +213,8 @@ def _flash_dkv(
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    # Programs are numbered row * tiles + tile, with row = b * groups + group: a tile of N keys of one key/value head.
+    # Its query heads are h to h + share - 1; `level` is the start of their rows in LSE and DELTA [B, H, T].
     tiles, groups = tl.cdiv(s, N), heads // share
     at = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -234,7 +237,7 @@ def _flash_dkv(
     whole = (z - a) // M
     if KIND == "strided" or KIND == "fixed":
         whole = 0
-    # A mask takes registers, and the edges are finer in half a tile.
+    # Masked tiles have M / 2 queries: a mask needs registers, and smaller tiles waste less work at the edges.
     count = tl.cdiv(hi - lo, M // 2) - whole * 2
     dk, dv = _dkv_tiles(
         dk,
@@ -309,7 +312,7 @@ def flash_backward(
     query_start: int,
     key_start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) for the gradients g of out and h of lse (None: zeros); the others as given to and by
+    """Return (dq, dk, dv) for the gradients g of out and h of lse (None: zeros); the other arguments as in
     `flash_forward`.
     """
     (b, t, heads, dim), (s, groups) = q.shape, k.shape[1:3]
@@ -339,5 +342,6 @@ def flash_backward(
 def builds() -> Iterator[Build]:
     """What `aot` compiles."""
     yield from each_build("_flash_dq", "Q K V OUT LSE G H DQ DELTA QDOCS KDOCS REACH", QUERY_CONFIGS, {"OF_LSE": True})
-    # At 256 two accumulators take half of the registers, and some addresses that do not change in the loop are spilled.
+    # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
+    # in the loop.
     yield from each_build("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", KEY_CONFIGS, {}, spills=64)

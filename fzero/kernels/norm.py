@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dim, alone or behind a residual sum.
+"""RMSNorm and LayerNorm over the last dim, alone or after a residual sum.
 
     rms_norm(x)   = x r * scale,                  r = 1 / sqrt(mean(x^2) + eps)
     layer_norm(x) = (x - mean(x)) r * scale + bias,   r = 1 / sqrt(var(x) + eps)
@@ -37,7 +37,7 @@ from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The longest rows that a program holds at once; of longer ones it reads CHUNK columns at a time, twice.
+# The longest rows that a program holds in registers; it reads longer ones twice, CHUNK columns at a time.
 WHOLE = {"_norm_forward": 16384, "_norm_backward": 8192}
 CHUNK = 4096
 
@@ -93,13 +93,15 @@ def _read(X, R, x_at, r_at, mask, ADD: tl.constexpr):
 
 @triton.jit
 def _param(W, X, at, N):
-    """A row of parameters in float32, as rounded to x's dtype."""
+    """Load a row of parameters rounded to x's dtype, as float32."""
     return tl.load(W + at, mask=at < N, other=0.0).to(X.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _moments(x, mask, n, LAYER: tl.constexpr):
-    """(mean, sum of the squares about it) over the n columns of a tile that are not masked; for RMSNorm about 0."""
+    """(mean, sum of squared deviations from it) over the n unmasked columns of a tile; for RMSNorm the deviations from
+    0.
+    """
     mean = tl.sum(x, 1) / n
     if LAYER:
         x = tl.where(mask, x - mean[:, None], 0.0)
@@ -111,6 +113,9 @@ def _norm_forward(
     X, R, W, B, Y, S, STATS, M, N, x_row, r_row, eps,
     LAYER: tl.constexpr, ADD: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # A program normalises ROWS rows of M; rows of x and r are x_row and r_row elements apart, those of the results N.
+    # Masks: row < M for the last program, column < N because BLOCK is a power of two. Row numbers are int64: row *
+    # stride may pass 2^31.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (row < M)[:, None]
@@ -127,7 +132,7 @@ def _norm_forward(
             n = tl.minimum(N - start, BLOCK)
             m, s = _moments(_read(X, R, x_at + at, r_at + at, mask, ADD), mask, n, LAYER)
             squares += s
-            if LAYER:
+            if LAYER:  # Chan et al.: join the moments of `start` columns so far with those of n more
                 step = (m - mean) * (n / (start + n))
                 squares += step * (m - mean) * start
                 mean += step
@@ -151,7 +156,7 @@ def _norm_forward(
 
 @triton.jit
 def _load_normed(G, X, g_at, x_at, mask, w, mean, rstd, LAYER: tl.constexpr):
-    """(gradient, gradient times scale, normed x) of a tile, in float32."""
+    """Load a tile; return (gradient g, d = g * scale, normalised x), in float32."""
     g = tl.load(G + g_at, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(X + x_at, mask=mask, other=0.0).to(tl.float32)
     return g, g * w, ((x - mean[:, None]) if LAYER else x) * rstd[:, None]
@@ -162,6 +167,9 @@ def _norm_backward(
     G, GS, X, W, STATS, DX, PARTS, M, N, g_row, gs_row, x_row,
     LAYER: tl.constexpr, ADD: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Program p handles the tiles of ROWS rows p, p + programs, ... in this order, and writes its own row of PARTS:
+    # dscale [programs, N], then dbias [programs, N] if LAYER. The caller sums these over programs, so the order of
+    # every sum is fixed.
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols, own = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK)
     DW, DB = PARTS + pid.to(tl.int64) * N, PARTS + (programs + pid).to(tl.int64) * N  # this program's rows
@@ -202,7 +210,7 @@ def _norm_backward(
                 w = _param(W, X, at, N)
                 g, d, n = _load_normed(G, X, g_at + at, x_at + at, mask, w, mean, rstd, LAYER)
                 i = start + own
-                seen = i < tl.where(tile == pid, 0, N)  # the first tile finds nothing to add to
+                seen = i < tl.where(tile == pid, 0, N)  # the program's first tile overwrites uninitialised memory
                 tl.store(DW + i, tl.load(DW + i, mask=seen, other=0.0) + tl.sum(g * n, 0), mask=i < N)
                 if LAYER:
                     tl.store(DB + i, tl.load(DB + i, mask=seen, other=0.0) + tl.sum(g, 0), mask=i < N)
@@ -214,7 +222,7 @@ def _norm_backward(
                 dx += tl.load(GS + gs_at + at, mask=mask, other=0.0).to(tl.float32)
             tl.store(DX + dx_at + at, dx.to(DX.dtype.element_ty), mask=mask)
         if not IS_WHOLE:
-            tl.debug_barrier()  # the next tile reads of DW what other threads may have written
+            tl.debug_barrier()  # the next tile reads values of DW that other threads wrote
     if IS_WHOLE:
         tl.store(DW + own, tl.sum(dw, 0), mask=own < N)
         if LAYER:
@@ -222,12 +230,12 @@ def _norm_backward(
 
 
 def _config(kernel: str, n: int) -> tuning.Config:
-    """16 elements a thread: short rows several to a program, long ones in chunks."""
+    """The default configuration, 16 elements a thread: several short rows to a program, long rows in chunks."""
     if n <= WHOLE[kernel]:
         block = triton.next_power_of_2(n)
         rows = max(1, 2048 // block)
     else:
-        # Together in the backward pass, as long as they should stay in the cache between the two times they are read.
+        # The backward pass takes several long rows at a time if they should stay in the cache between its two reads.
         block, rows = CHUNK, max(1, 8 * CHUNK // triton.next_power_of_2(n)) if kernel == "_norm_backward" else 1
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 512))}
 
@@ -238,8 +246,8 @@ def _tuned_config(kernel: triton.JITFunction, x: Tensor, layer: bool) -> tuning.
 
 
 def _programs(device: torch.device, warps: int) -> int:
-    """How many programs share the rows in the backward pass: 16 warps to a multiprocessor. The order of sums depends on
-    it.
+    """The number of programs of the backward pass: 16 warps per multiprocessor. The order of its sums depends on this
+    number.
     """
     if device.type != "cuda":
         return 4
@@ -320,7 +328,7 @@ def norm_backward(g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, s
 
 
 def _fused(what: str, add: bool, layer: bool, eps: float) -> Fused:
-    """Of the tensors x, residual where `add`, scale, and bias where `layer`."""
+    """The differentiable function of (x, residual if `add`, scale, bias if `layer`)."""
 
     def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         return (add_norm_forward if add else norm_forward)(*tensors, *([] if layer else [None]), eps)

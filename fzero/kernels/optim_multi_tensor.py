@@ -1,10 +1,10 @@
-"""AdamW and Lion over many leaves in one launch, in place; and the gradient's norm with the count of what is not
-finite, in one pass.
+"""AdamW and Lion over many leaves in one launch, in place; and the gradients' norm with the count of non-finite
+elements, in one pass.
 
-The equations are those of leaf_steps, which has the references. Where `skip` is set, nothing changes. These functions
-write into what they are given, so they are no operators of a traced graph. Bytes per parameter, fp32 p and g: 28 with
-float32 states, 20 with bfloat16, 16 with 8 bits; 2 less for a bfloat16 gradient, 2 more where a bfloat16 copy of p is
-written in the same pass.
+The equations and references are in optim_leaf. If `skip` is set, nothing changes. These functions write into their
+arguments, so they are not operators of a traced graph. Bytes per parameter, fp32 p and g: 28 with float32 states, 20
+with bfloat16, 16 with 8 bits; 2 less for a bfloat16 gradient, 2 more where a bfloat16 copy of p is written in the same
+pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fzero.kernels.optim_lowbit import Place, decode_blocks, draw_words, encode_
 from fzero.kernels.registry import Form, Op
 
 CONFIG = {"BLOCK": 2048, "num_warps": 4}
-ODD = {"BLOCK": 512, "num_warps": 4}  # stochastic rounding where each element needs its own block of Philox
+ODD = {"BLOCK": 512, "num_warps": 4}  # for stochastic rounding in which each element needs its own Philox block
 NORM = {"BLOCK": 16384, "num_warps": 8}
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -92,7 +92,12 @@ def _update_flat(
     STOCHASTIC: tl.constexpr, PLACED: tl.constexpr, QUADS: tl.constexpr, WIDE: tl.constexpr,
     PT: tl.constexpr, GT: tl.constexpr, MT: tl.constexpr, CT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of BLOCK elements of one leaf; WORK says which: leaf << 40 | number of the stretch."""
+    """Update BLOCK consecutive elements of one leaf.
+
+    Program p takes WORK[p] = leaf << 40 | stretch: the row `leaf` of the table T (FIELDS int64: addresses, sizes,
+    place), and the elements [stretch BLOCK, (stretch + 1) BLOCK) of that leaf. Masked: elements from n on, the leaf's
+    size; `skip` sets n to 0, so nothing is written.
+    """
     work = tl.load(WORK + tl.program_id(0))
     ROW = T + (work >> 40) * FIELDS
     begin = (work & 0xFFFFFFFFFF) * BLOCK
@@ -137,7 +142,12 @@ def _update_blocks(
     LION: tl.constexpr, COUPLED: tl.constexpr, SCALED: tl.constexpr, SKIPS: tl.constexpr, COPIES: tl.constexpr,
     WIDE: tl.constexpr, PT: tl.constexpr, GT: tl.constexpr, CT: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of CODES elements, in all BLOCK elements, of one leaf with a state in 8 bits; see _update_flat."""
+    """Update BLOCK / CODES blocks of CODES elements of one leaf with a state in 8 bits; WORK and T as in _update_flat.
+
+    A row of `columns` elements has `across` blocks, the last possibly shorter: block number i covers the columns from
+    (i % across) CODES of row i // across, and its scale is element i of the scales. Masked: columns beyond the row, and
+    blocks from `total` on.
+    """
     work = tl.load(WORK + tl.program_id(0))
     ROW = T + (work >> 40) * FIELDS
     n, columns = tl.load(ROW + SIZE), tl.load(ROW + COLUMNS)
@@ -178,7 +188,9 @@ def _update_blocks(
 
 @triton.jit
 def _square_sums(T, WORK, OUT, WIDE: tl.constexpr, GT: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT [programs, 2]: the sum of squares of a stretch of a leaf, and how many of its elements are not finite."""
+    """Store in OUT [programs, 2] the sum of squares of one stretch of a leaf, and the number of its non-finite
+    elements.
+    """
     pid = tl.program_id(0).to(tl.int64)
     work = tl.load(WORK + pid)
     ROW = T + (work >> 40) * FIELDS
@@ -202,7 +214,7 @@ _CAPTURED: list[
 
 
 def _cache_on_device(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """`make()` on the device, made once for a key while it is among the last 64; the host does not wait."""
+    """Return `make()` on the device, from a cache of the 64 newest keys; the host does not wait."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if (device, key) in _TABLES and not capturing:
         return _TABLES[device, key]
@@ -218,7 +230,7 @@ def _cache_on_device(key: tuple, make: Callable[[], Tensor], device: torch.devic
 
 
 def _work_list(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [programs]: leaf << 40 | number of the stretch, for leaves of so many stretches."""
+    """Return int64 [programs]: leaf << 40 | stretch, for leaves with these numbers of stretches."""
 
     def make() -> Tensor:
         counts = torch.tensor(sizes)
@@ -251,7 +263,7 @@ def _row(leaf: Leaf, moments: int) -> tuple[int, ...]:
 
 
 class Kind(NamedTuple):
-    """What leaves of one launch have in common."""
+    """The properties that all leaves of one launch share."""
 
     p: torch.dtype
     g: torch.dtype

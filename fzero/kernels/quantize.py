@@ -83,9 +83,7 @@ def _check_kind(kind: str, block: int) -> None:
 
 
 def _size(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) -> int:
-    """Elements of a row of the tensor that was quantised; raises ValueError where data and scale are not of such a
-    tensor.
-    """
+    """The elements of a row of the quantised tensor; raises ValueError if data and scale do not fit together."""
     _check_kind(kind, block)
     n = size if size is not None else data.shape[-1] * (2 if kind == "int4" else 1)
     if data.dtype != KINDS[kind].dtype or scale.dtype != torch.float32:
@@ -101,7 +99,7 @@ def _size(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) 
 
 
 def _split(x: Tensor, block: int) -> Tensor:
-    """x [.., n] as [.., blocks, block], with zeros behind the end."""
+    """x [.., n] as [.., blocks, block], padded with zeros."""
     blocks = -(-x.shape[-1] // block)
     return F.pad(x, (0, blocks * block - x.shape[-1])).unflatten(-1, (blocks, block))
 
@@ -131,8 +129,7 @@ def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None =
     y = y.flatten(-2)[..., : x.shape[-1]]
     word = None if key is None else prng.bits(key, x.shape, first=first)
     if mantissa and word is not None:
-        # Of float8 numbers around y the distance is 2^(exponent - mantissa); what is rounded to one of them is cast
-        # exactly.
+        # float8 numbers near y are 2^(exponent - mantissa) apart; round to one of them, so that the cast is exact.
         exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=127 + lowest)
         unit = ((exponent - mantissa) << 23).view(torch.float32)
         y = torch.copysign(_round(y.abs() / unit, word) * unit, y)
@@ -185,10 +182,12 @@ def dequantize_sum_requantize_reference(
 
 @triton.jit
 def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Where blocks (their numbers, int64 [ROWS]) lie in rows of n elements: first offsets [ROWS], offsets and mask
-    [ROWS, BLOCK].
+    """Return (first offset [ROWS], offsets [ROWS, BLOCK], mask [ROWS, BLOCK]) of blocks, given by their numbers, int64
+    [ROWS].
 
-    FLAT: there is one row, as every block follows the one before it.
+    Rows have n elements and ceil(n / BLOCK) blocks, so block number i is block i % ceil(n / BLOCK) of row i // ceil(n /
+    BLOCK). The mask excludes the end of a row's last block, and blocks from `total` on. FLAT: the tensor is one row (or
+    BLOCK divides n): offset = i BLOCK.
     """
     if FLAT:
         at = (block * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
@@ -201,9 +200,11 @@ def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_values(DATA, SCALE, block, n, total, KIND: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Dequantised blocks, float32 [ROWS, BLOCK], 0 beyond the end."""
+    """Load and dequantise blocks: float32 [ROWS, BLOCK], 0 beyond the end."""
     scale = tl.load(SCALE + block, mask=block < total, other=0.0)
-    if KIND == "int4":  # rows of bytes, half as long, in blocks half as long
+    if (
+        KIND == "int4"
+    ):  # two codes per byte: rows of ceil(n / 2) bytes in blocks of BLOCK / 2; the low half of a byte is the earlier code
         _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
         pair = tl.load(DATA + at, mask=mask, other=0).to(tl.int32)
         codes = tl.reshape(tl.join((pair << 28) >> 28, (pair << 24) >> 28), (block.shape[0], BLOCK))
@@ -265,13 +266,13 @@ def _sum_requantize(
 
 
 def _empty(shape: Sequence[int], kind: str, block: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Room for a tensor of `shape` in codes."""
+    """Allocate (data, scale) for a tensor of `shape`."""
     data = torch.empty((*shape[:-1], _width(shape[-1], kind)), dtype=KINDS[kind].dtype, device=device)
     return data, torch.empty((*shape[:-1], -(-shape[-1] // block)), dtype=torch.float32, device=device)
 
 
 def _configs(block: int, flat: bool) -> list[tuning.Config]:
-    # Elements of a program; fewer where each needs its own address.
+    # (elements of a program, warps); fewer elements if each needs its own address.
     tiles = ((2048, 4), (4096, 8)) if flat else ((1024, 4), (2048, 8))
     return [{"ROWS": max(1, tile // block), "num_warps": max(warps, block // 512)} for tile, warps in tiles]
 
@@ -284,7 +285,7 @@ def _launch(
     if total := rows * -(-n // block):
         flat, size = rows == 1 or n % block == 0, (kind, block, rows, n, *constants.values())
         given = [_as_bytes(t) if isinstance(t, Tensor) else t for t in given]
-        # Without fused products and sums the bits are those of the reference.
+        # Without fused multiply-adds the bits equal those of the reference.
         constants |= {"KIND": kind, "FLAT": flat, "BLOCK": block, "enable_fp_fusion": False}
         given += [rows * n if flat else n, total]
         tuning.launch(
