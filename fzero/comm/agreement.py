@@ -117,7 +117,7 @@ class Agreement:
         return Call(*json.loads(self.store.get(key)))
 
     def error(self, call: Call, what: str) -> RankError:
-        """Make this rank's error at `call`; it also quotes the reason of the rank that failed first, if that differs."""
+        """Make this rank's error at `call`; it also quotes the rank that failed first, if that differs."""
         text = f"rank {self.rank}: {call}: {what}"
         first = self.fail(text)
         mine = first.startswith(f"rank {self.rank}:") or what in first

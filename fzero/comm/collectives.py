@@ -166,7 +166,8 @@ def _apply(
 def _communicator(collective: str, axis: Axis, leaf: str) -> Communicator:
     if axis.communicator is None:
         raise ValueError(
-            f"{_what(collective, axis, leaf)}: the axis has {axis.size} ranks and no communicator; take it from a mesh of "
+            f"{_what(collective, axis, leaf)}: the axis has {axis.size} ranks and no communicator; take it from "
+            "a mesh of "
             "make_mesh, or of fake_mesh for planning"
         )
     return axis.communicator

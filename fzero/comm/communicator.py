@@ -230,7 +230,8 @@ class Communicator:
         """
         if self.transport == "fake" and not (isinstance(x, FakeTensor) or x.is_meta):
             raise ValueError(
-                f"{collective} over {self.axis}: a mesh for planning has fake tensors only; this one is real, {list(x.shape)}"
+                f"{collective} over {self.axis}: a mesh for planning has fake tensors only; this one is real, "
+                f"{list(x.shape)}"
             )
         self.agreement.number += 1
         phase = self.ledger.phase_name
@@ -272,7 +273,8 @@ class Communicator:
         digests = {int(d) for d in all_of_them}
         if len(digests) == 1 and digests != {0}:
             raise ValueError(
-                f"{call}: its input, {call.dtype} {call.shape}, is the same on all {self.size} ranks already, so the sum is {self.size} "
+                f"{call}: its input, {call.dtype} {call.shape}, is the same on all {self.size} ranks already, "
+                f"so the sum is {self.size} "
                 f"times it; drop the psum, or divide the work (or the cotangent) between the ranks"
             )
 
@@ -360,7 +362,10 @@ class Communicator:
         if re.search("closed by peer|reset by peer|broken pipe|refused|endpoint is not connected", text, re.IGNORECASE):
             what = f"{peer} is gone (connection closed)"
         elif "Timed out" in text:
-            what = f"{peer} did not answer within {self.agreement.timeout_s:g} s: it is late, or runs another program (mesh.checked() tells)"
+            what = (
+                f"{peer} did not answer within {self.agreement.timeout_s:g} s: it is late, or runs another "
+                "program (mesh.checked() tells)"
+            )
         else:
             what = text if self.transport == "nccl" else f"{peer}: {text}"
         return self.agreement.error(call, what)

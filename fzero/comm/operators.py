@@ -1,4 +1,4 @@
-"""The collectives as torch operators (namespace `fzero`), which a traced graph contains in program order (core/graph.py).
+"""The collectives as torch operators (namespace `fzero`), which a traced graph has in program order (core/graph.py).
 
 An operator names its communicator by number and blocks until the result has arrived.
 """

@@ -89,7 +89,8 @@ def expect_closed(f: Callable[..., Any], what: str) -> None:
         for leaf in pytree.leaves(cell.cell_contents):
             if isinstance(leaf, Tensor) and (needs_grad(leaf) or torch._C._functorch.is_functorch_wrapped_tensor(leaf)):
                 raise ValueError(
-                    f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an argument"
+                    f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an "
+                    "argument"
                 )
 
 

@@ -3,8 +3,8 @@ one line.
 
 s3://bucket/path    the endpoint of another store than Amazon's is $AWS_ENDPOINT_URL_S3 or $AWS_ENDPOINT_URL; the region
 is $AWS_REGION
-                    or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, else those of the profile, the
-                    container or the instance
+                    or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, else those
+                    of the profile, the container or the instance
 gs://bucket/path    with Google's application default credentials
 file:///path        files, each put in place by a rename and durable then
 memory://name       of this process alone

@@ -389,7 +389,8 @@ def _in_cpp(
     for start in range(0, n, room.numel()):
         part = room[: n - start]
         draw = _Draw(
-            out=part.data_ptr(), index=None if index is None else index.data_ptr() + 8 * start, first=first + start, n=part.numel(),
+            out=part.data_ptr(), index=None if index is None else index.data_ptr() + 8 * start, first=first + start,
+            n=part.numel(),
             key0=key0, key1=key1, kind=_KINDS[kind], wide=dtype == torch.float64, threads=torch.get_num_threads(),
             **dict(zip(("centre", "near", "far"), _COEFFICIENTS)), **_NUMBERS | numbers,
         )  # fmt: skip

@@ -2,8 +2,8 @@
 
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t may see
 
-A query sees the keys at positions up to its own, of its own document, that the pattern lets it see. `reference` defines
-this.
+A query sees the keys at positions up to its own that are in its document and that the pattern allows. `reference`
+defines this.
 
 Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K]; the queries are the last T of the
 S positions.
@@ -27,7 +27,7 @@ from fzero.kernels.op_function import Fused, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 __all__ = ["FULL", "Pattern", "attention", "attention_with_lse"]
-MAX_POSITION = 2**30  # the kernels reckon positions in 32 bits
+MAX_POSITION = 2**30  # the kernels compute positions in 32 bits
 
 
 def reference(
@@ -39,8 +39,8 @@ def reference(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The definition: all scores, masked, a softmax in float32 or wider. Shapes as at the top of the file; documents
-    int [B, S].
+    """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
+    the file; documents int [B, S].
     """
     t, s = q.shape[1], k.shape[1]
     key = torch.arange(s, device=q.device)
@@ -69,16 +69,16 @@ def reference_with_lse(
     query_start: int | None = None,
     key_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, the log-sum-exp of each query's scores [B, H, T] in float32 or wider), of queries and keys that may stand
-    anywhere.
+    """Return (out, the log-sum-exp of each query's scores, float32 or wider [B, H, T]) for queries and keys at any
+    positions.
 
     Query i is at position query_start + i, key j at key_start + j; by default the queries are the last T of the keys'
-    positions. Where query_start >= key_start + S - 1, a full pattern sees all keys. documents: int [B, S], of the keys;
+    positions. If query_start >= key_start + S - 1, a full pattern sees all keys. documents: int [B, S], of the keys;
     query_documents: int [B, T], by default those of the keys at the queries' positions. A query that sees nothing has
     out 0, lse -inf and no gradient. So the parts of one softmax over several sets of keys can be joined: out = sum_i
     exp(lse_i - lse) out_i with lse = logsumexp_i lse_i.
 
-    Raises ValueError where documents of queries are not known.
+    Raises ValueError if the documents of the queries are unknown.
     """
     t, s = q.shape[1], k.shape[1]
     query_start = _query_start(q, k, query_start, key_start)
@@ -105,13 +105,14 @@ def _query_documents(documents: Tensor, query_documents: Tensor | None, offset: 
         return query_documents
     if not 0 <= offset <= documents.shape[1] - t:
         raise ValueError(
-            f"attention: queries {offset} to {offset + t} are not among the {documents.shape[1]} keys; give query_documents"
+            f"attention: queries {offset} to {offset + t} are not among the {documents.shape[1]} keys; give "
+            "query_documents"
         )
     return documents[:, offset : offset + t]
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
-    """`reference` without pattern or documents, by torch's own fused kernel; equal queries and keys in number."""
+    """`reference` without pattern or documents by torch's own fused kernel, for as many queries as keys."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
@@ -152,7 +153,7 @@ def flash_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by the kernels of flash.py."""
+    """`reference` by the kernels of attention_flash.py."""
     offset = k.shape[1] - q.shape[1]
     both = () if documents is None else (documents[:, offset:], documents)
     return _flash(q, k, v, both, pattern, scale, offset, 0, results=1)
@@ -170,7 +171,7 @@ def flash_attention_with_lse(
     query_start: int | None = None,
     key_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference_with_lse` by the kernels of flash.py."""
+    """`reference_with_lse` by the kernels of attention_flash.py."""
     query_start = _query_start(q, k, query_start, key_start)
     both = ()
     if documents is not None:
@@ -188,13 +189,19 @@ def _flash_serves(
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of float32, bfloat16 or float16"
     if v.shape != k.shape or k.shape != (b, s, groups, dim) or h % max(1, groups) or dim > 256:
-        return f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes head dims up to 256, keys and values alike"
+        return (
+            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes head dims up to "
+            "256, keys and values alike"
+        )
     if any(x.shape != (b, n) for x, n in zip(documents, (s, t))):
         return f"documents are {[list(x.shape) for x in documents]}; they must be {[[b, s], [b, t]][: len(documents)]}"
     if scale is not None and scale <= 0.0:
         return f"scale is {scale}; it must be above 0"
     if min(query_start, key_start) < 0 or max(query_start + t, key_start + s, pattern.size) > MAX_POSITION:
-        return f"queries begin at {query_start} and keys at {key_start}; positions and a pattern's size must be in [0, 2^30]"
+        return (
+            f"queries begin at {query_start} and keys at {key_start}; positions and a pattern's size must be in "
+            "[0, 2^30]"
+        )
     return triton_runs(q, k, v, *documents)
 
 
@@ -207,7 +214,7 @@ def _flash_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
 
 
 def _refuse_unequal_lengths(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
-    """Why the forms for whole sequences do not serve."""
+    """The reason why forms for whole sequences do not serve; "" if they do."""
     return (
         ""
         if q.shape[1] == k.shape[1]
@@ -239,7 +246,7 @@ def _blocked_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, **options: Any) -> int:
-    """Of the two products, over the pairs that the pattern and causality leave; documents are not counted."""
+    """FLOPs of the two products over the pairs that pattern and causality allow; documents are ignored."""
     key_start = options.get("key_start", 0)
     start = _query_start(q, k, options.get("query_start"), key_start)
     ends = key_start, key_start + k.shape[1]

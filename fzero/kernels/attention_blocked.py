@@ -1,8 +1,7 @@
 """Attention by blocks of queries, for CPUs.
 
-Goes by blocks of queries against the keys up to the block's end, and recomputes the probabilities in the backward pass
-from the log-sum-exp (Dao et al. 2022, "FlashAttention", algorithms 1 and 4, with whole rows, as a CPU's cache holds
-them).
+Each block of queries is multiplied with the keys up to its end; the backward pass recomputes the probabilities from the
+log-sum-exp (Dao et al. 2022, "FlashAttention", algorithms 1 and 4, with whole rows, as a CPU's cache holds them).
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ def blocked_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by blocks of queries: at most 8 of them, of at least 128 queries; equal queries and keys in
-    number.
-    """
+    """`reference` by at most 8 blocks of at least 128 queries each, for as many queries as keys."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = k.shape[2]
     q = rearrange(q, "b t (g r) k -> (b g) r t k", g=groups)

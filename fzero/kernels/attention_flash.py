@@ -4,7 +4,8 @@ memory.
 For a tile of queries and each tile of keys that any of them sees, with m the largest score so far and l the sum of
 exponentials:
 
-    x = scale q k^T,   m' = max(m, rowmax x),   p = exp(x - m'),   l = exp(m - m') l + rowsum p,   o = exp(m - m') o + p v
+    x = scale q k^T,   m' = max(m, rowmax x),   p = exp(x - m')
+    l = exp(m - m') l + rowsum p,   o = exp(m - m') o + p v
 
 At the end out = o / l, and the log-sum-exp of the scores is m + log l, which the backward pass takes.
 Ref: Dao 2023, "FlashAttention-2", arXiv:2307.08691, algorithm 1.
@@ -261,7 +262,8 @@ def _forward_tiles(
 @triton.jit(do_not_specialize=SIZES)
 def _flash_forward(
     Q, K, V, OUT, LSE, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Programs are numbered row * tiles + tile, with row = b * heads + h. Tiles run in reverse: causality gives the last
@@ -327,7 +329,8 @@ def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @operator(
-    "flash_forward(Tensor q, Tensor k, Tensor v, Tensor? query_documents, Tensor? key_documents, str kind, int size, int keep, "
+    "flash_forward(Tensor q, Tensor k, Tensor v, Tensor? query_documents, Tensor? key_documents, str kind, int "
+    "size, int keep, "
     "float scale, int query_start, int key_start) -> (Tensor, Tensor)",
     _outputs,
 )
@@ -357,7 +360,8 @@ def flash_forward(
     ids = document_bounds(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
     _flash_forward[(triton.cdiv(t, blocks["M"]) * b * h,)](
         q, k, v, out, lse, *ids, t, s, h, h // k.shape[2], query_start, key_start, size, keep, scale * LOG2_E,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=kind, DOCUMENTS=query_documents is not None, DIM=dim, WIDTH=width,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=kind, DOCUMENTS=query_documents is not None, DIM=dim,
+        WIDTH=width,
         UPCAST=INTERPRETED, **blocks,
     )  # fmt: skip
     return out, lse

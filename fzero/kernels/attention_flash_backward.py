@@ -2,7 +2,8 @@
 
 With g the gradient of out and h that of lse, and x = scale q k^T as in the forward pass:
 
-    p = exp(x - lse),   delta = rowsum(g out) - h,   dv = p^T g,   ds = p (g v^T - delta),   dq = scale ds k,   dk = scale ds^T q
+    p = exp(x - lse),   delta = rowsum(g out) - h,   ds = p (g v^T - delta)
+    dv = p^T g,   dq = scale ds k,   dk = scale ds^T q
 
 `_flash_dq`: a program per tile of queries loops over keys, for dq; it also writes delta. `_flash_dkv`: a program per
 tile of keys loops over queries of all heads that share them, for dk and dv. No two programs add to the same number, so
@@ -61,7 +62,8 @@ LOG2_E_ = tl.constexpr(LOG2_E)
 
 @triton.jit
 def _dq_tiles(
-    dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DIM: tl.constexpr,
     WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dq / scale after the tiles of keys from `lo` to `hi`."""
@@ -80,8 +82,10 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dq(
-    Q, K, V, OUT, LSE, G, H, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    Q, K, V, OUT, LSE, G, H, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
+    scale,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr, OF_LSE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, M)
@@ -161,7 +165,8 @@ def load_values(base, at, count, WHOLE: tl.constexpr):
 
 @triton.jit
 def _dkv_tiles(
-    dk, dv, k, v, lo, count, skip, queries, keys, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    dk, dv, k, v, lo, count, skip, queries, keys, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DIM: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return (dk / scale, dv) after `count` tiles of queries of each of the `share` heads, beginning at `lo`.
@@ -210,7 +215,8 @@ def _dkv_tiles(
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dkv(
     Q, K, V, LSE, G, DELTA, DK, DV, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Programs are numbered row * tiles + tile, with row = b * groups + group: a tile of N keys of one key/value head.
@@ -228,7 +234,8 @@ def _flash_dkv(
     h = group * share
     level = (b * heads + h) * t
     queries = (
-        Q + b * qb + h * qh, qt, qh, G + (b * t * heads + h) * DIM, heads * DIM, LSE + level, DELTA + level, t, query_start, QDOCS + b * t,
+        Q + b * qb + h * qh, qt, qh, G + (b * t * heads + h) * DIM, heads * DIM, LSE + level, DELTA + level, t,
+        query_start, QDOCS + b * t,
         share,
     )  # fmt: skip
 
@@ -291,8 +298,10 @@ def _gradients(g: Tensor, h: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_:
 
 
 @operator(
-    "flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_documents, "
-    "Tensor? key_documents, str kind, int size, int keep, float scale, int query_start, int key_start) -> (Tensor, Tensor, Tensor)",
+    "flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? "
+    "query_documents, "
+    "Tensor? key_documents, str kind, int size, int keep, float scale, int query_start, int key_start) -> "
+    "(Tensor, Tensor, Tensor)",
     _gradients,
 )
 def flash_backward(
@@ -328,7 +337,8 @@ def flash_backward(
     width, blocks = config("_flash_dq", QUERY_CONFIGS, q, kind)
     ids = document_bounds(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
     _flash_dq[(triton.cdiv(t, blocks["M"]) * b * heads,)](
-        q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *ids, *sizes, *strides, **options, WIDTH=width,
+        q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *ids, *sizes, *strides, **options,
+        WIDTH=width,
         OF_LSE=h is not None, **blocks,
     )  # fmt: skip
     width, blocks = config("_flash_dkv", KEY_CONFIGS, q, kind)

@@ -1,9 +1,7 @@
-"""Attention by tiles on a CPU, in C++ (attention_tiled.cpp) that is compiled when it is first used, and kept in
-Inductor's cache.
+"""Attention by tiles on a CPU, in C++ (attention_tiled.cpp), compiled when first used and kept in Inductor's cache.
 
-The products of a tile are torch's own small ones (`brgemm`, which takes AVX-512 or AMX); the pointwise work between
-them never leaves the core's cache, the work is linear in the tiles that have a visible pair, and nothing larger than q,
-k and v is kept.
+The products of a tile use torch's `brgemm` (AVX-512 or AMX); scores and probabilities stay in the core's cache, tiles
+without a visible pair are skipped, and no tensor larger than q, k and v is kept.
 """
 
 from __future__ import annotations
@@ -75,7 +73,8 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Ten
 
 
 @operator(
-    "tiled_backward(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, Tensor g, int[] pattern, float scale)"
+    "tiled_backward(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, Tensor g, int[] "
+    "pattern, float scale)"
     " -> (Tensor, Tensor, Tensor)",
     _gradients,
 )
@@ -109,7 +108,7 @@ def tiled_attention(
     """`attention.reference` by tiles of 64 queries and 128 keys; as many queries as keys.
 
     Scores and probabilities are rounded to the inputs' dtype once, before a product, and summed in float32 or wider.
-    The bits do not depend on the number of threads; B G threads at most are of use.
+    The bits do not depend on the number of threads; at most B G threads have work.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kind = [KINDS.index(pattern.kind), pattern.size, pattern.keep]
@@ -130,14 +129,17 @@ def tiled_attention(
 def supports(
     q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object
 ) -> str:
-    """Why it does not serve a call; "" where it does."""
+    """The reason why it does not serve a call; "" if it does."""
     (b, t, h, dim), groups = q.shape, k.shape[2]
     if any(kind_of(x) != "cpu" for x in (q, k, v)):
         return "a tensor is not on the CPU"
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of bfloat16, float32 or float64"
     if v.shape != k.shape or k.shape != (b, t, groups, dim) or h % max(1, groups):
-        return f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as keys, and as many values"
+        return (
+            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as "
+            "keys, and as many values"
+        )
     if q.dtype == torch.bfloat16 and dim % 2:
         return f"the head dim is {dim}; in bfloat16 it must be even"
     if documents is not None and documents.shape != (b, t):

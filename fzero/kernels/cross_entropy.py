@@ -1,10 +1,10 @@
-"""Cross entropy of given logits: the loss, and at once its gradient from the same softmax.
+"""Cross entropy of given logits: the loss, and its gradient from the same softmax.
 
     loss = sum over the tokens that count of  (1 - s) (lse - y[t]) + s (lse - mean_v y[v]) + z lse^2,
     y = logits, or c tanh(logits / c),   lse = log sum_v exp(y[v])
 
-with t a token's target, s the smoothing, z the weight of the z-loss and c the cap. As the loss is linear in what a
-backward pass hands it, its gradient is made with it, and scaled later. What is done to a row of logits is in
+with t a token's target, s the smoothing, z the weight of the z-loss and c the cap. The forward pass computes the
+gradient together with the loss, and the backward pass only scales it. The arithmetic of a row of logits is in
 cross_entropy_rows. Ref: Szegedy et al. 2016, "Rethinking the Inception architecture", arXiv:1512.00567, section 7
 (smoothing); Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, section 5 (z-loss); Gemma Team 2024, "Gemma 2",
 arXiv:2408.00118, section 2.1 (cap).
@@ -38,7 +38,9 @@ def counted_tokens(targets: Tensor, mask: Tensor | None, ignore_index: int) -> T
 
 
 def mark_targets(targets: Tensor, mask: Tensor | None, ignore_index: int, columns: int) -> Tensor:
-    """The targets with NONE where a token does not count, and WRONG where it counts and there is no such column."""
+    """Return the targets with NONE for tokens that do not count, and WRONG for those that count but are not in [0,
+    columns).
+    """
     at = torch.where((targets >= 0) & (targets < columns), targets, WRONG)
     return torch.where(counted_tokens(targets, mask, ignore_index), at, NONE).to(torch.int64)
 
@@ -74,7 +76,7 @@ def reference(
 
 
 def total_loss(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
-    """The loss from the statistics [N, 3] of whole rows, and targets as `known` gives them."""
+    """The loss from the statistics [N, 3] of whole rows, and targets as from `mark_targets`."""
     lse, at_target, sums = statistics.unbind(-1)
     losses = lse - at_target
     if terms.smoothing:
@@ -86,11 +88,11 @@ def total_loss(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
 
 @dataclass(frozen=True)
 class ValueAndGradients:
-    """A scalar function of tensors that makes its gradients with its value, and keeps them for the backward pass, which
-    scales them.
+    """A scalar function of tensors that computes its gradients together with its value, and scales them in the backward
+    pass.
 
-    make(*tensors) -> (value, gradients of the first tensors, None for one that is not wanted); the gradients are freed
-    when used. again: whether `make` can be called once more, for a second backward pass through one graph.
+    make(*tensors) -> (value, gradients of the first tensors, None for those not needed); the gradients are freed after
+    use. again: whether `make` may be called once more, for a second backward pass through the same graph.
     """
 
     what: str
@@ -103,7 +105,7 @@ class ValueAndGradients:
         return _ValueAndGradients.apply(self, *tensors)
 
     def scale(self, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The gradients times `grad`, empty for one that is not wanted."""
+        """Return the gradients times `grad`; empty tensors for those not needed."""
         if not self.kept and not self.again:
             raise RuntimeError(
                 f"{self.what}: with overwrite=True the logits are gone, so there is no second backward pass"

@@ -3,8 +3,8 @@
     statistics = (lse, y[t], sum_v y[v]),   y = logits, or c tanh(logits / c),   lse = log sum_v exp(y[v])
     gradient[v] = ((1 + 2 z lse) exp(y[v] - lse) - (1 - s) [v = t] - s / V) (1 - (y[v] / c)^2)
 
-with t the target, z the weight of the z-loss, s the smoothing and c the cap. Where a vocabulary is sharded each rank
-makes the statistics of its columns, and the gradient from those of all.
+with t the target, z the weight of the z-loss, s the smoothing and c the cap. If the vocabulary is sharded, each rank
+computes the statistics of its columns, and the gradient from the statistics of all columns.
 
 Shapes: logits and gradient [n, V], targets int64 [n], statistics [n, 3] in float32 or wider, in which the arithmetic
 is. Here in plain torch, and in C++ for a CPU; in Triton in cross_entropy_triton.
@@ -30,12 +30,12 @@ NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "
 
 
 class Terms(NamedTuple):
-    """What the loss is made of, and which columns of the vocabulary are here."""
+    """The weights of the loss's terms, and which columns of the vocabulary this rank has."""
 
     z_loss: float
     smoothing: float
     cap: float
-    first: int  # the number of the first column that is here
+    first: int  # the number of this rank's first column
     columns: int  # of the whole vocabulary
 
     @property
@@ -54,7 +54,7 @@ def cap_logits(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap if cap else x
 
 
-# ---- in torch ---------------------------------------------------------------------------------------------------------
+# ---- in torch --------------------------------------------------------------------------------------------------------
 
 
 def log_sum_exp(y: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def log_sum_exp(y: Tensor) -> Tensor:
 
 
 def _block(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
-    """The statistics [n, 3], made where they are not given; the gradient goes into `out`, which may be the logits."""
+    """Return the statistics [n, 3], computed if not given; write the gradient into `out`, which may be the logits."""
     y = cap_logits(widen(logits), terms.cap)
     column = targets[:, None] - terms.first
     own = (targets[:, None] >= 0) & (column >= 0) & (column < logits.shape[1])
@@ -84,14 +84,14 @@ def _block(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tens
 
 
 def _put_targets(slope: Tensor, y: Tensor, lse: Tensor, column: Tensor, own: Tensor, terms: Terms) -> None:
-    """What is particular of the targets' columns: probabilities near 1, of which 1 is taken, keep their digits."""
+    """Overwrite the slope in the targets' columns: p - 1 by expm1, which stays accurate for p near 1."""
     down = y.gather(1, column) - lse
     there = torch.expm1(down) + torch.exp(down) * (2.0 * terms.z_loss * lse) + (terms.smoothing - terms.uniform)
     slope.scatter_(1, column, torch.where(own, there, slope.gather(1, column)))
 
 
 def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
-    """As `_block`, by blocks of rows on a CPU, so that what stands between logits and gradient is small."""
+    """As `_block`, by blocks of rows on a CPU, so that temporaries are small."""
     n, columns = logits.shape
     rows = max(1, BLOCK_BYTES // (4 * columns)) if kind_of(logits) == "cpu" else max(1, n)
     made = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
@@ -103,7 +103,7 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
     return torch.cat(made)
 
 
-# ---- in C++, on a CPU -------------------------------------------------------------------------------------------------
+# ---- in C++, on a CPU ------------------------------------------------------------------------------------------------
 
 
 class _Shape(ctypes.Structure):
@@ -141,7 +141,7 @@ def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Ten
     return statistics
 
 
-# ---- as operators -----------------------------------------------------------------------------------------------------
+# ---- as operators ----------------------------------------------------------------------------------------------------
 
 
 def _run(
@@ -154,7 +154,10 @@ def _run(
     return run(logits, out, targets, statistics, terms)
 
 
-_ARGUMENTS = "Tensor targets, Tensor? statistics, float z_loss, float smoothing, float cap, int first, int columns, bool write, str form"
+_ARGUMENTS = (
+    "Tensor targets, Tensor? statistics, float z_loss, float smoothing, float cap, int first, int columns, "
+    "bool write, str form"
+)
 
 
 def _fake_statistics(logits: Tensor, statistics: Tensor | None) -> Tensor:
@@ -192,8 +195,8 @@ def rows_of(
 ) -> tuple[Tensor, Tensor]:
     """(statistics [n, 3] of the columns here, gradient [n, V] for the statistics given, or else for those made).
 
-    targets: as `known` gives them. write: whether the gradient is wanted; it is empty otherwise. overwrite: the
-    gradient may take the place of the logits. form: "triton", "compiled" or "eager".
+    targets: as from `mark_targets`. write: compute the gradient; otherwise it is empty. overwrite: the gradient may
+    replace the logits. form: "triton", "compiled" or "eager".
     """
     if overwrite and logits.stride(1) == 1 and not is_tracing():
         made = cross_entropy_rows_(logits, targets, statistics, *terms, write, form)
@@ -213,8 +216,8 @@ def is_tracing() -> bool:
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x times the scalar `factor`, in place. Memory is not touched for a factor of 1, as it is for a loss that is
-    itself differentiated.
+    """Multiply x by the scalar `factor` in place. A factor of 1, as for a loss that is itself differentiated, does not
+    touch memory.
     """
     if type(x) is not Tensor or is_tracing() or x.numel() == 0 or x.dtype == torch.float64:
         return x.mul_(factor)

@@ -1,4 +1,4 @@
-"""Dropout of a branch and its sum with the residual stream, with a mask that is drawn again in the backward pass.
+"""Dropout of a branch and its sum with the residual stream; the backward pass draws the mask again.
 
     dropout_add(x, residual) = residual + where(keep, x / (1 - rate), 0)
 
@@ -65,10 +65,13 @@ def _words(seed, block):
 def _dropout(
     X, R, OUT, KEY, FIRST, n, parts, x_row, r_row, row_stride, limit, scale, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):
+    # Programs are numbered row * parts + part: BLOCK elements of one row from `start` on. `first` is the global index
+    # of the first of them.
     row, start = (tl.program_id(0) // parts).to(tl.int64), (tl.program_id(0) % parts).to(tl.int64) * BLOCK
     first = tl.load(FIRST) + row * row_stride + start
     seed = tl.load(KEY) | (tl.load(KEY + 1) << 32)
-    # A lane takes two Philox blocks: eight elements, in bfloat16 the 128 bits that it loads.
+    # A lane draws two Philox blocks, eight words: in bfloat16 eight elements are the 128 bits that it loads. If first %
+    # 4 != 0 the lane's elements begin inside a Philox block: it draws a third one and shifts the words by first % 4.
     block = (first >> 2) + 2 * tl.arange(0, BLOCK // 8)
     a, b, c, d = _words(seed, block)
     e, f, g, h = _words(seed, block + 1)

@@ -3,10 +3,10 @@ back.
 
     A B  is  (q(A) q(B)) / (s_A s_B),   q(A) = round(s_A A),   s_A = L / max |A|,   L the format's largest number
 
-Scales follow the numbers of this very call. "tensorwise": one scale for an operand; E4M3 (L = 448) for values, E5M2 (L
-= 57344) for gradients. "rowwise": one for each row of A and each column of B; E4M3 throughout, and scales rounded down
-to powers of 2. All three products of a linear go this way, y = x w, dx = dy w^T and dw = x^T dy, each from operands
-that have not been rounded before: rowwise, the scales of x in x w and in x^T dy are along different dims. Ref:
+Scales are computed from the operands of each call. "tensorwise": one scale for an operand; E4M3 (L = 448) for values,
+E5M2 (L = 57344) for gradients. "rowwise": one for each row of A and each column of B; E4M3 throughout, and scales
+rounded down to powers of 2. All three products of a linear go this way, y = x w, dx = dy w^T and dw = x^T dy, each from
+operands that have not been rounded before: rowwise, the scales of x in x w and in x^T dy are along different dims. Ref:
 Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433, sections 2 (scales) and 3 (the formats, and
 which is for what); the two recipes are those of torchao.float8 under these names.
 
@@ -31,7 +31,7 @@ from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALLEST = 1e-12  # what is taken for max |A| below that
+SMALLEST = 1e-12  # the lower bound of max |A|
 CONFIGS = [{"BLOCK_R": r, "BLOCK_C": c, "num_warps": 4} for r, c in ((16, 256), (64, 64))]
 
 
@@ -57,14 +57,14 @@ def recipe_of(scaling: str) -> Recipe:
 
 
 def max_magnitude(x: Tensor, dim: int | None) -> Tensor:
-    """max |x| over a dim, or over all, kept as dims of 1; 0 of nothing."""
+    """max |x| over a dim, or over all dims, with dims of size 1 kept; 0 for an empty tensor."""
     over = dim if dim is not None else tuple(range(x.dim()))
     kept = [1 if dim is None or i == dim % x.dim() else size for i, size in enumerate(x.shape)]
     return x.abs().amax(over, keepdim=True) if x.numel() else x.new_zeros(kept)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
-    """float32: what numbers up to `amax` are multiplied by to fill the format."""
+    """The float32 scale that maps `amax` to the largest number of the format."""
     amax = amax.to(torch.float32)
     scale = torch.finfo(dtype).max / torch.where(amax < SMALLEST, SMALLEST, amax)
     # The exponent alone. From NaN that makes another number, but the product with the NaN in x is NaN whatever the
@@ -75,8 +75,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
 def quantise(x: Tensor, dtype: torch.dtype, dim: int | None, powers_of_2: bool) -> tuple[Tensor, Tensor]:
     """(float8 numbers of x, the float32 inverse of their scale): one scale along `dim`, or one for all.
 
-    Multiplied in float32 or wider, rounded to nearest even. Nothing is clamped: beyond the largest number is only what
-    the scale's own rounding carries there, and that rounds back to it.
+    Multiplied in float32 or wider, rounded to nearest even. No clamping is needed: only the rounding of the scale can
+    exceed the largest number, and the cast rounds back to it.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = scale_of(max_magnitude(wide, dim), dtype, powers_of_2)
@@ -154,6 +154,9 @@ def _quantise(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    # A program quantises a tile [BLOCK_R, BLOCK_C]; program_id(0) is the tile of rows, program_id(1) that of columns.
+    # stride_amax is 1 for one scale per row and 0 for one of all; the programs of the first column tile store the
+    # inverse scales. OUT is contiguous [R, C].
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     amax = tl.load(AMAX + row * stride_amax, mask=row < R, other=1.0).to(tl.float32)

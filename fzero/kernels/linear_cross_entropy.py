@@ -1,19 +1,18 @@
-"""Linear layer and cross entropy in one: the logits of some tokens at a time, never of all.
+"""Linear layer and cross entropy in one operation that never holds all logits: it works on chunks of tokens.
 
     loss = cross_entropy(x w^T, targets),   dx = g w,   dw = g^T x
 
-with g the gradient by the logits. Each chunk of tokens has its logits, their loss and, in the same buffer, g, and its
-part of dx and dw before the next one is begun: what is alive beside x, w and their gradients are CHUNK_BYTES of logits,
-or those of one token, and dw in float32. Terms and targets are those of cross_entropy. Ref: Wijmans et al. 2024, "Cut
-your losses in large-vocabulary language models", arXiv:2411.09009, section 3; the chunks by tokens.
+with g the gradient by the logits. For each chunk of tokens it computes logits, loss, g (in the same buffer) and the
+chunk's part of dx and dw. Memory besides x, w and their gradients: CHUNK_BYTES of logits (at least one token's), and dw
+in float32. Terms and targets are those of cross_entropy. Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary
+language models", arXiv:2411.09009, section 3; the chunks by tokens.
 
 Shapes: x [N, D], w [V, D], targets int64 [N], mask bool [N]; the loss is a float32 (or float64) scalar.
 
 Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary and the rest is the same on all ranks: so is
 the loss, dw is of the own rows, and dx is this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM",
-arXiv:1909.08053, section 3). What the ranks tell each other of a token are the statistics of its logits here
-(cross_entropy_rows): one all_gather of float32 [n, 2] for a chunk of n tokens, or [n, 3] with smoothing; nothing on an
-axis of size 1.
+arXiv:1909.08053, section 3). The ranks exchange each token's statistics (cross_entropy_rows): one all_gather of float32
+[n, 2] for a chunk of n tokens, or [n, 3] with smoothing; nothing on an axis of size 1.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
 def _run(
     how: str, terms: Terms, axis: Axis, wants: tuple[bool, bool], x: Tensor, w: Tensor, targets: Tensor
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """(loss, gradients of x and w, None for one that is not wanted)."""
+    """Return (loss, gradients of x and w; None for one that is not needed)."""
     n, columns = x.shape[0], w.shape[0]
     weight = w.to(x.dtype)
     rows = chunk_rows(n, columns, x.dtype, kind_of(x))

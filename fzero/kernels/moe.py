@@ -1,6 +1,7 @@
 """Mixture of experts: the experts' SwiGLU, dropless (every token is computed) or with a capacity per expert.
 
-    out[n] = sum_k weight[n, k] expert_{id[n, k]}(x[n]),   weight = the top-k of softmax(x w_router), divided by their sum
+    out[n] = sum_k weight[n, k] expert_{id[n, k]}(x[n])
+    weight = the top-k of softmax(x w_router), divided by their sum
 
 Dropless: the tokens' rows are grouped by expert (see moe_routing), and `grouped_mm` multiplies each group by its
 expert's weights. Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks",
@@ -233,7 +234,10 @@ def _torch_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
     if kind == "cpu":
         return ""
     if kind != "cuda" or x.dtype != torch.bfloat16 or any(size % 8 for size in w.shape[1:]):
-        return f"{x.dtype} of {list(w.shape[1:])} on {kind}: elsewhere than on the CPU it takes bfloat16 in multiples of 8, on cuda"
+        return (
+            f"{x.dtype} of {list(w.shape[1:])} on {kind}: elsewhere than on the CPU it takes bfloat16 in "
+            "multiples of 8, on cuda"
+        )
     if not hasattr(torch, "_grouped_mm") or target_of(x).capability[0] not in (9, 10):
         return "torch._grouped_mm waits for the device, but on compute capability 9 and 10"
     return ""

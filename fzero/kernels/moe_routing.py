@@ -2,7 +2,7 @@
 
 `route` chooses each token's experts and weights. `group` numbers the rows of the chosen pairs (token, choice) so that
 those of an expert are together; `permute` copies tokens to their rows, and `unpermute` sums the rows of a token with
-its weights. None of them waits for the device, and none adds in an order that is left open. Ref: Jiang et al. 2024,
+its weights. None of them waits for the device, and every sum has a fixed order. Ref: Jiang et al. 2024,
 "Mixtral of experts", section 2.1 (route); Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 5.2 (group).
 
 Shapes: N tokens of D, E experts, k choices of each token, M = N k rows; pair number n k + j is token n's choice j.
@@ -66,7 +66,7 @@ def _route_forward(
     p = tl.exp(x - tl.max(x, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
     tl.store(PROBS + row * E + col, p, mask=live)
-    x = tl.where(x == x, x, float("inf"))  # each choice is some expert, whatever the numbers
+    x = tl.where(x == x, x, float("inf"))  # NaN counts as infinity, so that each choice is a valid expert
     free = tl.broadcast_to(col < E, (ROWS, WIDTH))
     weights = tl.zeros((ROWS, CHOICES), tl.float32)
     ids = tl.zeros((ROWS, CHOICES), tl.int32)
@@ -138,7 +138,8 @@ def route_forward(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator(
-    "route_backward(Tensor weights, Tensor probabilities, Tensor ids, Tensor dweights, Tensor dprobabilities) -> Tensor",
+    "route_backward(Tensor weights, Tensor probabilities, Tensor ids, Tensor dweights, Tensor dprobabilities) "
+    "-> Tensor",
     lambda weights, probabilities, *_: probabilities.new_empty(probabilities.shape),
 )
 def route_backward(
@@ -190,7 +191,7 @@ class Groups(NamedTuple):
 
     order: Tensor  # int64 [M]: the pair of each row; an expert's rows are together, in order of their pairs
     place: Tensor  # int64 [M]: the row of each pair
-    ends: Tensor  # int32 [E]: the row behind an expert's last one
+    ends: Tensor  # int32 [E]: one past each expert's last row
 
 
 def group_reference(ids: Tensor, experts: int) -> Groups:
@@ -204,7 +205,8 @@ def group_reference(ids: Tensor, experts: int) -> Groups:
 
 @triton.jit
 def _rank(IDS, RANK, COUNTS, m, E, PAIRS: tl.constexpr):
-    # Among a program's pairs: how many before one have its expert; the last one of an expert knows their number.
+    # A program handles PAIRS pairs. rank: how many earlier pairs of this program chose the same expert. The last pair
+    # of an expert (none behind it) stores their number, rank + 1, in COUNTS[block, expert].
     block = tl.program_id(0).to(tl.int64)
     here = tl.arange(0, PAIRS)
     at = block * PAIRS + here
@@ -218,6 +220,8 @@ def _rank(IDS, RANK, COUNTS, m, E, PAIRS: tl.constexpr):
 
 @triton.jit
 def _place(IDS, RANK, FIRST, ORDER, PLACE, m, blocks, PAIRS: tl.constexpr):
+    # FIRST[expert, block] is the first row of this block's pairs that chose the expert; a pair's row is that plus its
+    # rank.
     block = tl.program_id(0).to(tl.int64)
     at = block * PAIRS + tl.arange(0, PAIRS)
     ids = tl.load(IDS + at, mask=at < m, other=0)
@@ -232,8 +236,8 @@ def _empty_groups(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("group_rows(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)", _empty_groups)
 def group_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order, place, ends) of ids int64 [M]: a counting sort, each expert's count in each block of pairs, their running
-    sum, the places.
+    """Return (order, place, ends) of ids int64 [M] by a counting sort: count per expert and block of pairs, running
+    sum, places.
     """
     m, blocks = len(ids), triton.cdiv(len(ids), PAIRS)
     order, place, ends = _empty_groups(ids, experts)
@@ -324,7 +328,7 @@ def _launch_rows(
     loops: bool,
     **constants: bool,
 ):
-    """`programs` programs times, unless each loops over them, the blocks of d columns."""
+    """Launch `programs` programs; unless each loops over the d columns itself, one for each block of columns."""
 
     def grid(config: tuning.Config) -> tuple[int, ...]:
         return (programs,) if loops else (programs, triton.cdiv(d, config["BLOCK"]))
@@ -375,7 +379,7 @@ def _choices(x: Tensor, order: Tensor) -> int:
 
 
 def _sum_rows(y: Tensor, place: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
-    """The sum [N, D] of each token's k rows of y, by k gathers: no index is added to twice."""
+    """Sum each token's k rows of y, [N, D], by k gathers, which needs no atomic addition."""
     parts = [y.index_select(0, rows) for rows in place.reshape(-1, k).unbind(1)]
     if weights is not None:
         parts = [part * w[:, None].to(y.dtype) for part, w in zip(parts, weights.unbind(1))]

@@ -1,4 +1,4 @@
-"""Nearly the orthogonal factor of a matrix by Newton-Schulz iterations, for Muon.
+"""The approximate orthogonal (polar) factor of a matrix by Newton-Schulz iterations, for Muon.
 
     X = x / max(||x||, eps);  then `steps` times:  A = X X^T;  P = b A + c A A;  X = a X + P X
 
@@ -76,7 +76,12 @@ def newton_schulz_reference(
 def _symmetric(
     X, ADD, OUT, m, k, alpha, beta, ADDS: tl.constexpr, UPCAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """One tile (i, j), j <= i, of alpha X X^T + beta ADD, and its mirror image."""
+    """Compute one tile (i, j), j <= i, of alpha X X^T + beta ADD, and store it and its transpose.
+
+    Programs are numbered batch * each + t, where t numbers the tiles of the lower triangle row by row: t = i (i + 1) /
+    2 + j, so i is the integer part of (sqrt(8 t + 1) - 1) / 2, corrected for rounding. Masks: rows and columns beyond
+    m; the mirror image not on the diagonal.
+    """
     tiles = tl.cdiv(m, BLOCK)
     each = tiles * (tiles + 1) // 2
     batch, t = (tl.program_id(0) // each).to(tl.int64), tl.program_id(0) % each
@@ -168,7 +173,10 @@ def _by_triton(
 
 def _supports(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **rest: Any) -> str:
     if (dtype or x.dtype) not in (torch.bfloat16, torch.float16):
-        return f"it iterates in {dtype or x.dtype}; the kernel is for bfloat16 and float16, whose products the matrix units take"
+        return (
+            f"it iterates in {dtype or x.dtype}; the kernel is for bfloat16 and float16, whose products the "
+            "matrix units take"
+        )
     return triton_runs(x)
 
 

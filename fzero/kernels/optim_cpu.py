@@ -1,9 +1,8 @@
-"""One step of AdamW or Lion for states on the host, in C++ (optim_cpu.cpp) that is compiled when it is first used, and
-kept in Inductor's cache.
+"""One step of AdamW or Lion for states on the host, in C++ (optim_cpu.cpp), compiled when first used.
 
 One pass over memory: each tensor is read and written once, whatever the dtypes. Every operation is rounded by itself,
-in the order of leaf_steps: the states, and Lion's parameters, have the reference's bits; AdamW's parameters all but, as
-torch's own float32 sqrt on a CPU misses the last place at times. The GIL is free meanwhile.
+in the order of optim_leaf. The states, and Lion's parameters, have the reference's bits; AdamW's parameters almost
+always, because torch's own float32 sqrt on a CPU is sometimes wrong in the last bit. The GIL is released.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _leaf_struct(leaf: Leaf, moments: int) -> _Leaf:
 def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
     """A step of `rule` (adamw_step or lion_step) on every leaf, in place, by all of torch's threads.
 
-    Waits for what of `rates` is on a device.
+    Waits for tensors of `rates` that are on a device.
     """
     if leaves and fake_device_of(leaves[0].p) is not None:
         record_launch(rule.__name__, *touched_tensors(leaves))
@@ -101,14 +100,17 @@ def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 
 
 def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
-    """Why it does not serve a call; "" where it does."""
+    """The reason why it does not serve a call; "" if it does."""
     moments = len(SIGNED[rule])
     for leaf in leaves:
         tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
         if any(kind_of(x) != "cpu" for x in tensors):
             return "a tensor is not on the CPU"
         if leaf.p.dtype != torch.float32 or leaf.g.dtype not in (torch.float32, torch.bfloat16):
-            return f"the dtypes are {leaf.p.dtype} and {leaf.g.dtype}; it takes float32 with a gradient in float32 or bfloat16"
+            return (
+                f"the dtypes are {leaf.p.dtype} and {leaf.g.dtype}; it takes float32 with a gradient in float32 "
+                "or bfloat16"
+            )
         kept = {x.dtype for x in leaf.state[:moments]}
         if len(kept) > 1 or not kept <= {torch.float32, torch.bfloat16, torch.uint8}:
             return f"the state is in {' and '.join(sorted(map(str, kept)))}; it takes float32, bfloat16 or 8 bits"
@@ -124,19 +126,19 @@ def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
 
 
 def adamw_prefers(leaves: Sequence[Leaf], rates: Rates) -> str:
-    """Why "auto" should not take AdamW's.
+    """The reason why "auto" should not take AdamW's form.
 
-    Small models should not wait for a compiler, and where the number of elements chose, how a leaf is cut would change
-    its last bits. Measured on a Xeon, 64M elements: as fast as torch's fused kernel where all is float32, 2.5 times
-    with a bfloat16 gradient and copy (against three passes); against the reference at 4M 9 times with bfloat16 states,
-    20 times rounded stochastically and in 8 bits.
+    Small models should not wait for a compiler; and if the number of elements decided, the sharding of a leaf would
+    change its last bits. Measured on a Xeon, 64M elements: as fast as torch's fused kernel where all is float32, 2.5
+    times with a bfloat16 gradient and copy (against three passes); against the reference at 4M 9 times with bfloat16
+    states, 20 times rounded stochastically and in 8 bits.
     """
     return "it must be compiled, and its last bits are its own: ask for it by name"
 
 
 def lion_prefers(leaves: Sequence[Leaf], rates: Rates) -> str:
-    """Why "auto" should not take Lion's, whose bits are the reference's: that takes 7 times as long, compiling some
-    seconds.
+    """The reason why "auto" should not take Lion's form; it has the reference's bits and 7 times its speed, but
+    compiles for seconds.
     """
     count = sum(leaf.p.numel() for leaf in leaves)
     return "" if count >= MANY else f"it must be compiled, for {count} elements; from {MANY} on that pays"

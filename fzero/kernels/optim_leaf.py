@@ -1,6 +1,7 @@
-"""One step of AdamW or Lion on a leaf: the equations, how a state is kept in fewer bits, and the forms in PyTorch.
+"""One step of AdamW or Lion on a leaf: the equations, states stored in fewer bits, and the forms in PyTorch.
 
-    adamw:  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  u = -(lr / (1 - b1^t)) m / (sqrt(v) / sqrt(1 - b2^t) + eps) - lr d p
+    adamw:  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+            u = -(lr / (1 - b1^t)) m / (sqrt(v) / sqrt(1 - b2^t) + eps) - lr d p
     lion:   u = -lr (sign(b1 m + (1 - b1) g) + d p);  m = b2 m + (1 - b2) g
 
 with g the gradient times `factor`, p = p + u, in float32 or wider. A state is in a float dtype, rounded to nearest; in
@@ -27,7 +28,9 @@ PIECE_ELSEWHERE = 1 << 23
 
 
 class Leaf(NamedTuple):
-    """One leaf to be updated: all tensors of p's shape but the scales of a state in 8 bits, which end in its blocks."""
+    """One leaf to update. All tensors have p's shape, except the scales of an 8-bit state, whose last dim is the number
+    of blocks.
+    """
 
     p: Tensor
     g: Tensor
@@ -38,13 +41,13 @@ class Leaf(NamedTuple):
 
 
 def touched_tensors(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]:
-    """(what a step of these leaves reads, what it writes)."""
+    """(the tensors that a step of these leaves reads, those that it writes)."""
     read = [x for leaf in leaves for x in (leaf.p, leaf.g, *leaf.state)]
     return read, [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None]
 
 
 class Rates(NamedTuple):
-    """What a step needs beside the leaves."""
+    """The arguments of a step that all leaves share."""
 
     scalars: tuple[Tensor, ...]  # 0-dim, float64: adamw (lr, 1 - b1^t, sqrt(1 - b2^t)); lion (lr,)
     count: Tensor  # int64 0-dim: steps made before
@@ -92,8 +95,8 @@ SIGNED = {adamw_step: (True, False), lion_step: (True,)}  # of the moments, in 8
 
 
 def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(u, new state as it is kept) of a leaf, or of the part of one that begins at the flat index `local`: the
-    definition of a step.
+    """The definition of a step: (u, new state as stored) of a leaf, or of the part of it that begins at the flat index
+    `local`.
     """
     dtype = torch.float32
     for x in (leaf.p, leaf.g, *leaf.state):
@@ -129,9 +132,9 @@ def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
     length = max(1, most // inner)
     for start in range(0, shape[0], length):
         size = min(length, shape[0] - start)
-        cut = lambda x, start=start, size=size: (
+        cut = lambda x, start=start, size=size: (  # noqa: E731
             x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x
-        )  # noqa: E731
+        )
         state = tuple(map(cut, leaf.state))
         part = leaf._replace(
             p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy)
@@ -218,7 +221,8 @@ def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
         t = (rates.count + 1).to(device, torch.float32)
         with _whole_lines(group) as (p, g, m, v):
             kernel(
-                p, g, m, v, [], [t] * len(p), lr=rate, beta1=rates.b1, beta2=rates.b2, weight_decay=decay, eps=rates.eps,
+                p, g, m, v, [], [t] * len(p), lr=rate, beta1=rates.b1, beta2=rates.b2, weight_decay=decay,
+                eps=rates.eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
 
@@ -227,8 +231,8 @@ def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
 def _whole_lines(leaves: list[Leaf]) -> Iterator[list[list[Tensor]]]:
     """Lists of p, g, m and v in pieces of whole cache lines, for the kernel to write into.
 
-    The kernel for the CPU rounds the elements behind the last whole line of a tensor in another way: these elements of
-    all leaves are handed to it together, filled up to whole lines, so that the bits of none depend on where it lies.
+    The CPU kernel rounds the elements after a tensor's last whole cache line differently. These elements of all leaves
+    are joined and padded to whole lines, so that the bits of an element do not depend on its position.
     """
     columns = [list(column) for column in zip(*((leaf.p, leaf.g, *leaf.state[:2]) for leaf in leaves))]
     first = leaves[0].p

@@ -4,11 +4,11 @@ result everywhere.
 Stochastic rounding adds 16 random bits below the 16 that bfloat16 keeps of a float32, and cuts: E[rounded x] = x.
 Ref: Gupta et al. 2015, "Deep learning with limited numerical precision", arXiv:1502.02551, section 3.
 
-A block code counts how far an element lies below the block's largest magnitude s, in steps of 2^20 of float32's bits:
-eighths of an octave, linear within one, as of a float with 3 bits of mantissa whose exponents begin at s. Code 0 is
-zero; the largest is s itself. With a sign 126 steps reach 16 octaves below s, without one 254 steps reach 32. Blocks:
-Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1; its codes are a
-table, of 23 octaves, and let small second moments fall to 0.
+A block code states how far an element is below the block's largest magnitude s, in steps of 2^20 of float32's bit
+pattern: eight steps per octave, linear within an octave, like a float with 3 bits of mantissa whose exponents begin at
+s. Code 0 is zero; the largest is s itself. With a sign 126 steps reach 16 octaves below s, without one 254 steps reach
+32. Blocks: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1; its
+codes are a table, of 23 octaves, and let small second moments fall to 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLD_INT = tl.constexpr(prng._FOLD_INT)
 
 
 class Place(NamedTuple):
-    """Which elements of a whole leaf a shard holds, and the words of the key that its random numbers are drawn by.
+    """The elements of a whole leaf that a shard holds, and the words of the key for its random numbers.
 
     Local element i has the global index first + (i // size1) stride1 + (i % size1 // size0) stride0 + i % size0. A
     whole leaf has size0 = size1 = its number of elements.
@@ -64,7 +64,8 @@ def make_place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, .
         stride *= full
     if len(runs) > 3:
         raise ValueError(
-            f"a shard {list(shape)} of a leaf {list(whole)} is cut in {len(runs)} dims; an optimizer's rounding knows up to three"
+            f"a shard {list(shape)} of a leaf {list(whole)} is cut in {len(runs)} dims; an optimizer's rounding "
+            "knows up to three"
         )
     first = sum(offset for _, _, offset in runs)
     size0 = runs[0][0] if len(runs) > 1 else 1 << 62

@@ -347,7 +347,10 @@ def _supports(leaves: Sequence[Leaf], rates: Rates) -> str:
         if why := _runs(tensors):
             return why
         if any(x.dtype not in FLOATS for x in (leaf.p, leaf.g)) or leaf.state[0].dtype not in (*FLOATS, torch.uint8):
-            return f"the dtypes are {leaf.p.dtype}, {leaf.g.dtype} and {leaf.state[0].dtype}; it takes those of 32 and 16 bits"
+            return (
+                f"the dtypes are {leaf.p.dtype}, {leaf.g.dtype} and {leaf.state[0].dtype}; it takes those of 32 "
+                "and 16 bits"
+            )
         if any(not x.is_contiguous() for x in tensors):
             return "a leaf, its gradient or its state is not contiguous"
     return ""
@@ -442,7 +445,10 @@ def _combine_norms(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _norm_supports(grads: Sequence[Tensor]) -> str:
     if not grads or any(g.dtype not in FLOATS for g in grads):
-        return f"the dtypes are {', '.join(sorted({str(g.dtype) for g in grads})) or 'none'}; it takes those of 32 and 16 bits"
+        return (
+            f"the dtypes are {', '.join(sorted({str(g.dtype) for g in grads})) or 'none'}; it takes those of 32 "
+            "and 16 bits"
+        )
     return _runs(grads) or ("" if all(g.is_contiguous() for g in grads) else "a gradient is not contiguous")
 
 

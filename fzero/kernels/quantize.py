@@ -92,7 +92,8 @@ def _size(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) 
         )
     if data.shape[-1] != _width(n, kind) or scale.shape != (*data.shape[:-1], -(-n // block)):
         raise ValueError(
-            f"{kind}: data has shape {list(data.shape)} and scale {list(scale.shape)}; size {n} in blocks of {block} makes the last "
+            f"{kind}: data has shape {list(data.shape)} and scale {list(scale.shape)}; size {n} in blocks of "
+            f"{block} makes the last "
             f"dims {_width(n, kind)} and {-(-n // block)}, and the others agree"
         )
     return n
@@ -202,9 +203,8 @@ def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
 def _load_values(DATA, SCALE, block, n, total, KIND: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     """Load and dequantise blocks: float32 [ROWS, BLOCK], 0 beyond the end."""
     scale = tl.load(SCALE + block, mask=block < total, other=0.0)
-    if (
-        KIND == "int4"
-    ):  # two codes per byte: rows of ceil(n / 2) bytes in blocks of BLOCK / 2; the low half of a byte is the earlier code
+    if KIND == "int4":
+        # Two codes per byte, the earlier in the low half: rows of ceil(n / 2) bytes in blocks of BLOCK / 2.
         _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
         pair = tl.load(DATA + at, mask=mask, other=0).to(tl.int32)
         codes = tl.reshape(tl.join((pair << 28) >> 28, (pair << 24) >> 28), (block.shape[0], BLOCK))
@@ -233,7 +233,8 @@ def _store_codes(
 @triton.jit
 def _quantize(
     X, KEY, first, DATA, SCALE, n, total,
-    KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     _, at, mask = _place(block, n, total, FLAT, BLOCK)
@@ -327,7 +328,8 @@ def dequantize_launch(data: Tensor, scale: Tensor, kind: str, block: int, dtype:
 
 
 @operator(
-    "dequantize_sum_requantize(Tensor data, Tensor scale, str kind, int block, int size, Tensor? key, int first) -> (Tensor, Tensor)",
+    "dequantize_sum_requantize(Tensor data, Tensor scale, str kind, int block, int size, Tensor? key, int "
+    "first) -> (Tensor, Tensor)",
     lambda data, scale, kind, block, size, key, first: _empty((*data.shape[1:-1], size), kind, block, data.device),
 )
 def sum_launch(
@@ -445,7 +447,10 @@ def builds() -> Iterator[Build]:
         signature = {a: ("*i8" if kind == "int8" else "*u8") if t == "CODES" else t for a, t in pointers.items()}
         signature |= {"n": "i32", "total": "i32"} | dict.fromkeys((*constants, "ROWS"), "constexpr")
         for config in _configs(block, flat)[: 1 + (flat and block == 256)]:
-            label = f"{name} {kind} {config['ROWS']}x{block}{' stochastic' * constants.get('STOCHASTIC', 0)}{' ragged' * (not flat)}"
+            label = (
+                f"{name} {kind} "
+                f"{config['ROWS']}x{block}{' stochastic' * constants.get('STOCHASTIC', 0)}{' ragged' * (not flat)}"
+            )
             # Narrow are the scales, the key, four bits an element, and rows that begin anywhere.
             wide, aligned = (
                 flat and kind != "int4" and name != "_sum_requantize",

@@ -1,9 +1,10 @@
-"""The hot operations by name: what defines each, the forms that are faster somewhere, and which form serves a call.
+"""The registry of hot operations: each has a reference that defines it and faster forms; the registry chooses a form
+for a call.
 
 An operation is a function of tensors, `op(*args, impl="auto", **options)`. Its `reference` is plain PyTorch: it defines
-the result and composes with every transform. A `Form` is another way to the same result, which says what it supports.
-"auto" takes the first form that supports a call and does not stand back from it, or the reference; the name of a form
-takes that form, or raises with the reason why not.
+the result and composes with every transform. A `Form` is another implementation, which reports the calls it supports.
+"auto" takes the first form that supports a call and prefers to serve it, else the reference; the name of a form takes
+that form, or raises with the reason why not.
 
     >>> print(explain("rms_norm", x, scale, 1e-5))
 """
@@ -40,7 +41,7 @@ _OBSERVERS: list[dict[str, set[str]]] = []
 
 
 def always(*args: Any, **options: Any) -> str:
-    """No reason against."""
+    """Supports every call: return "", no reason against."""
     return ""
 
 
@@ -168,7 +169,7 @@ def explain(name: str, *args: Any, impl: str = "auto", **options: Any) -> Explan
 
 @contextlib.contextmanager
 def observe() -> Iterator[dict[str, set[str]]]:
-    """The names of the forms that each operation takes while this is entered, as a dict that fills."""
+    """A context that records the names of the forms each operation takes, in the dict it yields."""
     used: dict[str, set[str]] = {}
     _OBSERVERS.append(used)
     try:
@@ -178,7 +179,7 @@ def observe() -> Iterator[dict[str, set[str]]]:
 
 
 def describe(used: Mapping[str, set[str]]) -> str:
-    """What `observe` saw, in a line."""
+    """The record of `observe` in one line."""
     return ", ".join(f"{name}={'+'.join(sorted(forms))}" for name, forms in sorted(used.items()))
 
 

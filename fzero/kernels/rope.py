@@ -1,4 +1,4 @@
-"""Rotary position embedding: each pair of elements of a head is turned by its position times the pair's frequency.
+"""Rotary position embedding: rotate each pair of elements of a head by its position times the pair's frequency.
 
     (a, b) -> (a cos w - b sin w, b cos w + a sin w),   w = position * frequency
 
@@ -80,7 +80,8 @@ def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> T
         raise ValueError(f"rope: layout is {layout!r}{nearest(layout, LAYOUTS)}; it must be {' or '.join(LAYOUTS)}")
     if x.shape[-1] != 2 * frequencies.shape[-1]:
         raise ValueError(
-            f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are {frequencies.shape[-1]} frequencies"
+            f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are "
+            f"{frequencies.shape[-1]} frequencies"
         )
     angle = positions.to(torch.float32)[..., None] * frequencies
     cos, sin = (t.to(x.dtype)[..., None, :] for t in (angle.cos(), angle.sin()))
@@ -161,6 +162,9 @@ def _rope(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # One program per token of [rows, length]: it computes the angles once and rotates all heads of q and k. Strides:
+    # q0..q3 of q's dims (row, column, head, element), k0..k3 of k's, p0 and p1 of the positions. Outputs are
+    # contiguous.
     token = tl.program_id(0).to(tl.int64)
     row = token // length
     column = token - row * length
@@ -236,9 +240,15 @@ def _supports(*tensors: Tensor, layout: str = "half") -> str:
         or frequencies.shape != (size // 2,)
         or size % 2
     ):
-        return f"the shapes are {', '.join(str(list(t.shape)) for t in tensors)}; it takes [B, T, H, K], positions, and [K / 2]"
+        return (
+            f"the shapes are {', '.join(str(list(t.shape)) for t in tensors)}; it takes [B, T, H, K], "
+            "positions, and [K / 2]"
+        )
     if positions.shape not in ((length,), (batch, length)) or positions.is_floating_point():
-        return f"positions are {positions.dtype} {list(positions.shape)}; it takes integers of shape {[length]} or {[batch, length]}"
+        return (
+            f"positions are {positions.dtype} {list(positions.shape)}; it takes integers of shape {[length]} or "
+            f"{[batch, length]}"
+        )
     if frequencies.dtype != torch.float32 or needs_grad(frequencies):
         return "frequencies must be float32, and are not differentiated"
     return triton_runs(*tensors)

@@ -1,5 +1,5 @@
-"""Which block sizes a kernel takes: a default chosen from shapes, or what was measured on this device and kept beside
-the user's cache.
+"""The block sizes of kernels: a default chosen from shapes, or the fastest measured on this device, kept in the user's
+cache folder.
 
 A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}:
 JSON, and keyword arguments of a launch. Timing happens in `tune` alone, and launches call it only inside `searching()`:
@@ -82,13 +82,15 @@ def tune(
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """x elsewhere, with its strides, which clone() does not always keep."""
+    """A copy of x with the same strides, which clone() does not always keep."""
     return x.new_empty_strided(x.shape, x.stride()).copy_(x)
 
 
 @contextlib.contextmanager
 def searching() -> Iterator[None]:
-    """Inside, each launch for a shape that has no measured configuration times all there are and keeps the fastest."""
+    """A context in which each launch for a shape without a measured configuration times all configurations and keeps
+    the fastest.
+    """
     _SEARCHING.append(True)
     try:
         yield

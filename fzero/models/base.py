@@ -34,7 +34,7 @@ class Cache(NamedTuple):
     """The key-value cache of one layer while sampling; a block writes the new keys and values into it, in place, after
     the old ones.
 
-    >>> cache = Cache(torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), length=0)  # B=1, room for S=8 positions, G=2, K=4
+    >>> cache = Cache(torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), length=0)  # B=1, S=8, G=2, K=4
     >>> cache._replace(length=cache.length + 1).length
     1
     """
@@ -214,7 +214,8 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
     tp = ctx.mesh["tp"].size
     if ctx.sequence and shape[-1] % tp:
         raise ValueError(
-            f"sequence parallelism: the sequences have {shape[-1]} tokens, not divisible by tp={tp}; use {-(-shape[-1] // tp) * tp}"
+            f"sequence parallelism: the sequences have {shape[-1]} tokens, not divisible by tp={tp}; use "
+            f"{-(-shape[-1] // tp) * tp}"
         )
 
 

@@ -80,7 +80,8 @@ RULES = (
 def gpt2(config: GPT2Config) -> Model:
     """Return the GPT-2 of these sizes, as a Model.
 
-        x = tokens + positions;   each block: x = x + attn(ln_1(x)),  x = x + gelu(ln_2(x) w_in + b_in) w_out + b_out;   logits = ln(x) tokens^T
+        x = tokens + positions;   logits = ln(x) tokens^T
+        each block: x = x + attn(ln_1(x)),  x = x + gelu(ln_2(x) w_in + b_in) w_out + b_out
 
     Attention and MLP are split over tp, layers over pp.
 

@@ -58,7 +58,8 @@ def expect_divisible(mesh: Mesh, *splits: Split) -> None:
             has = f"size {split.size}" if split.kind == "size" else f"{split.size} heads ({split.name})"
             fix = f"{'pad' if split.kind == 'size' else 'change'} {split.name} to {-(-split.size // tp) * tp}"
             raise ValueError(
-                f"{split.leaf}: dim {split.dim} has {has}, not divisible by tp={tp}; use tp in {{{', '.join(allowed)}}} or {fix}"
+                f"{split.leaf}: dim {split.dim} has {has}, not divisible by tp={tp}; use tp in "
+                f"{{{', '.join(allowed)}}} or {fix}"
             )
 
 
@@ -237,7 +238,8 @@ def expect_plain(ctx: Ctx) -> None:
     """Raise ValueError if the MLP cannot be computed in tiles because it multiplies in float8."""
     if ctx.matmul:
         raise ValueError(
-            f"mlp_tiles is {ctx.tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 form; use mlp_tiles=1"
+            f"mlp_tiles is {ctx.tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
+            "form; use mlp_tiles=1"
         )
 
 

@@ -109,7 +109,8 @@ def merge(model: Model, params: Tree) -> Tree:
     """
     if not isinstance(model.config, LoRAConfig):
         raise ValueError(
-            f"merge: the model has no LoRA (its config is a {type(model.config).__name__}); give it the one that lora returned"
+            f"merge: the model has no LoRA (its config is a {type(model.config).__name__}); give it the one "
+            "that lora returned"
         )
     return {**params, "blocks": _merge_tree(params["blocks"], model.config)}
 
@@ -143,7 +144,8 @@ def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> lis
         raise ValueError(f"lora: targets {targets!r} is not a regular expression: {error}") from None
     if not names:
         raise ValueError(
-            f"lora: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are {', '.join(blocks)}"
+            f"lora: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are "
+            f"{', '.join(blocks)}"
         )
     for name in names:
         if len(shapes[name]) != 3:

@@ -311,7 +311,8 @@ def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, impl
 
 
 @operator(
-    "tiled_layer_backward(Tensor x, Tensor[] params, Tensor dy, str kind, int tiles, str impl, bool frozen) -> Tensor[]",
+    "tiled_layer_backward(Tensor x, Tensor[] params, Tensor dy, str kind, int tiles, str impl, bool frozen) -> "
+    "Tensor[]",
     lambda x, params, dy, kind, tiles, impl, frozen: [
         x.new_empty(x.shape),
         *(torch.empty_like(p) for p in ([] if frozen else params)),
