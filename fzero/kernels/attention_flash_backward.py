@@ -7,7 +7,8 @@ With g the gradient of out and h that of lse, and x = scale q k^T as in the forw
 
 `_flash_dq`: a program per tile of queries loops over keys, for dq; it also writes delta. `_flash_dkv`: a program per
 tile of keys loops over queries of all heads that share them, for dk and dv. No two programs add to the same number, so
-a second run gives the same bits; the price is that x and g v^T are computed twice. Ref: Dao 2023, "FlashAttention-2",
+a second run gives the same bits; the price is that x and g v^T are computed twice.
+Ref: Dao 2023, "FlashAttention-2",
 arXiv:2307.08691, algorithm 2.
 """
 

@@ -5,7 +5,8 @@
 
 with t a token's target, s the smoothing, z the weight of the z-loss and c the cap. The forward pass computes the
 gradient together with the loss, and the backward pass only scales it. The arithmetic of a row of logits is in
-cross_entropy_rows. Ref: Szegedy et al. 2016, "Rethinking the Inception architecture", arXiv:1512.00567, section 7
+cross_entropy_rows.
+Ref: Szegedy et al. 2016, "Rethinking the Inception architecture", arXiv:1512.00567, section 7
 (smoothing); Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, section 5 (z-loss); Gemma Team 2024, "Gemma 2",
 arXiv:2408.00118, section 2.1 (cap).
 

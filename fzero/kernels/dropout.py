@@ -4,7 +4,8 @@
 
 Element e of the step's global batch is kept where word e % 4 of the Philox4x32-10 block with counter e // 4 is below (1
 - rate) 2^32: the mask of `random.bernoulli`, the same however the batch is split (`random.bits`). Nothing is stored for
-the backward pass but the key and the index of the first element. Ref: Srivastava et al. 2014, "Dropout", JMLR 15;
+the backward pass but the key and the index of the first element.
+Ref: Srivastava et al. 2014, "Dropout", JMLR 15;
 Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3.
 
 Shapes: x and residual [B, ...] of one dtype, key int64 [2], first int64 []. Row b of x holds the elements first + b

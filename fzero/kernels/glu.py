@@ -4,7 +4,8 @@
     geglu(a, b) = gelu(a) b,   gelu(a) = a s(2 c (a + 0.044715 a^3)),  c = sqrt(2 / pi)
 
 with s the logistic function (the tanh form of GELU, as tanh(x) = 2 s(2x) - 1). The backward pass keeps only a and b,
-and recomputes the activation. Ref: Shazeer 2020, "GLU variants improve transformer", arXiv:2002.05202, equations 5 and
+and recomputes the activation.
+Ref: Shazeer 2020, "GLU variants improve transformer", arXiv:2002.05202, equations 5 and
 6; Hendrycks & Gimpel 2016, arXiv:1606.08415.
 
 Shapes: a and b of one shape and dtype, any strides; the arithmetic is in float32 or wider, the result in their dtype.

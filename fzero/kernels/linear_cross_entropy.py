@@ -4,7 +4,8 @@
 
 with g the gradient by the logits. For each chunk of tokens it computes logits, loss, g (in the same buffer) and the
 chunk's part of dx and dw. Memory besides x, w and their gradients: CHUNK_BYTES of logits (at least one token's), and dw
-in float32. Terms and targets are those of cross_entropy. Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary
+in float32. Terms and targets are those of cross_entropy.
+Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary
 language models", arXiv:2411.09009, section 3; the chunks by tokens.
 
 Shapes: x [N, D], w [V, D], targets int64 [N], mask bool [N]; the loss is a float32 (or float64) scalar.

@@ -4,7 +4,8 @@
     weight = the top-k of softmax(x w_router), divided by their sum
 
 Dropless: the tokens' rows are grouped by expert (see moe_routing), and `grouped_mm` multiplies each group by its
-expert's weights. Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks",
+expert's weights.
+Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks",
 arXiv:2211.15841, section 4 (no token is dropped); Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
 
 Shapes: x [B, T, D], ids int64 and weights [B, T, k], w_gate and w_up [E, D, F], w_down [E, F, D].

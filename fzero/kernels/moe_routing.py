@@ -2,7 +2,8 @@
 
 `route` chooses each token's experts and weights. `group` numbers the rows of the chosen pairs (token, choice) so that
 those of an expert are together; `permute` copies tokens to their rows, and `unpermute` sums the rows of a token with
-its weights. None of them waits for the device, and every sum has a fixed order. Ref: Jiang et al. 2024,
+its weights. None of them waits for the device, and every sum has a fixed order.
+Ref: Jiang et al. 2024,
 "Mixtral of experts", section 2.1 (route); Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 5.2 (group).
 
 Shapes: N tokens of D, E experts, k choices of each token, M = N k rows; pair number n k + j is token n's choice j.

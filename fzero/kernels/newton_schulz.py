@@ -4,7 +4,8 @@
 
 on the wide form of each matrix. A and P are symmetric: the kernel computes the lower triangle of tiles and writes each
 on both sides, which saves half of the products of these two steps (of three equal ones where the matrix is square); b A
-is added before P is rounded. Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks",
+is added before P is rounded.
+Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks",
 section "Design considerations".
 
 Shapes: x [..., M, N] in any floating dtype; the result has `dtype`, in which it is computed.

@@ -9,7 +9,8 @@ With n the normed row, d = grad * scale and N columns, the gradients are
     dx = r (d - n mean(d n) [- mean(d)]) [+ grad of s],   dscale = sum of grad n over the rows,   dbias = sum of grad
 
 in brackets LayerNorm's and the sum's. dscale and dbias are summed in an order that depends on the shape and the device
-alone: each program of a fixed number adds up its rows, and the programs' sums are added in their order. Ref: Zhang &
+alone: each program of a fixed number adds up its rows, and the programs' sums are added in their order.
+Ref: Zhang &
 Sennrich 2019, "Root mean square layer normalization", arXiv:1910.07467, equation 4; Ba et al. 2016, "Layer
 normalization", arXiv:1607.06450, section 3.1. Variance over chunks: Chan, Golub & LeVeque 1979, "Updating formulae and
 a pairwise algorithm for computing sample variances".

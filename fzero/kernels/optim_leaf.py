@@ -5,7 +5,8 @@
     lion:   u = -lr (sign(b1 m + (1 - b1) g) + d p);  m = b2 m + (1 - b2) g
 
 with g the gradient times `factor`, p = p + u, in float32 or wider. A state is in a float dtype, rounded to nearest; in
-bfloat16, rounded stochastically by the global index of the element; or in 8 bits: see lowbit. Refs: Loshchilov & Hutter
+bfloat16, rounded stochastically by the global index of the element; or in 8 bits: see lowbit.
+Refs: Loshchilov & Hutter
 2019, arXiv:1711.05101, algorithm 2; Chen et al. 2023, arXiv:2302.06675, algorithm 2.
 """
 

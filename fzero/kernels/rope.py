@@ -3,7 +3,8 @@
     (a, b) -> (a cos w - b sin w, b cos w + a sin w),   w = position * frequency
 
 The pairs are elements i and i + K/2 of a head ("half", as in Llama's published weights in Hugging Face layout) or 2 i
-and 2 i + 1 ("interleaved"). The backward pass is the rotation by -w, and keeps no activation. Ref: Su et al. 2021,
+and 2 i + 1 ("interleaved"). The backward pass is the rotation by -w, and keeps no activation.
+Ref: Su et al. 2021,
 "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864, equation 34.
 
 Shapes: x [B, T, H, K], positions [T] or [B, T] of an integer dtype, frequencies float32 [K / 2]. w is in float32
@@ -115,7 +116,8 @@ QUARTERS = tl.constexpr(2 / math.pi)
 def _cos_sin(angle):
     """(cos, sin) of float32 angles, to 1e-7: reduced to +-pi/4 in float64, then polynomials.
 
-    The device's own are approximate far from 0, where positions are. Ref: Moshier, Cephes mathematical library, sinf.c.
+    The device's own are approximate far from 0, where positions are.
+    Ref: Moshier, Cephes mathematical library, sinf.c.
     """
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * QUARTERS + 0.5)

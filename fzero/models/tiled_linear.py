@@ -15,7 +15,8 @@ order, and release one before they fetch the next. With `read_ahead` the next ti
 Tiles of columns sum the same products as the untiled one, in the order that the machine's BLAS takes for their shape:
 the bits may be those of the untiled product (MKL on one thread of a Xeon mostly) or differ by rounding (MKL on an
 EPYC), and no code may rely on either. Other results are sums over tiles, and differ by rounding. One way of tiling
-gives the same bits wherever its tiles lie. Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section
+gives the same bits wherever its tiles lie.
+Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section
 5.1.3.
 """
 
