@@ -80,7 +80,6 @@ def init_params(
     device: str | torch.device = "cpu",
     *,
     plan: Plan | None = None,
-    mesh: Mesh = one_process(),  # noqa: B008
     then: Callable[[str, Tensor], Tensor] = lambda name, leaf: leaf,
 ) -> Tree:
     """The initial parameters: a leaf's element depends on the key, the leaf's name and the element's global index only.
@@ -88,6 +87,7 @@ def init_params(
     plan: this rank's shards at rest, each drawn without the rest of its leaf. then: what is made of each leaf as soon as it is drawn.
     """
     specs = pytree.named_leaves(plan.params) if plan is not None else {}
+    mesh = plan.mesh if plan is not None else one_process()
 
     def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
         spec = specs.get(name, Spec())
@@ -105,7 +105,7 @@ def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | N
     ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
     x = model.embed(outside(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
-    block = model.block if plan is None or ctx.mesh.size == 1 else fetching(model.block, plan, ctx.mesh)
+    block = model.block if plan is None or ctx.mesh.size == 1 else fetching(model.block, plan)
     return stack(block, params["blocks"], x, inner, remat=ctx.remat, compiled=ctx.compiled)
 
 
@@ -115,7 +115,7 @@ def outside(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) 
         return params
     shared = model.shared if part == "head" else ()
     used = {name: leaf for name, leaf in pytree.named_leaves(params).items() if name.startswith(f"{part}/") or name in shared}
-    return unshard_tree(pytree.nest(used), plan, ctx.mesh)
+    return unshard_tree(pytree.nest(used), plan)
 
 
 def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Loss:
