@@ -57,18 +57,18 @@ class Run:
         if ranks > 1:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
         self.mesh = fzero.make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else fzero.one_process()
-        self.model, self.policy = models.llama(CONFIG), precision.bf16()
-        self.plan = fzero.zero_plan(3 if ranks > 1 else 0, self.model, self.mesh)
+        self.model = models.llama(CONFIG)
+        self.plan = fzero.zero_plan(3 if ranks > 1 else 0, self.model, self.mesh, policy=precision.bf16())
         self.tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
-        self.step = fzero.make_train_step(self.model, self.tx, self.plan, self.mesh, policy=self.policy)
-        self.specs = state_specs(self.plan, self.tx, self.policy)
+        self.step = fzero.make_train_step(self.model, self.tx, self.plan)
+        self.specs = state_specs(self.plan, self.tx)
 
     def begin(self, home):
         if not checkpoint.steps(home):
-            return fzero.init_state(self.model, self.tx, self.plan, self.mesh, seed=0, policy=self.policy)
+            return fzero.init_state(self.model, self.tx, self.plan, seed=0)
         path, damaged = checkpoint.newest_sound(home)
         assert not damaged, damaged
-        like = meta_state(self.tx, self.plan, self.mesh, self.policy, ema=False)
+        like = meta_state(self.plan, self.tx)
         return checkpoint.restore(path, like, specs=self.specs, mesh=self.mesh)
 
     def go_on(self, home, tell):

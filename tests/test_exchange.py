@@ -29,10 +29,10 @@ CONFIGS = {
 def state_of(mesh, name, stage, policy):
     """(a state whose master weights, parameters and average differ, its specs)."""
     model = models.build(CONFIGS[name])
-    plan, tx = fzero.zero_plan(stage, model, mesh), optim.adamw(1e-3)
-    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, ema=True)
+    plan, tx = fzero.zero_plan(stage, model, mesh, policy=policy), optim.adamw(1e-3)
+    state = fzero.init_state(model, tx, plan, seed=0, ema=True)
     state = state._replace(extra={**state.extra, "ema": pytree.map(lambda x: x * 3, state.extra["ema"])})
-    return state, fzero.state_specs(plan, tx, policy, ema=True)
+    return state, fzero.state_specs(plan, tx, ema=True)
 
 
 def save_on(mesh, folder, name, stage, bf16):

@@ -126,14 +126,12 @@ def train(mesh, case, folder=None):
     policy = POLICIES[case.policy]
     plan = fzero.zero_plan(
         case.stage, given, mesh, offload=case.offload, reduce=case.reduce, frozen=case.frozen, sequence=case.sequence,
-        accumulate=case.accumulate,
-    )  # fmt: skip
+        accumulate=case.accumulate, policy=policy)  # fmt: skip
     tx = OPTIMIZERS[case.optimizer]
     space = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
-    state = fzero.init_state(given, tx, plan, mesh, seed=0, policy=policy, ema=case.ema, space=space)
-    step = fzero.make_train_step(
-        loss, tx, plan, mesh, policy=policy, remat=case.remat, micro_batches=case.micro, ema_decay=0.9 * case.ema, space=space
-    )  # fmt: skip
+    state = fzero.init_state(given, tx, plan, seed=0, ema=case.ema, nvme=space)
+    execution = fzero.Execution(remat=case.remat)
+    step = fzero.make_train_step(loss, tx, plan, execution=execution, micro_batches=case.micro, ema_decay=0.9 * case.ema, nvme=space)
     log = []
     for i in range(case.steps):
         rows = torch.randint(0, 20, (4 * case.micro, 9), generator=torch.Generator().manual_seed(i))
@@ -148,7 +146,7 @@ def train(mesh, case, folder=None):
     if stored and case.slots > 1:
         again = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots)
         try:
-            found = values(reopened(tx, plan, mesh, again, policy=policy, ema=case.ema))
+            found = values(reopened(tx, plan, again, ema=case.ema))
             assert not differing(found, leaves), f"opened again: {differing(found, leaves)}"
         except ValueError as error:
             assert "keeps in memory" in str(error), error

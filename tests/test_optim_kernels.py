@@ -385,10 +385,10 @@ TRANSFORMATIONS = {
 
 def trained(name, impl, policy, steps=3):
     mesh = fzero.one_process(device=laws.DEVICE) if laws.DEVICE == "cuda" else fzero.one_process()
-    plan = fzero.zero_plan(0, MODEL, mesh)
+    plan = fzero.zero_plan(0, MODEL, mesh, policy=policy)
     tx = TRANSFORMATIONS[name](impl)
-    state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, device=laws.DEVICE)
-    step, seen = fzero.make_train_step(MODEL, tx, plan, mesh, policy=policy), []
+    state = fzero.init_state(MODEL, tx, plan, seed=0, device=laws.DEVICE)
+    step, seen = fzero.make_train_step(MODEL, tx, plan), []
     text = (torch.arange(4 * 9, device=laws.DEVICE).reshape(4, 9) * 7) % 32
     for i in range(steps):
         if i == 1:  # a step that must be skipped

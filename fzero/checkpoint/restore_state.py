@@ -16,15 +16,15 @@ from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import window
+from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
 PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
+FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may begin anew
 
 
-def restore_state(
-    path: checkpoint.Place, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, space: Nvme | None
-) -> TrainState:
+def restore_state(path: checkpoint.Place, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, memory and policy of dtypes.
 
     like: its leaves on the meta device. What a change of policy asks for is made: master weights of parameters, parameters of master
@@ -33,16 +33,16 @@ def restore_state(
     """
     held = checkpoint.opened(path)
     try:
-        return _restored(held, like, specs, plan, mesh, policy, space)
+        return _restored(held, like, specs, plan, nvme)
     finally:
         held.close()
 
 
-def _restored(
-    held: checkpoint.Opened, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, space: Nvme | None
-) -> TrainState:
+def _restored(held: checkpoint.Opened, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
+    policy, mesh = plan.policy, plan.mesh
     spec_of, source = pytree.named_leaves(specs), sources(held, like, policy)
-    fresh = pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
+    fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    fresh |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
     def place(name: str, leaf: Tensor) -> tuple[Any, Any]:
         there = held.leaves[source[name]].shape
@@ -63,7 +63,7 @@ def _restored(
         return value if layer is None else value[0]
 
     if on_disk(plan):
-        return put_on_disk(read, like, specs, plan, mesh, space)
+        return put_on_disk(read, like, specs, plan, nvme)
     named = pytree.named_leaves(like)
     direct = [name for name, leaf in named.items() if name in source and held.leaves[source[name]].dtype == leaf.dtype]
     boxes = {name: held.box(source[name], *places[name]) for name in direct}
@@ -74,7 +74,8 @@ def _restored(
 
 
 def sources(held: checkpoint.Opened, like: TrainState, policy: Policy) -> dict[str, str]:
-    """{leaf of the state: leaf of the checkpoint that it is made of}; a leaf that begins anew, the loss scale, is not among them.
+    """{leaf of the state: leaf of the checkpoint that it is made of}; a leaf that begins anew is not among them: the loss scale,
+    and the statistics of the loss, which checkpoints of earlier versions may lack.
 
     Raises ValueError naming the leaves that are missing or extra.
     """
@@ -91,7 +92,7 @@ def sources(held: checkpoint.Opened, like: TrainState, policy: Policy) -> dict[s
         if found is not None:
             out[name] = found
             made |= {name, found}
-        elif not name.startswith(SCALER):
+        elif not name.startswith(FRESH):
             missing.append(name)
     extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER))]
     said = [f"{what}: {some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]

@@ -112,7 +112,6 @@ def init_params(
     device: str | torch.device = "cpu",
     *,
     plan: Plan | None = None,
-    mesh: Mesh = one_process(),  # noqa: B008
     then: Callable[[str, Tensor], Tensor] = lambda name, leaf: leaf,
 ) -> Tree:
     """Return the initial parameters: each element depends only on the key, its leaf's name and its global index.
@@ -126,6 +125,7 @@ def init_params(
     (torch.Size([256, 32]), torch.Size([2, 32, 64]))
     """
     specs = pytree.named_leaves(plan.params) if plan is not None else {}
+    mesh = plan.mesh if plan is not None else one_process()
 
     def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
         spec = specs.get(name, Spec())
@@ -142,10 +142,8 @@ def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | N
     """Return the activations after the last block."""
     ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
     x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
-    inner = ctx._replace(
-        remat=Remat()
-    )  # recomputation is stack's: the block itself compiles to the same program under every policy
-    block = model.block if plan is None or ctx.mesh.size == 1 else fetching(model.block, plan, ctx.mesh)
+    inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
+    block = model.block if plan is None or ctx.mesh.size == 1 else fetching(model.block, plan)
     return stack(block, params["blocks"], x, inner, remat=ctx.remat, compiled=ctx.compiled)
 
 
@@ -154,12 +152,8 @@ def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: 
     if plan is None or ctx.mesh.size == 1:
         return params
     shared = model.shared if part == "head" else ()
-    used = {
-        name: leaf
-        for name, leaf in pytree.named_leaves(params).items()
-        if name.startswith(f"{part}/") or name in shared
-    }
-    return unshard_tree(pytree.nest(used), plan, ctx.mesh)
+    used = {name: leaf for name, leaf in pytree.named_leaves(params).items() if name.startswith(f"{part}/") or name in shared}
+    return unshard_tree(pytree.nest(used), plan)
 
 
 def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Loss:

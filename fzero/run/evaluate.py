@@ -49,5 +49,5 @@ def at_rest(program: Job, state: TrainState) -> Any:
     if not pytree.leaves(ema) or not split_names(program.plan):
         return ema
     whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=program.policy.state), state.params)
-    spread(program.plan, program.mesh, in_memory(ema), whole)
+    spread(program.plan, in_memory(ema), whole)
     return whole

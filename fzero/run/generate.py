@@ -91,7 +91,7 @@ def forward(model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: li
     caches = [cache._replace(length=length) if cache else () for cache in caches]
     embed, head = Group("embed", parts.embed), Group("head", parts.head)
     layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
-    ahead = Prefetcher(ParamFetcher(params, parts.plan, one_process(), tokens.device), 1)
+    ahead = Prefetcher(ParamFetcher(params, parts.plan, tokens.device), 1)
     ahead.expect([embed, *layers, head], "sample")
 
     def take(part: Group) -> Tree:

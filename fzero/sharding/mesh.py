@@ -30,6 +30,7 @@ AXES = {
     "ep": "experts",
 }
 ORDER = BY_RANK  # of ranks, outermost first: what talks most is nearest
+DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
 _MESHES = itertools.count()  # every rank makes the same meshes in the same order
 
 
