@@ -266,11 +266,15 @@ TOGETHER = [
     few._replace(remat="every:2", slots=3),
     few._replace(slots=1, policy="bf16"),
 ]
-# What others have together is not run every time.
-OFTEN = [case for i, case in enumerate(TOGETHER) if i not in (3, 7, 9, 10, 12, 13)]
+# What others have together is not run every time, or in no tier that runs by itself.
+RARE, SLOW = (3, 7, 9, 10, 12, 13), (4, 5, 11, 14)
 
 
-@each([case if case in OFTEN else pytest.param(case, marks=pytest.mark.exhaustive, id=name_of(case)) for case in TOGETHER])
+def slow(case, *marks):
+    return pytest.param(case, marks=marks or pytest.mark.slow, id=name_of(case))
+
+
+@each([slow(case, pytest.mark.exhaustive) if i in RARE else slow(case) if i in SLOW else case for i, case in enumerate(TOGETHER)])
 def test_groups_together_have_the_same_bits(case, folder):
     check(case, folder)
 
@@ -279,11 +283,11 @@ def test_groups_together_have_the_same_bits(case, folder):
     [
         *(few._replace(optimizer=name, policy="bf16", ema=False) for name in OPTIMIZERS if name != "clipped adamw"),
         few._replace(optimizer="lamb", mesh=DP2, stage=3, ema=False),
-        few._replace(optimizer="adafactor", mesh=DP2, stage=1, policy="bf16", ema=False),
-        few._replace(optimizer="adamw 8", mesh=DP2, stage=3, policy="bf16"),
-        few._replace(optimizer="adamw stochastic", mesh=DP2, stage=2),
+        slow(few._replace(optimizer="adafactor", mesh=DP2, stage=1, policy="bf16", ema=False)),
+        slow(few._replace(optimizer="adamw 8", mesh=DP2, stage=3, policy="bf16")),
+        slow(few._replace(optimizer="adamw stochastic", mesh=DP2, stage=2)),
         few._replace(optimizer="muon by label", mesh=DP2, stage=3, offload="opt=nvme", policy="bf16", remat="none"),
-        few._replace(optimizer="accumulate", mesh=DP2, stage=3, offload=HOST),
+        slow(few._replace(optimizer="accumulate", mesh=DP2, stage=3, offload=HOST)),
     ]
 )
 def test_any_optimizer_has_the_same_bits(case, folder):
@@ -293,12 +297,12 @@ def test_any_optimizer_has_the_same_bits(case, folder):
 @each(
     [
         few._replace(frozen="^embed|w_q|norm_1", policy="bf16"),
-        few._replace(frozen="^blocks", mesh=DP2, stage=3, micro=2),
-        few._replace(model="tied", policy="bf16", micro=2),
+        slow(few._replace(frozen="^blocks", mesh=DP2, stage=3, micro=2)),
+        slow(few._replace(model="tied", policy="bf16", micro=2)),
         few._replace(model="tied", mesh=DP2, stage=3, policy="bf16"),
-        few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none"),
+        slow(few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none")),
         few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none", policy="bf16", mesh=DP2, stage=3, micro=2),
-        few._replace(policy="fp16", steps=20),
+        slow(few._replace(policy="fp16", steps=20)),
         few._replace(policy="fp16", steps=20, mesh=DP2, stage=3, offload="params=nvme,opt=host,grads=host", remat="none", micro=2),
     ]
 )
