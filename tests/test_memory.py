@@ -69,7 +69,7 @@ OFTEN = (1, 2, 6, 7, 10, 11, 12, 14, *range(16, len(CASES)))
 
 
 @functools.cache
-def results(often=True):
+def results(often):
     """{number: (args, options, what was measured)} of the cases that run every time, or of the others."""
     numbers = [number for number in range(len(CASES)) if (number in OFTEN) == often]
     found = ranks.run(4, measured, [CASES[number] for number in numbers], mesh={"dp": 4}, timeout_s=300)[0]
@@ -111,7 +111,7 @@ def test_bytes_at_rest_are_the_papers(policy, whole, sharded):
     params, n, psi = whole[0], 4, PSI[4]
     expected = {0: (params + sharded) * psi, 1: params * psi + sharded * psi // n, 2: params * psi + sharded * psi // n}
     expected[3] = (params + sharded) * psi // n
-    measured = {**results(), **(results(often=False) if policy == "bf16" else {})}
+    measured = {**results(True), **(results(False) if policy == "bf16" else {})}
     found = {args[0]: state_bytes for args, _, (_, state_bytes, _) in measured.values() if args[1:] == (4, 3, policy)}
     assert {stage: size - 8 for stage, size in found.items()} == expected  # the optimizer's count is one int64
 
@@ -119,7 +119,7 @@ def test_bytes_at_rest_are_the_papers(policy, whole, sharded):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_held_as_the_papers_say(policy):
     """Between stages 1 and 2 with accumulation lie the gradients that a rank sums over micro-batches: all of them, or its part."""
-    peaks = {args: peak for args, options, (peak, _, _) in results().values() if not options}
+    peaks = {args: peak for args, options, (peak, _, _) in results(True).values() if not options}
     saved = peaks[1, 4, 3, policy] - peaks[2, 4, 3, policy]
     blocks = PSI[4] - 2 * 256 * 64 - 64
     # All of the blocks' and of the embedding's are there at the end, in float32.
@@ -128,7 +128,7 @@ def test_gradients_are_held_as_the_papers_say(policy):
 
 def test_the_peak_of_stage_3_does_not_grow_with_the_layers_but_by_activations_and_shards():
     """With full recomputation a layer adds its input and its shards (parameters, gradient, two moments), and nothing else."""
-    rows = {args[1]: peak for args, options, (peak, _, _) in results().values() if options == {"remat": "full"}}
+    rows = {args[1]: peak for args, options, (peak, _, _) in results(True).values() if options == {"remat": "full"}}
     a_layer = (PSI[8] - PSI[4]) // 4
     own = 4 * 4 * a_layer // 4 + 4 * ROWS * T * SIZES["d_model"]
     for few, many in ((4, 8), (8, 16)):
