@@ -19,7 +19,7 @@ def test_every_file_has_a_budget():
     assert not gone, f"budgets.json has rows of files that are not there: {gone}"
     for file, row in table.items():
         assert row and set(row) <= set(budgets.TIERS), file
-        assert all(isinstance(seconds, int) and seconds >= 5 for seconds in row.values()), file
+        assert all(isinstance(seconds, int) and seconds >= 3 for seconds in row.values()), file
 
 
 def test_the_tiers_fit_into_their_minutes():

@@ -15,7 +15,7 @@ from fzero import models
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
 # Their examples train, start processes or make many plans: more than five seconds each.
-SLOW = ("checkpoints", "fault", "guard", "measure", "migrate", "offload", "plan", "pretrain", "replay", "report")
+SLOW = ("checkpoints", "fault", "guard", "measure", "migrate", "offload", "parallel", "plan", "pretrain", "replay", "report")
 KINDS = {"python", "bash", "console", "text", "toml", "json"}  # the first two are executed
 
 
