@@ -109,9 +109,10 @@ EXACT = {
     "llama bf16, average": [*QUIET, "--model", "llama-tiny", *SMALL, "--precision", "bf16", *sets("train.ema_decay=0.9")],
     "gpt2 muon, remat": [*QUIET, "--model", "gpt2-tiny", *SMALL, "--remat", "full", *sets("optim.name=muon")],
 }
+OFTEN = ("mlp", "gpt2 muon, remat")
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in EXACT])
 def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
     args = ["pretrain", *EXACT[name], "--data", "text.txt", "--sample", ""]
     ok(fz(*args, "--out", "whole"))
@@ -205,6 +206,7 @@ def damage(run, step):
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_prepared_once(fz, monkeypatch):
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: "lib")  # and not the real one: that takes seconds
     Path("lib").mkdir()

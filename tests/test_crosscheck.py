@@ -71,7 +71,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "rp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({"dp": 4}, marks=pytest.mark.slow), {"dp": 2, "rp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_sound_ranks_agree_and_their_state_stays_as_it_is(mesh):
     cases = CASES + ([{"stage": 3, "sequence": True}] if "tp" in mesh else [])
     for found in ranks.run(4, sound, cases, mesh=mesh):

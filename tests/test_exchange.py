@@ -40,6 +40,7 @@ def save_on(mesh, folder, name, stage, bf16):
     checkpoint.save(f"{folder}/{run_folder.CHECKPOINTS}", state, step=5, config=to_table(recipe("", CONFIGS[name])), specs=specs, mesh=mesh)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     ("name", "mesh", "stage"),

@@ -250,6 +250,7 @@ def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
 # ---- restarts by torchrun -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_the_run_goes_on_bit_for_bit(folder):
     """torchrun starts all ranks again by the same command; --out was not given, so the folder is found in torchrun's store."""
     run = folder / "runs" / "llama-tiny-1"
@@ -340,7 +341,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
     assert "go on from the last checkpoint with --resume, or let torchrun --max-restarts do it" in said[0]
 
 
-@pytest.mark.parametrize("rank", (0, pytest.param(1, marks=pytest.mark.exhaustive)))
+@pytest.mark.parametrize("rank", (pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)))
 def test_a_stopped_rank_is_named(folder, rank):
     log = f"-stop{rank}"
     process = started(folder, f"stop{rank}", 2, *HANG, log=log)
@@ -365,6 +366,7 @@ def stopped_well(folder, process, run, log, codes=None):
     return code, step, out
 
 
+@pytest.mark.slow
 def test_ranks_whose_torchrun_is_killed_end(folder):
     process = started(folder, "orphans", 2)
     ranks = ranks_of(process)
@@ -529,6 +531,7 @@ def texts(folder, name, agents, what="out"):
     return "".join((folder / f"{what}-{name}{i}").read_text() for i in range(len(agents)))
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
     """Three nodes, of which 8 micro-batches a step need two. One of these is lost, with its torchrun: the third goes on in its place."""
     name = "lost"

@@ -32,7 +32,9 @@ def run(config, kernels, steps):
     return torch.tensor(losses), state.params, used
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(config, marks=[pytest.mark.slow] * (name == "moe"), id=name) for name, config in MODELS.items()]
+)
 def test_every_triton_kernel_of_a_step_gives_the_losses_of_the_references(config):
     expected, params, used = run(config, "reference", 2)
     assert set().union(*used.values()) == {"reference"}

@@ -54,12 +54,12 @@ def test_remat(model):
     laws.remat(case_of(model))
 
 
-@pytest.mark.parametrize("model", ["llama", "mlp"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), "mlp"])
 def test_remat_selective(model):
     laws.remat_selective(case_of(model, n_layers=2))
 
 
-@pytest.mark.parametrize(("model", "tolerance"), [("mlp", 1e-10), ("llama", 1e-5)])
+@pytest.mark.parametrize(("model", "tolerance"), [("mlp", 1e-10), pytest.param("llama", 1e-5, marks=pytest.mark.slow)])
 def test_compiled(model, tolerance):
     laws.compiled(case_of(model, n_layers=2), tolerance)
 

@@ -308,6 +308,7 @@ def test_which_steps_are_recorded():
             steps_of(wrong, 0)
 
 
+@pytest.mark.slow
 def test_what_is_recorded_of_two_ranks(tmp_path):
     write_text(tmp_path)
     torchrun(tmp_path, 2, "--zero", 3, *TINY, "--steps", 8, "--profile", "3", "--out", "run")

@@ -114,6 +114,7 @@ def torchrun(n, code):
     return subprocess.run([*command, sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_under_torchrun():
     done = torchrun(2, PROGRAM)
     assert done.returncode == 0, done.stderr

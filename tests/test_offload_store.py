@@ -388,7 +388,7 @@ def test_a_broken_text_is_named(direct, opened, name, text):
     said(reopen(opened, direct), direct / name, "is not", "resume from a checkpoint")
 
 
-@pytest.mark.parametrize("name", [STEP, "sums/slot-0.rank-0.json"])
+@pytest.mark.parametrize("name", [STEP, pytest.param("sums/slot-0.rank-0.json", marks=pytest.mark.slow)])
 def test_any_flipped_bit_of_a_text_is_seen(direct, opened, name):
     make(opened(direct), 1)
     path = direct / name
@@ -743,6 +743,7 @@ def run(folder, offload, steps=6, then=lambda space, step: None, space=None, sta
 EVERYTHING = "params=nvme,grads=nvme,opt=nvme,acts=nvme"
 
 
+@pytest.mark.slow
 def test_disk_and_buffers_do_not_grow(direct):
     sizes = []
 

@@ -88,6 +88,7 @@ print(json.dumps(live_bytes.peak(setup)))
 """
 
 
+@pytest.mark.slow
 def test_the_peak_is_what_the_allocator_counts():
     """Inductor's buffers among it, which never meet the dispatcher in a run."""
     found = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=300, check=True)

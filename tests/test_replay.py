@@ -242,7 +242,7 @@ def test_a_run_that_began_with_the_weights_of_another_and_saves_elsewhere(home, 
     assert replay(run, 5).start == 3 and not (run / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("update", ("end", "delayed"))
+@pytest.mark.parametrize("update", ("end", pytest.param("delayed", marks=pytest.mark.slow)))
 def test_a_run_whose_state_is_on_a_disk(home, update, tmp_path):
     settings = [*SETTINGS[:-1], "optim.name=adamw", "train.digest_every=1", f"train.update={update}", "optim.clip=0"]
     run = pretrain(home / f"disk-{update}", "--offload", "params=nvme,opt=nvme", "--steps", 6, settings=settings)
@@ -376,6 +376,7 @@ def test_another_rate_from_a_step_on_is_named(home, capsys):
     assert "optim.lr: 0.02 and 0.01" in out and out[-1].startswith("part at step 5: lr, leaf params/")
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_with_a_flipped_bit_does_not_reproduce_itself(home):
     one = pretrain(home / "sound", "--stop-at", 4)
     other = home / "flipped"

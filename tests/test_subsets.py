@@ -74,12 +74,21 @@ KINDS = ("frozen", "lora", "average", "plain function", "full accumulators", "ke
 
 
 # With tensor parallelism beside it, the kinds that do not choose which leaves are trained are not run every time.
+SLOW = ("lora", "kept", "canonical")
 COMMON = ("average", "full accumulators", "far ahead", "every second input")
 
 
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [pytest.param(kind, mesh, marks=[pytest.mark.exhaustive] * ("tp" in mesh and kind in COMMON)) for kind in KINDS for mesh in MESHES],
+    [
+        pytest.param(
+            kind,
+            mesh,
+            marks=[pytest.mark.exhaustive] * ("tp" in mesh and kind in COMMON) + [pytest.mark.slow] * ("tp" in mesh and kind in SLOW),
+        )
+        for kind in KINDS
+        for mesh in MESHES
+    ],
 )
 def test_equals_one_process(kind, mesh):
     if kind == "plain function" and mesh != "dp2":

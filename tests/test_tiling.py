@@ -343,7 +343,7 @@ def of_leaves(f, tensors, dy):
 STREAMED = ("columns", "columns and bias", "rows", "swiglu", "gelu", "gelu and biases")
 
 
-@pytest.mark.parametrize("ahead", (0, 1, 2, 5))
+@pytest.mark.parametrize("ahead", (0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("layer", STREAMED)
 def test_streamed_is_the_whole_layer_with_few_tiles_alive(layer, ahead):
     run, x, source = streamed(layer)
