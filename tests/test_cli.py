@@ -16,7 +16,7 @@ from launched import TIMED
 
 from fzero import checkpoint, models
 from fzero.checkpoint.convert import huggingface
-from fzero.cli import main
+from fzero.cli import main, process
 from fzero.cli import pretrain as pretrain_module
 from fzero.core import prng
 from fzero.run import config_table, corpus, run_folder
@@ -372,7 +372,7 @@ def test_tracebacks_on_request():
 
 
 def test_a_terminal_has_a_progress_bar(fz, monkeypatch):
-    monkeypatch.setattr(pretrain_module, "bar_or_lines", lambda: contextlib.nullcontext((True, pretrain_module.say)))
+    monkeypatch.setattr(pretrain_module, "bar_or_lines", lambda: contextlib.nullcontext((True, process.say)))
     code, out, err = fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run")
     assert code == 0 and "step 4/8" not in out
     assert "8/8" in err and "loss " in err and "val " in err and "tokens/s" in err and "MFU" in err

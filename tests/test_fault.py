@@ -31,7 +31,7 @@ from launched import (
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.run.ranks import rendezvous
-from fzero.run.ranks.elastic import fitting_mesh
+from fzero.run.ranks.elastic import fit_mesh
 from fzero.run.ranks.watchdog import Beat, verdict
 from fzero.run.resume import auto_resume
 
@@ -159,8 +159,8 @@ def test_a_process_whose_place_is_taken_ends(store):
     ],
 )
 def test_the_mesh_on_other_processes(sizes, processes, micro_batches, expected):
-    assert fitting_mesh(sizes, processes, micro_batches) == expected
-    canonical = fitting_mesh(sizes, processes, micro_batches, canonical=True)
+    assert fit_mesh(sizes, processes, micro_batches) == expected
+    canonical = fit_mesh(sizes, processes, micro_batches, canonical=True)
     assert canonical == (expected if expected.get("dp") != 3 else {axis: n for axis, n in expected.items() if axis != "dp"} | {"dp": 2})
 
 
@@ -184,7 +184,7 @@ def fz(folder, monkeypatch, capfd):
 def test_auto_resume_starts_goes_on_and_ends(fz, folder):
     command = ["pretrain", *KEEP, *STEPS, "--out", "auto", "--sample", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 5)
-    assert code == 0 and "stopped after step 5 of 12" in out and not (folder / "auto" / auto_resume.BEGUN).exists()
+    assert code == 0 and "stopped after step 5 of 12" in out and not (folder / "auto" / auto_resume.MARKER).exists()
     code, out, _ = fz(*command, "--stop-at", 5)
     assert code == 0 and "auto: has made its 5 steps" in out
     code, out, _ = fz(*command)
@@ -236,7 +236,7 @@ def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
     run = folder / "early"
     (run / "data").mkdir(parents=True)
     (run / "data" / "train.bin").write_bytes(b"half")
-    (run / auto_resume.BEGUN).touch()
+    (run / auto_resume.MARKER).touch()
     command = ["pretrain", *KEEP, *STEPS, "--out", "early", "--sample", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 3)
     assert code == 0 and "preparing" in out and "stopped after step 3" in out

@@ -144,12 +144,3 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-
-
-# -- presets
-
-
-# -- tables in and out
-
-
-# -- what goes together

@@ -58,7 +58,7 @@ def expect_free(folder: Path) -> None:
         raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")
 
 
-def clear(folder: Path, *, keep: bool) -> None:
+def clear_folder(folder: Path, *, keep: bool) -> None:
     """Remove what is in `folder`, which was free before, and the folder itself unless `keep`."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
@@ -69,7 +69,7 @@ def clear(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def create(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **environment: Any) -> None:
+def create_run(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **environment: Any) -> None:
     """Write config.json, environment.json and tokenizer.json into `folder`; config.json last: with it the folder is a run."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer and tokenizer.json:
@@ -89,7 +89,7 @@ def create(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **enviro
     (folder / CONFIG).write_text(config_table.to_json(value), encoding="utf-8")
 
 
-def command(processes: int) -> str:
+def pretrain_command(processes: int) -> str:
     """How `fzero pretrain` is started with so many processes."""
     return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
 

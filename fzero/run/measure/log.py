@@ -17,19 +17,19 @@ from fzero.run.build import Job
 from fzero.run.corpus import Say
 from fzero.run.measure import norms
 from fzero.run.measure.attempts import Flop
-from fzero.run.measure.rank_times import Spent
+from fzero.run.measure.rank_times import RankTimes
 from fzero.run.measure.timer import Clock
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
 
-def numbers(program: Job, metrics: Metrics, step: int) -> dict[str, Any]:
+def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
     """The row of a step's metrics: numbers that JSON has (None for what is not finite). `step` steps were made before."""
     values = {
         "loss": float(metrics.loss),
         **{name: float(value) for name, value in metrics.extra.items()},
         "grad_norm": float(metrics.grad_norm),
-        "lr": float(program.schedule(step)),
+        "lr": float(job.schedule(step)),
         "loss_scale": float(metrics.loss_scale),
     }
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -42,19 +42,19 @@ def numbers(program: Job, metrics: Metrics, step: int) -> dict[str, Any]:
 class Meter:
     """What the rows of an attempt have of time: a clock, and rates over a peak of FLOP/s (of all processes). All ranks have one."""
 
-    def __init__(self, program: Job, flop: Flop, peak_flops: float) -> None:
-        self.program, self.flop, self.peak = program, flop, peak_flops
-        space = program.space
+    def __init__(self, job: Job, flop: Flop, peak_flops: float) -> None:
+        self.job, self.flop, self.peak = job, flop, peak_flops
+        space = job.space
         self.clock = Clock(waited=None if space is None else lambda: space.moved().waited_s)
-        self.tokens = program.config.train.batch * program.config.data.seq_len
-        self.every = program.config.train.measure_every
-        self.spent = Spent()
+        self.tokens = job.config.train.batch * job.config.data.seq_len
+        self.every = job.config.train.measure_every
+        self.spent = RankTimes()
         self.began = self.waited = 0.0
 
     def fetch(self, batches: Iterator[tuple[int, Any]]) -> Any:
         """The next batch; a step begins with it."""
         self.began = time.perf_counter()
-        with self.program.mesh.ledger.phase("data"):
+        with self.job.mesh.ledger.phase("data"):
             _, batch = next(batches)
         self.waited = time.perf_counter() - self.began
         return batch
@@ -79,7 +79,7 @@ class Meter:
         """The norms of gradients and parameters layer by layer, where this step is one in `train.measure_every`; {} elsewhere."""
         if not self.every or step % self.every:
             return {}
-        plan, mesh = self.program.plan, self.program.mesh
+        plan, mesh = self.job.plan, self.job.mesh
         grads = norms.by_part(norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor))
         params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
         return {"grad_norms": grads, "param_norms": params}
@@ -95,12 +95,12 @@ class Meter:
         row: dict[str, Any] = {"wall_s": times.wall, "phases": times.phases}
         row["comm"] = {axis: comm._asdict() for axis, comm in sorted(times.comm.items())}
         if self.every and step % self.every == 0:
-            row["ranks"] = self.spent.gather(self.program.mesh)
+            row["ranks"] = self.spent.gather(self.job.mesh)
         return row | ({"recorded": how} if how else {})
 
 
 @contextlib.contextmanager
-def recorder(folder: Path, first: int, until: int, every: int, bar: bool, say: Say) -> Iterator[Callable[[dict[str, Any]], None]]:
+def metrics_writer(folder: Path, first: int, until: int, every: int, bar: bool, say: Say) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A function that takes a step's row to metrics.jsonl, to the terminal, and to TensorBoard where that package is there."""
     with ExitStack() as stack:
         file = stack.enter_context((folder / run_folder.METRICS).open("a", encoding="utf-8"))
@@ -131,13 +131,13 @@ def recorder(folder: Path, first: int, until: int, every: int, bar: bool, say: S
                 shown.set_postfix_str(f"loss {loss}{val}  {speed}", refresh=False)
                 shown.update()
             elif row["step"] % every == 0 or row["step"] in (first + 1, until) or "val_loss" in row:
-                left = clock((until - row["step"]) * sum(recent) / len(recent))
+                left = format_duration((until - row["step"]) * sum(recent) / len(recent))
                 say(f"step {row['step']}/{until}  loss {loss}{val}  {speed}  ETA {left}{'  SKIPPED' if row['skipped'] else ''}")
 
         yield record
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration in words: 0:42, 12:05, 3:00:00."""
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"

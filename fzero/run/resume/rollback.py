@@ -91,15 +91,15 @@ def finish_rollback(folder: Path) -> None:
     record = read_log(folder)
     if record.back_to is None:
         return
-    home = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
-    for step in checkpoint.steps(home):
+    checkpoint_dir = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
+    for step in checkpoint.steps(checkpoint_dir):
         if step > record.back_to:
-            checkpoint.remove(home, step)
+            checkpoint.remove(checkpoint_dir, step)
     run_folder.cut_metrics(folder, record.back_to)
     write_log(folder, record._replace(back_to=None))
 
 
-def judged(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
+def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
     """The Fault of a step that asks for a rollback; None for a sound one, and for one that is only skipped.
 
     row: of the step's metrics. sample: the first of its batch. skipped: steps skipped in a row, with this one.
@@ -122,9 +122,9 @@ def judged(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | 
     return None
 
 
-def expect_agreement(program: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
+def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
     """Raise FloatingPointError, on all ranks, where they compute or hold different values of what should be one (see crosscheck)."""
-    lines = program.check(state, part)
+    lines = job.check(state, part)
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise FloatingPointError(
@@ -133,37 +133,37 @@ def expect_agreement(program: Job, state: TrainState, part: Callable[[int], Any]
         )
 
 
-def go_back(program: Job, folder: Path, fault: Fault, team: Coordinator, say: Say) -> TrainState:
+def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, say: Say) -> TrainState:
     """The state to go on with after a fault: of the newest checkpoint that is sound and far enough back, else of the start of the run.
 
     A checkpoint with a damaged leaf, or with a value that is not finite, is passed over. The record then says whether the batch is tried
     again or left out, and what lies behind the step is removed. All ranks call it, with nothing else of the state in memory.
     Raises FloatingPointError where the run has gone back too often.
     """
-    home = run_folder.checkpoints_of(folder, program.config)
-    steps, init = team.share(lambda: candidates(program.config.guard, folder, home, fault))
+    checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
+    steps, init = coordinator.share(lambda: candidates(job.config.guard, folder, checkpoint_dir, fault))
 
     def check(state: TrainState) -> str:
-        return "" if finite(state) else "a value in it is not finite"
+        return "" if is_finite(state) else "a value in it is not finite"
 
-    paths = [checkpoint.folder_of(home, step) for step in steps]
-    found = checkpoint.first_sound(paths, lambda path: restore_on_all(program, path, team, check))
+    paths = [checkpoint.folder_of(checkpoint_dir, step) for step in steps]
+    found = checkpoint.first_sound(paths, lambda path: restore_on_all(job, path, coordinator, check))
     for line in found.lines():
         say(line)
     state = found.value
     if found.path is None:
-        state = first_state(program, weights.load(Path(init), wide=True).params if init else None)
-    say(team.share(lambda: rolled_back(program, folder, home, fault, int(state.step))))
+        state = first_state(job, weights.load(Path(init), wide=True).params if init else None)
+    say(coordinator.share(lambda: record_rollback(job, folder, checkpoint_dir, fault, int(state.step))))
     return state
 
 
-def candidates(g: Guard, folder: Path, home: checkpoint.Place, fault: Fault) -> tuple[list[int], str]:
-    """(steps of the checkpoints in `home` to go back to, the best first; the run whose weights this one began with, or "").
+def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Place, fault: Fault) -> tuple[list[int], str]:
+    """(steps of the checkpoints in `checkpoint_dir` to go back to, the best first; the run whose weights this one began with, or "").
 
     Those at least guard.rollback_steps before the fault, newest first; then, oldest first, those behind them.
     Raises FloatingPointError where the run has gone back too often.
     """
-    record, steps = noticed(read_log(folder), home), checkpoint.steps(home)
+    record, steps = merge_progress(read_log(folder), checkpoint_dir), checkpoint.steps(checkpoint_dir)
     if record.in_a_row >= g.max_rollbacks:
         raise FloatingPointError(
             f"step {fault.step + 1}: {fault.why}, and the run has gone back {record.in_a_row} times without coming to a checkpoint at or "
@@ -174,28 +174,28 @@ def candidates(g: Guard, folder: Path, home: checkpoint.Place, fault: Fault) -> 
     return order, run_folder.read_environment(folder).get("init", "")
 
 
-def noticed(record: RollbackLog, home: checkpoint.Place) -> RollbackLog:
-    """The record, with the progress that the checkpoints in `home` show."""
-    progress = any(step >= record.behind for step in checkpoint.steps(home))
+def merge_progress(record: RollbackLog, checkpoint_dir: checkpoint.Place) -> RollbackLog:
+    """The record, with the progress that the checkpoints in `checkpoint_dir` show."""
+    progress = any(step >= record.behind for step in checkpoint.steps(checkpoint_dir))
     return record._replace(behind=0, in_a_row=0) if progress else record
 
 
-def release(state: TrainState) -> None:
+def free_state(state: TrainState) -> None:
     """Give the memory of a state back that nobody may use any more, whoever still holds it."""
     for leaf in pytree.leaves(state):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().resizable():
             leaf.untyped_storage().resize_(0)
 
 
-def finite(tree: Tree) -> bool:
+def is_finite(tree: Tree) -> bool:
     """Whether all numbers of this rank's part of a state are finite."""
     floats = [x for x in pytree.leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
     return all(bool(torch.isfinite(x.float() if x.element_size() == 1 else x).all()) for x in floats)
 
 
-def rolled_back(program: Job, folder: Path, home: checkpoint.Place, fault: Fault, to: int) -> str:
+def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Place, fault: Fault, to: int) -> str:
     """Record the rollback to step `to` and remove what is behind it; returns the line that says what is done about the batch."""
-    record, batch = noticed(read_log(folder), home), program.config.train.batch
+    record, batch = merge_progress(read_log(folder), checkpoint_dir), job.config.train.batch
     again = fault.sample in record.tried
     if again:
         skips, tried = [*record.skips, [fault.sample, batch]], [first for first in record.tried if first != fault.sample]
@@ -212,8 +212,8 @@ def rolled_back(program: Job, folder: Path, home: checkpoint.Place, fault: Fault
     return f"step {fault.step + 1}: {fault.why}; back to step {to}, to try the batch of sample {fault.sample} again: {why}"
 
 
-def passed(folder: Path, step: int, sample: int, tried: list[int], team: Coordinator, say: Say) -> None:
+def record_recovery(folder: Path, step: int, sample: int, tried: list[int], coordinator: Coordinator, say: Say) -> None:
     """Record and say that a batch went well when it was tried again; it is removed from `tried`."""
     tried.remove(sample)
-    team.share(lambda: write_log(folder, read_log(folder)._replace(tried=tried)))
+    coordinator.share(lambda: write_log(folder, read_log(folder)._replace(tried=tried)))
     say(f"step {step}: went well when it was tried again: the batch is sound, and a fault of the hardware likely; look at the hosts")

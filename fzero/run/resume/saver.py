@@ -17,23 +17,23 @@ from fzero.train.state import TrainState
 from fzero.train.update.delayed import settled
 
 
-class Saving:
+class CheckpointSaver:
     """`save` after steps that are to be kept, `poll` after every step, `close` at the end; all ranks alike. In a `with`, an error ends it.
 
     A run whose whole state is committed to a disk with every step writes no checkpoints: a slot of its store is one.
     room: bytes of memory that a snapshot may take.
     """
 
-    def __init__(self, program: Job, folder: Path, step: int, room: int, say: Say) -> None:
-        t = program.config.train
-        self.program, self.say, self.saved = program, say, step
-        self.specs, self.config = specs_of(program), to_table(program.config)
+    def __init__(self, job: Job, folder: Path, step: int, room: int, say: Say) -> None:
+        t = job.config.train
+        self.job, self.say, self.saved = job, say, step
+        self.specs, self.config = specs_of(job), to_table(job.config)
         self.on_error, self.every, self.writer = t.on_save_error, t.checkpoint_every, None
         self.done: checkpoint.Saved | None = None  # and not told in a row yet
-        if not all_on_disk(program):
+        if not all_on_disk(job):
             self.writer = checkpoint.Writer(
-                run_folder.checkpoints_of(folder, program.config),
-                program.mesh,
+                run_folder.checkpoints_of(folder, job.config),
+                job.mesh,
                 keep_last=t.keep_last or None,
                 keep_every=t.keep_every or None,
                 compress=t.compress.replace("none", ""),
@@ -50,8 +50,8 @@ class Saving:
         """Begin the checkpoint of `step`; the state may change when this returns. Raises SaveFailed where the policy is to stop."""
         self.saved = step
         if self.writer is None:
-            if self.program.space.slots > 2:
-                self.program.space.store.pin(self.program.space.slots - 2)
+            if self.job.space.slots > 2:
+                self.job.space.store.pin(self.job.space.slots - 2)
             return
         self.done = self._told(self.writer.wait) or self.done
         self.writer.save(settled(state), step=step, config=self.config, specs=self.specs)
@@ -71,13 +71,13 @@ class Saving:
             self.say(f"{error}; training goes on, the next checkpoint is tried {self.every} steps after this one")
             return None
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> CheckpointSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or self.writer is None:
             return
-        if issubclass(kind, Exception) and self.program.mesh.size == 1:
+        if issubclass(kind, Exception) and self.job.mesh.size == 1:
             with contextlib.suppress(checkpoint.SaveFailed):
                 self.writer.close()  # what was begun is worth having
         else:
