@@ -116,7 +116,7 @@ def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
     args = ["pretrain", *EXACT[name], "--data", "text.txt", "--sample", ""]
     ok(fz(*args, "--out", "whole"))
     out = ok(fz(*args, "--out", "parts", "--stop-at", 3))
-    assert "stopped after step 3 of 8; go on with: fzero pretrain --out parts --resume" in out
+    assert "stopped after step 3 of 8; resume with: fzero pretrain --out parts --resume" in out
     # As if killed after step 5, in the middle of a line: what is behind the checkpoint is made again.
     with open("parts/metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')
@@ -156,7 +156,7 @@ def test_a_signal_ends_a_run_after_its_step(fz, number, expected):
     ended.set()
     step = len(rows("run"))
     assert code == expected and signal.getsignal(number) is before, err
-    assert f"stopped after step {step} of 100000; go on with: fzero pretrain --out run --resume" in out
+    assert f"stopped after step {step} of 100000; resume with: fzero pretrain --out run --resume" in out
     assert checkpoint.steps(Path("run/checkpoints")) == [step]
 
 
@@ -336,7 +336,7 @@ def test_mistakes_with_a_run(fz):
         assert code == 2 and err.startswith("fzero: error: ") and err.count("\n") == 1 and message in err
         assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
-    refused("run: exists and is not empty; go on with it by --resume", "pretrain", *QUIET, "--out", "run")
+    refused("run: exists and is not empty; resume it with --resume", "pretrain", *QUIET, "--out", "run")
     refused("--stop-at 4: the run has made 4 steps already", "pretrain", "--resume", "--out", "run", "--stop-at", "4")
     refused("keeps no average", "sample", "run", "--prompt", "x", "--ema")
     ok(fz("data", "prepare", "text.txt", "--out", "other", "--seed", "1"))

@@ -268,7 +268,7 @@ def test_a_restart_does_not_go_on_with_a_run_that_it_did_not_make(folder):
     before = rows(folder / "whole")
     process = start(folder, 2, *KEEP, "--steps", 13, "--out", "whole", how=(*STANDALONE, "--max-restarts", 1), log="-refused")
     code, _, said, _ = ended(folder, process, log="-refused")
-    assert code == 1 and len(said) == 2 and all("whole: exists and is not empty; go on with it by --resume" in line for line in said), said
+    assert code == 1 and len(said) == 2 and all("whole: exists and is not empty; resume it with --resume" in line for line in said), said
     assert rows(folder / "whole") == before
 
 
@@ -337,7 +337,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
     hung += r" of blocks/\S+ and 8 more in forward \(#\d+\)"
     waits = r"rank 0 waits in all_gather over dp \(2 ranks\) of head/norm/scale and 1 more in forward \(#\d+\), step 3"
     assert re.search(f"error: {hung}; {waits};", said[0]), said
-    assert "go on from the last checkpoint with --resume, or let torchrun --max-restarts do it" in said[0]
+    assert "resume from the last checkpoint with --resume, or let torchrun --max-restarts do it" in said[0]
 
 
 @pytest.mark.parametrize("rank", (0, pytest.param(1, marks=pytest.mark.exhaustive)))
@@ -371,7 +371,7 @@ def test_ranks_whose_torchrun_is_killed_end(folder):
     process.kill()
     process.wait()
     until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks.values()), timeout_s=15)
-    assert said_in((folder / "err").read_text()) == ["fzero: error: torchrun is gone; go on from the last checkpoint with --resume"]
+    assert said_in((folder / "err").read_text()) == ["fzero: error: torchrun is gone; resume from the last checkpoint with --resume"]
 
 
 def test_sigterm_to_torchrun_saves_on_all_ranks(folder):
@@ -380,7 +380,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(folder):
     ranks = ranks_of(process)
     process.terminate()
     code, step, out = stopped_well(folder, process, "term", "-term")
-    assert code == 1 and f"stopped after step {step} of 1000000; go on with: " in out
+    assert code == 1 and f"stopped after step {step} of 1000000; resume with: " in out
     assert not any(os.path.exists(f"/proc/{rank}") for rank in ranks.values())
     assert "got signal: 15" in (folder / "err-term").read_text()
 

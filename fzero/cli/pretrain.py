@@ -18,14 +18,20 @@ PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "offload", 
 
 @click.command()
 @config_flags
-@click.option("--stop-at", type=int, help="End after this step, resumably; the schedule is that of the whole run.")
-@click.option("--out", type=FOLDER, metavar="RUN", help="The run folder; without it the first free runs/PRESET-N.")
-@click.option("--resume", is_flag=True, help="Go on with the run in --out, by its own config, on any mesh.")
-@click.option("--auto-resume", is_flag=True, help="Go on with the run in --out where there is one, else start it.")
-@click.option("--init", type=FOLDER, metavar="RUN", help="Begin with the weights (and sizes) of this run or import.")
-@click.option("--profile", is_flag=False, flag_value="3-5", metavar="FROM-TO", help="Write a Chrome trace of steps (without a value 3-5).")
-@click.option("--peak-tflops", type=float, help="What MFU is a fraction of, for all processes; without it the measured rate.")
-@click.option("--sample", metavar="TEXT", help="Prompt of the text written at the end ('' for none).")
+@click.option("--stop-at", type=int, help="End after this step. The run can be resumed: its schedule is that of all its steps.")
+@click.option(
+    "--out", type=FOLDER, metavar="RUN", help="The run folder. Without it, the first free one of runs/PRESET-1, runs/PRESET-2, ..."
+)
+@click.option("--resume", is_flag=True, help="Resume the run in --out by its own config, on any mesh.")
+@click.option("--auto-resume", is_flag=True, help="Resume the run in --out where there is one; start it where there is none.")
+@click.option("--init", type=FOLDER, metavar="RUN", help="Start from the weights and sizes of this run or import.")
+@click.option(
+    "--profile", is_flag=False, flag_value="3-5", metavar="FROM-TO", help="Write a Chrome trace of these steps. Without a value: 3-5."
+)
+@click.option(
+    "--peak-tflops", type=float, help="The TFLOP/s of all processes that MFU is a fraction of. Without it, the rate that is measured."
+)
+@click.option("--sample", metavar="TEXT", help="The prompt of the text that is written at the end. '' writes none.")
 def pretrain(
     config_file: Path | None,
     settings: tuple[str, ...],

@@ -13,15 +13,17 @@ from fzero.cli.process import say
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--prompt", required=True, help="The text to go on with.")
-@click.option("--tokens", type=int, default=200, show_default=True, help="How many to write.")
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Choose among so many; 0: all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Choose among the likeliest that add up to this.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed writes the same text.")
-@click.option("--ema", is_flag=True, help="Use the average of the weights.")
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--tokens", type=int, default=200, show_default=True, help="The number of tokens to write.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="The temperature of the draw. 0 takes the likeliest token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw among the K likeliest tokens. 0 draws among all.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Draw among the likeliest tokens whose probabilities add up to P."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="The seed of the draw. The same seed writes the same text.")
+@click.option("--ema", is_flag=True, help="Use the average of the weights in place of the weights.")
 @click.option("--offload", metavar="params=nvme", help="Keep the parameters on a disk: for models larger than memory.")
-@click.option("--nvme", metavar="DIR", help="The folder that they are put in; without it nvme-sample/ in the run folder.")
+@click.option("--nvme", metavar="DIR", help="The folder for parameters on a disk. Without it, nvme-sample/ in the run folder.")
 def sample(
     run: Path,
     prompt: str,

@@ -52,7 +52,7 @@ def free_folder(name: str, among: Path = Path("runs")) -> Path:
 def expect_free(folder: Path) -> None:
     """Raise ValueError where `folder` holds anything: a run never writes over one."""
     if folder.is_dir() and any(folder.iterdir()):
-        fix = "go on with it by --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
+        fix = "resume it with --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
         raise ValueError(f"{folder}: exists and is not empty; {fix} (--out)")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")

@@ -32,7 +32,7 @@ NODE_S = 5.0  # for a signal to this node too, where one to another node has sto
 # Keys: why all end, that they have ended, who is done, a spare's signal, the run.
 REASON, OVER, BYE, STOP, FOLDER = "reason", "over", "bye", "stop", "folder"
 SIGNAL = "signal "  # how a reason begins that is no failure
-AGAIN = "torchrun's report says how it ended; go on from the last checkpoint with --resume"
+AGAIN = "torchrun's report says how it ended; resume from the last checkpoint with --resume"
 
 
 class Ended(Exception):
@@ -258,7 +258,7 @@ def end_as_orphan() -> None:
     if os.getppid() != _PARENT:
         _ENDING.acquire()  # of two threads that find it one says so
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("fzero: error: torchrun is gone; go on from the last checkpoint with --resume", file=sys.stderr, flush=True)
+            print("fzero: error: torchrun is gone; resume from the last checkpoint with --resume", file=sys.stderr, flush=True)
         os._exit(2)
 
 

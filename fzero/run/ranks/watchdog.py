@@ -212,5 +212,5 @@ def verdict(states: Mapping[int, Beat], stale: Mapping[int, float], hang_s: floa
         if rank not in hung and s.waits:
             waiting.setdefault(f"{s.waits}, step {s.step + 1}", []).append(rank)
     others = [f"rank {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {what}" for what, ranks in waiting.items()]
-    fix = "go on from the last checkpoint with --resume, or let torchrun --max-restarts do it; train.hang_s is the limit"
+    fix = "resume from the last checkpoint with --resume, or let torchrun --max-restarts do it; train.hang_s is the limit"
     return "; ".join([*told, *others, fix])

@@ -83,5 +83,5 @@ def apply_settings(old: RunConfig, table: Table) -> RunConfig:
 def difference_error(key: str, given: Any, there: Any, folder: Path) -> ValueError:
     """The error of a value that is not the run's."""
     return ValueError(
-        f"{key} is {given} here and {there} in {folder}, which is to be gone on with; give the same, leave it out, or name another --out"
+        f"{key} is {given} here and {there} in {folder}, which is to be resumed; give the same, leave it out, or name another --out"
     )

@@ -128,7 +128,7 @@ def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], st
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise FloatingPointError(
-            f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has changed; the checkpoints are from before: go on "
+            f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has changed; the checkpoints are from before: resume "
             "with --resume, without that host"
         )
 
