@@ -18,7 +18,22 @@ from fzero.train.streamed import StreamedModel
 
 ROOT = Path(fzero.__file__).parent
 CONTRIBUTING = ROOT.parent / "CONTRIBUTING.md"
-FLAGS = "--model mlp-tiny --steps 1 --batch 2 --micro-batch 2 --seq-len 8 --precision fp32 --seed 0".split()
+FLAGS = [
+    "--model",
+    "mlp-tiny",
+    "--steps",
+    "1",
+    "--batch",
+    "2",
+    "--micro-batch",
+    "2",
+    "--seq-len",
+    "8",
+    "--precision",
+    "fp32",
+    "--seed",
+    "0",
+]
 SETTINGS = ("train.compiled=false", "train.eval_batches=1", "train.measure_every=0", "train.memory_check=false")
 
 
