@@ -1,4 +1,4 @@
-"""The corpus of a run: found or prepared, told from another one, and opened as batches for this rank."""
+"""The corpus of a run: found or prepared, identified by a digest, and opened as batches for this rank."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def create_run(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **en
 
 
 def pretrain_command(processes: int) -> str:
-    """How `fzero pretrain` is started with so many processes."""
+    """The command that starts `fzero pretrain` with this number of processes."""
     return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
 
 
@@ -103,7 +103,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What was recorded about the machine, the corpus and the tokenizer."""
+    """The content of environment.json: machine, corpus and tokenizer."""
     path = folder / ENVIRONMENT
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
@@ -142,7 +142,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_metrics(folder: Path, step: int) -> None:
-    """Leave the rows up to `step` in metrics.jsonl, so that a resumed run writes each step once."""
+    """Remove the rows after `step` from metrics.jsonl, so that a resumed run writes each step once."""
     rows = [row for row in read_metrics(folder) if row["step"] <= step]
     partial = folder / f"{METRICS}.partial"
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -70,7 +70,7 @@ class TrainedWeights(NamedTuple):
     model: Model
     params: Tree
     step: int
-    warnings: list[str]  # checkpoints passed over because they are damaged
+    warnings: list[str]  # lines about checkpoints that were passed over as damaged
 
 
 def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> TrainedWeights:

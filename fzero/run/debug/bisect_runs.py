@@ -48,12 +48,12 @@ class FirstDifference(NamedTuple):
 
     step: int  # 0: their first states
     numbers: list[str]  # of the rows made again that differ: loss, grad_norm, ...; "batch" where the data does
-    leaf: str  # the first leaf of the state behind the step that differs, in the order of the tree; "" where none does
+    leaf: str  # the first leaf of the state after the step that differs, in the order of the tree; "" where none does
     note: str  # where in it, and by how much
 
 
 class BisectResult(NamedTuple):
-    """What was found."""
+    """The result of a comparison of two runs."""
 
     differing: list[tuple[str, Any, Any]]  # values of the configs and the environments
     recorded: int | None  # the first step whose rows or checkpoints differ

@@ -49,7 +49,7 @@ EXACT = ("lr", "loss_scale", "skipped", "num_tokens")  # numbers of a row that n
 
 
 class Comparison(NamedTuple):
-    """A number of a step's row, or a leaf of the state behind it (then digests are compared), as it was and as it is."""
+    """A number of a step's row, or a leaf of the state after it (then digests are compared), as it was and as it is."""
 
     step: int
     name: str
@@ -198,15 +198,15 @@ def report(result: ReplayResult) -> Iterator[str]:
 
 
 class ReplayedStep(NamedTuple):
-    """A step that was made again."""
+    """A step that was computed again."""
 
-    state: TrainState  # behind it
+    state: TrainState  # after it
     row: dict[str, Any]  # as the run records it
     batch: Batch  # this rank's rows
 
 
 class ReplayJob(NamedTuple):
-    """What it takes to make steps of a run again."""
+    """The values needed to compute steps of a run again."""
 
     job: Job
     batch_at: Callable[[int], Batch]  # this rank's rows by `state.data_cursor`
@@ -309,7 +309,7 @@ def checkpoints_in(folder: Path) -> dict[int, checkpoint.Place]:
 
 
 def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Place]) -> RunConfig:
-    """The config by which the run made step `step`: that of the checkpoint behind it, as a resumed run may have another mesh."""
+    """The config by which the run made step `step`: that of the checkpoint after it, as a resumed run may have another mesh."""
     config = run_folder.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
     table = checkpoint.read_manifest(kept[after])["config"] if after is not None else None
@@ -334,7 +334,7 @@ def mesh_text(config: RunConfig) -> str:
 
 
 def list_steps(steps: list[int]) -> str:
-    """A list of steps, bounded."""
+    """The text of a list of steps, the middle of a long one left out."""
     return ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]])) or "none"
 
 

@@ -1,4 +1,4 @@
-"""The row that a step leaves in metrics.jsonl: its numbers and times, and who is shown them."""
+"""The row that a step adds to metrics.jsonl: its numbers and times; and where rows go: file, terminal, TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fzero.train.step import Metrics
 
 
 def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
-    """The row of a step's metrics: numbers that JSON has (None for what is not finite). `step` steps were made before."""
+    """The row of a step's metrics, with None for numbers that are not finite. step: the steps made before."""
     values = {
         "loss": float(metrics.loss),
         **{name: float(value) for name, value in metrics.extra.items()},
@@ -40,7 +40,7 @@ def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
 
 
 class Meter:
-    """What the rows of an attempt have of time: a clock, and rates over a peak of FLOP/s (of all processes). All ranks have one."""
+    """The times and rates in the rows of an attempt. Every rank has one. peak_flops: FLOP/s of all processes together."""
 
     def __init__(self, job: Job, flop: Flop, peak_flops: float) -> None:
         self.job, self.flop, self.peak = job, flop, peak_flops
@@ -52,7 +52,7 @@ class Meter:
         self.began = self.waited = 0.0
 
     def fetch(self, batches: Iterator[tuple[int, Any]]) -> Any:
-        """The next batch; a step begins with it."""
+        """The next batch. A step begins with this call."""
         self.began = time.perf_counter()
         with self.job.mesh.ledger.phase("data"):
             _, batch = next(batches)
@@ -60,7 +60,7 @@ class Meter:
         return batch
 
     def rates(self, step: int) -> dict[str, Any]:
-        """How fast the step was that is over now, the run's step number `step`."""
+        """The speed of the step that ends now, the run's step number `step`."""
         spent = time.perf_counter() - self.began
         rate = self.tokens / spent
         share = rate / self.peak
@@ -85,9 +85,9 @@ class Meter:
         return {"grad_norms": grads, "param_norms": params}
 
     def times(self, step: int, how: str) -> dict[str, Any]:
-        """Where the time went since the row before, and every `train.measure_every` steps that of all ranks.
+        """The seconds since the row before by phase, and every `train.measure_every` steps those of all ranks.
 
-        how: what recorded the step ("" for nothing), whose time then says nothing of a rank.
+        how: what recorded the step ("" for nothing); the time of a recorded step is not counted for its rank.
         """
         times = self.clock.take()
         if not how:
@@ -101,7 +101,7 @@ class Meter:
 
 @contextlib.contextmanager
 def metrics_writer(folder: Path, first: int, until: int, every: int, bar: bool, say: Say) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that takes a step's row to metrics.jsonl, to the terminal, and to TensorBoard where that package is there."""
+    """A function that writes a step's row to metrics.jsonl, to the terminal, and to TensorBoard where that is installed."""
     with ExitStack() as stack:
         file = stack.enter_context((folder / run_folder.METRICS).open("a", encoding="utf-8"))
         shown = board = None

@@ -16,7 +16,7 @@ COLUMNS = ("busy_s", "comm_s", "data_s", "io_s")
 
 
 class RankTimes:
-    """The times of this rank's steps since they were last gathered."""
+    """The summed times of this rank's steps since they were last gathered."""
 
     def __init__(self) -> None:
         self.steps, self.sums = 0, [0.0] * len(COLUMNS)
@@ -29,7 +29,7 @@ class RankTimes:
             self.sums[i] += value
 
     def gather(self, mesh: Mesh) -> dict[str, Any]:
-        """What a row says of all ranks: lists by rank, and the straggler; counting begins again. All ranks call it after the same step.
+        """The times of all ranks, as lists by rank, and the straggler; the sums begin again at 0. All ranks call it after the same step.
 
         Communicates: four float64 of each rank.
         """

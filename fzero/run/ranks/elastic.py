@@ -1,4 +1,4 @@
-"""A run on other processes than before: which mesh they make, and what those do that are left over."""
+"""A run on another number of processes: the mesh that fits them, and what the processes left over do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, read_beats
 
 
 def fit_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *, canonical: bool = False) -> dict[str, int]:
-    """The sizes of a mesh like `sizes` on so many processes; they may need fewer.
+    """The sizes of a mesh like `sizes` for this number of processes, or for fewer.
 
     Each axis but dp keeps its size where that fits, tp first, and else takes its largest divisor that does. dp is as large as the rest of
     the processes allow, where the data ranks (dp x rp) divide the micro-batches of a step, and are a power of two for canonical sums.
@@ -43,7 +43,7 @@ def refit_mesh(config: RunConfig, sizes: Mapping[str, int], processes: int) -> t
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
-    """The sizes of a mesh in words."""
+    """The text of a mesh's sizes, such as "dp=2,tp=2"."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 

@@ -1,4 +1,4 @@
-"""Signals that end a run: before there is anything to save they end the process at once, while it trains they are noted.
+"""Signals that end a run: they end the process at once while there is nothing to save, and are noted while it trains.
 
 Imports nothing heavy, so that a signal is heeded from the start of a command.
 """

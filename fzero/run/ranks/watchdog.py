@@ -155,7 +155,7 @@ def kill_sibling(process: int) -> None:
 
 
 def progress_of(coordinator: Coordinator) -> tuple[object, ...]:
-    """What differs whenever the main thread has made progress."""
+    """A value that changes whenever the main thread makes progress."""
     roll = coordinator.at.roll if coordinator.at is not None else None
     return coordinator.step, coordinator.asked, coordinator.waiting, *((roll.number, roll.waiting) if roll is not None else ())
 
@@ -177,7 +177,7 @@ def brief(call: Call | None) -> str:
 
 
 def stack_top(thread: int | None) -> str:
-    """The place in Python that a thread is at: file:line and function."""
+    """Where a thread is in Python: file:line and function."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return ""

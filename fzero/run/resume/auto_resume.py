@@ -1,4 +1,4 @@
-"""Going on with a run by the command that started it: which folder it has, whether it is there, and whether the command still means it."""
+"""Resume a run by the command that started it: is there a run in the folder, and which of the command's values may it take."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fzero.run import run_folder
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table, updated
 
-MARKER = "begun"  # a file in the folder of a run that has no config yet: what else is there is its own
+MARKER = "begun"  # a file in the folder of a run that has no config.json yet: the other files there are its own
 # What may be another value when a run is resumed.
 MAY_CHANGE = ("mesh", "zero", "reduce", "sequence", "accumulate", "prefetch", "reshard", "offload")
 MAY_CHANGE += ("nvme.folder", "nvme.buffer_mb", "precision.policy")
 
 
 def take_folder(folder: Path, *, auto: bool) -> bool:
-    """Make sure that `folder` is free for a new run; returns whether it is there.
+    """Make sure that `folder` is free for a new run; returns whether it exists.
 
-    auto: what an attempt left there that had not begun to train is removed.
-    Raises ValueError where there is anything else.
+    auto: remove the files of an earlier start of the run that ended before it trained.
+    Raises ValueError where the folder holds anything else.
     """
     if auto and (folder / MARKER).is_file() and not (folder / run_folder.CONFIG).is_file():
         run_folder.clear_folder(folder, keep=True)
@@ -31,13 +31,13 @@ def take_folder(folder: Path, *, auto: bool) -> bool:
 
 
 def put_marker(folder: Path) -> None:
-    """Mark `folder` as that of a run which is being made."""
+    """Mark `folder` as that of a run that has no config.json yet."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
 
 
 def remove_marker(folder: Path) -> None:
-    """Take the mark away: the run is made."""
+    """Remove the marker file, once config.json is written."""
     (folder / MARKER).unlink(missing_ok=True)
 
 
@@ -47,9 +47,9 @@ def run_exists(folder: Path) -> bool:
 
 
 def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
-    """What the table of a command says that a resumed run may change, from the run in `folder`.
+    """The values in the table of a command that a resumed run may change.
 
-    Raises ValueError naming the first key whose value in `table` is another one than the run's, and may not be.
+    Raises ValueError naming the first key whose value in `table` differs from that of the run in `folder`, and may not.
     """
     old, said = run_folder.read_config(folder), run_folder.read_environment(folder)
     if init is not None and str(init.resolve()) != said.get("init", ""):
@@ -72,7 +72,7 @@ def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
 
 
 def apply_settings(old: RunConfig, table: Table) -> RunConfig:
-    """The run's config changed where `table` says, the corpus named as a run records it."""
+    """The run's config with the values of `table`, and the corpus named as a run records it."""
     path = old.data.path
     new = updated(replace(old, mesh={}), table)
     if new.data.path not in ("stdlib", path):
@@ -81,7 +81,7 @@ def apply_settings(old: RunConfig, table: Table) -> RunConfig:
 
 
 def difference_error(key: str, given: Any, there: Any, folder: Path) -> ValueError:
-    """The error of a value that is not the run's."""
+    """The error for a value that differs from the run's."""
     return ValueError(
         f"{key} is {given} here and {there} in {folder}, which is to be resumed; give the same, leave it out, or name another --out"
     )

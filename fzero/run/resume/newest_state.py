@@ -1,4 +1,4 @@
-"""Where the state of a run is kept: the room on its disk, the newest state to go on with, and what it tells of its disk."""
+"""The newest state of a run: in the store on its disk, in a checkpoint, or the first one; and the traffic of that disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fzero.train.state_on_disk import kept_leaves, on_disk, owner_table
 
 
 def expect_disk(job: Job, coordinator: Coordinator) -> None:
-    """Raise ValueError where a new run has no room on its disk."""
+    """Raise ValueError where the disk of a new run is too small for its state."""
     place = job.space.folder if job.space is not None else None
     if place is None or is_url(place) or not job.config.train.memory_check:
         return
@@ -45,8 +45,9 @@ def expect_new(job: Job, folder: Path, coordinator: Coordinator) -> None:
 
 
 def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say, init: Path | None) -> TrainState:
-    """The state to go on with, of whatever mesh, stage, offload and policy: of the last complete step on the run's disk, else of the
-    newest sound checkpoint, else the first.
+    """The state to resume from: of the last complete step on the run's disk, else of the newest sound checkpoint, else the first one.
+
+    It may have been written with another mesh, stage, offload and policy.
 
     A damaged store or checkpoint is passed over where there is another checkpoint. The store of another plan becomes a checkpoint first.
     """
@@ -75,7 +76,7 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
 
 
 def is_own_store(job: Job) -> bool:
-    """Whether the store in the run's folder was made by the same plan; also where there is none, or it says nothing sensible."""
+    """Whether the store in the run's folder was made by the same plan. True where there is none, or its description is damaged."""
     try:
         said = read_description(job.space.folder)
     except Damaged:
@@ -88,7 +89,7 @@ def is_own_store(job: Job) -> bool:
 
 
 def convert_other_store(job: Job, folder: Path, before: RunConfig, saved: list[int], coordinator: Coordinator, say: Say) -> list[int]:
-    """The steps of the checkpoints, among them one of the store that the run had under another plan, whose folder is free then."""
+    """Convert an offload store written under another plan into a checkpoint, release its folder, and list the checkpoints' steps."""
     shelf, checkpoint_dir = weights.snapshot_of(folder, before), run_folder.checkpoints_of(folder, job.config)
     failure, place = "", None
     if shelf is not None and not shelf.record.done and not lacks_optimizer_state(job, shelf):
@@ -109,13 +110,13 @@ def convert_other_store(job: Job, folder: Path, before: RunConfig, saved: list[i
 
 
 def lacks_optimizer_state(job: Job, shelf: StoreSnapshot) -> bool:
-    """Whether a store is of a run whose state was in memory for the rest, so that it is of no use without a checkpoint."""
+    """Whether the store lacks optimizer state (the run kept it in memory), so that it cannot be resumed from alone."""
     names = [name for name in pytree.names(like_of(job)) if name.startswith("opt_state/")]
     return any(name not in shelf.leaves and name not in shelf.record.values for name in names)
 
 
 def restore_newest(job: Job, checkpoint_dir: checkpoint.Place, saved: list[int], coordinator: Coordinator, say: Say) -> TrainState:
-    """The state of the newest of the checkpoints of these steps that is sound; lines tell of those that are passed over."""
+    """The state of the newest sound one of the checkpoints of these steps; says which ones were passed over."""
     if on_disk(job.plan):  # all ranks make a store together: what it is made of is looked at first
 
         def look() -> tuple[str, list[str]]:
@@ -151,7 +152,7 @@ def restore_on_all(
 
 
 def offload_summary(job: Job) -> list[str]:
-    """What a run says of its disk before it begins."""
+    """Lines about the run's disk, for its start: none where it has none."""
     if job.space is None:
         return []
     size = job.space.arena_bytes
@@ -159,12 +160,12 @@ def offload_summary(job: Job) -> list[str]:
     if all_on_disk(job):
         kept = job.space.slots - 2
         more = f", and the last {kept} checkpoints are kept" if kept > 0 else ""
-        lines.append(f"every step is complete on the disk when it ends: --resume goes on from the last one{more}")
+        lines.append(f"every step is complete on the disk when it ends: --resume resumes from the last one{more}")
     return lines
 
 
 def disk_row(job: Job, before: DiskTraffic) -> dict[str, Any]:
-    """What a step moved to and from the disk, and how long the computation waited for it."""
+    """The bytes that a step read and wrote on the disk, and the seconds that it waited for them, as fields of its row."""
     if job.space is None:
         return {}
     now = job.space.moved()
@@ -176,5 +177,5 @@ def disk_row(job: Job, before: DiskTraffic) -> dict[str, Any]:
 
 
 def to_memory(tree: Any) -> Any:
-    """The tree with what rests on a disk in memory."""
+    """The tree with its leaves on a disk read into memory."""
     return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf, tree)

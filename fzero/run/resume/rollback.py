@@ -1,4 +1,4 @@
-"""What a run does about a step that went wrong: goes on without its update, goes back to a checkpoint, or ends.
+"""What a run does after a step that went wrong: train on without its update, go back to a checkpoint, or end.
 
 A step whose gradient is not finite, or whose loss is a spike, makes no update (see `train.make_train_step`); a policy of the config says
 what comes next. A rollback tries the same batch again at first: what a fault of the hardware did, such as a bit that flipped in the
@@ -10,8 +10,8 @@ What was decided is in RUN/skips.json, replaced as a whole before anything follo
     skips       [first sample, count] of each batch that is left out: see corpus.sample_at
     tried       first samples of batches that are being tried again
     back_to     a step: checkpoints of later ones no longer count, and are being removed; null where no rollback is under way
-    behind      steps made up to the last one that went wrong
-    in_a_row    rollbacks since a checkpoint was saved there or behind
+    behind      the number of the last step that went wrong
+    in_a_row    rollbacks since a checkpoint was saved at or after it
     rollbacks   all of them, with their reasons
 
 So a run that is killed at any instant goes on as it would have.
@@ -52,7 +52,7 @@ class Fault(NamedTuple):
 
 
 class RollbackLog(NamedTuple):
-    """What skips.json says; see the head of this file."""
+    """The content of skips.json; see the head of this file."""
 
     skips: list[list[int]]
     tried: list[int]
@@ -63,7 +63,7 @@ class RollbackLog(NamedTuple):
 
 
 def read_log(folder: Path) -> RollbackLog:
-    """The record of the run in `folder`; raises ValueError where it is there and damaged."""
+    """The rollback log of the run in `folder`, an empty one where there is no file; raises ValueError where it is damaged."""
     text = read_text(folder, SKIPS)
     if text is None:
         return RollbackLog([], [], None, 0, 0, [])
@@ -74,7 +74,7 @@ def read_log(folder: Path) -> RollbackLog:
 
 
 def write_log(folder: Path, record: RollbackLog) -> None:
-    """Replace the record, durably."""
+    """Replace the rollback log of the run in `folder`, durably."""
     write_text(folder, SKIPS, json.dumps(record._asdict(), indent=1) + "\n")
 
 
@@ -84,7 +84,7 @@ def skips_of(folder: Path) -> list[tuple[int, int]]:
 
 
 def finish_rollback(folder: Path) -> None:
-    """End a rollback that was under way: remove the checkpoints, and the rows of metrics, behind the step that it goes back to.
+    """End a rollback that was under way: remove the checkpoints, and the rows of metrics, after the step that it goes back to.
 
     One process calls it, before it looks for the newest checkpoint. Nothing happens where none is under way.
     """
@@ -100,7 +100,7 @@ def finish_rollback(folder: Path) -> None:
 
 
 def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
-    """The Fault of a step that asks for a rollback; None for a sound one, and for one that is only skipped.
+    """The Fault of a step that asks for a rollback; None for a step that is sound or is only skipped.
 
     row: of the step's metrics. sample: the first of its batch. skipped: steps skipped in a row, with this one.
     Raises FloatingPointError where the policy is to stop, or too many were skipped.
@@ -123,7 +123,7 @@ def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int)
 
 
 def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
-    """Raise FloatingPointError, on all ranks, where they compute or hold different values of what should be one (see crosscheck)."""
+    """Raise FloatingPointError, on all ranks, where they compute or hold different values of what should be one (see train/sdc_check.py)."""
     lines = job.check(state, part)
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
@@ -134,10 +134,10 @@ def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], st
 
 
 def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, say: Say) -> TrainState:
-    """The state to go on with after a fault: of the newest checkpoint that is sound and far enough back, else of the start of the run.
+    """The state to resume from after a fault: of the newest checkpoint that is sound and far enough back, else of the start of the run.
 
     A checkpoint with a damaged leaf, or with a value that is not finite, is passed over. The record then says whether the batch is tried
-    again or left out, and what lies behind the step is removed. All ranks call it, with nothing else of the state in memory.
+    again or left out, and the checkpoints and rows after the step are removed. All ranks call it, with nothing else of the state in memory.
     Raises FloatingPointError where the run has gone back too often.
     """
     checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
@@ -160,7 +160,7 @@ def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, sa
 def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Place, fault: Fault) -> tuple[list[int], str]:
     """(steps of the checkpoints in `checkpoint_dir` to go back to, the best first; the run whose weights this one began with, or "").
 
-    Those at least guard.rollback_steps before the fault, newest first; then, oldest first, those behind them.
+    Those at least guard.rollback_steps before the fault, newest first; then the later ones, oldest first.
     Raises FloatingPointError where the run has gone back too often.
     """
     record, steps = merge_progress(read_log(folder), checkpoint_dir), checkpoint.steps(checkpoint_dir)
@@ -175,13 +175,13 @@ def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Place, fault: 
 
 
 def merge_progress(record: RollbackLog, checkpoint_dir: checkpoint.Place) -> RollbackLog:
-    """The record, with the progress that the checkpoints in `checkpoint_dir` show."""
+    """The log, with the count of rollbacks reset where `checkpoint_dir` has a checkpoint at or after the last step that went wrong."""
     progress = any(step >= record.behind for step in checkpoint.steps(checkpoint_dir))
     return record._replace(behind=0, in_a_row=0) if progress else record
 
 
 def free_state(state: TrainState) -> None:
-    """Give the memory of a state back that nobody may use any more, whoever still holds it."""
+    """Free the memory of a state that nobody may use any more, whoever still holds its tensors."""
     for leaf in pytree.leaves(state):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().resizable():
             leaf.untyped_storage().resize_(0)
@@ -194,7 +194,7 @@ def is_finite(tree: Tree) -> bool:
 
 
 def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Place, fault: Fault, to: int) -> str:
-    """Record the rollback to step `to` and remove what is behind it; returns the line that says what is done about the batch."""
+    """Log the rollback to step `to` and remove checkpoints and rows after it; returns the line about the batch."""
     record, batch = merge_progress(read_log(folder), checkpoint_dir), job.config.train.batch
     again = fault.sample in record.tried
     if again:
@@ -213,7 +213,7 @@ def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Place, fa
 
 
 def record_recovery(folder: Path, step: int, sample: int, tried: list[int], coordinator: Coordinator, say: Say) -> None:
-    """Record and say that a batch went well when it was tried again; it is removed from `tried`."""
+    """Log and say that a batch which was tried again went well; it is removed from `tried`."""
     tried.remove(sample)
     coordinator.share(lambda: write_log(folder, read_log(folder)._replace(tried=tried)))
     say(f"step {step}: went well when it was tried again: the batch is sound, and a fault of the hardware likely; look at the hosts")
