@@ -281,5 +281,5 @@ def test_a_memory_that_changes_ends_the_run_before_it_is_saved(folder):
     args = ("--zero", "0", "--set", "guard.check_every=100", "--out", "flip")
     code, _, said = torchrun(folder, 2, "1,4,bit", *args)
     assert code != 0 and len(said) == 1, said
-    assert "step 6: ranks 0 and 1 should hold the same " in said[0] and "go on with --resume, without that host" in said[0]
+    assert "step 6: ranks 0 and 1 should hold the same " in said[0] and "resume with --resume, without that host" in said[0]
     assert checkpoint.steps(folder / "flip" / "checkpoints") == [3]

@@ -48,7 +48,7 @@ def save_on(mesh, folder, name, stage, bf16):
 )
 def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
     folder = tmp_path / "run"
-    run_folder.create(folder, recipe("", CONFIGS[name]), None)
+    run_folder.create_run(folder, recipe("", CONFIGS[name]), None)
     run(4, save_on, str(folder), name, stage, bf16, mesh=mesh)
     state, _ = state_of(fzero.one_process(), name, 0, precision.bf16() if bf16 else precision.fp32())
     for ema in (False, True):
@@ -121,7 +121,7 @@ def test_what_cannot_be_exported(tmp_path):
 
     refused("no such folder; a run folder has a config.json", tmp_path / "nowhere")
     folder = tmp_path / "run"
-    run_folder.create(folder, recipe("", CONFIGS["llama"]), None)
+    run_folder.create_run(folder, recipe("", CONFIGS["llama"]), None)
     refused("no checkpoint in it", folder)
     params = models.init_params(models.build(CONFIGS["llama"]), fzero.core.prng.key(0))
     checkpoint.save(folder / run_folder.CHECKPOINTS, {"params": params}, step=3)

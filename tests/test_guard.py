@@ -122,7 +122,7 @@ def poisoned(sample, text="text.txt"):
 def batch_of(sample, run="data"):
     """The tokens of the batch that begins with a sample."""
     value = run_folder.read_config(Path("plain"))
-    part = corpus.open_parts(value, Path("plain/data"))
+    part = corpus.open_micro_batches(value, Path("plain/data"))
     return torch.cat([part(sample, m)["tokens"] for m in range(2)])
 
 
@@ -355,7 +355,7 @@ def test_the_last_step_is_compared_before_it_is_saved(fz, monkeypatch):
 
 def test_the_memory_of_a_state_is_given_back_whoever_holds_it():
     state = {"a": torch.ones(1000), "b": (torch.ones(3), ())}
-    rollback.release(state)
+    rollback.free_state(state)
     assert [leaf.untyped_storage().size() for leaf in pytree.leaves(state)] == [0, 0]
 
 
@@ -467,7 +467,7 @@ def test_the_parts_of_a_batch_are_those_of_every_mesh(fz, plain):
     from fzero.sharding import fake_mesh
 
     value, path = run_folder.read_config(Path(plain)), Path("plain/data")
-    part = corpus.open_parts(value, path)
+    part = corpus.open_micro_batches(value, path)
     for sizes in ({}, {"dp": 2}, {"rp": 2}):
         size = 2 if sizes else 1
         for rank in range(size):

@@ -103,7 +103,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder):
     code, out, said, _ = ended(folder, process)
     step = len(rows(folder / "stopped"))
     assert code == 0 and not said
-    assert f"stopped after step {step} of 1000000; go on with: torchrun --nproc-per-node 2 -m fzero pretrain" in out
+    assert f"stopped after step {step} of 1000000; resume with: torchrun --nproc-per-node 2 -m fzero pretrain" in out
     assert checkpoint.steps(folder / "stopped" / "checkpoints") == [step]
     environment = json.loads((folder / "stopped" / "environment.json").read_text())
     assert environment["processes"] == 2

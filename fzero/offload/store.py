@@ -311,7 +311,7 @@ def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
         record = read_step_manifest(place)
         if record is not None and not record.done:
             raise ValueError(
-                f"{place}: holds step {record.step} of a run that is not over; go on with it by --resume, or give another folder (--nvme)"
+                f"{place}: holds step {record.step} of a run that is not over; resume it with --resume, or give another folder (--nvme)"
             )
     if is_url(place):
         write_text(place, STORE, json.dumps(wanted))

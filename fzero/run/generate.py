@@ -30,7 +30,7 @@ def generate(
     vocab_size: int | None = None,
     eos: int | None = None,
 ) -> Tensor:
-    """The prompt `tokens` (int64 [B, T]) with `n` tokens drawn behind it: int64 [B, T + n], or shorter where all rows have met `eos`.
+    """The prompt `tokens` (int64 [B, T]) with `n` drawn tokens after it: int64 [B, T + n], or shorter where all rows have met `eos`.
 
     temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all). top_p: among the
     fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1).
