@@ -261,8 +261,7 @@ def test_the_memory_of_a_step(run):
     assert peak["bytes"] == max(moment["bytes"] for moment in said["timeline"]) > start["bytes"]
     assert all(sum(moment["parts"].values()) == moment["bytes"] for moment in said["timeline"])
     assert {"forward", "backward", "update"} <= {moment["phase"] for moment in said["timeline"]}
-    # What operators take for themselves is seen by the allocator alone.
-    assert 0.95 * peak["bytes"] < said["allocator_peak_bytes"] < 3 * peak["bytes"] < said["rss_peak_bytes"]
+    assert peak["bytes"] < said["rss_peak_bytes"] and said["allocator_peak_bytes"] is None  # only a GPU's allocator counts its peak
 
 
 def nested(events):
