@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fzero.core import pytree, tables
 from fzero.core.compile import have_compiler
 from fzero.models import ModelConfig
-from fzero.planner import devices, extrapolate
+from fzero.planner import devices, extrapolate, fake_inductor
 from fzero.planner.devices import Device
 from fzero.planner.format import page, size
 from fzero.planner.step_trace import Trace, Transfer, settled
@@ -329,6 +329,8 @@ def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
         notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")
     if trace.exact:
         notes.append(trace.exact)
+    if trace.config.train.compiled and fake_inductor.note():
+        notes.append(fake_inductor.note())
     if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:
         notes.append(f"the disk holds {trace.config.nvme.slots} versions of what rests there")
     return notes

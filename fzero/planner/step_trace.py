@@ -25,6 +25,7 @@ from fzero.core import pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
+from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedSpace
 from fzero.planner.operations import Op, described
 from fzero.run import build as programs
@@ -126,7 +127,7 @@ def stepped(
     target = CPU if target is None else target
     config, mesh = settled(config, target), planned_mesh(tuple(sizes.items()), rank)
     mesh.ledger.clear()
-    with torch.no_grad(), FakeDevice(target) as mode:
+    with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
         space = planned_space(config, mode)
         program = programs.build(config, mesh, layers=layers, space=space, model=planned_model(config.model))
         state, batch = fake_state(program, mode), fake_batch(program, mode)
