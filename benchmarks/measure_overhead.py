@@ -44,7 +44,7 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     mesh = make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else one_process()
     run = config_table.from_table(table)
-    run = doctor.settle(replace(run, mesh={"dp": ranks} if ranks > 1 else {}))[0]
+    run = doctor.resolve_here(replace(run, mesh={"dp": ranks} if ranks > 1 else {}))[0]
     measured = build.build(run, mesh)
     bare = build.build(replace(run, train=replace(run.train, measure_every=0)), mesh)
     meters = {True: log.Meter(measured, attempts.flop_of(measured), 1e12), False: log.Meter(bare, attempts.flop_of(bare), 1e12)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,14 +60,14 @@ def build(
     model: Model | None = None,
     layers: int = 0,
 ) -> Job:
-    """The program of a config whose "auto" values are settled (see fzero.run.machine.settle), on `mesh` (None: made by the config).
+    """The program of a config whose "auto" values are decided (see fzero.run.machine.resolve_auto), on `mesh` (None: made by the config).
 
     folder: of the run, for what is on a disk where the config names no other place. No parameter is made. space: where that is in place of
     the config's own (a plan has no disk). model: the one of config.model, where it was built before: what was compiled for it serves again.
     layers: of a plan, see make_train_step.
     Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
     """
-    assert "auto" not in (config.precision.policy, config.train.compiled), "settle the config first"
+    assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
     micro_batches = local_micro_batches(config, mesh)
     if config.sequence and config.data.seq_len % mesh["tp"].size:
@@ -240,9 +239,3 @@ def flop_per_token(program: Job) -> float:
         active += 0.0 if looked_up else share * leaf.numel()
     width = c.n_heads * getattr(c, "key_dim", c.d_model // c.n_heads) if hasattr(c, "n_heads") else 0
     return 6.0 * active + 12.0 * c.n_layers * program.config.data.seq_len * width
-
-
-def settled(config: RunConfig, **changes: Any) -> RunConfig:
-    """`config` with some values of `precision` and `train` decided."""
-    compiled = changes.pop("compiled", config.train.compiled)
-    return replace(config, precision=replace(config.precision, **changes), train=replace(config.train, compiled=compiled))

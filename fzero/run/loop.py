@@ -44,7 +44,7 @@ class Options(NamedTuple):
 
     stop_at: int | None = None  # end early, resumably
     peak_flops: float = 0.0  # of MFU, of all processes together; 0: the measured rate of products
-    peak_measured: bool = False  # whether that was measured at the start
+    peak_measured: bool = False  # whether that was measured: by `fzero bench`, or at the start
     profile: str = ""  # "FROM-TO": the steps of this attempt, from 1 on, of which a trace is written
     sample: str = "def "  # prompt of the text shown at the end; "" for none
     say: Say = print
@@ -55,8 +55,7 @@ def finish(program: Job, state: TrainState, folder: Path, path: Path, team: Coor
     """Train, then show a sample; returns the signal that stopped the training, or 0."""
     config, say, measured = program.config, options.say, not options.peak_flops
     if measured:
-        # At the same time on all ranks: they share the cores of a host.
-        rate = sum(team.gather(machine.gemm_rate(program.policy.compute)))
+        rate = team.size * team.share(lambda: machine.peak_rate(program.policy.compute, team.local_size))
         options = options._replace(peak_flops=rate, peak_measured=True)
     until = min(config.train.steps, options.stop_at or config.train.steps)
     size = data.open_tokens(path).tokens.shape[0]
@@ -67,7 +66,7 @@ def finish(program: Job, state: TrainState, folder: Path, path: Path, team: Coor
     for line in told_of_offload(program):
         say(line)
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
-    where = f" by {team.size} processes at once" * (team.size > 1)
+    where = f" for {team.size} processes" * (team.size > 1)
     say(f"MFU: model FLOPs (6N + 12LTD) over {'the' if measured else 'the given'} {rate}{f' measured here{where}' if measured else ''}")
     begin = time.perf_counter()
     state, stopped = train(program, state, folder, path, until, team, options)

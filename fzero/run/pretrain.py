@@ -162,13 +162,13 @@ def place(config: RunConfig, team: Coordinator) -> tuple[RunConfig, Mesh, list[s
         lines.append(machine.share_cores(team.local_size))
 
     def decide() -> tuple[str, list[str]]:
-        settled, said = machine.settle(config)
-        return to_json(settled), said
+        resolved, lines = machine.resolve_here(config)
+        return to_json(resolved), lines
 
     text, said = team.share(decide)
     config = from_json(text)
     if not team.first:
-        machine.settle(config)  # nothing is left to decide: it sets, and refuses what is not here
+        machine.resolve_here(config)  # nothing is left to decide: it sets, and refuses what is not here
     return config, mesh, [*lines, *said]
 
 

@@ -119,13 +119,9 @@ def commit_of(folder: Path) -> tuple[str, bool]:
 
 
 def machine() -> Table:
-    """What a figure depends on of this machine; its name as a part of a hash, so that runs on one can be told."""
-    model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
+    """The facts of this machine that figures depend on; its name as a part of a hash, to tell runs on one machine from others."""
     return {
-        "cpu": model,
+        "cpu": doctor.processor(),
         "cores": doctor.cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
