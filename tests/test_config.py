@@ -14,6 +14,7 @@ from fzero.run import build, build_optim, config, config_checks, machine, memory
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import refuse_unused
 from fzero.run.config_table import from_json, from_table, to_json, to_table
+from fzero.run.measure.flops import token_flop
 from fzero.run.recipes import recipe
 from fzero.sharding import fake_mesh
 
@@ -219,7 +220,7 @@ def test_flops_of_a_token():
     made = build.build(resolved({"preset": "", "model": {"family": "llama", **sizes}, "data": {"seq_len": 32}}))
     layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
     norms = 3 * 2 * 16 + 16
-    assert build.flop_per_token(made) == 6 * (3 * layer + 64 * 16 + norms) + 12 * 3 * 32 * 16
+    assert token_flop(made).model == 6 * (3 * layer + 64 * 16 + norms) + 12 * 3 * 32 * 16
 
 
 def test_a_model_too_large_for_the_memory_is_refused():

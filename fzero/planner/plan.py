@@ -23,7 +23,7 @@ from fzero.run import build, machine
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table, to_table, updated
-from fzero.run.measure.flops import hfu, mfu, model_flop
+from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.slices import local_numel
 
@@ -190,7 +190,7 @@ def report_of(
     over, host_over = peak > capacity, host is not None and trace.host_peak > host
     timing = predict(trace, device, ranks_on_node=ranks_on_node) if has_rates(device) else None
     step_tokens = trace.tokens * built.mesh.data_size
-    full, causal = (step_tokens * flop for flop in model_flop(built))
+    full, causal = (step_tokens * flop for flop in token_flop(built)[:2])
     flop, passes = total_flop(trace), total_flop(trace, PASSES)
     rate = step_tokens / timing.step_s if timing else None
     dtype = str(built.policy.compute).removeprefix("torch.")

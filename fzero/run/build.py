@@ -14,7 +14,7 @@ from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
 from fzero.kernels.registry import Kernels
-from fzero.models import Model, MoEConfig
+from fzero.models import Model
 from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import padded
 from fzero.offload.disk_config import settings_for
@@ -223,19 +223,3 @@ def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: chec
 def num_params(program: Job) -> int:
     """The number of parameters."""
     return sum(leaf.numel() for leaf in pytree.leaves(program.plan.like))
-
-
-def flop_per_token(program: Job) -> float:
-    """The model FLOPs of training on one token: 6 N + 12 L T D.
-
-    N: parameters that are multiplied with (the head also where it is tied to the embedding; looked-up rows are not; of a token's experts,
-    the top_k). The second term is attention's, without a discount for causality, with D the dims of all heads and T = seq_len.
-    Ref: Chowdhery et al. 2022, "PaLM", appendix B.
-    """
-    c, active = program.model.config, 0.0
-    for name, leaf in pytree.named_leaves(program.plan.like).items():
-        looked_up = name == "embed/positions" or (name == "embed/tokens" and not getattr(c, "tied", False))
-        share = c.top_k / c.n_experts if isinstance(c, MoEConfig) and "/moe/w_" in name else 1.0
-        active += 0.0 if looked_up else share * leaf.numel()
-    width = c.n_heads * getattr(c, "key_dim", c.d_model // c.n_heads) if hasattr(c, "n_heads") else 0
-    return 6.0 * active + 12.0 * c.n_layers * program.config.data.seq_len * width

@@ -22,6 +22,7 @@ from fzero.run.corpus import Say
 from fzero.run.evaluate import evaluate_all
 from fzero.run.generate import generate
 from fzero.run.measure import attempts
+from fzero.run.measure.flops import token_flop
 from fzero.run.measure.log import Meter, clock, numbers, recorder
 from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.step_records import Chosen, chosen, recording
@@ -184,7 +185,7 @@ def measuring(
 
     The function takes the state, the batch and the step's number.
     """
-    flop, t = attempts.flop_of(program), program.config.train
+    flop, t = token_flop(program), program.config.train
     which = chosen(first, until, t.measure_every > 0, steps_of(options.profile, first) if options.profile else (0, 0))
     number = attempts.begin(folder, program, first, team.size, flop, options.peak_flops, options.peak_measured) if team.first else 0
     meter = Meter(program, flop, options.peak_flops)

@@ -12,11 +12,12 @@ from fzero.core.tables import Table
 from fzero.data.tokens import read_meta
 from fzero.run import corpus, machine, run_folder
 from fzero.run import weights as weights_module
-from fzero.run.build import build, first_state, flop_per_token, num_params
+from fzero.run.build import build, first_state, num_params
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import check_vocabulary
 from fzero.run.config_table import from_json, to_json, updated
 from fzero.run.loop import ALONE, Options, finish
+from fzero.run.measure.flops import token_flop
 from fzero.run.memory_check import check_memory
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refitted
@@ -80,7 +81,7 @@ def start(
                 corpus_sha256=corpus.digest(path),
                 init=str(init.resolve()) if init else "",
                 num_params=num_params(program),
-                flop_per_token=flop_per_token(program),
+                flop_per_token=token_flop(program).model,
                 processes=team.size,
             )
             auto_resume.begun(folder)
