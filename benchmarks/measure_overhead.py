@@ -28,7 +28,8 @@ from turns import machine
 from fzero.core.tables import parse_setting, put
 from fzero.run import build, config_table
 from fzero.run import machine as doctor
-from fzero.run.measure import attempts, log
+from fzero.run.measure import log
+from fzero.run.measure.flops import token_flop
 from fzero.run.measure.timer import Clock
 from fzero.sharding import make_mesh, one_process
 
@@ -44,10 +45,10 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     mesh = make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else one_process()
     run = config_table.from_table(table)
-    run = doctor.settle(replace(run, mesh={"dp": ranks} if ranks > 1 else {}))[0]
+    run = doctor.resolve_here(replace(run, mesh={"dp": ranks} if ranks > 1 else {}))[0]
     measured = build.build(run, mesh)
     bare = build.build(replace(run, train=replace(run.train, measure_every=0)), mesh)
-    meters = {True: log.Meter(measured, attempts.flop_of(measured), 1e12), False: log.Meter(bare, attempts.flop_of(bare), 1e12)}
+    meters = {True: log.Meter(measured, token_flop(measured), 1e12), False: log.Meter(bare, token_flop(bare), 1e12)}
     state, file = build.first_state(measured), open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     length, here = run.data.seq_len, run.train.batch // mesh.data_size
     batches = iter(lambda: (0, batch_of(here, length, run.model.vocab_size)), None)

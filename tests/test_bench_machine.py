@@ -15,6 +15,7 @@ from fzero.planner.calibrate import curves, fused, machine, memory, products, st
 from fzero.planner.calibrate import ranks as processes
 from fzero.planner.calibrate.timed import Case, Figure
 from fzero.planner.devices import Device, Level, Rates, device, from_json, to_json
+from fzero.run.machine import device_file
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +177,7 @@ def test_names_that_are_no_device(tmp_path):
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"bytes\.json: not JSON"):
         device(tmp_path / "bytes.json")
-    machine.save(HERE, devices.here())
+    machine.save(HERE, device_file())
     assert device("here") == HERE
 
 
@@ -439,7 +440,7 @@ def test_the_disk_is_measured_and_nothing_stays(tmp_path, monkeypatch):
 
 def test_the_command_writes_a_device_file(fz, short):
     code, out, err = fz("bench", "--quick", "--only", "gemm")
-    assert (code, err) == (0, "") and out.endswith(f"written to {devices.here()}\n") and "products, float32:" in out
+    assert (code, err) == (0, "") and out.endswith(f"written to {device_file()}\n") and "products, float32:" in out
     first = device("here")
     assert first.rates[0].gemm and not first.rates[0].op_s and first.nvme == {}
     code, out, _ = fz("bench", "--quick", "--only", "memory", "--json")
@@ -456,7 +457,7 @@ def test_the_command_writes_a_device_file(fz, short):
 )
 def test_mistakes_are_one_line(fz, args, said):
     code, out, err = fz("bench", *args)
-    assert code == 2 and out == "" and err == f"fzero: error: {said}\n" and not devices.here().exists()
+    assert code == 2 and out == "" and err == f"fzero: error: {said}\n" and not device_file().exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -9,10 +9,12 @@ import torch
 
 from fzero import models
 from fzero.core import tables
-from fzero.run import build, build_optim, config, config_checks, memory_check
+from fzero.core.device import CPU
+from fzero.run import build, build_optim, config, config_checks, machine, memory_check
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import refuse_unused
 from fzero.run.config_table import from_json, from_table, to_json, to_table
+from fzero.run.measure.flops import token_flop
 from fzero.run.recipes import recipe
 from fzero.sharding import fake_mesh
 
@@ -176,8 +178,8 @@ def test_files(tmp_path):
 # -- what a config means
 
 
-def settled(table):
-    return build.settled(from_table(table), policy="fp32", fp32_matmul="default", compiled=False)
+def resolved(table):
+    return machine.resolve_auto(from_table(table), CPU)
 
 
 @pytest.mark.parametrize("name", config_checks.SCHEDULES)
@@ -197,7 +199,7 @@ def test_schedules_start_peak_and_end_as_they_say(name):
 @pytest.mark.parametrize("preset", ["mlp-tiny", "mixtral-tiny"])
 def test_state_bytes_are_those_of_the_state(preset, optimizer):
     sizes = {"mlp-tiny": {}, "mixtral-tiny": {"d_model": 32, "d_ff": 16, "n_layers": 2, "vocab_size": 64}}[preset]
-    made = build.build(settled({"preset": preset, "model": sizes, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}))
+    made = build.build(resolved({"preset": preset, "model": sizes, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}))
     state = build.first_state(made)
     parts = (state.params, state.master, state.opt_state, state.extra)
     assert memory_check.memory_needed(made).state == memory_check.tree_bytes(parts)
@@ -215,21 +217,21 @@ def test_muon_is_for_the_matrices_of_blocks():
 def test_flops_of_a_token():
     """Against the sum over the matrices that a token meets, written out."""
     sizes = {"vocab_size": 64, "max_len": 32, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
-    made = build.build(settled({"preset": "", "model": {"family": "llama", **sizes}, "data": {"seq_len": 32}}))
+    made = build.build(resolved({"preset": "", "model": {"family": "llama", **sizes}, "data": {"seq_len": 32}}))
     layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
     norms = 3 * 2 * 16 + 16
-    assert build.flop_per_token(made) == 6 * (3 * layer + 64 * 16 + norms) + 12 * 3 * 32 * 16
+    assert token_flop(made).model == 6 * (3 * layer + 64 * 16 + norms) + 12 * 3 * 32 * 16
 
 
 def test_a_model_too_large_for_the_memory_is_refused():
-    made = build.build(settled({"preset": "llama-70b"}))
+    made = build.build(resolved({"preset": "llama-70b"}))
     said = r"llama-70b \(70.6B parameters\) needs .* GB .* 16.0 GB are available; the largest preset .* llama-"
     with pytest.raises(ValueError, match=said) as error:
         memory_check.check_memory(made, 16 * 10**9)
     assert "\n" not in str(error.value)
     allowed = dataclasses.replace(made.config, train=dataclasses.replace(made.config.train, memory_check=False))
     memory_check.check_memory(made._replace(config=allowed), 16 * 10**9)
-    memory_check.check_memory(build.build(settled({})), 16 * 10**9)
+    memory_check.check_memory(build.build(resolved({})), 16 * 10**9)
 
 
 PARALLEL = {"zero": 3, "reduce": "canonical", "sequence": True, "accumulate": "full", "prefetch": 2, "reshard": False, "mesh": {"dp": 2}}
@@ -250,7 +252,7 @@ def test_each_rank_needs_what_its_shards_have(stage, optimizer):
     table = {"preset": "llama-tiny", "model": sizes, "zero": stage, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}
     bytes_of = []
     for mesh in (fake_mesh({}), fake_mesh({"dp": 2, "tp": 2}, rank=3)):
-        made = build.build(dataclasses.replace(settled(table), precision=config.Precision("bf16", "default")), mesh)
+        made = build.build(dataclasses.replace(resolved(table), precision=config.Precision("bf16", "default")), mesh)
         state = build.first_state(made)
         need = memory_check.memory_needed(made)
         assert need.state == memory_check.tree_bytes((state.params, state.master, state.opt_state, state.extra))
@@ -263,7 +265,7 @@ def test_each_rank_needs_what_its_shards_have(stage, optimizer):
 
 
 def test_micro_batches_are_shared_by_the_data_ranks():
-    run = settled({"train": {"batch": 24, "micro_batch": 4}})
+    run = resolved({"train": {"batch": 24, "micro_batch": 4}})
     for sizes, expected in (({"dp": 3}, 2), ({"dp": 3, "rp": 2}, 1), ({"dp": 2, "tp": 4}, 3)):
         assert build.local_micro_batches(run, fake_mesh(sizes)) == expected
     said = r"train\.batch=24 in pieces of train\.micro_batch=4 makes 6 micro-batches, which 4 data ranks \(dp=2 x rp=2\) .* --micro-batch"
@@ -276,7 +278,7 @@ def test_micro_batches_are_shared_by_the_data_ranks():
 
 def test_sequences_are_divided_before_anything_runs():
     with pytest.raises(ValueError, match=r"data\.seq_len is 255, which sequence parallelism over tp=2 does not divide"):
-        build.build(settled({"data": {"seq_len": 255}, "sequence": True}), fake_mesh({"tp": 2}))
+        build.build(resolved({"data": {"seq_len": 255}, "sequence": True}), fake_mesh({"tp": 2}))
 
 
 def test_json_is_plain():

@@ -19,7 +19,7 @@ from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.precision import fp64
 from fzero.run import run_folder
-from fzero.run.measure import attempts, norms, rank_times, step_records
+from fzero.run.measure import attempts, flops, norms, rank_times, step_records
 from fzero.run.measure.profiler import Named, steps_of
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
 from fzero.train.batch import local_batch
@@ -261,8 +261,7 @@ def test_the_memory_of_a_step(run):
     assert peak["bytes"] == max(moment["bytes"] for moment in said["timeline"]) > start["bytes"]
     assert all(sum(moment["parts"].values()) == moment["bytes"] for moment in said["timeline"])
     assert {"forward", "backward", "update"} <= {moment["phase"] for moment in said["timeline"]}
-    # What operators take for themselves is seen by the allocator alone.
-    assert 0.95 * peak["bytes"] < said["allocator_peak_bytes"] < 3 * peak["bytes"] < said["rss_peak_bytes"]
+    assert peak["bytes"] < said["rss_peak_bytes"] and said["allocator_peak_bytes"] is None  # only a GPU's allocator counts its peak
 
 
 def nested(events):
@@ -380,8 +379,8 @@ def test_flops_of_what_is_computed_again():
         remat: fzero.run.build.build(fzero.run.config_table.updated(fzero.run.config_table.from_table(table), {"train": {"remat": remat}}))
         for remat in ("none", "full")
     }
-    flops = {remat: attempts.flop_of(program) for remat, program in programs.items()}
-    none, full = flops["none"], flops["full"]
+    counts = {remat: flops.token_flop(program) for remat, program in programs.items()}
+    none, full = counts["none"], counts["full"]
     assert none.hardware == none.model == full.model and none.hardware_causal == none.model_causal == full.model_causal
     c, like = programs["full"].model.config, pytree.named_leaves(programs["full"].plan.like)
     layers, width = sum(leaf.numel() for name, leaf in like.items() if name.startswith("blocks/")), c.n_layers * 32 * c.d_model

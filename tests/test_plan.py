@@ -13,7 +13,7 @@ from fzero import models
 from fzero.core import pytree
 from fzero.planner import devices, estimate, format, vary
 from fzero.planner import plan as report
-from fzero.run import build, config_table
+from fzero.run import build, config_table, machine
 from fzero.sharding import fake_mesh
 from fzero.sharding.describe import communicated
 
@@ -144,7 +144,7 @@ def test_model_states_are_those_of_a_traced_step(stage, micro_batch):
 @pytest.mark.parametrize("stage", range(4))
 def test_elements_communicated_are_the_papers(stage):
     c = config_table.from_table({**SMALL, "zero": stage, "model": {**SMALL["model"], "n_layers": 4}})
-    plan = build.build(report.settled(c, fzero.core.device.CPU), fake_mesh({"dp": 2})).plan
+    plan = build.build(machine.resolve_auto(c, fzero.core.device.CPU), fake_mesh({"dp": 2})).plan
     psi = sum(x.numel() for x in pytree.leaves(plan.like))
     sent = [communicated(plan, name)[1:] for name in pytree.named_leaves(plan.like)]
     said = estimate.communicated_elements(psi, stage, 2)

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fzero
 import fzero.comm.collectives
 import fzero.core.device
-from fzero.core import fake_inductor
 from fzero.core.compile import vjp_pair
 from fzero.core.device import CPU, FakeDevice, Target
+from fzero.planner import fake_inductor
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.sharding.mesh import fake_mesh
 
@@ -51,7 +51,7 @@ def forward_and_backward(pair, x, w):
 
 
 def planned(target, f=block):
-    with FakeDevice(target) as mode:
+    with FakeDevice(target, lower=fake_inductor.lower) as mode:
         pair = vjp_pair(f, 2, compiled=True)
         x, w = (torch.zeros(N, N, device=mode.device) for _ in range(2))
         with Launches() as seen, LiveBytes(x, w) as live:
@@ -112,7 +112,7 @@ def test_collectives_are_entered_as_often_as_they_run(target):
     def f(x, w):
         return [fzero.comm.collectives.psum(x @ w, mesh["tp"], leaf="w")]
 
-    with FakeDevice(target) as mode:
+    with FakeDevice(target, lower=fake_inductor.lower) as mode:
         pair = vjp_pair(f, 2, compiled=True)
         x, w = (torch.zeros(N, N, device=mode.device) for _ in range(2))
         pair.forward([x, w])
@@ -130,7 +130,17 @@ def test_a_program_serves_the_target_it_was_made_for():
 
     pair = vjp_pair(f, 2, compiled=True)
     for target in (CPU, H100, CPU, A100, H100):
-        with FakeDevice(target) as mode:
+        with FakeDevice(target, lower=fake_inductor.lower) as mode:
             (out,), _ = pair.forward([torch.zeros(N, N, device=mode.device) for _ in range(2)])
             assert out.device == mode.device
     assert seen == [target for target in (CPU, H100, A100) for _ in range(seen.count(CPU))]
+
+
+def test_with_an_unknown_torch_a_plan_runs_the_traced_graph_and_says_so(monkeypatch):
+    small = {"preset": "llama-tiny", "model": {"n_layers": 1}, "data": {"seq_len": 16}, "train": {"batch": 1, "micro_batch": 1}}
+    fused = fzero.plan(small, gpu="h100")
+    monkeypatch.setattr(fake_inductor, "VERSIONS", ("2.9",))
+    plain = fzero.plan(small, gpu="h100")
+    assert fake_inductor.lowering() is None and any("known for torch 2.9" in note for note in plain.notes)
+    assert not any("torch" in note for note in fused.notes) and plain.flop_per_step == fused.flop_per_step
+    assert "fused" in fused.time["kinds"] and "fused" not in plain.time["kinds"]

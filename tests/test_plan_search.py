@@ -9,9 +9,9 @@ from test_plan import FLAGS, SMALL
 
 import fzero
 from fzero.cli import main
-from fzero.planner import candidates, devices, plan, search
+from fzero.planner import candidates, devices, search
 from fzero.planner.candidates import Candidate
-from fzero.run import config_table, run_folder
+from fzero.run import config_table, machine, run_folder
 
 H100 = devices.device("h100")
 
@@ -114,7 +114,7 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert {x.tp for x in every} == {1, 2, 4} and {x.zero for x in every} == {0, 1, 2, 3}
     assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
     for x in every[:: len(every) // 20]:
-        fzero.planner.step_trace.programs.build(plan.settled(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
+        fzero.planner.step_trace.programs.build(machine.resolve_auto(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
     assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
     assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
     assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == 1} == {(8, 1), (4, 2), (2, 4)}
@@ -141,7 +141,7 @@ def test_a_sketch_is_near_the_trace(c):
             "data": {"seq_len": 1024},
         }
     )
-    sketch = candidates.Sketcher(plan.settled(big, H100.target), H100, 4).sketch(c)
+    sketch = candidates.Sketcher(machine.resolve_auto(big, H100.target), H100, 4).sketch(c)
     exact = fzero.plan(c.of(big), c.mesh)
     assert 0.6 < sketch.bytes / exact.peak_bytes_per_rank < 1.6
     assert 0.4 < sketch.step_s / exact.step_s < 2.5

@@ -15,7 +15,7 @@ from fzero.planner.step_trace import Moment, Segment, Trace, Transfer
 from fzero.planner.timing import crossing, predict
 from fzero.run.config_table import from_table
 from fzero.run.measure import flops
-from fzero.run.measure.flops import counted, hfu, mfu, pairs
+from fzero.run.measure.flops import count_flop, hfu, mfu, pairs
 
 CONFIG = from_table({"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"compiled": False}})
 MOMENT = Moment(0, "forward", None, "", 0, {})
@@ -423,7 +423,7 @@ def test_the_counter_knows_every_form_of_attention(impl):
     from fzero.kernels.attention import attention
 
     q, k, v = (torch.randn(2, 96, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    _, flop = counted(lambda: attention(q, k, v, impl=impl).sum().backward())
+    _, flop = count_flop(lambda: attention(q, k, v, impl=impl).sum().backward())
     unit = 2 * 2 * 4 * 16  # of one product, for one pair of positions
     whole, half = unit * 96 * 96, unit * pairs("full", 0, 0, 96, 96)
     if impl == "blocked":  # blocks on the diagonal are whole, and scores are recomputed
@@ -436,7 +436,7 @@ def test_what_the_counter_counts_of_grouped_products():
     x, w, ends = torch.randn(10, 4), torch.randn(3, 4, 6, requires_grad=True), torch.tensor([2, 7, 10], dtype=torch.int32)
     from fzero.kernels.moe import grouped_mm
 
-    _, flop = counted(lambda: grouped_mm(x.requires_grad_(), w, ends).sum().backward())
+    _, flop = count_flop(lambda: grouped_mm(x.requires_grad_(), w, ends).sum().backward())
     assert flop == 3 * 2 * 10 * 4 * 6
 
 
@@ -449,5 +449,5 @@ def test_utilizations():
 
 def test_flop_of_is_what_the_counter_says():
     a, b = torch.randn(4, 5), torch.randn(5, 6)
-    assert flops.flop_of(torch.ops.aten.mm.default, (a, b), {}, a @ b) == counted(torch.mm, a, b)[1] == 240
+    assert flops.flop_of(torch.ops.aten.mm.default, (a, b), {}, a @ b) == count_flop(torch.mm, a, b)[1] == 240
     assert flops.flop_of(torch.ops.aten.add.Tensor, (a, a), {}, a + a) == 0

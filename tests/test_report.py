@@ -106,7 +106,7 @@ def test_what_is_compared_is_of_the_same_kind(runs, tmp_path):
     (folder / "memory.json").write_text(json.dumps({**memory, "compiled": True}))
     assert of(folder)["peak_bytes"].measured == memory["allocator_peak_bytes"]
     (folder / "memory.json").write_text(json.dumps({**memory, "compiled": True, "allocator_peak_bytes": None}))
-    assert of(folder)["peak_bytes"].measured == memory["peak"]["bytes"]
+    assert of(folder)["peak_bytes"].measured is None, "without it the inner buffers of compiled blocks would be missing"
 
 
 @pytest.mark.parametrize("name", ["one", "zero3", "dp2tp2"])

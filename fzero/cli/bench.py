@@ -34,8 +34,9 @@ def bench_machine(out: Path | None, quick: bool, only: tuple[str, ...], disk: Pa
 
     from fzero.planner import devices
     from fzero.planner.calibrate import machine, summary
+    from fzero.run.machine import device_file
 
-    path = devices.here() if out is None else out
+    path = device_file() if out is None else out
     if path.suffix != ".json":
         raise ValueError(f"--out is {str(path)!r}; a device file is a .json file")
     if device not in ("cpu", "cuda"):

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.fake_inductor import lowered
 from fzero.core.graph import chain_in_order, hold
 
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
@@ -44,7 +43,7 @@ def have_compiler() -> bool:
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     plan = fake_device_of(tensors[0]) if tensors else None
-    return *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), None if plan is None else plan.target
+    return *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), None if plan is None else (plan.target, plan.lower)
 
 
 def _fakes(tensors: Sequence[Tensor], mode: Any) -> list[Tensor]:
@@ -93,8 +92,12 @@ def _compile(
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Inductor's own random generator is never used: random keys are inputs of the graph.
     with tracing(TracingContext(mode)), config.patch(fallback_random=True):
-        planned = isinstance(mode, FakeDevice)
-        run = lowered(graph, examples, backward) if planned else compile_fx_inner(graph, examples, is_backward=backward)
+        if not isinstance(mode, FakeDevice):
+            run = compile_fx_inner(graph, examples, is_backward=backward)
+        elif mode.lower is not None:
+            run = mode.lower(graph, examples, backward)
+        else:
+            run = lambda args: graph(*args)  # noqa: E731
     return (lambda args: run(args)[:-1]) if ordered else run  # without the last token
 
 
@@ -254,7 +257,7 @@ def _split_programs(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     plan = fake_device_of(inputs[0])
-    mode = FakeTensorMode() if plan is None else FakeDevice(plan.target, tracing=True)
+    mode = FakeTensorMode() if plan is None else FakeDevice(plan.target, lower=plan.lower, tracing=True)
     with mode:
         outs = f(*_fakes(inputs, mode))
         cotangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outs]

@@ -9,7 +9,7 @@ is no global state.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,8 @@ class FakeDevice(FakeTensorMode):
 
     torch.tensor(numbers, device=...) always creates the tensor on the host: write torch.tensor(0).to(device).
 
+    lower: compiles a graph for fake tensors, as (graph, example inputs, backward) -> callable; None: a graph runs as it
+    was traced.
     tracing: these tensors are used to trace a graph; no step runs, and the ledger records no collective.
     """
 
@@ -50,9 +52,9 @@ class FakeDevice(FakeTensorMode):
             False  # otherwise torch imports Dynamo (a second) and asks it at every operator; it never traces this mode
         )
 
-    def __init__(self, target: Target = CPU, *, tracing: bool = False) -> None:
+    def __init__(self, target: Target = CPU, *, lower: Callable[..., Any] | None = None, tracing: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.target, self.tracing = target, tracing
+        self.target, self.lower, self.tracing = target, lower, tracing
         self.device = HOST if target.kind == "cpu" else ELSEWHERE
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

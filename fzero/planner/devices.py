@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from fzero.core.device import Target
 from fzero.core.pytree import nearest
 from fzero.core.tables import KINDS, parse_json
-from fzero.offload.disk_config import config_file
+from fzero.run.machine import device_file
 
 LISTED = Path(__file__).parent / "devices"
 HOST_PART = 0.9  # of the host's memory, for tensors: the rest is the system's, the processes' own and the page cache's
@@ -121,7 +121,7 @@ def device(name: str | Path, **changes: Any) -> Device:
     """
     path = Path(name)
     if str(name) == "here":
-        path = here()
+        path = device_file()
         if not path.is_file():
             raise ValueError(f"device 'here': there is no {path}; run `fzero bench` on this machine first")
     elif path.suffix != ".json":
@@ -145,11 +145,6 @@ def device(name: str | Path, **changes: Any) -> Device:
 def listed() -> list[str]:
     """The names of the devices that come with the package."""
     return sorted(path.stem for path in LISTED.glob("*.json"))
-
-
-def here() -> Path:
-    """Where `fzero bench` writes what it measured: device.json beside the user's config.toml."""
-    return config_file().parent / "device.json"
 
 
 def to_json(device: Device) -> str:

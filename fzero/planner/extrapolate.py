@@ -16,9 +16,10 @@ from dataclasses import replace
 
 from fzero.core.autodiff import Remat
 from fzero.core.device import CPU, Target
-from fzero.planner.step_trace import Segment, Trace, Transfer, made, settled, stepped
+from fzero.planner.step_trace import Segment, Trace, Transfer, made, stepped
 from fzero.run import build as programs
 from fzero.run.config import RunConfig
+from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import START, Change, Life, Stay
 from fzero.sharding import fake_mesh
 from fzero.sharding.memory import Offload
@@ -34,7 +35,7 @@ def trace(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target:
     The timeline has all layers of the micro-batches that were run.
     """
     target = CPU if target is None else target
-    config = settled(config, target)
+    config = resolve_auto(config, target)
     mesh = fake_mesh(sizes, rank)
     parts = programs.local_micro_batches(config, mesh)
     run_parts = parts if config.reduce == "canonical" else min(parts, PARTS)

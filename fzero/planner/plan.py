@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from fzero.core import pytree, tables
 from fzero.core.compile import have_compiler
 from fzero.models import ModelConfig
-from fzero.planner import devices, extrapolate
+from fzero.planner import devices, extrapolate, fake_inductor
 from fzero.planner.devices import Device
 from fzero.planner.format import page, size
-from fzero.planner.step_trace import Trace, Transfer, settled
+from fzero.planner.step_trace import Trace, Transfer
 from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
 from fzero.run import build, machine
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table, to_table, updated
-from fzero.run.measure.flops import hfu, mfu, model_flop
+from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.slices import local_numel
 
@@ -34,7 +34,7 @@ COMMUNICATED = ("phase", "collective", "axis", "leaf", "dtype", "calls", "elemen
 class PlanReport(NamedTuple):
     """What `plan` found. Bytes and FLOPs are exact, as the step has them; times are predicted. `print(report)` shows one page."""
 
-    config: RunConfig  # with every "auto" settled for the device
+    config: RunConfig  # with every "auto" decided for the device
     mesh: dict[str, int]  # the axes that are larger than 1
     ranks: int
     ranks_on_node: int
@@ -127,7 +127,7 @@ def plan(
     config = config_for(model, settings)
     device = device_for(gpu)
     sizes = sizes_of(config, mesh)
-    trace = extrapolate.trace(settled_for(config, device), sizes, rank=rank, target=device.target)
+    trace = extrapolate.trace(resolve_for(config, device), sizes, rank=rank, target=device.target)
     return report_of(trace, device, tokens=tokens, price=price, ranks_on_node=ranks_on_node)
 
 
@@ -150,21 +150,18 @@ def device_for(gpu: str | Device) -> Device:
     """The Device of a name; "here" without a file of `fzero bench` is this machine with its memory and no rates."""
     if isinstance(gpu, Device):
         return gpu
-    if gpu != "here" or devices.here().is_file():
+    if gpu != "here" or machine.device_file().is_file():
         return devices.device(gpu)
     memory = machine.available_bytes()
     link = devices.Level("this machine", "gloo", None, 0.0, 0.0)
     return Device("this machine, not measured", "cpu", False, machine.cores(), memory, min(450 << 20, memory // 2), 0.0, {}, 0.0, (link,))
 
 
-def settled_for(config: RunConfig, device: Device) -> RunConfig:
-    """`config` with every "auto" decided as a run on the device would; on a CPU that was not measured, for fp32 and uncompiled blocks."""
+def resolve_for(config: RunConfig, device: Device) -> RunConfig:
+    """Decide every "auto" of `config` as a run on the device does; on a CPU that was not measured, fp32 and uncompiled blocks."""
     if device.kind == "cpu" and device.measured:
-        policy, compiled = config.precision.policy, config.train.compiled
-        if policy == "auto":
-            policy = "bf16" if device.flops.get("bfloat16", 0.0) > device.flops.get("float32", 0.0) else "fp32"
-        config = build.settled(config, policy=policy, compiled=have_compiler() if compiled == "auto" else compiled)
-    return settled(config, device.target)
+        return machine.resolve_auto(config, device.target, flops=device.flops, compiled=have_compiler())
+    return machine.resolve_auto(config, device.target)
 
 
 def has_rates(device: Device) -> bool:
@@ -193,7 +190,7 @@ def report_of(
     over, host_over = peak > capacity, host is not None and trace.host_peak > host
     timing = predict(trace, device, ranks_on_node=ranks_on_node) if has_rates(device) else None
     step_tokens = trace.tokens * built.mesh.data_size
-    full, causal = (step_tokens * flop for flop in model_flop(built))
+    full, causal = (step_tokens * flop for flop in token_flop(built)[:2])
     flop, passes = total_flop(trace), total_flop(trace, PASSES)
     rate = step_tokens / timing.step_s if timing else None
     dtype = str(built.policy.compute).removeprefix("torch.")
@@ -329,6 +326,8 @@ def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
         notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")
     if trace.exact:
         notes.append(trace.exact)
+    if trace.config.train.compiled and fake_inductor.note():
+        notes.append(fake_inductor.note())
     if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:
         notes.append(f"the disk holds {trace.config.nvme.slots} versions of what rests there")
     return notes

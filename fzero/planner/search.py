@@ -24,7 +24,7 @@ from fzero.planner import extrapolate
 from fzero.planner.candidates import OFFLOADS, REMATS, Candidate, Sketch, Sketcher, candidates, layer_of
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, mesh_words, percent, quantity, size, table
-from fzero.planner.plan import PlanReport, config_for, device_for, has_rates, report_of, settled_for
+from fzero.planner.plan import PlanReport, config_for, device_for, has_rates, report_of, resolve_for
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_json, to_table
 from fzero.run.recipes import recipe
@@ -125,7 +125,7 @@ def search(
         raise ValueError("a search needs the rates of a device; run `fzero bench` on this machine first, or name another (--gpu h100)")
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}; it must be at least 1")
-    config = settled_for(given, device)
+    config = resolve_for(given, device)
     node = ranks_on_node or min(gpus, device.links[0].ranks or gpus)
     room = Room(device.capacity_bytes // (node if device.kind == "cpu" else 1), device.host_capacity_bytes(node))
     offloads = [offload for offload in offloads if "host" not in offload or device.host]

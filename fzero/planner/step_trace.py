@@ -25,11 +25,13 @@ from fzero.core import pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
+from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedSpace
 from fzero.planner.operations import Op, described
 from fzero.run import build as programs
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
+from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import MemoryTrace, Moment, Stay, Visit, alive, device_of, moments, recorded
 from fzero.sharding import Mesh, fake_mesh
 from fzero.sharding.memory import Offload
@@ -85,7 +87,7 @@ class Trace(NamedTuple):
 def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:
     """The trace of a step of `config` on `rank` of a mesh of these sizes, as it runs on `target` (None: the CPU); every layer is run.
 
-    It is a step behind the first: what a run keeps from one step to the next is there. Values that are "auto" are settled as for the
+    It is a step after the first: what a run keeps from one step to the next is there. Values that are "auto" are decided for the
     target: bf16 on a GPU, fp32 and uncompiled blocks on a CPU. The state is that of a run's `first_state`, with other values.
     Raises ValueError for what a run would refuse.
     """
@@ -124,9 +126,9 @@ def stepped(
 ) -> Stepped:
     """A step of `config`; layers: only the first so many are run, of a state of all of them (0: all). short: up to the update alone."""
     target = CPU if target is None else target
-    config, mesh = settled(config, target), planned_mesh(tuple(sizes.items()), rank)
+    config, mesh = resolve_auto(config, target), planned_mesh(tuple(sizes.items()), rank)
     mesh.ledger.clear()
-    with torch.no_grad(), FakeDevice(target) as mode:
+    with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
         space = planned_space(config, mode)
         program = programs.build(config, mesh, layers=layers, space=space, model=planned_model(config.model))
         state, batch = fake_state(program, mode), fake_batch(program, mode)
@@ -155,15 +157,6 @@ def planned_mesh(sizes: tuple[tuple[str, int], ...], rank: int) -> Mesh:
 def planned_model(config: models.ModelConfig) -> models.Model:
     """The model of these sizes; one for all steps that are planned, for the same reason."""
     return models.build(config)
-
-
-def settled(config: RunConfig, target: Target) -> RunConfig:
-    """`config` with every "auto" decided as a run on the target would, without measuring it."""
-    cuda = target.kind == "cuda"
-    policy, mode, compiled = config.precision.policy, config.precision.fp32_matmul, config.train.compiled
-    policy = ("bf16" if cuda else "fp32") if policy == "auto" else policy
-    mode = "default" if mode == "auto" else mode
-    return programs.settled(config, policy=policy, fp32_matmul=mode, compiled=cuda if compiled == "auto" else compiled)
 
 
 class Tracer:

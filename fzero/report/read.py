@@ -196,9 +196,9 @@ def beside(
     for group in dict.fromkeys([*plan.get("state_bytes", {}), *state]):
         add(f"state/{group}", f"at rest: {group}", "bytes", f"state_bytes/{group}", state.get(group), f"{MEMORY}: state.{group}")
     peak, source = (memory or {}).get("peak", {}).get("bytes"), f"{MEMORY}: peak.bytes"
-    if memory and memory.get("compiled") and memory.get("allocator_peak_bytes"):
-        # No operator has the inner buffers of a compiled block, and a plan has them.
-        peak, source = memory["allocator_peak_bytes"], f"{MEMORY}: allocator_peak_bytes"
+    if memory and memory.get("compiled"):
+        # No operator has the inner buffers of a compiled block, and a plan has them: only the device's allocator counts both.
+        peak, source = memory.get("allocator_peak_bytes"), f"{MEMORY}: allocator_peak_bytes"
     add("peak_bytes", "peak of live tensors of a rank", "bytes", "peak_bytes_per_rank", peak, source)
     sums: dict[str, int] = {}
     for row in ledger or ():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
 from fzero.kernels.registry import Kernels
-from fzero.models import Model, MoEConfig
+from fzero.models import Model
 from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import padded
 from fzero.offload.disk_config import settings_for
@@ -70,14 +69,14 @@ def build(
     model: Model | None = None,
     layers: int = 0,
 ) -> Job:
-    """The program of a config whose "auto" values are settled (see fzero.run.machine.settle), on `mesh` (None: made by the config).
+    """The program of a config whose "auto" values are decided (see fzero.run.machine.resolve_auto), on `mesh` (None: made by the config).
 
     folder: of the run, for what is on a disk where the config names no other place. No parameter is made. space: where that is in place of
     the config's own (a plan has no disk). model: the one of config.model, where it was built before: what was compiled for it serves again.
     layers: of a plan, which learns of all layers from a few: only the first ones are run (0: all).
     Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
     """
-    assert "auto" not in (config.precision.policy, config.train.compiled), "settle the config first"
+    assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
     micro_batches = local_micro_batches(config, mesh)
     if config.sequence and config.data.seq_len % mesh["tp"].size:
@@ -224,25 +223,3 @@ def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: chec
 def num_params(program: Job) -> int:
     """The number of parameters."""
     return sum(leaf.numel() for leaf in pytree.leaves(program.plan.like))
-
-
-def flop_per_token(program: Job) -> float:
-    """The model FLOPs of training on one token: 6 N + 12 L T D.
-
-    N: parameters that are multiplied with (the head also where it is tied to the embedding; looked-up rows are not; of a token's experts,
-    the top_k). The second term is attention's, without a discount for causality, with D the dims of all heads and T = seq_len.
-    Ref: Chowdhery et al. 2022, "PaLM", appendix B.
-    """
-    c, active = program.model.config, 0.0
-    for name, leaf in pytree.named_leaves(program.plan.like).items():
-        looked_up = name == "embed/positions" or (name == "embed/tokens" and not getattr(c, "tied", False))
-        share = c.top_k / c.n_experts if isinstance(c, MoEConfig) and "/moe/w_" in name else 1.0
-        active += 0.0 if looked_up else share * leaf.numel()
-    width = c.n_heads * getattr(c, "key_dim", c.d_model // c.n_heads) if hasattr(c, "n_heads") else 0
-    return 6.0 * active + 12.0 * c.n_layers * program.config.data.seq_len * width
-
-
-def settled(config: RunConfig, **changes: Any) -> RunConfig:
-    """`config` with some values of `precision` and `train` decided."""
-    compiled = changes.pop("compiled", config.train.compiled)
-    return replace(config, precision=replace(config.precision, **changes), train=replace(config.train, compiled=compiled))

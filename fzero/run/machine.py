@@ -1,4 +1,4 @@
-"""What the machine has, and what fzero makes of it: measured rates, memory, compiler, and the decisions that "auto" leaves to them."""
+"""This machine: cores, memory, rates of products, compiler; and what each "auto" of a config becomes on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ import torch
 import fzero
 from fzero import models
 from fzero.core.compile import have_compiler
+from fzero.core.device import CPU, Target
+from fzero.core.tables import parse_json
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base
-from fzero.run.build import settled
+from fzero.offload.disk_config import config_file
 from fzero.run.build_optim import make_policy
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table
 from fzero.run.memory_check import gigabytes
 
+Kind = tuple[torch.dtype, str]  # of products: their dtype, and "default" or "onednn"
+_MEASURED: dict[Kind, float] = {}  # FLOP/s on one thread that this process has measured
 GEMM = 1024  # side of the square products that are timed
 MAX_ERROR = 1e-6  # of a float32 product, relative to its float64 value
 OPTIONAL = {
@@ -41,9 +46,9 @@ def cores() -> int:
 
 
 def share_cores(processes: int) -> str:
-    """A line that says how many threads this process now uses, as one of so many on this host.
+    """Share the cores of this host among its processes, and return a line that says how many threads each uses.
 
-    torchrun sets OMP_NUM_THREADS to 1 where it is not set, so 1 says nothing; a larger number is somebody's wish, and kept.
+    torchrun sets OMP_NUM_THREADS to 1 where it is not set, so 1 means nothing; a larger number was chosen, and is kept.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, cores() // processes))
@@ -66,23 +71,71 @@ def available_bytes() -> int:
     return min(limits)
 
 
-def gemm_rate(dtype: torch.dtype) -> float:
-    """The FLOP/s of square products in `dtype` on all threads (on one, where others keep the rest busy); see gemm_rates."""
-    kinds = [(dtype, fp32_matmul())]
-    return max(gemm_rates(kinds, torch.get_num_threads())[0], gemm_rates(kinds, 1)[0])
+def product_rates(kinds: Sequence[Kind]) -> list[float]:
+    """The FLOP/s of this process' products of each kind (dtype, way of float32), as `fzero bench` measured them, or as measured once here.
+
+    A process without a device file of this machine measures for 0.1 s a kind, on one thread, and counts it for all its threads: "auto"
+    cannot be decided without a figure (bf16 is many times faster than fp32 on one CPU, and many times slower on another).
+    """
+    known = bench_rates()
+    if not all(kind in known for kind in kinds):
+        missing = [kind for kind in kinds if kind not in _MEASURED]
+        if missing:
+            _MEASURED.update(zip(missing, gemm_rates(missing)))
+        known = {kind: rate * torch.get_num_threads() for kind, rate in _MEASURED.items()}
+    return [known[kind] for kind in kinds]
 
 
-def gemm_rates(kinds: Sequence[tuple[torch.dtype, str]], threads: int = 1, seconds: float = 0.2) -> list[float]:
-    """The FLOP/s of the fastest square product of each kind (dtype, way of float32), made in turn for `seconds` each.
+def bench_rates() -> dict[Kind, float]:
+    """The best FLOP/s of products of one process by kind, of the device file that `fzero bench` wrote on this machine; else nothing.
+
+    Raises ValueError for a file that is not JSON.
+    """
+    path = device_file()
+    if not path.is_file():
+        return {}
+    table = parse_json(path.read_text(encoding="utf-8"), str(path))
+    if table.get("kind") != "cpu" or table.get("machine", {}).get("processor") != processor():
+        return {}
+    best: dict[Kind, float] = {}
+    for rates in table.get("rates", []):
+        if rates["processes"] > 1:
+            continue
+        for name, products in rates["gemm"].items():
+            dtype, _, way = name.partition("/")
+            kind = getattr(torch, dtype), way or "default"
+            best[kind] = max(best.get(kind, 0.0), *(2.0 * n * i * j * k / seconds for n, i, j, k, seconds in products), 0.0)
+    return best
+
+
+def device_file() -> Path:
+    """Where `fzero bench` writes what it measured: device.json beside the user's config.toml."""
+    return config_file().parent / "device.json"
+
+
+def processor() -> str:
+    """The name of the processor, or of its kind where the system does not have it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def peak_rate(dtype: torch.dtype, processes: int = 1) -> float:
+    """The FLOP/s of products in `dtype` of one of some processes that share this host: what MFU is a fraction of."""
+    (rate,) = product_rates([(dtype, fp32_matmul())])
+    return rate / processes if (dtype, fp32_matmul()) in bench_rates() else rate
+
+
+def gemm_rates(kinds: Sequence[Kind], seconds: float = 0.1) -> list[float]:
+    """Time the fastest square product of each kind for `seconds`, in turn and on one thread: FLOP/s.
 
     In turn and on one thread, so that a comparison does not depend on who else uses the machine: while another process has one of two
     cores, a product on two threads can take a hundred times as long. The side is 1024, or less where one product would take too long.
     """
-    all_threads = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    before = fp32_matmul()
+    all_threads, before = torch.get_num_threads(), fp32_matmul()
+    torch.set_num_threads(1)
 
-    def time_of(kind: tuple[torch.dtype, str], side: int) -> float:
+    def time_of(kind: Kind, side: int) -> float:
         a = torch.ones(side, side, dtype=kind[0])
         set_fp32_matmul(kind[1])
         start = time.perf_counter()
@@ -139,7 +192,7 @@ def set_fp32_matmul(mode: str) -> None:
 def choose_fp32_matmul(wanted: str) -> tuple[str, str]:
     """(the way float32 products are now made, a line that says why); `wanted` is auto, default or onednn.
 
-    auto takes oneDNN's way where its error stays below 1e-6 and it is at least 5% faster.
+    auto takes oneDNN's way where its error stays below 1e-6 and it is at least 5% faster (see product_rates).
     Raises ValueError where "onednn" is asked for and its error is larger, or it is not there.
     """
     set_fp32_matmul("default")
@@ -149,47 +202,74 @@ def choose_fp32_matmul(wanted: str) -> tuple[str, str]:
         return "default", "fp32 products: torch's default (oneDNN's switch is not here)"
     set_fp32_matmul("onednn")
     error = fp32_error()
-    plain, rate = gemm_rates([(torch.float32, "default"), (torch.float32, "onednn")])
-    said = f"oneDNN's: error {error:.1e}, {rate / 1e9:.0f} GFLOP/s on one thread; default: {plain / 1e9:.0f}"
-    if wanted == "onednn" and error >= MAX_ERROR:
+    if wanted == "onednn":
+        if error >= MAX_ERROR:
+            set_fp32_matmul("default")
+            raise ValueError(f"precision.fp32_matmul is 'onednn' and its error here is {error:.1e}, above {MAX_ERROR:g}; use default")
+        return "onednn", f"fp32 products: oneDNN's, as asked (error {error:.1e})"
+    plain, rate = product_rates([(torch.float32, "default"), (torch.float32, "onednn")])
+    why = f"oneDNN's: error {error:.1e}, {rate / 1e9:.0f} GFLOP/s; default: {plain / 1e9:.0f}"
+    if error >= MAX_ERROR or rate < 1.05 * plain:
         set_fp32_matmul("default")
-        raise ValueError(f"precision.fp32_matmul is 'onednn' and its error here is {error:.1e}, above {MAX_ERROR:g}; use default")
-    if wanted == "auto" and (error >= MAX_ERROR or rate < 1.05 * plain):
-        set_fp32_matmul("default")
-        return "default", f"fp32 products: torch's default ({said})"
-    return "onednn", f"fp32 products: oneDNN's ({said})"
+        return "default", f"fp32 products: torch's default ({why})"
+    return "onednn", f"fp32 products: oneDNN's ({why})"
 
 
-def settle(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def resolve_auto(
+    config: RunConfig,
+    target: Target,
+    *,
+    flops: Mapping[str, float] | None = None,
+    compiled: bool | None = None,
+) -> RunConfig:
+    """Decide every "auto" of `config` as a run on `target` does, without measuring.
+
+    flops: FLOP/s of a CPU's products by dtype; None: fp32 is taken to be the faster.
+    compiled: whether blocks can be compiled there; None: on a GPU alone.
+    """
+    cuda = target.kind == "cuda"
+    policy, mode, blocks = config.precision.policy, config.precision.fp32_matmul, config.train.compiled
+    if policy == "auto":
+        faster = cuda or (flops is not None and flops.get("bfloat16", 0.0) > flops.get("float32", 0.0))
+        policy = "bf16" if faster else "fp32"
+    if blocks == "auto":
+        blocks = cuda if compiled is None else compiled
+    precision = replace(config.precision, policy=policy, fp32_matmul="default" if mode == "auto" else mode)
+    return replace(config, precision=precision, train=replace(config.train, compiled=blocks))
+
+
+def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(`config` with every "auto" decided for this machine, lines that say what was decided and why).
 
     Sets how the process makes float32 products. Raises ValueError where something asked for is not here.
     """
-    policy, mode, lines = config.precision.policy, config.precision.fp32_matmul, []
-    if policy == "auto":
-        bf16, fp32 = gemm_rates([(torch.bfloat16, "default"), (torch.float32, "default")])
-        policy = "bf16" if bf16 > fp32 else "fp32"
-        lines.append(f"precision: {policy} (products on one thread: bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s)")
+    flops, lines = None, []
+    if config.precision.policy == "auto":
+        ways = [(torch.bfloat16, "default"), (torch.float32, "default"), *[(torch.float32, "onednn")] * (onednn_switch() is not None)]
+        bf16, fp32, *_ = product_rates(ways)
+        flops = {"bfloat16": bf16, "float32": fp32}
+    found = compiler() != ""
+    if config.train.compiled is True and not found:
+        raise ValueError("train.compiled is true and no C++ compiler (g++ or clang++) is on PATH; install one, or use auto or false")
+    resolved = resolve_auto(config, CPU, flops=flops, compiled=found)
+    policy, mode = resolved.precision.policy, config.precision.fp32_matmul
+    if flops:
+        lines.append(f"precision: {policy} (products: bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s)")
     if mode == "auto" and policy != "fp32":
-        mode = "default"  # hardly a product is float32 then
-        set_fp32_matmul(mode)
+        set_fp32_matmul("default")  # hardly a product is float32 then
     else:
         mode, line = choose_fp32_matmul(mode)
+        resolved = replace(resolved, precision=replace(resolved.precision, fp32_matmul=mode))
         lines.append(line)
-    compiled = config.train.compiled
-    if compiled != False:  # noqa: E712  ("auto" is neither)
-        found = compiler() != ""
-        if compiled is True and not found:
-            raise ValueError("train.compiled is true and no C++ compiler (g++ or clang++) is on PATH; install one, or use auto or false")
-        compiled = found
-        lines += [] if found else ["blocks run uncompiled, slower and with the same numbers: no C++ compiler (g++ or clang++) is on PATH"]
-    return settled(config, policy=policy, fp32_matmul=mode, compiled=compiled), lines
+    if config.train.compiled == "auto" and not found:
+        lines.append("blocks run uncompiled, slower and with the same numbers: no C++ compiler (g++ or clang++) is on PATH")
+    return resolved, lines
 
 
 def compiler() -> str:
     """The C++ compiler that compiled blocks would use, "" for none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said by the caller, in one line
+        warnings.simplefilter("ignore")  # the caller says so, in one line
         found = have_compiler()
     return next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), "") if found else ""
 
@@ -221,11 +301,11 @@ def diagnose() -> str:
     found.append(("compiler", compiler() or "none (g++ or clang++)"))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found.append(("GPU", gpu))
-    rates = [f"{name} {gemm_rate(dtype) / 1e9:.0f} GFLOP/s" for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))]
+    rates = [f"{name} {peak_rate(dtype) / 1e9:.0f} GFLOP/s" for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))]
     found.append(("products", ", ".join(rates)))
     for name, use in OPTIONAL.items():
         found.append((name, ("here" if importlib.util.find_spec(name) else "not here") + f": {use}"))
-    config, _ = settle(from_table({}))
+    config, _ = resolve_here(from_table({}))
     plan.append(("device", "the CPU" + ("" if gpu == "none" else ": fzero pretrain does not use the GPU in this version")))
     plan.append(("precision", config.precision.policy))
     plan.append(("fp32 products", choose_fp32_matmul("auto")[1].removeprefix("fp32 products: ")))

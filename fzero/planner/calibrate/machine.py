@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from fzero.planner.calibrate.curves import curve_of, joined, products_of
 from fzero.planner.calibrate.disk import DEPTH, KINDS, MB, engine, open_files
 from fzero.planner.calibrate.timed import Figure, spread_of, warm_heap
 from fzero.planner.devices import Device, Level, Rates, from_json, to_json
-from fzero.run.machine import cores
+from fzero.run.machine import cores, processor
 
 PARTS = ("memory", "gemm", "steps", "fused", "links")
 SECONDS = {"memory": 4.0, "gemm": 12.0, "steps": 8.0, "overhead": 3.0, "fused": 3.0, "links": 6.0}  # of the figures, in one sweep
@@ -242,15 +241,6 @@ def host_rates(size: int = 256 << 20) -> dict[str, float]:
 
 
 # ---- what the machine is -----------------------------------------------------------------------------------------------
-
-
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def total_bytes() -> int:

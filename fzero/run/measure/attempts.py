@@ -1,4 +1,4 @@
-"""The attempts of a run: a line of attempts.jsonl for each time that its loop was started, with what the figures behind it depend on."""
+"""The attempts of a run: a line of attempts.jsonl for each start of its loop, with the facts that the later figures depend on."""
 
 from __future__ import annotations
 
@@ -10,56 +10,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 import fzero
-from fzero.core import pytree
-from fzero.core.autodiff import Remat
 from fzero.core.tables import Table
-from fzero.models import MoEConfig
 from fzero.run import machine as doctor
 from fzero.run import run_folder
 from fzero.run.build import Job, local_micro_batches, num_params
 from fzero.run.config_table import to_table
-from fzero.run.measure.flops import model_flop
-from fzero.sharding.slices import STACKED
+from fzero.run.measure.flops import TokenFlop
 
 ATTEMPTS, PLAN = "attempts.jsonl", "plan.json"
 
 
-class Flop(NamedTuple):
-    """FLOPs of training on one token: of the model and of the hardware, each with attention in full and for causal positions alone."""
-
-    model: float  # 6 N + 12 L T D
-    model_causal: float  # 6 N + 6 L T D
-    hardware: float
-    hardware_causal: float
-
-
-def flop_of(program: Job) -> Flop:
-    """The FLOPs of a token of a program.
-
-    Hardware: of the model, and what the remat policy and tiled MLPs compute again: 2 N and 4 L T D (causal: 2 L T D) of the layers where
-    remat is full or every:K, 2 N of the MLPs where they are tiled. What a partitioner chooses to recompute (selective:F), what kernels
-    make again inside, and the optimizer's products are not in it; `fzero plan` counts operator by operator.
-    Ref: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
-    """
-    model, c, t = model_flop(program), program.model.config, program.config.train
-    layers = mlps = 0.0
-    for name, leaf in pytree.named_leaves(program.plan.like).items():
-        share = c.top_k / c.n_experts if isinstance(c, MoEConfig) and "/moe/w_" in name else 1.0
-        layers += share * leaf.numel() if name.startswith(STACKED) else 0.0
-        mlps += leaf.numel() if name.startswith(f"{STACKED}mlp/") else 0.0
-    again, attention = Remat.parse(t.remat).every > 0, (model.full - model.causal) / 6.0  # L T D
-    tiles = 2.0 * mlps * (t.mlp_tiles > 1)
-    full, causal = ((2.0 * layers + pairs * attention) * again + tiles for pairs in (4.0, 2.0))
-    return Flop(*model, model.full + full, model.causal + causal)
-
-
-def begin(folder: Path, program: Job, first: int, processes: int, flop: Flop, peak_flops: float, measured: bool) -> int:
-    """Write the line of an attempt that goes on behind step `first`; returns its number, from 1 on."""
+def begin(folder: Path, program: Job, first: int, processes: int, flop: TokenFlop, peak_flops: float, measured: bool) -> int:
+    """Write the line of an attempt that continues after step `first`; returns its number, from 1 on."""
     config, t = program.config, program.config.train
     number = len(read(folder)) + 1
     commit, dirty = commit_of(Path(__file__).parent)
@@ -119,13 +85,9 @@ def commit_of(folder: Path) -> tuple[str, bool]:
 
 
 def machine() -> Table:
-    """What a figure depends on of this machine; its name as a part of a hash, so that runs on one can be told."""
-    model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
+    """The facts of this machine that figures depend on; its name as a part of a hash, to tell runs on one machine from others."""
     return {
-        "cpu": model,
+        "cpu": doctor.processor(),
         "cores": doctor.cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",

@@ -1,7 +1,7 @@
 """FLOPs: of the model by the papers' formulas, and of the hardware by counting the operators that run.
 
 Model FLOPs are what training on a token needs, whatever is recomputed; MFU is their share of the peak. Hardware FLOPs are those of the
-operators as they ran, recomputation included; HFU is their share. A multiply-add is two. Products and attention count, nothing else.
+operators as they ran, recomputation included; HFU is their share. A multiply-add counts as two. Products and attention count, nothing else.
 
 Attention has two conventions. "full" counts every pair of positions, "causal" the half that a causal model uses. Of the operators torch's
 own attention counts full, as torch.utils.flop_counter has it, and fzero's kernels the pairs that their pattern leaves, as they skip the
@@ -22,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fzero.core import pytree
+from fzero.core.autodiff import Remat
 from fzero.kernels import attention_tiled
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.registry import FILES
-from fzero.run.build import Job, flop_per_token
+from fzero.models import MoEConfig
+from fzero.run.build import Job
+from fzero.sharding.slices import STACKED
 
 # Products of [queries, K] by [K, keys], or of the same size, that a kernel makes of each pair of positions.
 FORWARD_PRODUCTS = 2  # q k^T, p v
@@ -33,22 +37,42 @@ BACKWARD_PRODUCTS = 5  # q k^T again, g v^T, and those that give dq, dk and dv
 SPLIT_PRODUCTS = 7  # in two kernels, one for dq and one for dk and dv: q k^T and g v^T are made in both
 
 
-class ModelFlop(NamedTuple):
-    """Model FLOPs of training on one token, in both conventions of attention."""
+class TokenFlop(NamedTuple):
+    """FLOPs of training on one token, of the model and of the hardware, each in both conventions of attention."""
 
-    full: float  # 6 N + 12 L T D
-    causal: float  # 6 N + 6 L T D
+    model: float  # 6 N + 12 L T D
+    model_causal: float  # 6 N + 6 L T D
+    hardware: float
+    hardware_causal: float
 
 
-def model_flop(program: Job) -> ModelFlop:
-    """The model FLOPs of a token of a program: see `program.flop_per_token`, with D the dims of all heads of a layer.
+def token_flop(job: Job) -> TokenFlop:
+    """Count the FLOPs of training on one token by formulas: 6 N + 12 L T D (causal: 6 L T D), and what is computed again.
 
-    Ref: Chowdhery et al. 2022, "PaLM", appendix B, which counts full; causal as in Dao 2023, "FlashAttention-2", section 4.1.
+    N: parameters that are multiplied with (the head also where it is tied to the embedding, rows that are looked up not; of a token's
+    experts, the top_k). D: the dims of all heads of a layer. T: seq_len.
+    Hardware: of the model, and what the remat policy and tiled MLPs compute again: 2 N and 4 L T D (causal: 2 L T D) of the layers where
+    remat is full or every:K, 2 N of the MLPs where they are tiled. What a partitioner chooses to recompute (selective:F), what kernels
+    make again inside, and the optimizer's products are not in it; `fzero plan` counts operator by operator.
+
+    Ref: Chowdhery et al. 2022, "PaLM", appendix B, which counts full; causal as in Dao 2023, "FlashAttention-2", section 4.1; hardware:
+    Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
     """
-    full, c = flop_per_token(program), program.model.config
+    c, t = job.model.config, job.config.train
+    active = layers = mlps = 0.0
+    for name, leaf in pytree.named_leaves(job.plan.like).items():
+        looked_up = name == "embed/positions" or (name == "embed/tokens" and not getattr(c, "tied", False))
+        share = c.top_k / c.n_experts if isinstance(c, MoEConfig) and "/moe/w_" in name else 1.0
+        active += 0.0 if looked_up else share * leaf.numel()
+        layers += share * leaf.numel() if name.startswith(STACKED) else 0.0
+        mlps += leaf.numel() if name.startswith(f"{STACKED}mlp/") else 0.0
     heads = getattr(c, "n_heads", 0)
-    width = heads * getattr(c, "key_dim", c.d_model // max(1, heads)) if heads else 0
-    return ModelFlop(full, full - 6.0 * c.n_layers * program.config.data.seq_len * width)
+    width = heads * getattr(c, "key_dim", c.d_model // heads) if heads else 0
+    attention = float(c.n_layers * job.config.data.seq_len * width)  # L T D
+    model, causal = 6.0 * active + 12.0 * attention, 6.0 * active + 6.0 * attention
+    again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * (t.mlp_tiles > 1)
+    full_again, causal_again = ((2.0 * layers + pairs * attention) * again + tiles for pairs in (4.0, 2.0))
+    return TokenFlop(model, causal, model + full_again, causal + causal_again)
 
 
 def mfu(model_flop_per_token: float, tokens_per_s: float, peak_flop_per_s: float) -> float:
@@ -81,7 +105,7 @@ def flop_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
-def counted(f: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+def count_flop(f: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     """(f(*args), the FLOPs of its operators), by torch's counter with the formulas of our own operators."""
     with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
         out = f(*args)

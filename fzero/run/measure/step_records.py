@@ -6,11 +6,9 @@ is the same on all ranks.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import resource
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +22,8 @@ from fzero.core.storage import write_text
 from fzero.core.tables import Table
 from fzero.kernels.registry import describe, observe
 from fzero.run.build import Job
-from fzero.run.measure.live_bytes import COMPONENTS, MemoryTrace, record_step
-from fzero.run.measure.profiler import TRACE, Profile, hush
+from fzero.run.measure.live_bytes import COMPONENTS, record_step
+from fzero.run.measure.profiler import TRACE, Profile
 from fzero.train.state import TrainState
 
 LEDGER, MEMORY = "ledger.json", "memory.json"
@@ -33,7 +31,7 @@ ERRORS = 2  # of c10's levels
 LEDGER_AT = 2  # of an attempt's steps, from 1 on: the first also makes sure that the ranks run one program
 MEMORY_AT = 8  # what is made once is made by then; a shorter attempt has no such record
 UNSEEN = "memory that no operator has as an argument or a result: scratch inside an operator, Python's own"
-COMPILED = "; inner buffers of compiled blocks, which allocator_peak_bytes counts"
+COMPILED = "; inner buffers of compiled blocks"
 
 
 class Chosen(NamedTuple):
@@ -107,13 +105,12 @@ def write(folder: Path, name: str, value: Table) -> None:
 
 
 def measured_memory(program: Job, state: TrainState, batch: Any) -> tuple[TrainState, Any, Table]:
-    """(state, metrics, what memory.json says of it) of one step: bytes alive by component, and the peak by torch's allocator beside."""
+    """(state, metrics, the table of memory.json) of one step: bytes alive by component, and on a GPU the peak that its allocator counts."""
     arena = program.space.arena if program.space is not None else None
-
-    def run() -> tuple[TrainState, Any, MemoryTrace]:
-        return record_step(program.train_step, state, batch, program.mesh.ledger, arena=arena)
-
-    (after, metrics, record), rise = allocator_rise(run)
+    device = next((leaf.device for leaf in pytree.leaves(state.params) if isinstance(leaf, torch.Tensor) and leaf.is_cuda), None)
+    if device is not None:
+        torch.cuda.reset_peak_memory_stats(device)
+    after, metrics, record = record_step(program.train_step, state, batch, program.mesh.ledger, arena=arena)
     moments = record.moments()
     peak = max(moments, key=lambda moment: moment.bytes)
     compiled = bool(program.config.train.compiled)
@@ -123,7 +120,7 @@ def measured_memory(program: Job, state: TrainState, batch: Any) -> tuple[TrainS
         "peak": peak._asdict(),
         "alive": record.alive(peak),
         "state": bytes_at_rest(after),
-        "allocator_peak_bytes": None if rise is None else moments[0].bytes + rise,
+        "allocator_peak_bytes": None if device is None else torch.cuda.max_memory_allocated(device),
         "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         "compiled": compiled,
         "not_seen": UNSEEN + COMPILED * compiled,
@@ -142,45 +139,3 @@ def bytes_at_rest(state: TrainState) -> dict[str, int]:
             )
             out[group] += leaf.nbytes
     return out
-
-
-def allocator_rise(run: Callable[[], Any]) -> tuple[Any, int | None]:
-    """(run(), how far the bytes of torch's CPU allocator rose above those before it); None where that cannot be told.
-
-    The allocator's total counts all tensors' storages, whoever asks for them. It leaves out those older than the count, so it is their
-    rise that is told; one of them that is freed in `run` is not seen to go.
-    """
-    flags = allocator_flags()
-    if flags is None:
-        return run(), None
-    before = [flag.value for flag in flags]
-    flags[0].value, flags[1].value = True, ERRORS
-    try:
-        hush()
-        # Not torch.profiler's, which imports Inductor first.
-        with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profile:
-            out = run()
-    finally:
-        for flag, value in zip(flags, before):
-            flag.value = value
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    counts = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
-    if not counts:
-        return out, 0
-    totals = [event["args"]["Total Allocated"] for event in counts]
-    return out, max(0, *totals) - (totals[0] - counts[0]["args"]["Bytes"])  # the bytes of a release are negative
-
-
-def allocator_flags() -> tuple[ctypes.c_bool, ctypes.c_int] | None:
-    """c10's switches, C++ globals, or None where they are not found: to count in all threads, as gloo's free memory too, and what is logged
-    (it warns of memory that is older than the count)."""
-    path = Path(torch.__file__).parent / "lib" / "libc10.so"
-    try:
-        library = ctypes.CDLL(str(path))
-        counts = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
-        return counts, ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):
-        return None

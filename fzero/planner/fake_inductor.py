@@ -1,10 +1,13 @@
-"""Compiled graphs in a plan: Inductor lowers and schedules a graph as it does for a run, and what it generates is executed on fake tensors.
+"""Compiled graphs in a plan: Inductor lowers and schedules a graph as it does for a run; the code it generates runs on fake tensors.
 
 Inductor's output is a Python function which allocates and frees buffers, calls products and our operators, and launches the kernels that it
 fused. On fake tensors all of that but a launch runs as it is, so that a buffer is born, reused and freed where it is in a run. Of a fused
 kernel no code is compiled: its launch is `launched("fused", what it reads, what it writes)`.
 
-Ref: torch._inductor.compile_fx, whose steps `generated` takes up to the code.
+This depends on Inductor's internals, so it serves only the versions of torch in VERSIONS, on which tests hold the planned peak equal to the
+allocator's. With another torch `lowering()` is None, and a plan charges the traced graph operator by operator.
+
+Ref: torch._inductor.compile_fx, whose steps `generate_code` takes up to the code.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from fzero.core.device import ELSEWHERE, HOST, FakeDevice, Target, fake_device_of, record_launch
 
+VERSIONS = ("2.13",)  # of torch
 _GPU = torch.device("cuda", 0)
 # Of every NVIDIA GPU from compute capability 8.0 on: CUDA programming guide, table of technical specifications.
 _LIMITS = {"regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "warp_size": 32}
@@ -32,6 +36,21 @@ _RUNTIME = (
     (r"torch\.cuda\.(_DeviceGuard|set_device)", "nothing"),
     (r"device\(type='cuda', index=0\)", "device('cpu', 0)"),
 )
+
+
+def lowering() -> Callable[..., Any] | None:
+    """`lower` where this torch's Inductor is known, else None."""
+    return lower if note() == "" else None
+
+
+def note() -> str:
+    """What a reader of a plan of compiled blocks should know; "" with a torch of VERSIONS."""
+    if torch.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
+        return ""
+    known = ", ".join(VERSIONS)
+    return (
+        f"compiled blocks are planned as if they were not fused: how they are is known for torch {known}, and this is {torch.__version__}"
+    )
 
 
 def _nothing(*_: Any) -> contextlib.AbstractContextManager[None]:
@@ -74,7 +93,7 @@ class _Kernels:
 
 
 @contextlib.contextmanager
-def _as_on(target: Target) -> Iterator[None]:
+def _answering_for(target: Target) -> Iterator[None]:
     """Inductor's questions about the GPU are answered for `target` while this is entered: it asks torch.cuda, and nobody else."""
     import torch._dynamo.device_interface as interface
     import torch._inductor.scheduler
@@ -111,7 +130,7 @@ def _as_on(target: Target) -> Iterator[None]:
         yield
 
 
-def _moved(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: Target) -> list[Tensor]:
+def _on_device(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: Target) -> list[Tensor]:
     """The examples of a plan for a GPU as fake CUDA tensors; the graph then makes its own on that device. No autograd sees them.
 
     They are of a plan in which a graph is traced, so that its collectives give results and are not entered in a ledger.
@@ -126,8 +145,8 @@ def _moved(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: Targ
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=there(x.device)) for x in examples]
 
 
-def generated(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool) -> tuple[str, dict[str, Any]]:
-    """(the Python module that Inductor makes of a graph, the constants that it wants among its globals)."""
+def generate_code(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool) -> tuple[str, dict[str, Any]]:
+    """Generate (the Python module that Inductor makes of a graph, the constants that it wants among its globals)."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
@@ -138,8 +157,8 @@ def generated(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward:
     with contextlib.ExitStack() as stack:
         plan = next((fake_device_of(x) for x in examples if x.device == ELSEWHERE), None)
         if plan is not None:
-            stack.enter_context(_as_on(plan.target))
-            examples = _moved(graph, examples, plan.target)
+            stack.enter_context(_answering_for(plan.target))
+            examples = _on_device(graph, examples, plan.target)
             stack.enter_context(tracing(TracingContext(examples[0].fake_mode)))
         view_to_reshape(graph)
         with torch.no_grad():
@@ -157,13 +176,13 @@ def generated(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward:
         return lowering.codegen()[0].value, dict(lowering.constants)
 
 
-def lowered(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """The compiled graph, to be called with a list of fake tensors which it empties.
+def lower(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """Compile a graph for fake tensors: the result is called with a list of them, which it empties.
 
     examples: fake inputs of a plan. backward: whether it is a backward pass.
     """
     device = next((x.device for x in examples if x.device == ELSEWHERE), HOST)
-    source, constants = generated(graph, examples, backward)
+    source, constants = generate_code(graph, examples, backward)
     for text, instead in _RUNTIME:
         source = re.sub(text, instead, source)
     module: dict[str, Any] = {"async_compile": _Kernels(), "nothing": _nothing, **constants}
