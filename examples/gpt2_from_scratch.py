@@ -1,6 +1,6 @@
 """GPT-2 from scratch: a model is a function of parameters, and any loss function trains. Reads its own library's source.
 
-    python examples/gpt2_from_scratch.py
+python examples/gpt2_from_scratch.py
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Fine-tuning with LoRA from a Hugging Face folder: only the low-rank factors are trained, then merged and written back.
 
-    python examples/lora_from_huggingface.py [FOLDER]    # without FOLDER: a tiny random Llama, made here
+python examples/lora_from_huggingface.py [FOLDER]    # without FOLDER: a tiny random Llama, made here
 """
 
 import sys
@@ -37,7 +37,9 @@ losses = []
 for _ in range(40):
     state, metrics = step(state, batch)
     losses.append(float(metrics.loss))
-print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {sum(x.numel() for x in fzero.pytree.leaves(plan.trained(plan.like))):,} trained parameters")
+print(
+    f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {sum(x.numel() for x in fzero.pytree.leaves(plan.trained(plan.like))):,} trained parameters"
+)
 assert losses[-1] < 0.8 * losses[0]
 
 huggingface.save_hf(folder.with_name("tuned"), config, models.merge(model, state.params))

@@ -1,6 +1,6 @@
 """Offload to a disk: parameters, gradients and optimizer state rest in files, the numbers are the same, and a killed run resumes.
 
-    python examples/offload_to_disk.py [FOLDER]
+python examples/offload_to_disk.py [FOLDER]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Plan before you run: what a run needs of memory, links and time, on GPUs that are not here.
 
-    python examples/plan_before_you_run.py
+python examples/plan_before_you_run.py
 """
 
 import fzero

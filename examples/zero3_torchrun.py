@@ -1,7 +1,7 @@
 """ZeRO-3 under torchrun: parameters, gradients and optimizer state are sharded over the processes; the program does not change.
 
-    python examples/zero3_torchrun.py
-    torchrun --standalone --nproc-per-node 2 examples/zero3_torchrun.py    # the same losses
+python examples/zero3_torchrun.py
+torchrun --standalone --nproc-per-node 2 examples/zero3_torchrun.py    # the same losses
 """
 
 import os

@@ -35,9 +35,7 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         of = f" of {self.leaf}" if self.leaf else ""
-        return f"{self.collective} over {self.axis} ({self.ranks} ranks){of}" + (
-            f" in {self.phase}" if self.phase else ""
-        )
+        return f"{self.collective} over {self.axis} ({self.ranks} ranks){of}" + (f" in {self.phase}" if self.phase else "")
 
     @property
     def signature(self) -> str:
@@ -83,9 +81,7 @@ class Agreement:
         self.store.set(f"{self.rank}/last", text)
         other = self._arrival(call, left)
         if other != call:
-            at = "; ".join(
-                f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)])
-            )
+            at = "; ".join(f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)]))
             fix = "give all ranks the same code, config, mesh and shapes of data"
             raise self.error(call, f"the ranks run different programs: {at}; {fix}")
         # This rank is the only reader of that key; delete it, so that the store does not grow.

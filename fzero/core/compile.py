@@ -74,9 +74,7 @@ def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor],
         return make_fx(named, decomposition_table=select_decomp_table())(primals, tangents)
 
 
-def _compile(
-    graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False
-) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """Compile a graph. The result takes a list of inputs and empties it, so that each input is freed after its last
     use.
     """

@@ -88,9 +88,7 @@ class Objects:
             self.kv = tensorstore.KvStore.open(url_spec(self.url), context=context()).result()
         except ValueError as error:
             why = str(error).removeprefix(f'Parsing spec from url: "{self.url.rstrip("/")}/": ')
-            raise ValueError(
-                f"{self.url}: names no store ({why}); use s3://bucket/path, gs://bucket/path or file:///path"
-            ) from None
+            raise ValueError(f"{self.url}: names no store ({why}); use s3://bucket/path, gs://bucket/path or file:///path") from None
 
     def names(self) -> list[str]:
         """The names of all objects below the URL."""

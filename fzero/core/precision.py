@@ -100,9 +100,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.matmul not in MATMULS:
-            raise ValueError(
-                f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}"
-            )
+            raise ValueError(f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}")
 
     @property
     def has_master(self) -> bool:

@@ -76,9 +76,7 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
     if missing or extra:
         said = []
         if missing:
-            said.append(
-                f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            )
+            said.append(f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else ""))
         if extra:
             said.append("extra " + ", ".join(f"{n}{nearest(n, missing or wanted)}" for n in extra[:5]))
         raise ValueError(f"the leaves do not match the tree: {'; '.join(said)}")

@@ -53,9 +53,7 @@ class Build(NamedTuple):
     constants: dict[str, Any]
     config: dict[str, int]  # block sizes, and num_warps, num_stages
     matrix: bool = False  # the matrix units must be used (wgmma on sm_90)
-    wide: bool = (
-        True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
-    )
+    wide: bool = True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
     aligned: tuple[str, ...] = ()  # integer arguments that are multiples of 16
     spills: int = 0  # bytes of spills allowed; above 0 only with a reason in a comment
 
@@ -76,9 +74,7 @@ PTX_WIDE = r"\.v4\.b32|\.v2\.b64|, 0x10\b|, 16\b|bulk"
 ARCHS = {
     "sm_90": Arch(GPUTarget("cuda", 90, 32), 232448, r"wgmma\.mma_async", PTX_ACCESS, PTX_WIDE),
     "sm_80": Arch(GPUTarget("cuda", 80, 32), 166912, r"mma\.sync", PTX_ACCESS, PTX_WIDE),
-    "gfx942": Arch(
-        GPUTarget("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4"
-    ),
+    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4"),
 }
 
 
@@ -97,9 +93,7 @@ class Result(NamedTuple):
 def compile_build(arch: Arch, file: str, build: Build) -> Result:
     """Compile one build and read its code."""
     kernel = getattr(importlib.import_module(f"fzero.kernels.{file}"), build.kernel)
-    options = {
-        name: value for name, value in build.config.items() if name not in build.signature
-    }  # num_warps and the like
+    options = {name: value for name, value in build.config.items() if name not in build.signature}  # num_warps and the like
     constants = build.constants | {name: value for name, value in build.config.items() if name not in options}
     names = list(build.signature)
     attrs = {
@@ -117,9 +111,7 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
         registers, spilled = _assemble(code, arch.target.arch)
     else:
         code = compiled.asm["amdgcn"]
-        registers, spilled = (
-            int(re.findall(rf"\.{name}: +(\d+)", code)[-1]) for name in ("vgpr_count", "vgpr_spill_count")
-        )
+        registers, spilled = (int(re.findall(rf"\.{name}: +(\d+)", code)[-1]) for name in ("vgpr_count", "vgpr_spill_count"))
         spilled *= 4
     accesses = re.findall(arch.access, code)
     wide = sum(re.search(arch.wide, access) is not None for access in accesses)
@@ -164,9 +156,7 @@ def builds(pattern: str = "") -> Iterator[tuple[str, Build]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each build. Return 1 if one has a fault; exit with 2 if none matches."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code."
-    )
+    parser = argparse.ArgumentParser(prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code.")
     parser.add_argument("pattern", nargs="?", default="", help="only builds whose label contains this")
     parser.add_argument("--arch", choices=ARCHS, default="sm_90")
     args = parser.parse_args(arguments)
@@ -180,10 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for (_, build), r in zip(chosen, pool.map(compile_build, [ARCHS[args.arch]] * len(chosen), *zip(*chosen))):
-            sizes = (
-                f"{r.registers:9}  {r.spilled:6}  {r.shared / 1024:10.1f}  {r.matrix or '-':>6}  {r.wide:7} of "
-                f"{r.accesses}"
-            )
+            sizes = f"{r.registers:9}  {r.spilled:6}  {r.shared / 1024:10.1f}  {r.matrix or '-':>6}  {r.wide:7} of {r.accesses}"
             print(f"{build.label:{width}}  {sizes}  {r.wrong and 'WRONG: ' + r.wrong}".rstrip(), flush=True)
             wrong += bool(r.wrong)
     print(f"{len(chosen)} builds for {args.arch}, {wrong} wrong")

@@ -63,9 +63,7 @@ class Pattern:
         if self.kind == "full":
             return end
         size = self.size
-        own = (
-            query // size * size if self.kind in ("local", "fixed") else max(0, query - size + 1)
-        )  # where the near keys begin
+        own = query // size * size if self.kind in ("local", "fixed") else max(0, query - size + 1)  # where the near keys begin
         near, earlier = max(0, end - own), min(end, own)
         if self.kind == "strided":
             return near + max(0, earlier - query % size + size - 1) // size

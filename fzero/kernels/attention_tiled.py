@@ -45,9 +45,7 @@ def _run(what: str, q: Tensor, k: Tensor, tensors: list[Tensor | None], pattern:
         getattr(_library(), f"{what}_{DTYPES[q.dtype]}")(*pointers, ctypes.byref(shape))
 
 
-def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float
-) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float) -> tuple[Tensor, Tensor]:
     b, t, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -56,9 +54,7 @@ def _outputs(
     "tiled_forward(Tensor q, Tensor k, Tensor v, Tensor? documents, int[] pattern, float scale) -> (Tensor, Tensor)",
     _outputs,
 )
-def tiled_forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float
-) -> tuple[Tensor, Tensor]:
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float) -> tuple[Tensor, Tensor]:
     """(out like q, the log-sum-exp of each query's scores [B, H, T] in float32 or wider). pattern: (number of its kind,
     size, keep).
     """
@@ -121,14 +117,10 @@ def tiled_attention(
         q, k, v, *documents, out, lse = saved
         return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale)
 
-    return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(
-        q, k, v, *rest
-    )
+    return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(q, k, v, *rest)
 
 
-def supports(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object
-) -> str:
+def supports(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object) -> str:
     """The reason why it does not serve a call; "" if it does."""
     (b, t, h, dim), groups = q.shape, k.shape[2]
     if any(kind_of(x) != "cpu" for x in (q, k, v)):
@@ -136,10 +128,7 @@ def supports(
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of bfloat16, float32 or float64"
     if v.shape != k.shape or k.shape != (b, t, groups, dim) or h % max(1, groups):
-        return (
-            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as "
-            "keys, and as many values"
-        )
+        return f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as keys, and as many values"
     if q.dtype == torch.bfloat16 and dim % 2:
         return f"the head dim is {dim}; in bfloat16 it must be even"
     if documents is not None and documents.shape != (b, t):

@@ -108,9 +108,7 @@ class ValueAndGradients:
     def scale(self, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients times `grad`; empty tensors for those not needed."""
         if not self.kept and not self.again:
-            raise RuntimeError(
-                f"{self.what}: with overwrite=True the logits are gone, so there is no second backward pass"
-            )
+            raise RuntimeError(f"{self.what}: with overwrite=True the logits are gone, so there is no second backward pass")
         gradients = self.kept.pop() if self.kept else self.make(*tensors)[1]
         return tuple(grad.new_empty(0) if g is None else scale_(g, grad) for g in gradients)
 
@@ -168,11 +166,7 @@ def _supports(logits: Tensor, targets: Tensor, mask: Tensor | None = None, **opt
 
 
 def _prefers(logits: Tensor, *rest: Any, **options: Any) -> str:
-    return (
-        ""
-        if logits.numel() >= LARGE
-        else f"on less than {LARGE} logits its overhead, a fifth of a millisecond, is above what it saves"
-    )
+    return "" if logits.numel() >= LARGE else f"on less than {LARGE} logits its overhead, a fifth of a millisecond, is above what it saves"
 
 
 cross_entropy = Op(

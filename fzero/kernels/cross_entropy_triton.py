@@ -32,9 +32,7 @@ TWO_FIT = 65536  # columns
 def _tanh(x):
     # As 2 s(2x) - 1 it cancels near 0, where the series takes over.
     square = x * x
-    series = x * (
-        1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0))))
-    )
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))))
     return tl.where(square < 0.09, series, tl.sigmoid(x * 2.0) * 2.0 - 1.0)
 
 
@@ -206,9 +204,7 @@ def launch(
             "RAGGED": ragged,
         }
         arguments = (logits, to, targets.contiguous(), statistics, stride, out_stride, columns, first, *weights)
-        tuning.launch(
-            _cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=held
-        )
+        tuning.launch(_cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=held)
     return statistics
 
 
@@ -246,8 +242,6 @@ def builds() -> Iterator[Build]:
             for config in configs if terms else configs[:1]:
                 label = f"_cross_entropy {columns} {what} {config['BLOCK']}"
                 # For short rows most accesses are the few to single numbers.
-                yield Build(
-                    label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384
-                )
+                yield Build(label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384)
     signature = {"X": "*bf16", "FACTOR": "*fp32", "n": "i64", "BLOCK": "constexpr"}
     yield Build("_scale", "_scale", signature, {}, {"BLOCK": 4096, "num_warps": 8}, aligned=("n",))

@@ -50,9 +50,7 @@ RECIPES = {"tensorwise": Recipe(False, False, E4M3, E5M2), "rowwise": Recipe(Tru
 def recipe_of(scaling: str) -> Recipe:
     """The recipe of this name; raises ValueError naming those there are."""
     if scaling not in RECIPES:
-        raise ValueError(
-            f"float8: scaling is {scaling!r}{nearest(scaling, RECIPES)}; it must be one of {', '.join(RECIPES)}"
-        )
+        raise ValueError(f"float8: scaling is {scaling!r}{nearest(scaling, RECIPES)}; it must be one of {', '.join(RECIPES)}")
     return RECIPES[scaling]
 
 
@@ -244,13 +242,9 @@ float8_linear = Op(
     "float8_linear",
     float8_linear_reference,
     Form("scaled_mm", _linear_form(float8_product), supports=_supports, prefers=on_cuda),
-    Form(
-        "emulated", _linear_form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""
-    ),
+    Form("emulated", _linear_form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""),
     flops=lambda x, w, scaling="tensorwise": 2 * x.numel() * w.shape[1],
-    bytes=lambda x, w, scaling="tensorwise": (
-        (x.numel() + w.numel() + x.numel() // w.shape[0] * w.shape[1]) * x.element_size()
-    ),
+    bytes=lambda x, w, scaling="tensorwise": (x.numel() + w.numel() + x.numel() // w.shape[0] * w.shape[1]) * x.element_size(),
 )
 
 

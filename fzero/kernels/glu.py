@@ -116,11 +116,7 @@ def _fused(what: str, gelu: bool) -> Fused:
 def _supports(a: Tensor, b: Tensor) -> str:
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         return f"the dtypes are {a.dtype} and {b.dtype}; it takes two of float32, bfloat16 or float16"
-    return (
-        triton_runs(a, b)
-        if a.shape == b.shape
-        else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
-    )
+    return triton_runs(a, b) if a.shape == b.shape else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
 
 
 def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], gelu: bool) -> Op:

@@ -68,9 +68,7 @@ def reference(
     """
     logits = x @ w.to(x.dtype).T
     if axis.size == 1:
-        return cross_entropy_reference(
-            logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap
-        )
+        return cross_entropy_reference(logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap)
     y = cap_logits(widen(logits), cap)
     here = y.shape[-1]
     terms = Terms(z_loss, smoothing, cap, axis.rank * here, axis.size * here)
@@ -81,9 +79,7 @@ def reference(
     m = all_gather(y.detach().amax(-1)[None], axis, leaf="head").amax(0)
     at_target = torch.gather(y, -1, torch.where(own, column, 0)[:, None])[:, 0]
     at_target = torch.where(own, at_target, torch.where(targets == WRONG, math.nan, 0.0))
-    exps, at_target, sums = psum(
-        torch.stack((torch.exp(y - m[:, None]).sum(-1), at_target, y.sum(-1))), axis, leaf="head"
-    )
+    exps, at_target, sums = psum(torch.stack((torch.exp(y - m[:, None]).sum(-1), at_target, y.sum(-1))), axis, leaf="head")
     return total_loss(torch.stack((m + torch.log(exps), at_target, sums), -1), targets, terms)
 
 
@@ -150,9 +146,7 @@ def _run(
         if axis.size == 1:
             statistics, g = rows_of(logits, its, None, terms, any(wants), how, overwrite=True)
         else:
-            statistics = _gather_statistics(
-                rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis
-            )
+            statistics = _gather_statistics(rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis)
             g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if any(wants) else None
         made.append(statistics)
         if dx is not None:
@@ -182,9 +176,7 @@ def _chunked(
     terms = Terms(z_loss, smoothing, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
     wants = needs_grad(x), needs_grad(w)
-    make = functools.partial(
-        _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, wants
-    )
+    make = functools.partial(_run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, wants)
     return ValueAndGradients("linear_cross_entropy", make)(x, w, targets) if any(wants) else make(x, w, targets)[0]
 
 

@@ -63,9 +63,7 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, scale: Tensor, eps: floa
     return rms_norm_reference(total, scale, eps), total
 
 
-def add_layer_norm_reference(
-    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_layer_norm_reference(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(layer_norm of the sum, the sum x + residual): the definition."""
     total = x + residual
     return layer_norm_reference(total, scale, bias, eps), total
@@ -261,9 +259,7 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
-def _forward(
-    x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(normed, the sum, statistics): see the operators."""
     layer, add, m, n = bias is not None, residual is not None, math.prod(x.shape[:-1]), x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -298,9 +294,7 @@ def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> t
     "add_norm_forward(Tensor x, Tensor residual, Tensor scale, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     lambda x, residual, scale, bias, eps: (x.new_empty(x.shape), x.new_empty(x.shape), _stats_like(x, bias)),
 )
-def add_norm_forward(
-    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def add_norm_forward(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum normed, the sum x + residual, statistics of the sum as of norm_forward)."""
     return _forward(x, residual, scale, bias, eps)
 

@@ -61,11 +61,7 @@ def on_cuda(*args: Any, **options: Any) -> str:
     """The reason why "auto" should not take a Triton kernel: in the interpreter it only serves to check numbers. "" on
     CUDA.
     """
-    return (
-        ""
-        if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor))
-        else "interpreted, for checking numbers alone"
-    )
+    return "" if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor)) else "interpreted, for checking numbers alone"
 
 
 class Fused(NamedTuple):

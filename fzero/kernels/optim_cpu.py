@@ -28,10 +28,7 @@ MANY = 1 << 22  # elements from which compiling pays
 class _Leaf(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("p", "g", "m", "v", "m_scales", "v_scales", "copy")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("n", "columns", "gradient", "state", "copied", "stochastic", "key0", "key1")
-        ),
+        *((name, ctypes.c_int64) for name in ("n", "columns", "gradient", "state", "copied", "stochastic", "key0", "key1")),
         *((name, ctypes.c_int64) for name in ("first", "size0", "stride0", "size1", "stride1")),
         ("decay", ctypes.c_double),
     ]
@@ -39,10 +36,7 @@ class _Leaf(ctypes.Structure):
 
 class _Rates(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_float)
-            for name in ("rate", "correct1", "root_correct2", "b1", "c1", "b2", "c2", "eps", "factor")
-        ),
+        *((name, ctypes.c_float) for name in ("rate", "correct1", "root_correct2", "b1", "c1", "b2", "c2", "eps", "factor")),
         ("coupled", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in ("count", "block", "threads")),
     ]
@@ -107,10 +101,7 @@ def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
         if any(kind_of(x) != "cpu" for x in tensors):
             return "a tensor is not on the CPU"
         if leaf.p.dtype != torch.float32 or leaf.g.dtype not in (torch.float32, torch.bfloat16):
-            return (
-                f"the dtypes are {leaf.p.dtype} and {leaf.g.dtype}; it takes float32 with a gradient in float32 "
-                "or bfloat16"
-            )
+            return f"the dtypes are {leaf.p.dtype} and {leaf.g.dtype}; it takes float32 with a gradient in float32 or bfloat16"
         kept = {x.dtype for x in leaf.state[:moments]}
         if len(kept) > 1 or not kept <= {torch.float32, torch.bfloat16, torch.uint8}:
             return f"the state is in {' and '.join(sorted(map(str, kept)))}; it takes float32, bfloat16 or 8 bits"

@@ -52,9 +52,7 @@ def make_place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, .
     """The Place of the elements [start, start + shape) of a leaf of shape `whole`; raises ValueError where more than
     three dims are cut.
     """
-    runs: list[
-        list[int]
-    ] = []  # [size, stride, offset], innermost first: dims that lie whole join the one outside of them
+    runs: list[list[int]] = []  # [size, stride, offset], innermost first: dims that lie whole join the one outside of them
     stride = 1
     for size, begin, full in reversed(list(zip(shape, start, whole))):
         if runs and runs[-1][0] * runs[-1][1] == stride:
@@ -64,8 +62,7 @@ def make_place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, .
         stride *= full
     if len(runs) > 3:
         raise ValueError(
-            f"a shard {list(shape)} of a leaf {list(whole)} is cut in {len(runs)} dims; an optimizer's rounding "
-            "knows up to three"
+            f"a shard {list(shape)} of a leaf {list(whole)} is cut in {len(runs)} dims; an optimizer's rounding knows up to three"
         )
     first = sum(offset for _, _, offset in runs)
     size0 = runs[0][0] if len(runs) > 1 else 1 << 62
@@ -126,11 +123,7 @@ def draw_words(begin, ROW, k0, k1, PLACED: tl.constexpr, QUADS: tl.constexpr, BL
     first = tl.load(ROW)
     STEP: tl.constexpr = 4 if QUADS else 1
     e = begin + tl.arange(0, BLOCK // STEP) * STEP
-    e = (
-        _place(e, first, tl.load(ROW + 1), tl.load(ROW + 2), tl.load(ROW + 3), tl.load(ROW + 4))
-        if PLACED
-        else first + e
-    )
+    e = _place(e, first, tl.load(ROW + 1), tl.load(ROW + 2), tl.load(ROW + 3), tl.load(ROW + 4)) if PLACED else first + e
     w0, w1, w2, w3 = _block_words(e >> 2, k0, k1)
     if QUADS:
         drawn = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])

@@ -36,9 +36,7 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     infinity or a NaN has scale infinity and codes 0. The bits do not depend on whether the compiler fuses products and
     sums.
     """
-    LARGEST: tl.constexpr = (
-        127.0 if KIND == "int8" else (7.0 if KIND == "int4" else (448.0 if KIND == "fp8_e4m3" else 57344.0))
-    )
+    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else (7.0 if KIND == "int4" else (448.0 if KIND == "fp8_e4m3" else 57344.0))
     # As integers magnitudes are ordered too, with infinity and NaN at the top, which a maximum of floats may drop.
     magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     absmax = magnitude.to(tl.float32, bitcast=True)
@@ -50,9 +48,7 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     if KIND == "int8" or KIND == "int4":
         return _round_to_int(y, word, STOCHASTIC), scale
     MANTISSA: tl.constexpr = 3 if KIND == "fp8_e4m3" else 2
-    LOWEST: tl.constexpr = (
-        121 if KIND == "fp8_e4m3" else 113
-    )  # float32's exponent field of the format's smallest normal number
+    LOWEST: tl.constexpr = 121 if KIND == "fp8_e4m3" else 113  # float32's exponent field of the format's smallest normal number
     bits = y.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
     step = ((254 + MANTISSA) - exponent) << 23  # the bits of 1 / (the distance of the format's numbers around y)

@@ -81,9 +81,7 @@ class Explanation:
     def __str__(self) -> str:
         """The form and its costs, and a line for each form that was passed over."""
         cost = f"{self.flops:,} FLOP, {self.bytes:,} bytes at least"
-        return "\n".join(
-            [f"{self.op}: {self.chosen} ({cost})", *(f"  not {name}: {why}" for name, why in self.reasons.items())]
-        )
+        return "\n".join([f"{self.op}: {self.chosen} ({cost})", *(f"  not {name}: {why}" for name, why in self.reasons.items())])
 
 
 class Op:
@@ -146,9 +144,7 @@ def op(name: str) -> Op:
     for file in FILES:
         importlib.import_module(f"fzero.kernels.{file}")
     if name not in OPS:
-        raise ValueError(
-            f"there is no operation {name!r}{nearest(name, OPS)}; the operations are {', '.join(sorted(OPS))}"
-        )
+        raise ValueError(f"there is no operation {name!r}{nearest(name, OPS)}; the operations are {', '.join(sorted(OPS))}")
     return OPS[name]
 
 
@@ -206,9 +202,7 @@ class Kernels:
             elif part in ("auto", "reference"):
                 default = part
             else:
-                raise ValueError(
-                    f"kernels: {part!r} is neither auto, reference nor OPERATION=FORM, e.g. attention=blocked"
-                )
+                raise ValueError(f"kernels: {part!r} is neither auto, reference nor OPERATION=FORM, e.g. attention=blocked")
         return cls(default, tuple(sorted(by_op.items())))
 
     def __str__(self) -> str:

@@ -116,15 +116,11 @@ def launch(
     device, name = arguments[0].device, kernel.__name__
     chosen = config(name, shape, default or configs[0], device)
     if _SEARCHING and device.type == "cuda" and _key(name, shape) not in _read(cache_file(device)):
-        copies = [
-            _copy(a) if isinstance(a, torch.Tensor) else a for a in arguments
-        ]  # a kernel may write where it reads
+        copies = [_copy(a) if isinstance(a, torch.Tensor) else a for a in arguments]  # a kernel may write where it reads
 
         def seconds(config: Config) -> float:
             try:
-                return triton.testing.do_bench(
-                    lambda: kernel[grid(config)](*copies, **constants, **config), return_mode="median"
-                )
+                return triton.testing.do_bench(lambda: kernel[grid(config)](*copies, **constants, **config), return_mode="median")
             except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
                 return float("inf")
 

@@ -19,9 +19,7 @@ from fzero.kernels.registry import AUTO, Kernels
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
 from fzero.sharding.unshard import fetching, unshard_tree
 
-Batch = dict[
-    str, Tensor
-]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
+Batch = dict[str, Tensor]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
 
 
 class MakeLeaf(Protocol):
@@ -99,9 +97,7 @@ class Model(NamedTuple):
     block: Callable[[Tree, Any, Ctx], Any]  # (one layer's slice of params["blocks"], x) -> x
     head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> this rank's sums
     logits: Callable[[Tree, Any, Ctx], Tensor]  # x -> [B, T, V], for sampling
-    rules: Callable[
-        [Mesh], Rules[str]
-    ]  # rules from leaf names to Spec texts; raises ValueError if the mesh does not divide the model
+    rules: Callable[[Mesh], Rules[str]]  # rules from leaf names to Spec texts; raises ValueError if the mesh does not divide the model
     shared: tuple[str, ...] = ()  # leaves under embed/ that the head uses too (tied embeddings)
 
 
@@ -200,16 +196,13 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
     shape = batch["tokens"].shape
     for name in ("tokens", "targets", "mask", "documents"):
         if name in batch and batch[name].shape != shape:
-            raise ValueError(
-                f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree"
-            )
+            raise ValueError(f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree")
     if shape[-1] > model.config.max_len:
         raise ValueError(f"the sequences have {shape[-1]} tokens and the model takes {model.config.max_len} (max_len)")
     tp = ctx.mesh["tp"].size
     if ctx.sequence and shape[-1] % tp:
         raise ValueError(
-            f"sequence parallelism: the sequences have {shape[-1]} tokens, not divisible by tp={tp}; use "
-            f"{-(-shape[-1] // tp) * tp}"
+            f"sequence parallelism: the sequences have {shape[-1]} tokens, not divisible by tp={tp}; use {-(-shape[-1] // tp) * tp}"
         )
 
 

@@ -39,9 +39,7 @@ class Split(NamedTuple):
     dim: int
     size: int
     name: str
-    kind: str = (
-        "size"  # or "heads", "kv heads": kv heads may be fewer than tp; then each serves the same number of ranks
-    )
+    kind: str = "size"  # or "heads", "kv heads": kv heads may be fewer than tp; then each serves the same number of ranks
 
 
 def expect_divisible(mesh: Mesh, *splits: Split) -> None:
@@ -58,8 +56,7 @@ def expect_divisible(mesh: Mesh, *splits: Split) -> None:
             has = f"size {split.size}" if split.kind == "size" else f"{split.size} heads ({split.name})"
             fix = f"{'pad' if split.kind == 'size' else 'change'} {split.name} to {-(-split.size // tp) * tp}"
             raise ValueError(
-                f"{split.leaf}: dim {split.dim} has {has}, not divisible by tp={tp}; use tp in "
-                f"{{{', '.join(allowed)}}} or {fix}"
+                f"{split.leaf}: dim {split.dim} has {has}, not divisible by tp={tp}; use tp in {{{', '.join(allowed)}}} or {fix}"
             )
 
 
@@ -134,11 +131,7 @@ def dropout_active(rate: float, ctx: Ctx) -> bool:
 
 def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     """x + dropout(h)."""
-    return (
-        dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"])
-        if dropout_active(rate, ctx)
-        else x + h
-    )
+    return dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"]) if dropout_active(rate, ctx) else x + h
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
@@ -238,8 +231,7 @@ def expect_plain(ctx: Ctx) -> None:
     """Raise ValueError if the MLP cannot be computed in tiles because it multiplies in float8."""
     if ctx.matmul:
         raise ValueError(
-            f"mlp_tiles is {ctx.tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
-            "form; use mlp_tiles=1"
+            f"mlp_tiles is {ctx.tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 form; use mlp_tiles=1"
         )
 
 

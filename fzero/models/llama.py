@@ -81,9 +81,7 @@ RULES = (
     (r"^blocks/norm_", "[L/pp, D]"),
     (r"^head/norm/", "[D]"),
 )
-SHARED_KV_RULES = (
-    (r"/attn/w_[kv]$", "[L/pp, D, G] +tp"),
-)  # fewer heads than ranks: each rank holds all of them and uses one
+SHARED_KV_RULES = ((r"/attn/w_[kv]$", "[L/pp, D, G] +tp"),)  # fewer heads than ranks: each rank holds all of them and uses one
 MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp, F/tp, D]"))
 
 
@@ -129,9 +127,7 @@ def attend(c: LlamaConfig, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor
     """Return (x after the attention half of a block, the same normalised for the feed-forward half)."""
     h = norm(p["norm_1"], x, c.norm_eps, ctx)
     frequencies, pattern = (c.key_dim, c.rope_theta, c.rope_scaling), Pattern.parse(c.pattern)
-    h = self_attention(
-        p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies
-    )
+    h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies)
     return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
 
 

@@ -100,9 +100,7 @@ def mixtral(config: MoEConfig) -> Model:
 
     def embed_with_statistics(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
-        zeros = torch.zeros(
-            x.shape[0], c.n_experts, dtype=torch.promote_types(ctx.dtype, torch.float32), device=x.device
-        )
+        zeros = torch.zeros(x.shape[0], c.n_experts, dtype=torch.promote_types(ctx.dtype, torch.float32), device=x.device)
         return {"x": x, "load": zeros, "prob": zeros, "z": zeros[:, 0]}
 
     def block(p: Tree, state: Tree, ctx: Ctx) -> Tree:

@@ -79,9 +79,7 @@ def mlp(config: MLPConfig) -> Model:
         return vocabulary_logits(enter(x, ctx, "head"), params["head"]["w"], ctx)
 
     def rules(mesh: Mesh) -> Rules[str]:
-        expect_divisible(
-            mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), Split("embed/tokens", 0, c.vocab_size, "vocab_size")
-        )
+        expect_divisible(mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), Split("embed/tokens", 0, c.vocab_size, "vocab_size"))
         return RULES
 
     return Model(config, init, embed, block, head, logits, rules)

@@ -82,9 +82,7 @@ def preset(name: str) -> ModelConfig:
     12
     """
     if name not in PRESETS:
-        raise ValueError(
-            f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}"
-        )
+        raise ValueError(f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 

@@ -24,12 +24,8 @@ from fzero.run.build import Job, all_on_disk, num_params, specs_of
 from fzero.run.evaluate import evaluate_all
 from fzero.run.generate import generate
 from fzero.run.measure import attempts
-<<<<<<< HEAD
-from fzero.run.measure.log import Meter, format_duration, metrics_row, metrics_writer
-=======
 from fzero.run.measure.flops import token_flop
-from fzero.run.measure.log import Meter, clock, numbers, recorder
->>>>>>> deletions
+from fzero.run.measure.log import Meter, format_duration, metrics_row, metrics_writer
 from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.step_records import Chosen, chosen, recording
 from fzero.run.memory_check import snapshot_room
@@ -43,63 +39,8 @@ from fzero.sharding.whole_on_first import whole_on_first
 from fzero.train.state import TrainState
 
 
-<<<<<<< HEAD
 def train(attempt: Attempt, state: TrainState) -> int:
     """Train from `state` to the attempt's last step, and show a sample; returns the signal that stopped the training, or 0.
-=======
-
-class Options(NamedTuple):
-    """What does not change the numbers of a run."""
-
-    stop_at: int | None = None  # end early, resumably
-    peak_flops: float = 0.0  # of MFU, of all processes together; 0: the measured rate of products
-    peak_measured: bool = False  # whether that was measured: by `fzero bench`, or at the start
-    profile: str = ""  # "FROM-TO": the steps of this attempt, from 1 on, of which a trace is written
-    sample: str = "def "  # prompt of the text shown at the end; "" for none
-    say: Say = print
-    bar: bool = False  # a progress bar on stderr in place of lines
-
-
-def finish(program: Job, state: TrainState, folder: Path, path: Path, team: Coordinator, options: Options) -> int:
-    """Train, then show a sample; returns the signal that stopped the training, or 0."""
-    config, say, measured = program.config, options.say, not options.peak_flops
-    if measured:
-        rate = team.size * team.share(lambda: machine.peak_rate(program.policy.compute, team.local_size))
-        options = options._replace(peak_flops=rate, peak_measured=True)
-    until = min(config.train.steps, options.stop_at or config.train.steps)
-    size = data.open_tokens(path).tokens.shape[0]
-    say(f"{config.preset or 'model'}: {num_params(program):,} parameters; run folder {folder}")
-    say(f"{path}: {size:,} tokens; {config.train.batch} x {config.data.seq_len} a step")
-    if team.size > 1:
-        say(str(program.plan).splitlines()[0])
-    for line in told_of_offload(program):
-        say(line)
-    rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
-    where = f" for {team.size} processes" * (team.size > 1)
-    say(f"MFU: model FLOPs (6N + 12LTD) over {'the' if measured else 'the given'} {rate}{f' measured here{where}' if measured else ''}")
-    begin = time.perf_counter()
-    state, stopped = train(program, state, folder, path, until, team, options)
-    step, rows = int(state.step), list(run_folder.read_metrics(folder)) if team.first else []
-    if step < config.train.steps:
-        say(f"stopped after step {step} of {config.train.steps}; go on with: {run_folder.command(team.size)} --out {folder} --resume")
-        return stopped
-    last = next((row for row in reversed(rows) if "val_loss" in row), {})
-    seconds = time.perf_counter() - begin
-    say(f"{step} steps in {clock(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} nats per token" + per_byte(last))
-    where = program.space.folder if all_on_disk(program) else f"{config.train.checkpoints or run_folder.CHECKPOINTS}/step-{step:08d}"
-    say(f"written: {folder}/metrics.jsonl, {where}")
-    params = best_params(program, state) if options.sample else ()
-    if options.sample and team.first:
-        say(f"a sample (fzero sample {folder} --prompt ...):\n")
-        say(sample_text(program, params, folder, options.sample))
-    return stopped
-
-
-def train(
-    program: Job, state: TrainState, folder: Path, path: Path, until: int, team: Coordinator, options: Options
-) -> tuple[TrainState, int]:
-    """(the state after step `until`, or after the step in which a signal came to any rank; the signal, or 0).
->>>>>>> deletions
 
     A step that went wrong is made again, from a checkpoint, where the config's `guard` says so.
     """
@@ -199,12 +140,8 @@ def measure_steps(attempt: Attempt, first: int) -> Iterator[tuple[Meter, Chosen,
 
     The function takes the state, the batch and the step's number.
     """
-<<<<<<< HEAD
     job, folder, _, coordinator, options = attempt
-    flop, t, until = attempts.flop_of(job), job.config.train, attempt.last_step
-=======
-    flop, t = token_flop(program), program.config.train
->>>>>>> deletions
+    flop, t, until = token_flop(job), job.config.train, attempt.last_step
     which = chosen(first, until, t.measure_every > 0, steps_of(options.profile, first) if options.profile else (0, 0))
     number = 0
     if coordinator.first:
@@ -218,11 +155,11 @@ def measure_steps(attempt: Attempt, first: int) -> Iterator[tuple[Meter, Chosen,
 
 
 def measure_peak(attempt: Attempt) -> Attempt:
-    """The attempt with the rate of products that MFU is a fraction of, measured on all ranks at the same time where none was given."""
+    """The attempt with the rate of products that MFU is a fraction of, measured where none was given."""
     if attempt.options.peak_flops:
         return attempt
-    # At the same time on all ranks: they share the cores of a host.
-    rate = sum(attempt.coordinator.gather(machine.gemm_rate(attempt.job.policy.compute)))
+    coordinator = attempt.coordinator
+    rate = coordinator.size * coordinator.share(lambda: machine.peak_rate(attempt.job.policy.compute, coordinator.local_size))
     return attempt._replace(options=attempt.options._replace(peak_flops=rate, peak_measured=True))
 
 

@@ -15,20 +15,12 @@ from fzero.core.tables import Table
 from fzero.data.tokens import read_meta
 from fzero.run import corpus, machine, run_folder
 from fzero.run import weights as weights_module
-<<<<<<< HEAD
 from fzero.run.attempt import Attempt, Options
-from fzero.run.build import build, first_state, flop_per_token, num_params
-from fzero.run.config import RunConfig
-from fzero.run.config_checks import check_vocabulary
-from fzero.run.config_table import from_json, to_json, updated
-=======
 from fzero.run.build import build, first_state, num_params
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import check_vocabulary
 from fzero.run.config_table import from_json, to_json, updated
-from fzero.run.loop import ALONE, Options, finish
 from fzero.run.measure.flops import token_flop
->>>>>>> deletions
 from fzero.run.memory_check import check_memory
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
@@ -81,27 +73,10 @@ def start(
         check_vocabulary(config, path)
         compare_corpus(path, coordinator)
         corpus.open_data(config, path, mesh)
-<<<<<<< HEAD
         attempt = Attempt(job, folder, path, coordinator, options)
         state = first_state(job, weights.params if weights else None)
         if coordinator.first:
             create_folder(attempt, init)
-=======
-        state = first_state(program, weights.params if weights else None)
-        if team.first:
-            run_folder.create(
-                folder,
-                config,
-                data.load_tokenizer(path),
-                corpus=run_folder.DATA if path == folder / run_folder.DATA else str(path.resolve()),
-                corpus_sha256=corpus.digest(path),
-                init=str(init.resolve()) if init else "",
-                num_params=num_params(program),
-                flop_per_token=token_flop(program).model,
-                processes=team.size,
-            )
-            auto_resume.begun(folder)
->>>>>>> deletions
     except BaseException:
         if coordinator.first:
             run_folder.clear_folder(folder, keep=there)
@@ -122,7 +97,7 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
         corpus_sha256=corpus.corpus_digest(path),
         init=str(init.resolve()) if init else "",
         num_params=num_params(job),
-        flop_per_token=flop_per_token(job),
+        flop_per_token=token_flop(job).model,
         processes=coordinator.size,
     )
     auto_resume.remove_marker(folder)
@@ -220,25 +195,14 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
         lines.append(machine.share_cores(coordinator.local_size))
 
     def decide() -> tuple[str, list[str]]:
-<<<<<<< HEAD
-        decided, reasons = machine.settle(config)
+        decided, reasons = machine.resolve_here(config)
         return to_json(decided), reasons
-=======
-        resolved, lines = machine.resolve_here(config)
-        return to_json(resolved), lines
->>>>>>> deletions
 
     text, reasons = coordinator.share(decide)
     config = from_json(text)
-<<<<<<< HEAD
     if not coordinator.first:
-        machine.settle(config)  # nothing is left to decide: it sets, and refuses what is not here
-    return config, mesh, [*lines, *reasons]
-=======
-    if not team.first:
         machine.resolve_here(config)  # nothing is left to decide: it sets, and refuses what is not here
-    return config, mesh, [*lines, *said]
->>>>>>> deletions
+    return config, mesh, [*lines, *reasons]
 
 
 def compare_corpus(path: Path, coordinator: Coordinator) -> None:

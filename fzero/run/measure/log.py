@@ -16,7 +16,7 @@ from fzero.run import run_folder
 from fzero.run.build import Job
 from fzero.run.corpus import Say
 from fzero.run.measure import norms
-from fzero.run.measure.attempts import Flop
+from fzero.run.measure.flops import TokenFlop
 from fzero.run.measure.rank_times import RankTimes
 from fzero.run.measure.timer import Clock
 from fzero.train.state import TrainState
@@ -42,7 +42,7 @@ def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
 class Meter:
     """The times and rates in the rows of an attempt. Every rank has one. peak_flops: FLOP/s of all processes together."""
 
-    def __init__(self, job: Job, flop: Flop, peak_flops: float) -> None:
+    def __init__(self, job: Job, flop: TokenFlop, peak_flops: float) -> None:
         self.job, self.flop, self.peak = job, flop, peak_flops
         space = job.space
         self.clock = Clock(waited=None if space is None else lambda: space.moved().waited_s)

@@ -157,7 +157,12 @@ def kill_sibling(process: int) -> None:
 def progress_of(coordinator: Coordinator) -> tuple[object, ...]:
     """A value that changes whenever the main thread makes progress."""
     agreement = coordinator.at.agreement if coordinator.at is not None else None
-    return coordinator.step, coordinator.asked, coordinator.waiting, *((agreement.number, agreement.waiting) if agreement is not None else ())
+    return (
+        coordinator.step,
+        coordinator.asked,
+        coordinator.waiting,
+        *((agreement.number, agreement.waiting) if agreement is not None else ()),
+    )
 
 
 def beat_of(coordinator: Coordinator, number: int, idle_s: float, main: int | None) -> Beat:

@@ -123,7 +123,7 @@ def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int)
 
 
 def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
-    """Raise FloatingPointError, on all ranks, where they compute or hold different values of what should be one (see train/sdc_check.py)."""
+    """Raise FloatingPointError, on all ranks, if they compute or hold different values of one thing (see train/sdc_check.py)."""
     lines = job.check(state, part)
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
