@@ -261,7 +261,7 @@ def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
     said = json.loads((copy / "environment.json").read_text())
     (copy / "environment.json").write_text(json.dumps({**said, "threads": 3}))
     before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr(again, "numbers", lambda *given: seen.append(torch.get_num_threads()) or metrics_row(*given))
+    monkeypatch.setattr(again, "metrics_row", lambda *given: seen.append(torch.get_num_threads()) or metrics_row(*given))
     replay(copy, 5)
     assert seen == [3, 3] and torch.get_num_threads() == before
     seen.clear()
