@@ -70,13 +70,10 @@ def zero_bytes(model: Any, stage: int, ranks: int) -> int:
     """
     if isinstance(model, float):
         model = {"w": torch.empty(1024, -(-int(model) // 1024), device="meta")}
-    mesh, policy = fake_mesh({"dp": ranks}), precision.bf16()
-    made = fzero.zero_plan(stage, model, mesh)
-    state = meta_state(optim.adamw(1e-3), made, mesh, policy, ema=False)
+    made = fzero.zero_plan(stage, model, fake_mesh({"dp": ranks}), policy=precision.bf16())
+    state = meta_state(made, optim.adamw(1e-3))
     held = sum(x.numel() * x.element_size() for x in pytree.leaves((state.params, state.master, state.opt_state)) if x.dim())
-    specs = pytree.named_leaves(made.grads)
-    leaves = pytree.named_leaves(made.like).items()
-    return held + sum(local_numel(x.shape, specs[name], made.sizes) for name, x in leaves) * policy.param.itemsize
+    return held + sum(local_numel(leaf.shape, leaf.grads, made.sizes) * leaf.dtype.itemsize for leaf in made.leaves.values())
 
 
 def agrees(said: str, bytes_: int) -> bool:

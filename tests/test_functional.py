@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from close import assert_close
+from close import assert_close, assert_same
 from law_cases import CASES, F64, FP64, MESH, MODELS, ROWS, batch_of, case_of, clone, make, plain_loss, plain_params
 
 import fzero
@@ -10,6 +10,7 @@ from fzero import optim
 from fzero.core import precision, prng, pytree
 from fzero.models import base
 from fzero.train import step as train
+from fzero.train.gradient import make_gradient
 
 every_case = pytest.mark.parametrize("case", CASES)
 every_model = pytest.mark.parametrize("model", MODELS)
@@ -204,3 +205,34 @@ def test_jacobian_by_reverse_mode_equals_that_by_forward_mode(model):
         return base.logits(model, changed, batch, base.Ctx(dtype=F64))[0, :2, :3]
 
     assert_close(torch.func.jacrev(logits_of)(leaf), torch.func.jacfwd(logits_of)(leaf), rtol=1e-8, atol=1e-10)
+
+
+def gradients(reduce, count):
+    """(the function of parameters that is the gradient of `count` micro-batches of two rows, the parameters), float32."""
+    case = case_of("mlp")
+    plan = fzero.zero_plan(0, case.source, MESH, reduce=reduce)
+    state = fzero.init_state(case.source, optim.sgd(0.1), plan, seed=3)
+    gradient, parts = make_gradient(case.loss_fn, plan, fzero.Execution()), [batch_of(i, 2) for i in range(count)]
+    return lambda params: gradient(state._replace(params=params), parts, 2, (), torch.ones(()))[0], state.params
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 7])
+def test_canonical_sums_under_transforms_have_the_streamed_bits(count):
+    canonical, params = gradients("canonical", count)
+    streamed = canonical(params)
+    # Parameters that need a gradient take the way that may be transformed.
+    found = canonical(pytree.map(lambda leaf: leaf.clone().requires_grad_(), params))
+    assert all(leaf.requires_grad for leaf in pytree.leaves(found))
+    assert_same(pytree.map(torch.detach, found), streamed)
+    batched = torch.func.vmap(canonical)(pytree.map(lambda leaf: torch.stack([leaf, leaf]), params))
+    assert_close(pytree.map(lambda leaf: leaf[1], batched), streamed, rtol=1e-5, atol=1e-6)
+
+
+def test_the_order_of_sums_can_be_seen_and_differentiated():
+    canonical, params = gradients("canonical", 7)
+    fast, _ = gradients("fast", 7)
+    needing = pytree.map(lambda leaf: leaf.clone().requires_grad_(), params)
+    pairs = list(zip(pytree.leaves(canonical(needing)), pytree.leaves(fast(needing))))
+    assert any(not torch.equal(a, b) for a, b in pairs)
+    square = lambda f: lambda p: sum((leaf**2).sum() for leaf in pytree.leaves(f(p)))  # noqa: E731
+    assert_close(torch.func.grad(square(canonical))(params), torch.func.grad(square(fast))(params), rtol=1e-4, atol=1e-5)

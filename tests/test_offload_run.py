@@ -122,7 +122,7 @@ def one_behind(policy, micro, steps=4):
     mesh = fzero.one_process()
     plan = fzero.zero_plan(0, MODEL, mesh, policy=policy)
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
-    gradient = make_gradient(MODEL, plan, mesh, Execution(policy))
+    gradient = make_gradient(MODEL, plan, Execution())
     state = fzero.init_state(MODEL, tx, plan, seed=0, ema=True)
     waiting, losses = None, []
     for i in range(steps):
@@ -130,7 +130,7 @@ def one_behind(policy, micro, steps=4):
         losses.append(float(total.total / total.num_tokens))
         grads = pytree.map(torch.clone, grads)
         if waiting is not None:
-            state = update_donated(tx, policy, plan, mesh, waiting, state, None, 0.9)
+            state = update_donated(tx, plan, waiting, state, None, 0.9)
         waiting = Gradients(grads, 1 / total.num_tokens.float(), optim.sharded(plan.opt, mesh, like=plan.like).norm(grads))
     return losses, state
 

@@ -141,7 +141,7 @@ def test_a_sum_in_the_hosts_memory_takes_what_comes_from_the_device():
     with FakeDevice(H100) as mode:
         model = models.build(CONFIGS["llama"])
         plan = fzero.zero_plan(3, model, mesh, offload="grads=host,opt=host")
-        reducer = GradientReducer(plan, mesh, torch.float32, torch.float32, parts=2)
+        reducer = GradientReducer(plan, parts=2)
         key, value = ("", pytree.names(plan.like)[-1], None), torch.zeros(64, device=mode.device)
         for _ in range(2):
             reducer.place(key, value)

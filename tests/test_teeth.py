@@ -13,6 +13,7 @@ from fzero.core import precision, prng, pytree, stack
 from fzero.kernels import attention, attention_blocked, attention_pattern, cross_entropy_rows, moe
 from fzero.models import base, layers
 from fzero.optim import leafwise, moment_storage
+from fzero.train import eval as evaluation
 from fzero.train import gradient, step
 from fzero.train.update import in_memory
 
@@ -75,7 +76,7 @@ def wrong_loss(monkeypatch, change):
 
         return make
 
-    wrap(monkeypatch, gradient, "Streamed", streamed)
+    wrap(monkeypatch, gradient, "StreamedModel", streamed)
     changed = lambda loss: lambda params, part, key, first: change(loss(params, part, key, first), first)  # noqa: E731
     wrap(monkeypatch, gradient, "functional", lambda f: lambda loss, *rest: f(changed(loss), *rest))
 
@@ -108,8 +109,14 @@ def count_of_at_least_one(monkeypatch):
 
 @caught_by(("evaluation llama", lambda: laws.evaluation(case_of("llama"))))
 def dropout_in_the_evaluation(monkeypatch):
-    keyed = lambda f: lambda model, params, batch, ctx, *rest: f(model, params, batch, ctx._replace(key=prng.key(0)), *rest)  # noqa: E731
-    monkeypatch.setattr(gradient, "base", SimpleNamespace(**{**vars(base), "loss": keyed(base.loss)}))
+    def keyed(original):
+        def make(*args):
+            forward = original(*args).forward
+            return SimpleNamespace(forward=lambda params, batch, key, first: forward(params, batch, prng.key(0), first))
+
+        return make
+
+    wrap(monkeypatch, evaluation, "StreamedModel", keyed)
 
 
 @caught_by(one_normalisation("mlp"), one_normalisation("gpt2"))
@@ -281,11 +288,11 @@ def average_left_out_when_donated(monkeypatch):
 
 
 def advance_optimizer(original):
-    def update(tx, policy, plan, mesh, grads, state, skipped, decay):
+    def update(tx, plan, grads, state, skipped, decay):
         if not bool(skipped):
-            return original(tx, policy, plan, mesh, grads, state, skipped, decay)
+            return original(tx, plan, grads, state, skipped, decay)
         zeros = pytree.map(torch.zeros_like, grads)
-        moved = original(tx, policy, plan, mesh, zeros, pytree.map(torch.clone, state), torch.tensor(False), decay)
+        moved = original(tx, plan, zeros, pytree.map(torch.clone, state), torch.tensor(False), decay)
         return state._replace(opt_state=moved.opt_state)
 
     return update
@@ -310,9 +317,9 @@ def scale_that_does_not_fall(monkeypatch):
 @caught_by(MASTER)
 def master_weights_not_used(monkeypatch):
     def outer(original):
-        def update(tx, policy, plan, mesh, grads, state, skipped, decay):
+        def update(tx, plan, grads, state, skipped, decay):
             narrow = pytree.map(lambda p, m: p.to(m.dtype), state.params, state.master)
-            return original(tx, policy, plan, mesh, grads, state._replace(master=narrow), skipped, decay)
+            return original(tx, plan, grads, state._replace(master=narrow), skipped, decay)
 
         return update
 

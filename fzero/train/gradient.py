@@ -128,17 +128,30 @@ Objective = Callable[..., base.Loss]  # (params, batch, key, first) -> Loss
 
 
 def functional(loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, Any]:
-    """(gradient in the layout at rest, losses of the parts) by torch.func.grad: what may itself be transformed."""
-    trained = plan.trained(params)
+    """(gradient in the layout at rest, losses of the parts) by torch.func.grad: what may itself be transformed.
+
+    Canonical sums follow the binary tree over the micro-batches that GradientReducer's do, in policy.accumulate.
+    """
+    trained, canonical = plan.trained(params), plan.reduce == "canonical"
 
     def objective(leaves: Tree, part: Any, first: Any) -> tuple[Tensor, base.Loss]:
         out = loss(plan.whole(leaves, params), part, key, first)
         return out.total * seed, out
 
     gradient = torch.func.grad(objective, has_aux=True)
-    total, losses = None, []
+    sums: list[tuple[int, Tree]] = []  # (terms, their sum): of a binary counter, largest first; fast sums have one entry
+    losses = []
     for part, first in zip(parts, firsts):
         grads, out = gradient(trained, part, first)
-        total = grads if total is None else pytree.map(torch.add, total, grads)
+        terms = 1
+        if canonical:
+            grads = pytree.map(lambda g: g.to(plan.policy.accumulate), grads)
+        while sums and (not canonical or sums[-1][0] == terms):
+            before, total = sums.pop()
+            terms, grads = terms + before, pytree.map(torch.add, total, grads)
+        sums.append((terms, grads))
         losses.append(out)
+    _, total = sums.pop()
+    while sums:
+        total = pytree.map(torch.add, sums.pop()[1], total)
     return total, losses
