@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.comm.agreement import RankError
 from fzero.comm.communicator import Communicator, Pending, pending_of, tree_sum
 from fzero.comm.ledger import Ledger, Row
 from fzero.comm.operators import ops
 from fzero.core.device import is_traced
+from fzero.core.torch_private import FakeTensor
 
 __all__ = [
     "Axis",
@@ -157,9 +157,7 @@ def _what(collective: str, axis: Axis, leaf: str) -> str:
     return f"{collective} over {axis.name}" + (f" of {leaf}" if leaf else "")
 
 
-def _apply(
-    kind: str, x: Tensor, axis: Axis, leaf: str, dims: tuple[int, ...] = (), perm: tuple[tuple[int, int], ...] = ()
-) -> Tensor:
+def _apply(kind: str, x: Tensor, axis: Axis, leaf: str, dims: tuple[int, ...] = (), perm: tuple[tuple[int, int], ...] = ()) -> Tensor:
     return x if axis.size == 1 else _Linear.apply(x, _Map(kind, _communicator(kind, axis, leaf), leaf, dims, perm))
 
 
@@ -202,9 +200,7 @@ def psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Tensor:
     tensor([1., 2.])
     """
     if x.dtype == torch.bool:
-        raise ValueError(
-            f"{_what('psum', axis, leaf)}: x is bool; convert it to an integer dtype to count, or to a floating one"
-        )
+        raise ValueError(f"{_what('psum', axis, leaf)}: x is bool; convert it to an integer dtype to count, or to a floating one")
     return _apply("psum", x, axis, leaf)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fzero.comm.communicator import Communicator, Pending, communicator_of
 from fzero.core.device import is_traced
 from fzero.core.graph import ORDERED
+from fzero.core.torch_private import is_fx_symbolic_tracing
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
 
@@ -36,9 +36,7 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
 
     def fake(x: Tensor, communicator: int, *rest: Any) -> Tensor:
         to = communicator_of(communicator)
-        if to.transport == "fake" and not (
-            is_fx_symbolic_tracing() or is_traced(x)
-        ):  # in a plan, and not only while tracing
+        if to.transport == "fake" and not (is_fx_symbolic_tracing() or is_traced(x)):  # in a plan, and not only while tracing
             return start(to, x, *rest).wait()
         return x.new_empty(shape(to, x))
 
@@ -62,9 +60,7 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
 
 
 _define("psum", Communicator.start_psum, lambda communicator, x: x.shape)
-_define(
-    "all_gather", Communicator.start_all_gather, lambda communicator, x: (communicator.size * x.shape[0], *x.shape[1:])
-)
+_define("all_gather", Communicator.start_all_gather, lambda communicator, x: (communicator.size * x.shape[0], *x.shape[1:]))
 _define(
     "psum_scatter",
     Communicator.start_psum_scatter,

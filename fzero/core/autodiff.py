@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.torch_private import get_interpreter_stack, is_functorch_wrapped_tensor
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,7 @@ class Remat:
         """
         form = re.fullmatch(r"(none|full)|every:(\d+)|selective:(\d*\.?\d+(?:e-\d+)?)", text)
         if form is None:
-            raise ValueError(
-                f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5"
-            )
+            raise ValueError(f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5")
         if form[1]:
             return cls(every=int(form[1] == "full"))
         policy = cls(every=int(form[2])) if form[2] else cls(budget=float(form[3]))
@@ -61,7 +60,7 @@ def transforms() -> list[str]:
     """The names of the torch.func transforms active around the caller, outermost first: "Grad", "Vmap", "Jvp" or
     "Functionalize".
     """
-    stack = torch._C._functorch.get_interpreter_stack()
+    stack = get_interpreter_stack()
     return [level.key().name for level in stack or []]
 
 
@@ -81,17 +80,12 @@ def expect_closed(f: Callable[..., Any], what: str) -> None:
     """Raise ValueError if `f` itself closes over a tensor that is differentiated or batched: a Function would ignore
     its gradient.
     """
-    for name, cell in zip(
-        getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()
-    ):
+    for name, cell in zip(getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()):
         if cell == types.CellType():
             continue  # not assigned yet
         for leaf in pytree.leaves(cell.cell_contents):
-            if isinstance(leaf, Tensor) and (needs_grad(leaf) or torch._C._functorch.is_functorch_wrapped_tensor(leaf)):
-                raise ValueError(
-                    f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an "
-                    "argument"
-                )
+            if isinstance(leaf, Tensor) and (needs_grad(leaf) or is_functorch_wrapped_tensor(leaf)):
+                raise ValueError(f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an argument")
 
 
 def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Callable[..., Any]:
@@ -127,9 +121,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            f"{ctx.what}: .backward() differentiates it once; for second derivatives use torch.func.grad of grad"
-        )
+        raise NotImplementedError(f"{ctx.what}: .backward() differentiates it once; for second derivatives use torch.func.grad of grad")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], what: str, run: Callable, *tensors: Tensor) -> tuple[Any, ...]:

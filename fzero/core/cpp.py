@@ -33,7 +33,7 @@ def library(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
     """Compile the .cpp file beside a module (given by its `__file__`) through Inductor, or load it from Inductor's
     cache.
     """
-    from torch._inductor.codecache import CppCodeCache
+    from fzero.core.torch_private import CppCodeCache
 
     return CppCodeCache.load(Path(module).with_suffix(".cpp").read_text(), extra_flags=(*_VECTORISED, *rounding))
 
@@ -44,9 +44,7 @@ def library_by_gcc(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
     source = Path(module).with_suffix(".cpp")
     with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
         made = str(Path(folder, "library.so"))
-        run = subprocess.run(
-            ["g++", *_PLAIN, *_VECTORISED, *rounding, str(source), "-o", made], capture_output=True, text=True
-        )
+        run = subprocess.run(["g++", *_PLAIN, *_VECTORISED, *rounding, str(source), "-o", made], capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"g++ does not compile {source}: {run.stderr.strip()[-2000:]}")
         return ctypes.CDLL(made)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fzero.core.torch_private import FakeTensor, FakeTensorMode, get_unwrapped, is_functorch_wrapped_tensor
 
 HOST = torch.device("cpu")
 # Fake CUDA tensors need a CUDA build of torch as soon as autograd sees them, so cpu:0 represents the GPU. Real tensors
@@ -48,9 +49,7 @@ class FakeDevice(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # otherwise torch imports Dynamo (a second) and asks it at every operator; it never traces this mode
-        )
+        return False  # otherwise torch imports Dynamo (a second) and asks it at every operator; it never traces this mode
 
     def __init__(self, target: Target = CPU, *, lower: Callable[..., Any] | None = None, tracing: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -61,11 +60,7 @@ class FakeDevice(FakeTensorMode):
         """Run an operator as FakeTensorMode does, except that a tensor copied to the device loses its known constant
         value.
         """
-        if (
-            func is torch.ops.aten._to_copy.default
-            and (kwargs or {}).get("device") == ELSEWHERE
-            and isinstance(args[0], FakeTensor)
-        ):
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == ELSEWHERE and isinstance(args[0], FakeTensor):
             args[0].constant = None
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -97,8 +92,8 @@ def fake_device_of(x: Tensor) -> FakeDevice | None:
     """The FakeDevice mode that `x` (or the tensor it wraps under a torch.func transform) belongs to; None for a real
     tensor.
     """
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
     return x.fake_mode if isinstance(x, FakeTensor) and isinstance(x.fake_mode, FakeDevice) else None
 
 

@@ -27,10 +27,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fzero.core import cpp
 from fzero.core.device import kind_of
+from fzero.core.torch_private import get_current_dispatch_mode, peek_interpreter_stack
 
 _MASK = 0xFFFFFFFF
 # Elements drawn at a time: about forty temporaries of this size fit in a CPU's cache, and leave a GPU's memory free.
@@ -189,9 +189,7 @@ def truncated_normal(
     return _elements(value, key, shape, dtype, first, index)
 
 
-def bernoulli(
-    key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None
-) -> Tensor:
+def bernoulli(key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None) -> Tensor:
     """Bool values, true with probability `p` (to within 2^-32): word < p 2^32."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"bernoulli: p is {p}; it must be in [0, 1]")
@@ -338,23 +336,17 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def _plain(
-    key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]
-) -> bool:
+def _plain(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]) -> bool:
     """Whether the C++ can be used: plain CPU tensors and numbers, and no transform, dispatch mode or tracing is
     active.
     """
     return (
-        all(
-            type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64
-            for x in (key, index)
-            if x is not None
-        )
+        all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64 for x in (key, index) if x is not None)
         and type(first) is int
         and 0 <= first < 1 << 62
         and all(isinstance(x, int | float) for x in numbers)
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and _get_current_dispatch_mode() is None
+        and peek_interpreter_stack() is None
+        and get_current_dispatch_mode() is None
         and not torch.compiler.is_compiling()
         and (index is None or index.shape == torch.Size(shape))
         and key.shape == (2,)

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.utils import _pytree
+from fzero.core.torch_private import torch_pytree as _pytree
 
 Tree = Any
 TreeDef = _pytree.TreeSpec
@@ -76,9 +76,7 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
     if missing or extra:
         said = []
         if missing:
-            said.append(
-                f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            )
+            said.append(f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else ""))
         if extra:
             said.append("extra " + ", ".join(f"{n}{nearest(n, missing or wanted)}" for n in extra[:5]))
         raise ValueError(f"the leaves do not match the tree: {'; '.join(said)}")

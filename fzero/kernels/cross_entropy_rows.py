@@ -22,6 +22,7 @@ from torch import Tensor
 from fzero.core.compile import have_compiler
 from fzero.core.cpp import CONTRACTED, library
 from fzero.core.device import kind_of
+from fzero.core.torch_private import TorchDispatchModeKey, get_dispatch_mode
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
 from fzero.kernels.op_function import operator
 
@@ -97,9 +98,7 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
     made = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        made.append(
-            _block(logits[part], *(x[part] if x is not None else None for x in (out, targets, statistics)), terms)
-        )
+        made.append(_block(logits[part], *(x[part] if x is not None else None for x in (out, targets, statistics)), terms))
     return torch.cat(made)
 
 
@@ -107,9 +106,9 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64) for name in ["n", "columns", "stride", "out_stride", "first", "threads", "given"]
-    ] + [(name, ctypes.c_double) for name in ["z_loss", "smoothing", "uniform", "cap"]]
+    _fields_ = [(name, ctypes.c_int64) for name in ["n", "columns", "stride", "out_stride", "first", "threads", "given"]] + [
+        (name, ctypes.c_double) for name in ["z_loss", "smoothing", "uniform", "cap"]
+    ]
 
 
 def _library() -> ctypes.CDLL:
@@ -129,11 +128,7 @@ def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Ten
     if not given:
         statistics = torch.empty((n, 3), dtype=torch.promote_types(logits.dtype, torch.float32))
     targets, to = targets.contiguous(), logits if out is None else out
-    assert (
-        (logits.stride(1) == 1 == to.stride(1) or columns == 1)
-        and statistics.is_contiguous()
-        and targets.dtype == torch.int64
-    )
+    assert (logits.stride(1) == 1 == to.stride(1) or columns == 1) and statistics.is_contiguous() and targets.dtype == torch.int64
     sizes = (n, columns, logits.stride(0), to.stride(0), terms.first, torch.get_num_threads(), given)
     shape = _Shape(*sizes, terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
     pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in (logits, out, targets, statistics)]
@@ -144,9 +139,7 @@ def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Ten
 # ---- as operators ----------------------------------------------------------------------------------------------------
 
 
-def _run(
-    logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms, form: str
-) -> Tensor:
+def _run(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms, form: str) -> Tensor:
     if form == "triton":
         weights = (terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
         return launch(logits, out, targets, statistics, terms.first, weights)
@@ -154,10 +147,7 @@ def _run(
     return run(logits, out, targets, statistics, terms)
 
 
-_ARGUMENTS = (
-    "Tensor targets, Tensor? statistics, float z_loss, float smoothing, float cap, int first, int columns, "
-    "bool write, str form"
-)
+_ARGUMENTS = "Tensor targets, Tensor? statistics, float z_loss, float smoothing, float cap, int first, int columns, bool write, str form"
 
 
 def _fake_statistics(logits: Tensor, statistics: Tensor | None) -> Tensor:
@@ -202,9 +192,7 @@ def rows_of(
         made = cross_entropy_rows_(logits, targets, statistics, *terms, write, form)
         gradient = logits
         if write:
-            torch.autograd.graph.increment_version(
-                logits
-            )  # so that autograd complains where something else has saved them
+            torch.autograd.graph.increment_version(logits)  # so that autograd complains where something else has saved them
     else:
         made, gradient = cross_entropy_rows(logits, targets, statistics, *terms, write, form)
     return (made if statistics is None else statistics), gradient
@@ -212,7 +200,7 @@ def rows_of(
 
 def is_tracing() -> bool:
     """Whether a graph is being traced, which must hold no operator that writes into its inputs."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return get_dispatch_mode(TorchDispatchModeKey.PROXY) is not None
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:

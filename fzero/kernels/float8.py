@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import nearest
 from fzero.kernels import tuning
@@ -50,9 +51,7 @@ RECIPES = {"tensorwise": Recipe(False, False, E4M3, E5M2), "rowwise": Recipe(Tru
 def recipe_of(scaling: str) -> Recipe:
     """The recipe of this name; raises ValueError naming those there are."""
     if scaling not in RECIPES:
-        raise ValueError(
-            f"float8: scaling is {scaling!r}{nearest(scaling, RECIPES)}; it must be one of {', '.join(RECIPES)}"
-        )
+        raise ValueError(f"float8: scaling is {scaling!r}{nearest(scaling, RECIPES)}; it must be one of {', '.join(RECIPES)}")
     return RECIPES[scaling]
 
 
@@ -204,7 +203,7 @@ def float8_product(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradi
     qa, ia = _quantise_by_triton(a, recipe.gradient if a_gradient else recipe.value, recipe)
     qb, ib = _quantise_by_triton(b.t(), recipe.gradient if b_gradient else recipe.value, recipe)
     fast = recipe.rowwise or not (a_gradient or b_gradient)
-    return torch._scaled_mm(qa, qb.t(), scale_a=ia, scale_b=ib.t(), out_dtype=a.dtype, use_fast_accum=fast)
+    return torch_private.scaled_mm(qa, qb.t(), scale_a=ia, scale_b=ib.t(), out_dtype=a.dtype, use_fast_accum=fast)
 
 
 @operator(
@@ -244,13 +243,9 @@ float8_linear = Op(
     "float8_linear",
     float8_linear_reference,
     Form("scaled_mm", _linear_form(float8_product), supports=_supports, prefers=on_cuda),
-    Form(
-        "emulated", _linear_form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""
-    ),
+    Form("emulated", _linear_form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""),
     flops=lambda x, w, scaling="tensorwise": 2 * x.numel() * w.shape[1],
-    bytes=lambda x, w, scaling="tensorwise": (
-        (x.numel() + w.numel() + x.numel() // w.shape[0] * w.shape[1]) * x.element_size()
-    ),
+    bytes=lambda x, w, scaling="tensorwise": (x.numel() + w.numel() + x.numel() // w.shape[0] * w.shape[1]) * x.element_size(),
 )
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
 from fzero.kernels import tuning
@@ -67,7 +68,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """
     if x.is_cuda:
         w = w if 1 in w.stride()[1:] else w.contiguous()
-        return torch._grouped_mm(x.contiguous(), w, offs=ends)
+        return torch_private.grouped_mm(x.contiguous(), w, offs=ends)
     out, sizes = x.new_empty(len(x), w.shape[2]), _sizes(ends)
     for rows, weights, product in zip(x.split(sizes), w.unbind(), out.split(sizes)):
         torch.mm(rows, weights, out=product)
@@ -81,7 +82,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F]: each group's x^T g, zero for a group without rows."""
     if x.is_cuda:
-        return torch._grouped_mm(x.contiguous().t(), g.contiguous(), offs=ends)
+        return torch_private.grouped_mm(x.contiguous().t(), g.contiguous(), offs=ends)
     out, sizes = x.new_empty(len(ends), x.shape[1], g.shape[1]), _sizes(ends)
     for rows, grads, product in zip(x.t().split(sizes, 1), g.split(sizes), out.unbind()):
         torch.mm(rows, grads, out=product)
@@ -135,9 +136,7 @@ def _grouped_mm(
     for start in range(0, D, BLOCK_K):
         at = start + k
         x = tl.load(X + row * D + at[None, :], mask=(row < end) & (at[None, :] < D), other=0.0)
-        w = tl.load(
-            W + at.to(tl.int64)[:, None] * stride_d + col * stride_f, mask=(at[:, None] < D) & (col < F), other=0.0
-        )
+        w = tl.load(W + at.to(tl.int64)[:, None] * stride_d + col * stride_f, mask=(at[:, None] < D) & (col < F), other=0.0)
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision="ieee")
@@ -182,9 +181,7 @@ def _configs(x: Tensor) -> list[tuning.Config]:
     return FLOAT_CONFIGS if x.dtype == torch.float32 else HALF_CONFIGS
 
 
-@operator(
-    "grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2])
-)
+@operator("grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2]))
 def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """[M, F] in Triton; w may have any strides."""
     (m, d), (experts, _, f) = x.shape, w.shape
@@ -196,9 +193,7 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if m and f:
         given = (x.contiguous(), w, ends, out, experts, d, f, *w.stride())
         constants = {"EXPERTS": triton.next_power_of_2(experts), "UPCAST": INTERPRETED}
-        tuning.launch(
-            _grouped_mm, grid, given, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants
-        )
+        tuning.launch(_grouped_mm, grid, given, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants)
     return out
 
 
@@ -235,10 +230,7 @@ def _torch_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
     if kind == "cpu":
         return ""
     if kind != "cuda" or x.dtype != torch.bfloat16 or any(size % 8 for size in w.shape[1:]):
-        return (
-            f"{x.dtype} of {list(w.shape[1:])} on {kind}: elsewhere than on the CPU it takes bfloat16 in "
-            "multiples of 8, on cuda"
-        )
+        return f"{x.dtype} of {list(w.shape[1:])} on {kind}: elsewhere than on the CPU it takes bfloat16 in multiples of 8, on cuda"
     if not hasattr(torch, "_grouped_mm") or target_of(x).capability[0] not in (9, 10):
         return "torch._grouped_mm waits for the device, but on compute capability 9 and 10"
     return ""
@@ -254,9 +246,7 @@ grouped_mm = Op(
     "grouped_mm",
     grouped_mm_reference,
     Form("torch", _fused(grouped_product, grouped_product_dw), supports=_torch_supports),
-    Form(
-        "triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda
-    ),
+    Form("triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda),
     flops=lambda x, w, ends: 2 * x.shape[0] * w.shape[1] * w.shape[2],
     bytes=lambda x, w, ends: (x.numel() + w.numel() + x.shape[0] * w.shape[2]) * x.element_size(),
 )

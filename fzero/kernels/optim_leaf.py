@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core import torch_private
 from fzero.core.device import kind_of
 from fzero.kernels import optim_lowbit
 from fzero.kernels.optim_lowbit import Place
@@ -70,9 +71,7 @@ def safe_sqrt(x: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x * 0.0)  # NaN stays NaN
 
 
-def adamw_step(
-    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def adamw_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """(u, (m, v)) of one leaf, or a part of one."""
     (rate, correct1, root_correct2), (m, v) = scalars, state
     if rates.coupled and decay:
@@ -82,9 +81,7 @@ def adamw_step(
     return u - (rate * decay) * p if decay and not rates.coupled else u, (m, v)
 
 
-def lion_step(
-    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
-) -> tuple[Tensor, tuple[Tensor]]:
+def lion_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates) -> tuple[Tensor, tuple[Tensor]]:
     """(u, (m,)) of one leaf, or a part of one."""
     (rate,), (m,) = scalars, state
     direction = (rates.b1 * m + (1 - rates.b1) * g).sign()
@@ -137,9 +134,7 @@ def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
             x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x
         )
         state = tuple(map(cut, leaf.state))
-        part = leaf._replace(
-            p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy)
-        )
+        part = leaf._replace(p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy))
         if size == 1 and inner > most and len(shape) > 1:  # one row of many: by the rows of it
             inside = part._replace(
                 p=part.p[0],
@@ -192,9 +187,7 @@ def fused_serves(leaves: Sequence[Leaf], rates: Rates) -> str:
         if leaf.place is not None or leaf.copy is not None or len(leaf.state) != 2:
             return "it keeps states in float dtypes, rounded to nearest, and writes no copy"
         if any(x.dtype != leaf.p.dtype or x.device != leaf.p.device for x in (leaf.g, *leaf.state[:2])):
-            return (
-                f"the dtypes are {', '.join(str(x.dtype) for x in (leaf.p, leaf.g, *leaf.state))}; it takes one for all"
-            )
+            return f"the dtypes are {', '.join(str(x.dtype) for x in (leaf.p, leaf.g, *leaf.state))}; it takes one for all"
     return ""
 
 
@@ -215,7 +208,7 @@ def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
         adamw_fused([Leaf(p, g, (m, v), leaf.decay)], rates)
         for old, new in zip((leaf.p, *leaf.state), (p, m, v)):
             old.copy_(new)
-    kernel = torch._fused_adam_ if rates.coupled else torch._fused_adamw_
+    kernel = torch_private.fused_adam_ if rates.coupled else torch_private.fused_adamw_
     for (decay, _, device), group in groups.items():
         # On a GPU both scalars are float32 tensors there, so the step does not wait for the device.
         rate = rates.scalars[0].to(device, torch.float64 if kind_of(group[0].p) == "cpu" else torch.float32)
@@ -247,4 +240,4 @@ def _whole_lines(leaves: list[Leaf]) -> Iterator[list[list[Tensor]]]:
     filled = [torch.nn.functional.pad(torch.cat(column), (0, -sum(map(len, column)) % line)) for column in ends]
     yield [[x[:n] for x, n in zip(column, cut)] + [end] for column, end in zip(flat, filled)]
     for i in (0, 2, 3):
-        torch._foreach_copy_(ends[i], list(filled[i][: sum(map(len, ends[i]))].split([len(x) for x in ends[i]])))
+        torch_private.foreach_copy_(ends[i], list(filled[i][: sum(map(len, ends[i]))].split([len(x) for x in ends[i]])))
