@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.comm.agreement import RankError
 from fzero.comm.communicator import Communicator, Pending, pending_of, tree_sum
 from fzero.comm.ledger import Ledger, Row
 from fzero.comm.operators import ops
 from fzero.core.device import is_traced
+from fzero.core.torch_private import FakeTensor
 
 __all__ = [
     "Axis",

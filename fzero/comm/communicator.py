@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.comm.agreement import Agreement, Call
 from fzero.comm.ledger import Ledger, sent_elements
 from fzero.core.device import kind_of
+from fzero.core.torch_private import FakeTensor
 
 # If the inputs of all ranks together are at most this large, a psum by messages sends the whole input to every rank, in
 # one round. Larger ones take two rounds, pieces and then their sums (one or two rounds, 4 ranks on 2 cores: 6.8 or 8.6

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fzero.comm.communicator import Communicator, Pending, communicator_of
 from fzero.core.device import is_traced
 from fzero.core.graph import ORDERED
+from fzero.core.torch_private import is_fx_symbolic_tracing
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
 

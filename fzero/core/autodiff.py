@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.torch_private import get_interpreter_stack, is_functorch_wrapped_tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def transforms() -> list[str]:
     """The names of the torch.func transforms active around the caller, outermost first: "Grad", "Vmap", "Jvp" or
     "Functionalize".
     """
-    stack = torch._C._functorch.get_interpreter_stack()
+    stack = get_interpreter_stack()
     return [level.key().name for level in stack or []]
 
 
@@ -83,7 +84,7 @@ def expect_closed(f: Callable[..., Any], what: str) -> None:
         if cell == types.CellType():
             continue  # not assigned yet
         for leaf in pytree.leaves(cell.cell_contents):
-            if isinstance(leaf, Tensor) and (needs_grad(leaf) or torch._C._functorch.is_functorch_wrapped_tensor(leaf)):
+            if isinstance(leaf, Tensor) and (needs_grad(leaf) or is_functorch_wrapped_tensor(leaf)):
                 raise ValueError(f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an argument")
 
 

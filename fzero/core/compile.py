@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph import chain_in_order, hold
+from fzero.core.torch_private import disable_current_modes
 
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 
@@ -54,8 +54,9 @@ def _fakes(tensors: Sequence[Tensor], mode: Any) -> list[Tensor]:
 
 def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor], mode: Any) -> torch.fx.GraphModule:
     """The graph of plain functional operators of `f(primals, tangents)`."""
-    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
+
+    from fzero.core.torch_private import select_decomp_table
 
     with mode:
         try:
@@ -78,10 +79,7 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
     """Compile a graph. The result takes a list of inputs and empties it, so that each input is freed after its last
     use.
     """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from fzero.core.torch_private import TracingContext, compile_fx_inner, inductor_config, joint_graph_passes, tracing
 
     graph.graph.set_codegen(torch.fx.graph.CodeGen())  # flat tensors in and out
     graph.recompile()
@@ -89,7 +87,7 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
     joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Inductor's own random generator is never used: random keys are inputs of the graph.
-    with tracing(TracingContext(mode)), config.patch(fallback_random=True):
+    with tracing(TracingContext(mode)), inductor_config.patch(fallback_random=True):
         if not isinstance(mode, FakeDevice):
             run = compile_fx_inner(graph, examples, is_backward=backward)
         elif mode.lower is not None:
@@ -225,7 +223,7 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> V
         if signature not in programs:
             # A plan records the operators of the step; those that run only because the block is traced must not be
             # recorded.
-            with _disable_current_modes() if fake_device_of(inputs[0]) is not None else contextlib.nullcontext():
+            with disable_current_modes() if fake_device_of(inputs[0]) is not None else contextlib.nullcontext():
                 programs[signature] = _split_programs(f, range(skip, n), inputs, compiled and have_compiler(), budget)
         run_fw, run_bw, num_outs = programs[signature]
         out, needs = run_fw(list(inputs)), set()
@@ -250,9 +248,7 @@ def _split_programs(
 
     forward returns outputs followed by residuals; backward takes residuals followed by cotangents.
     """
-    from torch._functorch import config as functorch_config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fzero.core.torch_private import FakeTensorMode, functorch_config, min_cut_partition
 
     plan = fake_device_of(inputs[0])
     mode = FakeTensorMode() if plan is None else FakeDevice(plan.target, lower=plan.lower, tracing=True)
@@ -272,7 +268,7 @@ def _split_programs(
     # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
     # would keep its result.
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
-        graphs = min_cut_rematerialization_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
+        graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
     if compiled:
         forward, backward = (_compile(g, mode, backward=i == 1) for i, g in enumerate(graphs))
     else:
@@ -315,7 +311,7 @@ def jit(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile_whole(f: Callable[..., Any], flat: list[Any], at: list[int], treedef: Any) -> tuple[Callable, Any]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fzero.core.torch_private import FakeTensorMode
 
     out_def: list[Any] = []
 

@@ -33,7 +33,7 @@ def library(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
     """Compile the .cpp file beside a module (given by its `__file__`) through Inductor, or load it from Inductor's
     cache.
     """
-    from torch._inductor.codecache import CppCodeCache
+    from fzero.core.torch_private import CppCodeCache
 
     return CppCodeCache.load(Path(module).with_suffix(".cpp").read_text(), extra_flags=(*_VECTORISED, *rounding))
 

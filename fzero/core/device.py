@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fzero.core.torch_private import FakeTensor, FakeTensorMode, get_unwrapped, is_functorch_wrapped_tensor
 
 HOST = torch.device("cpu")
 # Fake CUDA tensors need a CUDA build of torch as soon as autograd sees them, so cpu:0 represents the GPU. Real tensors
@@ -91,8 +92,8 @@ def fake_device_of(x: Tensor) -> FakeDevice | None:
     """The FakeDevice mode that `x` (or the tensor it wraps under a torch.func transform) belongs to; None for a real
     tensor.
     """
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
     return x.fake_mode if isinstance(x, FakeTensor) and isinstance(x.fake_mode, FakeDevice) else None
 
 

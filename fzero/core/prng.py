@@ -27,10 +27,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fzero.core import cpp
 from fzero.core.device import kind_of
+from fzero.core.torch_private import get_current_dispatch_mode, peek_interpreter_stack
 
 _MASK = 0xFFFFFFFF
 # Elements drawn at a time: about forty temporaries of this size fit in a CPU's cache, and leave a GPU's memory free.
@@ -345,8 +345,8 @@ def _plain(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor
         and type(first) is int
         and 0 <= first < 1 << 62
         and all(isinstance(x, int | float) for x in numbers)
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and _get_current_dispatch_mode() is None
+        and peek_interpreter_stack() is None
+        and get_current_dispatch_mode() is None
         and not torch.compiler.is_compiling()
         and (index is None or index.shape == torch.Size(shape))
         and key.shape == (2,)

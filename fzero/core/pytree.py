@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.utils import _pytree
+from fzero.core.torch_private import torch_pytree as _pytree
 
 Tree = Any
 TreeDef = _pytree.TreeSpec

@@ -22,6 +22,7 @@ from torch import Tensor
 from fzero.core.compile import have_compiler
 from fzero.core.cpp import CONTRACTED, library
 from fzero.core.device import kind_of
+from fzero.core.torch_private import TorchDispatchModeKey, get_dispatch_mode
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
 from fzero.kernels.op_function import operator
 
@@ -199,7 +200,7 @@ def rows_of(
 
 def is_tracing() -> bool:
     """Whether a graph is being traced, which must hold no operator that writes into its inputs."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return get_dispatch_mode(TorchDispatchModeKey.PROXY) is not None
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import nearest
 from fzero.kernels import tuning
@@ -202,7 +203,7 @@ def float8_product(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradi
     qa, ia = _quantise_by_triton(a, recipe.gradient if a_gradient else recipe.value, recipe)
     qb, ib = _quantise_by_triton(b.t(), recipe.gradient if b_gradient else recipe.value, recipe)
     fast = recipe.rowwise or not (a_gradient or b_gradient)
-    return torch._scaled_mm(qa, qb.t(), scale_a=ia, scale_b=ib.t(), out_dtype=a.dtype, use_fast_accum=fast)
+    return torch_private.scaled_mm(qa, qb.t(), scale_a=ia, scale_b=ib.t(), out_dtype=a.dtype, use_fast_accum=fast)
 
 
 @operator(

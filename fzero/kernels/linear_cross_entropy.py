@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.comm.collectives import Axis, all_gather, psum
 from fzero.core.autodiff import needs_grad
 from fzero.core.device import fake_device_of, kind_of
+from fzero.core.torch_private import disable_current_modes
 from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
@@ -98,7 +98,7 @@ def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether addmm adds a product of this dtype to a float32 sum: on CUDA from some version of PyTorch on, on the CPU
     it does not.
     """
-    with _disable_current_modes():  # on real tensors, also where all others are fake
+    with disable_current_modes():  # on real tensors, also where all others are fake
         a, sums = (torch.zeros((16, 16), dtype=t, device=device) for t in (dtype, torch.float32))
         try:
             torch.addmm(sums, a, a, out_dtype=torch.float32, out=sums)

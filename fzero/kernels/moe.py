@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
 from fzero.kernels import tuning
@@ -67,7 +68,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """
     if x.is_cuda:
         w = w if 1 in w.stride()[1:] else w.contiguous()
-        return torch._grouped_mm(x.contiguous(), w, offs=ends)
+        return torch_private.grouped_mm(x.contiguous(), w, offs=ends)
     out, sizes = x.new_empty(len(x), w.shape[2]), _sizes(ends)
     for rows, weights, product in zip(x.split(sizes), w.unbind(), out.split(sizes)):
         torch.mm(rows, weights, out=product)
@@ -81,7 +82,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F]: each group's x^T g, zero for a group without rows."""
     if x.is_cuda:
-        return torch._grouped_mm(x.contiguous().t(), g.contiguous(), offs=ends)
+        return torch_private.grouped_mm(x.contiguous().t(), g.contiguous(), offs=ends)
     out, sizes = x.new_empty(len(ends), x.shape[1], g.shape[1]), _sizes(ends)
     for rows, grads, product in zip(x.t().split(sizes, 1), g.split(sizes), out.unbind()):
         torch.mm(rows, grads, out=product)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core import torch_private
 from fzero.core.device import kind_of
 from fzero.kernels import optim_lowbit
 from fzero.kernels.optim_lowbit import Place
@@ -207,7 +208,7 @@ def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
         adamw_fused([Leaf(p, g, (m, v), leaf.decay)], rates)
         for old, new in zip((leaf.p, *leaf.state), (p, m, v)):
             old.copy_(new)
-    kernel = torch._fused_adam_ if rates.coupled else torch._fused_adamw_
+    kernel = torch_private.fused_adam_ if rates.coupled else torch_private.fused_adamw_
     for (decay, _, device), group in groups.items():
         # On a GPU both scalars are float32 tensors there, so the step does not wait for the device.
         rate = rates.scalars[0].to(device, torch.float64 if kind_of(group[0].p) == "cpu" else torch.float32)
@@ -239,4 +240,4 @@ def _whole_lines(leaves: list[Leaf]) -> Iterator[list[list[Tensor]]]:
     filled = [torch.nn.functional.pad(torch.cat(column), (0, -sum(map(len, column)) % line)) for column in ends]
     yield [[x[:n] for x, n in zip(column, cut)] + [end] for column, end in zip(flat, filled)]
     for i in (0, 2, 3):
-        torch._foreach_copy_(ends[i], list(filled[i][: sum(map(len, ends[i]))].split([len(x) for x in ends[i]])))
+        torch_private.foreach_copy_(ends[i], list(filled[i][: sum(map(len, ends[i]))].split([len(x) for x in ends[i]])))

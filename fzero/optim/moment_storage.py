@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.core import prng, pytree
 from fzero.core.pytree import Tree
+from fzero.core.torch_private import disable_current_modes
 from fzero.kernels import optim_lowbit
 from fzero.kernels.optim_leaf import Leaf, Rates, step_leaf
 from fzero.kernels.registry import Op
@@ -58,7 +58,7 @@ def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int,
 
 @functools.lru_cache(maxsize=4096)
 def _key(seed: int, name: str) -> tuple[int, int]:
-    with _disable_current_modes():  # a number, also where all tensors are fake
+    with disable_current_modes():  # a number, also where all tensors are fake
         low, high = prng.fold_in(prng.fold_in(prng.key(seed), "rounding"), name).tolist()
     return low, high
 

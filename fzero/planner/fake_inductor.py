@@ -95,11 +95,7 @@ class _Kernels:
 @contextlib.contextmanager
 def _answering_for(target: Target) -> Iterator[None]:
     """Inductor's questions about the GPU are answered for `target` while this is entered: it asks torch.cuda, and nobody else."""
-    import torch._dynamo.device_interface as interface
-    import torch._inductor.scheduler
-    import torch.utils._triton
-    from torch._inductor.codecache import CacheBase
-    from torch._inductor.runtime.hints import DeviceProperties
+    from fzero.core.torch_private import CacheBase, DeviceProperties, device_interface, inductor_config, inductor_scheduler, triton_utils
 
     found = types.SimpleNamespace(
         name=target.name,
@@ -113,15 +109,15 @@ def _answering_for(target: Target) -> Iterator[None]:
         (torch.cuda, "get_device_properties", lambda device=None: found),
         (torch.cuda, "get_device_capability", lambda device=None: target.capability),
         (torch.cuda, "current_device", lambda: 0),
-        (interface.CudaInterface, "get_device_properties", staticmethod(lambda device=None: found)),
-        (interface.CudaInterface, "current_device", staticmethod(lambda: 0)),
-        (torch._inductor.scheduler, "has_triton", lambda: True),
-        (torch.utils._triton, "triton_hash_with_backend", lambda: "none"),
+        (device_interface.CudaInterface, "get_device_properties", staticmethod(lambda device=None: found)),
+        (device_interface.CudaInterface, "current_device", staticmethod(lambda: 0)),
+        (inductor_scheduler, "has_triton", lambda: True),
+        (triton_utils, "triton_hash_with_backend", lambda: "none"),
     )
     kept = (DeviceProperties.create, CacheBase.get_system)
     with contextlib.ExitStack() as stack:
         # Alone: where processes that compile are waiting already, kernels are handed to them while code is generated.
-        stack.enter_context(torch._inductor.config.patch(compile_threads=1))
+        stack.enter_context(inductor_config.patch(compile_threads=1))
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, answer))
         for cache in kept:
@@ -147,12 +143,7 @@ def _on_device(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: 
 
 def generate_code(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool) -> tuple[str, dict[str, Any]]:
     """Generate (the Python module that Inductor makes of a graph, the constants that it wants among its globals)."""
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import compile_fx
-    from torch._inductor.debug import DebugContext
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
+    from fzero.core.torch_private import DebugContext, GraphLowering, TracingContext, V, compile_fx, tracing, view_to_reshape
 
     with contextlib.ExitStack() as stack:
         plan = next((fake_device_of(x) for x in examples if x.device == ELSEWHERE), None)

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import models
 from fzero.comm.ledger import Row
 from fzero.core import pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.pytree import Tree
+from fzero.core.torch_private import TorchDispatchMode
 from fzero.offload import DiskTensor
 from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedSpace

@@ -276,7 +276,7 @@ def compiler() -> str:
 
 def forms(config: RunConfig) -> dict[str, set[str]]:
     """The form that each hot operation of a training step takes on the CPU: found on tensors without data, nothing is computed."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fzero.core.torch_private import FakeTensorMode
 
     def leaf(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
         return torch.empty(shape, dtype=make_policy(config).param, requires_grad=True)

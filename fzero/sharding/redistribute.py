@@ -102,7 +102,7 @@ def from_dtensor(t: torch.distributed.tensor.DTensor, mesh: Mesh) -> tuple[Tenso
 
     Raises ValueError where its DeviceMesh is not that of `mesh`, and for a partial value that is not a sum.
     """
-    from torch.distributed.tensor.placement_types import _StridedShard
+    from fzero.core.torch_private import StridedShard
 
     if t.device_mesh != mesh.device_mesh:
         raise ValueError(f"a DTensor on {t.device_mesh} is not on this mesh, {mesh.device_mesh}; make it on mesh.device_mesh")
@@ -115,7 +115,7 @@ def from_dtensor(t: torch.distributed.tensor.DTensor, mesh: Mesh) -> tuple[Tenso
                 raise ValueError(f"a DTensor with {placement} over {name}: only sums are owed here; redistribute it first")
             partial.add(name)
         elif not placement.is_replicate():
-            before = placement.split_factor if isinstance(placement, _StridedShard) else 1
+            before = placement.split_factor if isinstance(placement, StridedShard) else 1
             have, at = dims[placement.dim], 0
             while before > 1:
                 before //= mesh[have[at]].size

@@ -62,7 +62,8 @@ class Spec:
         Raises ValueError where the mesh has one process, or the spec names an axis that the mesh has not.
         """
         from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-        from torch.distributed.tensor.placement_types import _StridedShard
+
+        from fzero.core.torch_private import StridedShard
 
         if mesh.device_mesh is None:
             raise ValueError(f"spec {self}: a mesh of one process has no DeviceMesh, and a tensor on it no placements")
@@ -73,7 +74,7 @@ class Spec:
             for i, (axis, _) in enumerate(sizes):
                 # A DTensor divides a dim by the mesh's axes in their order; one that comes before those that divide it first is "strided".
                 before = [size for name, size in sizes[:i] if names.index(name) > names.index(axis)]
-                found[axis] = _StridedShard(dim, split_factor=math.prod(before)) if before else Shard(dim)
+                found[axis] = StridedShard(dim, split_factor=math.prod(before)) if before else Shard(dim)
         return tuple(found[name] for name in names)
 
     def __str__(self) -> str:

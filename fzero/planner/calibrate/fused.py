@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.core import torch_private
 from fzero.planner.calibrate.timed import Case, Figure, time_cases
 
 WIDTH = 256
@@ -37,7 +38,7 @@ def measure_fused(seconds: float, *, threads: int = 1, device: str = "cpu") -> d
         for f in (gated, normed):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Inductor's own
-                torch._dynamo.reset()
+                torch_private.dynamo_reset()
                 run = torch.compile(f, dynamic=True)
                 for rows in ROWS:
                     case = Case((f.__name__, 3.0 * rows * WIDTH * dtype.itemsize), _call(run, rows, dtype, device))

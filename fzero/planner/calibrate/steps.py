@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.core.compile import jit
+from fzero.core.torch_private import TorchDispatchMode
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK
 from fzero.planner.calibrate.timed import Case, Figure, clock, figure, on_threads, time_cases
 from fzero.planner.operations import Op, described

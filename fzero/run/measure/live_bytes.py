@@ -27,12 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.pytree import Tree
+from fzero.core.torch_private import FakeTensor, TorchDispatchMode
 
 COMPONENTS = ("params", "master", "optimizer", "ema", "batch", "grads", "gathered", "activations", "workspace", "buffers")
 GROUPS = {"params": "params", "master": "master", "opt_state": "optimizer", "extra/ema": "ema", "extra/pending": "grads", "batch": "batch"}
@@ -434,7 +433,7 @@ def predict_peak(make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]])
 
     A train step is made with `fake_mesh` and skip_nonfinite=False, as a fake tensor has no value to branch on.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fzero.core.torch_private import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         f, args = make()

@@ -12,11 +12,11 @@ import threading
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.core import pytree
 from fzero.core.device import fake_device_of
 from fzero.core.pytree import Tree
+from fzero.core.torch_private import disable_current_modes
 from fzero.sharding import Plan
 from fzero.train.update.in_memory import Gradients
 from fzero.train.update.offloaded import StreamedUpdate, Update
@@ -52,7 +52,7 @@ class Delayed:
             if (
                 fake_device_of(state.step) is not None
             ):  # fake tensors serve one thread; who watches this one sees nothing of the update, as in a run
-                with _disable_current_modes():
+                with disable_current_modes():
                     self._run()
             self.thread = threading.Thread(target=self._run if fake_device_of(state.step) is None else _nothing, name="fzero-update")
             self.thread.start()

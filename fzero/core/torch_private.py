@@ -1,0 +1,80 @@
+"""All private names of torch that fzero uses, each found when it is first used: they may be missing or changed in another version.
+
+No other file of the package names a private module or function of torch (tests/test_torch_private.py); operators of torch.ops are not
+counted, as graphs show them by these names. Use `from fzero.core.torch_private import FakeTensor`, or, for the modules of Inductor and
+Dynamo, which take a second to import, `torch_private.inductor_config` inside a function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from typing import Any
+
+import torch
+
+# Our name: where torch has it. A name after the colon is an attribute of the module before it.
+NAMES = {
+    "CacheBase": "torch._inductor.codecache:CacheBase",
+    "CppCodeCache": "torch._inductor.codecache:CppCodeCache",
+    "DebugContext": "torch._inductor.debug:DebugContext",
+    "DeviceProperties": "torch._inductor.runtime.hints:DeviceProperties",
+    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "GraphLowering": "torch._inductor.graph:GraphLowering",
+    "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "TorchDispatchModeKey": "torch._C:_TorchDispatchModeKey",
+    "TracingContext": "torch._guards:TracingContext",
+    "V": "torch._inductor.virtualized:V",
+    "compile_fx": "torch._inductor.compile_fx",
+    "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",
+    "device_interface": "torch._dynamo.device_interface",
+    "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
+    "dynamo_reset": "torch._dynamo:reset",
+    "foreach_copy_": "torch:_foreach_copy_",
+    "functorch_config": "torch._functorch.config",
+    "fused_adam_": "torch:_fused_adam_",
+    "fused_adamw_": "torch:_fused_adamw_",
+    "get_current_dispatch_mode": "torch.utils._python_dispatch:_get_current_dispatch_mode",
+    "get_dispatch_mode": "torch._C:_get_dispatch_mode",
+    "get_interpreter_stack": "torch._C._functorch:get_interpreter_stack",
+    "get_unwrapped": "torch._C._functorch:get_unwrapped",
+    "grouped_mm": "torch:_grouped_mm",
+    "inductor_config": "torch._inductor.config",
+    "inductor_scheduler": "torch._inductor.scheduler",
+    "is_functorch_wrapped_tensor": "torch._C._functorch:is_functorch_wrapped_tensor",
+    "is_fx_symbolic_tracing": "torch.fx._symbolic_trace:is_fx_symbolic_tracing",
+    "joint_graph_passes": "torch._inductor.fx_passes.joint_graph:joint_graph_passes",
+    "min_cut_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
+    "peek_interpreter_stack": "torch._C._functorch:peek_interpreter_stack",
+    "scaled_mm": "torch:_scaled_mm",
+    "select_decomp_table": "torch._inductor.decomposition:select_decomp_table",
+    "torch_pytree": "torch.utils._pytree",
+    "tracing": "torch._guards:tracing",
+    "triton_utils": "torch.utils._triton",
+    "view_to_reshape": "torch._inductor.fx_passes.post_grad:view_to_reshape",
+}
+
+
+def resolve(name: str) -> Any:
+    """Import what torch has under one of NAMES. Raises ImportError with one line where this version of torch has no such name."""
+    module, _, attribute = NAMES[name].partition(":")
+    try:
+        if module.startswith("torch._C"):  # an extension, whose submodules are attributes
+            found = operator.attrgetter(module.removeprefix("torch."))(torch)
+        else:
+            found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
+    except (ImportError, AttributeError) as error:
+        path = NAMES[name].replace(":", ".")
+        raise ImportError(
+            f"torch {torch.__version__} has no {path}, which fzero uses ({error}); install another version of torch"
+        ) from error
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = resolve(name)
+    return globals()[name]

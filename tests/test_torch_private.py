@@ -1,0 +1,64 @@
+"""Private names of torch: all of them in one file, each of them there in the torch that is installed."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import fzero
+from fzero.core import torch_private
+
+ROOT = Path(fzero.__file__).parent
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "torch_private.py")
+
+
+def private_names(source):
+    """The dotted names of torch with a part that begins with an underscore, as (name, line); operators of torch.ops are not counted."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            first, *parts = name.split(".")
+            private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+            if first == "torch" and private and parts[0] != "ops" and all(part.isidentifier() for part in parts):
+                yield name, node.lineno
+
+
+def users(name):
+    """The files of the package that use a name of torch_private."""
+    return [str(path.relative_to(ROOT)) for path in FILES if "torch_private" in (text := path.read_text()) and name in text]
+
+
+def test_private_names_are_seen():
+    source = "import torch._dynamo\nfrom torch.utils import _pytree\ntorch._C._f(torch.ops.aten._to_copy, torch.add)\nx._cdata"
+    assert [name for name, _ in private_names(source)] == ["torch._dynamo", "torch.utils._pytree", "torch._C._f", "torch._C"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_other_file_names_what_is_private_to_torch(path):
+    found = [f"{path.relative_to(ROOT)}:{line}: {name}" for name, line in private_names(path.read_text())]
+    assert not found, f"{'; '.join(found)}: enter it in core/torch_private.py and use it from there"
+
+
+@pytest.mark.parametrize("name", torch_private.NAMES)
+def test_each_name_is_in_this_torch_and_used(name):
+    where = users(name)
+    assert where, f"{name} is used by no file; remove it"
+    try:
+        torch_private.resolve(name)
+    except ImportError as error:
+        pytest.fail(f"torch {torch.__version__} lacks {torch_private.NAMES[name]}, which {', '.join(where)} uses: {error}", pytrace=False)
+
+
+def test_a_missing_name_is_one_line(monkeypatch):
+    monkeypatch.setitem(torch_private.NAMES, "gone", "torch._inductor.config:no_such_name")
+    with pytest.raises(ImportError, match=r"torch [\d.]+\S* has no torch._inductor.config.no_such_name, which fzero uses"):
+        torch_private.gone  # noqa: B018
+    with pytest.raises(AttributeError, match="no_such"):
+        torch_private.no_such  # noqa: B018
