@@ -71,7 +71,7 @@ def test_what_traces_show_of_a_kind_corrects_what_is_expected_of_it():
     sketches = sketched(*(1.0 + i / 100 for i in range(12))) + sketched(1.6, 1.7, tp=2)
     seconds = {s.candidate: s.step_s * (2.0 if s.candidate.tp == 1 else 1.0) for s in sketches}
     pool = Told(lambda c: reported(seconds[c]))
-    fits, over = search.exactly(None, sketches, H100, {}, 1, str, pool)
+    fits, over = search.trace_best(None, sketches, H100, {}, 1, str, pool)
     assert [c.tp for c in pool.asked] == [1, 1, 1, 1, 2, 2] and not over, "and no more, as none is expected to be faster"
     assert min(fits, key=lambda found: found.report.step_s).candidate.tp == 2
 
@@ -79,7 +79,7 @@ def test_what_traces_show_of_a_kind_corrects_what_is_expected_of_it():
 def test_what_a_trace_says_decides_what_fits():
     sketches = sketched(*(1.0 + i / 100 for i in range(9)))
     pool = Told(lambda c: reported(1.0 + c.rp / 100, fits=c.rp % 2 == 0))
-    fits, over = search.exactly(None, sketches, H100, {}, 3, str, pool)
+    fits, over = search.trace_best(None, sketches, H100, {}, 3, str, pool)
     assert [found.candidate.rp for found in fits] == [2, 4, 6] and {found.candidate.rp for found in over} >= {1, 3, 5}
 
 

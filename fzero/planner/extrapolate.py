@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from fzero.core.autodiff import Remat
 from fzero.core.device import CPU, Target
-from fzero.planner.step_trace import Segment, Trace, Transfer, made, stepped
+from fzero.planner.step_trace import Segment, Trace, Transfer, make_trace, run_step
 from fzero.run import build as programs
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
@@ -46,15 +46,15 @@ def trace(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target:
     said = [] if run_parts == parts else [f"micro-batches 4 to {parts - 1} as the third"]
     said += ["without the norms of layers"] * (few.train.measure_every != config.train.measure_every)
     whole = depth <= run + group
-    step = stepped(few, sizes, rank, target, 0 if whole else run)
+    step = run_step(few, sizes, rank, target, 0 if whole else run)
     middles: list[list[Stay]] = []
     stays = step.stays
     if not whole:
         found = deeper(stays, before, group, run, depth)
         # What is made in a backward pass that updates is known to be of the state when the step is over.
-        more = stepped(few, sizes, rank, target, run + group, short=config.train.update != "backward")
+        more = run_step(few, sizes, rank, target, run + group, short=config.train.update != "backward")
         if found is None or not same(deeper(stays, before, group, run, run + group), more.stays):
-            step, said = stepped(few, sizes, rank, target), [*said, "no two layers are alike: all were run"]
+            step, said = run_step(few, sizes, rank, target), [*said, "no two layers are alike: all were run"]
             stays = step.stays
         else:
             stays, middles = found
@@ -64,7 +64,7 @@ def trace(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target:
         stays, inner = longer(stays, parts)
         segments.append(segment(distinct(stays), distinct(inner), parts - PARTS + 1))
     step = step._replace(program=step.program._replace(config=config))
-    return made(step, stays, tuple(sorted(segments, key=lambda s: (s.first, -s.last))), "; ".join(said))
+    return make_trace(step, stays, tuple(sorted(segments, key=lambda s: (s.first, -s.last))), "; ".join(said))
 
 
 def shape(config: RunConfig) -> tuple[int, int, int]:
@@ -72,7 +72,7 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
     group = Remat.parse(config.train.remat).every or 1
     offload = Offload.parse(config.offload)
     ahead = config.prefetch + 2 * (offload.params.memory != "device") if config.zero == 3 or offload.params.memory != "device" else 0
-    away = offload.acts.memory != "device"  # what the second group kept is fetched by the one behind it
+    away = offload.acts.memory != "device"  # what the second group kept is fetched by the one after it
     # The last layer's gradients are summed while the one before it computes; there its sums get their memory.
     before, behind = (-(-max(edge, ahead) // group) * group for edge in (1 + group * away, 2))
     return before, group, before + group + behind + config.model.n_layers % group
@@ -113,7 +113,7 @@ def _middle(stay: Stay, before: int, group: int) -> bool:
 
 
 def _shifted(stay: Stay, layers: int) -> Stay:
-    """The same, so many layers further on."""
+    """The same stay, shifted by a number of layers."""
     if not layers:
         return stay
     layer = stay.visit.layer + layers

@@ -75,7 +75,7 @@ def _launched(what: str) -> tuple[str, str, str]:
     return f"fzero.{what}", what, "fused" if what == "fused" else "optimizer"
 
 
-def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, phase: str, layer: int | None) -> Op | None:
+def describe_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, phase: str, layer: int | None) -> Op | None:
     """The Op of an operator that took `args` and `kwargs` and gave `out`; None for a view, and for a collective, which is a transfer."""
     full, name, kind = names_of(func)
     if func.is_view or (full.startswith("fzero.") and name in COLLECTIVES):

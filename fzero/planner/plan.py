@@ -50,7 +50,7 @@ class PlanReport(NamedTuple):
     binds: str  # "memory" where it does not fit, else what most of a step's time goes into
     memory_binds: str  # the largest component at the peak
 
-    state_bytes: dict[str, int]  # of a rank at rest, on the device: params, master, opt, ema, other, and grads behind a backward pass
+    state_bytes: dict[str, int]  # of a rank at rest, on the device: params, master, opt, ema, other, and grads after a backward pass
     state_elsewhere: dict[str, int]  # of a rank at rest: "host" and "nvme"
     state_bytes_per_rank: int  # params, gradients and optimizer states: the sum of state_bytes
     peak_bytes_per_rank: int
@@ -246,7 +246,7 @@ def report_of(
 
 
 def grad_bytes(built: Job) -> int:
-    """The bytes of gradients on a rank's device behind the backward pass of its last micro-batch: of ZeRO's "model states" the third.
+    """The bytes of gradients on a rank's device after the backward pass of its last micro-batch: of ZeRO's "model states" the third.
 
     With one micro-batch they are kept as they are computed; sums over several in the dtype of accumulation.
     """

@@ -43,7 +43,7 @@ class Room(NamedTuple):
     host: int | None  # in the host's memory; None: not known
 
     def has(self, sketch: Sketch, part: float = SPARE) -> bool:
-        """Whether a sketch fits that may fill so much of the device."""
+        """Whether a sketch fits into `part` of the device."""
         return sketch.bytes <= part * self.device and (self.host is None or sketch.host_bytes <= self.host)
 
 
@@ -55,8 +55,8 @@ class Found(NamedTuple):
     reason: str  # why it is not the best; "" for that
 
 
-class Loser(NamedTuple):
-    """All candidates with one choice that the best one has not: the best of them, and why it loses."""
+class Alternative(NamedTuple):
+    """For one alternative choice (such as tp=4): the best plan that uses it, and why it is slower."""
 
     choice: str  # "tp=4", "stage 0", "remat none", ...
     count: int
@@ -69,7 +69,7 @@ class SearchResult(NamedTuple):
     """What `search` found. `print(result)` shows it."""
 
     best: tuple[Found, ...]  # fastest first
-    losers: tuple[Loser, ...]
+    losers: tuple[Alternative, ...]
     config: RunConfig  # of the best, ready for `fzero pretrain`
     considered: int
     fitting: int  # by closed forms
@@ -139,7 +139,7 @@ def search(
         sketches = sorted(map(sketcher.sketch, every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes))
         fitting = [s for s in sketches if room.has(s)] or [s for s in sketches if room.has(s, 1.2)]
         say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
-        fits, over = exactly(config, fitting, device, options, top, say, pool)
+        fits, over = trace_best(config, fitting, device, options, top, say, pool)
     if not fits:
         raise ValueError(nothing_fits(sketches, over, room, gpus, device))
     fits.sort(key=lambda found: found.report.step_s)
@@ -151,8 +151,8 @@ def search(
     return SearchResult(tuple(named[:top]), tuple(lost), chosen, len(sketches), len(fitting), len(fits) + len(over), seconds)
 
 
-class Here(Executor):
-    """What computes in this process, at once."""
+class InProcess(Executor):
+    """An Executor that runs each call immediately in this process."""
 
     def submit(self, f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """The Future of f(*args, **kwargs), with its result."""
@@ -162,16 +162,16 @@ class Here(Executor):
 
 
 def tracers(workers: int) -> Executor:
-    """What traces: so many processes, or this one."""
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if workers > 1 else Here()
+    """The Executor of traces: `workers` processes, or this one."""
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if workers > 1 else InProcess()
 
 
-def traced(config: RunConfig, c: Candidate, device: Device, options: Mapping[str, Any]) -> PlanReport:
+def trace_candidate(config: RunConfig, c: Candidate, device: Device, options: Mapping[str, Any]) -> PlanReport:
     """The PlanReport of a candidate."""
     return report_of(extrapolate.trace(c.of(config), c.mesh, target=device.target), device, **options)
 
 
-def exactly(
+def trace_best(
     config: RunConfig,
     sketches: Sequence[Sketch],
     device: Device,
@@ -199,7 +199,7 @@ def exactly(
             break
         now = rest[: min(ROUND, max(missing, more))]
         del rest[: len(now)]
-        reports = [pool.submit(traced, config, sketch.candidate, device, options) for sketch in now]
+        reports = [pool.submit(trace_candidate, config, sketch.candidate, device, options) for sketch in now]
         for sketch, report in zip(now, (future.result() for future in reports)):
             c = sketch.candidate
             off[kind(c)] = report.step_s / sketch.step_s
@@ -281,7 +281,7 @@ def choices(c: Candidate) -> dict[str, str]:
     }
 
 
-def losers(sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: Found, room: Room) -> list[Loser]:
+def losers(sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: Found, room: Room) -> list[Alternative]:
     """For each choice that the best candidate has not made: the best candidate with it, and why that loses."""
     classes: dict[tuple[str, str], list[Sketch]] = {}
     mine = choices(best.candidate)
@@ -304,7 +304,7 @@ def losers(sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], 
         else:
             s = least(members, room)
             reason = too_much(s, room)
-        out.append(Loser(text, len(members), s.candidate, reason, s.candidate in reports))
+        out.append(Alternative(text, len(members), s.candidate, reason, s.candidate in reports))
     return out
 
 
@@ -356,7 +356,7 @@ def describe(result: SearchResult) -> str:
     return "\n".join(lines)
 
 
-def loser_rows(lost: Sequence[Loser]) -> list[list[str]]:
+def loser_rows(lost: Sequence[Alternative]) -> list[list[str]]:
     """The rows of the table of losers."""
     return [[loser.choice, f"{loser.count:,}", words(loser.candidate), ("" if loser.exact else "~ ") + loser.reason] for loser in lost]
 

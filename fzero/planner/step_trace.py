@@ -27,7 +27,7 @@ from fzero.core.torch_private import TorchDispatchMode
 from fzero.offload import DiskTensor
 from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedSpace
-from fzero.planner.operations import Op, described
+from fzero.planner.operations import Op, describe_op
 from fzero.run import build as programs
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
@@ -91,10 +91,10 @@ def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, ta
     target: bf16 on a GPU, fp32 and uncompiled blocks on a CPU. The state is that of a run's `first_state`, with other values.
     Raises ValueError for what a run would refuse.
     """
-    return made(stepped(config, sizes, rank, target))
+    return make_trace(run_step(config, sizes, rank, target))
 
 
-class Stepped(NamedTuple):
+class FakeStep(NamedTuple):
     """A step that was run on fake tensors."""
 
     program: Job
@@ -105,56 +105,59 @@ class Stepped(NamedTuple):
     rank: int
 
 
-class Enough(Exception):
-    """What was to be seen of a step has been seen."""
+class EndOfRecord(Exception):
+    """Raised to end a traced step early."""
 
 
-class Shortened(MemoryTrace):
-    """A record that ends the step behind the backward pass of the last of `parts` micro-batches."""
+class ShortRecord(MemoryTrace):
+    """A record that ends the step after the backward pass of the last of `parts` micro-batches."""
 
     parts = 0
 
     def enter(self, phase: str) -> None:
         """A phase begins."""
         if self.parts and phase == "metrics" and len({s.visit.span for s in self.stays if s.visit.phase == "backward"}) == self.parts:
-            raise Enough
+            raise EndOfRecord
         super().enter(phase)
 
 
-def stepped(
+def run_step(
     config: RunConfig, sizes: Mapping[str, int], rank: int = 0, target: Target | None = None, layers: int = 0, short: bool = False
-) -> Stepped:
-    """A step of `config`; layers: only the first so many are run, of a state of all of them (0: all). short: up to the update alone."""
+) -> FakeStep:
+    """Run a step of `config` on fake tensors, with the state of all layers.
+
+    layers: how many of the layers are run, the first ones (0: all). short: end before the update.
+    """
     target = CPU if target is None else target
-    config, mesh = resolve_auto(config, target), planned_mesh(tuple(sizes.items()), rank)
+    config, mesh = resolve_auto(config, target), shared_mesh(tuple(sizes.items()), rank)
     mesh.ledger.clear()
     with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
-        space = planned_space(config, mode)
-        program = programs.build(config, mesh, layers=layers, space=space, model=planned_model(config.model))
+        space = fake_space(config, mode)
+        program = programs.build(config, mesh, layers=layers, space=space, model=shared_model(config.model))
         state, batch = fake_state(program, mode), fake_batch(program, mode)
         step = program.train_step
         if config.train.update == "delayed":  # a first step leaves the gradient that the second one applies
             with Looking():
                 state, _ = step(state, batch)
         tracer, device = Tracer(target.kind == "cuda"), None if target.kind == "cpu" else mode.device
-        record = Shortened(state, batch, device=device, arena=space.arena if space else None, note=tracer.note, told=tracer.told)
+        record = ShortRecord(state, batch, device=device, arena=space.arena if space else None, note=tracer.note, told=tracer.told)
         if space is not None:
             space.disk.tell = lambda event, number, what, size: record.transfer(event, number, what, "nvme", size)
         record.parts = programs.local_micro_batches(config, mesh) if short else 0
-        with contextlib.suppress(Enough), recorded(record, mesh.ledger):
+        with contextlib.suppress(EndOfRecord), recorded(record, mesh.ledger):
             state_after, _ = step(state, batch)
             record.close(state_after)
-    return Stepped(program, state, record.stays, record.away_peak, target, rank)
+    return FakeStep(program, state, record.stays, record.away_peak, target, rank)
 
 
 @functools.lru_cache(maxsize=8)
-def planned_mesh(sizes: tuple[tuple[str, int], ...], rank: int) -> Mesh:
+def shared_mesh(sizes: tuple[tuple[str, int], ...], rank: int) -> Mesh:
     """The mesh of steps that are planned. One for all of them: a block that was compiled for it is not compiled again."""
     return fake_mesh(dict(sizes), rank)
 
 
 @functools.lru_cache(maxsize=8)
-def planned_model(config: models.ModelConfig) -> models.Model:
+def shared_model(config: models.ModelConfig) -> models.Model:
     """The model of these sizes; one for all steps that are planned, for the same reason."""
     return models.build(config)
 
@@ -171,14 +174,14 @@ class Tracer:
     def note(self, record: MemoryTrace, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator and enter it; the result."""
         if func is LOOKS:
-            return _looked_at(args[0])
+            return _value_of(args[0])
         if self.coming:
             self.arrived(record, args)
         out = func(*args, **kwargs)
         here = record.here
         if self.cuda and func in COPIES and self.copied(record, func, args, out):
             return out
-        op = described(func, args, kwargs, out, here.phase, here.layer)
+        op = describe_op(func, args, kwargs, out, here.phase, here.layer)
         if op is not None:
             record.event(op)
         return out
@@ -224,7 +227,7 @@ class Tracer:
         return Transfer(event, number, what, axis, size, here.phase, here.layer)
 
 
-def _looked_at(x: Tensor) -> Any:
+def _value_of(x: Tensor) -> Any:
     """What a step that goes well finds in a value that it looks at: nothing is skipped, and numbers are 1."""
     return False if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
 
@@ -233,10 +236,10 @@ class Looking(TorchDispatchMode):
     """A context in which a fake tensor that is looked at has a value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _looked_at(args[0]) if func is LOOKS else func(*args, **(kwargs or {}))
+        return _value_of(args[0]) if func is LOOKS else func(*args, **(kwargs or {}))
 
 
-def planned_space(config: RunConfig, mode: FakeDevice) -> PlannedSpace | None:
+def fake_space(config: RunConfig, mode: FakeDevice) -> PlannedSpace | None:
     """Where the leaves live that a config puts on a disk; None where it puts none there."""
     if "nvme" not in Offload.parse(config.offload).memories:
         return None
@@ -270,7 +273,7 @@ def fake_batch(program: Job, mode: FakeDevice) -> dict[str, Tensor]:
     return {name: torch.empty(shape, dtype=dtype, device=mode.device) for name, dtype in dtypes.items()}
 
 
-def made(step: Stepped, stays: Sequence[Stay] = (), segments: tuple[Segment, ...] = (), exact: str = "") -> Trace:
+def make_trace(step: FakeStep, stays: Sequence[Stay] = (), segments: tuple[Segment, ...] = (), exact: str = "") -> Trace:
     """The Trace of a step. stays: what happened in all of it, where the step was shortened; repeated ones have the same lists."""
     stays, config, mesh = stays or step.stays, step.program.config, step.program.mesh
     timeline = moments(stays)

@@ -231,7 +231,7 @@ class Play:
 
 
 def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:
-    """(numbers that are started in events[first:last] and waited for behind it, numbers waited for in it and started before it)."""
+    """(numbers that are started in events[first:last] and waited for after it, numbers waited for in it and started before it)."""
     started: dict[int, None] = {}
     taken = []
     for event in events[first:last]:
@@ -263,5 +263,5 @@ def days(timing: Timing, tokens_per_step: int, tokens: float) -> float:
 
 
 def price(timing: Timing, tokens_per_step: int, tokens: float, devices: int, price_per_hour: float | None) -> float | None:
-    """What those days cost on so many devices, in the currency of the price of one for an hour; None where that is not known."""
+    """The cost of those days on `devices` devices, in the currency of the price of one for an hour; None where that is not known."""
     return None if price_per_hour is None else 24.0 * days(timing, tokens_per_step, tokens) * devices * price_per_hour

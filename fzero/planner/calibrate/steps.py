@@ -20,7 +20,7 @@ from fzero.core.compile import jit
 from fzero.core.torch_private import TorchDispatchMode
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK
 from fzero.planner.calibrate.timed import Case, Figure, clock, figure, on_threads, time_cases
-from fzero.planner.operations import Op, described
+from fzero.planner.operations import Op
 from fzero.run.build import Job, build, first_state
 from fzero.run.config_table import from_table
 from fzero.sharding import one_process
@@ -101,7 +101,7 @@ class Watching(TorchDispatchMode):
         begin = self.now()
         out = func(*args, **(kwargs or {}))
         took = self.now() - begin
-        op = described(func, args, kwargs or {}, out, "", None)
+        op = describe_op(func, args, kwargs or {}, out, "", None)
         if op is not None:
             self.told(Ran(op, layout(args) if op.kind == "gemm" else "", func._overloadname == "out", took))
         return out
