@@ -20,7 +20,7 @@ from fzero.core.compile import jit
 from fzero.core.torch_private import TorchDispatchMode
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK
 from fzero.planner.calibrate.timed import Case, Figure, clock, figure, on_threads, time_cases
-from fzero.planner.operations import Op
+from fzero.planner.operations import Op, describe_op
 from fzero.run.build import Job, build, first_state
 from fzero.run.config_table import from_table
 from fzero.sharding import one_process
