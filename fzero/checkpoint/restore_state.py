@@ -117,10 +117,13 @@ def save_shelf(
     Raises ValueError where the store lacks a leaf, or is damaged.
     """
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
+    statistics = pytree.named_leaves({"extra": {LOSS: init_stats()}})  # which stores of earlier versions may lack
 
     def lazy(name: str, leaf: Tensor) -> Any:
         if name in shelf.record.values:
             return from_text(shelf.record.values[name])
+        if name in statistics:
+            return statistics[name]
         held = name
         if not shelf.holds(name):
             held = f"{MASTER}{name.removeprefix(PARAMS)}"
