@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.comm.agreement import RankError
-from fzero.comm.communicator import Communicator, Pending, done, tree_sum
+from fzero.comm.communicator import Communicator, Pending, done
 from fzero.comm.ledger import Ledger, Row
 from fzero.comm.operators import ops
 from fzero.core.device import traced
@@ -52,7 +52,6 @@ __all__ = [
     "start_all_gather",
     "start_psum",
     "start_psum_scatter",
-    "tree_sum",
 ]
 
 

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fzero.comm.agreement import Call, RollCall
 from fzero.comm.ledger import Ledger, sent_elements
 from fzero.core.device import kind_of
+from fzero.core.tree_sum import tree_sum
 
 # Up to here, for all ranks together, a psum by messages sends its whole input to everyone: one round of messages. Beyond, it sends
 # pieces, and then their sums (measured on 2 cores: 4 ranks take 6.8 and 8.6 ms for 1 MB, 160 and 40 ms for 12 MB).
@@ -34,35 +35,6 @@ SMALL_BYTES = 4 << 20
 # Newer torch has these names, and warns of the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of `parts` in the order of a balanced binary tree, consecutive pairs first: (0 + 1) + (2 + 3).
-
-    It is the order of a binary counter that takes the parts one by one; where their number is no power of two, the complete trees that are
-    left are added from the last to the first. In the dtype of the parts; no part is written to, and one part alone is returned itself.
-
-    >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])
-    tensor(6.)
-    """
-    return _tree_sum(parts, [False] * len(parts))
-
-
-def _tree_sum(parts: Sequence[Tensor], own: Sequence[bool]) -> Tensor:
-    """`tree_sum` that writes into the parts that are `own`, as far as it can."""
-    trees: list[tuple[int, Tensor, bool]] = []  # (height, sum, whether that may be overwritten)
-
-    def merge() -> None:
-        (_, b, own_b), (height, a, own_a) = trees.pop(), trees.pop()
-        trees.append((height + 1, torch.add(a, b, out=a if own_a else b if own_b else None), True))
-
-    for part, mine in zip(parts, own):
-        trees.append((0, part, mine))
-        while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
-            merge()
-    while len(trees) > 1:
-        merge()
-    return trees[0][1]
 
 
 class Pending:
@@ -262,7 +234,7 @@ class Communicator:
         own = pieces[self.rank]
         parts = [own if j == self.rank else torch.empty_like(own) for j in range(self.size)]
         finish = self._exchange(call, {j: pieces[j] for j in self.others}, {j: parts[j] for j in self.others})
-        return _then(finish, lambda: _tree_sum(parts, [j != self.rank for j in range(self.size)]))
+        return _then(finish, lambda: tree_sum(parts, [j != self.rank for j in range(self.size)]))
 
     def _exchange(self, call: Call, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], half: int = 0) -> Callable[[], None]:
         """Start messages to and from places on the axis; the function returned waits for them, and keeps the buffers until then."""

@@ -18,32 +18,11 @@ from fzero.comm.collectives import Pending, start_all_gather, start_psum, start_
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
+from fzero.core.tree_sum import TreeSum
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Moves, Plan, moves
 from fzero.sharding.prefetch import Group
 from fzero.sharding.slices import STACKED
-
-
-class Counter:
-    """A sum by a balanced binary tree: equal neighbours are added as soon as both are there (at most log2 of the terms are held)."""
-
-    def __init__(self) -> None:
-        self.held: list[tuple[int, Tensor]] = []
-
-    def add(self, term: Tensor) -> None:
-        """Add the next term; its memory may be written to."""
-        level = 0
-        while self.held and self.held[-1][0] == level:
-            term = self.held.pop()[1].add_(term)
-            level += 1
-        self.held.append((level, term))
-
-    def sum(self) -> Tensor:
-        """The sum of all terms."""
-        total = self.held.pop()[1]
-        while self.held:
-            total = self.held.pop()[1].add_(total)
-        return total
 
 
 class GradientReducer:
@@ -81,7 +60,7 @@ class GradientReducer:
         self.depth = {n: x.shape[0] for n, x in pytree.named_leaves(plan.like).items() if n.startswith(STACKED)}
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.begun: set[tuple[str, str, int | None]] = set()  # whose place in `final` holds a sum
-        self.owed: dict[tuple[str, str, int | None], Tensor | Counter] = {}  # sums over micro-batches that are not final yet
+        self.owed: dict[tuple[str, str, int | None], Tensor | TreeSum] = {}  # sums over micro-batches that are not final yet
         self.flying: list[Iterator[Pending]] = []
 
     def put(self, part: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
@@ -151,7 +130,7 @@ class GradientReducer:
             return value if more else self.place(key, value)
         own = value.to(self.accumulate, copy=True) if value.dtype == self.accumulate else value.to(self.accumulate)
         if self.canonical:
-            self.owed.setdefault(key, Counter()).add(own)
+            self.owed.setdefault(key, TreeSum()).add(own)
             total = self.owed.pop(key).sum() if ends else None
         else:
             self.owed[key] = self.owed[key].add_(own) if key in self.owed else own
