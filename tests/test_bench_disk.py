@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fzero.offload import disk_config
+from fzero.offload import disk_config, disk_io
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import DiskSettings, serves_direct
 from fzero.planner.calibrate import disk
@@ -32,7 +32,7 @@ def folder(tmp_path):
     """A folder on a disk."""
     path = tmp_path / "disk"
     path.mkdir()
-    if disk_config.file_system(disk_config.mount_point(path)) in disk.MEMORY or not serves_direct(path):
+    if disk_io.file_system(disk_io.mount_point(path)) in disk.MEMORY or not serves_direct(path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")
     return path
 
@@ -188,7 +188,7 @@ def test_blocks_larger_than_the_files_are_left_out(folder, quick):
 def test_the_command_measures_and_writes_the_settings(fz, folder, quick):
     code, out, err = fz("bench", "disk", folder, "--size-gb", "0.009", "--seconds", "0.01")
     assert (code, err) == (0, "") and list(folder.iterdir()) == []
-    mount = disk_config.mount_point(folder)
+    mount = disk_io.mount_point(folder)
     assert out.startswith(f"{folder}, on {mount} (") and "two files of 0.00 GB" in out and "0.01 s for each figure" in out
     assert "page cache: passed by (O_DIRECT); afterwards it held 0% of the files" in out and "fio is not installed" in out
     assert out.count("<- best") == 1 and f'written to {disk_config.config_file()}, [disk."{mount}"]' in out
@@ -244,7 +244,7 @@ def test_a_folder_in_memory(fz, folder, monkeypatch):
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
 def test_shared_memory_is_in_memory():
-    assert disk_config.file_system(disk_config.mount_point("/dev/shm/not/there")) in disk.MEMORY
+    assert disk_io.file_system(disk_io.mount_point("/dev/shm/not/there")) in disk.MEMORY
 
 
 def test_a_file_system_that_refuses_direct_transfers(fz, folder, monkeypatch):
@@ -308,12 +308,12 @@ def test_settings_of_a_disk_that_was_not_measured_are_the_default_ones(tmp_path)
     )
     disk_config.save("/some/other/disk", DiskSettings(MB, 7, 7), {})
     assert disk_config.settings_for(tmp_path) == DiskSettings()
-    disk_config.save(disk_config.mount_point("."), DiskSettings(MB, 7, 7), {})
+    disk_config.save(disk_io.mount_point("."), DiskSettings(MB, 7, 7), {})
     assert disk_config.settings_for(".") == DiskSettings(MB, 7, 7) and disk_config.settings_for("s3://bucket/x") == DiskSettings()
 
 
 def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
-    path, mount = disk_config.config_file(), disk_config.mount_point(tmp_path)
+    path, mount = disk_config.config_file(), disk_io.mount_point(tmp_path)
     path.parent.mkdir(parents=True)
     mine = 'colour = "blue"  # mine\n\n[disk."/a \\"b\\" ü"]\nreaders = 3\n# a note\n\n[other]\nx = [1, 2]\n'
     path.write_text(mine)
@@ -364,7 +364,7 @@ def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_broken_file_is_one_clear_error(fz, folder, text, message):
-    path, mount = disk_config.config_file(), disk_config.mount_point(folder)
+    path, mount = disk_config.config_file(), disk_io.mount_point(folder)
     path.parent.mkdir(parents=True)
     path.write_bytes(text if isinstance(text, bytes) else text.replace("MOUNT", mount).encode())
     with pytest.raises(ValueError, match=message.replace("MOUNT", mount)) as error:
@@ -375,11 +375,11 @@ def test_a_broken_file_is_one_clear_error(fz, folder, text, message):
 
 
 def test_a_mount_point_is_where_the_device_begins(tmp_path, monkeypatch):
-    found = disk_config.mount_point(tmp_path / "a" / "b")
+    found = disk_io.mount_point(tmp_path / "a" / "b")
     assert os.path.ismount(found) and str(tmp_path).startswith(found)
-    assert disk_config.mount_point("/proc/self") == "/proc" and disk_config.file_system("/proc") == "proc"
+    assert disk_io.mount_point("/proc/self") == "/proc" and disk_io.file_system("/proc") == "proc"
     (tmp_path / "link").symlink_to("/proc")
-    assert disk_config.mount_point(tmp_path / "link") == "/proc"
-    assert disk_config.file_system("/no/mount") == ""
+    assert disk_io.mount_point(tmp_path / "link") == "/proc"
+    assert disk_io.file_system("/no/mount") == ""
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "dev / ext4 rw 0 0\ndev /mnt/my\\040disk xfs rw 0 0\ndev / btrfs rw 0 0\n")
-    assert [disk_config.file_system(mount) for mount in ("/", "/mnt/my disk")] == ["btrfs", "xfs"]
+    assert [disk_io.file_system(mount) for mount in ("/", "/mnt/my disk")] == ["btrfs", "xfs"]

@@ -12,9 +12,9 @@ import torch
 from fzero.checkpoint import layout as layouts
 from fzero.checkpoint.layout import CRC, LEAST, TARGET, Layout, array_json, chunk_shape, lay_out, positions, slabs, smallest_factor
 from fzero.checkpoint.reader import wanted
-from fzero.offload.buffer_pool import PAGE
+from fzero.core.storage import PAGE
 from fzero.sharding import Spec, fake_mesh
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 
 MESHES = [{}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "rp": 2}, {"dp": 3, "tp": 2}, {"dp": 2, "rp": 2, "tp": 2}, {"tp": 4}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
@@ -47,7 +47,7 @@ def laid_out(sizes, shape, dtype, spec, number=0, **options):
     mine, world = [], math.prod(sizes.values())
     for rank in range(world):
         mesh = fake_mesh(sizes, rank)
-        start, size = window(shape, spec, mesh)
+        start, size = local_slice(shape, spec, mesh)
         mine.append(lay_out(size, dtype, spec, mesh, number, **options))
         assert mine[-1].start == start
         for part in mine[-1].parts:

@@ -25,7 +25,7 @@ from fzero.offload import DiskTensor
 from fzero.run import build, config_table
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.digests import digests
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 from fzero.train.batch import local_batch
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
@@ -194,7 +194,7 @@ def save_wide(mesh, home, specs):
 
 
 def slices(shape, spec, mesh):
-    return tuple(slice(at, at + n) for at, n in zip(*window(tuple(shape), spec, mesh)))
+    return tuple(slice(at, at + n) for at, n in zip(*local_slice(tuple(shape), spec, mesh)))
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fzero.core.storage import PAGE
 from fzero.offload import disk_io as disk_module
-from fzero.offload.buffer_pool import HUGE, PAGE, BufferPool, padded
+from fzero.offload.buffer_pool import HUGE, BufferPool, padded
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskSettings, open_direct, serves_direct
 from fzero.planner.calibrate import disk as bench
 

@@ -19,15 +19,15 @@ import torch
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
+from fzero.core.storage import PAGE
 from fzero.offload import BufferPool, DiskIO, DiskSettings, DiskTensor, LeafFiles, Nvme, ScratchFile, open_store
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.buffer_pool import PAGE
 from fzero.offload.disk_io import serves_direct
 from fzero.offload.store import release
 from fzero.offload.store_manifest import STEP, STORE, read_step_manifest
 from fzero.offload.update_units import RowBlock, ahead, cut, owners
-from fzero.sharding.slices import MOST, pieces
+from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
 from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopened
 
@@ -86,7 +86,7 @@ def write(store, seed, *, rows_of=None, leaves=None):
             continue
         for i in range(kept.layers):
             layer = value[i] if kept.stacked else value
-            for rows in store.chunks.pieces(name, rows_of or 1 << 30):
+            for rows in store.chunks.row_blocks(name, rows_of or 1 << 30):
                 part = layer[rows[0] : rows[1]] if layer.dim() else layer
                 buffer = store.arena.take(tuple(part.shape), part.dtype, store.disk.busy)
                 buffer.view.copy_(part)
@@ -819,9 +819,9 @@ def test_a_stored_leaf_says_what_a_tensor_says(direct, opened):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (1000, 3), (4097, 64), (5000, 1), (3, 5000), (8192, 37)])
-@pytest.mark.parametrize("most", [1, 1 << 12, 1 << 16, MOST])
+@pytest.mark.parametrize("most", [1, 1 << 12, 1 << 16, MOST_ELEMENTS])
 def test_pieces_cover_a_layer_once_and_begin_at_pages(shape, most):
-    found = pieces(shape, most)
+    found = row_blocks(shape, most)
     rows = shape[0] if shape else 1
     assert [i for start, end in found for i in range(start, end)] == list(range(rows))
     row = math.prod(shape[1:])

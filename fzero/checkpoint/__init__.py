@@ -11,7 +11,7 @@ from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.verify import expect_sound, newest_sound, verify
 from fzero.checkpoint.writer import Saved, SaveFailed, Writer
 from fzero.core.pytree import Tree
-from fzero.offload.chunk_files import Damaged
+from fzero.core.storage import Damaged
 from fzero.sharding import Mesh
 
 __all__ = [

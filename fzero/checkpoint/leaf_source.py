@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.offload import DiskTensor
+from fzero.sharding.slices import narrow_box
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +30,7 @@ def source(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
         leaf = leaf_made
     if isinstance(leaf, DiskTensor):
         return stored_source(leaf)
-    return lambda start, size: box(leaf.detach(), start, size)
-
-
-def box(x: Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """A view of the elements [start, start + size)."""
-    for dim, (at, n) in enumerate(zip(start, size)):
-        x = x.narrow(dim, at, n)
-    return x
+    return lambda start, size: narrow_box(leaf.detach(), start, size)
 
 
 def stored_source(leaf: DiskTensor) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
@@ -49,6 +43,6 @@ def stored_source(leaf: DiskTensor) -> Callable[[tuple[int, ...], tuple[int, ...
         if held is None or held[0] != layers:
             held = None
             held = (layers, leaf.tensor(layers=layers))
-        return box(held[1], (0, *start[1:]), size) if leaf.kept.stacked else box(held[1], start, size)
+        return narrow_box(held[1], (0, *start[1:]), size) if leaf.kept.stacked else narrow_box(held[1], start, size)
 
     return give

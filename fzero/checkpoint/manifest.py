@@ -11,8 +11,7 @@ import torch
 
 import fzero
 from fzero.checkpoint.layout import Layout
-from fzero.core.storage import is_url, read_text, write_text
-from fzero.offload.chunk_files import Damaged
+from fzero.core.storage import Damaged, is_url, read_text, write_text
 
 FORMAT, VERSION = "fzero-checkpoint", 2
 

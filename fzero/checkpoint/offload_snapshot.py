@@ -14,14 +14,13 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.core.storage import read_text
+from fzero.core.storage import Damaged, read_text
 from fzero.offload import DiskTensor, LeafFiles, Nvme
 from fzero.offload.buffer_pool import padded
-from fzero.offload.chunk_files import Damaged, chunk_of
+from fzero.offload.chunk_files import chunk_of
 from fzero.offload.store_manifest import StepManifest, read_description, read_step_manifest, sums_name
 from fzero.sharding import Plan, fake_mesh, one_process
-from fzero.sharding.slices import pieces, shard_dim, window
-from fzero.train.state_on_disk import write_rows
+from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
 
 
 class StoreSnapshot(NamedTuple):
@@ -51,21 +50,18 @@ class StoreSnapshot(NamedTuple):
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
         out, done = torch.empty(size, dtype=kept.dtype), set()
         for rank in range(self.ranks):
-            at, extent = window(shape, spec, fake_mesh(self.sizes, rank))
+            at, extent = local_slice(shape, spec, fake_mesh(self.sizes, rank))
             spans = [(max(a, s), min(a + e, s + n)) for a, e, s, n in zip(at, extent, start, size)]
             if at in done or any(low >= high for low, high in spans):
                 continue  # another rank's copy, or none of what is asked for
             done.add(at)
             sums = self.sums(rank)
-            target = out
-            for dim, ((low, high), s) in enumerate(zip(spans, start)):
-                target = target.narrow(dim, low - s, high - low)
-            inner = [(low - a, high - a) for (low, high), a in zip(spans, at)]
-            for i, layer in enumerate(range(*inner[0]) if kept.stacked else [0]):
-                value = self.chunk(name, kept, layer, rank, sums.get(name))
-                for dim, (low, high) in enumerate(inner[1:] if kept.stacked else inner):
-                    value = value.narrow(dim, low, high - low)
-                (target[i] if kept.stacked else target).copy_(value)
+            lows, sizes = [low for low, _ in spans], [high - low for low, high in spans]
+            target = narrow_box(out, [low - s for low, s in zip(lows, start)], sizes)
+            inner, lead = [low - a for low, a in zip(lows, at)], int(kept.stacked)
+            for i in range(sizes[0] if kept.stacked else 1):
+                value = self.chunk(name, kept, inner[0] + i if kept.stacked else 0, rank, sums.get(name))
+                (target[i] if kept.stacked else target).copy_(narrow_box(value, inner[lead:], sizes[lead:]))
         return out
 
     def sums(self, rank: int) -> dict[str, list[int]]:
@@ -119,8 +115,8 @@ def put_params(read: Callable[[str], Tensor], plan: Plan, space: Nvme) -> Tree:
             store.begin()
         for i in range(store.leaves[name].layers):
             layer = value[i] if store.leaves[name].stacked else value
-            for rows in pieces(store.leaves[name].chunk):
-                write_rows(store, name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+            for rows in row_blocks(store.leaves[name].chunk):
+                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
         store.settle()
         del value, like
     store.commit(0, {}, lambda: None)

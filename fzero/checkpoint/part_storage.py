@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fzero.checkpoint.manifest import Place, join
 from fzero.core.object_store import Objects
-from fzero.core.storage import is_url
-from fzero.offload.buffer_pool import HUGE, PAGE, padded
+from fzero.core.storage import PAGE, is_url
+from fzero.offload.buffer_pool import HUGE, padded
 from fzero.offload.disk_io import open_direct
 
 OPEN = 64  # files that stay open behind a read: a checkpoint may have more of them than a process may open

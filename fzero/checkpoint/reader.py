@@ -16,7 +16,7 @@ from fzero.checkpoint.layout import CRC, Index, Layout, Slab, by_chunks, in_file
 from fzero.checkpoint.manifest import Leaf, Place, join, leaf_of, read_manifest
 from fzero.checkpoint.part_storage import Reading, fresh, tensor_of, words
 from fzero.core import pytree
-from fzero.offload.chunk_files import Damaged
+from fzero.core.storage import Damaged
 
 RUN = 4 << 20  # bytes of neighbouring chunks that are read at a time
 THREADS = 4

@@ -15,7 +15,7 @@ from fzero.core import pytree
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice, whole_shape
 from fzero.train.state import TrainState, in_host_memory
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
@@ -46,10 +46,10 @@ def _restored(
 
     def place(name: str, leaf: Tensor) -> tuple[Any, Any]:
         there = held.leaves[source[name]].shape
-        whole = tuple(n * count for n, count in zip(leaf.shape, counts(leaf, spec_of[name], mesh)))
+        whole = whole_shape(leaf.shape, spec_of[name], mesh)
         if whole != there:
             raise ValueError(f"{held.path}: {name} has shape {list(there)} there and {list(whole)} in this run; it is of another model")
-        return window(there, spec_of[name], mesh)
+        return local_slice(there, spec_of[name], mesh)
 
     places = {name: place(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
 
@@ -125,18 +125,9 @@ def save_shelf(
             held = f"{MASTER}{name.removeprefix(PARAMS)}"
             if not name.startswith(PARAMS) or not shelf.holds(held):
                 raise ValueError(f"{shelf.place}: its store has no {name}; go on from a checkpoint")
-        whole = tuple(n * count for n, count in zip(leaf.shape, counts(leaf, spec_of[name], mesh)))
-        start, size = window(whole, spec_of[name], mesh)
+        whole = whole_shape(leaf.shape, spec_of[name], mesh)
+        start, size = local_slice(whole, spec_of[name], mesh)
         return checkpoint.Lazy(leaf.dtype, tuple(leaf.shape), lambda: shelf.leaf(held, whole, old_of[held], start, size).to(leaf.dtype))
 
     state = pytree.map_named(lazy, like)
     return checkpoint.save(home, state, step=shelf.record.step, config=config, specs=specs, mesh=mesh)
-
-
-def counts(leaf: Tensor, spec: Any, mesh: Mesh) -> list[int]:
-    """How many ranks each dim of a leaf is divided among."""
-    dims = [1] * leaf.dim()
-    for dim, axes in enumerate(spec.dims):
-        for axis in axes:
-            dims[dim] *= mesh[axis].size
-    return dims

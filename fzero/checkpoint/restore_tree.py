@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from fzero.checkpoint.reader import THREADS, Box, fetch, opened
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice, ranks_per_dim
 
 
 def restore(
@@ -55,7 +54,9 @@ def restore(
     windows: dict[str, tuple[Index, Index]] = {}
     for name in wanted_leaves.keys() & there.keys():
         spec = spec_of.get(name.removeprefix(prefix), Spec())
-        windows[name] = window(there[name].shape, spec, mesh) if divides(there[name].shape, spec, mesh) else ((), there[name].shape)
+        shape = there[name].shape
+        fits = all(n % ranks == 0 for n, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape), name)))
+        windows[name] = local_slice(shape, spec, mesh) if fits else ((), shape)
     expect(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
     try:
         for name in wanted_leaves:
@@ -84,12 +85,6 @@ def restore_leaves(path: Place, select: Callable[[str], bool]) -> dict[str, Tens
         fetch(held, boxes, pool)
     held.close()
     return {box.name: box.out for box in boxes}
-
-
-def divides(shape: Index, spec: Spec, mesh: Mesh) -> bool:
-    """Whether a leaf of this shape can be sharded so."""
-    parts = [math.prod(mesh[axis].size for axis in axes) for axes in spec.dims]
-    return len(parts) <= len(shape) and all(n % k == 0 for n, k in zip(shape, parts))
 
 
 def expect(path: Place, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]) -> None:

@@ -15,9 +15,8 @@ from fzero.checkpoint.part_storage import tensor_of
 from fzero.checkpoint.reader import RUN, THREADS, Opened, checked, chunk_name, file_of, get, head_of, opened, size_of, where
 from fzero.checkpoint.zarr import descriptions
 from fzero.core.object_store import Objects
-from fzero.core.storage import is_url, read_text
-from fzero.offload.buffer_pool import PAGE, padded
-from fzero.offload.chunk_files import Damaged
+from fzero.core.storage import PAGE, Damaged, is_url, read_text
+from fzero.offload.buffer_pool import padded
 
 
 def newest_sound(home: Place) -> tuple[Place, list[tuple[Place, str]]]:

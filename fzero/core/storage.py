@@ -9,7 +9,13 @@ from typing import Any
 
 from fzero.core.object_store import Objects, context, is_url, url_spec
 
-__all__ = ["context", "is_url", "kvstore", "read_text", "sync_folder", "write_text"]
+__all__ = ["PAGE", "Damaged", "context", "is_url", "kvstore", "read_text", "sync_file_system", "sync_folder", "write_text"]
+
+PAGE = 4096  # bytes: a direct transfer to or from a disk begins and ends at a multiple of this
+
+
+class Damaged(ValueError):
+    """A store or checkpoint does not hold what was written to it, or holds no step as a whole; another checkpoint may be read instead."""
 
 
 def kvstore(place: str | Path, *path: str) -> Any:

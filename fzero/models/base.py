@@ -92,7 +92,7 @@ def init_params(
     def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
         spec = specs.get(name, Spec())
         if std == 0.0:
-            leaf = torch.full(slices.window(shape, spec, mesh)[1], mean, dtype=dtype, device=device)
+            leaf = torch.full(slices.local_slice(shape, spec, mesh)[1], mean, dtype=dtype, device=device)
         else:
             leaf = draw.normal(prng.fold_in(key, name), shape, spec, mesh, mean, std, dtype, device)
         return then(name, leaf)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PAGE = 4096  # bytes: what a direct transfer begins and ends at
+from fzero.core.storage import PAGE
+
 HUGE = 2 << 20
 
 

@@ -19,13 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.storage import context, is_url, kvstore
-from fzero.offload.buffer_pool import PAGE, Buffer, BufferPool, padded
-from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, open_direct, serves_direct
-
-
-class Damaged(ValueError):
-    """A store does not hold what was written to it, or no step as a whole: a checkpoint may serve in its place."""
+from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
+from fzero.offload.buffer_pool import Buffer, BufferPool, padded
+from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
+from fzero.sharding.slices import row_blocks
 
 
 class LeafFiles(NamedTuple):
@@ -95,7 +92,7 @@ class Chunks:
         self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
         self.arrays: dict[str, Any] = {}
         self.synced: set[int] = set()  # slots all of whose files were synced since they were opened
-        self.in_place = self.direct and file_system(Path(place)) in IN_PLACE
+        self.in_place = self.direct and file_system(mount_point(place)) in IN_PLACE
         if not self.direct and not is_url(place):
             warnings.warn(
                 f"{place}: its file system refuses direct transfers (O_DIRECT); it is used through tensorstore, slower", stacklevel=3
@@ -157,15 +154,10 @@ class Chunks:
             "or resume from a checkpoint"
         )
 
-    def pieces(self, name: str, most: int) -> list[Rows]:
-        """Row ranges of a chunk of at most `most` bytes each, that begin at pages: what can be read and written apart."""
+    def row_blocks(self, name: str, most: int) -> list[Rows]:
+        """Ranges of a chunk's rows, of about `most` bytes each at most, that begin at pages: each can be read and written alone."""
         kept = self.leaves[name]
-        rows = kept.chunk[0] if kept.chunk else 1
-        if kept.chunk_bytes <= most or not kept.row_bytes:
-            return [(0, rows)]
-        step = PAGE // math.gcd(PAGE, kept.row_bytes)
-        length = max(step, most // kept.row_bytes // step * step)
-        return [(at, min(at + length, rows)) for at in range(0, rows, length)]
+        return row_blocks((kept.chunk[0] if kept.chunk else 1, kept.row_bytes), most)
 
     def _span(self, name: str, rows: Rows | None) -> tuple[LeafFiles, tuple[int, ...], int]:
         kept = self.leaves[name]
@@ -305,17 +297,6 @@ def _reported(work: Any) -> Any:
 
 
 IN_PLACE = ("ext4", "xfs")  # file systems that overwrite a file's own blocks
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that an existing path is on, "" where that cannot be told."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    device = os.stat(path).st_dev
-    found = [kind for _, point, kind, *_ in mounts if os.path.exists(point) and os.stat(point).st_dev == device]
-    return found[-1] if found else ""
 
 
 def _allow_files(count: int) -> None:

@@ -11,30 +11,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from fzero.core.storage import is_url
-from fzero.offload.buffer_pool import PAGE
-from fzero.offload.disk_io import DiskSettings
-
-
-def mount_point(path: str | Path) -> str:
-    """The folder at which the file system of `path` is mounted; of a path that is not there yet, that of its first parent that is."""
-    folder = Path(os.path.realpath(path))
-    while not folder.exists():
-        folder = folder.parent
-    device = folder.stat().st_dev
-    while folder != folder.parent and folder.parent.stat().st_dev == device:
-        folder = folder.parent
-    return str(folder)
-
-
-def file_system(mount: str) -> str:
-    """The kind of file system mounted at `mount`, such as ext4, or "" where the system does not tell."""
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    kinds = [kind for _, at, kind, *_ in map(str.split, lines) if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), at) == mount]
-    return kinds[-1] if kinds else ""
+from fzero.core.storage import PAGE, is_url
+from fzero.offload.disk_io import DiskSettings, mount_point
 
 
 def config_file() -> Path:

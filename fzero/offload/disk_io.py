@@ -9,6 +9,7 @@ import errno
 import heapq
 import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.offload.buffer_pool import PAGE
+from fzero.core.storage import PAGE
 
 # Priorities: what the computation waits for next comes first.
 NEXT, LATER = 0, 1
@@ -193,6 +194,27 @@ def open_direct(path: Path, flags: int = os.O_RDWR) -> int | None:
             return None
         raise
     return fd
+
+
+def mount_point(path: str | Path) -> str:
+    """The folder at which the file system of `path` is mounted; if `path` does not exist yet, that of its first parent that does."""
+    folder = Path(os.path.realpath(path))
+    while not folder.exists():
+        folder = folder.parent
+    device = folder.stat().st_dev
+    while folder != folder.parent and folder.parent.stat().st_dev == device:
+        folder = folder.parent
+    return str(folder)
+
+
+def file_system(mount: str) -> str:
+    """The kind of the file system mounted at `mount`, such as "ext4", or "" if the system does not report it."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    kinds = [kind for _, at, kind, *_ in map(str.split, lines) if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), at) == mount]
+    return kinds[-1] if kinds else ""
 
 
 def serves_direct(folder: Path) -> bool:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.offload.buffer_pool import PAGE, Buffer, BufferPool
+from fzero.core.storage import PAGE
+from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest, serves_direct
-from fzero.sharding.slices import pieces
+from fzero.sharding.slices import row_blocks
 
 
 class Extent(NamedTuple):
@@ -133,9 +134,9 @@ class ScratchTensor:
         """Start to read rows of a layer, as they lie there."""
         return self.scratch.read((*self.key, layer), rows, priority=priority)
 
-    def walk(self) -> Iterator[tuple[int, Tensor]]:
+    def iterate_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """(layer, rows of it) for all pieces, in order, each read while the one before it is used."""
-        order = [(layer, rows) for layer in range(self.depth or 1) for rows in pieces(self.scratch.regions[*self.key, layer].shape)]
+        order = [(layer, rows) for layer in range(self.depth or 1) for rows in row_blocks(self.scratch.regions[*self.key, layer].shape)]
         begun = (order[0][0], self.read(*order[0]))
         for after in [*order[1:], None]:
             layer, reading = begun

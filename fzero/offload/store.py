@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.storage import is_url, read_text, write_text
+from fzero.core.storage import Damaged, is_url, read_text, write_text
 from fzero.offload.buffer_pool import Buffer, BufferPool
-from fzero.offload.chunk_files import Chunks, Damaged, LeafFiles, RowRead, Rows
+from fzero.offload.chunk_files import Chunks, LeafFiles, RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest
 from fzero.offload.store_manifest import (
     STEP,
@@ -95,6 +95,13 @@ class VersionedStore:
         self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
         self.writing.append(self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER, note=note))
         return self.writing[-1]
+
+    def write_rows(self, name: str, layer: int, rows: Rows, value: Tensor) -> None:
+        """Start to write a copy of `value`, rows of a layer of a leaf, into the next version."""
+        kept = self.leaves[name]
+        buffer = self.arena.take((rows[1] - rows[0], *kept.chunk[1:]) if kept.chunk else (), kept.dtype, self.disk.busy)
+        buffer.view.copy_(value.reshape(buffer.view.shape))
+        self.write(name, layer, rows, buffer)
 
     def settle(self) -> None:
         """Wait for all writes; raises ValueError where one failed."""
@@ -184,7 +191,7 @@ class VersionedStore:
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
                 at, found = self.slot_of(name, slot), 0
-                for rows in self.chunks.pieces(name, self.arena.size // 4):
+                for rows in self.chunks.row_blocks(name, self.arena.size // 4):
                     reading = self.chunks.read(name, at, layer, rows)
                     reading.wait()
                     found += checksum(reading.buffer)
@@ -233,7 +240,7 @@ class DiskTensor:
         out = torch.empty((count, *self.kept.chunk) if self.kept.stacked else self.shape, dtype=self.dtype)
         for layer in range(first, first + count):
             part = out[layer - first] if self.kept.stacked else out
-            for rows in self.store.chunks.pieces(self.name, self.store.arena.size // 4):
+            for rows in self.store.chunks.row_blocks(self.name, self.store.arena.size // 4):
                 value = self.store.read(self.name, layer, rows, slot=slot).wait()
                 (part[rows[0] : rows[1]] if part.dim() else part).copy_(value)
         return out

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.pytree import nearest
-from fzero.core.storage import read_text
-from fzero.offload.chunk_files import Damaged, LeafFiles
+from fzero.core.storage import Damaged, read_text
+from fzero.offload.chunk_files import LeafFiles
 
 FORMAT = 1
 STORE, STEP = "store.json", "step.json"

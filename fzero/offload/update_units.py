@@ -12,7 +12,7 @@ from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
 from fzero.offload.scratch import ScratchTensor
 from fzero.offload.store import DiskTensor
-from fzero.sharding.slices import pieces
+from fzero.sharding.slices import row_blocks
 
 Item = TypeVar("Item")
 Begun = TypeVar("Begun")
@@ -70,7 +70,7 @@ def cut(shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], w
 
 
 def _rows(shape: tuple[int, ...], whole: bool, most: int) -> list[tuple[int, int] | None]:
-    found = [(0, 0)] if whole else pieces(shape, most)
+    found = [(0, 0)] if whole else row_blocks(shape, most)
     return [None] if len(found) == 1 else list(found)
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fzero.core.device import HOST, FakeDevice
+from fzero.core.storage import PAGE
 from fzero.offload import Buffer, LeafFiles, Nvme
-from fzero.offload.buffer_pool import HUGE, PAGE, padded
+from fzero.offload.buffer_pool import HUGE, padded
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import DiskTraffic
 from fzero.offload.scratch import Extent

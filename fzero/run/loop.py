@@ -33,7 +33,7 @@ from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, in_memory, told_of_offload
 from fzero.run.resume.saver import Saving
 from fzero.sharding.digests import digest_text
-from fzero.sharding.whole_on_first import whole_on_first
+from fzero.sharding.redistribute import gather_on_first
 from fzero.train.state import TrainState
 
 ALONE = Coordinator()
@@ -207,8 +207,8 @@ def best_params(program: Job, state: TrainState) -> Any:
     """The whole weights to write text with on rank 0 (the average, where there is one), in the dtype of the parameters; () elsewhere."""
     specs, state = specs_of(program), in_memory(state)
     if "ema" not in state.extra:
-        return whole_on_first(state.params, specs.params, program.mesh)
-    whole = whole_on_first(state.extra["ema"], specs.extra["ema"], program.mesh)
+        return gather_on_first(state.params, specs.params, program.mesh)
+    whole = gather_on_first(state.extra["ema"], specs.extra["ema"], program.mesh)
     return pytree.map(lambda leaf: leaf.to(program.policy.param), whole)
 
 

@@ -9,7 +9,7 @@ from fzero.comm.tables import device_of, sum_rows
 from fzero.core.digest import combined, digest
 from fzero.core.pytree import Tree, named_leaves
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice, whole_shape
 from fzero.sharding.spec import Spec
 
 
@@ -42,9 +42,5 @@ def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
 def part_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:
     """The digest of this rank's shard, as a part of the whole leaf."""
     x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
-    whole = []
-    for dim, size in enumerate(x.shape):
-        for axis in spec.dims[dim] if dim < len(spec.dims) else ():
-            size *= mesh[axis].size
-        whole.append(size)
-    return digest(x, whole, window(tuple(whole), spec, mesh)[0])
+    whole = whole_shape(x.shape, spec, mesh)
+    return digest(x, whole, local_slice(whole, spec, mesh)[0])

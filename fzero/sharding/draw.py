@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 from fzero.sharding.spec import Spec
 
 RUN = 1 << 11  # elements in a row from which a run is drawn by itself
@@ -20,7 +20,7 @@ def normal(
     key: Tensor, shape: tuple[int, ...], spec: Spec, mesh: Mesh, mean: float, std: float, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """This rank's slice of random.normal(key, shape, mean, std): the same bits, in memory of the slice's size."""
-    return normal_within(key, shape, *window(shape, spec, mesh), mean, std, dtype, device)
+    return normal_within(key, shape, *local_slice(shape, spec, mesh), mean, std, dtype, device)
 
 
 def normal_within(

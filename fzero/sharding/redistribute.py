@@ -1,7 +1,7 @@
-"""`redistribute`: a tensor from one layout on the mesh to another, as a chain of collectives.
+"""From one layout on the mesh to another, as a chain of collectives; whole leaves from shards; DTensors in and out.
 
 On each axis of the mesh a tensor is whole (the same on all ranks), sharded along a dim, or a part of a sum. A dim that several axes
-shard is divided by the first one first, so only the last axis of a dim can be taken off or put on without moving the others.
+shard is divided by the first one first, so only the last axis of a dim can be removed or added without moving the others.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
+from fzero.core import pytree
+from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import Dims, _used_dims, local_shape, whole_shape
+from fzero.sharding.slices import STACKED, Dims, local_shape, sharded_dims, whole_shape
 from fzero.sharding.spec import Spec
 
 
@@ -32,7 +34,7 @@ def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "")
     for axis in dst.partial - src.partial:
         if mesh[axis].size > 1:
             raise ValueError(f"redistribute {leaf}: {dst} owes a sum over {axis} that {src} does not; a sum that is done is not undone")
-    now, goal = (_used_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
+    now, goal = (sharded_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
     owed = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
     local_shape(whole_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
     while (step := _next(now, goal, owed)) is not None:
@@ -83,6 +85,40 @@ def _note(now: Dims, owed: set[str], kind: str, axis: str, dims: Sequence[int]) 
         now[dims[-1]] = now[dims[-1]][:-1]
     if kind in ("all_to_all", "psum_scatter", "own_slice"):
         now[dims[0]] = (*now[dims[0]], axis)
+
+
+def gather_whole(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+    """The whole tensor, on every rank, from this rank's shard `x` of it by `spec`.
+
+    Communicates: an all_gather over each axis that shards it.
+    """
+    return redistribute(x, Spec(spec.dims), Spec(), mesh, leaf=leaf)
+
+
+@torch.no_grad()
+def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
+    """The tree of whole leaves on rank 0, and () on every other rank, from this rank's shards of them by `specs`.
+
+    It gathers one leaf at a time, and one layer of a stacked leaf: no rank but the first holds more than one of those.
+    Communicates: an all_gather over each axis that shards a leaf, for each leaf or layer.
+    """
+    named, first = pytree.named_leaves(specs), mesh.rank == 0
+
+    def gather(name: str, leaf: Tensor) -> Tensor:
+        spec = named[name]
+        if not any(mesh[axis].size > 1 for axis in spec.axes):
+            return leaf
+        if f"/{STACKED}" not in f"/{name}" or spec.dims[0]:
+            whole = gather_whole(leaf, spec, mesh, leaf=name)
+            return whole if first else leaf
+        inner, layers = Spec(spec.dims[1:]), []
+        for layer in leaf:
+            whole = gather_whole(layer, inner, mesh, leaf=name)
+            layers += [whole] if first else []
+        return torch.stack(layers) if first else leaf
+
+    out = pytree.map_named(gather, tree)
+    return out if first else ()
 
 
 def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DTensor:

@@ -14,7 +14,7 @@ from fzero.core.pytree import Tree
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind, sharded_by
 from fzero.sharding import Mesh, Plan, Spec
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 from fzero.train.spike import LOSS, init_stats
 
 
@@ -56,7 +56,7 @@ def expect_shapes(plan: Plan, given: Tree, mesh: Mesh | None = None) -> None:
     specs = pytree.named_leaves(plan.params)
     pytree.from_named(leaves, plan.like)
     for name, leaf in wanted.items():
-        shape = tuple(leaf.shape) if mesh is None else window(tuple(leaf.shape), specs[name], mesh)[1]
+        shape = tuple(leaf.shape) if mesh is None else local_slice(tuple(leaf.shape), specs[name], mesh)[1]
         if tuple(leaves[name].shape) != shape:
             raise ValueError(f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}")
 
@@ -65,7 +65,7 @@ def meta_state(tx: GradientTransformation, plan: Plan, mesh: Mesh, policy: Polic
     """A rank's state with meta tensors for leaves: shapes and dtypes without memory."""
 
     def local(specs: Tree, dtype: torch.dtype) -> Tree:
-        return pytree.map(lambda leaf, spec: leaf.new_empty(window(tuple(leaf.shape), spec, mesh)[1], dtype=dtype), plan.like, specs)
+        return pytree.map(lambda leaf, spec: leaf.new_empty(local_slice(tuple(leaf.shape), spec, mesh)[1], dtype=dtype), plan.like, specs)
 
     params, opt = local(plan.params, policy.param), plan.trained(local(plan.opt, policy.state if policy.has_master else policy.param))
     return TrainState(

@@ -26,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fzero.offload.buffer_pool import PAGE, BufferPool
-from fzero.offload.disk_config import file_system, mount_point, save, settings_for
-from fzero.offload.disk_io import REFUSED, DiskIO, DiskSettings, open_direct, serves_direct
+from fzero.core.storage import PAGE
+from fzero.offload.buffer_pool import BufferPool
+from fzero.offload.disk_config import save, settings_for
+from fzero.offload.disk_io import REFUSED, DiskIO, DiskSettings, file_system, mount_point, open_direct, serves_direct
 
 MB = 1 << 20
 BLOCKS = tuple(m * MB for m in (1, 2, 4, 8, 16))

@@ -38,7 +38,7 @@ from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
 from fzero.sharding.digests import digest_text, digests
 from fzero.sharding.memory import Offload
-from fzero.sharding.whole_on_first import gathered
+from fzero.sharding.redistribute import gather_whole
 from fzero.train.state import TrainState
 from fzero.train.update.delayed import settled
 
@@ -358,7 +358,7 @@ def compare_leaves(program: Job, state: TrainState, path: checkpoint.Place, step
     if first is not None:
         name = found[first].name
         leaf, spec = pytree.named_leaves(state)[name], pytree.named_leaves(specs)[name]
-        here = gathered(leaf if isinstance(leaf, Tensor) else leaf.tensor(), spec, program.mesh, name)
+        here = gather_whole(leaf if isinstance(leaf, Tensor) else leaf.tensor(), spec, program.mesh, leaf=name)
         found[first] = found[first]._replace(note=apart(checkpoint.restore_leaves(path, name.__eq__)[name], here, "which was {} and is {}"))
     return found
 

@@ -11,9 +11,8 @@ from fzero import checkpoint
 from fzero.checkpoint.directory import newest_sound
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.core import pytree
-from fzero.core.storage import is_url
+from fzero.core.storage import Damaged, is_url
 from fzero.offload import DiskTensor, DiskTraffic
-from fzero.offload.chunk_files import Damaged
 from fzero.offload.store import release
 from fzero.offload.store_manifest import read_description
 from fzero.run import run_folder, weights

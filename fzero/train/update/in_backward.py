@@ -17,7 +17,7 @@ from fzero.offload.update_units import Unit
 from fzero.optim.norm import Squared, widened
 from fzero.optim.sharded_leaves import ShardedLeaves
 from fzero.sharding import Plan
-from fzero.sharding.slices import shard_dim, walk
+from fzero.sharding.slices import shard_dim
 from fzero.train.update.in_memory import Gradients
 from fzero.train.update.offloaded import StreamedUpdate, Update
 

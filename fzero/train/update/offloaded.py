@@ -24,7 +24,7 @@ from fzero.optim import GradientTransformation, apply_in_place, ema_update
 from fzero.optim.base import Pass, Piece, distinct
 from fzero.optim.combine import split_chain
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.slices import MOST, shard_dim, window
+from fzero.sharding.slices import MOST_ELEMENTS, local_slice, shard_dim
 from fzero.train.update.in_memory import Gradients, on_host, split_names
 
 AHEAD = 2  # units read before their turn
@@ -48,14 +48,14 @@ class StreamedUpdate:
             )
         self.split = split_names(plan)
         opt = pytree.named_leaves(plan.trained(plan.opt))
-        self.shards = {n: window(tuple(x.shape), opt[n], mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()}
+        self.shards = {n: local_slice(tuple(x.shape), opt[n], mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()}
         self.whole = {n for n in self.shards if self.parts.body.unit != "row" or n in self.split}
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
 
     def units(self, width: int) -> list[Unit]:
         """The units, where a parameter takes `width` bytes of buffers."""
-        most = max(1, self.space.arena.size // (SHARE * width)) if width else MOST
+        most = max(1, self.space.arena.size // (SHARE * width)) if width else MOST_ELEMENTS
         return cut(self.shards, lambda n: shard_dim(n) == 1, lambda n: n in self.whole, most)
 
     @torch.no_grad()
