@@ -207,7 +207,7 @@ def ours(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str]
 
     for _ in range(2):
         save("recycled")
-    kept["new"].arena = kept["recycled"].arena  # they take turns
+    kept["new"].buffers = kept["recycled"].buffers  # they take turns
     ops: dict[str, Op] = {}
     if "save" in sections:
         save("new")

@@ -195,7 +195,7 @@ def test_the_command_measures_and_writes_the_settings(fz, folder, quick):
     entry = tomllib.loads(disk_config.config_file().read_text())["disk"][mount]
     assert list(entry) == ["block_bytes", "readers", "writers", "read_gbs", "write_gbs", "mixed_gbs", "measured"]
     assert entry["measured"] == date.today() and all(entry[f"{kind}_gbs"] > 0 for kind in KINDS)
-    settings = disk_config.settings_for(folder)
+    settings = disk_config.load_settings(folder)
     assert settings == DiskSettings(*(entry[name] for name in DiskSettings._fields)) and f"best: {disk.named(settings)};" in out
     assert list(disk_config.config_file().parent.iterdir()) == [disk_config.config_file()]
 
@@ -301,15 +301,15 @@ def test_no_file_stays_when_it_is_ended(folder, end):
 
 def test_settings_of_a_disk_that_was_not_measured_are_the_default_ones(tmp_path):
     assert (
-        disk_config.settings_for(tmp_path)
-        == disk_config.settings_for(tmp_path / "not" / "there")
-        == disk_config.settings_for("s3://bucket/x")
+        disk_config.load_settings(tmp_path)
+        == disk_config.load_settings(tmp_path / "not" / "there")
+        == disk_config.load_settings("s3://bucket/x")
         == DiskSettings()
     )
-    disk_config.save("/some/other/disk", DiskSettings(MB, 7, 7), {})
-    assert disk_config.settings_for(tmp_path) == DiskSettings()
-    disk_config.save(disk_io.mount_point("."), DiskSettings(MB, 7, 7), {})
-    assert disk_config.settings_for(".") == DiskSettings(MB, 7, 7) and disk_config.settings_for("s3://bucket/x") == DiskSettings()
+    disk_config.save_settings("/some/other/disk", DiskSettings(MB, 7, 7), {})
+    assert disk_config.load_settings(tmp_path) == DiskSettings()
+    disk_config.save_settings(disk_io.mount_point("."), DiskSettings(MB, 7, 7), {})
+    assert disk_config.load_settings(".") == DiskSettings(MB, 7, 7) and disk_config.load_settings("s3://bucket/x") == DiskSettings()
 
 
 def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
@@ -317,14 +317,14 @@ def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
     path.parent.mkdir(parents=True)
     mine = 'colour = "blue"  # mine\n\n[disk."/a \\"b\\" ü"]\nreaders = 3\n# a note\n\n[other]\nx = [1, 2]\n'
     path.write_text(mine)
-    disk_config.save(mount, DiskSettings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
-    disk_config.save(mount, DiskSettings(2 * MB, 3, 4), {"read": 5.0})
-    disk_config.save('/a "b" ü', DiskSettings(4 * MB, 5, 6), {})
+    disk_config.save_settings(mount, DiskSettings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
+    disk_config.save_settings(mount, DiskSettings(2 * MB, 3, 4), {"read": 5.0})
+    disk_config.save_settings('/a "b" ü', DiskSettings(4 * MB, 5, 6), {})
     found = tomllib.loads(path.read_text())
     assert found["colour"] == "blue" and found["other"] == {"x": [1, 2]} and "# mine" in path.read_text()
     assert found["disk"][mount] == {"block_bytes": 2 * MB, "readers": 3, "writers": 4, "read_gbs": 5.0, "measured": date.today()}
     assert found["disk"]['/a "b" ü']["readers"] == 5 and len(found["disk"]) == 2
-    assert disk_config.settings_for(tmp_path / "run") == DiskSettings(2 * MB, 3, 4)
+    assert disk_config.load_settings(tmp_path / "run") == DiskSettings(2 * MB, 3, 4)
     assert path.read_text().count("[disk.") == 2
 
 
@@ -333,12 +333,12 @@ def test_a_table_in_another_form_is_not_torn(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text("[disk]\n'/x' = {readers = 2}\n")
     with pytest.raises(ValueError, match="in a form that cannot be replaced; delete it"):
-        disk_config.save("/x", DiskSettings(), {})
+        disk_config.save_settings("/x", DiskSettings(), {})
     assert path.read_text() == "[disk]\n'/x' = {readers = 2}\n"
 
 
 def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
-    disk_config.save("/x", DiskSettings(MB, 1, 1), {})
+    disk_config.save_settings("/x", DiskSettings(MB, 1, 1), {})
     before = disk_config.config_file().read_text()
 
     def failing(source, target):
@@ -346,7 +346,7 @@ def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError, match="it broke"):
-        disk_config.save("/x", DiskSettings(MB, 2, 2), {})
+        disk_config.save_settings("/x", DiskSettings(MB, 2, 2), {})
     assert disk_config.config_file().read_text() == before and len(list(disk_config.config_file().parent.iterdir())) == 1
 
 
@@ -368,7 +368,7 @@ def test_a_broken_file_is_one_clear_error(fz, folder, text, message):
     path.parent.mkdir(parents=True)
     path.write_bytes(text if isinstance(text, bytes) else text.replace("MOUNT", mount).encode())
     with pytest.raises(ValueError, match=message.replace("MOUNT", mount)) as error:
-        disk_config.settings_for(folder)
+        disk_config.load_settings(folder)
     assert str(path) in str(error.value) and "fzero bench disk" in str(error.value)
     assert str(path) in refused(fz, folder)
     assert list(folder.iterdir()) == []

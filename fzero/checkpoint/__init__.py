@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.directory import Sound, first_sound, folder_of, latest, remove, steps
+from fzero.checkpoint.directory import Sound, first_sound, latest, remove, step_folder, steps
 from fzero.checkpoint.leaf_source import Lazy
-from fzero.checkpoint.manifest import Leaf, Place, read_manifest
-from fzero.checkpoint.reader import Opened, opened
+from fzero.checkpoint.manifest import Folder, Leaf, read_manifest
+from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
 from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.verify import expect_sound, newest_sound, verify
 from fzero.checkpoint.writer import Saved, SaveFailed, Writer
@@ -15,26 +15,26 @@ from fzero.core.storage import Damaged
 from fzero.sharding import Mesh
 
 __all__ = [
+    "CheckpointReader",
     "Damaged",
+    "Folder",
     "Lazy",
     "Leaf",
-    "Opened",
-    "Place",
     "SaveFailed",
     "Saved",
     "Sound",
     "Writer",
     "expect_sound",
     "first_sound",
-    "folder_of",
     "latest",
     "newest_sound",
-    "opened",
+    "open_checkpoint",
     "read_manifest",
     "remove",
     "restore",
     "restore_leaves",
     "save",
+    "step_folder",
     "steps",
     "verify",
 ]
@@ -52,7 +52,7 @@ def save(
     keep_every: int | None = None,
     compress: str = "",
     buffer_bytes: int | None = 256 << 20,
-) -> Place:
+) -> Folder:
     """The path of the checkpoint `folder`/step-XXXXXXXX, written from `state` and complete on return; see `Writer` and `Writer.save`.
 
     All ranks of `mesh` call it. Raises ValueError naming the leaf that cannot be stored, and SaveFailed (an OSError) where the disk fails;

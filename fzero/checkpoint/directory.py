@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, which makes it one; and the folder that checkpoints are in: which there are, which go, what is debris.
 
-    HOME/step-00000020/
+    CHECKPOINT_DIR/step-00000020/
         manifest.json       step, config, versions, mesh, and of every leaf shape, dtype, spec, layout, digest and the sums of its parts
         arrays/             the leaves as zarr3 arrays, under their names: see layout.py
 
@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Place, join, read_manifest
+from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Folder, join, read_manifest
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, sync_folder
 from fzero.offload.chunk_files import Damaged
@@ -32,9 +32,9 @@ SPARE = "spare"  # the files of a checkpoint that has gone, for the next one to 
 # ---- the folder ----
 
 
-def folder_of(home: Place, step: int) -> Place:
+def step_folder(checkpoint_dir: Folder, step: int) -> Folder:
     """Where the checkpoint of a step is."""
-    return join(home, f"step-{step:08d}")
+    return join(checkpoint_dir, f"step-{step:08d}")
 
 
 def step_of(name: str) -> int | None:
@@ -42,24 +42,24 @@ def step_of(name: str) -> int | None:
     return int(name[5:]) if re.fullmatch(r"step-(\d{8}|[1-9]\d{8,})", name) else None
 
 
-def steps(home: Place) -> list[int]:
-    """The steps of the complete checkpoints in `home`, rising; their content is not read. A folder that is not there has none."""
-    if is_url(home):
-        found = (name.split("/") for name in Objects(str(home)).names())
+def steps(checkpoint_dir: Folder) -> list[int]:
+    """The steps of the complete checkpoints in `checkpoint_dir`, rising; their content is not read. A folder that is not there has none."""
+    if is_url(checkpoint_dir):
+        found = (name.split("/") for name in Objects(str(checkpoint_dir)).names())
         return sorted(step for name in found if len(name) == 2 and name[1] == MANIFEST and (step := step_of(name[0])) is not None)
-    return sorted(step for path, step in _places(Path(home)) if (path / MANIFEST).is_file())
+    return sorted(step for path, step in _step_folders(Path(checkpoint_dir)) if (path / MANIFEST).is_file())
 
 
-def latest(home: Place) -> Place:
-    """The complete checkpoint of the highest step in `home`; raises ValueError where there is none."""
-    found = steps(home)
+def latest(checkpoint_dir: Folder) -> Folder:
+    """The complete checkpoint of the highest step in `checkpoint_dir`; raises ValueError where there is none."""
+    found = steps(checkpoint_dir)
     if not found:
-        raise ValueError(f"{home}: no checkpoint in it; one is a folder step-XXXXXXXX with a {MANIFEST}")
-    return folder_of(home, found[-1])
+        raise ValueError(f"{checkpoint_dir}: no checkpoint in it; one is a folder step-XXXXXXXX with a {MANIFEST}")
+    return step_folder(checkpoint_dir, found[-1])
 
 
-def _places(home: Path) -> list[tuple[Path, int]]:
-    there = home.iterdir() if home.is_dir() else ()
+def _step_folders(checkpoint_dir: Path) -> list[tuple[Path, int]]:
+    there = checkpoint_dir.iterdir() if checkpoint_dir.is_dir() else ()
     return [(path, step) for path in there if (step := step_of(path.name)) is not None and path.is_dir()]
 
 
@@ -70,17 +70,17 @@ class Sound(NamedTuple):
     """The first sound checkpoint of several."""
 
     value: Any  # what was read of it
-    path: Place | None  # None: none of them is sound
-    damaged: list[tuple[Place, str]]  # those before it, and what is damaged in each
+    path: Folder | None  # None: none of them is sound
+    damaged: list[tuple[Folder, str]]  # those before it, and what is damaged in each
 
     def lines(self) -> list[str]:
         """A line for each checkpoint that was passed over."""
         return [f"passed over {path}: {why}" for path, why in self.damaged]
 
 
-def first_sound(paths: Iterable[Place], read: Callable[[Place], Any]) -> Sound:
+def first_sound(paths: Iterable[Folder], read: Callable[[Folder], Any]) -> Sound:
     """The first of the checkpoints at `paths` of which `read(path)` does not raise Damaged, with what it returned."""
-    damaged: list[tuple[Place, str]] = []
+    damaged: list[tuple[Folder, str]] = []
     for path in paths:
         try:
             return Sound(read(path), path, damaged)
@@ -89,36 +89,36 @@ def first_sound(paths: Iterable[Place], read: Callable[[Place], Any]) -> Sound:
     return Sound(None, None, damaged)
 
 
-def newest_sound(home: Place, read: Callable[[Place], Any], there: Iterable[int] | None = None) -> Sound:
-    """The checkpoint of the highest step in `home` of which `read(path)` does not raise Damaged.
+def newest_sound(checkpoint_dir: Folder, read: Callable[[Folder], Any], there: Iterable[int] | None = None) -> Sound:
+    """The checkpoint of the highest step in `checkpoint_dir` of which `read(path)` does not raise Damaged.
 
-    there: the steps of the checkpoints in `home`, rising, where all ranks must look at the same ones.
+    there: the steps of the checkpoints in `checkpoint_dir`, rising, where all ranks must look at the same ones.
     Raises ValueError where there is no checkpoint, or all are damaged.
     """
     if there is None:
-        latest(home)
-        there = steps(home)
-    found = first_sound([folder_of(home, step) for step in reversed([*there])], read)
+        latest(checkpoint_dir)
+        there = steps(checkpoint_dir)
+    found = first_sound([step_folder(checkpoint_dir, step) for step in reversed([*there])], read)
     if found.path is None:
-        raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(why for _, why in found.damaged)}")
+        raise ValueError(f"{checkpoint_dir}: every checkpoint is damaged: {'; '.join(why for _, why in found.damaged)}")
     return found
 
 
 # ---- what a writer does to it ----
 
 
-def begin(home: Place, step: int) -> str:
+def begin(checkpoint_dir: Folder, step: int) -> str:
     """Make the folder of a step ready to be written, with the files of the spare one in it; returns the name of its arrays' folder."""
-    if is_url(home):
-        path = folder_of(home, step)
+    if is_url(checkpoint_dir):
+        path = step_folder(checkpoint_dir, step)
         used = _arrays_used(path)
         return next(name for i in count() if (name := _arrays(i)) != used)
-    home = Path(home)
-    path = home / f"step-{step:08d}"
+    checkpoint_dir = Path(checkpoint_dir)
+    path = checkpoint_dir / f"step-{step:08d}"
     path.mkdir(exist_ok=True)
     arrays = next(name for i in count() if not (path / (name := _arrays(i))).exists())
-    if (home / SPARE).is_dir():
-        (home / SPARE).rename(path / arrays)
+    if (checkpoint_dir / SPARE).is_dir():
+        (checkpoint_dir / SPARE).rename(path / arrays)
     return arrays
 
 
@@ -126,7 +126,7 @@ def _arrays(i: int) -> str:
     return f"{ARRAYS}-{i}" if i else ARRAYS
 
 
-def _arrays_used(path: Place) -> str | None:
+def _arrays_used(path: Folder) -> str | None:
     """The folder of arrays that the manifest at `path` names; None where there is no manifest, or a damaged one."""
     try:
         return read_manifest(path)["arrays"]
@@ -134,24 +134,24 @@ def _arrays_used(path: Place) -> str | None:
         return None
 
 
-def clean(home: Place, *, but: int | None = None) -> None:
-    """Remove what saves that did not end have left in `home`: files of ours that no manifest names. `but`: a step that is being written."""
-    if is_url(home):
-        _clean_url(home, but)
+def clean(checkpoint_dir: Folder, *, but: int | None = None) -> None:
+    """Remove the files that interrupted saves left in `checkpoint_dir`: ours, and named by no manifest. but: a step being written."""
+    if is_url(checkpoint_dir):
+        _clean_url(checkpoint_dir, but)
         return
-    drop_spare(home)
-    for path, step in _places(Path(home)):
+    drop_spare(checkpoint_dir)
+    for path, step in _step_folders(Path(checkpoint_dir)):
         if step != but:
             clean_step(path)
 
 
-def drop_spare(home: Place) -> None:
+def drop_spare(checkpoint_dir: Folder) -> None:
     """Remove the spare files."""
-    if not is_url(home):
-        shutil.rmtree(Path(home, SPARE), ignore_errors=True)
+    if not is_url(checkpoint_dir):
+        shutil.rmtree(Path(checkpoint_dir, SPARE), ignore_errors=True)
 
 
-def clean_step(path: Place) -> None:
+def clean_step(path: Folder) -> None:
     """Remove the files of ours in the folder of a step that its manifest does not name; without a manifest, all and then the folder."""
     if is_url(path):
         _clean_url_step(path)
@@ -170,12 +170,12 @@ def clean_step(path: Place) -> None:
             path.rmdir()
 
 
-def _clean_url(home: str, but: int | None) -> None:
-    there = {name.split("/")[0] for name in Objects(home).names()}
+def _clean_url(checkpoint_dir: str, but: int | None) -> None:
+    there = {name.split("/")[0] for name in Objects(checkpoint_dir).names()}
     for name in there:
         step = step_of(name)
         if step is not None and step != but:
-            _clean_url_step(join(home, name))
+            _clean_url_step(join(checkpoint_dir, name))
 
 
 def _clean_url_step(path: str) -> None:
@@ -187,25 +187,25 @@ def _clean_url_step(path: str) -> None:
     objects.remove([name for name, top in tops.items() if top != used and re.fullmatch(rf"{ARRAYS}(-\d+)?", top)])
 
 
-def remove(home: Place, step: int, *, spare: bool = False) -> None:
+def remove(checkpoint_dir: Folder, step: int, *, spare: bool = False) -> None:
     """Remove the checkpoint of a step: its manifest first, so that it is whole or gone. spare: keep its files to be written over."""
-    path = folder_of(home, step)
-    if is_url(home):
+    path = step_folder(checkpoint_dir, step)
+    if is_url(checkpoint_dir):
         Objects(str(path)).remove([MANIFEST])
         _clean_url_step(path)
         return
     arrays = _arrays_used(path)
     Path(path, MANIFEST).unlink()
     sync_folder(Path(path))
-    if spare and arrays is not None and not Path(home, SPARE).exists():
-        os.rename(Path(path, arrays), Path(home, SPARE))
+    if spare and arrays is not None and not Path(checkpoint_dir, SPARE).exists():
+        os.rename(Path(path, arrays), Path(checkpoint_dir, SPARE))
     clean_step(path)
 
 
-def retire(home: Place, step: int, *, keep_last: int | None, keep_every: int | None, spare: bool) -> None:
+def retire(checkpoint_dir: Folder, step: int, *, keep_last: int | None, keep_every: int | None, spare: bool) -> None:
     """After a save of `step`: remove the checkpoints before it beyond the last `keep_last`, but for those that `keep_every` divides."""
     if keep_last is None:
         return
-    for old in [n for n in steps(home) if n <= step][:-keep_last]:
+    for old in [n for n in steps(checkpoint_dir) if n <= step][:-keep_last]:
         if not keep_every or old % keep_every:
-            remove(home, old, spare=spare)
+            remove(checkpoint_dir, old, spare=spare)

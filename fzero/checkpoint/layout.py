@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.digest import digest_at
-from fzero.offload.buffer_pool import padded
+from fzero.offload.buffer_pool import round_to_pages
 from fzero.sharding import Mesh, Spec
 
 TARGET = 1 << 20  # bytes from which a chunk is not made smaller than half of
@@ -50,7 +50,7 @@ ZARR = {
 Index = tuple[int, ...]
 
 
-class Layout(NamedTuple):
+class ChunkLayout(NamedTuple):
     """Where the elements of a leaf are."""
 
     shape: tuple[int, ...]
@@ -82,12 +82,12 @@ class Layout(NamedTuple):
     @property
     def stride(self) -> int:
         """The bytes from one chunk that is not compressed to the next."""
-        return padded(self.chunk_bytes + CRC)
+        return round_to_pages(self.chunk_bytes + CRC)
 
     @property
     def header(self) -> int:
         """The bytes of a part's index and sums, whole pages; 0 where a part is one chunk."""
-        return padded(self.chunks * (16 + CRC) + CRC) if self.chunks > 1 else 0
+        return round_to_pages(self.chunks * (16 + CRC) + CRC) if self.chunks > 1 else 0
 
     @property
     def file_bytes(self) -> int:
@@ -105,7 +105,7 @@ class Layout(NamedTuple):
 
     def number(self, part: Index) -> int:
         """The number of a part among `parts`."""
-        return number_of(part, self.grid)
+        return flat_index(part, self.grid)
 
     def key(self, part: Index) -> str:
         """The name of a part's file beside zarr.json."""
@@ -148,17 +148,17 @@ def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[i
     return tuple(chunk)
 
 
-class Mine(NamedTuple):
+class RankParts(NamedTuple):
     """What one rank writes of a leaf."""
 
-    layout: Layout
+    layout: ChunkLayout
     parts: list[Index]
     start: Index  # of the rank's shard in the leaf
 
 
 def lay_out(
     local: Sequence[int], dtype: torch.dtype, spec: Spec, mesh: Mesh, number: int, *, most: int | None = None, compress: str = ""
-) -> Mine:
+) -> RankParts:
     """How a leaf of which this rank holds a shard of shape `local` by `spec` lies in a checkpoint that all ranks write together.
 
     Ranks that hold the same shard write a piece of it each where it can be cut so, and take turns by the `number` of the leaf else.
@@ -198,8 +198,8 @@ def lay_out(
     for dim in range(len(part)):
         while most is not None and size() > most and part[dim] > 1:
             cut(dim, smallest_factor(part[dim]))
-    layout = Layout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
-    return Mine(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start))
+    layout = ChunkLayout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
+    return RankParts(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start))
 
 
 class Slab(NamedTuple):
@@ -215,7 +215,7 @@ class Slab(NamedTuple):
         return math.prod(self.counts)
 
 
-def slabs(layout: Layout, most: int, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[Slab]:
+def slabs(layout: ChunkLayout, most: int, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[Slab]:
     """The slabs of a part, in order, of at most `most` bytes each where a chunk is not larger.
 
     spans: the first chunk along each dim, and the one behind the last; None: all.
@@ -232,29 +232,29 @@ def slabs(layout: Layout, most: int, spans: Sequence[tuple[int, int]] | None = N
     for outer in itertools.product(*(range(*span) for span in spans[: dim - 1])):
         for begin in range(spans[dim - 1][0], last, step):
             at = (*outer, begin, *(0,) * (dims - dim))
-            yield Slab(number_of(at, counts), at, (*(1,) * (dim - 1), min(step, last - begin), *counts[dim:]))
+            yield Slab(flat_index(at, counts), at, (*(1,) * (dim - 1), min(step, last - begin), *counts[dim:]))
 
 
-def number_of(place: Index, counts: Index) -> int:
+def flat_index(folder: Index, counts: Index) -> int:
     """The number, in C order, of a place in a box of these counts."""
     number = 0
-    for at, count in zip(place, counts):
+    for at, count in zip(folder, counts):
         number = number * count + at
     return number
 
 
-def positions(counts: Index) -> Iterator[Index]:
+def grid_positions(counts: Index) -> Iterator[Index]:
     """The places of a box's chunks within it, in C order."""
     return itertools.product(*(range(n) for n in counts))
 
 
-def by_chunks(box: Tensor, counts: Index, chunk: Index) -> Tensor:
+def view_chunks(box: Tensor, counts: Index, chunk: Index) -> Tensor:
     """The view [*counts, *chunk] of a box of elements."""
     strides = (*(stride * n for stride, n in zip(box.stride(), chunk)), *box.stride())
     return box.as_strided((*counts, *chunk), strides, box.storage_offset())
 
 
-def in_file(raw: Tensor, layout: Layout, counts: Index) -> Tensor:
+def view_file(raw: Tensor, layout: ChunkLayout, counts: Index) -> Tensor:
     """The same view of the bytes of a slab as they lie in a file."""
     steps, step = [], layout.stride // layout.dtype.itemsize
     for size, gap in ((layout.chunk, 1), (counts, step)):
@@ -266,22 +266,22 @@ def in_file(raw: Tensor, layout: Layout, counts: Index) -> Tensor:
     return raw.view(layout.dtype).as_strided((*counts, *layout.chunk), (*reversed(outer), *reversed(chunk)))
 
 
-def start_of(layout: Layout, part: Index, slab: Slab) -> Index:
+def slab_start(layout: ChunkLayout, part: Index, slab: Slab) -> Index:
     """Where in its leaf a slab begins."""
     return tuple(p * n + at * c for p, n, at, c in zip(part, layout.part, slab.at, layout.chunk))
 
 
-def digest_of(raw: Tensor, layout: Layout, part: Index, slab: Slab) -> int:
+def slab_digest(raw: Tensor, layout: ChunkLayout, part: Index, slab: Slab) -> int:
     """The digest of the elements of a slab, from its bytes."""
     steps = [math.prod(layout.shape[dim + 1 :]) for dim in range(len(layout.shape))]
-    first = sum(at * step for at, step in zip(start_of(layout, part, slab), steps))
-    return digest_at(in_file(raw, layout, slab.counts), [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first)
+    first = sum(at * step for at, step in zip(slab_start(layout, part, slab), steps))
+    return digest_at(view_file(raw, layout, slab.counts), [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first)
 
 
 # ---- what zarr reads ----
 
 
-def array_json(layout: Layout, attributes: dict[str, Any]) -> str:
+def array_json(layout: ChunkLayout, attributes: dict[str, Any]) -> str:
     """The zarr.json of a leaf's array."""
     little = [{"name": "bytes", "configuration": {"endian": "little"}} if layout.dtype.itemsize > 1 else {"name": "bytes"}]
     packed = [{"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}] if layout.compress else []

@@ -22,18 +22,18 @@ class Lazy:
     give: Callable[[], Tensor]
 
 
-def source(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
+def box_reader(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
     """A function that returns the box of a leaf of a given start and size."""
     if isinstance(leaf, Lazy):
         leaf_made = leaf.give()
         assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), f"{leaf} gave {leaf_made.shape}"
         leaf = leaf_made
     if isinstance(leaf, DiskTensor):
-        return stored_source(leaf)
+        return disk_box_reader(leaf)
     return lambda start, size: narrow_box(leaf.detach(), start, size)
 
 
-def stored_source(leaf: DiskTensor) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
+def disk_box_reader(leaf: DiskTensor) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
     """`source` of a leaf on a disk, of which the layers that were asked for last are in memory."""
     held: tuple[Any, Tensor] | None = None
 

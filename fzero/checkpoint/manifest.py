@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero
-from fzero.checkpoint.layout import Layout
+from fzero.checkpoint.layout import ChunkLayout
 from fzero.core.storage import Damaged, is_url, read_text, write_text
 
 FORMAT, VERSION = "fzero-checkpoint", 2
@@ -19,13 +19,13 @@ FORMAT, VERSION = "fzero-checkpoint", 2
 MANIFEST, ARRAYS = "manifest.json", "arrays"
 
 
-Place = str | Path  # a local folder, or the URL of one that tensorstore knows
+Folder = str | Path  # a local folder, or the URL of one that tensorstore knows
 
 
 class Leaf(NamedTuple):
     """A leaf of a checkpoint, as its manifest has it."""
 
-    layout: Layout
+    layout: ChunkLayout
     spec: str  # how the run that saved it had it sharded
     digest: str  # of its elements, whatever the mesh: see fzero/core/digest.py
     sums: list[int]  # of each part: the crc32c of its header, or of its chunk
@@ -55,15 +55,15 @@ class Leaf(NamedTuple):
         }
 
 
-def leaf_of(table: dict[str, Any]) -> Leaf:
+def parse_leaf(table: dict[str, Any]) -> Leaf:
     """The Leaf of a manifest's table."""
     dtype = getattr(torch, table["dtype"])
-    where = Layout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
+    where = ChunkLayout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
     return Leaf(where, table["spec"], table["digest"], table["sums"])
 
 
-def write_manifest(path: Place, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
-    """Put the manifest of the checkpoint at `path` in place, durably: from then on it is complete."""
+def write_manifest(path: Folder, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
+    """Put the manifest of the checkpoint at `path` in folder, durably: from then on it is complete."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -74,15 +74,15 @@ def write_manifest(path: Place, arrays: str, leaves: dict[str, Leaf], *, step: i
         "arrays": arrays,
         "leaves": {name: leaf.table() for name, leaf in leaves.items()},
     }
-    write_text(path, MANIFEST, as_text({**body, "sha256": _digest(body)}))
+    write_text(path, MANIFEST, manifest_text({**body, "sha256": _digest(body)}))
 
 
-def as_text(body: dict[str, Any]) -> str:
+def manifest_text(body: dict[str, Any]) -> str:
     """The text of a manifest."""
     return json.dumps(body, indent=1)
 
 
-def read_manifest(path: Place) -> dict[str, Any]:
+def read_manifest(path: Folder) -> dict[str, Any]:
     """The checked manifest of the checkpoint at `path`: step, config, versions, mesh, and leaves by name.
 
     Raises ValueError naming the file when it is missing, damaged, or of another format or version.
@@ -110,6 +110,6 @@ def _digest(body: dict) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def join(place: Place, *names: str) -> Place:
+def join(folder: Folder, *names: str) -> Folder:
     """A place below another one."""
-    return "/".join((str(place).rstrip("/"), *names)) if is_url(place) else Path(place, *names)
+    return "/".join((str(folder).rstrip("/"), *names)) if is_url(folder) else Path(folder, *names)

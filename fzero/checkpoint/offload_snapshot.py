@@ -16,8 +16,8 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.storage import Damaged, read_text
 from fzero.offload import DiskTensor, LeafFiles, Nvme
-from fzero.offload.buffer_pool import padded
-from fzero.offload.chunk_files import chunk_of
+from fzero.offload.buffer_pool import round_to_pages
+from fzero.offload.chunk_files import read_chunk
 from fzero.offload.store_manifest import StepManifest, read_description, read_step_manifest, sums_name
 from fzero.sharding import Plan, fake_mesh, one_process
 from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
@@ -26,7 +26,7 @@ from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
 class StoreSnapshot(NamedTuple):
     """The last complete step of a store, as the runs that come after it see it."""
 
-    place: Path
+    folder: Path
     record: StepManifest
     ranks: int
     sizes: dict[str, int]  # of the axes of its mesh
@@ -66,17 +66,17 @@ class StoreSnapshot(NamedTuple):
 
     def sums(self, rank: int) -> dict[str, list[int]]:
         """The checksums of a rank's chunks; {} where the run kept none."""
-        text = read_text(self.place, sums_name(self.record.slot, rank))
+        text = read_text(self.folder, sums_name(self.record.slot, rank))
         return json.loads(text) if text else {}
 
     def chunk(self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None) -> Tensor:
         """One layer of one rank's part."""
-        data = chunk_of(self.place, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
+        data = read_chunk(self.folder, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
         if sums is not None:
-            words = np.zeros(padded(kept.chunk_bytes), np.uint8)
+            words = np.zeros(round_to_pages(kept.chunk_bytes), np.uint8)
             words[: kept.chunk_bytes] = data[: kept.chunk_bytes]
             if int(words.view(np.uint64).sum(dtype=np.uint64)) != sums[layer] % (1 << 64):
-                raise Damaged(f"{self.place}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
+                raise Damaged(f"{self.folder}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
         return torch.from_numpy(data[: kept.chunk_bytes].copy()).view(kept.dtype).reshape(kept.chunk)
 
     def fixed(self, name: str) -> bool:
@@ -84,34 +84,34 @@ class StoreSnapshot(NamedTuple):
         return self.leaves[name]["fixed"]
 
 
-def find(place: Path) -> StoreSnapshot | None:
-    """The store in `place`, or None where there is none with a complete step."""
-    said = read_description(place) if place.is_dir() else None
-    record = read_step_manifest(place) if said else None
+def find_snapshot(folder: Path) -> StoreSnapshot | None:
+    """The store in `folder`, or None where there is none with a complete step."""
+    said = read_description(folder) if folder.is_dir() else None
+    record = read_step_manifest(folder) if said else None
     if record is None:
         return None
     if record.dirty:
-        raise ValueError(f"{place}: a step was being written over another one when its run ended; there are no weights in it")
+        raise ValueError(f"{folder}: a step was being written over another one when its run ended; there are no weights in it")
     return StoreSnapshot(
-        place, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"]
+        folder, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"]
     )
 
 
-def weights(shelf: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
+def read_weights(snapshot: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
     """The whole parameters under `prefix` (params/, master/ or extra/ema/), in `dtype` (None: their own)."""
     specs = pytree.named_leaves(plan.params if prefix == "params/" else plan.opt)
-    named = {n: shelf.leaf(prefix + n, tuple(x.shape), specs[n]) for n, x in pytree.named_leaves(plan.like).items()}
+    named = {n: snapshot.leaf(prefix + n, tuple(x.shape), specs[n]) for n, x in pytree.named_leaves(plan.like).items()}
     return pytree.from_named({n: x if dtype is None else x.to(dtype) for n, x in named.items()}, plan.like)
 
 
-def put_params(read: Callable[[str], Tensor], plan: Plan, space: Nvme) -> Tree:
+def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
     """The parameters `read(name)`, one whole leaf at a time in memory, as leaves of a new store in `space`."""
     store = None
     for name, like in pytree.named_leaves(plan.like).items():
         value = read(name)
         if store is None:
             kept = {n: LeafFiles(tuple(x.shape), value.dtype, shard_dim(n) == 1) for n, x in pytree.named_leaves(plan.like).items()}
-            store = space.open(kept, one_process())
+            store = nvme.open(kept, one_process())
             store.begin()
         for i in range(store.leaves[name].layers):
             layer = value[i] if store.leaves[name].stacked else value
@@ -124,10 +124,10 @@ def put_params(read: Callable[[str], Tensor], plan: Plan, space: Nvme) -> Tree:
     return pytree.map_named(lambda name, _: DiskTensor(store, name), plan.like)
 
 
-def part_bytes(plan: Plan, itemsize: int) -> int:
+def largest_group_bytes(plan: Plan, itemsize: int) -> int:
     """The bytes of the largest part of a model: the embedding, a layer or the head."""
     sizes: dict[str, int] = {}
     for name, leaf in pytree.named_leaves(plan.like).items():
         numel = math.prod(leaf.shape[1:]) if shard_dim(name) else leaf.numel()
-        sizes[name.split("/")[0]] = sizes.get(name.split("/")[0], 0) + padded(numel * itemsize)
+        sizes[name.split("/")[0]] = sizes.get(name.split("/")[0], 0) + round_to_pages(numel * itemsize)
     return max(sizes.values())

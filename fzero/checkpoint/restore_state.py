@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
-from fzero.checkpoint.reader import THREADS, fetch
-from fzero.checkpoint.restore_tree import some
+from fzero.checkpoint.reader import THREADS, read_boxes
+from fzero.checkpoint.restore_tree import list_some
 from fzero.core import pytree
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
@@ -23,7 +23,7 @@ PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
 
 
 def restore_state(
-    path: checkpoint.Place, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, space: Nvme | None
+    path: checkpoint.Folder, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, nvme: Nvme | None
 ) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, memory and policy of dtypes.
 
@@ -31,49 +31,49 @@ def restore_state(
     weights, another dtype by rounding, a new loss scale. Otherwise the leaves must be those of the checkpoint.
     Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged for what is not what was written.
     """
-    held = checkpoint.opened(path)
+    held = checkpoint.open_checkpoint(path)
     try:
-        return _restored(held, like, specs, plan, mesh, policy, space)
+        return _restore_from(held, like, specs, plan, mesh, policy, nvme)
     finally:
         held.close()
 
 
-def _restored(
-    held: checkpoint.Opened, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, space: Nvme | None
+def _restore_from(
+    held: checkpoint.CheckpointReader, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, nvme: Nvme | None
 ) -> TrainState:
-    spec_of, source = pytree.named_leaves(specs), sources(held, like, policy)
+    spec_of, source = pytree.named_leaves(specs), match_leaves(held, like, policy)
     fresh = pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
-    def place(name: str, leaf: Tensor) -> tuple[Any, Any]:
+    def slice_of(name: str, leaf: Tensor) -> tuple[Any, Any]:
         there = held.leaves[source[name]].shape
         whole = whole_shape(leaf.shape, spec_of[name], mesh)
         if whole != there:
             raise ValueError(f"{held.path}: {name} has shape {list(there)} there and {list(whole)} in this run; it is of another model")
         return local_slice(there, spec_of[name], mesh)
 
-    places = {name: place(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
+    slices = {name: slice_of(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
 
     def read(name: str, leaf: Tensor, layer: int | None = None) -> Tensor:
         if name not in source:
             return fresh[name]
-        start, size = places[name]
+        start, size = slices[name]
         if layer is not None:
             start, size = (start[0] + layer, *start[1:]), (1, *size[1:])
         value = held.read(source[name], start, size).to(leaf.dtype)
         return value if layer is None else value[0]
 
     if on_disk(plan):
-        return put_on_disk(read, like, specs, plan, mesh, space)
+        return put_on_disk(read, like, specs, plan, mesh, nvme)
     named = pytree.named_leaves(like)
     direct = [name for name, leaf in named.items() if name in source and held.leaves[source[name]].dtype == leaf.dtype]
-    boxes = {name: held.box(source[name], *places[name]) for name in direct}
+    boxes = {name: held.box(source[name], *slices[name]) for name in direct}
     with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-        fetch(held, list(boxes.values()), pool)
+        read_boxes(held, list(boxes.values()), pool)
     out = {name: boxes[name].out if name in boxes else read(name, leaf) for name, leaf in named.items()}
     return in_host_memory(pytree.from_named(out, like), specs)
 
 
-def sources(held: checkpoint.Opened, like: TrainState, policy: Policy) -> dict[str, str]:
+def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
     """{leaf of the state: leaf of the checkpoint that it is made of}; a leaf that begins anew, the loss scale, is not among them.
 
     Raises ValueError naming the leaves that are missing or extra.
@@ -94,22 +94,24 @@ def sources(held: checkpoint.Opened, like: TrainState, policy: Policy) -> dict[s
         elif not name.startswith(SCALER):
             missing.append(name)
     extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER))]
-    said = [f"{what}: {some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
+    said = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     if said:
         raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(said)}")
     return out
 
 
-def save_shelf(
-    home: checkpoint.Place,
-    shelf: StoreSnapshot,
+def save_snapshot(
+    checkpoint_dir: checkpoint.Folder,
+    snapshot: StoreSnapshot,
     old: TrainState,
     like: TrainState,
     specs: TrainState,
     mesh: Mesh,
     config: Any,
-) -> checkpoint.Place:
-    """The checkpoint in `home` of the last complete step of a store that the ranks of another mesh wrote; all ranks of `mesh` call it.
+) -> checkpoint.Folder:
+    """Save the last complete step of a store that the ranks of another mesh wrote; the path of the checkpoint, in `checkpoint_dir`.
+
+    All ranks of `mesh` call it.
 
     old: the specs of the leaves by which those ranks held them. like: this rank's state on the meta device by `specs`, all in memory; one
     leaf of it is there at a time. Parameters that the store has not are made of its master weights.
@@ -118,16 +120,16 @@ def save_shelf(
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
 
     def lazy(name: str, leaf: Tensor) -> Any:
-        if name in shelf.record.values:
-            return from_text(shelf.record.values[name])
+        if name in snapshot.record.values:
+            return from_text(snapshot.record.values[name])
         held = name
-        if not shelf.holds(name):
+        if not snapshot.holds(name):
             held = f"{MASTER}{name.removeprefix(PARAMS)}"
-            if not name.startswith(PARAMS) or not shelf.holds(held):
-                raise ValueError(f"{shelf.place}: its store has no {name}; go on from a checkpoint")
+            if not name.startswith(PARAMS) or not snapshot.holds(held):
+                raise ValueError(f"{snapshot.folder}: its store has no {name}; go on from a checkpoint")
         whole = whole_shape(leaf.shape, spec_of[name], mesh)
         start, size = local_slice(whole, spec_of[name], mesh)
-        return checkpoint.Lazy(leaf.dtype, tuple(leaf.shape), lambda: shelf.leaf(held, whole, old_of[held], start, size).to(leaf.dtype))
+        return checkpoint.Lazy(leaf.dtype, tuple(leaf.shape), lambda: snapshot.leaf(held, whole, old_of[held], start, size).to(leaf.dtype))
 
     state = pytree.map_named(lazy, like)
-    return checkpoint.save(home, state, step=shelf.record.step, config=config, specs=specs, mesh=mesh)
+    return checkpoint.save(checkpoint_dir, state, step=snapshot.record.step, config=config, specs=specs, mesh=mesh)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.layout import Index
-from fzero.checkpoint.manifest import Leaf, Place
-from fzero.checkpoint.reader import THREADS, Box, fetch, opened
+from fzero.checkpoint.manifest import Folder, Leaf
+from fzero.checkpoint.reader import THREADS, Box, open_checkpoint, read_boxes
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
@@ -20,7 +20,7 @@ from fzero.sharding.slices import local_slice, ranks_per_dim
 
 
 def restore(
-    path: Place,
+    path: Folder,
     like: Tree,
     *,
     under: str = "",
@@ -42,7 +42,7 @@ def restore(
     Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged for the leaf, chunk and file that
     are not what was written.
     """
-    held = opened(path)
+    held = open_checkpoint(path)
     mesh, prefix = one_process() if mesh is None else mesh, f"{under}/" if under else ""
     leaves, spec_of = pytree.named_leaves(like), pytree.named_leaves(specs) if specs is not None else {}
     outs = pytree.named_leaves(out) if out is not None else {}
@@ -57,12 +57,12 @@ def restore(
         shape = there[name].shape
         fits = all(n % ranks == 0 for n, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape), name)))
         windows[name] = local_slice(shape, spec, mesh) if fits else ((), shape)
-    expect(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
+    check_leaves(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
     try:
         for name in wanted_leaves:
             boxes[name] = held.box(name, *windows[name], outs.get(name.removeprefix(prefix)))
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            fetch(held, list(boxes.values()), pool)
+            read_boxes(held, list(boxes.values()), pool)
     finally:
         held.close()
     done = {name.removeprefix(prefix): box.out for name, box in boxes.items()}
@@ -74,20 +74,20 @@ def restore(
     return pytree.from_named(done, like)
 
 
-def restore_leaves(path: Place, select: Callable[[str], bool]) -> dict[str, Tensor]:
+def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Tensor]:
     """`{name: leaf}` of the leaves of the checkpoint at `path` whose name `select` is true of, checked; ValueError where it is of none."""
-    held = opened(path)
+    held = open_checkpoint(path)
     chosen = [name for name in held.leaves if select(name)]
     if not chosen:
-        raise ValueError(f"{path}: none of its leaves is selected; they are {some(list(held.leaves))}")
+        raise ValueError(f"{path}: none of its leaves is selected; they are {list_some(list(held.leaves))}")
     boxes = [held.box(name) for name in chosen]
     with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-        fetch(held, boxes, pool)
+        read_boxes(held, boxes, pool)
     held.close()
     return {box.name: box.out for box in boxes}
 
 
-def expect(path: Place, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]) -> None:
+def check_leaves(path: Folder, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]) -> None:
     """Raise ValueError naming the leaves that are missing, extra, or of another shape or dtype."""
     missing = [name for name in wanted if name not in held]
     extra = [name for name in held if name not in wanted]
@@ -101,12 +101,12 @@ def expect(path: Place, wanted: dict[str, Any], held: dict[str, Leaf], windows: 
         if held[name].dtype != leaf.dtype:
             dtypes.append(f"{name} {dtype_name(held[name].dtype)} (wanted {dtype_name(leaf.dtype)})")
     groups = {"missing": missing, "extra": extra, "of another shape": shapes, "of another dtype": dtypes}
-    said = [f"{what}: {some(group)}" for what, group in groups.items() if group]
+    said = [f"{what}: {list_some(group)}" for what, group in groups.items() if group]
     if said:
         raise ValueError(f"{path}: the checkpoint's leaves are not those of the tree; {'; '.join(said)}")
 
 
-def some(names: list[str]) -> str:
+def list_some(names: list[str]) -> str:
     """The first names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 

@@ -22,20 +22,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint import directory as homes
-from fzero.checkpoint import manifest
-from fzero.checkpoint.directory import folder_of
-from fzero.checkpoint.layout import ZARR, Mine, Slab, lay_out, slabs
-from fzero.checkpoint.leaf_source import Lazy, source
-from fzero.checkpoint.manifest import Leaf, Place, join
-from fzero.checkpoint.part_file import Part
-from fzero.checkpoint.zarr import describe
+from fzero.checkpoint import directory, manifest
+from fzero.checkpoint.directory import step_folder
+from fzero.checkpoint.layout import ZARR, RankParts, Slab, lay_out, slabs
+from fzero.checkpoint.leaf_source import Lazy, box_reader
+from fzero.checkpoint.manifest import Folder, Leaf, join
+from fzero.checkpoint.part_file import PartFile
+from fzero.checkpoint.zarr import write_descriptions
 from fzero.core import pytree
 from fzero.core.digest import prepare
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system, sync_folder
 from fzero.offload import DiskTensor
-from fzero.offload.buffer_pool import BufferPool, padded
+from fzero.offload.buffer_pool import BufferPool, round_to_pages
 from fzero.sharding import Mesh, Spec, one_process
 
 SLAB = 16 << 20  # bytes that are copied, checksummed and written at a time
@@ -49,7 +48,7 @@ class Saved(NamedTuple):
     """A checkpoint that is complete."""
 
     step: int
-    path: Place
+    path: Folder
     blocked_s: float  # that `save` took
     total_s: float  # until the manifest was in place
     nbytes: int  # this rank's
@@ -67,8 +66,8 @@ class Save:
         self.target, self.go, self.staged, self.over = (threading.Event() for _ in range(4))
         self.arrays, self.error, self.blocked_s, self.nbytes = "", None, 0.0, 0
         self.early = threading.Lock()
-        self.layouts: dict[str, tuple[Mine, Spec]] = {}
-        self.parts: dict[str, list[Part]] = {}
+        self.layouts: dict[str, tuple[RankParts, Spec]] = {}
+        self.parts: dict[str, list[PartFile]] = {}
         self.tasks: list[Future] = []
         self.outcome: Saved | SaveFailed | None = None
 
@@ -76,7 +75,7 @@ class Save:
 class Writer:
     """Writes checkpoints of the states of one run into a folder, one at a time. All ranks of `mesh` make one, and call it alike.
 
-    home: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/, gs://..., memory://...).
+    checkpoint_dir: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/, gs://..., memory://...).
     keep_last: checkpoints before the newest ones are removed, but for those whose step `keep_every` divides; None keeps all. The files of
     one that goes are written over by the next save, which is quicker than to make new ones. compress: "zstd" or "".
     buffer_bytes: memory for the snapshot; None: as much as the state. Where it is less, `save` returns when the rest of the state fits.
@@ -84,7 +83,7 @@ class Writer:
 
     def __init__(
         self,
-        home: Place,
+        checkpoint_dir: Folder,
         mesh: Mesh | None = None,
         *,
         keep_last: int | None = None,
@@ -97,13 +96,13 @@ class Writer:
                 raise ValueError(f"checkpoint: {name} is {value}; it must be at least 1, or None")
         if compress not in ("", "zstd"):
             raise ValueError(f"checkpoint: compress is {compress!r}; it must be 'zstd', or '' for none")
-        self.home: Place = home if is_url(home) else Path(home)
+        self.checkpoint_dir: Folder = checkpoint_dir if is_url(checkpoint_dir) else Path(checkpoint_dir)
         self.mesh = one_process() if mesh is None else mesh
         self.keep_last, self.keep_every, self.compress, self.buffer_bytes = keep_last, keep_every, compress, buffer_bytes
         self.first = self.mesh.rank == 0
         self.store = self.mesh.store.clone() if self.mesh.store is not None else None  # the other connection may be taken by a wait
         self.number, self.saves = next(_WRITERS), itertools.count()
-        self.arena: BufferPool | None = None
+        self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
         self.current: Save | None = None
         self.cleaned = False
@@ -122,8 +121,8 @@ class Writer:
             config = json.loads(json.dumps(config, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint: config is not JSON: {error}") from None
-        if not is_url(self.home) and self.home.exists() and not self.home.is_dir():
-            raise ValueError(f"{self.home}: is not a folder; give a folder to save checkpoints in")
+        if not is_url(self.checkpoint_dir) and self.checkpoint_dir.exists() and not self.checkpoint_dir.is_dir():
+            raise ValueError(f"{self.checkpoint_dir}: is not a folder; give a folder to save checkpoints in")
         self.wait()
         save = self.current = Save(step, config)
         threading.Thread(target=self._serve, args=(save, next(self.saves)), name="fzero-commit", daemon=True).start()
@@ -167,9 +166,9 @@ class Writer:
             self.wait()
         finally:
             self.pool.shutdown()
-            self.arena = None
+            self.buffers = None
             if self.first:
-                homes.drop_spare(self.home)
+                directory.drop_spare(self.checkpoint_dir)
 
     def abandon(self) -> None:
         """End at once: what is being written is left for the next writer to remove. For a process that ends because another is gone."""
@@ -197,26 +196,26 @@ class Writer:
         return {name: (leaf, given[name] if specs is not None else Spec()) for name, leaf in named.items()}
 
     def _snapshot(self, save: Save, named: dict[str, tuple[Any, Spec]]) -> None:
-        most = OBJECT if is_url(self.home) else None
-        slab_bytes = 2 * OBJECT if is_url(self.home) else SLAB
-        work: list[tuple[str, Part, Slab]] = []
+        most = OBJECT if is_url(self.checkpoint_dir) else None
+        slab_bytes = 2 * OBJECT if is_url(self.checkpoint_dir) else SLAB
+        work: list[tuple[str, PartFile, Slab]] = []
         for number, (name, (leaf, spec)) in enumerate(named.items()):
             mine = lay_out(leaf.shape, leaf.dtype, spec, self.mesh, number, most=most, compress=self.compress)
             save.layouts[name] = (mine, spec)
             for index in mine.parts:
-                part = Part(name, mine.layout, index, self._path)
+                part = PartFile(name, mine.layout, index, self._path)
                 save.parts.setdefault(name, []).append(part)
                 pieces = list(slabs(mine.layout, slab_bytes))
                 part.left = len(pieces)
                 work += [(name, part, slab) for slab in pieces]
-        sizes = [padded(math.prod(slab.counts) * part.layout.stride) for _, part, slab in work]
+        sizes = [round_to_pages(math.prod(slab.counts) * part.layout.stride) for _, part, slab in work]
         total, largest = sum(sizes), max(sizes, default=0)
         room = total if self.buffer_bytes is None else min(total, max(self.buffer_bytes, THREADS * largest))
         self._make_room(room)
         save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
 
         def busy() -> bool:
-            if self.arena.size < total:
+            if self.buffers.size < total:
                 save.go.set()  # else no thread takes memory bandwidth from the copies
             return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
 
@@ -224,9 +223,9 @@ class Writer:
         for (name, part, slab), size in zip(work, sizes):
             if held is None or held[0] != name:
                 held = None  # before the next leaf is made
-                held = (name, source(named[name][0]))
+                held = (name, box_reader(named[name][0]))
             try:
-                raw = self.arena.take((size,), torch.uint8, busy).raw
+                raw = self.buffers.take((size,), torch.uint8, busy).raw
             except ValueError:
                 if save.error is None:
                     raise
@@ -236,26 +235,26 @@ class Writer:
             del raw
 
     def _make_room(self, size: int) -> None:
-        if size and (self.arena is None or self.arena.size < size):
-            self.arena = None
-            self.arena = BufferPool(size)
+        if size and (self.buffers is None or self.buffers.size < size):
+            self.buffers = None
+            self.buffers = BufferPool(size)
 
     # ---- the threads ----
 
-    def _path(self, name: str) -> Place:
-        return join(folder_of(self.home, self.current.step), self.current.arrays, name)
+    def _path(self, name: str) -> Folder:
+        return join(step_folder(self.checkpoint_dir, self.current.step), self.current.arrays, name)
 
-    def _write(self, save: Save, part: Part, slab: Slab, held: list[Tensor]) -> None:
+    def _write(self, save: Save, part: PartFile, slab: Slab, held: list[Tensor]) -> None:
         raw = held.pop()  # so that the memory is given back before the task counts as done
         with contextlib.ExitStack() as stack:
             # While the snapshot is made one thread writes, where the copies leave it a core.
-            if not save.go.is_set() and spare_core() and save.early.acquire(blocking=False):
+            if not save.go.is_set() and has_spare_core() and save.early.acquire(blocking=False):
                 stack.callback(save.early.release)
             else:
                 save.go.wait()
             self._write_now(save, part, slab, raw)
 
-    def _write_now(self, save: Save, part: Part, slab: Slab, raw: Tensor) -> None:
+    def _write_now(self, save: Save, part: PartFile, slab: Slab, raw: Tensor) -> None:
         save.target.wait()
         if save.error is None:
             try:
@@ -271,15 +270,15 @@ class Writer:
         except BaseException as error:
             save.error = save.error or error
             save.target.set()
-            report = {"error": told(save.error)}
-        end_all(save.tasks)  # none may write once the folder is another's
+            report = {"error": error_line(save.error)}
+        wait_for_all(save.tasks)  # none may write once the folder is another's
         for part in itertools.chain(*save.parts.values()):
             part.close()
         try:
             outcome = self._committed(save, key, report)
         except BaseException as error:
-            outcome = {"error": told(error)}
-        path = folder_of(self.home, save.step)
+            outcome = {"error": error_line(error)}
+        path = step_folder(self.checkpoint_dir, save.step)
         if "error" in outcome:
             save.outcome = SaveFailed(f"{path}: the checkpoint could not be written: {outcome['error']}")
             save.outcome.__cause__ = save.error
@@ -303,45 +302,45 @@ class Writer:
             raise save.error
         for task in save.tasks:
             task.result()
-        if not is_url(self.home):
-            sync_file_system(Path(self.home))
+        if not is_url(self.checkpoint_dir):
+            sync_file_system(Path(self.checkpoint_dir))
         return {name: {str(part.number): [part.sum, part.digest] for part in parts} for name, parts in save.parts.items()}
 
     def _begin(self, step: int) -> str:
-        if not is_url(self.home):
-            Path(self.home).mkdir(parents=True, exist_ok=True)
+        if not is_url(self.checkpoint_dir):
+            Path(self.checkpoint_dir).mkdir(parents=True, exist_ok=True)
         if not self.cleaned:
-            homes.clean(self.home)
+            directory.clean(self.checkpoint_dir)
             self.cleaned = True
-        return homes.begin(self.home, step)
+        return directory.begin(self.checkpoint_dir, step)
 
     def _committed(self, save: Save, key: str, report: dict[str, Any]) -> dict[str, Any]:
         """What came of the checkpoint, on every rank: the first one hears the reports of all, and makes it complete."""
         if self.store is not None and not self.first:
             self.store.set(f"{key}/{self.mesh.rank}", json.dumps(report))
-        path = folder_of(self.home, save.step)
+        path = step_folder(self.checkpoint_dir, save.step)
 
         def commit() -> dict[str, Any]:
             reports = [report, *(self._hear(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
             failed = [(rank, said["error"]) for rank, said in enumerate(reports) if "error" in said]
             if failed:
                 with contextlib.suppress(OSError):
-                    homes.clean_step(path)
+                    directory.clean_step(path)
                 rank, why = failed[0]
                 return {"error": why if self.mesh.size == 1 else f"rank {rank}: {why}"}
             try:
                 self._complete(save, path, reports)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    homes.clean_step(path)  # by the manifest: where that is in place, the new files are what it names
+                    directory.clean_step(path)  # by the manifest: if that is in place, the new files are what it names
                 raise
-            homes.clean_step(path)
-            homes.retire(self.home, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True)
+            directory.clean_step(path)
+            directory.retire(self.checkpoint_dir, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True)
             return {}
 
         return self._say(f"{key}/end", commit)
 
-    def _complete(self, save: Save, path: Place, reports: list[dict[str, Any]]) -> None:
+    def _complete(self, save: Save, path: Folder, reports: list[dict[str, Any]]) -> None:
         leaves = {}
         for name, (mine, spec) in save.layouts.items():
             layout = mine.layout
@@ -349,10 +348,10 @@ class Writer:
             assert len(found) == len(layout.parts()), f"{name}: {len(found)} parts of {len(layout.parts())} were written"
             digest = sum(value for _, value in found.values()) % (1 << 64)
             leaves[name] = Leaf(layout, str(spec), f"{digest:016x}", [found[i][0] for i in range(len(found))])
-        describe(join(path, save.arrays), leaves, self.pool)
+        write_descriptions(join(path, save.arrays), leaves, self.pool)
         manifest.write_manifest(path, save.arrays, leaves, step=save.step, config=save.config, mesh=self._sizes())
-        if not is_url(self.home):
-            sync_folder(Path(self.home))
+        if not is_url(self.checkpoint_dir):
+            sync_folder(Path(self.checkpoint_dir))
 
     def _sizes(self) -> dict[str, int]:
         return {axis.name: axis.size for axis in self.mesh.axes if axis.size > 1}
@@ -366,7 +365,7 @@ class Writer:
         try:
             said = make()
         except Exception as error:
-            said = {"error": told(error)}
+            said = {"error": error_line(error)}
         if self.store is not None:
             self.store.set(key, json.dumps(said))
         return said
@@ -379,7 +378,7 @@ class Writer:
         return json.loads(self.store.get(key))
 
 
-def end_all(tasks: list[Future]) -> None:
+def wait_for_all(tasks: list[Future]) -> None:
     """Wait for tasks; the memory that those that failed hold on to is free then."""
     for task in tasks:
         error = task.exception()
@@ -387,12 +386,12 @@ def end_all(tasks: list[Future]) -> None:
             traceback.clear_frames(error.__traceback__)
 
 
-def spare_core() -> bool:
+def has_spare_core() -> bool:
     """Whether the copies of a tensor leave a core of this process unused."""
     return len(os.sched_getaffinity(0)) > torch.get_num_threads()
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """One line of what went wrong."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"

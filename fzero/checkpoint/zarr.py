@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from fzero.checkpoint.layout import array_json, group_json
-from fzero.checkpoint.manifest import Leaf, Place, join
+from fzero.checkpoint.manifest import Folder, Leaf, join
 from fzero.core.storage import is_url, sync_file_system, write_text
 
 
-def descriptions(leaves: dict[str, Leaf]) -> dict[str, str]:
+def zarr_texts(leaves: dict[str, Leaf]) -> dict[str, str]:
     """{name: zarr.json} of each leaf, and of each group that one is in; the outermost is ""."""
     texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in leaves.items()}
     groups = {"/".join(parts[:n]) for name in leaves for parts in [name.split("/")] for n in range(len(parts))}
     return texts | dict.fromkeys(groups - texts.keys(), group_json())
 
 
-def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -> None:
+def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -> None:
     """Write the zarr.json of every leaf and of the groups that they are in, and make them and their folders durable."""
-    texts = descriptions(leaves)
+    texts = zarr_texts(leaves)
     if is_url(arrays):
         places = {name: join(arrays, *name.split("/")) if name else arrays for name in texts}
         for task in [pool.submit(write_text, places[name], "zarr.json", text) for name, text in texts.items()]:
@@ -35,7 +35,7 @@ def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -
         with open(folder / "zarr.json", "w", encoding="utf-8") as f:
             f.write(texts[name])
 
-    every(pool, put, texts)
+    run_all(pool, put, texts)
     keep = {Path(arrays, name, leaf.layout.key(part)) for name, leaf in leaves.items() for part in leaf.layout.parts()}
     keep |= {Path(arrays, name, "zarr.json") for name in texts}
     for folder, _, files in os.walk(arrays, topdown=False):
@@ -47,7 +47,7 @@ def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -
     sync_file_system(Path(arrays))
 
 
-def every(pool: ThreadPoolExecutor, fn: Callable[[Any], None], among: Iterable[Any]) -> None:
+def run_all(pool: ThreadPoolExecutor, fn: Callable[[Any], None], among: Iterable[Any]) -> None:
     """Call `fn` with each; when all calls have ended, raise the first error: none makes files once they are being removed."""
     tasks = [pool.submit(fn, one) for one in among]
     wait(tasks)

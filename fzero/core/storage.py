@@ -18,28 +18,28 @@ class Damaged(ValueError):
     """A store or checkpoint does not hold what was written to it, or holds no step as a whole; another checkpoint may be read instead."""
 
 
-def kvstore(place: str | Path, *path: str) -> Any:
-    """tensorstore's specification of a folder in `place`."""
-    if is_url(place):
-        return url_spec("/".join((str(place).rstrip("/"), *path)))
-    return {"driver": "file", "path": str(Path(place, *path)) + "/"}
+def kvstore(folder: str | Path, *path: str) -> Any:
+    """tensorstore's specification of a folder in `folder`."""
+    if is_url(folder):
+        return url_spec("/".join((str(folder).rstrip("/"), *path)))
+    return {"driver": "file", "path": str(Path(folder, *path)) + "/"}
 
 
-def read_text(place: str | Path, name: str) -> str | None:
+def read_text(folder: str | Path, name: str) -> str | None:
     """The text `name`, or None where there is none."""
-    if is_url(place):
-        found = Objects(str(place)).read(name)
+    if is_url(folder):
+        found = Objects(str(folder)).read(name)
         return None if found is None else found.decode()
-    path = Path(place, name)
+    path = Path(folder, name)
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def write_text(place: str | Path, name: str, text: str) -> None:
+def write_text(folder: str | Path, name: str, text: str) -> None:
     """Replace the text `name`, durably: whoever reads it, after whatever end, finds all of the old one or all of the new one."""
-    if is_url(place):
-        Objects(str(place)).write(name, text.encode())
+    if is_url(folder):
+        Objects(str(folder)).write(name, text.encode())
         return
-    path = Path(place, name)
+    path = Path(folder, name)
     partial = path.with_name(f"{path.name}.partial")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

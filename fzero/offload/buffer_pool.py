@@ -20,13 +20,13 @@ from fzero.core.storage import PAGE
 HUGE = 2 << 20
 
 
-def padded(n: int) -> int:
+def round_to_pages(n: int) -> int:
     """The smallest multiple of PAGE that is at least `n`."""
     return -(-n // PAGE) * PAGE
 
 
 class Buffer(NamedTuple):
-    """A piece of the arena as a tensor. It is lent until the last tensor that shares its memory is gone."""
+    """A piece of the buffer pool as a tensor. It is lent until the last tensor that shares its memory is gone."""
 
     raw: Tensor  # uint8, whole pages
     view: Tensor  # the same memory, in the shape and dtype asked for
@@ -63,10 +63,10 @@ class BufferPool:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Callable[[], bool] = lambda: False) -> Buffer:
         """A Buffer of `shape`; its values are whatever was there. Waits for one to be returned while `busy()`.
 
-        Raises ValueError where the arena is too small for what is held at a time.
+        Raises ValueError where the buffer pool is too small for what is held at a time.
         """
         n = math.prod(shape) * dtype.itemsize
-        size = max(PAGE, padded(n))
+        size = max(PAGE, round_to_pages(n))
         while True:
             working = busy()  # asked first: a request that ends after this has returned its memory before the next look
             offset = self._place(size)

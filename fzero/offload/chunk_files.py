@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
-from fzero.offload.buffer_pool import Buffer, BufferPool, padded
+from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
 from fzero.sharding.slices import row_blocks
 
@@ -51,7 +51,7 @@ class LeafFiles(NamedTuple):
     @property
     def file_bytes(self) -> int:
         """The bytes of a chunk's file: whole pages, and one for a leaf without elements."""
-        return max(PAGE, padded(self.chunk_bytes))
+        return max(PAGE, round_to_pages(self.chunk_bytes))
 
     @property
     def row_bytes(self) -> int:
@@ -85,21 +85,21 @@ class Chunks:
     """
 
     def __init__(
-        self, place: str | Path, leaves: dict[str, LeafFiles], rank: int, ranks: int, arena: BufferPool, disk: DiskIO, *, create: bool
+        self, folder: str | Path, leaves: dict[str, LeafFiles], rank: int, ranks: int, buffers: BufferPool, disk: DiskIO, *, create: bool
     ) -> None:
-        self.place, self.leaves, self.rank, self.ranks, self.arena, self.disk = place, leaves, rank, ranks, arena, disk
-        self.direct = not is_url(place) and serves_direct(Path(place))
+        self.folder, self.leaves, self.rank, self.ranks, self.buffers, self.disk = folder, leaves, rank, ranks, buffers, disk
+        self.direct = not is_url(folder) and serves_direct(Path(folder))
         self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
         self.arrays: dict[str, Any] = {}
         self.synced: set[int] = set()  # slots all of whose files were synced since they were opened
-        self.in_place = self.direct and file_system(mount_point(place)) in IN_PLACE
-        if not self.direct and not is_url(place):
+        self.in_place = self.direct and file_system(mount_point(folder)) in IN_PLACE
+        if not self.direct and not is_url(folder):
             warnings.warn(
-                f"{place}: its file system refuses direct transfers (O_DIRECT); it is used through tensorstore, slower", stacklevel=3
+                f"{folder}: its file system refuses direct transfers (O_DIRECT); it is used through tensorstore, slower", stacklevel=3
             )
         if create and rank == 0:
             for name, kept in leaves.items():
-                _open_array(place, name, kept, ranks, create=True)
+                _open_array(folder, name, kept, ranks, create=True)
         if not self.direct:
             return
         _allow_files(sum(kept.slots * kept.layers for kept in leaves.values()))
@@ -107,7 +107,7 @@ class Chunks:
     def open(self, held: set[int]) -> None:
         """Open this rank's chunks, once the arrays are there; the files of slots that are not `held` are made where they are missing."""
         if not self.direct:
-            self.arrays = {name: _open_array(self.place, name, kept, self.ranks, create=False) for name, kept in self.leaves.items()}
+            self.arrays = {name: _open_array(self.folder, name, kept, self.ranks, create=False) for name, kept in self.leaves.items()}
             return
         for name, kept in self.leaves.items():
             for slot in range(kept.slots):
@@ -117,14 +117,14 @@ class Chunks:
 
     def path(self, name: str, slot: int, layer: int) -> Path:
         """The file of a chunk."""
-        return Path(self.place, "arrays", name, "c", str(slot), str(layer), str(self.rank), "0")
+        return Path(self.folder, "arrays", name, "c", str(slot), str(layer), str(self.rank), "0")
 
     def _open_file(self, name: str, kept: LeafFiles, slot: int, layer: int, create: bool) -> int:
         path, size = self.path(name, slot, layer), kept.file_bytes
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.is_file():
-            raise Damaged(f"{path}: is missing, a part of {name}; the store in {self.place} is damaged: resume from a checkpoint")
+            raise Damaged(f"{path}: is missing, a part of {name}; the store in {self.folder} is damaged: resume from a checkpoint")
         fd = open_direct(path, os.O_RDWR | (os.O_CREAT if create else 0))
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
@@ -137,7 +137,7 @@ class Chunks:
         elif (found := os.fstat(fd).st_size) != size:
             os.close(fd)
             raise Damaged(
-                f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.place} is damaged: "
+                f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.folder} is damaged: "
                 "resume from a checkpoint"
             )
         return fd
@@ -147,10 +147,10 @@ class Chunks:
         if error.errno == errno.ENOSPC:
             total = sum(k.slots * k.layers * k.file_bytes for k in self.leaves.values()) * self.ranks
             return ValueError(
-                f"{self.place}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
+                f"{self.folder}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
             )
         return ValueError(
-            f"{self.place}: {error.strerror or error}; the store holds its last complete step: go on from it when the disk is well, "
+            f"{self.folder}: {error.strerror or error}; the store holds its last complete step: go on from it when the disk is well, "
             "or resume from a checkpoint"
         )
 
@@ -168,7 +168,7 @@ class Chunks:
     def read(self, name: str, slot: int, layer: int, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
         """Start to read rows of a chunk (None: all of it); they must begin at a page."""
         kept, shape, offset = self._span(name, rows)
-        buffer = self.arena.take(shape, kept.dtype, self.disk.busy)
+        buffer = self.buffers.take(shape, kept.dtype, self.disk.busy)
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
             return RowRead(buffer, self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority), self.failed)
@@ -179,7 +179,7 @@ class Chunks:
             np.copyto(_numpy(buffer.view), found)
             return buffer.view.nbytes
 
-        return RowRead(buffer, self.disk.run(_reported(work), write=False, priority=priority), self.failed)
+        return RowRead(buffer, self.disk.run(_raise_os_error(work), write=False, priority=priority), self.failed)
 
     def write(
         self,
@@ -206,7 +206,7 @@ class Chunks:
             self.arrays[name][slot, layer, self.rank, first : first + count].write(_numpy(buffer.view)).result()
             return buffer.view.nbytes
 
-        return self.disk.run(_reported(work), write=True, priority=priority)
+        return self.disk.run(_raise_os_error(work), write=True, priority=priority)
 
     def sync(self, slot: int) -> None:
         """Make what was written to a slot durable, against a loss of power too.
@@ -248,12 +248,12 @@ class Chunks:
         self.files.clear()
 
 
-def _open_array(place: str | Path, name: str, kept: LeafFiles, ranks: int, *, create: bool) -> Any:
+def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, create: bool) -> Any:
     """The array [slots, layers, ranks, elements of a chunk] of a leaf; what fills the last page is part of it."""
     import tensorstore
 
     n = kept.file_bytes // kept.dtype.itemsize
-    spec = {"driver": "zarr3", "kvstore": kvstore(place, "arrays", name), "store_data_equal_to_fill_value": True}
+    spec = {"driver": "zarr3", "kvstore": kvstore(folder, "arrays", name), "store_data_equal_to_fill_value": True}
     if create:
         spec["metadata"] = {
             "shape": [kept.slots, kept.layers, ranks, n],
@@ -266,12 +266,12 @@ def _open_array(place: str | Path, name: str, kept: LeafFiles, ranks: int, *, cr
         return tensorstore.open(spec, open=True, create=create, context=context()).result()
     except (ValueError, RuntimeError) as error:
         said = str(error).split(" [")[0].splitlines()[0]
-        raise Damaged(f"{place}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
+        raise Damaged(f"{folder}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
 
 
-def chunk_of(place: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
+def read_chunk(folder: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
     """The bytes (uint8) of one chunk of any rank, through tensorstore: for those who read a store once."""
-    found = _open_array(place, name, kept, 0, create=False)[slot, layer, rank].read().result()
+    found = _open_array(folder, name, kept, 0, create=False)[slot, layer, rank].read().result()
     return np.ascontiguousarray(found).view(np.uint8)
 
 
@@ -284,7 +284,7 @@ def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.numpy().reshape(-1)
 
 
-def _reported(work: Any) -> Any:
+def _raise_os_error(work: Any) -> Any:
     """`work` whose failures are those of a disk."""
 
     def run() -> int:

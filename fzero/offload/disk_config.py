@@ -37,11 +37,11 @@ def _read_config() -> tuple[str, dict[str, Any]]:
     return text, found
 
 
-def settings_for(place: str | Path) -> DiskSettings:
-    """The Settings that `fzero bench disk` found for the disk of `place`, or the default ones; raises ValueError for a broken file."""
-    if is_url(place):
+def load_settings(folder: str | Path) -> DiskSettings:
+    """The Settings that `fzero bench disk` found for the disk of `folder`, or the default ones; raises ValueError for a broken file."""
+    if is_url(folder):
         return DiskSettings()
-    mount = mount_point(place)
+    mount = mount_point(folder)
     entry = _read_config()[1].get("disk", {}).get(mount, {})
     values = {name: entry[name] for name in DiskSettings._fields if name in entry}
     for name, value in values.items():
@@ -54,7 +54,7 @@ def settings_for(place: str | Path) -> DiskSettings:
     return DiskSettings(**values)
 
 
-def save(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> Path:
+def save_settings(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> Path:
     """Put the settings of a disk into the user's file, in the place of older ones; all else there stays as it is. Returns the file.
 
     gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError where the file is broken.

@@ -41,7 +41,7 @@ class Nvme:
             raise ValueError(f"offload: buffer_bytes is {buffer_bytes:,}; it must be at least {1 << 20:,}")
         self.folder, self.buffer_bytes, self.slots, self.verify, self.settings = folder, buffer_bytes, slots, verify, settings
         self.needed = 0
-        self._arena: BufferPool | None = None
+        self._buffers: BufferPool | None = None
         self._disk: DiskIO | None = None
         self._scratch: ScratchFile | None = None
         self.store: VersionedStore | None = None
@@ -51,16 +51,16 @@ class Nvme:
         self.needed = max(size, self.needed)
 
     @property
-    def arena_bytes(self) -> int:
+    def pool_bytes(self) -> int:
         """The bytes of the buffers."""
         return self.buffer_bytes or max(self.needed, LEAST)
 
     @property
-    def arena(self) -> BufferPool:
+    def buffers(self) -> BufferPool:
         """The buffers."""
-        if self._arena is None:
-            self._arena = BufferPool(self.arena_bytes)
-        return self._arena
+        if self._buffers is None:
+            self._buffers = BufferPool(self.pool_bytes)
+        return self._buffers
 
     @property
     def disk(self) -> DiskIO:
@@ -80,7 +80,7 @@ class Nvme:
             path = Path(self.folder, SCRATCH)
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                self._scratch = ScratchFile(path, self.arena, self.disk)
+                self._scratch = ScratchFile(path, self.buffers, self.disk)
             except OSError as error:
                 raise ValueError(f"{error.filename or path}: {error.strerror}; give a folder that this user may write (--nvme)") from None
         return self._scratch
@@ -96,7 +96,7 @@ class Nvme:
         self.store = open_store(
             self.folder,
             leaves,
-            arena=self.arena,
+            buffers=self.buffers,
             disk=self.disk,
             rank=mesh.rank,
             ranks=mesh.size,
@@ -120,4 +120,4 @@ class Nvme:
             self._scratch.close()
         if self._disk is not None:
             self._disk.close()
-        self.store = self._scratch = self._disk = self._arena = None
+        self.store = self._scratch = self._disk = self._buffers = None

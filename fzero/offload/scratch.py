@@ -30,8 +30,8 @@ class Extent(NamedTuple):
 class ScratchFile:
     """Values by key in one nameless file of `folder`; a key keeps its place as long as its value fits, so the file stops growing."""
 
-    def __init__(self, folder: Path, arena: BufferPool, disk: DiskIO) -> None:
-        self.folder, self.arena, self.disk, self.end = folder, arena, disk, 0
+    def __init__(self, folder: Path, buffers: BufferPool, disk: DiskIO) -> None:
+        self.folder, self.buffers, self.disk, self.end = folder, buffers, disk, 0
         self.direct = serves_direct(folder)
         if not self.direct:
             warnings.warn(f"{folder}: its file system refuses direct transfers (O_DIRECT); they go through the page cache", stacklevel=3)
@@ -46,7 +46,7 @@ class ScratchFile:
         if isinstance(value, Buffer):
             buffer = value
         else:
-            buffer = self.arena.take(tuple(value.shape), value.dtype, self.disk.busy)
+            buffer = self.buffers.take(tuple(value.shape), value.dtype, self.disk.busy)
             buffer.view.copy_(value)
         self._wait(key)
         size, at = len(buffer.raw), self.regions.get(key)
@@ -83,7 +83,7 @@ class ScratchFile:
             row = torch.Size(shape[1:]).numel() * at.dtype.itemsize
             assert rows[0] * row % PAGE == 0, f"{key}: rows {rows} begin inside a page"
             shape, offset = (rows[1] - rows[0], *shape[1:]), offset + rows[0] * row
-        buffer = self.arena.take(shape, at.dtype, self.disk.busy)
+        buffer = self.buffers.take(shape, at.dtype, self.disk.busy)
         return RowRead(buffer, self.disk.read(self.fd, buffer.raw, offset, priority=priority), self.failed)
 
     def close(self) -> None:
@@ -145,6 +145,6 @@ class ScratchTensor:
             value = reading.wait()
             if value.dtype != self.dtype:
                 # In a buffer: freed and made again each time, memory of this size would leave holes in the heap.
-                value = self.scratch.arena.take(tuple(value.shape), self.dtype, self.scratch.disk.busy).view.copy_(value)
+                value = self.scratch.buffers.take(tuple(value.shape), self.dtype, self.scratch.disk.busy).view.copy_(value)
             yield layer, value
             del value, reading

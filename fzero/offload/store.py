@@ -31,12 +31,12 @@ from fzero.offload.store_manifest import (
     STEP,
     STORE,
     StepManifest,
-    describe,
-    expect_same,
+    check_same_store,
+    describe_store,
     read_description,
     read_step_manifest,
+    step_manifest_text,
     sums_name,
-    to_text,
 )
 
 OURS = {"arrays", "sums", "scratch", f"{STORE}.partial"}  # what may lie where a run ended before its store was described
@@ -48,7 +48,7 @@ class VersionedStore:
 
     def __init__(self, chunks: Chunks, slots: int, verify: bool) -> None:
         self.chunks, self.slots, self.verify = chunks, slots, verify
-        self.arena, self.disk, self.place = chunks.arena, chunks.disk, chunks.place
+        self.buffers, self.disk, self.folder = chunks.buffers, chunks.disk, chunks.folder
         self.record: StepManifest | None = None
         self.target: int | None = None  # the slot that is being written
         # Of what is being written: {(leaf, layer): {first row: sums of blocks}}.
@@ -91,7 +91,7 @@ class VersionedStore:
             buffer.raw[buffer.view.nbytes :] = 0
             sums = self.sums.setdefault((name, layer), {}).setdefault(rows[0] if rows else 0, [])
             sums.clear()
-            note = lambda block: sums.append(word_sum(block))  # noqa: E731
+            note = lambda block: sums.append(sum_words(block))  # noqa: E731
         self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
         self.writing.append(self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER, note=note))
         return self.writing[-1]
@@ -99,7 +99,7 @@ class VersionedStore:
     def write_rows(self, name: str, layer: int, rows: Rows, value: Tensor) -> None:
         """Start to write a copy of `value`, rows of a layer of a leaf, into the next version."""
         kept = self.leaves[name]
-        buffer = self.arena.take((rows[1] - rows[0], *kept.chunk[1:]) if kept.chunk else (), kept.dtype, self.disk.busy)
+        buffer = self.buffers.take((rows[1] - rows[0], *kept.chunk[1:]) if kept.chunk else (), kept.dtype, self.disk.busy)
         buffer.view.copy_(value.reshape(buffer.view.shape))
         self.write(name, layer, rows, buffer)
 
@@ -127,7 +127,7 @@ class VersionedStore:
             self._durably(lambda: self.chunks.sync(slot))
             if self.verify:
                 text = json.dumps(sums | (self.fixed if self.slots > 1 else {}))
-                self._durably(lambda: write_text(self.place, sums_name(slot, self.chunks.rank), text))
+                self._durably(lambda: write_text(self.folder, sums_name(slot, self.chunks.rank), text))
         together()
         self.target = None
         self._put(StepManifest(step, slot, values, before.pinned if before else {}))
@@ -148,7 +148,7 @@ class VersionedStore:
         """
         if keep > self.slots - 2:
             raise ValueError(
-                f"{self.place}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked for; "
+                f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked for; "
                 f"use nvme.slots={keep + 2}"
             )
         pinned = sorted({**self.record.pinned, self.record.slot: self.record.step}.items(), key=lambda item: -item[1])[:keep]
@@ -168,7 +168,7 @@ class VersionedStore:
     def _put(self, record: StepManifest) -> None:
         self.record = record
         if self.chunks.rank == 0:
-            self._durably(lambda: write_text(self.place, STEP, to_text(record)))
+            self._durably(lambda: write_text(self.folder, STEP, step_manifest_text(record)))
 
     def _durably(self, work: Callable[[], None]) -> None:
         try:
@@ -182,16 +182,16 @@ class VersionedStore:
             return
         where = sums_name(slot, self.chunks.rank)
         try:
-            sums = json.loads(read_text(self.place, where) or "null")
+            sums = json.loads(read_text(self.folder, where) or "null")
             sums = {name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()}
         except (ValueError, TypeError, KeyError, IndexError):
             raise Damaged(
-                f"{self.place}/{where}: does not hold the checksums of the store's leaves; it is damaged: resume from a checkpoint"
+                f"{self.folder}/{where}: does not hold the checksums of the store's leaves; it is damaged: resume from a checkpoint"
             ) from None
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
                 at, found = self.slot_of(name, slot), 0
-                for rows in self.chunks.row_blocks(name, self.arena.size // 4):
+                for rows in self.chunks.row_blocks(name, self.buffers.size // 4):
                     reading = self.chunks.read(name, at, layer, rows)
                     reading.wait()
                     found += checksum(reading.buffer)
@@ -240,31 +240,31 @@ class DiskTensor:
         out = torch.empty((count, *self.kept.chunk) if self.kept.stacked else self.shape, dtype=self.dtype)
         for layer in range(first, first + count):
             part = out[layer - first] if self.kept.stacked else out
-            for rows in self.store.chunks.row_blocks(self.name, self.store.arena.size // 4):
+            for rows in self.store.chunks.row_blocks(self.name, self.store.buffers.size // 4):
                 value = self.store.read(self.name, layer, rows, slot=slot).wait()
                 (part[rows[0] : rows[1]] if part.dim() else part).copy_(value)
         return out
 
     def __repr__(self) -> str:
-        return f"Stored({self.name}, {list(self.shape)}, {self.dtype}, in {self.store.place})"
+        return f"DiskTensor({self.name}, {list(self.shape)}, {self.dtype}, in {self.store.folder})"
 
 
 def checksum(buffer: Buffer) -> int:
     """The sum of a buffer's 64-bit words, modulo 2^64; what fills its last page is set to 0."""
     buffer.raw[buffer.view.nbytes :] = 0
-    return word_sum(memoryview(buffer.raw.numpy()))
+    return sum_words(memoryview(buffer.raw.numpy()))
 
 
-def word_sum(block: memoryview) -> int:
+def sum_words(block: memoryview) -> int:
     """The sum of the 64-bit words of whole pages, modulo 2^64."""
     return int(np.frombuffer(block, np.uint64).sum(dtype=np.uint64))
 
 
 def open_store(
-    place: str | Path,
+    folder: str | Path,
     leaves: dict[str, LeafFiles],
     *,
-    arena: BufferPool,
+    buffers: BufferPool,
     disk: DiskIO,
     rank: int = 0,
     ranks: int = 1,
@@ -274,7 +274,7 @@ def open_store(
     resume: bool = False,
     together: Callable[[], None] = lambda: None,
 ) -> VersionedStore:
-    """The store of `leaves` in `place`: a new one, to be written and committed, or with `resume` the one that is there.
+    """The store of `leaves` in `folder`: a new one, to be written and committed, or with `resume` the one that is there.
 
     Files of a store whose run is over are taken over by a new one; those of one that is not are refused.
     owner: what else must be the same when it is opened again. together: returns when all ranks have called it.
@@ -283,27 +283,27 @@ def open_store(
     if slots < 1:
         raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
     leaves = {name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()}
-    wanted = describe(leaves, ranks, slots, owner or {})
+    wanted = describe_store(leaves, ranks, slots, owner or {})
     record = None
     if resume:
-        expect_same(place, json.loads(json.dumps(wanted)))
-        record = read_step_manifest(place)
+        check_same_store(folder, json.loads(json.dumps(wanted)))
+        record = read_step_manifest(folder)
         if record is None:
-            raise ValueError(f"{place}: holds no complete step yet; start the run anew")
+            raise ValueError(f"{folder}: holds no complete step yet; start the run anew")
         if record.dirty:
             raise Damaged(
-                f"{place}: with one slot, step {record.step + 1} was being written over step {record.step} when its run ended; "
+                f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its run ended; "
                 "resume from a checkpoint, and use nvme.slots=2 to survive a kill"
             )
     elif rank == 0:
-        _take_over(place, wanted)
+        _take_over(folder, wanted)
     together()
     try:
-        chunks = Chunks(place, leaves, rank, ranks, arena, disk, create=not resume)
+        chunks = Chunks(folder, leaves, rank, ranks, buffers, disk, create=not resume)
         together()
         chunks.open({record.slot, *record.pinned} if resume else set())
     except OSError as error:
-        raise ValueError(f"{error.filename or place}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+        raise ValueError(f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)") from None
     store = VersionedStore(chunks, slots, verify)
     if resume:
         store.record = record
@@ -311,54 +311,54 @@ def open_store(
     return store
 
 
-def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
-    """Make `place` ready for a new store."""
-    found = read_description(place)
+def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
+    """Make `folder` ready for a new store."""
+    found = read_description(folder)
     if found is not None:
-        record = read_step_manifest(place)
+        record = read_step_manifest(folder)
         if record is not None and not record.done:
             raise ValueError(
-                f"{place}: holds step {record.step} of a run that is not over; go on with it by --resume, or give another folder (--nvme)"
+                f"{folder}: holds step {record.step} of a run that is not over; go on with it by --resume, or give another folder (--nvme)"
             )
-    if is_url(place):
-        write_text(place, STORE, json.dumps(wanted))
+    if is_url(folder):
+        write_text(folder, STORE, json.dumps(wanted))
         return
-    path = Path(place)
+    path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
         others = sorted({entry.name for entry in path.iterdir()} - OURS)
         if found is None and others:
-            raise ValueError(f"{place}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
+            raise ValueError(f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
         (path / STEP).unlink(missing_ok=True)
         if found is None or _geometry(found) != _geometry(wanted):
             shutil.rmtree(path / "arrays", ignore_errors=True)
             shutil.rmtree(path / "sums", ignore_errors=True)
         (path / "sums").mkdir(exist_ok=True)
-        write_text(place, STORE, json.dumps(wanted))
+        write_text(folder, STORE, json.dumps(wanted))
     except NotADirectoryError as error:
         raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
     except FileExistsError as error:
         raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
     except OSError as error:
-        raise ValueError(f"{error.filename or place}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+        raise ValueError(f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)") from None
 
 
-def release(place: str | Path) -> None:
-    """Say that nobody needs the store in `place` any more, so that another may take its folder over."""
-    if is_url(place) or not Path(place, STEP).is_file():
+def release_store(folder: str | Path) -> None:
+    """Say that nobody needs the store in `folder` any more, so that another may take its folder over."""
+    if is_url(folder) or not Path(folder, STEP).is_file():
         return
     try:
-        record = read_step_manifest(place)
+        record = read_step_manifest(folder)
     except ValueError:  # a damaged one, whose run goes on from a checkpoint
-        Path(place, STEP).unlink()
+        Path(folder, STEP).unlink()
         return
-    write_text(place, STEP, to_text(record._replace(pinned={}, done=True)))
+    write_text(folder, STEP, step_manifest_text(record._replace(pinned={}, done=True)))
 
 
 def _geometry(described: dict[str, Any]) -> Any:
     return json.loads(json.dumps([described.get(key) for key in ("leaves", "ranks", "slots")]))
 
 
-def total_bytes(leaves: Iterable[LeafFiles], slots: int) -> int:
+def store_bytes(leaves: Iterable[LeafFiles], slots: int) -> int:
     """The bytes on disk of one rank's leaves."""
     return sum((slots if kept.slots > 1 else 1) * kept.layers * kept.file_bytes for kept in leaves)

@@ -31,7 +31,7 @@ def sums_name(slot: int, rank: int) -> str:
     return f"sums/slot-{slot}.rank-{rank}.json"
 
 
-def describe(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
+def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
     """What store.json says of a store of these leaves, as JSON can hold it."""
     listed = {
         name: {
@@ -45,10 +45,10 @@ def describe(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[s
     return {"format": FORMAT, "ranks": ranks, "slots": slots, "owner": owner, "leaves": listed}
 
 
-def read_step_manifest(place: str | Path) -> StepManifest | None:
-    """The last complete step of the store in `place`, or None where there is none; raises ValueError where step.json is no record."""
+def read_step_manifest(folder: str | Path) -> StepManifest | None:
+    """The last complete step of the store in `folder`, or None where there is none; raises ValueError where step.json is no record."""
     try:
-        text = read_text(place, STEP)
+        text = read_text(folder, STEP)
         if text is None:
             return None
         found = json.loads(text)
@@ -56,47 +56,50 @@ def read_step_manifest(place: str | Path) -> StepManifest | None:
             raise ValueError("its checksum is another one")
         return StepManifest(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{place}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
+        raise Damaged(f"{folder}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
 
 
-def to_text(record: StepManifest) -> str:
+def step_manifest_text(record: StepManifest) -> str:
     """What step.json says of a record, with a checksum."""
     said = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
     return json.dumps({**said, "sum": zlib.crc32(json.dumps(said).encode())})
 
 
-def expect_same(place: str | Path, wanted: dict[str, Any]) -> None:
-    """Raise ValueError where the store in `place` is not the one described: naming what is missing, extra or other."""
-    found = read_description(place)
+def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
+    """Raise ValueError where the store in `folder` is not the one described: naming what is missing, extra or other."""
+    found = read_description(folder)
     if found is None:
-        raise ValueError(f"{place}: holds no store (there is no {STORE}); start the run without --resume, or give the folder it began with")
+        raise ValueError(
+            f"{folder}: holds no store (there is no {STORE}); start the run without --resume, or give the folder it began with"
+        )
     leaves = found["leaves"]
     if found.get("format") != FORMAT:
         raise ValueError(
-            f"{place}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the version that wrote it"
+            f"{folder}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the version that wrote it"
         )
     for name, leaf in wanted["leaves"].items():
         if name not in leaves:
             raise ValueError(
-                f"{place}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; give the folder of this run"
+                f"{folder}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; "
+                "give the folder of this run"
             )
         if leaves[name] != leaf:
             said, asked = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
             raise ValueError(
-                f"{place}: is the store of another model or mesh: {name} is {said} there and {asked} here; give the folder of this run"
+                f"{folder}: is the store of another model or mesh: {name} is {said} there and {asked} here; give the folder of this run"
             )
     extra = sorted(set(leaves) - set(wanted["leaves"]))
     if extra:
-        raise ValueError(f"{place}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run")
+        raise ValueError(f"{folder}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run")
     for key, fix in (("ranks", "use as many processes"), ("slots", "keep nvme.slots"), ("owner", "give the folder of this run")):
         if found.get(key) != wanted[key]:
-            raise ValueError(f"{place}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
+            raise ValueError(f"{folder}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
 
 
-def read_description(place: str | Path) -> dict[str, Any] | None:
-    """What store.json in `place` says, or None where there is none; raises ValueError where that is no description of a store."""
+def read_description(folder: str | Path) -> dict[str, Any] | None:
+    """What store.json in `folder` says, or None where there is none; raises ValueError where that is no description of a store."""
     try:
-        text = read_text(place, STORE)
+        text = read_text(folder, STORE)
         if text is None:
             return None
         found = json.loads(text)
@@ -105,6 +108,6 @@ def read_description(place: str | Path) -> dict[str, Any] | None:
         raise ValueError("its leaves are others")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(
-            f"{place}/{STORE}: is not the description of a store ({error}); "
+            f"{folder}/{STORE}: is not the description of a store ({error}); "
             "resume from a checkpoint, or start the run in another folder (--nvme)"
         ) from None

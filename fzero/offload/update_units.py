@@ -39,10 +39,12 @@ class RowBlock(NamedTuple):
         return (*at[:dims], *(0,) * (dims - len(at)))
 
 
-Unit = tuple[RowBlock, ...]
+UpdateUnit = tuple[RowBlock, ...]
 
 
-def cut(shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], whole: Callable[[str], bool], most: int) -> list[Unit]:
+def cut_units(
+    shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], whole: Callable[[str], bool], most: int
+) -> list[UpdateUnit]:
     """The units of leaves of these shapes, layer by layer, of at most about `most` elements together and each leaf once.
 
     whole: leaves whose layers must not be cut into rows.
@@ -81,7 +83,7 @@ def _numel(part: RowBlock, shape: tuple[int, ...]) -> int:
     return (part.rows[1] - part.rows[0]) * math.prod(chunk[1:])
 
 
-def owners(names: list[str], params: list[str]) -> dict[str, str | None]:
+def params_of_leaves(names: list[str], params: list[str]) -> dict[str, str | None]:
     """{name of a leaf of a state: name of the parameter that it belongs to}; None for what belongs to none, such as a count of steps."""
     known = set(params)
     found: dict[str, str | None] = {}
@@ -113,7 +115,7 @@ def read_block(leaf: Any, part: RowBlock, *, whole: bool = False) -> BlockRead:
     return BlockRead(None, (part._replace(rows=None) if whole else part).of(leaf))
 
 
-def ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:
+def begin_ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:
     """(item, what `begin` made of it), begun up to `depth` items before its turn."""
     waiting: list[tuple[Item, Begun]] = []
     for item in items:

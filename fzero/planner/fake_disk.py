@@ -1,7 +1,7 @@
 """A disk that is only planned: the buffers, the store and the scratch file of a run, without memory and without files.
 
-What is read and written is told, with the bytes of whole pages that a disk with direct transfers moves. The arena is one buffer of its full
-size, as a run allocates it, whatever of it is lent.
+What is read and written is told, with the bytes of whole pages that a disk with direct transfers moves. The buffer
+pool is one buffer of its full size, as a run allocates it, whatever of it is lent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from fzero.core.device import HOST, FakeDevice
 from fzero.core.storage import PAGE
 from fzero.offload import Buffer, LeafFiles, Nvme
-from fzero.offload.buffer_pool import HUGE, padded
+from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import DiskTraffic
 from fzero.offload.scratch import Extent
@@ -27,8 +27,8 @@ Tell = Callable[[str, int, str, int], None]  # ("start" | "wait", number, "read"
 FIRST = 1 << 40  # the number of the first transfer: collectives count from 1
 
 
-class PlannedArena:
-    """An arena whose Buffers have no memory."""
+class PlannedBufferPool:
+    """A buffer pool whose Buffers have no memory."""
 
     def __init__(self, size: int, mode: FakeDevice) -> None:
         self.size, self.mode = -(-size // HUGE) * HUGE, mode
@@ -40,7 +40,7 @@ class PlannedArena:
         n = math.prod(shape) * dtype.itemsize
         self.taking = True
         with self.mode:  # the thread of a delayed update has not entered it
-            raw = torch.empty(max(PAGE, padded(n)), dtype=torch.uint8, device=HOST)
+            raw = torch.empty(max(PAGE, round_to_pages(n)), dtype=torch.uint8, device=HOST)
         self.taking = False
         key = raw.untyped_storage()._cdata
         self.keys.add(key)
@@ -93,14 +93,14 @@ class PlannedStore:
     """A store as a step uses it: reads give Buffers, writes take them, a commit waits for all of them."""
 
     def __init__(self, leaves: dict[str, LeafFiles], space: PlannedSpace) -> None:
-        self.leaves, self.space, self.slots, self.place = leaves, space, space.slots, "a planned disk"
+        self.leaves, self.space, self.slots, self.folder = leaves, space, space.slots, "a planned disk"
         self.writing: list[PlannedPending] = []
 
     def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = 0, slot: int | None = None) -> RowRead:
         """Start to read rows of a layer of a leaf."""
         chunk = self.leaves[name].chunk
         shape = chunk if rows is None or not chunk else (rows[1] - rows[0], *chunk[1:])
-        buffer = self.space.arena.take(shape, self.leaves[name].dtype)
+        buffer = self.space.buffers.take(shape, self.leaves[name].dtype)
         return RowRead(buffer, PlannedPending(self.space.disk, "read", len(buffer.raw)), _never)
 
     def begin(self) -> None:
@@ -140,7 +140,7 @@ class PlannedScratch:
     """A scratch file without a file."""
 
     def __init__(self, space: PlannedSpace) -> None:
-        self.arena, self.disk = space.arena, space.disk
+        self.buffers, self.disk = space.buffers, space.disk
         self.regions: dict[Any, Extent] = Regions()
         self.writing: dict[Any, PlannedPending] = {}
 
@@ -149,7 +149,7 @@ class PlannedScratch:
         if isinstance(value, Buffer):
             buffer = value
         else:
-            buffer = self.arena.take(tuple(value.shape), value.dtype)
+            buffer = self.buffers.take(tuple(value.shape), value.dtype)
             buffer.view.copy_(value)
         if key in self.writing:
             self.writing.pop(key).wait()
@@ -162,7 +162,7 @@ class PlannedScratch:
             self.writing.pop(key).wait()
         at = self.regions[key]
         shape = at.shape if rows is None or not at.shape else (rows[1] - rows[0], *at.shape[1:])
-        buffer = self.arena.take(shape, at.dtype)
+        buffer = self.buffers.take(shape, at.dtype)
         return RowRead(buffer, PlannedPending(self.disk, "read", len(buffer.raw)), _never)
 
 
@@ -174,11 +174,11 @@ class PlannedSpace(Nvme):
         self.mode = mode
 
     @property
-    def arena(self) -> PlannedArena:
+    def buffers(self) -> PlannedBufferPool:
         """The buffers."""
-        if self._arena is None:
-            self._arena = PlannedArena(self.arena_bytes, self.mode)
-        return self._arena
+        if self._buffers is None:
+            self._buffers = PlannedBufferPool(self.pool_bytes, self.mode)
+        return self._buffers
 
     @property
     def disk(self) -> PlannedDisk:

@@ -26,7 +26,7 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
         for axis in mesh.axes:
             if axis.name not in named[name].axes:
                 copies, copy = copies * axis.size, copy * axis.size + axis.rank
-        mine.append(part_digest(leaf, named[name], mesh) if number % copies == copy else 0)
+        mine.append(shard_digest(leaf, named[name], mesh) if number % copies == copy else 0)
     # int64 of the same bits, whose sums wrap.
     row = torch.tensor([value - (value >> 63 << 64) for value in mine], dtype=torch.int64, device=device_of(mesh))
     with mesh.ledger.phase("digest"):
@@ -39,7 +39,7 @@ def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
     return f"{combined(digests(tree, specs, mesh)):016x}"
 
 
-def part_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:
+def shard_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:
     """The digest of this rank's shard, as a part of the whole leaf."""
     x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
     whole = whole_shape(x.shape, spec, mesh)

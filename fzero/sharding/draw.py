@@ -16,14 +16,14 @@ RUN = 1 << 11  # elements in a row from which a run is drawn by itself
 CHUNK = 1 << 13  # elements drawn at a time where the runs are shorter
 
 
-def normal(
+def draw_normal(
     key: Tensor, shape: tuple[int, ...], spec: Spec, mesh: Mesh, mean: float, std: float, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """This rank's slice of random.normal(key, shape, mean, std): the same bits, in memory of the slice's size."""
-    return normal_within(key, shape, *local_slice(shape, spec, mesh), mean, std, dtype, device)
+    return draw_normal_box(key, shape, *local_slice(shape, spec, mesh), mean, std, dtype, device)
 
 
-def normal_within(
+def draw_normal_box(
     key: Tensor,
     shape: tuple[int, ...],
     start: tuple[int, ...],

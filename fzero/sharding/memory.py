@@ -72,10 +72,10 @@ class Offload:
         return ",".join(f"{group}={tier}" for group, tier in tiers.items() if tier.memory != "device")
 
 
-NOWHERE = Offload()
+ALL_ON_DEVICE = Offload()
 
 
-def chosen(sizes: Mapping[str, int], fraction: float) -> set[str]:
+def select_largest(sizes: Mapping[str, int], fraction: float) -> set[str]:
     """The leaves, largest first, that hold at least `fraction` of all the bytes."""
     names, held, total = set(), 0, sum(sizes.values())
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

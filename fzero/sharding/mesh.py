@@ -93,10 +93,10 @@ class Mesh:
             dist.destroy_process_group()
 
     def __str__(self) -> str:
-        return f"Mesh({_text({a.name: a.size for a in self.axes}).removeprefix('of ')})"
+        return f"Mesh({_sizes_text({a.name: a.size for a in self.axes}).removeprefix('of ')})"
 
 
-def _checked_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
+def _check_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
     sizes = dict(sizes or {})
     for name, size in sizes.items():
         if name not in AXES:
@@ -106,7 +106,7 @@ def _checked_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
     return {name: sizes.get(name, 1) for name in AXES}
 
 
-def _text(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "of one process"
 
 
@@ -129,13 +129,13 @@ def make_mesh(
     Communicates: what DeviceMesh does to make its groups.
     Raises ValueError for an unknown axis or device, a size below 1, and sizes that do not multiply to the number of processes.
     """
-    sizes = _checked_sizes(sizes)
+    sizes = _check_sizes(sizes)
     wanted = math.prod(sizes.values())
     started = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
     if wanted != world:
         raise ValueError(
-            f"mesh {_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start it with "
+            f"mesh {_sizes_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start it with "
             f"`torchrun --nproc-per-node {wanted} ...`, or choose sizes whose product is {world}"
         )
     if device not in (None, "cpu", "cuda"):
@@ -180,10 +180,10 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     Collectives give results of the right shape and are entered in its ledger.
     Raises ValueError for an unknown axis, a size below 1, and a rank that the mesh has not.
     """
-    sizes = _checked_sizes(sizes)
+    sizes = _check_sizes(sizes)
     world = math.prod(sizes.values())
     if not 0 <= rank < world:
-        raise ValueError(f"fake_mesh: rank is {rank} and mesh {_text(sizes)} has ranks 0 to {world - 1}")
+        raise ValueError(f"fake_mesh: rank is {rank} and mesh {_sizes_text(sizes)} has ranks 0 to {world - 1}")
     at, ledger, roll, axes = _coordinates(sizes, rank), Ledger(), RollCall(None, rank, 0.0), []
     for name in AXES:
         stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])

@@ -15,7 +15,7 @@ import torch
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.sharding.memory import NOWHERE, Offload, Tier, chosen
+from fzero.sharding.memory import ALL_ON_DEVICE, Offload, Tier, select_largest
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.rules import match_rules
 from fzero.sharding.slices import STACKED, check_dims, local_numel, shard_dim
@@ -86,7 +86,7 @@ def zero_plan(
     sequence: bool = False,
     frozen: str | None = None,
     reshard: bool = True,
-    offload: Offload | str = NOWHERE,
+    offload: Offload | str = ALL_ON_DEVICE,
 ) -> Plan:
     """The plan of a ZeRO stage for `model` (a Model, or the parameter tree of a plain loss function) on `mesh`.
 
@@ -140,7 +140,7 @@ def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str,
     """The specs with the memory of a tier, for the largest leaves that hold its fraction of the elements."""
     if tier.memory == "device":
         return specs  # as the model's own rules have them
-    names = chosen({name: local_numel(named[name].shape, spec, sizes) for name, spec in specs.items()}, tier.fraction)
+    names = select_largest({name: local_numel(named[name].shape, spec, sizes) for name, spec in specs.items()}, tier.fraction)
     return {name: replace(spec, memory=tier.memory) if name in names else spec for name, spec in specs.items()}
 
 

@@ -39,14 +39,14 @@ def unshard_tree(params: Tree, plan: Plan, mesh: Mesh) -> Tree:
     return pytree.map_named(lambda name, x: unshard(x, rest[name], compute[name], mesh, leaf=name), params)
 
 
-def fetching(block: Callable[..., Any], plan: Plan, mesh: Mesh) -> Callable[..., Any]:
+def unshard_block(block: Callable[..., Any], plan: Plan, mesh: Mesh) -> Callable[..., Any]:
     """`block` as a function of a layer's parameters at rest."""
     rest, compute = (
         {name.removeprefix(STACKED): spec for name, spec in pytree.named_leaves(tree).items() if name.startswith(STACKED)}
         for tree in (plan.params, plan.compute)
     )
     specs = tuple((name, _layer(rest[name]), _layer(compute[name])) for name in rest)
-    return _fetching(block, specs, mesh)
+    return _unshard_block(block, specs, mesh)
 
 
 def _layer(spec: Spec) -> Spec:
@@ -54,7 +54,7 @@ def _layer(spec: Spec) -> Spec:
 
 
 @functools.lru_cache(maxsize=64)
-def _fetching(block: Callable[..., Any], specs: tuple, mesh: Mesh) -> Callable[..., Any]:
+def _unshard_block(block: Callable[..., Any], specs: tuple, mesh: Mesh) -> Callable[..., Any]:
     at = {name: (rest, compute) for name, rest, compute in specs}
 
     def fetched_block(params: Tree, x: Any, ctx: Any) -> Any:

@@ -17,10 +17,10 @@ from fzero.core.precision import Policy, init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
-from fzero.offload.update_units import RowBlock, owners
+from fzero.offload.update_units import RowBlock, params_of_leaves
 from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.draw import normal_within
+from fzero.sharding.draw import draw_normal_box
 from fzero.sharding.slices import local_slice, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory, meta_state, state_specs
@@ -34,7 +34,7 @@ def on_disk(plan: Plan) -> bool:
 
 def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
     """{leaf of the state: the parameter that it belongs to, or None}."""
-    return owners(pytree.names(state), pytree.names(plan.like))
+    return params_of_leaves(pytree.names(state), pytree.names(plan.like))
 
 
 def kept_leaves(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, LeafFiles]:
@@ -105,7 +105,7 @@ def stored_state(
             return leaf.to(policy.state)
         if std == 0.0:
             return torch.full(size, mean, dtype=policy.state)
-        return normal_within(prng.fold_in(init_key, name), shape, start, size, mean, std, policy.state, "cpu")
+        return draw_normal_box(prng.fold_in(init_key, name), shape, start, size, mean, std, policy.state, "cpu")
 
     if given:
         for name, leaf in given.items():
@@ -158,7 +158,7 @@ def commit(space: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     if space is None or space.store is None:
         return
     leaves = pytree.named_leaves(settled(state))
-    owner = owners(list(leaves), pytree.names(state.params))
+    owner = params_of_leaves(list(leaves), pytree.names(state.params))
     values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
     space.store.commit(int(state.step), values, partial(barrier, mesh))
 

@@ -259,7 +259,7 @@ def program_of(folder: Path, config: RunConfig, team: Coordinator, nvme: str | N
             shutil.rmtree(room, ignore_errors=True)
 
 
-def beginning(kept: dict[int, checkpoint.Place], step: int, asked: int | None, program: Job, team: Coordinator, say: Say) -> int:
+def beginning(kept: dict[int, checkpoint.Folder], step: int, asked: int | None, program: Job, team: Coordinator, say: Say) -> int:
     """The step of the checkpoint to begin with for step `step`; 0 for the first state. asked: the one that it must be."""
     found = sorted(n for n in kept if n < step)
     if asked is not None and asked not in (0, *found):
@@ -284,7 +284,7 @@ def beginning(kept: dict[int, checkpoint.Place], step: int, asked: int | None, p
     return 0
 
 
-def state_at(folder: Path, program: Job, path: checkpoint.Place | None) -> TrainState:
+def state_at(folder: Path, program: Job, path: checkpoint.Folder | None) -> TrainState:
     """This rank's state from a checkpoint, or the first one of the run."""
     if path is not None:
         return restore(program, path)
@@ -292,7 +292,7 @@ def state_at(folder: Path, program: Job, path: checkpoint.Place | None) -> Train
     return first_state(program, weights.load(Path(init), wide=True).params if init else None)
 
 
-def step_on_disk(program: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Place]:
+def step_on_disk(program: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Folder]:
     """{step: a checkpoint in `room`} of what the disk of the run has, where that is this step; else {}."""
     config = run_folder.read_config(folder)
     shelf = weights.snapshot_of(folder, config)
@@ -302,13 +302,13 @@ def step_on_disk(program: Job, folder: Path, step: int, room: Path) -> dict[int,
     return {} if path is None else {step: path}
 
 
-def checkpoints_in(folder: Path) -> dict[int, checkpoint.Place]:
+def checkpoints_in(folder: Path) -> dict[int, checkpoint.Folder]:
     """{step: place} of the checkpoints of the run in `folder`."""
     home = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
-    return {step: checkpoint.folder_of(home, step) for step in checkpoint.steps(home)}
+    return {step: checkpoint.step_folder(home, step) for step in checkpoint.steps(home)}
 
 
-def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Place]) -> RunConfig:
+def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Folder]) -> RunConfig:
     """The config by which the run made step `step`: that of the checkpoint behind it, as a resumed run may have another mesh."""
     config = run_folder.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
@@ -341,12 +341,12 @@ def show(steps: list[int]) -> str:
 # -- leaves
 
 
-def recorded_digests(path: checkpoint.Place) -> dict[str, int]:
+def recorded_digests(path: checkpoint.Folder) -> dict[str, int]:
     """{name: digest} of the leaves of a checkpoint."""
-    return {name: int(leaf.digest, 16) for name, leaf in checkpoint.opened(path).leaves.items()}
+    return {name: int(leaf.digest, 16) for name, leaf in checkpoint.open_checkpoint(path).leaves.items()}
 
 
-def compare_leaves(program: Job, state: TrainState, path: checkpoint.Place, step: int, *, explain: bool) -> list[Compared]:
+def compare_leaves(program: Job, state: TrainState, path: checkpoint.Folder, step: int, *, explain: bool) -> list[Compared]:
     """The leaves of a state beside those of a checkpoint, by digest. explain: say of the first that differs where, and by how much."""
     state, specs = settled(state), specs_of(program)
     theirs, mine = recorded_digests(path), digests(state, specs, program.mesh)

@@ -108,10 +108,10 @@ def write(folder: Path, name: str, value: Table) -> None:
 
 def measured_memory(program: Job, state: TrainState, batch: Any) -> tuple[TrainState, Any, Table]:
     """(state, metrics, what memory.json says of it) of one step: bytes alive by component, and the peak by torch's allocator beside."""
-    arena = program.space.arena if program.space is not None else None
+    buffers = program.space.buffers if program.space is not None else None
 
     def run() -> tuple[TrainState, Any, MemoryTrace]:
-        return record_step(program.train_step, state, batch, program.mesh.ledger, arena=arena)
+        return record_step(program.train_step, state, batch, program.mesh.ledger, buffers=buffers)
 
     (after, metrics, record), rise = allocator_rise(run)
     moments = record.moments()

@@ -13,7 +13,7 @@ from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.core import pytree
 from fzero.core.storage import Damaged, is_url
 from fzero.offload import DiskTensor, DiskTraffic
-from fzero.offload.store import release
+from fzero.offload.store import release_store
 from fzero.offload.store_manifest import read_description
 from fzero.run import run_folder, weights
 from fzero.run.build import Job, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
@@ -65,7 +65,7 @@ def newest_state(program: Job, folder: Path, team: Coordinator, say: Say, init: 
         if not saved:
             raise ValueError(failures[0])
         say(f"passed over: {failures[0]}")
-        team.share(lambda: release(program.space.folder))
+        team.share(lambda: release_store(program.space.folder))
     else:
         saved = moved_out(program, folder, before, saved, team, say)
     if not saved:
@@ -102,8 +102,8 @@ def moved_out(program: Job, folder: Path, before: RunConfig, saved: list[int], t
         say(f"passed over: {failures[0]}")
     elif place is not None:
         say(f"step {shelf.record.step} on the disk was another plan's: it is {place} now")
-    for where in {str(shelf.place)} if shelf is not None else {str(program.space.folder)} if program.space is not None else ():
-        team.share(lambda where=where: release(where))
+    for where in {str(shelf.folder)} if shelf is not None else {str(program.space.folder)} if program.space is not None else ():
+        team.share(lambda where=where: release_store(where))
     return team.share(lambda: checkpoint.steps(home))
 
 
@@ -113,7 +113,7 @@ def is_part(program: Job, shelf: StoreSnapshot) -> bool:
     return any(name not in shelf.leaves and name not in shelf.record.values for name in names)
 
 
-def restored(program: Job, home: checkpoint.Place, saved: list[int], team: Coordinator, say: Say) -> TrainState:
+def restored(program: Job, home: checkpoint.Folder, saved: list[int], team: Coordinator, say: Say) -> TrainState:
     """The state of the newest of the checkpoints of these steps that is sound; lines tell of those that are passed over."""
     if on_disk(program.plan):  # all ranks make a store together: what it is made of is looked at first
 
@@ -132,7 +132,7 @@ def restored(program: Job, home: checkpoint.Place, saved: list[int], team: Coord
 
 
 def restore_on_all(
-    program: Job, path: checkpoint.Place, team: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
+    program: Job, path: checkpoint.Folder, team: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
 ) -> TrainState:
     """This rank's state from the checkpoint at `path`; raises Damaged, on all ranks, where it is damaged for one of them.
 
@@ -153,7 +153,7 @@ def told_of_offload(program: Job) -> list[str]:
     """What a run says of its disk before it begins."""
     if program.space is None:
         return []
-    size = program.space.arena_bytes
+    size = program.space.pool_bytes
     lines = [f"offload {program.config.offload}: {program.space.folder}, {size / 1e6:,.0f} MB of buffers a process"]
     if all_on_disk(program):
         kept = program.space.slots - 2

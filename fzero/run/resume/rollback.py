@@ -146,7 +146,7 @@ def go_back(program: Job, folder: Path, fault: Fault, team: Coordinator, say: Sa
     def check(state: TrainState) -> str:
         return "" if finite(state) else "a value in it is not finite"
 
-    paths = [checkpoint.folder_of(home, step) for step in steps]
+    paths = [checkpoint.step_folder(home, step) for step in steps]
     found = checkpoint.first_sound(paths, lambda path: restore_on_all(program, path, team, check))
     for line in found.lines():
         say(line)
@@ -157,7 +157,7 @@ def go_back(program: Job, folder: Path, fault: Fault, team: Coordinator, say: Sa
     return state
 
 
-def candidates(g: Guard, folder: Path, home: checkpoint.Place, fault: Fault) -> tuple[list[int], str]:
+def candidates(g: Guard, folder: Path, home: checkpoint.Folder, fault: Fault) -> tuple[list[int], str]:
     """(steps of the checkpoints in `home` to go back to, the best first; the run whose weights this one began with, or "").
 
     Those at least guard.rollback_steps before the fault, newest first; then, oldest first, those behind them.
@@ -174,7 +174,7 @@ def candidates(g: Guard, folder: Path, home: checkpoint.Place, fault: Fault) -> 
     return order, run_folder.read_environment(folder).get("init", "")
 
 
-def noticed(record: RollbackLog, home: checkpoint.Place) -> RollbackLog:
+def noticed(record: RollbackLog, home: checkpoint.Folder) -> RollbackLog:
     """The record, with the progress that the checkpoints in `home` show."""
     progress = any(step >= record.behind for step in checkpoint.steps(home))
     return record._replace(behind=0, in_a_row=0) if progress else record
@@ -193,7 +193,7 @@ def finite(tree: Tree) -> bool:
     return all(bool(torch.isfinite(x.float() if x.element_size() == 1 else x).all()) for x in floats)
 
 
-def rolled_back(program: Job, folder: Path, home: checkpoint.Place, fault: Fault, to: int) -> str:
+def rolled_back(program: Job, folder: Path, home: checkpoint.Folder, fault: Fault, to: int) -> str:
     """Record the rollback to step `to` and remove what is behind it; returns the line that says what is done about the batch."""
     record, batch = noticed(read_log(folder), home), program.config.train.batch
     again = fault.sample in record.tried
