@@ -1,4 +1,4 @@
-"""Digests of whole leaves that ranks hold in shards: the same on every mesh, for eight bytes a leaf between the ranks."""
+"""Digests of whole leaves that ranks hold in shards: the same on every mesh, for 8 bytes a leaf sent between ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fzero.sharding.spec import Spec
 
 @torch.no_grad()
 def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
-    """{name: digest of the whole leaf} of a tree of which each rank holds the shards by `specs`; the same on all ranks.
+    """{name: digest of the whole leaf}, from this rank's shards by `specs`; the same on all ranks.
 
-    A leaf may rest on a disk; one of those is in memory at a time. Ranks that hold the same shard take turns, leaf by leaf.
+    Leaves may rest on a disk; one of those is in memory at a time. Of the ranks that hold the same shard one computes its digest, by turns.
     Communicates: 8 bytes a leaf over each axis.
     """
     named, mine = named_leaves(specs), []
@@ -35,12 +35,12 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
 
 
 def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
-    """One digest of all leaves under their names, in 16 hexadecimal digits: what a row of metrics.jsonl has of the parameters."""
+    """One digest of all leaves under their names, in 16 hexadecimal digits, as metrics.jsonl records it for the parameters."""
     return f"{combined(digests(tree, specs, mesh)):016x}"
 
 
 def shard_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:
-    """The digest of this rank's shard, as a part of the whole leaf."""
+    """The digest of this rank's shard at its position in the whole leaf: the digests of all shards add up to that of the leaf."""
     x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
     whole = whole_shape(x.shape, spec, mesh)
     return digest(x, whole, local_slice(whole, spec, mesh)[0])

@@ -38,6 +38,7 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
 
     Raises ValueError if the axes of a dim do not divide it, or if the spec has too many dims or an axis that the mesh has not.
 
+    >>> from fzero.sharding import Spec, fake_mesh
     >>> local_shape((8, 6), Spec.parse("[D/dp, F/tp]"), fake_mesh({"dp": 4, "tp": 2}))
     (2, 3)
     """
@@ -82,6 +83,8 @@ def narrow_to(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
     Communicates: nothing.
     Raises ValueError if the spec owes a sum, and as `local_shape` does.
 
+    >>> import torch
+    >>> from fzero.sharding import Spec, fake_mesh
     >>> narrow_to(torch.arange(8), Spec(("dp",)), fake_mesh({"dp": 4}, rank=1))
     tensor([2, 3])
     """

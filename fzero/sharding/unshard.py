@@ -1,4 +1,4 @@
-"""Parameters from rest to use as a differentiable function: the definition of what the streaming engine does faster."""
+"""Parameters from rest to use, as a differentiable function: the definition; train/streamed.py computes the same faster."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fzero.sharding.spec import Spec
 
 
 def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """A leaf as the model's code sees it, from this rank's shard `x` of it at rest.
+    """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest.
 
-    Its gradient has the layout at rest and is the whole sum over the ranks: gathers scatter it, and what every rank holds is pvary'd over
-    the axes on which it is used differently.
-    Communicates: an all_gather over dp where that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
+    Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a tensor that every rank
+    holds passes `pvary` over the axes on which the ranks use it differently.
+    Communicates: an all_gather over dp if that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
     """
     owed = [axis for axis in DATA if axis not in rest.axes] + sorted(compute.partial)
     for axis in owed:
@@ -34,13 +34,13 @@ def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "")
 
 
 def unshard_tree(params: Tree, plan: Plan, mesh: Mesh) -> Tree:
-    """`fetch` of every leaf of a tree of parameters, or of a part of one with the same names."""
+    """`unshard` of every leaf of a tree of parameters, or of a part of one with the same names."""
     rest, compute = pytree.named_leaves(plan.params), pytree.named_leaves(plan.compute)
     return pytree.map_named(lambda name, x: unshard(x, rest[name], compute[name], mesh, leaf=name), params)
 
 
 def unshard_block(block: Callable[..., Any], plan: Plan, mesh: Mesh) -> Callable[..., Any]:
-    """`block` as a function of a layer's parameters at rest."""
+    """The function `block` of a layer's whole parameters, as a function of the layer's parameters at rest."""
     rest, compute = (
         {name.removeprefix(STACKED): spec for name, spec in pytree.named_leaves(tree).items() if name.startswith(STACKED)}
         for tree in (plan.params, plan.compute)
