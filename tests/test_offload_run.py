@@ -278,7 +278,7 @@ def test_a_damaged_store_is_passed_over_only_for_a_checkpoint(folder, monkeypatc
 @pytest.mark.parametrize(
     "args, words",
     [
-        ("--offload params=disk", "'disk' is no memory"),
+        ("--offload params=disk", "'disk' is not a memory"),
         ("--offload acts=host", "use --remat full"),
         ("--nvme somewhere", "puts nothing on one"),
         ("--offload opt=nvme --set nvme.slots=0", "nvme.slots is 0"),

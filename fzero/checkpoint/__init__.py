@@ -1,4 +1,4 @@
-"""Checkpoints of a state tree: written by all ranks while training goes on, whole or not there, restored on any mesh."""
+"""Checkpoints of a state tree: written by all ranks during training, complete or absent, restored on any mesh."""
 
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,23 @@ def save(
     compress: str = "",
     buffer_bytes: int | None = 256 << 20,
 ) -> Folder:
-    """The path of the checkpoint `folder`/step-XXXXXXXX, written from `state` and complete on return; see `Writer` and `Writer.save`.
+    """Write the checkpoint `folder`/step-XXXXXXXX of a state; return its path when it is complete. All ranks of `mesh` call it.
 
-    All ranks of `mesh` call it. Raises ValueError naming the leaf that cannot be stored, and SaveFailed (an OSError) where the disk fails;
-    what was there before is then as it was.
+    state: any tree of tensors, of which this rank holds the shards by `specs`; see `Writer.save`.
+    step: the number in the checkpoint's name. config: any JSON value, kept in the manifest.
+    specs: the tree of Specs; None on one process. mesh: None is one process.
+    keep_last, keep_every, compress, buffer_bytes: see `Writer`.
+
+    Communicates: reports of a few KB to rank 0, through the store of the mesh and not by collectives.
+    Raises ValueError naming a leaf that cannot be stored, and SaveFailed (an OSError) if the disk fails; earlier checkpoints then stay.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.arange(3.0)}, step=20)
+    >>> path.name
+    'step-00000020'
+    >>> checkpoint.restore(path, {"w": torch.empty(3)})["w"]
+    tensor([0., 1., 2.])
     """
     writer = Writer(folder, mesh, keep_last=keep_last, keep_every=keep_every, compress=compress, buffer_bytes=buffer_bytes)
     try:

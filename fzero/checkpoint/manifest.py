@@ -23,11 +23,11 @@ Folder = str | Path  # a local folder, or the URL of one that tensorstore knows
 
 
 class Leaf(NamedTuple):
-    """A leaf of a checkpoint, as its manifest has it."""
+    """A leaf of a checkpoint, as the manifest describes it: shape, dtype, chunk layout, spec, digest and checksums."""
 
     layout: ChunkLayout
-    spec: str  # how the run that saved it had it sharded
-    digest: str  # of its elements, whatever the mesh: see fzero/core/digest.py
+    spec: str  # the Spec by which the run that saved it sharded it
+    digest: str  # of its elements, the same on every mesh: see fzero/core/digest.py
     sums: list[int]  # of each part: the crc32c of its header, or of its chunk
 
     @property
@@ -37,11 +37,11 @@ class Leaf(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The dtype of its elements."""
         return self.layout.dtype
 
     def table(self) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """The leaf's entry in the manifest, as JSON can hold it."""
         where = self.layout
         return {
             "shape": list(where.shape),
@@ -56,14 +56,14 @@ class Leaf(NamedTuple):
 
 
 def parse_leaf(table: dict[str, Any]) -> Leaf:
-    """The Leaf of a manifest's table."""
+    """The Leaf of an entry of a manifest."""
     dtype = getattr(torch, table["dtype"])
     where = ChunkLayout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
     return Leaf(where, table["spec"], table["digest"], table["sums"])
 
 
 def write_manifest(path: Folder, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
-    """Put the manifest of the checkpoint at `path` in folder, durably: from then on it is complete."""
+    """Write the manifest of the checkpoint at `path`, durably, which makes the checkpoint complete."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -83,9 +83,16 @@ def manifest_text(body: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Folder) -> dict[str, Any]:
-    """The checked manifest of the checkpoint at `path`: step, config, versions, mesh, and leaves by name.
+    """The manifest of the checkpoint at `path`, verified: a dict of step, config, versions, mesh, and leaves by name.
 
-    Raises ValueError naming the file when it is missing, damaged, or of another format or version.
+    Raises ValueError naming the file if it is missing or of another format or version, and Damaged if its checksum does not agree.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=7)
+    >>> manifest = checkpoint.read_manifest(path)
+    >>> manifest["step"], list(manifest["leaves"])
+    (7, ['w'])
     """
     file = join(path, MANIFEST)
     try:
@@ -111,5 +118,5 @@ def _digest(body: dict) -> str:
 
 
 def join(folder: Folder, *names: str) -> Folder:
-    """A place below another one."""
+    """The path or URL of something below a folder."""
     return "/".join((str(folder).rstrip("/"), *names)) if is_url(folder) else Path(folder, *names)

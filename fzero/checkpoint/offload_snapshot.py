@@ -1,4 +1,4 @@
-"""The weights of a run whose state is on a disk: whole leaves of its ranks' chunks; and parameters that stay on a disk in use."""
+"""Another run's offload store, read only: whole leaves from the chunks of its ranks; and parameters that stay on a disk in use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
 
 
 class StoreSnapshot(NamedTuple):
-    """The last complete step of a store, as the runs that come after it see it."""
+    """The last complete step of a store, read only, by a process that need not have the mesh of the run."""
 
     folder: Path
     record: StepManifest
@@ -41,9 +41,9 @@ class StoreSnapshot(NamedTuple):
     def leaf(
         self, name: str, shape: tuple[int, ...], spec: Any, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
     ) -> Tensor:
-        """The elements [start, start + size) (None: all) of a leaf of `shape`, of the parts that its ranks hold by `spec`.
+        """The elements [start, start + size) (None: all) of a leaf of `shape`, from the shards that its ranks hold by `spec`.
 
-        Raises ValueError naming a chunk that is not what was written.
+        Raises Damaged naming a chunk that is not what was written.
         """
         said = self.leaves[name]
         kept = LeafFiles(tuple(said["shape"]), getattr(torch, said["dtype"]), said["stacked"])
@@ -53,7 +53,7 @@ class StoreSnapshot(NamedTuple):
             at, extent = local_slice(shape, spec, fake_mesh(self.sizes, rank))
             spans = [(max(a, s), min(a + e, s + n)) for a, e, s, n in zip(at, extent, start, size)]
             if at in done or any(low >= high for low, high in spans):
-                continue  # another rank's copy, or none of what is asked for
+                continue  # a copy of another rank's shard, or outside of the box
             done.add(at)
             sums = self.sums(rank)
             lows, sizes = [low for low, _ in spans], [high - low for low, high in spans]
@@ -65,12 +65,12 @@ class StoreSnapshot(NamedTuple):
         return out
 
     def sums(self, rank: int) -> dict[str, list[int]]:
-        """The checksums of a rank's chunks; {} where the run kept none."""
+        """The checksums of a rank's chunks; {} if the run kept none."""
         text = read_text(self.folder, sums_name(self.record.slot, rank))
         return json.loads(text) if text else {}
 
     def chunk(self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None) -> Tensor:
-        """One layer of one rank's part."""
+        """A layer of a rank's shard; raises Damaged if its checksum does not agree."""
         data = read_chunk(self.folder, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
         if sums is not None:
             words = np.zeros(round_to_pages(kept.chunk_bytes), np.uint8)
@@ -85,7 +85,7 @@ class StoreSnapshot(NamedTuple):
 
 
 def find_snapshot(folder: Path) -> StoreSnapshot | None:
-    """The store in `folder`, or None where there is none with a complete step."""
+    """The StoreSnapshot of the store in `folder`, or None if there is none with a complete step."""
     said = read_description(folder) if folder.is_dir() else None
     record = read_step_manifest(folder) if said else None
     if record is None:
@@ -105,7 +105,7 @@ def read_weights(snapshot: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.
 
 
 def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
-    """The parameters `read(name)`, one whole leaf at a time in memory, as leaves of a new store in `space`."""
+    """Write the parameters `read(name)` to a new store in `nvme`, one whole leaf in memory at a time; the tree of its leaves."""
     store = None
     for name, like in pytree.named_leaves(plan.like).items():
         value = read(name)
@@ -125,7 +125,7 @@ def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
 
 
 def largest_group_bytes(plan: Plan, itemsize: int) -> int:
-    """The bytes of the largest part of a model: the embedding, a layer or the head."""
+    """The bytes of the largest group of a model's leaves: the embedding, a layer or the head."""
     sizes: dict[str, int] = {}
     for name, leaf in pytree.named_leaves(plan.like).items():
         numel = math.prod(leaf.shape[1:]) if shard_dim(name) else leaf.numel()

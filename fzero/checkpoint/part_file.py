@@ -1,4 +1,4 @@
-"""One part of a leaf on its way to its file: chunks copied into folder, checksummed, written, and the index that finds them."""
+"""One part of a leaf being written: chunks in file order, their checksums, and the index that finds them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> e
 
 
 class PartFile:
-    """A part that is being written: `fill` and `write` for each of its slabs, in any order and by any threads.
+    """A part that is being written: call `fill` and `write` for each of its slabs, in any order and by any threads.
 
-    path: a function that gives the place of the array's folder by the leaf's name, once it is known. left: the slabs to come.
+    path: (leaf name) -> the folder of its array, called once that is known. left: the number of slabs that are still to be written.
     """
 
     def __init__(self, name: str, layout: ChunkLayout, index: Index, path: Callable[[str], Folder]) -> None:
@@ -41,14 +41,17 @@ class PartFile:
         return self.layout.number(self.index)
 
     def fill(self, raw: Tensor, slab: Slab, give: Box, begins: Index) -> None:
-        """Copy a slab's elements into `raw`, each chunk at its place. begins: where the shard that `give` speaks of begins in the leaf."""
+        """Copy a slab's elements into `raw` in file order.
+
+        give: reads boxes of this rank's shard. begins: the start of the shard in the leaf.
+        """
         layout = self.layout
         start = tuple(at - begin for at, begin in zip(slab_start(layout, self.index, slab), begins))
         size = tuple(k * c for k, c in zip(slab.counts, layout.chunk))
         view_file(raw, layout, slab.counts).copy_(view_chunks(give(start, size), slab.counts, layout.chunk))
 
     def write(self, raw: Tensor, slab: Slab) -> None:
-        """Checksum a slab and write it, and with the last one the index. Raises OSError."""
+        """Checksum a slab and write it; after the last slab, write the index. Raises OSError."""
         layout = self.layout
         with self.lock:
             if self.file is None:
@@ -103,13 +106,13 @@ class PartFile:
         self.file = None
 
     def close(self) -> None:
-        """Close its file where it was not written to the end."""
+        """Close its file, if that was not written to the end."""
         if self.file is not None:
             self.file.close()
 
 
 def append_crc(rows: np.ndarray, n: int) -> np.ndarray:
-    """The crc32c of the first n bytes of each row, which is put behind them; what is left of the row is zeros then."""
+    """Write the crc32c of the first n bytes of each row after those bytes, and zeros after it; return the crc32c of all rows."""
     sums = np.array([crc32c(row[:n]) for row in rows], "<u4")
     rows[:, n : n + CRC] = sums.view(np.uint8).reshape(-1, CRC)
     rows[:, n + CRC :] = 0
@@ -126,35 +129,35 @@ def make_header(table: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
 
 
 def compress(data: np.ndarray) -> np.ndarray:
-    """The zstd frame of some bytes."""
+    """The bytes as a zstd frame."""
     import zstandard
 
     return np.frombuffer(zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(data)), np.uint8)
 
 
 class ObjectWriter:
-    """An object that is put into an object store when it is whole: what `Writing` is for a file."""
+    """An object that is sent to an object store when it is complete; it has the methods of `FileWriter`."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.folder, self.name, self.data, self.end_at, self.lock = folder, name, bytearray(), 0, threading.Lock()
 
     def put(self, raw: Tensor, size: int, offset: int) -> None:
-        """Put the first `size` bytes of `raw` at `offset`."""
+        """Copy the first `size` bytes of `raw` to `offset`."""
         with self.lock:
             self.data.extend(bytes(max(0, offset + size - len(self.data))))
             self.data[offset : offset + size] = memoryview(raw.numpy())[:size]
 
     def append(self, size: int) -> int:
-        """The offset at which `size` bytes more, from the next page on, are to be put."""
+        """Reserve `size` bytes from the next page on; returns their offset."""
         with self.lock:
             offset, self.end_at = self.end_at, self.end_at + round_to_pages(size)
             return offset
 
     def end(self, size: int) -> None:
-        """Send it; it is durable then."""
+        """Send its first `size` bytes to the store, durably."""
         self.data.extend(bytes(max(0, size - len(self.data))))
         Objects(self.folder).write(self.name, bytes(memoryview(self.data)[:size]))
 
     def close(self) -> None:
-        """Forget it."""
+        """Drop its data without sending it."""
         self.data = bytearray()

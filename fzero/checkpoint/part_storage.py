@@ -1,6 +1,6 @@
-"""The files of a checkpoint's parts, on a local disk or in an object store: ranges of bytes in and out, durable when said so.
+"""The files of a checkpoint's parts, on a local disk or in an object store: reads and writes of byte ranges.
 
-On a disk that takes direct transfers large files pass the page cache by.
+On a disk that takes direct transfers, large files bypass the page cache.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fzero.core.storage import PAGE, is_url
 from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.disk_io import open_direct
 
-OPEN = 64  # files that stay open behind a read: a checkpoint may have more of them than a process may open
+OPEN = 64  # files that stay open after a read: a checkpoint may have more than a process may open
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SMALL = 1 << 18  # bytes of a file up to which the page cache is the quicker way
+SMALL = 1 << 18  # bytes of a file up to which the page cache is faster
 
 
 class FileWriter:
-    """A file that is being written by several threads: `put` each range, then `end`. What is written is not durable yet."""
+    """A file that several threads write: `put` each range, then `end`. Its content is not durable until the file system is synced."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """size: the bytes of the file; 0 where they are not known yet."""
+        """size: the bytes of the file; 0 if they are not known yet."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.size, self.lock = path, size, threading.Lock()
         flags = os.O_RDWR | os.O_CREAT
@@ -54,19 +54,19 @@ class FileWriter:
             view, offset = view[done:], offset + done
 
     def append(self, size: int) -> int:
-        """The offset at which `size` bytes more, from the next page on, are to be put."""
+        """Reserve `size` bytes from the next page on; returns their offset."""
         with self.lock:
             offset, self.end_at = self.end_at, self.end_at + round_to_pages(size)
             return offset
 
     def end(self, size: int) -> None:
-        """Close the file, with `size` bytes."""
+        """Set the file's size to `size` bytes and close it."""
         if os.fstat(self.fd).st_size != size:
             os.ftruncate(self.fd, size)
         self.close()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -74,7 +74,7 @@ class FileWriter:
 
 @dataclass
 class OpenFile:
-    """A file that is open, and how many threads are reading it now."""
+    """An open file and the number of threads that are reading it."""
 
     fd: int
     direct: bool
@@ -82,19 +82,19 @@ class OpenFile:
 
 
 class PartReader:
-    """The files of the parts below a folder, for threads that each read ranges of them into a buffer of their own."""
+    """Reads ranges of the files below a folder or URL, for several threads, each with a buffer of its own."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self.url, self.lock = folder, is_url(folder), threading.Lock()
         self.objects = Objects(str(folder)) if self.url else None
-        self.open: dict[str, OpenFile] = {}  # those asked for last at the end
+        self.open: dict[str, OpenFile] = {}  # in order of their last use
         self.local = threading.local()
         self.read_bytes = 0
 
     def get(self, name: str, offset: int, size: int) -> np.ndarray:
-        """`size` bytes of a file at `offset`, a page of it; good until this thread asks again.
+        """`size` bytes of a file at `offset`, a multiple of a page; valid until this thread's next call.
 
-        Raises OSError where it cannot be read, EOFError where it ends before.
+        Raises OSError if it cannot be read, and EOFError if the file ends before.
         """
         if self.url:
             raw = self._range(name, offset, size)
@@ -117,7 +117,7 @@ class PartReader:
         return raw[:size]
 
     def size(self, name: str) -> int:
-        """The bytes of a file; raises OSError where it is not there. An object is read for it, and this thread's next `get` are of that."""
+        """The size of a file in bytes; raises OSError if there is none. An object is read whole, and kept for this thread's next `get`."""
         if not self.url:
             return os.stat(join(self.folder, name)).st_size
         self.local.whole = None
@@ -172,7 +172,7 @@ class PartReader:
 
 
 def aligned_memory(size: int) -> np.ndarray:
-    """`size` bytes of memory, zeros, that begin at a page: large ones at a huge page, of which a direct transfer needs fewer."""
+    """`size` bytes of zeros that begin at a page; many begin at a huge page, of which a direct transfer needs fewer."""
     room = HUGE if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
     memory = mmap.mmap(-1, round_to_pages(max(size, 1)) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if room:
@@ -183,16 +183,16 @@ def aligned_memory(size: int) -> np.ndarray:
 
 
 def as_integers(x: Tensor) -> np.ndarray:
-    """The memory of a tensor of the CPU as an array of integers of its elements' width."""
+    """The memory of a CPU tensor as an array of integers of its elements' width."""
     return x.view(WORDS[x.dtype.itemsize]).numpy()
 
 
 def as_tensor(raw: np.ndarray) -> Tensor:
-    """The tensor of some bytes: of this memory, where it may be written to."""
+    """The uint8 tensor of some bytes: it shares their memory if that is writable."""
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor to be filled, a large one in huge pages: to touch those for the first time is a hundred times quicker."""
+    """An uninitialised tensor; a large one is in huge pages, whose first use is a hundred times faster than that of small ones."""
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(aligned_memory(size)[:size]).view(dtype).view(shape) if size >= HUGE else torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Reading checkpoints: slices of leaves, of the chunks that they are in and no others, each chunk compared with its checksum."""
+"""Reading checkpoints: slices of leaves, from the chunks that contain them and no others; each chunk is compared with its checksum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ THREADS = 4
 
 
 class CheckpointReader:
-    """A checkpoint: its checked manifest (`step`, `config`, `mesh`, `leaves`), and its leaves to `read`. See `opened`."""
+    """A checkpoint open for reading; `open_checkpoint` makes it.
+
+    step, config, mesh: as the manifest has them. leaves: {name: Leaf}. `read` returns slices of leaves; `close` closes its files.
+    """
 
     def __init__(self, path: Folder) -> None:
         record = read_manifest(path)
@@ -36,14 +39,14 @@ class CheckpointReader:
 
     @property
     def read_bytes(self) -> int:
-        """The bytes that were read so far."""
+        """The number of bytes read so far."""
         return self.files.read_bytes
 
     def read(self, name: str, start: Index | None = None, size: Index | None = None, *, out: Tensor | None = None) -> Tensor:
-        """The elements [start, start + size) of a leaf (None: all), verified, in memory of their own or in `out`.
+        """The elements [start, start + size) of a leaf (None: all of it), verified, in new memory or in `out`.
 
-        Raises ValueError where the checkpoint has no such leaf or slice, Damaged naming leaf, chunk and file where it is not what was
-        written.
+        Raises ValueError if the checkpoint has no such leaf or slice, and Damaged naming leaf, chunk and file if what is read is not
+        what was written.
         """
         box = self.box(name, start, size, out)
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
@@ -51,7 +54,7 @@ class CheckpointReader:
         return box.out
 
     def box(self, name: str, start: Index | None = None, size: Index | None = None, out: Tensor | None = None) -> Box:
-        """A slice to read, with the memory that it goes to."""
+        """A slice to read, with the tensor that it will be read into."""
         if name not in self.leaves:
             raise ValueError(f"{self.path}: has no leaf {name}{pytree.nearest(name, self.leaves)}")
         leaf = self.leaves[name]
@@ -68,7 +71,7 @@ class CheckpointReader:
 
 
 class Box(NamedTuple):
-    """A slice of a leaf, and the tensor that it is read into."""
+    """A slice of a leaf and the tensor that it is read into."""
 
     name: str
     start: Index
@@ -77,12 +80,25 @@ class Box(NamedTuple):
 
 
 def open_checkpoint(path: Folder) -> CheckpointReader:
-    """The checkpoint at `path`, to read leaves and slices of. Raises ValueError where it is not complete, or its manifest is damaged."""
+    """Open the checkpoint at `path` to read leaves and slices of them.
+
+    Raises ValueError if it is not complete, and Damaged if its manifest is damaged.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.arange(12.0).reshape(4, 3)}, step=7)
+    >>> reader = checkpoint.open_checkpoint(path)
+    >>> reader.step, reader.leaves["w"].shape
+    (7, (4, 3))
+    >>> reader.read("w", start=(1, 0), size=(1, 3))
+    tensor([[3., 4., 5.]])
+    >>> reader.close()
+    """
     return CheckpointReader(path)
 
 
 def read_boxes(held: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
-    """Fill the boxes, each with what it needs and no more than the chunks that this is in."""
+    """Read the boxes, from the chunks that contain their elements and no others."""
     needs = [(box, part, spans) for box in boxes for part, spans in overlapping_parts(held.leaves[box.name].layout, box.start, box.size)]
     # The small reads of headers go before the large ones, which would wait for them.
     tasks = [pool.submit(read_header, held, box.name, part) for box, part, _ in needs]
@@ -96,7 +112,7 @@ def read_boxes(held: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecuto
 
 
 def overlapping_parts(layout: ChunkLayout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
-    """(part, along each dim the first chunk and the one behind the last) of every part that holds elements of a box."""
+    """(part, along each dim the first chunk and the one after the last) of every part that contains elements of a box."""
     if not all(size):
         return
     for part in itertools.product(*(range(at // n, (at + k - 1) // n + 1) for at, k, n in zip(start, size, layout.part))):
@@ -108,7 +124,7 @@ def overlapping_parts(layout: ChunkLayout, start: Index, size: Index) -> Iterato
 
 
 def read_slab(held: CheckpointReader, box: Box, part: Index, slab: Slab) -> None:
-    """Read some chunks that lie together, verify them, and put what a box wants of them in its place."""
+    """Read contiguous chunks, verify them, and copy the elements that belong to a box into it."""
     layout = held.leaves[box.name].layout
     found = view_file(as_tensor(read_verified(held, box.name, part, slab)), layout, slab.counts)
     first = slab_start(layout, part, slab)
@@ -128,12 +144,12 @@ def read_slab(held: CheckpointReader, box: Box, part: Index, slab: Slab) -> None
 
 
 def copy_elements(source: Tensor, target: Tensor) -> None:
-    """Copy elements, bit for bit, by this thread alone: a tensor's own copy would start threads in each of ours."""
+    """Copy elements, bit for bit, in this thread alone: Tensor.copy_ would start threads in each of ours."""
     np.copyto(as_integers(target), as_integers(source))
 
 
 def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) -> np.ndarray:
-    """The bytes of a slab as they lie in a file, verified; good until this thread reads again.
+    """The bytes of a slab in file order, verified; valid until this thread reads again.
 
     Raises Damaged naming the first chunk that is not what was written.
     """
@@ -146,9 +162,9 @@ def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) ->
         rows = read_range(held, name, part_name(layout, name, part), layout.header + slab.first * layout.stride, slab.size * layout.stride)
         rows = rows.reshape(slab.size, layout.stride)
     n = rows.shape[1] - CRC if layout.compress else layout.chunk_bytes
-    behind = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
+    stored = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
     for i, (row, wanted_sum) in enumerate(zip(rows, sums[slab.first :].tolist())):
-        if crc32c(row[:n]) != wanted_sum or behind[i] != wanted_sum:
+        if crc32c(row[:n]) != wanted_sum or stored[i] != wanted_sum:
             at = f"chunk {chunk_name(layout, part, slab.first + i)} in {part_path(held, name, part)}"
             raise Damaged(f"leaf {name} is damaged: {at} is not what was written")
     if not layout.compress:
@@ -159,7 +175,7 @@ def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) ->
 
 
 def read_header(held: CheckpointReader, name: str, part: Index) -> tuple[np.ndarray, np.ndarray]:
-    """(offset and bytes of every chunk, their crc32c) of a part, from its verified header; it is read once."""
+    """(offset and bytes of every chunk, their crc32c) of a part, from its verified header, which is read once."""
     with held.lock:
         if (name, part) in held.headers:
             return held.headers[name, part]
@@ -180,7 +196,7 @@ def read_header(held: CheckpointReader, name: str, part: Index) -> tuple[np.ndar
 
 
 def read_range(held: CheckpointReader, name: str, key: str, offset: int, size: int) -> np.ndarray:
-    """Bytes of a file; raises Damaged where it is missing or ends too early."""
+    """Bytes of a file; raises Damaged if it is missing or ends too early."""
     try:
         return held.files.get(key, offset, size)
     except FileNotFoundError:
@@ -189,12 +205,12 @@ def read_range(held: CheckpointReader, name: str, key: str, offset: int, size: i
         raise Damaged(f"leaf {name} is damaged: {join(held.arrays, key)} ends after {error.args[0]:,} bytes") from None
     except OSError as error:
         if held.files.url:
-            raise  # the network's failure is no damage
+            raise  # a failure of the network does not mean damage
         raise Damaged(f"leaf {name} cannot be read: {join(held.arrays, key)}: {error.strerror or error}") from None
 
 
 def file_size(held: CheckpointReader, name: str, key: str) -> int:
-    """The bytes of a file; raises Damaged where it is missing."""
+    """The size of a file in bytes; raises Damaged if it is missing."""
     try:
         return held.files.size(key)
     except FileNotFoundError:
@@ -202,16 +218,16 @@ def file_size(held: CheckpointReader, name: str, key: str) -> int:
 
 
 def part_name(layout: ChunkLayout, name: str, part: Index) -> str:
-    """A part's file, below the folder of arrays."""
+    """The name of a part's file, below the folder of arrays."""
     return f"{name}/{layout.key(part)}"
 
 
 def part_path(held: CheckpointReader, name: str, part: Index) -> Folder:
-    """A part's file."""
+    """The path of a part's file."""
     return join(held.arrays, part_name(held.leaves[name].layout, name, part))
 
 
 def chunk_name(layout: ChunkLayout, part: Index, number: int) -> str:
-    """The place of a chunk among all of its leaf, as 0,3,1."""
+    """The position of a chunk among all chunks of its leaf, such as "0,3,1"."""
     place = np.unravel_index(number, layout.counts) if layout.counts else ()
     return ",".join(str(int(p * k + i)) for p, k, i in zip(part, layout.counts, place)) or "0"

@@ -1,4 +1,4 @@
-"""A state from a checkpoint, or from the store of another run, of whatever mesh, stage, memory and dtypes: each rank reads its slices."""
+"""Restore a TrainState at another mesh, stage, memory or policy: each rank reads its slices of a checkpoint or of a store."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
 def restore_state(
     path: checkpoint.Folder, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, nvme: Nvme | None
 ) -> TrainState:
-    """This rank's state from the checkpoint at `path`, of whatever mesh, stage, memory and policy of dtypes.
+    """This rank's state from the checkpoint at `path`, which may be of another mesh, stage, memory or policy.
 
-    like: its leaves on the meta device. What a change of policy asks for is made: master weights of parameters, parameters of master
-    weights, another dtype by rounding, a new loss scale. Otherwise the leaves must be those of the checkpoint.
-    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged for what is not what was written.
+    like: the state to restore, its leaves on the meta device. A change of policy is followed: master weights are made from parameters,
+    parameters from master weights, another dtype by rounding, and a new loss scale. All other leaves must be those of the checkpoint.
+    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if what is read is not what was written.
     """
     held = checkpoint.open_checkpoint(path)
     try:
@@ -74,7 +74,7 @@ def _restore_from(
 
 
 def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
-    """{leaf of the state: leaf of the checkpoint that it is made of}; a leaf that begins anew, the loss scale, is not among them.
+    """{leaf of the state: leaf of the checkpoint that it is made from}; a new loss scale is made from none, and left out.
 
     Raises ValueError naming the leaves that are missing or extra.
     """
@@ -114,8 +114,8 @@ def save_snapshot(
     All ranks of `mesh` call it.
 
     old: the specs of the leaves by which those ranks held them. like: this rank's state on the meta device by `specs`, all in memory; one
-    leaf of it is there at a time. Parameters that the store has not are made of its master weights.
-    Raises ValueError where the store lacks a leaf, or is damaged.
+    leaf of it is there at a time. Parameters that the store lacks are made from its master weights.
+    Raises ValueError if the store lacks a leaf, and Damaged if it is damaged.
     """
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
 
@@ -126,7 +126,7 @@ def save_snapshot(
         if not snapshot.holds(name):
             held = f"{MASTER}{name.removeprefix(PARAMS)}"
             if not name.startswith(PARAMS) or not snapshot.holds(held):
-                raise ValueError(f"{snapshot.folder}: its store has no {name}; go on from a checkpoint")
+                raise ValueError(f"{snapshot.folder}: its store has no {name}; resume from a checkpoint")
         whole = whole_shape(leaf.shape, spec_of[name], mesh)
         start, size = local_slice(whole, spec_of[name], mesh)
         return checkpoint.Lazy(leaf.dtype, tuple(leaf.shape), lambda: snapshot.leaf(held, whole, old_of[held], start, size).to(leaf.dtype))

@@ -1,4 +1,4 @@
-"""Trees out of a checkpoint: all leaves that are asked for, each rank its slices, and an error that names those that do not agree."""
+"""Restoring trees from a checkpoint: each rank reads its slices; an error names the leaves that do not fit."""
 
 from __future__ import annotations
 
@@ -30,17 +30,29 @@ def restore(
     drop: str = "",
     out: Tree | None = None,
 ) -> Tree:
-    """The tree of the checkpoint at `path`, in the containers of `like`: this rank's shards by `specs` on `mesh` (None: whole leaves).
+    """The tree saved in the checkpoint at `path`, in the containers of `like`: this rank's shards by `specs` on `mesh`.
 
-    like: a tree of tensors of which names, shapes and dtypes are compared; they may be on the meta device (then leaves go to the CPU).
-    A rank reads the chunks that its slices are in, and compares each with its checksum. All of `like` must be in the checkpoint and all
-    of the checkpoint in `like`, except
-    under: take the part of the state below this name only: `restore(path, params, under="params")` gives the weights;
-    keep: leaves whose name this regular expression matches whole are taken from `like` as they are, whether or not the checkpoint has them;
-    drop: leaves of the checkpoint whose name this matches are passed over.
-    out: a tree of tensors of the CPU to fill, and to return. Else the leaves own their memory.
-    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged for the leaf, chunk and file that
-    are not what was written.
+    A rank reads the chunks that contain its slices, and compares each with its checksum. Every leaf of `like` must be in the checkpoint,
+    and every leaf of the checkpoint in `like`, apart from what `under`, `keep` and `drop` select.
+
+    like: a tree of tensors with the names, shapes (of this rank's shards) and dtypes to expect; leaves are returned on its devices, and
+    on the CPU for the meta device.
+    under: restore only the part of the state below this name: `restore(path, params, under="params")` restores the weights.
+    specs, mesh: the layout of the shards; None: whole leaves.
+    keep: a regular expression; leaves whose whole name matches are returned from `like`, whether or not the checkpoint has them.
+    drop: a regular expression; leaves of the checkpoint whose whole name matches are ignored.
+    out: a tree of CPU tensors to read into; None: new memory.
+
+    Communicates: nothing.
+    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged naming leaf, chunk and file if
+    what is read is not what was written.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> state = {"params": {"w": torch.ones(2)}, "step": torch.tensor(5)}
+    >>> path = checkpoint.save(tempfile.mkdtemp(), state, step=5)
+    >>> checkpoint.restore(path, {"w": torch.empty(2, device="meta")}, under="params")
+    {'w': tensor([1., 1.])}
     """
     held = open_checkpoint(path)
     mesh, prefix = one_process() if mesh is None else mesh, f"{under}/" if under else ""
@@ -75,7 +87,16 @@ def restore(
 
 
 def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Tensor]:
-    """`{name: leaf}` of the leaves of the checkpoint at `path` whose name `select` is true of, checked; ValueError where it is of none."""
+    """{name: leaf} of the whole leaves of the checkpoint at `path` for whose name `select` returns True, verified.
+
+    Raises ValueError if no leaf is selected, and Damaged naming leaf, chunk and file if what is read is not what was written.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"a": torch.ones(2), "b": torch.zeros(2)}, step=0)
+    >>> checkpoint.restore_leaves(path, lambda name: name == "b")
+    {'b': tensor([0., 0.])}
+    """
     held = open_checkpoint(path)
     chosen = [name for name in held.leaves if select(name)]
     if not chosen:
@@ -107,10 +128,10 @@ def check_leaves(path: Folder, wanted: dict[str, Any], held: dict[str, Leaf], wi
 
 
 def list_some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first five names, and the number of others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """float32 and not torch.float32."""
+    """The name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")

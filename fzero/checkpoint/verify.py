@@ -1,4 +1,4 @@
-"""Whether a checkpoint is sound: every byte of its files compared with something."""
+"""Verification of a checkpoint: every byte of its files is compared with what it must be."""
 
 from __future__ import annotations
 
@@ -32,26 +32,45 @@ from fzero.offload.buffer_pool import round_to_pages
 
 
 def newest_sound(checkpoint_dir: Folder) -> tuple[Folder, list[tuple[Folder, str]]]:
-    """(the checkpoint of the highest step in `checkpoint_dir` that is sound, the later ones with what is damaged in each).
+    """(path of the newest undamaged checkpoint, [(path, what is damaged) of each later one]); it reads those checkpoints whole.
 
-    Reads them whole. Raises ValueError where there is none, or all are damaged.
+    Raises ValueError if there is no checkpoint, or if all are damaged.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> _ = checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=10)
+    >>> path, damaged = checkpoint.newest_sound(checkpoint_dir)
+    >>> path.name, damaged
+    ('step-00000010', [])
     """
     found = directory.newest_sound(checkpoint_dir, expect_sound)
     return found.path, found.damaged
 
 
 def expect_sound(path: Folder) -> None:
-    """Raise Damaged, naming the first thing that is damaged, where the checkpoint at `path` is not sound."""
+    """Raise Damaged, naming the first damage that `verify` finds, unless the checkpoint at `path` is sound.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> checkpoint.expect_sound(checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=10))
+    """
     found = verify(path)
     if found:
         raise Damaged(found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
 
 
 def verify(path: Folder) -> list[str]:
-    """What is damaged in a checkpoint, one line per chunk or file, by name: [] for a sound one.
+    """The damage in a checkpoint, a line for each damaged chunk or file, by name; [] if there is none.
 
-    Reads it whole, a few chunks in memory at a time. Every byte of its files is compared with something: chunks with their checksums, what
-    is between them with zeros, descriptions with what the manifest implies, each leaf with its digest.
+    It reads the checkpoint whole, a few chunks in memory at a time. Chunks are compared with their checksums, the bytes between them with
+    zeros, zarr.json files with what the manifest implies, and each leaf with its digest.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=10)
+    >>> checkpoint.verify(path)
+    []
     """
     try:
         held = open_checkpoint(path)
@@ -72,7 +91,7 @@ def verify(path: Folder) -> list[str]:
 
 
 def verify_part(held: CheckpointReader, name: str, part: Index) -> tuple[list[str], int]:
-    """(what is damaged in a part, the digest of its elements)."""
+    """(lines of damage in a part, the digest of its elements)."""
     layout, found, total = held.leaves[name].layout, [], 0
     try:
         table, _ = read_header(held, name, part)
@@ -101,13 +120,16 @@ def verify_part(held: CheckpointReader, name: str, part: Index) -> tuple[list[st
 
 
 def split_slab(slab: Slab, counts: Index) -> list[Slab]:
-    """The slabs of one chunk each that make up a slab."""
+    """The slabs of one chunk each that a slab consists of."""
     places = (tuple(a + b for a, b in zip(slab.at, place)) for place in grid_positions(slab.counts))
     return [Slab(flat_index(place, counts), place, (1,) * len(counts)) for place in places]
 
 
 def find_nonzero_padding(held: CheckpointReader, name: str, part: Index, slab: Slab, raw: np.ndarray, end: int, size: int) -> list[int]:
-    """The numbers of the chunks of a slab behind which there is something up to the page's end. end: of its first chunk in the file."""
+    """The numbers of a slab's chunks that are not followed by zeros up to the end of the page.
+
+    end: where the slab's first chunk ends in the file. size: the bytes of the file.
+    """
     layout = held.leaves[name].layout
     if layout.chunks == 1:
         return []
@@ -120,7 +142,7 @@ def find_nonzero_padding(held: CheckpointReader, name: str, part: Index, slab: S
 
 
 def verify_descriptions(held: CheckpointReader) -> list[str]:
-    """The zarr.json files that are not what they should be, and files that should not be there."""
+    """Lines for zarr.json files that differ from what the manifest implies, and for files that do not belong to the checkpoint."""
     texts = zarr_texts(held.leaves)
     found, said = [], read_text(held.path, MANIFEST)
     if said != manifest_text(json.loads(said)):
@@ -144,5 +166,5 @@ def verify_descriptions(held: CheckpointReader) -> list[str]:
 
 
 def files_below(folder: Path) -> list[str]:
-    """The names of the files in a folder and those below it."""
+    """The names of all files below a folder."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

@@ -1,7 +1,7 @@
-"""Saving a state while training goes on: a snapshot, threads that write it, and a commit when every rank has written its part.
+"""Saving a state during training: a snapshot, threads that write it, and a commit once every rank has written its parts.
 
-`Writer.save` copies this rank's shards into buffers that were made before, and returns. Threads then checksum and write them. When all
-ranks have reported theirs to the first one, through the store of the mesh, it writes what describes them, and the manifest last.
+`Writer.save` copies this rank's shards into buffers and returns. Threads then checksum and write them. When all ranks have reported their
+parts to rank 0, through the store of the mesh, rank 0 writes the zarr metadata, and the manifest last.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from fzero.sharding import Mesh, Spec, one_process
 SLAB = 16 << 20  # bytes that are copied, checksummed and written at a time
 OBJECT = 64 << 20  # bytes of an object in an object store
 THREADS = 4
-MANY = 1 << 27  # bytes of a state from which its digests are worth a compiler's second
+MANY = 1 << 27  # bytes of a state from which compiling the digest function (about 1 s) pays
 _WRITERS = itertools.count()
 
 
 class Saved(NamedTuple):
-    """A checkpoint that is complete."""
+    """A checkpoint that has been completed: what `Writer.wait` and `Writer.poll` return."""
 
     step: int
     path: Folder
-    blocked_s: float  # that `save` took
-    total_s: float  # until the manifest was in place
-    nbytes: int  # this rank's
+    blocked_s: float  # seconds that `save` took
+    total_s: float  # seconds until the manifest was written
+    nbytes: int  # bytes that this rank wrote
 
 
 class SaveFailed(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; the earlier ones are unchanged."""
 
 
 class Save:
-    """One checkpoint that is being written."""
+    """A checkpoint that is being written."""
 
     def __init__(self, step: int, config: Any) -> None:
         self.step, self.config, self.began = step, config, time.perf_counter()
@@ -73,12 +73,27 @@ class Save:
 
 
 class Writer:
-    """Writes checkpoints of the states of one run into a folder, one at a time. All ranks of `mesh` make one, and call it alike.
+    """Writes checkpoints of the states of a run into a folder, one at a time, while training continues.
+
+    Every rank of `mesh` makes one, and all make the same calls.
 
     checkpoint_dir: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/, gs://..., memory://...).
-    keep_last: checkpoints before the newest ones are removed, but for those whose step `keep_every` divides; None keeps all. The files of
-    one that goes are written over by the next save, which is quicker than to make new ones. compress: "zstd" or "".
-    buffer_bytes: memory for the snapshot; None: as much as the state. Where it is less, `save` returns when the rest of the state fits.
+    keep_last: the number of newest checkpoints that stay, besides those whose step `keep_every` divides; None keeps all. The files of a
+    removed checkpoint are overwritten by the next one, which is faster than making new files.
+    compress: "zstd" or "". buffer_bytes: memory for the snapshot; None: the size of the state. With less, `save` returns later: when what
+    is not written yet fits.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> writer = checkpoint.Writer(checkpoint_dir, keep_last=1)
+    >>> for step in (10, 20):
+    ...     writer.save({"w": torch.ones(2)}, step=step)  # the state may change from here on
+    >>> writer.wait().step
+    20
+    >>> writer.close()
+    >>> checkpoint.steps(checkpoint_dir)
+    [20]
     """
 
     def __init__(
@@ -100,23 +115,24 @@ class Writer:
         self.mesh = one_process() if mesh is None else mesh
         self.keep_last, self.keep_every, self.compress, self.buffer_bytes = keep_last, keep_every, compress, buffer_bytes
         self.first = self.mesh.rank == 0
-        self.store = self.mesh.store.clone() if self.mesh.store is not None else None  # the other connection may be taken by a wait
+        self.store = self.mesh.store.clone() if self.mesh.store is not None else None  # the mesh's own connection may be blocked by a wait
         self.number, self.saves = next(_WRITERS), itertools.count()
         self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
         self.current: Save | None = None
         self.cleaned = False
 
-    # ---- what the caller sees ----
+    # ---- the caller's functions ----
 
     def save(self, state: Tree, *, step: int, config: Any = None, specs: Tree | None = None) -> None:
-        """Begin the checkpoint of `step`; the state may change when this returns. It waits for the one before, whose error it raises.
+        """Begin the checkpoint of `step`; the state may change once this returns. A checkpoint of the same step is replaced.
 
-        state: tensors (this rank's shards), leaves that rest on a disk, or `Lazy` ones. specs: the Spec of every leaf; None on one process.
-        config: anything JSON can hold, kept in the manifest. A checkpoint of the same step is replaced.
+        It first waits for the save before, if that is under way, and raises its error.
+        state: a tree of tensors (this rank's shards), leaves on a disk, or `Lazy` leaves. specs: the tree of Specs; None on one process.
+        config: any JSON value, kept in the manifest.
         Raises ValueError naming the leaf that is not a tensor or has a dtype that cannot be stored, and SaveFailed.
         """
-        named = self._checked(state, specs, step)
+        named = self._check_state(state, specs, step)
         try:
             config = json.loads(json.dumps(config, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -137,17 +153,17 @@ class Writer:
             save.staged.set()
 
     def poll(self) -> Saved | None:
-        """The checkpoint that was completed since the last call, if one was; raises SaveFailed where it could not be written."""
+        """The checkpoint that was completed since the last call, or None; raises SaveFailed if it could not be written."""
         if self.current is None or not self.current.over.is_set():
             return None
         return self.wait()
 
     def wait(self) -> Saved | None:
-        """The checkpoint that was being written, when it is complete (None: none was); raises SaveFailed."""
+        """Wait for the checkpoint being written and return it (None: there is none); raises SaveFailed if it could not be written."""
         save = self.current
         if save is None:
             return None
-        while not save.over.wait(0.2):  # in pieces: signals are served in between
+        while not save.over.wait(0.2):  # repeatedly: signals are handled in between
             pass
         self.current = None
         if isinstance(save.outcome, SaveFailed):
@@ -155,13 +171,13 @@ class Writer:
         return save.outcome
 
     def reserve(self, size: int) -> None:
-        """Make the memory of the snapshot ready, `size` bytes or what it may be at most: else the first `save` does."""
+        """Allocate the memory of the snapshot, `size` bytes or `buffer_bytes` at most, which the first `save` would do otherwise."""
         if size >= MANY:
             threading.Thread(target=prepare, name="fzero-compile", daemon=True).start()
-        self._make_room(min(size, self.buffer_bytes or size))
+        self._allocate(min(size, self.buffer_bytes or size))
 
     def close(self) -> None:
-        """Wait for what is being written, and give memory, threads and spare files back; raises SaveFailed."""
+        """Wait for the save under way, and free memory, threads and spare files; raises SaveFailed."""
         try:
             self.wait()
         finally:
@@ -171,7 +187,7 @@ class Writer:
                 directory.drop_spare(self.checkpoint_dir)
 
     def abandon(self) -> None:
-        """End at once: what is being written is left for the next writer to remove. For a process that ends because another is gone."""
+        """Stop without waiting, when another process of the run is gone; the next writer removes the unfinished files."""
         save = self.current
         if save is not None:
             save.error = save.error or SaveFailed("the run has ended")
@@ -181,7 +197,7 @@ class Writer:
 
     # ---- the snapshot ----
 
-    def _checked(self, state: Tree, specs: Tree | None, step: int) -> dict[str, tuple[Any, Spec]]:
+    def _check_state(self, state: Tree, specs: Tree | None, step: int) -> dict[str, tuple[Any, Spec]]:
         if type(step) is not int or step < 0:
             raise ValueError(f"checkpoint: step is {step!r}; it must be an int of at least 0")
         if specs is None and self.mesh.size > 1:
@@ -211,7 +227,7 @@ class Writer:
         sizes = [round_to_pages(math.prod(slab.counts) * part.layout.stride) for _, part, slab in work]
         total, largest = sum(sizes), max(sizes, default=0)
         room = total if self.buffer_bytes is None else min(total, max(self.buffer_bytes, THREADS * largest))
-        self._make_room(room)
+        self._allocate(room)
         save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
 
         def busy() -> bool:
@@ -222,19 +238,19 @@ class Writer:
         held: tuple[str, Callable[..., Tensor]] | None = None
         for (name, part, slab), size in zip(work, sizes):
             if held is None or held[0] != name:
-                held = None  # before the next leaf is made
+                held = None  # frees the leaf before the next one is made
                 held = (name, box_reader(named[name][0]))
             try:
                 raw = self.buffers.take((size,), torch.uint8, busy).raw
             except ValueError:
                 if save.error is None:
                     raise
-                return  # a thread has failed, and `poll` will say so
+                return  # a thread has failed; `poll` raises its error
             part.fill(raw, slab, held[1], save.layouts[name][0].start)
             save.tasks.append(self.pool.submit(self._write, save, part, slab, [raw]))
             del raw
 
-    def _make_room(self, size: int) -> None:
+    def _allocate(self, size: int) -> None:
         if size and (self.buffers is None or self.buffers.size < size):
             self.buffers = None
             self.buffers = BufferPool(size)
@@ -245,9 +261,9 @@ class Writer:
         return join(step_folder(self.checkpoint_dir, self.current.step), self.current.arrays, name)
 
     def _write(self, save: Save, part: PartFile, slab: Slab, held: list[Tensor]) -> None:
-        raw = held.pop()  # so that the memory is given back before the task counts as done
+        raw = held.pop()  # so that the memory is returned before the task counts as done
         with contextlib.ExitStack() as stack:
-            # While the snapshot is made one thread writes, where the copies leave it a core.
+            # While the snapshot is copied one thread writes, if the copies leave a core unused.
             if not save.go.is_set() and has_spare_core() and save.early.acquire(blocking=False):
                 stack.callback(save.early.release)
             else:
@@ -266,16 +282,16 @@ class Writer:
     def _serve(self, save: Save, number: int) -> None:
         key = f"save/{self.number}/{number}"
         try:
-            report = self._written(save, key)
+            report = self._write_parts(save, key)
         except BaseException as error:
             save.error = save.error or error
             save.target.set()
             report = {"error": error_line(save.error)}
-        wait_for_all(save.tasks)  # none may write once the folder is another's
+        wait_for_all(save.tasks)  # none may write once the folder may be reused
         for part in itertools.chain(*save.parts.values()):
             part.close()
         try:
-            outcome = self._committed(save, key, report)
+            outcome = self._commit(save, key, report)
         except BaseException as error:
             outcome = {"error": error_line(error)}
         path = step_folder(self.checkpoint_dir, save.step)
@@ -290,9 +306,9 @@ class Writer:
         save.parts.clear()
         save.over.set()
 
-    def _written(self, save: Save, key: str) -> dict[str, Any]:
-        """What this rank has written, when it is durable."""
-        begun = self._say(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
+    def _write_parts(self, save: Save, key: str) -> dict[str, Any]:
+        """Write this rank's parts; returns {leaf: {part: [checksum, digest]}} when they are durable."""
+        begun = self._broadcast(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
         if "error" in begun:
             raise SaveFailed(begun["error"])
         save.arrays = begun["arrays"]
@@ -314,14 +330,14 @@ class Writer:
             self.cleaned = True
         return directory.begin(self.checkpoint_dir, step)
 
-    def _committed(self, save: Save, key: str, report: dict[str, Any]) -> dict[str, Any]:
-        """What came of the checkpoint, on every rank: the first one hears the reports of all, and makes it complete."""
+    def _commit(self, save: Save, key: str, report: dict[str, Any]) -> dict[str, Any]:
+        """Complete the checkpoint on rank 0, once all ranks have reported; returns {} or {"error": ...} on every rank."""
         if self.store is not None and not self.first:
             self.store.set(f"{key}/{self.mesh.rank}", json.dumps(report))
         path = step_folder(self.checkpoint_dir, save.step)
 
         def commit() -> dict[str, Any]:
-            reports = [report, *(self._hear(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
+            reports = [report, *(self._receive(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
             failed = [(rank, said["error"]) for rank, said in enumerate(reports) if "error" in said]
             if failed:
                 with contextlib.suppress(OSError):
@@ -338,7 +354,7 @@ class Writer:
             directory.retire(self.checkpoint_dir, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True)
             return {}
 
-        return self._say(f"{key}/end", commit)
+        return self._broadcast(f"{key}/end", commit)
 
     def _complete(self, save: Save, path: Folder, reports: list[dict[str, Any]]) -> None:
         leaves = {}
@@ -356,12 +372,12 @@ class Writer:
     def _sizes(self) -> dict[str, int]:
         return {axis.name: axis.size for axis in self.mesh.axes if axis.size > 1}
 
-    # ---- what ranks tell each other ----
+    # ---- messages between ranks ----
 
-    def _say(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `make()` returned on the first rank, or the error that it raised, on all."""
+    def _broadcast(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `make()` returned on rank 0, or {"error": ...} if it raised one, on every rank."""
         if not self.first:
-            return self._hear(key)
+            return self._receive(key)
         try:
             said = make()
         except Exception as error:
@@ -370,7 +386,7 @@ class Writer:
             self.store.set(key, json.dumps(said))
         return said
 
-    def _hear(self, key: str) -> dict[str, Any]:
+    def _receive(self, key: str) -> dict[str, Any]:
         pause = 0.001
         while not self.store.check([key]):
             time.sleep(pause)
@@ -379,7 +395,7 @@ class Writer:
 
 
 def wait_for_all(tasks: list[Future]) -> None:
-    """Wait for tasks; the memory that those that failed hold on to is free then."""
+    """Wait for all tasks, and free the memory that the tracebacks of failed ones hold."""
     for task in tasks:
         error = task.exception()
         if error is not None:
@@ -387,12 +403,12 @@ def wait_for_all(tasks: list[Future]) -> None:
 
 
 def has_spare_core() -> bool:
-    """Whether the copies of a tensor leave a core of this process unused."""
+    """Whether copying a tensor leaves a core of this process unused."""
     return len(os.sched_getaffinity(0)) > torch.get_num_threads()
 
 
 def error_line(error: BaseException) -> str:
-    """One line of what went wrong."""
+    """An error as one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Where a store lives: a local folder, or any key-value store that tensorstore knows by URL. Small texts in it are replaced as a whole."""
+"""Folders, local or at any URL that tensorstore knows: small texts in them, replaced atomically; and what damage is called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Damaged(ValueError):
 
 
 def kvstore(folder: str | Path, *path: str) -> Any:
-    """tensorstore's specification of a folder in `folder`."""
+    """tensorstore's specification of the folder `path` below `folder`."""
     if is_url(folder):
         return url_spec("/".join((str(folder).rstrip("/"), *path)))
     return {"driver": "file", "path": str(Path(folder, *path)) + "/"}
@@ -35,7 +35,7 @@ def read_text(folder: str | Path, name: str) -> str | None:
 
 
 def write_text(folder: str | Path, name: str, text: str) -> None:
-    """Replace the text `name`, durably: whoever reads it, after whatever end, finds all of the old one or all of the new one."""
+    """Replace the text `name`, durably and atomically: after any crash a reader finds all of the old text or all of the new one."""
     if is_url(folder):
         Objects(str(folder)).write(name, text.encode())
         return
@@ -54,7 +54,7 @@ def write_text(folder: str | Path, name: str, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a local folder durable."""
+    """Make the file names in a local folder durable (fsync)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -63,7 +63,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file_system(path: Path) -> None:
-    """Make all that was written to the file system of a local folder durable, files and names: one wait for the disk, not one a file."""
+    """Make all that was written to the file system of a local folder durable, files and names, with a single wait for the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):
