@@ -148,7 +148,7 @@ def test_a_write_without_commit_is_invisible(direct, opened):
     store = opened(direct)
     make(store, 1)
     write(store, 2)
-    store.settle()
+    store.flush()
     assert_version(store, 1)
     store.close()
     assert_version(opened(direct, resume=True), 1)
@@ -180,7 +180,7 @@ def test_rows_that_are_written_again_after_a_failure_are_summed_once(direct, ope
     store = opened(direct)
     make(store, 1)
     write(store, 7, leaves=["opt/codes", "params/embed"])
-    store.settle()
+    store.flush()
     make(store, 2)
     store.close()
     assert_version(opened(direct, resume=True), 2)
@@ -224,7 +224,7 @@ def test_one_slot_is_dirty_while_it_is_written(direct, opened):
     assert not read_step_manifest(direct).dirty
     write(store, 2)
     assert read_step_manifest(direct).dirty
-    store.settle()
+    store.flush()
     store.close()
     said(lambda: opened(direct, slots=1, resume=True), direct, "step 2 was being written over step 1", "nvme.slots=2")
 
@@ -529,7 +529,7 @@ def test_a_step_that_failed_can_be_made_again(direct, opened):
     make(store, 1)
     with refusing("pwritev", errno.EIO):
         write(store, 5)
-        said(store.settle, direct)
+        said(store.flush, direct)
     make(store, 2)
     store.close()
     assert_version(reopen(opened, direct)(), 2)
@@ -549,7 +549,7 @@ def test_a_failure_is_told_when_no_write_is_under_way(direct, opened):
     with mock.patch.object(os, "pwritev", slow):
         write(store, 2)
         pending = [*store.writing]
-        said(store.settle, direct)
+        said(store.flush, direct)
         assert all(one.done.is_set() for one in pending)
 
 
@@ -757,7 +757,7 @@ def test_disk_and_buffers_do_not_grow(direct):
     assert len({(scratch, files) for _, scratch, files in sizes}) == 1 and max(s for s, *_ in sizes) - min(s for s, *_ in sizes) <= PAGE
     buffers = space.buffers
     gc.collect()
-    buffers._place(0)
+    buffers._find_room(0)
     assert buffers.lent == 0, "a buffer was not given back"
     space.close()
     assert list((direct / "scratch").iterdir()) == []

@@ -117,7 +117,7 @@ def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
             layer = value[i] if store.leaves[name].stacked else value
             for rows in row_blocks(store.leaves[name].chunk):
                 store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
-        store.settle()
+        store.flush()
         del value, like
     store.commit(0, {}, lambda: None)
     store.finish()

@@ -1,7 +1,7 @@
-"""Leaves as zarr3 arrays: one array for each, one chunk for each slot, layer and rank, uncompressed, so that a chunk's file is its bytes.
+"""Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank, so that the file of a chunk is its bytes.
 
-tensorstore creates, describes and opens the arrays. Where they are on a local disk that takes direct transfers, chunks are read and
-overwritten in place, in rows; elsewhere tensorstore itself reads and writes them.
+tensorstore creates and opens the arrays. On a local disk that takes direct transfers, rows of chunks are read and overwritten in place;
+elsewhere tensorstore itself reads and writes them.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from fzero.sharding.slices import row_blocks
 
 
 class LeafFiles(NamedTuple):
-    """One rank's part of a leaf as it lies in a store."""
+    """The shape, dtype and files of one rank's shard of a leaf in a store."""
 
-    shape: tuple[int, ...]  # of the shard, a stacked one with its layers first
+    shape: tuple[int, ...]  # of the shard; the first dim of a stacked leaf counts the layers
     dtype: torch.dtype
     stacked: bool = False
     slots: int = 2
 
     @property
     def layers(self) -> int:
-        """The number of its chunks in a slot."""
+        """The number of chunks of a slot: one for each layer."""
         return self.shape[0] if self.stacked else 1
 
     @property
     def chunk(self) -> tuple[int, ...]:
-        """The shape of one layer of it, or of all where it is not stacked."""
+        """The shape of a layer, or of the whole shard if it is not stacked."""
         return self.shape[1:] if self.stacked else self.shape
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of a chunk without what fills its last page."""
+        """The bytes of a chunk without the padding of its last page."""
         return math.prod(self.chunk) * self.dtype.itemsize
 
     @property
     def file_bytes(self) -> int:
-        """The bytes of a chunk's file: whole pages, and one for a leaf without elements."""
+        """The bytes of a chunk's file: whole pages, and one page for a leaf without elements."""
         return max(PAGE, round_to_pages(self.chunk_bytes))
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row: an index of the first dim of a chunk."""
+        """The bytes of one row of a chunk: of one index of its first dim."""
         return math.prod(self.chunk[1:]) * self.dtype.itemsize
 
 
@@ -63,14 +63,14 @@ Rows = tuple[int, int]
 
 
 class RowRead(NamedTuple):
-    """Rows of a chunk on their way into a buffer."""
+    """A read of rows of a chunk into a buffer."""
 
     buffer: Buffer
     pending: DiskRequest
-    failed: Callable[[OSError], ValueError]  # what to tell of a transfer that failed
+    failed: Callable[[OSError], ValueError]  # the error to raise for a failed transfer
 
     def wait(self) -> Tensor:
-        """The rows; raises ValueError where they cannot be read."""
+        """Wait for the rows and return them; raises ValueError if they cannot be read."""
         try:
             self.pending.wait()
         except OSError as error:
@@ -79,9 +79,9 @@ class RowRead(NamedTuple):
 
 
 class Chunks:
-    """The arrays of a store, as one rank sees them: its own chunks.
+    """One rank's chunks of the arrays of a store.
 
-    create: make arrays and files that are not there yet, with all of their space, so that no later write finds the disk full.
+    create: make missing arrays and files and allocate all of their space, so that no later write finds the disk full.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Chunks:
         _allow_files(sum(kept.slots * kept.layers for kept in leaves.values()))
 
     def open(self, held: set[int]) -> None:
-        """Open this rank's chunks, once the arrays are there; the files of slots that are not `held` are made where they are missing."""
+        """Open this rank's chunks, once the arrays exist; missing files of slots that are not `held` are created."""
         if not self.direct:
             self.arrays = {name: _open_array(self.folder, name, kept, self.ranks, create=False) for name, kept in self.leaves.items()}
             return
@@ -143,15 +143,15 @@ class Chunks:
         return fd
 
     def failed(self, error: OSError) -> ValueError:
-        """What to tell of a transfer that failed."""
+        """The ValueError to raise for a failed transfer."""
         if error.errno == errno.ENOSPC:
             total = sum(k.slots * k.layers * k.file_bytes for k in self.leaves.values()) * self.ranks
             return ValueError(
                 f"{self.folder}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
             )
         return ValueError(
-            f"{self.folder}: {error.strerror or error}; the store holds its last complete step: go on from it when the disk is well, "
-            "or resume from a checkpoint"
+            f"{self.folder}: {error.strerror or error}; the store holds its last complete step: resume from it when the disk works again, "
+            "or from a checkpoint"
         )
 
     def row_blocks(self, name: str, most: int) -> list[Rows]:
@@ -166,7 +166,7 @@ class Chunks:
         return kept, (rows[1] - rows[0], *kept.chunk[1:]), rows[0] * kept.row_bytes
 
     def read(self, name: str, slot: int, layer: int, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
-        """Start to read rows of a chunk (None: all of it); they must begin at a page."""
+        """Start to read rows of a chunk (None: all of it), which must begin at a page."""
         kept, shape, offset = self._span(name, rows)
         buffer = self.buffers.take(shape, kept.dtype, self.disk.busy)
         if self.direct:
@@ -192,7 +192,10 @@ class Chunks:
         priority: int = NEXT,
         note: Callable[[memoryview], None] | None = None,
     ) -> DiskRequest:
-        """Start to write rows of a chunk; the buffer is lent until that is done. note: is called with each block of it first."""
+        """Start to write rows of a chunk from a buffer, which may not change until that is done.
+
+        note: called with each block of the buffer before it is written.
+        """
         kept, shape, offset = self._span(name, rows)
         assert tuple(buffer.view.shape) == shape and buffer.view.dtype == kept.dtype, f"{name}: {buffer.view.shape} is not {shape}"
         if self.direct:
@@ -209,10 +212,10 @@ class Chunks:
         return self.disk.run(_raise_os_error(work), write=True, priority=priority)
 
     def sync(self, slot: int) -> None:
-        """Make what was written to a slot durable, against a loss of power too.
+        """Make all writes to a slot durable, also against a loss of power.
 
-        A file that was made ready needs a sync of its own when it is first written. After that, where a file system overwrites in place,
-        all that is missing is that the disk empties its own cache, which one sync of any file asks for.
+        A file with newly allocated space needs a sync of its own after its first write. Later, if the file system overwrites in place,
+        only the disk's own cache must be flushed, which a sync of any one file does.
         """
         if not self.direct:
             return
@@ -234,7 +237,7 @@ class Chunks:
         self.synced.add(slot)
 
     def trim(self, held: set[int]) -> None:
-        """Give the space of the slots that are not `held` back to the disk."""
+        """Free the disk space of the slots that are not `held`."""
         for (name, slot, layer), fd in list(self.files.items()):
             if slot not in held and self.leaves[name].slots > 1:
                 os.close(fd)
@@ -249,7 +252,7 @@ class Chunks:
 
 
 def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, create: bool) -> Any:
-    """The array [slots, layers, ranks, elements of a chunk] of a leaf; what fills the last page is part of it."""
+    """The array [slots, layers, ranks, elements of a chunk] of a leaf, in which the padding of a chunk's last page counts as elements."""
     import tensorstore
 
     n = kept.file_bytes // kept.dtype.itemsize
@@ -270,7 +273,7 @@ def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, c
 
 
 def read_chunk(folder: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
-    """The bytes (uint8) of one chunk of any rank, through tensorstore: for those who read a store once."""
+    """The bytes (uint8) of one chunk of any rank, through tensorstore."""
     found = _open_array(folder, name, kept, 0, create=False)[slot, layer, rank].read().result()
     return np.ascontiguousarray(found).view(np.uint8)
 
@@ -285,7 +288,7 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 
 def _raise_os_error(work: Any) -> Any:
-    """`work` whose failures are those of a disk."""
+    """`work` with tensorstore's errors raised as OSError."""
 
     def run() -> int:
         try:

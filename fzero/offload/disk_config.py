@@ -1,4 +1,4 @@
-"""What is known of this machine's disks: where they are mounted, and the user's file of the Settings that `fzero bench disk` found."""
+"""The user's file of disk settings that `fzero bench disk` found, by mount point."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _read_config() -> tuple[str, dict[str, Any]]:
 
 
 def load_settings(folder: str | Path) -> DiskSettings:
-    """The Settings that `fzero bench disk` found for the disk of `folder`, or the default ones; raises ValueError for a broken file."""
+    """The DiskSettings that `fzero bench disk` found for the disk of `folder`, or the default; raises ValueError for an invalid file."""
     if is_url(folder):
         return DiskSettings()
     mount = mount_point(folder)
@@ -55,9 +55,9 @@ def load_settings(folder: str | Path) -> DiskSettings:
 
 
 def save_settings(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> Path:
-    """Put the settings of a disk into the user's file, in the place of older ones; all else there stays as it is. Returns the file.
+    """Write the settings of a disk into the user's file, replacing older ones of that disk only; returns the file's path.
 
-    gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError where the file is broken.
+    gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError if the file is invalid.
     """
     path = config_file()
     text, before = _read_config()

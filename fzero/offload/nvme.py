@@ -1,4 +1,4 @@
-"""Where the offloaded part of a run lives: a folder on a disk, and the buffers that everything on its way there passes through."""
+"""Nvme: a rank's folder on a disk, with the buffers, I/O threads, store and scratch file that use it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from fzero.offload.store import VersionedStore, open_store
 from fzero.sharding.mesh import Mesh
 
 SCRATCH = "scratch"
-LEAST = 64 << 20  # bytes of buffers where nobody says more
+LEAST = 64 << 20  # bytes of buffers if the plan does not need more
 
 
 class Nvme:
-    """The folder and the buffers of one run on this rank. Nothing is made before it is needed.
+    """The disk folder of one run on this rank. Buffers, threads and files are made when they are first needed.
 
-    folder: of the store, on a disk that all ranks see (or a URL that tensorstore knows); None where nothing is on a disk.
-    buffer_bytes: all that is ever in memory on its way to or from the disk; None: what the plan needs (see `plan_bytes`).
-    slots: versions of the state on the disk. 2 make every step atomic, each one more keeps a checkpoint without a copy; 1 saves the space.
-    verify: checksums with every write, compared when a store is opened again. settings: how the disk is used.
+    folder: of the store, on a disk that all ranks see (or a URL that tensorstore knows); None if nothing is on a disk.
+    buffer_bytes: the memory through which all transfers to and from the disk pass; None: what the plan needs (see `need`).
+    slots: versions of the state on the disk. With 2 every step is atomic, each further one keeps a checkpoint without a copy; 1 takes the
+    least space. verify: whether checksums are made with every write and compared when a store is opened again.
+    settings: block size and threads of the disk.
     """
 
     def __init__(
@@ -47,31 +48,31 @@ class Nvme:
         self.store: VersionedStore | None = None
 
     def need(self, size: int) -> None:
-        """Say how many bytes of buffers the plan needs; the larger of two counts."""
+        """Request at least `size` bytes of buffers, before they are made."""
         self.needed = max(size, self.needed)
 
     @property
     def pool_bytes(self) -> int:
-        """The bytes of the buffers."""
+        """The bytes of the buffer pool."""
         return self.buffer_bytes or max(self.needed, LEAST)
 
     @property
     def buffers(self) -> BufferPool:
-        """The buffers."""
+        """The buffer pool."""
         if self._buffers is None:
             self._buffers = BufferPool(self.pool_bytes)
         return self._buffers
 
     @property
     def disk(self) -> DiskIO:
-        """The disk's threads."""
+        """The threads that read and write."""
         if self._disk is None:
             self._disk = DiskIO(self.settings)
         return self._disk
 
     @property
     def scratch(self) -> ScratchFile:
-        """The file of what a step keeps for itself."""
+        """The nameless file for the activations and gradients of a step."""
         if self._scratch is None:
             if self.folder is None or is_url(self.folder):
                 raise ValueError(
@@ -88,7 +89,7 @@ class Nvme:
     def open(
         self, leaves: dict[str, LeafFiles], mesh: Mesh, *, owner: dict[str, Any] | None = None, resume: bool = False
     ) -> VersionedStore:
-        """The store of `leaves` in the folder: a new one, or the one that is there."""
+        """Open the store of `leaves` in the folder: a new one, or with `resume` the existing one."""
         if self.folder is None:
             raise ValueError(f"offload: {next(iter(leaves))} is to rest on a disk and no folder is named; name one (--nvme DIR)")
         if self.store is not None:
@@ -104,16 +105,16 @@ class Nvme:
             verify=self.verify,
             owner=owner,
             resume=resume,
-            together=partial(barrier, mesh),
+            barrier=partial(barrier, mesh),
         )
         return self.store
 
     def moved(self) -> DiskTraffic:
-        """What the disk has done so far."""
+        """The traffic of the disk so far."""
         return self._disk.moved() if self._disk is not None else DiskTraffic()
 
     def close(self) -> None:
-        """Finish what is under way and close all files."""
+        """Wait for the transfers under way and close all files."""
         if self.store is not None:
             self.store.close()
         if self._scratch is not None:

@@ -1,4 +1,4 @@
-"""What a store says of itself: what it is of, in store.json, and its last complete step, in step.json."""
+"""The two small files of a store: store.json, its description, and step.json, its last complete step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ STORE, STEP = "store.json", "step.json"
 
 
 class StepManifest(NamedTuple):
-    """What step.json says."""
+    """The content of step.json: the last complete step of a store."""
 
     step: int
     slot: int
-    values: dict[str, Any]  # what the owner keeps beside the leaves
+    values: dict[str, Any]  # small values that the owner keeps besides the leaves
     pinned: dict[int, int] = {}  # noqa: RUF012  (slot -> step: never mutated)
-    dirty: bool = False  # one slot, which is being overwritten
-    done: bool = False  # the run has ended, and the folder may be taken over
+    dirty: bool = False  # whether the only slot is being overwritten
+    done: bool = False  # whether the run is over, so that another may take over the folder
 
 
 def sums_name(slot: int, rank: int) -> str:
-    """The name of the text that holds the checksums of a rank's chunks in a slot."""
+    """The name of the file with the checksums of a rank's chunks in a slot."""
     return f"sums/slot-{slot}.rank-{rank}.json"
 
 
 def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
-    """What store.json says of a store of these leaves, as JSON can hold it."""
+    """The content of store.json for a store of these leaves, as JSON can hold it."""
     listed = {
         name: {
             "shape": list(kept.shape),
@@ -46,27 +46,27 @@ def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: 
 
 
 def read_step_manifest(folder: str | Path) -> StepManifest | None:
-    """The last complete step of the store in `folder`, or None where there is none; raises ValueError where step.json is no record."""
+    """The last complete step of the store in `folder`, or None if there is none; raises Damaged if step.json is damaged."""
     try:
         text = read_text(folder, STEP)
         if text is None:
             return None
         found = json.loads(text)
         if found.pop("sum") != zlib.crc32(json.dumps(found).encode()):
-            raise ValueError("its checksum is another one")
+            raise ValueError("its checksum does not agree")
         return StepManifest(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"{folder}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
 
 
 def step_manifest_text(record: StepManifest) -> str:
-    """What step.json says of a record, with a checksum."""
+    """The text of step.json for a record, with a checksum."""
     said = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
     return json.dumps({**said, "sum": zlib.crc32(json.dumps(said).encode())})
 
 
 def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
-    """Raise ValueError where the store in `folder` is not the one described: naming what is missing, extra or other."""
+    """Raise ValueError if the store in `folder` is not the one described by `wanted`, naming the first difference."""
     found = read_description(folder)
     if found is None:
         raise ValueError(
@@ -97,7 +97,7 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
 
 
 def read_description(folder: str | Path) -> dict[str, Any] | None:
-    """What store.json in `folder` says, or None where there is none; raises ValueError where that is no description of a store."""
+    """The content of store.json in `folder`, or None if there is none; raises Damaged if it does not describe a store."""
     try:
         text = read_text(folder, STORE)
         if text is None:
@@ -105,7 +105,7 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
         found = json.loads(text)
         if all(leaf.keys() >= {"shape", "dtype", "stacked", "fixed"} for leaf in found["leaves"].values()):
             return found
-        raise ValueError("its leaves are others")
+        raise ValueError("its leaves lack fields")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(
             f"{folder}/{STORE}: is not the description of a store ({error}); "

@@ -113,23 +113,23 @@ class PlannedStore:
         self.writing.append(PlannedPending(self.space.disk, "write", len(buffer.raw)))
         return self.writing[-1]
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for all writes."""
         writing, self.writing = self.writing, []
         for pending in writing:
             pending.wait()
 
-    def commit(self, step: int, values: dict[str, Any], together: Callable[[], None]) -> None:
+    def commit(self, step: int, values: dict[str, Any], barrier: Callable[[], None]) -> None:
         """Make what was written the last complete step."""
-        self.settle()
-        together()
+        self.flush()
+        barrier()
 
     def abandon(self) -> None:
         """Forget what was written."""
-        self.settle()
+        self.flush()
 
 
-class Regions(dict):
+class Extents(dict):
     """Where values lie; a layer that was not run is like the first."""
 
     def __missing__(self, key: tuple) -> Extent:
@@ -141,7 +141,7 @@ class PlannedScratch:
 
     def __init__(self, space: PlannedSpace) -> None:
         self.buffers, self.disk = space.buffers, space.disk
-        self.regions: dict[Any, Extent] = Regions()
+        self.extents: dict[Any, Extent] = Extents()
         self.writing: dict[Any, PlannedPending] = {}
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
@@ -153,14 +153,14 @@ class PlannedScratch:
             buffer.view.copy_(value)
         if key in self.writing:
             self.writing.pop(key).wait()
-        self.regions[key] = Extent(0, len(buffer.raw), tuple(buffer.view.shape), buffer.view.dtype)
+        self.extents[key] = Extent(0, len(buffer.raw), tuple(buffer.view.shape), buffer.view.dtype)
         self.writing[key] = PlannedPending(self.disk, "write", len(buffer.raw))
 
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = 0) -> RowRead:
         """Start to read a value, or rows of it."""
         if key in self.writing:
             self.writing.pop(key).wait()
-        at = self.regions[key]
+        at = self.extents[key]
         shape = at.shape if rows is None or not at.shape else (rows[1] - rows[0], *at.shape[1:])
         buffer = self.buffers.take(shape, at.dtype)
         return RowRead(buffer, PlannedPending(self.disk, "read", len(buffer.raw)), _never)
