@@ -53,15 +53,17 @@ def save(
     compress: str = "",
     buffer_bytes: int | None = 256 << 20,
 ) -> Folder:
-    """Write the checkpoint `folder`/step-XXXXXXXX of a state; return its path when it is complete. All ranks of `mesh` call it.
+    """Write the checkpoint `folder`/step-XXXXXXXX of a state; return its path when it is complete.
 
+    All ranks of `mesh` call it.
     state: any tree of tensors, of which this rank holds the shards by `specs`; see `Writer.save`.
     step: the number in the checkpoint's name. config: any JSON value, kept in the manifest.
     specs: the tree of Specs; None on one process. mesh: None is one process.
     keep_last, keep_every, compress, buffer_bytes: see `Writer`.
 
     Communicates: reports of a few KB to rank 0, through the store of the mesh and not by collectives.
-    Raises ValueError naming a leaf that cannot be stored, and SaveFailed (an OSError) if the disk fails; earlier checkpoints then stay.
+    Raises ValueError naming a leaf that cannot be stored, and SaveFailed (an OSError) if the disk fails; earlier
+    checkpoints then stay.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint

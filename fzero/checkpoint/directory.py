@@ -4,10 +4,10 @@
         manifest.json       step, config, versions, mesh, and of every leaf shape, dtype, spec, layout, digest and the sums of its parts
         arrays/             the leaves as zarr3 arrays, under their names: see layout.py
 
-A checkpoint exists once its manifest does, and the manifest is written by one rename (in an object store: one write) after all files
-that it names are durable. So a save that is killed leaves the earlier checkpoints as they were, and some files that no manifest names; the
-next save removes those. A step that is saved again is written to arrays-1 beside arrays, until its manifest replaces the other one. Only
-one process writes into a directory.
+A checkpoint exists once its manifest does, and the manifest is written by one rename (in an object store: one write)
+after all files that it names are durable. So a save that is killed leaves the earlier checkpoints as they were, and
+some files that no manifest names; the next save removes those. A step that is saved again is written to arrays-1 beside
+arrays, until its manifest replaces the other one. Only one process writes into a directory.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def step_of(name: str) -> int | None:
 
 
 def steps(checkpoint_dir: Folder) -> list[int]:
-    """The steps of the complete checkpoints in a folder or at a URL, ascending; [] if there is no such folder. It reads no content.
+    """The steps of the complete checkpoints in a folder or at a URL, ascending; [] if there is no such folder.
 
+    It reads no content.
     >>> import tempfile, torch
     >>> from fzero import checkpoint
     >>> checkpoint_dir = tempfile.mkdtemp()
@@ -63,7 +64,10 @@ def steps(checkpoint_dir: Folder) -> list[int]:
 
 
 def latest(checkpoint_dir: Folder) -> Folder:
-    """The path of the complete checkpoint of the highest step; raises ValueError if there is none. See the example of `steps`."""
+    """The path of the complete checkpoint of the highest step; raises ValueError if there is none.
+
+    See the example of `steps`.
+    """
     found = steps(checkpoint_dir)
     if not found:
         raise ValueError(f"{checkpoint_dir}: no checkpoint in it; one is a folder step-XXXXXXXX with a {MANIFEST}")
@@ -127,7 +131,10 @@ def newest_sound(checkpoint_dir: Folder, read: Callable[[Folder], Any], there: I
 
 
 def begin(checkpoint_dir: Folder, step: int) -> str:
-    """Make the folder of a step, with the spare files in it if there are any; returns the name of its folder of arrays."""
+    """Make the folder of a step, with the spare files in it if there are any.
+
+    Returns the name of its folder of arrays.
+    """
     if is_url(checkpoint_dir):
         path = step_folder(checkpoint_dir, step)
         used = _arrays_used(path)
@@ -154,7 +161,10 @@ def _arrays_used(path: Folder) -> str | None:
 
 
 def clean(checkpoint_dir: Folder, *, but: int | None = None) -> None:
-    """Remove the files that interrupted saves left in `checkpoint_dir`: ours, and named by no manifest. but: a step being written."""
+    """Remove the files that interrupted saves left in `checkpoint_dir`: ours, and named by no manifest.
+
+    but: a step being written.
+    """
     if is_url(checkpoint_dir):
         _clean_url(checkpoint_dir, but)
         return
@@ -171,7 +181,10 @@ def drop_spare(checkpoint_dir: Folder) -> None:
 
 
 def clean_step(path: Folder) -> None:
-    """Remove the files of ours in a step's folder that its manifest does not name; without a manifest all of them, and the folder."""
+    """Remove the files of ours in a step's folder that its manifest does not name.
+
+    Without a manifest it removes all of them, and the folder.
+    """
     if is_url(path):
         _clean_url_step(path)
         return

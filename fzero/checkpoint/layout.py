@@ -1,13 +1,14 @@
 """The layout of a leaf in a checkpoint: parts, each a file that one rank writes, of chunks, each read whole and checked alone.
 
-A leaf is a zarr3 array. A part is, in zarr's terms, a chunk of its grid. If it holds one chunk of ours, its file is that chunk followed by
-its crc32c; if it holds several, zarr's codec `sharding_indexed` describes it:
+A leaf is a zarr3 array. A part is, in zarr's terms, a chunk of its grid. If it holds one chunk of ours, its file is
+that chunk followed by its crc32c; if it holds several, zarr's codec `sharding_indexed` describes it:
 
     index       offset and bytes of every chunk, uint64, in C order; the crc32c of those
     sums        the crc32c of every chunk, uint32, which zarr ignores; the manifest has the crc32c of the index and the sums
     chunks      each begins at a page and is followed by its crc32c; zeros fill the page
 
-So any zarr library can read and check it, direct transfers can write and read it, and a slice of the leaf is a few chunks of a few files.
+So any zarr library can read and check it, direct transfers can write and read it, and a slice of the leaf is a few
+chunks of a few files.
 """
 
 from __future__ import annotations
@@ -120,9 +121,9 @@ def smallest_factor(n: int) -> int:
 def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[int]) -> tuple[int, ...]:
     """The shape of the chunks of a part: small enough for the slices that other meshes will read, large enough for a transfer each.
 
-    If there are three dims or more, the first counts layers and is cut first. Then the rows (which a data axis shards) and the dims for
-    which `spec` names an axis, whatever its size, are cut evenly, counting the cuts into parts of `grid`; other dims are cut only when
-    those cannot be cut further.
+    If there are three dims or more, the first counts layers and is cut first. Then the rows (which a data axis shards)
+    and the dims for which `spec` names an axis, whatever its size, are cut evenly, counting the cuts into parts of
+    `grid`; other dims are cut only when those cannot be cut further.
     """
     chunk, cuts = list(part), list(grid)
     lead = int(len(chunk) > 2)
@@ -161,7 +162,8 @@ def lay_out(
 ) -> RankParts:
     """Divide a leaf, of which this rank holds the shard of shape `local` by `spec`, into the parts that all ranks write.
 
-    Ranks that hold the same shard write a part of it each if it can be cut so; else they take turns by the `number` of the leaf.
+    Ranks that hold the same shard write a part of it each if it can be cut so; else they take turns by the `number` of
+    the leaf.
     most: the largest bytes of a part, if it can be cut.
     """
     part, grid, start, own = list(local), [1] * len(local), [0] * len(local), [range(1)] * len(local)

@@ -85,7 +85,8 @@ def manifest_text(body: dict[str, Any]) -> str:
 def read_manifest(path: Folder) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`, verified: a dict of step, config, versions, mesh, and leaves by name.
 
-    Raises ValueError naming the file if it is missing or of another format or version, and Damaged if its checksum does not agree.
+    Raises ValueError naming the file if it is missing or of another format or version, and Damaged if its checksum does
+    not agree.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint

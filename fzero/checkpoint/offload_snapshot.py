@@ -1,4 +1,7 @@
-"""Another run's offload store, read only: whole leaves from the chunks of its ranks; and parameters that stay on a disk in use."""
+"""Another run's offload store, read only: whole leaves from the chunks of its ranks.
+
+It also writes parameters that stay on a disk while they are used.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,10 @@ def read_weights(snapshot: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.
 
 
 def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
-    """Write the parameters `read(name)` to a new store in `nvme`, one whole leaf in memory at a time; the tree of its leaves."""
+    """Write the parameters `read(name)` to a new store in `nvme`, one whole leaf in memory at a time.
+
+    Returns the tree of its leaves.
+    """
     store = None
     for name, like in pytree.named_leaves(plan.like).items():
         value = read(name)

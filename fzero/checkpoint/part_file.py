@@ -24,7 +24,8 @@ Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> e
 class PartFile:
     """A part that is being written: call `fill` and `write` for each of its slabs, in any order and by any threads.
 
-    path: (leaf name) -> the folder of its array, called once that is known. left: the number of slabs that are still to be written.
+    path: (leaf name) -> the folder of its array, called once that is known. left: the number of slabs that are still to
+    be written.
     """
 
     def __init__(self, name: str, layout: ChunkLayout, index: Index, path: Callable[[str], Folder]) -> None:
@@ -112,7 +113,10 @@ class PartFile:
 
 
 def append_crc(rows: np.ndarray, n: int) -> np.ndarray:
-    """Write the crc32c of the first n bytes of each row after those bytes, and zeros after it; return the crc32c of all rows."""
+    """Write the crc32c of the first n bytes of each row after those bytes, and zeros after it.
+
+    Returns the crc32c of each row.
+    """
     sums = np.array([crc32c(row[:n]) for row in rows], "<u4")
     rows[:, n : n + CRC] = sums.view(np.uint8).reshape(-1, CRC)
     rows[:, n + CRC :] = 0

@@ -30,7 +30,10 @@ SMALL = 1 << 18  # bytes of a file up to which the page cache is faster
 
 
 class FileWriter:
-    """A file that several threads write: `put` each range, then `end`. Its content is not durable until the file system is synced."""
+    """A file that several threads write: `put` each range, then `end`.
+
+    Its content is not durable until the file system is synced.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
         """size: the bytes of the file; 0 if they are not known yet."""
@@ -117,7 +120,10 @@ class PartReader:
         return raw[:size]
 
     def size(self, name: str) -> int:
-        """The size of a file in bytes; raises OSError if there is none. An object is read whole, and kept for this thread's next `get`."""
+        """The size of a file in bytes; raises OSError if there is none.
+
+        An object is read whole, and kept for this thread's next `get`.
+        """
         if not self.url:
             return os.stat(join(self.folder, name)).st_size
         self.local.whole = None
@@ -193,6 +199,9 @@ def as_tensor(raw: np.ndarray) -> Tensor:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor; a large one is in huge pages, whose first use is a hundred times faster than that of small ones."""
+    """An uninitialised tensor.
+
+    A large one is in huge pages, whose first use is a hundred times faster than that of small ones.
+    """
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(aligned_memory(size)[:size]).view(dtype).view(shape) if size >= HUGE else torch.empty(shape, dtype=dtype)

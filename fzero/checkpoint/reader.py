@@ -1,4 +1,7 @@
-"""Reading checkpoints: slices of leaves, from the chunks that contain them and no others; each chunk is compared with its checksum."""
+"""Reading checkpoints: slices of leaves, from the chunks that contain them and no others.
+
+Each chunk is compared with its checksum.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ THREADS = 4
 class CheckpointReader:
     """A checkpoint open for reading; `open_checkpoint` makes it.
 
-    step, config, mesh: as the manifest has them. leaves: {name: Leaf}. `read` returns slices of leaves; `close` closes its files.
+    step, config, mesh: as the manifest has them. leaves: {name: Leaf}. `read` returns slices of leaves; `close` closes
+    its files.
     """
 
     def __init__(self, path: Folder) -> None:
@@ -45,8 +49,8 @@ class CheckpointReader:
     def read(self, name: str, start: Index | None = None, size: Index | None = None, *, out: Tensor | None = None) -> Tensor:
         """The elements [start, start + size) of a leaf (None: all of it), verified, in new memory or in `out`.
 
-        Raises ValueError if the checkpoint has no such leaf or slice, and Damaged naming leaf, chunk and file if what is read is not
-        what was written.
+        Raises ValueError if the checkpoint has no such leaf or slice, and Damaged naming leaf, chunk and file if what
+        is read is not what was written.
         """
         box = self.box(name, start, size, out)
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:

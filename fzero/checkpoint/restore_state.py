@@ -27,9 +27,11 @@ def restore_state(
 ) -> TrainState:
     """This rank's state from the checkpoint at `path`, which may be of another mesh, stage, memory or policy.
 
-    like: the state to restore, its leaves on the meta device. A change of policy is followed: master weights are made from parameters,
-    parameters from master weights, another dtype by rounding, and a new loss scale. All other leaves must be those of the checkpoint.
-    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if what is read is not what was written.
+    like: the state to restore, its leaves on the meta device. A change of policy is followed: master weights are made
+    from parameters, parameters from master weights, another dtype by rounding, and a new loss scale. All other leaves
+    must be those of the checkpoint.
+    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if what is read is not
+    what was written.
     """
     held = checkpoint.open_checkpoint(path)
     try:
@@ -74,8 +76,9 @@ def _restore_from(
 
 
 def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
-    """{leaf of the state: leaf of the checkpoint that it is made from}; a new loss scale is made from none, and left out.
+    """{leaf of the state: leaf of the checkpoint that it is made from}.
 
+    A new loss scale is made from no leaf, and is not among them.
     Raises ValueError naming the leaves that are missing or extra.
     """
     wanted, out, missing = pytree.names(like), {}, []
@@ -109,12 +112,13 @@ def save_snapshot(
     mesh: Mesh,
     config: Any,
 ) -> checkpoint.Folder:
-    """Save the last complete step of a store that the ranks of another mesh wrote; the path of the checkpoint, in `checkpoint_dir`.
+    """Save the last complete step of a store that the ranks of another mesh wrote.
 
+    Returns the path of the checkpoint, in `checkpoint_dir`.
     All ranks of `mesh` call it.
 
-    old: the specs of the leaves by which those ranks held them. like: this rank's state on the meta device by `specs`, all in memory; one
-    leaf of it is there at a time. Parameters that the store lacks are made from its master weights.
+    old: the specs of the leaves by which those ranks held them. like: this rank's state on the meta device by `specs`,
+    all in memory; one leaf of it is there at a time. Parameters that the store lacks are made from its master weights.
     Raises ValueError if the store lacks a leaf, and Damaged if it is damaged.
     """
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)

@@ -32,20 +32,22 @@ def restore(
 ) -> Tree:
     """The tree saved in the checkpoint at `path`, in the containers of `like`: this rank's shards by `specs` on `mesh`.
 
-    A rank reads the chunks that contain its slices, and compares each with its checksum. Every leaf of `like` must be in the checkpoint,
-    and every leaf of the checkpoint in `like`, apart from what `under`, `keep` and `drop` select.
+    A rank reads the chunks that contain its slices, and compares each with its checksum. Every leaf of `like` must be
+    in the checkpoint, and every leaf of the checkpoint in `like`, apart from what `under`, `keep` and `drop` select.
 
-    like: a tree of tensors with the names, shapes (of this rank's shards) and dtypes to expect; leaves are returned on its devices, and
-    on the CPU for the meta device.
-    under: restore only the part of the state below this name: `restore(path, params, under="params")` restores the weights.
+    like: a tree of tensors with the names, shapes (of this rank's shards) and dtypes to expect; leaves are returned on
+    its devices, and on the CPU for the meta device.
+    under: restore only the part of the state below this name: `restore(path, params, under="params")` restores the
+    weights.
     specs, mesh: the layout of the shards; None: whole leaves.
-    keep: a regular expression; leaves whose whole name matches are returned from `like`, whether or not the checkpoint has them.
+    keep: a regular expression; leaves whose whole name matches are returned from `like`, whether or not the checkpoint
+    has them.
     drop: a regular expression; leaves of the checkpoint whose whole name matches are ignored.
     out: a tree of CPU tensors to read into; None: new memory.
 
     Communicates: nothing.
-    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged naming leaf, chunk and file if
-    what is read is not what was written.
+    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged naming leaf,
+    chunk and file if what is read is not what was written.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -89,7 +91,8 @@ def restore(
 def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Tensor]:
     """{name: leaf} of the whole leaves of the checkpoint at `path` for whose name `select` returns True, verified.
 
-    Raises ValueError if no leaf is selected, and Damaged naming leaf, chunk and file if what is read is not what was written.
+    Raises ValueError if no leaf is selected, and Damaged naming leaf, chunk and file if what is read is not what was
+    written.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint

@@ -32,8 +32,9 @@ from fzero.offload.buffer_pool import round_to_pages
 
 
 def newest_sound(checkpoint_dir: Folder) -> tuple[Folder, list[tuple[Folder, str]]]:
-    """(path of the newest undamaged checkpoint, [(path, what is damaged) of each later one]); it reads those checkpoints whole.
+    """(path of the newest undamaged checkpoint, [(path, what is damaged) of each later one]).
 
+    It reads those checkpoints whole.
     Raises ValueError if there is no checkpoint, or if all are damaged.
 
     >>> import tempfile, torch
@@ -63,8 +64,8 @@ def expect_sound(path: Folder) -> None:
 def verify(path: Folder) -> list[str]:
     """The damage in a checkpoint, a line for each damaged chunk or file, by name; [] if there is none.
 
-    It reads the checkpoint whole, a few chunks in memory at a time. Chunks are compared with their checksums, the bytes between them with
-    zeros, zarr.json files with what the manifest implies, and each leaf with its digest.
+    It reads the checkpoint whole, a few chunks in memory at a time. Chunks are compared with their checksums, the bytes
+    between them with zeros, zarr.json files with what the manifest implies, and each leaf with its digest.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint

@@ -1,7 +1,8 @@
 """Saving a state during training: a snapshot, threads that write it, and a commit once every rank has written its parts.
 
-`Writer.save` copies this rank's shards into buffers and returns. Threads then checksum and write them. When all ranks have reported their
-parts to rank 0, through the store of the mesh, rank 0 writes the zarr metadata, and the manifest last.
+`Writer.save` copies this rank's shards into buffers and returns. Threads then checksum and write them. When all ranks
+have reported their parts to rank 0, through the store of the mesh, rank 0 writes the zarr metadata, and the manifest
+last.
 """
 
 from __future__ import annotations
@@ -77,11 +78,12 @@ class Writer:
 
     Every rank of `mesh` makes one, and all make the same calls.
 
-    checkpoint_dir: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/, gs://..., memory://...).
-    keep_last: the number of newest checkpoints that stay, besides those whose step `keep_every` divides; None keeps all. The files of a
-    removed checkpoint are overwritten by the next one, which is faster than making new files.
-    compress: "zstd" or "". buffer_bytes: memory for the snapshot; None: the size of the state. With less, `save` returns later: when what
-    is not written yet fits.
+    checkpoint_dir: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/,
+    gs://..., memory://...).
+    keep_last: the number of newest checkpoints that stay, besides those whose step `keep_every` divides; None keeps
+    all. The files of a removed checkpoint are overwritten by the next one, which is faster than making new files.
+    compress: "zstd" or "". buffer_bytes: memory for the snapshot; None: the size of the state. With less, `save`
+    returns later: when what is not written yet fits.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -125,10 +127,12 @@ class Writer:
     # ---- the caller's functions ----
 
     def save(self, state: Tree, *, step: int, config: Any = None, specs: Tree | None = None) -> None:
-        """Begin the checkpoint of `step`; the state may change once this returns. A checkpoint of the same step is replaced.
+        """Begin the checkpoint of `step`; the state may change once this returns.
 
+        A checkpoint of the same step is replaced.
         It first waits for the save before, if that is under way, and raises its error.
-        state: a tree of tensors (this rank's shards), leaves on a disk, or `Lazy` leaves. specs: the tree of Specs; None on one process.
+        state: a tree of tensors (this rank's shards), leaves on a disk, or `Lazy` leaves. specs: the tree of Specs;
+        None on one process.
         config: any JSON value, kept in the manifest.
         Raises ValueError naming the leaf that is not a tensor or has a dtype that cannot be stored, and SaveFailed.
         """
@@ -153,13 +157,19 @@ class Writer:
             save.staged.set()
 
     def poll(self) -> Saved | None:
-        """The checkpoint that was completed since the last call, or None; raises SaveFailed if it could not be written."""
+        """The checkpoint that was completed since the last call, or None.
+
+        Raises SaveFailed if it could not be written.
+        """
         if self.current is None or not self.current.over.is_set():
             return None
         return self.wait()
 
     def wait(self) -> Saved | None:
-        """Wait for the checkpoint being written and return it (None: there is none); raises SaveFailed if it could not be written."""
+        """Wait for the checkpoint being written and return it (None: there is none).
+
+        Raises SaveFailed if it could not be written.
+        """
         save = self.current
         if save is None:
             return None
@@ -187,7 +197,10 @@ class Writer:
                 directory.drop_spare(self.checkpoint_dir)
 
     def abandon(self) -> None:
-        """Stop without waiting, when another process of the run is gone; the next writer removes the unfinished files."""
+        """Stop without waiting, when another process of the run is gone.
+
+        The next writer removes the unfinished files.
+        """
         save = self.current
         if save is not None:
             save.error = save.error or SaveFailed("the run has ended")
@@ -331,7 +344,10 @@ class Writer:
         return directory.begin(self.checkpoint_dir, step)
 
     def _commit(self, save: Save, key: str, report: dict[str, Any]) -> dict[str, Any]:
-        """Complete the checkpoint on rank 0, once all ranks have reported; returns {} or {"error": ...} on every rank."""
+        """Complete the checkpoint on rank 0, once all ranks have reported.
+
+        Returns {} or {"error": ...} on every rank.
+        """
         if self.store is not None and not self.first:
             self.store.set(f"{key}/{self.mesh.rank}", json.dumps(report))
         path = step_folder(self.checkpoint_dir, save.step)

@@ -1,4 +1,7 @@
-"""Folders, local or at any URL that tensorstore knows: small texts in them, replaced atomically; and what damage is called."""
+"""Folders, local or at any URL that tensorstore knows: small texts in them, replaced atomically.
+
+It also defines `Damaged` and the page of direct transfers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ PAGE = 4096  # bytes: a direct transfer to or from a disk begins and ends at a m
 
 
 class Damaged(ValueError):
-    """A store or checkpoint does not hold what was written to it, or holds no step as a whole; another checkpoint may be read instead."""
+    """A store or checkpoint does not hold what was written to it, or holds no step as a whole.
+
+    Another checkpoint may be read instead.
+    """
 
 
 def kvstore(folder: str | Path, *path: str) -> Any:

@@ -1,8 +1,9 @@
 """Sums in the order of a balanced binary tree, in three forms: of a list, of terms that come one by one, of the rows of a tensor.
 
-Consecutive pairs are added first: ((0 + 1) + (2 + 3)) + ... That is the order of a binary counter which takes the terms one by one; when
-their number is not a power of two, the complete trees that remain are added from the last to the first. The three forms have the same bits,
-and so does a sum over micro-batches of sums over ranks, for every power of two of ranks.
+Consecutive pairs are added first: ((0 + 1) + (2 + 3)) + ... That is the order of a binary counter which takes the terms
+one by one; when their number is not a power of two, the complete trees that remain are added from the last to the
+first. The three forms have the same bits, and so does a sum over micro-batches of sums over ranks, for every power of
+two of ranks.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Buffer(NamedTuple):
 class BufferPool:
     """A pool of `size` bytes, rounded up to whole huge pages, from which `take` lends Buffers.
 
-    The memory is anonymous, in huge pages if the system has them (then a direct transfer needs few descriptors), touched once, and pinned
-    if there is CUDA.
+    The memory is anonymous, in huge pages if the system has them (then a direct transfer needs few descriptors),
+    touched once, and pinned if there is CUDA.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,7 +1,7 @@
 """Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank, so that the file of a chunk is its bytes.
 
-tensorstore creates and opens the arrays. On a local disk that takes direct transfers, rows of chunks are read and overwritten in place;
-elsewhere tensorstore itself reads and writes them.
+tensorstore creates and opens the arrays. On a local disk that takes direct transfers, rows of chunks are read and
+overwritten in place; elsewhere tensorstore itself reads and writes them.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ class Chunks:
     def sync(self, slot: int) -> None:
         """Make all writes to a slot durable, also against a loss of power.
 
-        A file with newly allocated space needs a sync of its own after its first write. Later, if the file system overwrites in place,
-        only the disk's own cache must be flushed, which a sync of any one file does.
+        A file with newly allocated space needs a sync of its own after its first write. Later, if the file system
+        overwrites in place, only the disk's own cache must be flushed, which a sync of any one file does.
         """
         if not self.direct:
             return

@@ -38,7 +38,10 @@ def _read_config() -> tuple[str, dict[str, Any]]:
 
 
 def load_settings(folder: str | Path) -> DiskSettings:
-    """The DiskSettings that `fzero bench disk` found for the disk of `folder`, or the default; raises ValueError for an invalid file."""
+    """The DiskSettings that `fzero bench disk` found for the disk of `folder`, or the default.
+
+    Raises ValueError for an invalid file.
+    """
     if is_url(folder):
         return DiskSettings()
     mount = mount_point(folder)
@@ -55,8 +58,9 @@ def load_settings(folder: str | Path) -> DiskSettings:
 
 
 def save_settings(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> Path:
-    """Write the settings of a disk into the user's file, replacing older ones of that disk only; returns the file's path.
+    """Write the settings of a disk into the user's file, replacing older ones of that disk only.
 
+    Returns the file's path.
     gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError if the file is invalid.
     """
     path = config_file()

@@ -1,5 +1,6 @@
-"""Direct reads and writes of files, in blocks, by a few threads; they bypass the page cache and release the interpreter's lock.
+"""Direct reads and writes of files, in blocks, by a few threads.
 
+They bypass the page cache and release the interpreter's lock.
 Requests are served by priority, then in order of arrival; a large one is cut into blocks that several threads transfer.
 """
 
@@ -68,7 +69,10 @@ class DiskRequest:
 
 
 class DiskIO:
-    """Threads that move bytes between tensors and files; reads and writes have threads of their own, so that both run at the same time."""
+    """Threads that move bytes between tensors and files.
+
+    Reads and writes have threads of their own, so that both run at the same time.
+    """
 
     def __init__(self, settings: DiskSettings = DiskSettings()) -> None:  # noqa: B008
         self.settings = settings
@@ -197,7 +201,10 @@ def open_direct(path: Path, flags: int = os.O_RDWR) -> int | None:
 
 
 def mount_point(path: str | Path) -> str:
-    """The folder at which the file system of `path` is mounted; if `path` does not exist yet, that of its first parent that does."""
+    """The folder at which the file system of `path` is mounted.
+
+    If `path` does not exist yet, that of its first parent that does.
+    """
     folder = Path(os.path.realpath(path))
     while not folder.exists():
         folder = folder.parent

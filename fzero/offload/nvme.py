@@ -23,9 +23,11 @@ class Nvme:
     """The disk folder of one run on this rank. Buffers, threads and files are made when they are first needed.
 
     folder: of the store, on a disk that all ranks see (or a URL that tensorstore knows); None if nothing is on a disk.
-    buffer_bytes: the memory through which all transfers to and from the disk pass; None: what the plan needs (see `need`).
-    slots: versions of the state on the disk. With 2 every step is atomic, each further one keeps a checkpoint without a copy; 1 takes the
-    least space. verify: whether checksums are made with every write and compared when a store is opened again.
+    buffer_bytes: the memory through which all transfers to and from the disk pass; None: what the plan needs (see
+    `need`).
+    slots: versions of the state on the disk. With 2 every step is atomic, each further one keeps a checkpoint without a
+    copy; 1 takes the least space. verify: whether checksums are made with every write and compared when a store is
+    opened again.
     settings: block size and threads of the disk.
     """
 

@@ -28,7 +28,10 @@ class Extent(NamedTuple):
 
 
 class ScratchFile:
-    """Values by key in one nameless file of `folder`; a key keeps its extent as long as its value fits, so that the file stops growing."""
+    """Values by key in one nameless file of `folder`.
+
+    A key keeps its extent as long as its value fits, so that the file stops growing.
+    """
 
     def __init__(self, folder: Path, buffers: BufferPool, disk: DiskIO) -> None:
         self.folder, self.buffers, self.disk, self.end = folder, buffers, disk, 0

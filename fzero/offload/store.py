@@ -1,8 +1,8 @@
 """A state that lives on a disk: versions of its leaves in slots, of which one is complete at every instant.
 
-A step reads the slot of the last complete step and writes another one; `commit` makes that the last complete step by replacing one small
-file, step.json. So after any crash the store holds exactly one of the run's steps. With one slot a step overwrites what it reads: step.json
-is marked dirty meanwhile, and a store whose run ended then cannot be resumed.
+A step reads the slot of the last complete step and writes another one; `commit` makes that the last complete step by
+replacing one small file, step.json. So after any crash the store holds exactly one of the run's steps. With one slot a
+step overwrites what it reads: step.json is marked dirty meanwhile, and a store whose run ended then cannot be resumed.
 
 store.json   the description of the store: its leaves, ranks and owner
 step.json    the last complete step: its slot, the checkpoints in other slots, and the small values of the state
@@ -83,7 +83,10 @@ class VersionedStore:
         self.sums = {}
 
     def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> DiskRequest:
-        """Start to write rows of a layer of a leaf into the next version; the buffer may not change until that is done."""
+        """Start to write rows of a layer of a leaf into the next version.
+
+        The buffer may not change until that is done.
+        """
         assert self.target is not None, "begin was not called"
         note = None
         if self.verify:
@@ -113,9 +116,11 @@ class VersionedStore:
             raise self.chunks.failed(error) from error
 
     def commit(self, step: int, values: dict[str, Any], barrier: Callable[[], None]) -> None:
-        """Make the version written since `begin` the last complete step; without a `begin`, the old leaves with new values.
+        """Make the version written since `begin` the last complete step.
 
-        step: its number. values: the small values of the state. barrier: a function that returns when all ranks have called it.
+        Without a `begin`, that is the old leaves with new values.
+        step: its number. values: the small values of the state. barrier: a function that returns when all ranks have
+        called it.
         """
         before = self.record
         slot = before.slot if self.target is None else self.target
@@ -142,8 +147,9 @@ class VersionedStore:
         self.target = None
 
     def pin(self, keep: int) -> list[int]:
-        """Keep the last complete step as a checkpoint, with the newest ones before it, `keep` in all; returns the steps that are kept.
+        """Keep the last complete step as a checkpoint, with the newest ones before it, `keep` in all.
 
+        Returns the steps that are kept.
         Nothing is copied: later steps leave its slot alone. Raises ValueError if there are too few slots.
         """
         if keep > self.slots - 2:
@@ -210,7 +216,10 @@ class VersionedStore:
 
 
 class DiskTensor:
-    """A leaf of a state in a store: shape, dtype and device of a tensor, without its memory; `read` and `tensor` read it."""
+    """A leaf of a state in a store: shape, dtype and device of a tensor, without its memory.
+
+    `read` and `tensor` read it.
+    """
 
     requires_grad = False
 
@@ -278,9 +287,10 @@ def open_store(
 
     A new store takes over the files of a store whose run is over; the folder of a run that is not over is refused.
     buffers, disk: the memory and threads of the transfers. rank, ranks: of this process. slots, verify: see `Nvme`.
-    owner: JSON values that must be equal when the store is opened again. barrier: returns when all ranks have called it.
-    Raises ValueError if the folder cannot be written or holds another store, or the disk is too small, and Damaged if the store is
-    damaged.
+    owner: JSON values that must be equal when the store is opened again. barrier: returns when all ranks have called
+    it.
+    Raises ValueError if the folder cannot be written or holds another store, or the disk is too small, and Damaged if
+    the store is damaged.
     """
     if slots < 1:
         raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")

@@ -46,7 +46,10 @@ def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: 
 
 
 def read_step_manifest(folder: str | Path) -> StepManifest | None:
-    """The last complete step of the store in `folder`, or None if there is none; raises Damaged if step.json is damaged."""
+    """The last complete step of the store in `folder`, or None if there is none.
+
+    Raises Damaged if step.json is damaged.
+    """
     try:
         text = read_text(folder, STEP)
         if text is None:
@@ -97,7 +100,10 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
 
 
 def read_description(folder: str | Path) -> dict[str, Any] | None:
-    """The content of store.json in `folder`, or None if there is none; raises Damaged if it does not describe a store."""
+    """The content of store.json in `folder`, or None if there is none.
+
+    Raises Damaged if it does not describe a store.
+    """
     try:
         text = read_text(folder, STORE)
         if text is None:

@@ -27,7 +27,10 @@ class RowBlock(NamedTuple):
     rows: tuple[int, int] | None
 
     def of(self, leaf: Tensor) -> Tensor:
-        """The view of these rows of a leaf, or of a tensor with the same rows; a layer keeps its leading dim, of size 1."""
+        """The view of these rows of a leaf, or of a tensor with the same rows.
+
+        A layer keeps its leading dim, of size 1.
+        """
         part = leaf if self.layer is None else leaf[self.layer : self.layer + 1]
         dim = 0 if self.layer is None else 1
         return part if self.rows is None or part.dim() <= dim else part.narrow(dim, self.rows[0], self.rows[1] - self.rows[0])
@@ -47,7 +50,8 @@ def cut_units(
 ) -> list[UpdateUnit]:
     """Cut leaves of these shapes into units, layer by layer, of about `most` elements at most and with each leaf at most once.
 
-    stacked: (name) -> whether its first dim counts layers. whole: (name) -> whether its layers may not be cut into rows.
+    stacked: (name) -> whether its first dim counts layers. whole: (name) -> whether its layers may not be cut into
+    rows.
     """
     outside = [RowBlock(n, None, rows) for n, shape in shapes.items() if not stacked(n) for rows in _rows(shape, whole(n), most)]
     depth = max((shape[0] for n, shape in shapes.items() if stacked(n)), default=0)

@@ -17,7 +17,8 @@ from fzero.sharding.spec import Spec
 def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
     """{name: digest of the whole leaf}, from this rank's shards by `specs`; the same on all ranks.
 
-    Leaves may rest on a disk; one of those is in memory at a time. Of the ranks that hold the same shard one computes its digest, by turns.
+    Leaves may rest on a disk; one of those is in memory at a time. Of the ranks that hold the same shard one computes
+    its digest, by turns.
     Communicates: 8 bytes a leaf over each axis.
     """
     named, mine = named_leaves(specs), []

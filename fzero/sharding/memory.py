@@ -18,7 +18,10 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Tier:
-    """A memory, and the fraction of a group's bytes, in whole leaves, that rests in it; the other leaves stay on the device."""
+    """A memory, and the fraction of a group's bytes, in whole leaves, that rests in it.
+
+    The other leaves stay on the device.
+    """
 
     memory: str = "device"
     fraction: float = 1.0
@@ -38,7 +41,10 @@ class Offload:
 
     @classmethod
     def parse(cls, text: str) -> Offload:
-        """The Offload of a text such as "params=nvme,acts=host" or "opt=host:0.5" (half of the bytes); "" leaves all on the device."""
+        """The Offload of a text such as "params=nvme,acts=host" or "opt=host:0.5" (half of the bytes).
+
+        "" leaves all on the device.
+        """
         tiers: dict[str, Tier] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             group, equals, rest = part.partition("=")

@@ -1,4 +1,7 @@
-"""The mesh: named axes over the processes of a run. Every mesh has all axes; collectives over one of size 1 return their input."""
+"""The mesh: named axes over the processes of a run. Every mesh has all axes.
+
+Collectives over one of size 1 return their input.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +87,9 @@ class Mesh:
     def checked(self) -> contextlib.AbstractContextManager[None]:
         """A context in which each collective first checks that all ranks of its axis have called the same one (see fzero.comm.agreement).
 
-        A mismatch then raises RankError naming both ranks and their calls, as does a rank that does not arrive within the mesh's
-        timeout; a psum of a tensor that is the same on all ranks raises ValueError. Each collective costs about a millisecond more.
+        A mismatch then raises RankError naming both ranks and their calls, as does a rank that does not arrive within
+        the mesh's timeout; a psum of a tensor that is the same on all ranks raises ValueError. Each collective costs
+        about a millisecond more.
         """
         return contextlib.nullcontext() if self.roll is None else self.roll.checked()
 
@@ -130,8 +134,8 @@ def make_mesh(
 ) -> Mesh:
     """The mesh with these axis sizes; axes that are not named have size 1. Every process calls it.
 
-    Under torchrun it initialises torch.distributed, if that was not done before, with gloo on CPU and NCCL on CUDA. Ranks are numbered
-    with pp outermost, then rp, dp, cp, ep, and tp innermost.
+    Under torchrun it initialises torch.distributed, if that was not done before, with gloo on CPU and NCCL on CUDA.
+    Ranks are numbered with pp outermost, then rp, dp, cp, ep, and tp innermost.
 
     sizes: {axis: number of ranks}, e.g. {"dp": 2, "tp": 2}; None: one process.
     timeout_s: seconds that a rank waits for another one.
@@ -139,7 +143,8 @@ def make_mesh(
     ordered: whether sums over ranks are added in the order of `core.tree_sum` with NCCL too; with gloo they always are.
 
     Communicates: what DeviceMesh sends to make its groups.
-    Raises ValueError for an unknown axis or device, a size below 1, or sizes whose product is not the number of processes.
+    Raises ValueError for an unknown axis or device, a size below 1, or sizes whose product is not the number of
+    processes.
 
     >>> print(make_mesh())
     Mesh(one process)

@@ -38,8 +38,9 @@ Wait = Callable[[], Tensor]
 class ParamFetcher:
     """Fetches groups of `params` (local shards, at rest by plan.params) to `device`, whole but for tensor parallelism.
 
-    `read(group)` starts the reads from host memory or a disk. `start` starts the gathers, and returns the function that waits for them and
-    returns the leaves. A leaf that is on the device and not sharded by dp is a view of the leaf at rest.
+    `read(group)` starts the reads from host memory or a disk. `start` starts the gathers, and returns the function that
+    waits for them and returns the leaves. A leaf that is on the device and not sharded by dp is a view of the leaf at
+    rest.
     Communicates: an all_gather over dp for each large leaf, and one for all small leaves of a group.
     """
 
@@ -61,7 +62,10 @@ class ParamFetcher:
         return any(name in self.away or (reshard and name in self.sharded) for name in group.leaves)
 
     def read(self, group: Group) -> list[Wait]:
-        """Start to copy this rank's shards of the group to the device; returns for each leaf the function that waits for it."""
+        """Start to copy this rank's shards of the group to the device.
+
+        Returns for each leaf the function that waits for it.
+        """
         return [self._bring_leaf(name, group.layer) for name in group.leaves]
 
     def _bring_leaf(self, name: str, layer: int | None) -> Wait:
@@ -89,7 +93,10 @@ class ParamFetcher:
         return wait
 
     def start(self, group: Group, phase: str, read: list[Wait] | None = None) -> Callable[[], list[Tensor]]:
-        """Start to gather the group, once the shards to be gathered are on the device; returns the function that waits for all leaves."""
+        """Start to gather the group, once the shards to be gathered are on the device.
+
+        Returns the function that waits for all leaves.
+        """
         read = self.read(group) if read is None else read
         moving = [i for i, name in enumerate(group.leaves) if name in self.sharded]
         shards = [read[i]() for i in moving]
@@ -126,7 +133,8 @@ class ParamFetcher:
 class Prefetcher:
     """Fetches groups in a known order, up to `ahead` of them before they are taken, so that `ahead` + 1 are whole at a time.
 
-    Groups that are both read from elsewhere and gathered are read one earlier, because a gather begins when its shards have arrived.
+    Groups that are both read from elsewhere and gathered are read one earlier, because a gather begins when its shards
+    have arrived.
     """
 
     def __init__(self, fetcher: ParamFetcher, ahead: int):

@@ -1,7 +1,8 @@
 """From one layout on the mesh to another, as a chain of collectives; whole leaves from shards; DTensors in and out.
 
-On each axis of the mesh a tensor is whole (the same on all ranks), sharded along a dim, or a part of a sum. A dim that several axes
-shard is divided by the first one first, so only the last axis of a dim can be removed or added without moving the others.
+On each axis of the mesh a tensor is whole (the same on all ranks), sharded along a dim, or a part of a sum. A dim that
+several axes shard is divided by the first one first, so only the last axis of a dim can be removed or added without
+moving the others.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from fzero.sharding.spec import Spec
 def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
     """This rank's shard by `dst` of the tensor of which `x` is this rank's shard by `src`; differentiable.
 
-    On each axis: shard -> shard along another dim (all_to_all), shard -> whole (all_gather), whole -> shard (own_slice), owed sum ->
-    whole (psum) or shard (psum_scatter), or no change. A whole tensor is the same on all ranks, and so is its cotangent; apply `pvary`
-    to the result if each rank then uses it differently.
+    On each axis: shard -> shard along another dim (all_to_all), shard -> whole (all_gather), whole -> shard
+    (own_slice), owed sum -> whole (psum) or shard (psum_scatter), or no change. A whole tensor is the same on all
+    ranks, and so is its cotangent; apply `pvary` to the result if each rank then uses it differently.
 
     x: the shard, of any dtype. src, dst: layouts of the same memory. leaf: a name for errors and the ledger.
 
-    Communicates: the collectives above, those that make the tensor smaller first. An axis that blocks another one on a dim is gathered.
-    Raises ValueError if the axes of a dim do not divide it, if `dst` owes a sum that `src` does not, or if the memories differ.
+    Communicates: the collectives above, those that make the tensor smaller first. An axis that blocks another one on a
+    dim is gathered.
+    Raises ValueError if the axes of a dim do not divide it, if `dst` owes a sum that `src` does not, or if the memories
+    differ.
 
     >>> import torch
     >>> from fzero.sharding import Spec, fake_mesh
@@ -63,7 +66,10 @@ Step = tuple[str, str] | tuple[str, str, int] | tuple[str, str, int, int]  # (co
 
 
 def _next(now: Dims, goal: Dims, owed: set[str]) -> Step | None:
-    """The next collective on the way from `now` to `goal`; None at the goal. Those that make the tensor smaller come first."""
+    """The next collective on the way from `now` to `goal`; None at the goal.
+
+    Those that make the tensor smaller come first.
+    """
     # An axis can be added to a dim once all axes before it, and no others, shard the dim.
     ready = {want[len(have)]: d for d, (have, want) in enumerate(zip(now, goal)) if len(have) < len(want) and want[: len(have)] == have}
     # Only the last axis of a dim can be removed from it; it must be if it is not the goal's axis there.
@@ -130,8 +136,9 @@ def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
 
 
 def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DTensor:
-    """The DTensor on `mesh.device_mesh` whose local tensor is `x`, this rank's shard by `spec`; it shares the memory of `x`.
+    """The DTensor on `mesh.device_mesh` whose local tensor is `x`, this rank's shard by `spec`.
 
+    It shares the memory of `x`.
     Communicates: nothing.
     Raises ValueError on a mesh of one process, which has no DeviceMesh.
 

@@ -1,9 +1,11 @@
 """Gradients from the backward pass to the optimizer: summed over micro-batches and over ranks, layer by layer.
 
-There are two orders of summation. "fast": micro-batches are added in order, and sums over ranks are made when the plan says so.
-"canonical": each micro-batch is summed over the R data ranks first, then the sums over micro-batches, both by a balanced binary tree.
-Micro-batch j of data rank r has the global number j R + r, so both together are one tree over the global numbers: the same for every R
-that is a power of two.
+There are two orders of summation. "fast": micro-batches are added in order, and sums over ranks are made when the plan
+says so.
+"canonical": each micro-batch is summed over the R data ranks first, then the sums over micro-batches, both by a
+balanced binary tree.
+Micro-batch j of data rank r has the global number j R + r, so both together are one tree over the global numbers: the
+same for every R that is a power of two.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from fzero.sharding.slices import STACKED
 
 
 class GradientReducer:
-    """Sums the gradients of a step, group by group, in the layout of plan.opt; `put` takes gradients, `sums` returns the tree of sums.
+    """Sums the gradients of a step, group by group, in the layout of plan.opt.
 
+    `put` takes gradients, `sums` returns the tree of sums.
     reduce: the dtype in which gradients are sent. accumulate: the dtype in which they are summed, and of the sums.
     parts: the number of micro-batches. The gradients of at most one group travel while those of the next are computed.
-    away: (leaf, stream, depth) -> an offload.scratch.ScratchTensor, for the sum of a leaf whose gradients rest on a disk.
+    away: (leaf, stream, depth) -> an offload.scratch.ScratchTensor, for the sum of a leaf whose gradients rest on a
+    disk.
     early: called with (leaf, layer, sum) of each layer as soon as that sum is final; then `sums` returns no layers.
     rooms: host memory for sums that rest there, kept from step to step.
     narrow: with one micro-batch, return gradients in the compute dtype instead of `accumulate`.
@@ -68,7 +72,8 @@ class GradientReducer:
     def put(self, group: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
         """Take a micro-batch's gradients of the leaves `names` of a group; the list is emptied.
 
-        last: whether the micro-batch is the last one. again: leaves for which another group gives a gradient in the same micro-batch.
+        last: whether the micro-batch is the last one. again: leaves for which another group gives a gradient in the
+        same micro-batch.
         """
         self.finish()
         self.mesh.ledger.holds("grads", grads)
@@ -91,7 +96,10 @@ class GradientReducer:
         self.flying.clear()
 
     def job(self, group: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool) -> Iterator[Pending]:
-        """Reduce the gradients of one bucket and add them to their sums; yields whenever a collective has been started."""
+        """Reduce the gradients of one bucket and add them to their sums.
+
+        Yields whenever a collective has been started.
+        """
         now, end = both
         values = yield from self.travel(names, grads, now)
         grads.clear()
@@ -179,7 +187,10 @@ class GradientReducer:
         return so_far[layer].add_(value.to(so_far.device))
 
     def wide(self, value: Tensor) -> Tensor:
-        """A value in the dtype of its sum; with a single micro-batch, in its own dtype until the activations are freed."""
+        """A value in the dtype of its sum.
+
+        With a single micro-batch, in its own dtype until the activations are freed.
+        """
         return value if self.parts == 1 else value.to(self.accumulate)
 
     def room(self, key: tuple[str, str], shape: Sequence[int], like: Tensor) -> Tensor:

@@ -15,9 +15,11 @@ Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)
 def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules", partial: bool = False) -> dict[str, Value]:
     """{leaf name: value of the first rule whose regular expression is found in it}.
 
-    rules: (regular expression, value) pairs, in order. names: the names of a tree's leaves. what: the rules' name in errors.
+    rules: (regular expression, value) pairs, in order. names: the names of a tree's leaves. what: the rules' name in
+    errors.
     partial: whether `names` are only some of the tree's, so that a rule may match none of them.
-    Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, or an invalid regular expression.
+    Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, or an invalid regular
+    expression.
 
     >>> match_rules([("bias$", 0.0), (".*", 0.1)], ["mlp/w", "mlp/bias"])
     {'mlp/w': 0.1, 'mlp/bias': 0.0}

@@ -1,4 +1,7 @@
-"""All arithmetic of a rank's slice of a leaf: shapes, starts and views under a Spec; and the blocks of rows that a layer is cut into."""
+"""All arithmetic of a rank's slice of a leaf: shapes, starts and views under a Spec.
+
+And the blocks of rows that a layer is cut into.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ Dims = list[tuple[str, ...]]  # for each tensor dim the axes of size above 1 tha
 
 
 def sharded_dims(spec: Spec, mesh: Mesh, dims: int, leaf: str = "") -> Dims:
-    """The axes of size above 1 that shard each of a tensor's `dims` dims; raises ValueError if the spec has more dims."""
+    """The axes of size above 1 that shard each of a tensor's `dims` dims.
+
+    Raises ValueError if the spec has more dims.
+    """
     if len(spec.dims) > dims:
         raise ValueError(f"{leaf or 'tensor'}: its spec {spec} has {len(spec.dims)} dims and the tensor has {dims}")
     used = [tuple(axis for axis in axes if mesh[axis].size > 1) for axes in spec.dims]
@@ -29,14 +35,18 @@ def sharded_dims(spec: Spec, mesh: Mesh, dims: int, leaf: str = "") -> Dims:
 
 
 def ranks_per_dim(spec: Spec, mesh: Mesh, dims: int, leaf: str = "") -> list[int]:
-    """The number of ranks that each of a tensor's `dims` dims is divided among; raises ValueError if the spec has more dims."""
+    """The number of ranks that each of a tensor's `dims` dims is divided among.
+
+    Raises ValueError if the spec has more dims.
+    """
     return [math.prod(mesh[axis].size for axis in axes) for axes in sharded_dims(spec, mesh, dims, leaf)]
 
 
 def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> tuple[int, ...]:
     """The shape of a rank's shard by `spec` of a tensor of this shape. leaf: its name, for errors.
 
-    Raises ValueError if the axes of a dim do not divide it, or if the spec has too many dims or an axis that the mesh has not.
+    Raises ValueError if the axes of a dim do not divide it, or if the spec has too many dims or an axis that the mesh
+    has not.
 
     >>> from fzero.sharding import Spec, fake_mesh
     >>> local_shape((8, 6), Spec.parse("[D/dp, F/tp]"), fake_mesh({"dp": 4, "tp": 2}))
@@ -60,7 +70,10 @@ def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]
 
 
 def local_slice(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) per dim of this rank's slice by `spec` of a tensor of this shape; raises ValueError as `local_shape` does."""
+    """(start, size) per dim of this rank's slice by `spec` of a tensor of this shape.
+
+    Raises ValueError as `local_shape` does.
+    """
     size, start = local_shape(shape, spec, mesh, leaf=leaf), []
     for extent, axes in zip(size, sharded_dims(spec, mesh, len(shape), leaf)):
         part = 0
@@ -127,7 +140,8 @@ def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) ->
 def row_blocks(shape: Sequence[int], most: int = MOST_ELEMENTS) -> list[tuple[int, int]]:
     """Ranges of the first dim of a layer of `shape`, of about `most` elements each at most.
 
-    They begin at pages of its memory in every dtype, so that each can be read, written and summed apart from the others.
+    They begin at pages of its memory in every dtype, so that each can be read, written and summed apart from the
+    others.
     """
     rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     if rows * row <= most:

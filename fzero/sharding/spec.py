@@ -21,8 +21,8 @@ class Spec:
     partial: the axes over which a sum is owed: the tensor is the sum of what their ranks hold.
     memory: "device", "host" or "nvme".
 
-    The text form, which `parse` reads, is "[L/pp, D/tp+dp, F] +cp @host": a letter for each dim, its axes after a slash, owed sums
-    after "+", the memory after "@".
+    The text form, which `parse` reads, is "[L/pp, D/tp+dp, F] +cp @host": a letter for each dim, its axes after a
+    slash, owed sums after "+", the memory after "@".
 
     >>> spec = Spec((None, ("tp", "dp")), memory="host")
     >>> print(spec, spec == Spec.parse("[D, F/tp+dp] @host"))
@@ -47,7 +47,10 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """The Spec of a text such as "[L/pp, D/tp+dp, F] +cp @host", or of `str(spec)`; raises ValueError if the text has another form."""
+        """The Spec of a text such as "[L/pp, D/tp+dp, F] +cp @host", or of `str(spec)`.
+
+        Raises ValueError if the text has another form.
+        """
         form = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s*\+\w+)*)(?:\s*@(\w+))?\s*", text)
         if form is None:
             raise ValueError(f"spec {text!r} is not of the form '[L/pp, D/tp+dp, F] +cp @host'")

@@ -1,4 +1,7 @@
-"""Parameters from rest to use, as a differentiable function: the definition; train/streamed.py computes the same faster."""
+"""Parameters from rest to use, as a differentiable function: the definition.
+
+Train/streamed.py computes the same faster.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from fzero.sharding.spec import Spec
 def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
     """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest.
 
-    Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a tensor that every rank
-    holds passes `pvary` over the axes on which the ranks use it differently.
+    Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
+    tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently.
     Communicates: an all_gather over dp if that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
     """
     owed = [axis for axis in DATA if axis not in rest.axes] + sorted(compute.partial)
