@@ -28,14 +28,13 @@ from fzero.core import precision
 
 def contender(model: models.Model, mesh: fzero.Mesh, stage: int, reduce: str, policy: str, parts: int, compiled: bool):
     """A function that makes one step and gives (seconds, bytes sent)."""
-    plan = fzero.zero_plan(stage, model, mesh, reduce=reduce)
+    plan = fzero.zero_plan(stage, model, mesh, reduce=reduce, policy=precision.POLICIES[policy]())
     tx = optim.chain(
         optim.clip_by_global_norm(1.0),
         optim.adamw(1e-3),
     )
-    dtypes = precision.POLICIES[policy]()
-    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=dtypes)
-    train_step = fzero.make_train_step(model, tx, plan, mesh, policy=dtypes, micro_batches=parts, compiled=compiled)
+    state = fzero.init_state(model, tx, plan, seed=0)
+    train_step = fzero.make_train_step(model, tx, plan, micro_batches=parts, execution=fzero.Execution(compiled=compiled))
 
     def step(batch) -> tuple[float, int]:
         nonlocal state

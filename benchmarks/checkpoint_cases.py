@@ -52,8 +52,8 @@ def llama(gigabytes: float, dtype: str) -> tuple[models.Model, Callable[..., tup
         return models.llama(models.LlamaConfig(vocab_size=8 * width, n_layers=layers, max_len=64, tied=False, **sizes))
 
     def parts(model: models.Model, mesh: fzero.Mesh) -> tuple[Any, Any]:
-        plan = fzero.zero_plan(3, model, mesh)
-        return meta_state(tx, plan, mesh, policy, False), state_specs(plan, tx, policy)
+        plan = fzero.zero_plan(3, model, mesh, policy=policy)
+        return meta_state(tx, plan, mesh, policy, False), state_specs(plan, tx)
 
     one, two = (nbytes(parts(made(n), fzero.one_process())[0]) for n in (1, 2))
     model = made(max(1, round((gigabytes * 1e9 - one) / (two - one)) + 1))

@@ -174,9 +174,9 @@ def train_steps(name: str, device: str, tiny: bool, budget: float, peak: dict[st
         small = {"vocab_size": 100, "max_len": 16, "d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 64}
         config, batch = type(config)(**small, **({} if name.startswith("gpt2") else {"n_kv_heads": 1})), 2
     model, mesh = models.build(config), fzero.one_process()
-    plan, tx, policy = fzero.zero_plan(0, model, mesh), optim.adamw(3e-4, 0.9, 0.95, weight_decay=0.1), precision.bf16()
-    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, device=device)
-    step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, compiled=not tiny)
+    plan, tx = fzero.zero_plan(0, model, mesh, policy=precision.bf16()), optim.adamw(3e-4, 0.9, 0.95, weight_decay=0.1)
+    state = fzero.init_state(model, tx, plan, seed=0, device=device)
+    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(compiled=not tiny))
     rows = torch.randint(config.vocab_size, (batch, config.max_len + 1), device=device)
     tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
     module = (GPT2(config) if name.startswith("gpt2") else torch_module.Llama(as_problem(config))).to(device)

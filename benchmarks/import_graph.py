@@ -92,7 +92,8 @@ def at_commit(commit: str) -> dict[str, int]:
     """The figures of the package at a commit."""
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "fzero"], capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
-        tarfile.open(fileobj=io.BytesIO(archive)).extractall(folder, filter="data")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
         return count(read_graph(Path(folder, "fzero")))
 
 

@@ -60,7 +60,7 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         begin = time.perf_counter()
         batch = meter.fetch(batches)
         state, metrics = made.train_step(state, batch)
-        row = log.numbers(made, metrics, number) | meter.rates(number)
+        row = log.metrics_row(made, metrics, number) | meter.rates(number)
         ended = time.perf_counter()
         if record:
             row |= meter.norms(state, metrics, number) | meter.times(number, "")

@@ -21,6 +21,7 @@ _HOME = {
     "Remat": "core.autodiff",
     "Nvme": "offload",
     "Spec": "sharding",
+    "Skip": "train.spike",
     "Spike": "train.spike",
     "TrainState": "train.state",
     "init_state": "train.init",

@@ -1,11 +1,14 @@
 """What holds for every test: one thread, as tests run side by side and small tensors are slower on several.
 
 Without a GPU, Triton's kernels run in its interpreter, which must be asked for before Triton is imported.
+tiers.py says which cases of a test are slow, budgets.py how long a test file may take.
 """
 
 import os
 
+import budgets
 import pytest
+import tiers
 import torch
 
 torch.set_num_threads(1)
@@ -16,6 +19,22 @@ if not torch.cuda.is_available():
 def pytest_configure(config):
     # Raised once by PyTorch's own decompositions, which the first torch.func.jvp of a process imports.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    if not hasattr(config, "workerinput"):  # in the process that hears of every test, not in the workers of xdist
+        config.pluginmanager.register(budgets.Budgets(budgets.read(), fail=bool(os.environ.get("CI"))), "budgets")
+    # xdist's order of files is that of their numbers of tests, which says little about their durations.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
+def pytest_collection_modifyitems(config, items):
+    """Mark the slow cases, and put the files in the order of their budgets, the longest first: so no worker waits long at the end."""
+    tiers.mark(items)
+    slow = config.option.markexpr == "slow"
+    if slow:  # which a whole product may be as well
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    table = budgets.read()
+    items.sort(key=lambda item: -table.get(item.path.name, {}).get("slow" if slow else "default", 0))
 
 
 @pytest.fixture

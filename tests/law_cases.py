@@ -1,5 +1,6 @@
 """What the laws are applied to: tiny models, optimizers, batches, and how they are run."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,12 +99,17 @@ def batch_of(seed: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "targets": targets, "mask": mask, "documents": starts.int().cumsum(1)}
 
 
+def step_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a step by name, those of its Execution in one."""
+    how = {field.name: options[field.name] for field in dataclasses.fields(fzero.Execution) if field.name in options}
+    return {**{name: value for name, value in options.items() if name not in how}, "execution": fzero.Execution(**how)}
+
+
 def make(case: Case, tx: optim.GradientTransformation, **options: Any) -> tuple[Callable, TrainState]:
     """A train step and the state before the first step; `ema` follows from ema_decay."""
-    plan = fzero.zero_plan(0, case.source, MESH)
-    policy = options.setdefault("policy", FP64)
-    state = fzero.init_state(case.source, tx, plan, MESH, seed=3, policy=policy, ema=bool(options.get("ema_decay")))
-    return fzero.make_train_step(case.loss_fn, tx, plan, MESH, **options), state
+    plan = fzero.zero_plan(0, case.source, MESH, policy=options.pop("policy", FP64))
+    state = fzero.init_state(case.source, tx, plan, seed=3, ema=bool(options.get("ema_decay")))
+    return fzero.make_train_step(case.loss_fn, tx, plan, **step_options(options)), state
 
 
 def run(case: Case, tx: optim.GradientTransformation, steps: int = 3, **options: Any) -> tuple[TrainState, list[Any]]:

@@ -74,7 +74,8 @@ def weights_are_counts(scale: float) -> None:
 def evaluation(case: Case) -> None:
     """An evaluation is the sums of the loss without dropout, which add up over the parts of a batch; it changes nothing."""
     _, state = make(case, optim.sgd(0.3))
-    evaluate, batch, before = fzero.make_eval_step(case.loss_fn, MESH, policy=FP64), batch_of(0), clone(state.params)
+    plan = fzero.zero_plan(0, case.source, MESH, policy=FP64)
+    evaluate, batch, before = fzero.make_eval_step(case.loss_fn, plan), batch_of(0), clone(state.params)
     whole = evaluate(state.params, batch)
     parts = [evaluate(state.params, pytree.map(lambda x, i=i: x[i : i + 2], batch)) for i in range(0, ROWS, 2)]
     assert_close(sum(part.total for part in parts), whole.total, rtol=1e-12)
@@ -272,14 +273,15 @@ def cost(case: Case, name: str, policy: precision.Policy) -> None:
         seen.append(sum(g.numel() * g.element_size() for g in pytree.leaves(grads)))
         return tx.update(grads, state, params)
 
-    spy = tx._replace(update=update)
+    spy = tx._replace(update=update, on=None)
     for ema in (False, True):
         step, state = make(case, spy, policy=policy, donate=False, ema_decay=0.9 if ema else 0.0)
         state, _ = step(state, batch_of(0))
         count = sum(p.numel() for p in pytree.leaves(state.params))
         wide, narrow = policy.state.itemsize, policy.param.itemsize
         per_param = narrow + (wide if policy.has_master else 0) + trees * wide + (wide if ema else 0)
-        scalars = 8 + 16 + 8 + 8 + (20 if policy.loss_scale else 0)  # step, key, cursor, the optimizer's count, scaler
+        # step, key, cursor, the optimizer's count, the loss's statistics, scaler
+        scalars = 8 + 16 + 8 + 8 + 24 + (20 if policy.loss_scale else 0)
         held = sum(leaf.numel() * leaf.element_size() for leaf in pytree.leaves(state))
         assert held == count * per_param + scalars, f"{held} bytes at rest, {count} x {per_param} + {scalars} expected"
         assert seen.pop() == count * policy.accumulate.itemsize
@@ -300,12 +302,10 @@ def init_depends_on_names(name: str) -> None:
         assert_same(part, {args[0]: whole[args[0]] for args in kept})
     drawn = [leaf for leaf in whole.values() if leaf.std() > 0]
     assert len({float(leaf.flatten()[0]) for leaf in drawn}) == len(drawn), "two leaves are drawn alike"
-    states = [
-        fzero.init_state(model, optim.adamw(0.1), fzero.zero_plan(stage, model, MESH), MESH, seed=3, policy=FP64) for stage in range(4)
-    ]
+    states = [fzero.init_state(model, optim.adamw(0.1), fzero.zero_plan(stage, model, MESH, policy=FP64), seed=3) for stage in range(4)]
     for state in states[1:]:
         assert_same(state, states[0])
-    other = fzero.init_state(model, optim.sgd(0.1), fzero.zero_plan(0, model, MESH), MESH, seed=4, policy=FP64)
+    other = fzero.init_state(model, optim.sgd(0.1), fzero.zero_plan(0, model, MESH, policy=FP64), seed=4)
     assert not torch.equal(other.params["embed"]["tokens"], states[0].params["embed"]["tokens"])
 
 

@@ -51,17 +51,17 @@ class Run:
             store = dist.FileStore(f"{folder}.ranks-{os.getppid()}-{os.environ['ROUND']}", ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
         self.mesh = fzero.make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else fzero.one_process()
-        self.model, self.policy = models.llama(CONFIG), precision.bf16()
-        self.plan = fzero.zero_plan(3, self.model, self.mesh, offload=offload)
+        self.model = models.llama(CONFIG)
+        self.plan = fzero.zero_plan(3, self.model, self.mesh, offload=offload, policy=precision.bf16())
         self.tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
         self.space = Nvme(folder, slots=slots, buffer_bytes=4 << 20) if offload else None
-        self.step = fzero.make_train_step(self.model, self.tx, self.plan, self.mesh, policy=self.policy, remat="full", space=self.space)
+        self.step = fzero.make_train_step(self.model, self.tx, self.plan, execution=fzero.Execution(remat="full"), nvme=self.space)
 
     def begin(self):
-        return fzero.init_state(self.model, self.tx, self.plan, self.mesh, seed=0, policy=self.policy, space=self.space)
+        return fzero.init_state(self.model, self.tx, self.plan, seed=0, nvme=self.space)
 
     def reopen(self):
-        return reopened(self.tx, self.plan, self.mesh, self.space, policy=self.policy)
+        return reopened(self.tx, self.plan, self.space)
 
     def go_on(self, state, then=lambda state: None):
         """The state of the last step; `then` is given the state of each."""

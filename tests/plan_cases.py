@@ -81,3 +81,5 @@ THIN = (
     "llama-3", "gpt2-1", "mixtral-2", "mlp-0", "bf16-3", "dp2tp2-sequence", "rp2dp2", "remat-every2", "accumulate-full", "canonical",
     "adam8bit", "muon", "ema", "host", "one-dropout", "nvme-all", "nvme-backward", "nvme-delayed", "host-grads",
 )  # fmt: skip
+# And of these, what runs in the slow tier: other families, the other stages and variants.
+SLOW = ("mixtral-2", "mlp-0", "rp2dp2", "remat-every2", "adam8bit", "ema", "one-dropout", "nvme-delayed", "host-grads")

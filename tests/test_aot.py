@@ -4,6 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+import triton
+
+from fzero.kernels import aot
+
 SPILLS = """
 import triton
 import triton.language as tl
@@ -22,13 +27,14 @@ def builds():
 """
 
 
-def run(*arguments, code=None, folder=None, **environment):
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+def run(*arguments, code=None, folder=None):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *(["-c", code] if code else ["-m", "fzero.kernels.aot"]), *arguments]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_kernel_that_falls_short_is_named(tmp_path):
     (tmp_path / "spills.py").write_text(SPILLS)
     code = (
@@ -39,9 +45,22 @@ def test_a_kernel_that_falls_short_is_named(tmp_path):
     assert status == 0 and "bytes spilled" in said and "no matrix units" in said and "narrow accesses" in said, said
 
 
-def test_the_command_prints_a_line_for_each_build_and_refuses_what_it_cannot_do():
+def refused(capsys, pattern):
+    with pytest.raises(SystemExit) as ended:
+        aot.main([pattern])
+    return ended.value.code, capsys.readouterr().err
+
+
+def test_the_command_refuses_what_it_cannot_do(monkeypatch, capsys):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    code, err = refused(capsys, "no such kernel")
+    assert code == 2 and "no kernel's label contains 'no such kernel'" in err
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    code, err = refused(capsys, "swiglu")
+    assert code == 2 and "unset it" in err
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_line_for_each_build():
     status, said = run("swiglu 1024")
     assert status == 0 and "_glu_forward swiglu 1024" in said and "2 builds for sm_90, 0 wrong" in said, said
-    assert run("no such kernel")[0] == 2
-    status, said = run("swiglu", TRITON_INTERPRET="1")
-    assert status == 2 and "unset it" in said

@@ -97,13 +97,13 @@ def test_blocked_is_the_reference(pattern, t):
     tensors = inputs(2, t, 4, 2, 8)
     for options in ({}, {"documents": documents_of(2, t), "scale": 0.2}):
         expected = gradients(attn.reference, tensors, pattern=pattern, **options)
-        assert_close(gradients(attn.blocked, tensors, pattern=pattern, **options), expected, rtol=1e-11, atol=1e-14)
+        assert_close(gradients(attn.blocked_attention, tensors, pattern=pattern, **options), expected, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("heads, groups, dim", ((1, 1, 1), (3, 3, 5), (6, 2, 4), (4, 1, 7)))
 def test_blocked_with_grouped_heads_and_odd_dims(heads, groups, dim):
     tensors = inputs(1, 131, heads, groups, dim)
-    assert_close(gradients(attn.blocked, tensors), gradients(attn.reference, tensors), rtol=1e-11, atol=1e-13)
+    assert_close(gradients(attn.blocked_attention, tensors), gradients(attn.reference, tensors), rtol=1e-11, atol=1e-13)
 
 
 def test_blocked_in_many_blocks_and_where_the_number_is_capped(monkeypatch):
@@ -114,7 +114,7 @@ def test_blocked_in_many_blocks_and_where_the_number_is_capped(monkeypatch):
         monkeypatch.setattr(attention_blocked, "MAX_BLOCKS", most)
         blocks = attention_blocked._blocks(53, FULL)
         assert len(blocks) <= most and [b[0] for b in blocks[1:]] == [b[1] for b in blocks[:-1]] and blocks[-1][1] == 53
-        assert_close(gradients(attn.blocked, tensors, pattern=Pattern("window", 5)), expected, rtol=1e-11, atol=1e-14)
+        assert_close(gradients(attn.blocked_attention, tensors, pattern=Pattern("window", 5)), expected, rtol=1e-11, atol=1e-14)
 
 
 def test_gradcheck_of_the_blocked_function(monkeypatch):
@@ -122,11 +122,11 @@ def test_gradcheck_of_the_blocked_function(monkeypatch):
     leaves = [x.requires_grad_() for x in inputs(2, 5, 2, 1, 2)]
     documents = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]])
     for options in ({}, {"pattern": Pattern("strided", 2), "documents": documents, "scale": 0.7}):
-        assert torch.autograd.gradcheck(lambda *a, options=options: attn.blocked(*a, **options), leaves, atol=1e-7, rtol=1e-6)
+        assert torch.autograd.gradcheck(lambda *a, options=options: attn.blocked_attention(*a, **options), leaves, atol=1e-7, rtol=1e-6)
 
 
 @every_pattern
-@pytest.mark.parametrize("form", (attn.reference, attn.blocked))
+@pytest.mark.parametrize("form", (attn.reference, attn.blocked_attention))
 def test_later_tokens_do_not_change_earlier_outputs(form, pattern):
     q, k, v = inputs(1, 150, 2, 1, 4)
     other = inputs(1, 150, 2, 1, 4, seed=1)
@@ -136,7 +136,7 @@ def test_later_tokens_do_not_change_earlier_outputs(form, pattern):
         assert_close(form(*changed, pattern=pattern)[:, :cut], out[:, :cut], rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("form", (attn.reference, attn.blocked))
+@pytest.mark.parametrize("form", (attn.reference, attn.blocked_attention))
 def test_another_document_does_not_change_mine(form):
     tensors, other = inputs(2, 150, 2, 1, 4), inputs(2, 150, 2, 1, 4, seed=1)
     documents = torch.tensor([[0] * 60 + [1] * 80 + [2] * 10, [4] * 30 + [5] * 120])
@@ -159,7 +159,7 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(dtype):
     for pattern in (FULL, Pattern("window", 64)):
         options = {"pattern": pattern, "documents": documents}
         exact = gradients(attn.reference, [x.to(F64) for x in tensors], **options)
-        ours, plain = (gradients(form, tensors, **options) for form in (attn.blocked, attn.reference))
+        ours, plain = (gradients(form, tensors, **options) for form in (attn.blocked_attention, attn.reference))
         assert_at_most_twice_the_error(ours, plain, exact)
 
 
@@ -168,7 +168,7 @@ def test_fused_is_the_reference(t):
     tensors = inputs(2, t, 4, 2, 8)
     for options in ({}, {"scale": 0.2}):
         expected = gradients(attn.reference, tensors, **options)
-        assert_close(gradients(attn.fused, tensors, **options), expected, rtol=1e-11, atol=1e-13)
+        assert_close(gradients(attn.fused_attention, tensors, **options), expected, rtol=1e-11, atol=1e-13)
 
 
 def test_long_sequences_are_the_reference():
@@ -182,7 +182,7 @@ def test_long_sequences_are_the_reference():
 
 def test_large_scores_stay_finite():
     q, k, v = inputs(1, 130, 1, 1, 4, torch.float32)
-    out = gradients(attn.blocked, [200.0 * q, 200.0 * k, v])
+    out = gradients(attn.blocked_attention, [200.0 * q, 200.0 * k, v])
     assert all(bool(x.isfinite().all()) for x in out)
     assert_close(out[0], attn.reference(200.0 * q.double(), 200.0 * k.double(), v.double()), rtol=1e-2, atol=1e-3)
 

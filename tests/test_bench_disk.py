@@ -280,7 +280,7 @@ def nameless(pid):
     return found
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_no_file_stays_when_it_is_ended(folder, end):
     run = subprocess.Popen(
         [sys.executable, "-m", "fzero", "bench", "disk", str(folder), "--size-gb", "0.3", "--no-write-config"],

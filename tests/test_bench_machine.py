@@ -352,6 +352,7 @@ def fifth(mesh, size):
     return processes.messages(mesh, 0.01, sizes=(1 << 10, size))
 
 
+@pytest.mark.slow
 def test_messages_between_ranks():
     found = pools.run(2, fifth, 1 << 14)
     both = processes.slowest(found)

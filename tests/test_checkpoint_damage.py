@@ -40,7 +40,7 @@ def leaf_in(path, file):
     return None if file.name.endswith(".json") else str(file.parent.relative_to(path / checkpoint.read_manifest(path)["arrays"]))
 
 
-@pytest.mark.parametrize("compress", ["", "zstd"])
+@pytest.mark.parametrize("compress", ["", pytest.param("zstd", marks=pytest.mark.slow)])
 def test_a_hundred_flipped_bytes_are_found_by_name(tmp_path, fine, compress):
     older = checkpoint.save(tmp_path, state_of(0), step=10, compress=compress)
     path = checkpoint.save(tmp_path, state_of(1), step=20, compress=compress)

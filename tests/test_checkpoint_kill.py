@@ -57,18 +57,18 @@ class Run:
         if ranks > 1:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
         self.mesh = fzero.make_mesh({"dp": ranks}, device="cpu") if ranks > 1 else fzero.one_process()
-        self.model, self.policy = models.llama(CONFIG), precision.bf16()
-        self.plan = fzero.zero_plan(3 if ranks > 1 else 0, self.model, self.mesh)
+        self.model = models.llama(CONFIG)
+        self.plan = fzero.zero_plan(3 if ranks > 1 else 0, self.model, self.mesh, policy=precision.bf16())
         self.tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
-        self.step = fzero.make_train_step(self.model, self.tx, self.plan, self.mesh, policy=self.policy)
-        self.specs = state_specs(self.plan, self.tx, self.policy)
+        self.step = fzero.make_train_step(self.model, self.tx, self.plan)
+        self.specs = state_specs(self.plan, self.tx)
 
     def begin(self, home):
         if not checkpoint.steps(home):
-            return fzero.init_state(self.model, self.tx, self.plan, self.mesh, seed=0, policy=self.policy)
+            return fzero.init_state(self.model, self.tx, self.plan, seed=0)
         path, damaged = checkpoint.newest_sound(home)
         assert not damaged, damaged
-        like = meta_state(self.tx, self.plan, self.mesh, self.policy, ema=False)
+        like = meta_state(self.plan, self.tx)
         return checkpoint.restore(path, like, specs=self.specs, mesh=self.mesh)
 
     def go_on(self, home, tell):
@@ -334,6 +334,7 @@ def worker():
         yield worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, kills", [(1, 6), (2, 4)])
 def test_a_run_killed_at_random_instants_ends_as_one_that_was_not(worker, ranks, kills):
     found = worker("killed", ranks=ranks, kills=kills, seed=0)
@@ -363,20 +364,23 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[pytest.mark.slow] * (place not in ("manifest", "retire"))) for place in PLACES]
+)
 def test_a_kill_at_a_point_of_a_save(worker, place):
     points, begun = PLACES[place]
     found = worker("points", ranks=1, points=points)
     assert found == begun
 
 
+@pytest.mark.slow
 def test_a_kill_of_one_of_two_ranks_inside_a_save(worker):
     points = [["a part is there", 30, 1], ["a part is written", 3, 0], ["all is written", 2, 0], ["the manifest is there", 1, 0]]
     found = worker("points", ranks=2, points=points)
     assert found[0] == 0 and found == sorted(found)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_kill_at_every_event_of_a_save_leaves_the_old_or_the_new(worker, again):
     found = worker("events", again=again)
     assert len(found) > 15 and found[-1] == [False, True] and all(killed for killed, _ in found[:-1])

@@ -115,6 +115,7 @@ def test_saved_kept_and_restored(home):
     assert checkpoint.steps(home) == [2, 4] and not any("step-00000003" in name for name in names(home))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("compress", ["", "zstd"])
 def test_a_step_is_saved_over_itself(home, compress):
     for seed in (1, 2, 3):
@@ -165,6 +166,7 @@ def longer(data):
     return data + b"\0"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("damage", [cut, emptied, changed, longer, None])
 def test_damage_is_found_and_named(home, damage):
     checkpoint.save(home, state(1), step=1)
@@ -226,6 +228,7 @@ checkpoint.save(sys.argv[1], {"w": torch.zeros(4, 512, 700), "v": torch.ones(3)}
 """
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["parts", "manifest"])
 @pytest.mark.parametrize("step", [1, 2])  # one that is there already; a new one
 def test_a_killed_save_leaves_what_was_there_and_the_next_removes_the_rest(home, step, when):

@@ -16,7 +16,7 @@ from launched import TIMED
 
 from fzero import checkpoint, models
 from fzero.checkpoint.convert import huggingface
-from fzero.cli import main
+from fzero.cli import main, process
 from fzero.cli import pretrain as pretrain_module
 from fzero.core import prng
 from fzero.run import config_table, corpus, run_folder
@@ -109,14 +109,15 @@ EXACT = {
     "llama bf16, average": [*QUIET, "--model", "llama-tiny", *SMALL, "--precision", "bf16", *sets("train.ema_decay=0.9")],
     "gpt2 muon, remat": [*QUIET, "--model", "gpt2-tiny", *SMALL, "--remat", "full", *sets("optim.name=muon")],
 }
+OFTEN = ("mlp", "gpt2 muon, remat")
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in EXACT])
 def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
     args = ["pretrain", *EXACT[name], "--data", "text.txt", "--sample", ""]
     ok(fz(*args, "--out", "whole"))
     out = ok(fz(*args, "--out", "parts", "--stop-at", 3))
-    assert "stopped after step 3 of 8; go on with: fzero pretrain --out parts --resume" in out
+    assert "stopped after step 3 of 8; resume with: fzero pretrain --out parts --resume" in out
     # As if killed after step 5, in the middle of a line: what is behind the checkpoint is made again.
     with open("parts/metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')
@@ -156,7 +157,7 @@ def test_a_signal_ends_a_run_after_its_step(fz, number, expected):
     ended.set()
     step = len(rows("run"))
     assert code == expected and signal.getsignal(number) is before, err
-    assert f"stopped after step {step} of 100000; go on with: fzero pretrain --out run --resume" in out
+    assert f"stopped after step {step} of 100000; resume with: fzero pretrain --out run --resume" in out
     assert checkpoint.steps(Path("run/checkpoints")) == [step]
 
 
@@ -205,6 +206,7 @@ def damage(run, step):
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_prepared_once(fz, monkeypatch):
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: "lib")  # and not the real one: that takes seconds
     Path("lib").mkdir()
@@ -336,7 +338,7 @@ def test_mistakes_with_a_run(fz):
         assert code == 2 and err.startswith("fzero: error: ") and err.count("\n") == 1 and message in err
         assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
-    refused("run: exists and is not empty; go on with it by --resume", "pretrain", *QUIET, "--out", "run")
+    refused("run: exists and is not empty; resume it with --resume", "pretrain", *QUIET, "--out", "run")
     refused("--stop-at 4: the run has made 4 steps already", "pretrain", "--resume", "--out", "run", "--stop-at", "4")
     refused("keeps no average", "sample", "run", "--prompt", "x", "--ema")
     ok(fz("data", "prepare", "text.txt", "--out", "other", "--seed", "1"))
@@ -372,7 +374,7 @@ def test_tracebacks_on_request():
 
 
 def test_a_terminal_has_a_progress_bar(fz, monkeypatch):
-    monkeypatch.setattr(pretrain_module, "bar_or_lines", lambda: contextlib.nullcontext((True, pretrain_module.say)))
+    monkeypatch.setattr(pretrain_module, "bar_or_lines", lambda: contextlib.nullcontext((True, process.say)))
     code, out, err = fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run")
     assert code == 0 and "step 4/8" not in out
     assert "8/8" in err and "loss " in err and "val " in err and "tokens/s" in err and "MFU" in err

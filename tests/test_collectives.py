@@ -119,7 +119,7 @@ def local_value_and_vjp(mesh, cases, xs, ys):
     return out
 
 
-@pytest.mark.parametrize("n", (2, 3, 4))
+@pytest.mark.parametrize("n", (pytest.param(2, marks=pytest.mark.slow), 3, 4))
 def test_value_and_adjoint_law(n):
     """<c(x), y> = <x, cT(y)>, where what is the same on all ranks counts once."""
     xs = [inputs(case, n) for case in CASES]
@@ -193,7 +193,7 @@ def local_quantities(mesh, x, v):
     return quantities(Local(axis), axis.size, x[axis.rank], v[axis.rank], stacked=False)
 
 
-@pytest.mark.parametrize("n", (2, 3, 4))
+@pytest.mark.parametrize("n", (pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)))
 def test_transforms_equal_one_process(n):
     x, v = draw(n, *SHAPE) * 0.5, draw(n, *SHAPE, seed=1) * 0.5
     if n == 3:
@@ -339,6 +339,7 @@ def compiled(mesh, x):
     return {phase: mesh.ledger.total(phase)[5:] for phase in ("eager", "jit", "pair")}
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager_and_runs_the_same_collectives():
     eager, fast, pair = ranks.run(2, compiled, draw(2, *SHAPE))[0].values()
     assert fast == tuple(2 * n for n in eager)
@@ -402,7 +403,7 @@ def test_guards_name_the_collective_the_leaf_and_the_fix():
         (lambda: ppermute(x, dp, [(0, 1), (0, 2)]), r"ppermute over dp: source 0"),
         (lambda: ppermute(x, dp, [(0, 1), (2, 1)]), r"ppermute over dp: destination 1"),
         (lambda: psum(x, dp), r"psum over dp: a mesh for planning has fake tensors only; this one is real, \[6, 8\]"),
-        (lambda: psum(x, Axis("tp", 2)), r"psum over tp: the axis has 2 ranks and no link between them; take it from a mesh of make_mesh"),
+        (lambda: psum(x, Axis("tp", 2)), r"psum over tp: the axis has 2 ranks and no communicator; take it from a mesh of make_mesh"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -27,13 +27,13 @@ def test_nothing_leaves_the_device(model, optimizer, micro_batches, remat, polic
     mesh, model, tx, policy = fzero.one_process(), models.build(MODELS[model]), OPTIMIZERS[optimizer], precision.POLICIES[policy]()
     if policy.loss_scale:
         policy = precision.fp16(precision.LossScale(at_floor="hold"))
-    plan = fzero.zero_plan(0, model, mesh)
-    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, ema=True, device="meta")
-    options = {"policy": policy, "ema_decay": 0.9, "micro_batches": micro_batches, "remat": remat, "skip_nonfinite": False}
-    step = fzero.make_train_step(model, tx, plan, mesh, **options)
+    plan = fzero.zero_plan(0, model, mesh, policy=policy)
+    state = fzero.init_state(model, tx, plan, seed=0, ema=True, device="meta")
+    options = {"ema_decay": 0.9, "micro_batches": micro_batches, "skip": fzero.Skip(nonfinite=False)}
+    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(remat=remat), **options)
     tokens = torch.zeros(4, 16, dtype=torch.int64, device="meta")
     before = {name: leaf.shape for name, leaf in pytree.named_leaves(state).items()}
     state, metrics = step(state, {"tokens": tokens, "targets": tokens})
     assert {name: leaf.shape for name, leaf in pytree.named_leaves(state).items()} == before
     assert {leaf.device.type for leaf in pytree.leaves((state, metrics))} == {"meta"}
-    fzero.make_eval_step(model, mesh, plan=plan, policy=policy)(state.params, {"tokens": tokens, "targets": tokens})
+    fzero.make_eval_step(model, plan)(state.params, {"tokens": tokens, "targets": tokens})

@@ -13,7 +13,7 @@ import torch
 from ranks import run
 
 from fzero.core import digest as module
-from fzero.core.digest import DTYPES, combined, digest, digest_tree
+from fzero.core.digest import DTYPES, combine, digest, digest_tree
 from fzero.sharding import Spec, one_process
 from fzero.sharding.digests import digest_text, digests
 from fzero.sharding.slices import local_slice
@@ -58,7 +58,7 @@ def way(request, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", {"cpu": 100})
     if request.param == "C++":
         assert module._library() is not None, "this machine has no g++"
-        monkeypatch.setattr(module, "_by_tensors", lambda *given: pytest.fail("tensor operations are used"))
+        monkeypatch.setattr(module, "_digest_by_tensors", lambda *given: pytest.fail("tensor operations are used"))
     else:
         monkeypatch.setattr(module, "_library", lambda: pytest.fail("the C++ is used"))
 
@@ -177,11 +177,11 @@ def test_names_are_mixed_in():
     assert digests == {"a": digest(torch.ones(3)), "b/c": digest(torch.ones(3)), "b/d": digest(torch.zeros(2))}
     swapped = {**digests, "a": digests["b/d"], "b/d": digests["a"]}
     renamed = {"e" if name == "a" else name: value for name, value in digests.items()}
-    assert len({combined(digests), combined(swapped), combined(renamed), combined({})}) == 4
+    assert len({combine(digests), combine(swapped), combine(renamed), combine({})}) == 4
     # Linear: parts of leaves make up the same.
     halves = [{"a": digest(torch.ones(n), (3,), (at,))} for n, at in ((1, 0), (2, 1))]
     rest = {name: value for name, value in digests.items() if name != "a"}
-    assert sum(map(combined, (*halves, rest))) & MASK == combined(digests)
+    assert sum(map(combine, (*halves, rest))) & MASK == combine(digests)
 
 
 # -- on a mesh
@@ -227,7 +227,7 @@ def test_shards_have_the_digests_of_the_whole_on_every_mesh(sizes):
     assert digests(tree(), SPECS, one_process()) == expected
     n = 2 ** len(sizes)
     for found, sent, text in run(n, digests_of_shards, mesh=sizes):
-        assert found == expected and text == f"{combined(expected):016x}"
+        assert found == expected and text == f"{combine(expected):016x}"
         assert sent == 8 * len(SPECS) * len(sizes)  # a rank's own numbers to the one other of each axis
 
 

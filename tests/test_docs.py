@@ -14,6 +14,8 @@ from fzero import models
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
+# Their examples train, start processes or make many plans: more than five seconds each.
+SLOW = ("checkpoints", "fault", "guard", "measure", "migrate", "offload", "parallel", "plan", "pretrain", "replay", "report")
 KINDS = {"python", "bash", "console", "text", "toml", "json"}  # the first two are executed
 
 
@@ -60,6 +62,11 @@ def run_bash(block: Block, page: Path, folder: Path) -> None:
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
+def each_page(pages: list[Path]):
+    cases = [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW), id=page.name) for page in pages]
+    return pytest.mark.parametrize("page", cases)
+
+
 def run_page(page: Path, folder: Path) -> list[str]:
     """Run the page's blocks in order; returns what was left out, and why. A failure names page and line."""
     namespace, left_out = {"__name__": "__docs__"}, []
@@ -77,7 +84,7 @@ def run_page(page: Path, folder: Path) -> list[str]:
     return left_out
 
 
-@pytest.mark.parametrize("page", PAGES[::2], ids=lambda page: page.name)
+@each_page(PAGES[::2])
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     left_out = run_page(page, tmp_path)

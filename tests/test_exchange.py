@@ -29,10 +29,10 @@ CONFIGS = {
 def state_of(mesh, name, stage, policy):
     """(a state whose master weights, parameters and average differ, its specs)."""
     model = models.build(CONFIGS[name])
-    plan, tx = fzero.zero_plan(stage, model, mesh), optim.adamw(1e-3)
-    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, ema=True)
+    plan, tx = fzero.zero_plan(stage, model, mesh, policy=policy), optim.adamw(1e-3)
+    state = fzero.init_state(model, tx, plan, seed=0, ema=True)
     state = state._replace(extra={**state.extra, "ema": pytree.map(lambda x: x * 3, state.extra["ema"])})
-    return state, fzero.state_specs(plan, tx, policy, ema=True)
+    return state, fzero.state_specs(plan, tx, ema=True)
 
 
 def save_on(mesh, folder, name, stage, bf16):
@@ -40,6 +40,7 @@ def save_on(mesh, folder, name, stage, bf16):
     checkpoint.save(f"{folder}/{run_folder.CHECKPOINTS}", state, step=5, config=to_table(recipe("", CONFIGS[name])), specs=specs, mesh=mesh)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     ("name", "mesh", "stage"),
@@ -47,7 +48,7 @@ def save_on(mesh, folder, name, stage, bf16):
 )
 def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
     folder = tmp_path / "run"
-    run_folder.create(folder, recipe("", CONFIGS[name]), None)
+    run_folder.create_run(folder, recipe("", CONFIGS[name]), None)
     run(4, save_on, str(folder), name, stage, bf16, mesh=mesh)
     state, _ = state_of(fzero.one_process(), name, 0, precision.bf16() if bf16 else precision.fp32())
     for ema in (False, True):
@@ -120,7 +121,7 @@ def test_what_cannot_be_exported(tmp_path):
 
     refused("no such folder; a run folder has a config.json", tmp_path / "nowhere")
     folder = tmp_path / "run"
-    run_folder.create(folder, recipe("", CONFIGS["llama"]), None)
+    run_folder.create_run(folder, recipe("", CONFIGS["llama"]), None)
     refused("no checkpoint in it", folder)
     params = models.init_params(models.build(CONFIGS["llama"]), fzero.core.prng.key(0))
     checkpoint.save(folder / run_folder.CHECKPOINTS, {"params": params}, step=3)

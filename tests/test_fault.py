@@ -31,7 +31,7 @@ from launched import (
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.run.ranks import rendezvous
-from fzero.run.ranks.elastic import fitting_mesh
+from fzero.run.ranks.elastic import fit_mesh
 from fzero.run.ranks.watchdog import Beat, verdict
 from fzero.run.resume import auto_resume
 
@@ -159,8 +159,8 @@ def test_a_process_whose_place_is_taken_ends(store):
     ],
 )
 def test_the_mesh_on_other_processes(sizes, processes, micro_batches, expected):
-    assert fitting_mesh(sizes, processes, micro_batches) == expected
-    canonical = fitting_mesh(sizes, processes, micro_batches, canonical=True)
+    assert fit_mesh(sizes, processes, micro_batches) == expected
+    canonical = fit_mesh(sizes, processes, micro_batches, canonical=True)
     assert canonical == (expected if expected.get("dp") != 3 else {axis: n for axis, n in expected.items() if axis != "dp"} | {"dp": 2})
 
 
@@ -184,7 +184,7 @@ def fz(folder, monkeypatch, capfd):
 def test_auto_resume_starts_goes_on_and_ends(fz, folder):
     command = ["pretrain", *KEEP, *STEPS, "--out", "auto", "--sample", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 5)
-    assert code == 0 and "stopped after step 5 of 12" in out and not (folder / "auto" / auto_resume.BEGUN).exists()
+    assert code == 0 and "stopped after step 5 of 12" in out and not (folder / "auto" / auto_resume.MARKER).exists()
     code, out, _ = fz(*command, "--stop-at", 5)
     assert code == 0 and "auto: has made its 5 steps" in out
     code, out, _ = fz(*command)
@@ -236,7 +236,7 @@ def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
     run = folder / "early"
     (run / "data").mkdir(parents=True)
     (run / "data" / "train.bin").write_bytes(b"half")
-    (run / auto_resume.BEGUN).touch()
+    (run / auto_resume.MARKER).touch()
     command = ["pretrain", *KEEP, *STEPS, "--out", "early", "--sample", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 3)
     assert code == 0 and "preparing" in out and "stopped after step 3" in out
@@ -250,6 +250,7 @@ def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
 # ---- restarts by torchrun -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_the_run_goes_on_bit_for_bit(folder):
     """torchrun starts all ranks again by the same command; --out was not given, so the folder is found in torchrun's store."""
     run = folder / "runs" / "llama-tiny-1"
@@ -268,7 +269,7 @@ def test_a_restart_does_not_go_on_with_a_run_that_it_did_not_make(folder):
     before = rows(folder / "whole")
     process = start(folder, 2, *KEEP, "--steps", 13, "--out", "whole", how=(*STANDALONE, "--max-restarts", 1), log="-refused")
     code, _, said, _ = ended(folder, process, log="-refused")
-    assert code == 1 and len(said) == 2 and all("whole: exists and is not empty; go on with it by --resume" in line for line in said), said
+    assert code == 1 and len(said) == 2 and all("whole: exists and is not empty; resume it with --resume" in line for line in said), said
     assert rows(folder / "whole") == before
 
 
@@ -337,10 +338,10 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
     hung += r" of blocks/\S+ and 8 more in forward \(#\d+\)"
     waits = r"rank 0 waits in all_gather over dp \(2 ranks\) of head/norm/scale and 1 more in forward \(#\d+\), step 3"
     assert re.search(f"error: {hung}; {waits};", said[0]), said
-    assert "go on from the last checkpoint with --resume, or let torchrun --max-restarts do it" in said[0]
+    assert "resume from the last checkpoint with --resume, or let torchrun --max-restarts do it" in said[0]
 
 
-@pytest.mark.parametrize("rank", (0, pytest.param(1, marks=pytest.mark.exhaustive)))
+@pytest.mark.parametrize("rank", (pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)))
 def test_a_stopped_rank_is_named(folder, rank):
     log = f"-stop{rank}"
     process = started(folder, f"stop{rank}", 2, *HANG, log=log)
@@ -365,13 +366,14 @@ def stopped_well(folder, process, run, log, codes=None):
     return code, step, out
 
 
+@pytest.mark.slow
 def test_ranks_whose_torchrun_is_killed_end(folder):
     process = started(folder, "orphans", 2)
     ranks = ranks_of(process)
     process.kill()
     process.wait()
     until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks.values()), timeout_s=15)
-    assert said_in((folder / "err").read_text()) == ["fzero: error: torchrun is gone; go on from the last checkpoint with --resume"]
+    assert said_in((folder / "err").read_text()) == ["fzero: error: torchrun is gone; resume from the last checkpoint with --resume"]
 
 
 def test_sigterm_to_torchrun_saves_on_all_ranks(folder):
@@ -380,7 +382,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(folder):
     ranks = ranks_of(process)
     process.terminate()
     code, step, out = stopped_well(folder, process, "term", "-term")
-    assert code == 1 and f"stopped after step {step} of 1000000; go on with: " in out
+    assert code == 1 and f"stopped after step {step} of 1000000; resume with: " in out
     assert not any(os.path.exists(f"/proc/{rank}") for rank in ranks.values())
     assert "got signal: 15" in (folder / "err-term").read_text()
 
@@ -529,6 +531,7 @@ def texts(folder, name, agents, what="out"):
     return "".join((folder / f"{what}-{name}{i}").read_text() for i in range(len(agents)))
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
     """Three nodes, of which 8 micro-batches a step need two. One of these is lost, with its torchrun: the third goes on in its place."""
     name = "lost"

@@ -182,7 +182,7 @@ def test_a_document_in_a_packed_row_is_the_document_alone():
 def tiles_seen(pattern, documents, t, m, n):
     """How many tiles of m queries and n keys there are in which a query sees a key."""
     at = torch.arange(t, device=laws.DEVICE)
-    mask = attn.visible(pattern, at, at, documents)[0]
+    mask = attn.visible_mask(pattern, at, at, documents)[0]
     return sum(int(part.any()) for rows in mask.split(m) for part in rows.split(n, 1))
 
 
@@ -217,7 +217,7 @@ def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
 def _sees_some(FIRST, KEY, OUT, size, keep, ROWS: tl.constexpr, KIND: tl.constexpr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     first, key = tl.load(FIRST + at), tl.load(KEY + at)
-    tl.store(OUT + at, attention_flash.sees_some(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32))
+    tl.store(OUT + at, attention_flash.may_see(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32))
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,15 @@ def steps(step, state, count=3):
 def test_vmap_over_four_seeds_equals_four_runs(case, remat):
     case = case_of(case)
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.05, eps=1e-6))
-    plan, options = fzero.zero_plan(0, case.source, MESH), {"policy": FP64, "micro_batches": 2, "ema_decay": 0.9, "remat": remat}
-    pure, donated = (fzero.make_train_step(case.loss_fn, tx, plan, MESH, donate=donate, **options) for donate in (False, True))
+    plan = fzero.zero_plan(0, case.source, MESH, policy=FP64)
+    options = {"micro_batches": 2, "ema_decay": 0.9, "execution": fzero.Execution(remat=remat)}
+    pure, donated = (fzero.make_train_step(case.loss_fn, tx, plan, donate=donate, **options) for donate in (False, True))
 
     def init(key):
         source = case.source
         if not isinstance(source, base.Model):
             source = pytree.map_named(lambda n, p: p + prng.normal(prng.fold_in(key, n), p.shape, std=0.1, dtype=F64), source)
-        return fzero.init_state(source, tx, plan, MESH, seed=key, policy=FP64, ema=True)
+        return fzero.init_state(source, tx, plan, seed=key, ema=True)
 
     keys = torch.stack([prng.key(seed) for seed in range(4)])
     together, metrics = steps(torch.func.vmap(pure, in_dims=(0, None)), torch.func.vmap(init)(keys))
@@ -53,12 +54,12 @@ def test_vmap_over_four_seeds_equals_four_runs(case, remat):
 
 def losses_by_rate(case, make_tx=optim.adamw, count=3):
     """loss(lr) after some steps, as a function that composes."""
-    plan = fzero.zero_plan(0, case.source, MESH)
+    plan = fzero.zero_plan(0, case.source, MESH, policy=FP64)
 
     def train_with(lr):
         tx = make_tx(lr)
-        step = fzero.make_train_step(case.loss_fn, tx, plan, MESH, policy=FP64, donate=False, micro_batches=2)
-        state = fzero.init_state(case.source, tx, plan, MESH, seed=3, policy=FP64)
+        step = fzero.make_train_step(case.loss_fn, tx, plan, donate=False, micro_batches=2)
+        state = fzero.init_state(case.source, tx, plan, seed=3)
         return steps(step, state, count)[1].loss
 
     return train_with
@@ -83,12 +84,12 @@ def test_meta_gradient_of_the_learning_rate_through_three_adamw_steps(case):
 @pytest.mark.parametrize("model", ["llama", "moe dropless"])
 def test_meta_gradient_of_the_scale_of_the_initial_weights(model):
     case, h = case_of(model), 1e-6
-    tx, plan = optim.adamw(1e-2, eps=1e-3), fzero.zero_plan(0, case.source, MESH)
-    step = fzero.make_train_step(case.loss_fn, tx, plan, MESH, policy=FP64, donate=False)
+    tx, plan = optim.adamw(1e-2, eps=1e-3), fzero.zero_plan(0, case.source, MESH, policy=FP64)
+    step = fzero.make_train_step(case.loss_fn, tx, plan, donate=False)
     start = base.init_params(case.source, prng.key(0), F64)
 
     def after(scale):
-        state = fzero.init_state(pytree.map(lambda p: p * scale, start), tx, plan, MESH, seed=0, policy=FP64)
+        state = fzero.init_state(pytree.map(lambda p: p * scale, start), tx, plan, seed=0)
         return steps(step, state)[1].loss
 
     one = torch.tensor(1.0, dtype=F64)
@@ -97,11 +98,11 @@ def test_meta_gradient_of_the_scale_of_the_initial_weights(model):
 
 def test_meta_gradient_of_the_weights_of_the_data():
     params, h = plain_params(), 1e-5
-    tx, plan = optim.adamw(1e-2, eps=1e-3), fzero.zero_plan(0, params, MESH)
-    step = fzero.make_train_step(plain_loss, tx, plan, MESH, policy=FP64, donate=False)
+    tx, plan = optim.adamw(1e-2, eps=1e-3), fzero.zero_plan(0, params, MESH, policy=FP64)
+    step = fzero.make_train_step(plain_loss, tx, plan, donate=False)
 
     def after(weights):
-        state = fzero.init_state(params, tx, plan, MESH, seed=0, policy=FP64)
+        state = fzero.init_state(params, tx, plan, seed=0)
         for i in range(3):
             state, _ = step(state, {**batch_of(i), "mask": weights[:, None] * batch_of(i)["mask"]})
         return plain_loss(state.params, batch_of(9))[0]

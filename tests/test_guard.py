@@ -122,7 +122,7 @@ def poisoned(sample, text="text.txt"):
 def batch_of(sample, run="data"):
     """The tokens of the batch that begins with a sample."""
     value = run_folder.read_config(Path("plain"))
-    part = corpus.open_parts(value, Path("plain/data"))
+    part = corpus.open_micro_batches(value, Path("plain/data"))
     return torch.cat([part(sample, m)["tokens"] for m in range(2)])
 
 
@@ -148,6 +148,7 @@ def test_a_fault_of_the_hardware_leaves_no_trace_in_the_numbers(fz, plain, monke
     assert [(one["step"], one["to"], one["left_out"]) for one in said["rollbacks"]] == [(8, 6, False)]
 
 
+@pytest.mark.slow
 def test_a_fault_before_the_first_checkpoint_begins_anew(fz, plain, monkeypatch):
     plant(monkeypatch, flipped([1]))
     assert "step 2: the gradient is not finite; back to step 0" in ok(fz(*QUIET, *BACK, "--out", "run"))
@@ -199,6 +200,7 @@ def damage(path):
     return path
 
 
+@pytest.mark.slow
 def test_it_goes_back_as_far_as_it_is_told(fz, plain, monkeypatch):
     plant(monkeypatch, flipped([8]))
     out = ok(fz(*QUIET, *BACK, *sets("guard.rollback_steps=3"), "--out", "run"))
@@ -249,6 +251,7 @@ def test_a_bad_batch_is_left_out_for_good(fz, plain, monkeypatch):
     assert [row["step"] for row in rows("run")] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_run_with_a_batch_left_out_is_resumed_to_the_bit(fz, plain, monkeypatch):
     plant(monkeypatch, poisoned(16))
     ok(fz(*QUIET, *BACK, "--out", "whole"))
@@ -321,6 +324,7 @@ def test_progress_begins_the_count_anew(fz, plain, monkeypatch):
     assert_same(leaves("run"), leaves(plain))
 
 
+@pytest.mark.slow
 def test_a_run_may_stop_at_the_first(fz, plain, monkeypatch):
     plant(monkeypatch, flipped([7]))
     code, _, err = fz(*QUIET, *sets("guard.nonfinite=stop"), "--out", "run")
@@ -351,7 +355,7 @@ def test_the_last_step_is_compared_before_it_is_saved(fz, monkeypatch):
 
 def test_the_memory_of_a_state_is_given_back_whoever_holds_it():
     state = {"a": torch.ones(1000), "b": (torch.ones(3), ())}
-    rollback.release(state)
+    rollback.free_state(state)
     assert [leaf.untyped_storage().size() for leaf in pytree.leaves(state)] == [0, 0]
 
 
@@ -463,7 +467,7 @@ def test_the_parts_of_a_batch_are_those_of_every_mesh(fz, plain):
     from fzero.sharding import fake_mesh
 
     value, path = run_folder.read_config(Path(plain)), Path("plain/data")
-    part = corpus.open_parts(value, path)
+    part = corpus.open_micro_batches(value, path)
     for sizes in ({}, {"dp": 2}, {"rp": 2}):
         size = 2 if sizes else 1
         for rank in range(size):

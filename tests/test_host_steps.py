@@ -13,7 +13,7 @@ from fzero.core.compile import have_compiler
 from fzero.kernels import optim_cpu, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
 from fzero.kernels.optim_leaf import Leaf, Rates
-from fzero.kernels.optim_lowbit import Place, place
+from fzero.kernels.optim_lowbit import Place, make_place
 from fzero.kernels.registry import explain
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
@@ -44,7 +44,7 @@ def draw(name, shapes, state=F32, grad=F32, stochastic=False, coded=False, copy=
             kept = [*(c for c, _ in pairs), *(s for _, s in pairs)]
         else:
             kept = [x.to(state) for x in kept]
-        where = place((5, i), shape, (0,) * len(shape), shape) if stochastic else None
+        where = make_place((5, i), shape, (0,) * len(shape), shape) if stochastic else None
         leaves.append(Leaf(p, g.to(grad), tuple(kept), 0.1 * (i % 2), where, None if copy is None else torch.zeros_like(p, dtype=copy)))
     return leaves
 
@@ -258,7 +258,7 @@ def test_a_shard_is_rounded_as_in_the_whole(shard):
     shape, windows = SHARDS[shard]
     whole = draw("adamw", [shape], state=BF16, stochastic=True)[0]
     slices = tuple(slice(start, start + size) for start, size in windows)
-    where = place((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
+    where = make_place((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
     part = each(lambda x: x[slices].contiguous(), whole)._replace(place=where)
     whole, part = (after("adamw", [leaf], rates("adamw"))[0] for leaf in (whole, part))
     assert_same((part.p, *part.state), (whole.p[slices], *(x[slices] for x in whole.state)))

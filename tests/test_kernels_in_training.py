@@ -22,8 +22,8 @@ def run(config, kernels, steps):
     """(losses, parameters, the forms that were taken) of some steps."""
     mesh, model = fzero.one_process(), models.build(config)
     plan, tx = fzero.zero_plan(0, model, mesh), optim.sgd(0.3, 0.9)
-    step = fzero.make_train_step(model, tx, plan, mesh, kernels=kernels)
-    state, losses = fzero.init_state(model, tx, plan, mesh, seed=0, device=DEVICE), []
+    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(kernels=kernels))
+    state, losses = fzero.init_state(model, tx, plan, seed=0, device=DEVICE), []
     with observe() as used:
         for i in range(steps):
             tokens = (torch.arange(2 * 8, device=DEVICE).reshape(2, 8) * (i + 3)) % 37
@@ -32,7 +32,9 @@ def run(config, kernels, steps):
     return torch.tensor(losses), state.params, used
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(config, marks=[pytest.mark.slow] * (name == "moe"), id=name) for name, config in MODELS.items()]
+)
 def test_every_triton_kernel_of_a_step_gives_the_losses_of_the_references(config):
     expected, params, used = run(config, "reference", 2)
     assert set().union(*used.values()) == {"reference"}
@@ -55,5 +57,5 @@ def test_kernels_turned_off_change_no_loss_beyond_rounding():
 def test_a_wrong_choice_is_refused_when_the_step_is_made():
     model, mesh = models.build(MODELS["llama, dropout"]), fzero.one_process()
     with pytest.raises(ValueError, match="there is no operation 'atention'"):
-        fzero.make_train_step(model, optim.sgd(0.1), fzero.zero_plan(0, model, mesh), mesh, kernels="atention=triton")
+        fzero.make_train_step(model, optim.sgd(0.1), fzero.zero_plan(0, model, mesh), execution=fzero.Execution(kernels="atention=triton"))
     assert Kernels.parse("attention=triton")["attention"] == "triton"

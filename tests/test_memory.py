@@ -5,13 +5,14 @@ import functools
 import pytest
 import ranks
 import torch
+from law_cases import step_options
 
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
 from fzero.run.measure.live_bytes import LiveBytes, predict_peak
+from fzero.sharding.describe import communicated
 from fzero.sharding.mesh import fake_mesh
-from fzero.sharding.plan import communicated
 
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
 SIZES = {"vocab_size": 256, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}
@@ -27,11 +28,10 @@ def model_of(layers):
 def make(mesh, stage, layers=4, parts=2, policy="fp32", **options):
     """(step, state, local batch)"""
     model, plan_options = model_of(layers), options.pop("plan_options", {})
-    plan = fzero.zero_plan(stage, model, mesh, **plan_options)
-    policy = POLICIES[policy]()
+    plan = fzero.zero_plan(stage, model, mesh, **plan_options, policy=POLICIES[policy]())
     tx = optim.adam(1e-3)
-    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy)
-    step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=parts, skip_nonfinite=False, **options)
+    state = fzero.init_state(model, tx, plan, seed=0)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=parts, skip=fzero.Skip(nonfinite=False), **step_options(options))
     tokens = torch.zeros(parts * ROWS, T, dtype=torch.int64)
     return step, (state, {"tokens": tokens, "targets": tokens.clone()})
 
@@ -64,16 +64,26 @@ CASES += [((3, layers), {"remat": "full"}) for layers in (4, 8, 16)]
 CASES += [((3, 8), {"prefetch": 3}), ((3, 4), {"plan_options": {"reshard": False}}), ((2, 4, 3), {"plan_options": {"accumulate": "full"}})]
 CASES += [((0, 4, 2), {"plan_options": {"reduce": "canonical"}})]
 
+# With three micro-batches, stages 1 and 2 in both dtypes and the others in one; with one, two; and every option.
+OFTEN = (1, 2, 6, 7, 10, 11, 12, 14, *range(16, len(CASES)))
+
 
 @functools.cache
-def results():
-    return ranks.run(4, measured, CASES, mesh={"dp": 4}, timeout_s=300)[0]
+def results(often):
+    """{number: (args, options, what was measured)} of the cases that run every time, or of the others."""
+    numbers = [number for number in range(len(CASES)) if (number in OFTEN) == often]
+    found = ranks.run(4, measured, [CASES[number] for number in numbers], mesh={"dp": 4}, timeout_s=300)[0]
+    return {number: (*CASES[number], result) for number, result in zip(numbers, found)}
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: str(CASES[i]))
+every_case = pytest.mark.parametrize("often", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["often", "others"])
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(i, marks=[pytest.mark.slow] * (i not in OFTEN), id=str(case)) for i, case in enumerate(CASES)]
+)
 def test_the_peak_is_the_predicted_one(number):
-    args, options = CASES[number]
-    peak, _, rows = results()[number]
+    args, options, (peak, _, rows) = results(number in OFTEN)[number]
     said, said_rows = predicted({"dp": 4}, args, options)
     assert abs(peak - said) <= 0.02 * said, f"{peak:,} bytes measured, {said:,} predicted"
     assert rows == said_rows
@@ -95,20 +105,21 @@ def test_the_tracker_counts_each_storage_once_and_forgets_it():
     assert live.now == 0
 
 
-@pytest.mark.parametrize(("policy", "whole", "sharded"), [("fp32", (4, 0), 8), ("bf16", (2, 0), 12)])
+@pytest.mark.parametrize(("policy", "whole", "sharded"), [("fp32", (4, 0), 8), pytest.param("bf16", (2, 0), 12, marks=pytest.mark.slow)])
 def test_bytes_at_rest_are_the_papers(policy, whole, sharded):
     """Parameters, master weights and two moments: Rajbhandari et al. 2020, section 3.1 (K = 12, and 8 without master weights)."""
     params, n, psi = whole[0], 4, PSI[4]
     expected = {0: (params + sharded) * psi, 1: params * psi + sharded * psi // n, 2: params * psi + sharded * psi // n}
     expected[3] = (params + sharded) * psi // n
-    found = {args[0]: state_bytes for (args, options), (_, state_bytes, _) in zip(CASES, results()) if args[1:] == (4, 3, policy)}
+    measured = {**results(True), **(results(False) if policy == "bf16" else {})}
+    found = {args[0]: state_bytes for args, _, (_, state_bytes, _) in measured.values() if args[1:] == (4, 3, policy)}
     assert {stage: size - 8 for stage, size in found.items()} == expected  # the optimizer's count is one int64
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_held_as_the_papers_say(policy):
     """Between stages 1 and 2 with accumulation lie the gradients that a rank sums over micro-batches: all of them, or its part."""
-    peaks = {args: peak for (args, options), (peak, _, _) in zip(CASES, results()) if not options}
+    peaks = {args: peak for args, options, (peak, _, _) in results(True).values() if not options}
     saved = peaks[1, 4, 3, policy] - peaks[2, 4, 3, policy]
     blocks = PSI[4] - 2 * 256 * 64 - 64
     # All of the blocks' and of the embedding's are there at the end, in float32.
@@ -117,7 +128,7 @@ def test_gradients_are_held_as_the_papers_say(policy):
 
 def test_the_peak_of_stage_3_does_not_grow_with_the_layers_but_by_activations_and_shards():
     """With full recomputation a layer adds its input and its shards (parameters, gradient, two moments), and nothing else."""
-    rows = {args[1]: peak for (args, options), (peak, _, _) in zip(CASES, results()) if options == {"remat": "full"}}
+    rows = {args[1]: peak for args, options, (peak, _, _) in results(True).values() if options == {"remat": "full"}}
     a_layer = (PSI[8] - PSI[4]) // 4
     own = 4 * 4 * a_layer // 4 + 4 * ROWS * T * SIZES["d_model"]
     for few, many in ((4, 8), (8, 16)):
@@ -130,23 +141,25 @@ def sent(rows, **chosen):
     return sum(row.bytes for row in rows if all(getattr(row, key) == value for key, value in chosen.items()))
 
 
-def test_the_ledger_is_what_the_printed_plan_says():
-    for (args, _), (_, _, rows) in zip(CASES, results()):
-        if len(args) == 4 and args[3] == "fp32":
-            plan = fzero.zero_plan(args[0], model_of(4), fake_mesh({"dp": 4}))
+@every_case
+def test_the_ledger_is_what_the_printed_plan_says(often):
+    for args, _, (_, _, rows) in results(often).values():
+        if len(args) == 4:
+            plan = fzero.zero_plan(args[0], model_of(4), fake_mesh({"dp": 4}), policy=POLICIES[args[3]]())
             sent = [communicated(plan, name)[1:] for name in pytree.names(plan.like)]
             said = sum(args[2] * part + step for part, step in sent)
-            assert 4 * said == sum(row.bytes for row in rows if row.phase != "metrics"), args
+            assert said == sum(row.bytes for row in rows if row.phase != "metrics"), args
 
 
-def test_the_ledger_is_two_and_three_psi():
+@every_case
+def test_the_ledger_is_two_and_three_psi(often):
     """Elements times (N-1)/N and their size: 2 Psi at stages 0 to 2, 3 Psi at stage 3 for the layers, 2 Psi for embedding and head,
     whose backward passes need no parameters; without resharding 2 Psi for all (Rajbhandari et al. 2020, section 7).
     """
     psi, n = PSI[4], 4
     outside = 2 * 256 * 64 + 64
     blocks = psi - outside
-    for (args, options), (_, _, rows) in zip(CASES, results()):
+    for args, options, (_, _, rows) in results(often).values():
         stage, layers, parts, policy = (*args, 2, "fp32")[:4] if len(args) == 2 else (*args, "fp32")[:4]
         if layers != 4 or "remat" in options or "prefetch" in options:
             continue
@@ -176,7 +189,7 @@ def test_a_sharded_initialisation_never_holds_the_model(stage, holds):
     model, mesh = models.build(models.LlamaConfig(**sizes)), fake_mesh({"dp": 4})
     plan = fzero.zero_plan(stage, model, mesh)
     with LiveBytes() as live:
-        state = fzero.init_state(model, optim.sgd(0.1), plan, mesh, seed=0)
+        state = fzero.init_state(model, optim.sgd(0.1), plan, seed=0)
     model_bytes = 4 * models.num_params(model)
     assert tree_bytes(state.params) == model_bytes // (1 if holds else 4)
     assert (live.peak >= model_bytes) == holds

@@ -18,7 +18,7 @@ def described(mesh):
         "size": mesh.size,
         "text": str(mesh),
         "at": {a.name: (a.size, a.rank) for a in mesh.axes},
-        "ranks": {a.name: a.link.ranks for a in mesh.axes if a.link},
+        "ranks": {a.name: a.communicator.ranks for a in mesh.axes if a.communicator},
         "data": (mesh.data_size, mesh.data_rank),
         "dims": mesh.device_mesh and mesh.device_mesh.mesh_dim_names,
         "where": torch.distributed.get_rank(),
@@ -41,7 +41,7 @@ def test_ranks_are_numbered_from_the_outermost_axis_in(sizes):
         assert all(got["at"][name] == (1, 0) for name in AXES if name not in sizes)
         planned = fake_mesh(sizes, rank=rank)
         assert {a.name: (a.size, a.rank) for a in planned.axes} == got["at"] and planned.rank == rank
-        assert {a.name: a.link.ranks for a in planned.axes if a.link} == got["ranks"] and str(planned) == got["text"]
+        assert {a.name: a.communicator.ranks for a in planned.axes if a.communicator} == got["ranks"] and str(planned) == got["text"]
     # Replicas of the dp group are outside of it: each rank has data of its own, numbered through.
     count = sizes.get("dp", 1) * sizes.get("rp", 1)
     assert [got["data"] for got in by_rank] == [(count, r if count == 4 else r // 2 if count == 2 else 0) for r in range(4)]
@@ -114,6 +114,7 @@ def torchrun(n, code):
     return subprocess.run([*command, sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_under_torchrun():
     done = torchrun(2, PROGRAM)
     assert done.returncode == 0, done.stderr

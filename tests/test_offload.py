@@ -126,14 +126,12 @@ def train(mesh, case, folder=None):
     policy = POLICIES[case.policy]
     plan = fzero.zero_plan(
         case.stage, given, mesh, offload=case.offload, reduce=case.reduce, frozen=case.frozen, sequence=case.sequence,
-        accumulate=case.accumulate,
-    )  # fmt: skip
+        accumulate=case.accumulate, policy=policy)  # fmt: skip
     tx = OPTIMIZERS[case.optimizer]
     space = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
-    state = fzero.init_state(given, tx, plan, mesh, seed=0, policy=policy, ema=case.ema, space=space)
-    step = fzero.make_train_step(
-        loss, tx, plan, mesh, policy=policy, remat=case.remat, micro_batches=case.micro, ema_decay=0.9 * case.ema, space=space
-    )  # fmt: skip
+    state = fzero.init_state(given, tx, plan, seed=0, ema=case.ema, nvme=space)
+    execution = fzero.Execution(remat=case.remat)
+    step = fzero.make_train_step(loss, tx, plan, execution=execution, micro_batches=case.micro, ema_decay=0.9 * case.ema, nvme=space)
     log = []
     for i in range(case.steps):
         rows = torch.randint(0, 20, (4 * case.micro, 9), generator=torch.Generator().manual_seed(i))
@@ -148,7 +146,7 @@ def train(mesh, case, folder=None):
     if stored and case.slots > 1:
         again = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots)
         try:
-            found = values(reopened(tx, plan, mesh, again, policy=policy, ema=case.ema))
+            found = values(reopened(tx, plan, again, ema=case.ema))
             assert not differing(found, leaves), f"opened again: {differing(found, leaves)}"
         except ValueError as error:
             assert "keeps in memory" in str(error), error
@@ -266,11 +264,15 @@ TOGETHER = [
     few._replace(remat="every:2", slots=3),
     few._replace(slots=1, policy="bf16"),
 ]
-# What others have together is not run every time.
-OFTEN = [case for i, case in enumerate(TOGETHER) if i not in (3, 7, 9, 10, 12, 13)]
+# What others have together is run in the slow tier, or not unless asked for.
+SLOW, RARE = (4, 5, 11, 14), (3, 7, 9, 10, 12, 13)
 
 
-@each([case if case in OFTEN else pytest.param(case, marks=pytest.mark.exhaustive, id=name_of(case)) for case in TOGETHER])
+def later(case, mark=pytest.mark.slow):
+    return pytest.param(case, marks=mark, id=name_of(case))
+
+
+@each([later(case, pytest.mark.exhaustive) if i in RARE else later(case) if i in SLOW else case for i, case in enumerate(TOGETHER)])
 def test_groups_together_have_the_same_bits(case, folder):
     check(case, folder)
 
@@ -279,11 +281,11 @@ def test_groups_together_have_the_same_bits(case, folder):
     [
         *(few._replace(optimizer=name, policy="bf16", ema=False) for name in OPTIMIZERS if name != "clipped adamw"),
         few._replace(optimizer="lamb", mesh=DP2, stage=3, ema=False),
-        few._replace(optimizer="adafactor", mesh=DP2, stage=1, policy="bf16", ema=False),
-        few._replace(optimizer="adamw 8", mesh=DP2, stage=3, policy="bf16"),
-        few._replace(optimizer="adamw stochastic", mesh=DP2, stage=2),
+        later(few._replace(optimizer="adafactor", mesh=DP2, stage=1, policy="bf16", ema=False)),
+        later(few._replace(optimizer="adamw 8", mesh=DP2, stage=3, policy="bf16")),
+        later(few._replace(optimizer="adamw stochastic", mesh=DP2, stage=2)),
         few._replace(optimizer="muon by label", mesh=DP2, stage=3, offload="opt=nvme", policy="bf16", remat="none"),
-        few._replace(optimizer="accumulate", mesh=DP2, stage=3, offload=HOST),
+        later(few._replace(optimizer="accumulate", mesh=DP2, stage=3, offload=HOST)),
     ]
 )
 def test_any_optimizer_has_the_same_bits(case, folder):
@@ -293,12 +295,12 @@ def test_any_optimizer_has_the_same_bits(case, folder):
 @each(
     [
         few._replace(frozen="^embed|w_q|norm_1", policy="bf16"),
-        few._replace(frozen="^blocks", mesh=DP2, stage=3, micro=2),
-        few._replace(model="tied", policy="bf16", micro=2),
+        later(few._replace(frozen="^blocks", mesh=DP2, stage=3, micro=2)),
+        later(few._replace(model="tied", policy="bf16", micro=2)),
         few._replace(model="tied", mesh=DP2, stage=3, policy="bf16"),
-        few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none"),
+        later(few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none")),
         few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none", policy="bf16", mesh=DP2, stage=3, micro=2),
-        few._replace(policy="fp16", steps=20),
+        later(few._replace(policy="fp16", steps=20)),
         few._replace(policy="fp16", steps=20, mesh=DP2, stage=3, offload="params=nvme,opt=host,grads=host", remat="none", micro=2),
     ]
 )

@@ -87,7 +87,12 @@ def kill(worker, instant, **options):
     return worker("killed", since=instant[0], after=instant[1] * seconds / (STEPS + 4), **options)
 
 
-@pytest.mark.parametrize("instant", instants(8, "one rank"))
+def few(cases, often):
+    """The cases, of which those at the indices `often` run every time and the others in the slow tier."""
+    return [case if i in often else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("instant", few(instants(8, "one rank"), (2, 5)))
 def test_a_kill_at_any_instant_leaves_a_step(worker, instant):
     answer = kill(worker, instant)
     assert answer["code"] in (-9, 0)
@@ -124,7 +129,7 @@ EXPECTED = {  # of those whose outcome is certain
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("point", PLACES)
+@pytest.mark.parametrize("point", few(PLACES, (1, 4, 7, 9, 12)))
 def test_a_kill_inside_a_commit_leaves_the_step_before_or_after(worker, point):
     answer = worker("killed", point=point)
     assert answer["code"] == -9
@@ -132,12 +137,20 @@ def test_a_kill_inside_a_commit_leaves_the_step_before_or_after(worker, point):
     assert step == EXPECTED.get(point, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim, instant", [*zip((0, 1), instants(2, "two ranks", first=2))])
 def test_a_kill_of_one_of_two_ranks_leaves_a_step_of_both(worker, victim, instant):
     check(worker, kill(worker, instant, ranks=2, victim=victim), ranks=2)
 
 
-@pytest.mark.parametrize("victim, point", [(0, ("a text is durable", 6)), (1, ("a text is durable", 4)), (1, ("all is durable", 4))])
+@pytest.mark.parametrize(
+    "victim, point",
+    [
+        (0, ("a text is durable", 6)),
+        pytest.param(1, ("a text is durable", 4), marks=pytest.mark.slow),
+        pytest.param(1, ("all is durable", 4), marks=pytest.mark.slow),
+    ],
+)
 def test_a_kill_of_one_of_two_ranks_inside_a_commit(worker, victim, point):
     answer = worker("killed", ranks=2, victim=victim, point=point)
     assert answer["code"] == -9
@@ -146,7 +159,11 @@ def test_a_kill_of_one_of_two_ranks_inside_a_commit(worker, victim, point):
 
 # Steps 2, 4 and 6 are pinned: the texts of a pin are the 8th, the 13th and the 18th.
 @pytest.mark.parametrize(
-    "point", [("a pin begins", 2), ("a text is written", 15), ("a text is durable", 8), ("a text is there", 13), ("a text is durable", 18)]
+    "point",
+    few(
+        [("a pin begins", 2), ("a text is written", 15), ("a text is durable", 8), ("a text is there", 13), ("a text is durable", 18)],
+        (1, 3),
+    ),
 )
 def test_a_kill_around_a_pin_leaves_the_step_and_its_checkpoints(worker, point):
     answer = worker("killed", point=point, pins=True)
@@ -159,6 +176,7 @@ def test_a_kill_around_a_pin_leaves_the_step_and_its_checkpoints(worker, point):
     }[point]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instant", instants(2, "pins", first=4))
 def test_a_kill_at_any_instant_leaves_the_checkpoints(worker, instant):
     answer = kill(worker, instant, pins=True)

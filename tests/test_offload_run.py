@@ -46,13 +46,13 @@ def in_memory(tree):
 def trained(folder, offload, policy, *, update="end", clip=None, micro=1, steps=4, bad=None, mesh=None, stage=0, norms=None):
     """(losses, the state in memory); step `bad` has a gradient that is not finite. norms: is given those of the gradients."""
     mesh = mesh or fzero.one_process()
-    plan = fzero.zero_plan(stage, MODEL, mesh, offload=offload)
+    plan = fzero.zero_plan(stage, MODEL, mesh, offload=offload, policy=policy)
     tx = optim.adamw(1e-2, weight_decay=0.1)
     tx = optim.chain(optim.clip_by_global_norm(clip), tx) if clip else tx
     space = Nvme(folder) if "nvme" in offload else None
-    state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True, space=space)
-    options = {"policy": policy, "micro_batches": micro, "ema_decay": 0.9, "update": update}
-    step, losses = fzero.make_train_step(MODEL, tx, plan, mesh, space=space, **options), []
+    state = fzero.init_state(MODEL, tx, plan, seed=0, ema=True, nvme=space)
+    options = {"micro_batches": micro, "ema_decay": 0.9, "update": update}
+    step, losses = fzero.make_train_step(MODEL, tx, plan, nvme=space, **options), []
     for i in range(steps):
         batch = batch_at(i)
         if i == bad:
@@ -106,10 +106,10 @@ def test_layers_updated_in_the_backward_pass_are_those_updated_behind_it(tmp_pat
 
 def test_an_early_update_of_a_bad_gradient_is_undone(tmp_path):
     """The step is skipped: everything but its counters is as before."""
-    plan = fzero.zero_plan(0, MODEL, fzero.one_process(), offload=ALL)
+    plan = fzero.zero_plan(0, MODEL, fzero.one_process(), offload=ALL, policy=POLICIES["fp32"])
     _, state = trained(tmp_path, ALL, POLICIES["fp32"], update="backward", steps=3, bad=2)
     space = Nvme(tmp_path)
-    again = reopened(optim.adamw(1e-2), plan, fzero.one_process(), space, policy=POLICIES["fp32"], ema=True)
+    again = reopened(optim.adamw(1e-2), plan, space, ema=True)
     assert int(again.step) == 3 and int(again.opt_state.count) == 2
     assert_equal(in_memory(again), state)
     assert torch.isinf(state.params["head"]["norm"]["scale"]).all() and torch.isfinite(state.params["embed"]["tokens"]).all()
@@ -120,10 +120,10 @@ def test_an_early_update_of_a_bad_gradient_is_undone(tmp_path):
 def one_behind(policy, micro, steps=4):
     """The definition of the delayed update: a gradient is applied behind the computation of the next one."""
     mesh = fzero.one_process()
-    plan = fzero.zero_plan(0, MODEL, mesh)
+    plan = fzero.zero_plan(0, MODEL, mesh, policy=policy)
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
     gradient = make_gradient(MODEL, plan, mesh, Execution(policy))
-    state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, ema=True)
+    state = fzero.init_state(MODEL, tx, plan, seed=0, ema=True)
     waiting, losses = None, []
     for i in range(steps):
         grads, total = gradient(state, *reversed(split_batch(batch_at(i), micro)), (), torch.ones(()))
@@ -169,7 +169,7 @@ def test_an_optimizer_that_looks_at_the_whole_tree_is_refused():
         optim.chain(optim.clip_by_value(1.0), optim.clip_by_global_norm(1.0), optim.sgd(0.1)),
     ):
         with pytest.raises(ValueError, match=r"offload: the optimizer looks at the whole tree .* put the clipping first"):
-            fzero.make_train_step(MODEL, tx, plan, mesh)
+            fzero.make_train_step(MODEL, tx, plan)
 
 
 # -- weights of several ranks

@@ -388,7 +388,7 @@ def test_a_broken_text_is_named(direct, opened, name, text):
     said(reopen(opened, direct), direct / name, "is not", "resume from a checkpoint")
 
 
-@pytest.mark.parametrize("name", [STEP, "sums/slot-0.rank-0.json"])
+@pytest.mark.parametrize("name", [STEP, pytest.param("sums/slot-0.rank-0.json", marks=pytest.mark.slow)])
 def test_any_flipped_bit_of_a_text_is_seen(direct, opened, name):
     make(opened(direct), 1)
     path = direct / name
@@ -728,22 +728,22 @@ def used(folder):
 
 def run(folder, offload, steps=6, then=lambda space, step: None, space=None, stage=0):
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
-    plan = fzero.zero_plan(stage, model, mesh, offload=offload)
+    plan = fzero.zero_plan(stage, model, mesh, offload=offload, policy=precision.bf16())
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
     space = space or Nvme(folder, buffer_bytes=1 << 20)
-    policy = precision.bf16()
-    state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, space=space)
-    step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, remat="full", space=space)
+    state = fzero.init_state(model, tx, plan, seed=0, nvme=space)
+    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(remat="full"), nvme=space)
     for i in range(steps):
         rows = torch.randint(0, 97, (4, 9), generator=torch.Generator().manual_seed(i))
         state, _ = step(state, local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, mesh))
         then(space, i)
-    return state, lambda space: reopened(tx, plan, mesh, space, policy=policy)
+    return state, lambda space: reopened(tx, plan, space)
 
 
 EVERYTHING = "params=nvme,grads=nvme,opt=nvme,acts=nvme"
 
 
+@pytest.mark.slow
 def test_disk_and_buffers_do_not_grow(direct):
     sizes = []
 
@@ -787,9 +787,9 @@ def test_a_disk_that_fills_up_in_a_step_leaves_the_step_before(direct):
     again = Nvme(direct, buffer_bytes=1 << 20)
     expected = run(None, "", steps=3, space=Nvme())[0]
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
-    plan = fzero.zero_plan(0, model, mesh, offload="params=nvme,opt=nvme")
+    plan = fzero.zero_plan(0, model, mesh, offload="params=nvme,opt=nvme", policy=precision.bf16())
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
-    state = reopened(tx, plan, mesh, again, policy=precision.bf16())
+    state = reopened(tx, plan, again)
     for name, leaf in pytree.named_leaves(expected).items():
         got = pytree.named_leaves(state)[name]
         assert torch.equal(got.tensor() if isinstance(got, DiskTensor) else got, leaf), name
@@ -800,8 +800,8 @@ def test_a_plan_on_a_disk_needs_a_space(direct):
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(0, model, mesh, offload="opt=nvme")
     tx = optim.adamw(1e-2)
-    said(lambda: fzero.init_state(model, tx, plan, mesh, seed=0), "rests on a disk", "space=")
-    said(lambda: fzero.init_state(model, tx, plan, mesh, seed=0, space=Nvme()), "no folder", "--nvme")
+    said(lambda: fzero.init_state(model, tx, plan, seed=0), "rests on a disk", "space=")
+    said(lambda: fzero.init_state(model, tx, plan, seed=0, nvme=Nvme()), "no folder", "--nvme")
 
 
 def test_a_stored_leaf_says_what_a_tensor_says(direct, opened):

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.comm.collectives import all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
 from fzero.comm.communicator import communicator_of
 from fzero.comm.operators import ops
-from fzero.core.graph import hold, in_order
+from fzero.core.graph import chain_in_order, hold
 from fzero.sharding import fake_mesh
 
 F64 = torch.float64
@@ -24,7 +24,7 @@ def draw(*shape, seed=0):
 
 
 def operators(mesh):
-    dp, tp = mesh["dp"].link.number, mesh["tp"].link.number
+    dp, tp = mesh["dp"].communicator.number, mesh["tp"].communicator.number
     x = draw(4, 6, seed=mesh.rank)
     samples = [
         (ops.psum, (x, dp, "")),
@@ -50,7 +50,7 @@ def test_operators_and_their_fake_kernels():
 
 
 def test_a_link_that_is_gone_says_so():
-    number = fake_mesh({"dp": 2})["dp"].link.number
+    number = fake_mesh({"dp": 2})["dp"].communicator.number
     with pytest.raises(ValueError, match="a traced collective runs on a mesh that is gone; keep the mesh while its functions are used"):
         communicator_of(number)
 
@@ -122,7 +122,7 @@ def test_in_order_chains_the_collectives_of_a_graph():
 
     with torch._subclasses.FakeTensorMode():
         graph = make_fx(f)(torch.empty(4, 4))
-    assert in_order(graph)
+    assert chain_in_order(graph)
     nodes = [node for node in graph.graph.nodes if is_collective(node)]
     assert [node.target for node in nodes] == [ops.psum.after, ops.all_to_all.after, ops.ppermute.after]
     assert nodes[0].args[-1] is None
@@ -134,7 +134,7 @@ def test_in_order_chains_the_collectives_of_a_graph():
     graph.graph.eliminate_dead_code()
     assert len([node for node in graph.graph.nodes if is_collective(node)]) == 3
     with torch._subclasses.FakeTensorMode():
-        assert not in_order(make_fx(lambda x: [x + 1])(torch.empty(2)))
+        assert not chain_in_order(make_fx(lambda x: [x + 1])(torch.empty(2)))
 
 
 def compiled_in_order(mesh):
@@ -153,7 +153,7 @@ def compiled_in_order(mesh):
 
     with torch._subclasses.FakeTensorMode() as mode:
         graph = make_fx(f)(torch.empty(8, 8, dtype=F64))
-    assert in_order(graph)
+    assert chain_in_order(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
         run = compile_fx_inner(graph, examples)

@@ -13,7 +13,7 @@ from fzero.core import precision, prng, pytree
 from fzero.kernels import optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
 from fzero.kernels.optim_leaf import Leaf, Rates
-from fzero.kernels.optim_lowbit import Place, place
+from fzero.kernels.optim_lowbit import Place, make_place
 from fzero.kernels.registry import explain
 from fzero.optim import moment_storage
 from fzero.optim import norm as norm_module
@@ -46,7 +46,7 @@ def draw(name, shapes, state=torch.float32, grad=torch.float32, param=torch.floa
             kept = [*(c for c, _ in pairs), *(s for _, s in pairs)]
         else:
             kept = [x.to(state) for x in kept]
-        where = place((5, i), shape, (0,) * len(shape), shape) if stochastic else None
+        where = make_place((5, i), shape, (0,) * len(shape), shape) if stochastic else None
         leaves.append(Leaf(p.to(param), g.to(grad), tuple(kept), 0.1 * (i % 2), where, p.to(torch.bfloat16) if copy else None))
     return leaves
 
@@ -209,7 +209,7 @@ def test_lion_by_hand():
 def test_rounding_bits_are_the_words_of_the_step_and_the_element():
     x = laws.draw((2, 300), dtype=torch.float32, seed=3)[0]
     leaf = Leaf(x.clone(), torch.zeros_like(x), (torch.zeros_like(x, dtype=torch.bfloat16), torch.zeros_like(x, dtype=torch.bfloat16)), 0.0)
-    leaf = leaf._replace(g=x, place=place((11, 12), (2, 300), (0, 0), (2, 300)))
+    leaf = leaf._replace(g=x, place=make_place((11, 12), (2, 300), (0, 0), (2, 300)))
     given = rates("adamw")._replace(b1=0.0, b2=0.0)
     kernels.adamw([leaf], given, impl="triton")
     words = prng.bits(prng.fold_in(torch.tensor([11, 12]), 7), (2, 300)).to(x.device)
@@ -244,7 +244,7 @@ def test_a_shard_is_rounded_as_in_the_whole(cut, impl):
     whole = draw("adamw", [shape], **STATES["stochastic"])[0]
     slices = tuple(slice(start, start + size) for start, size in windows)
     part = lambda x: x[slices].clone()  # noqa: E731
-    where = place((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
+    where = make_place((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
     shard = Leaf(part(whole.p), part(whole.g), tuple(map(part, whole.state)), whole.decay, where)
     for leaf in (whole, shard):
         kernels.adamw([leaf], rates("adamw"), impl=impl)
@@ -256,9 +256,9 @@ def test_place_of_every_element():
         sizes, starts = tuple(s for _, s in windows), tuple(b for b, _ in windows)
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         expected = whole[tuple(slice(b, b + s) for b, s in windows)].reshape(-1)
-        assert torch.equal(place((0, 0), sizes, starts, shape).index(torch.arange(len(expected))), expected)
+        assert torch.equal(make_place((0, 0), sizes, starts, shape).index(torch.arange(len(expected))), expected)
     with pytest.raises(ValueError, match="is cut in 4 dims"):
-        place((0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (2, 2, 2, 2))
+        make_place((0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (2, 2, 2, 2))
 
 
 # ---- 8 bits ---------------------------------------------------------------------------------------------------------
@@ -364,8 +364,8 @@ def test_a_shard_in_one_run_needs_no_divisions():
     leaf = Leaf(p, g, (torch.zeros_like(p),))
     for where, placed in (
         (Place(), False),
-        (place((0, 0), (4, 8), (4, 0), (16, 8)), False),
-        (place((0, 0), (4, 8), (4, 0), (4, 16)), True),
+        (make_place((0, 0), (4, 8), (4, 0), (16, 8)), False),
+        (make_place((0, 0), (4, 8), (4, 0), (4, 16)), True),
     ):
         assert kernels._kind(leaf._replace(place=where)).placed == placed
 
@@ -385,10 +385,10 @@ TRANSFORMATIONS = {
 
 def trained(name, impl, policy, steps=3):
     mesh = fzero.one_process(device=laws.DEVICE) if laws.DEVICE == "cuda" else fzero.one_process()
-    plan = fzero.zero_plan(0, MODEL, mesh)
+    plan = fzero.zero_plan(0, MODEL, mesh, policy=policy)
     tx = TRANSFORMATIONS[name](impl)
-    state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, device=laws.DEVICE)
-    step, seen = fzero.make_train_step(MODEL, tx, plan, mesh, policy=policy), []
+    state = fzero.init_state(MODEL, tx, plan, seed=0, device=laws.DEVICE)
+    step, seen = fzero.make_train_step(MODEL, tx, plan), []
     text = (torch.arange(4 * 9, device=laws.DEVICE).reshape(4, 9) * 7) % 32
     for i in range(steps):
         if i == 1:  # a step that must be skipped

@@ -173,8 +173,8 @@ def losses_of_a_run(mesh, stage):
     out = []
     for name in ("adamw stochastic", "adamw 8"):
         tx = LOW[name](0.02)
-        state = fzero.init_state(model, tx, plan, mesh, seed=0)
-        step = fzero.make_train_step(model, tx, plan, mesh)
+        state = fzero.init_state(model, tx, plan, seed=0)
+        step = fzero.make_train_step(model, tx, plan)
         text = (torch.arange(8 * 9).reshape(8, 9) * 7) % 32
         each = 8 // mesh.data_size
         rows = text[mesh.data_rank * each : (mesh.data_rank + 1) * each]
@@ -270,12 +270,12 @@ def test_a_step_refuses_shards_for_what_needs_whole_leaves():
     model = fzero.models.build(fzero.models.MLPConfig(vocab_size=32, d_model=16, n_layers=2, d_ff=32))
     plan = fzero.zero_plan(2, model, mesh)
     with pytest.raises(ValueError, match="give it an `on`"):
-        fzero.make_train_step(model, optim.adamw(0.1)._replace(needs="matrix"), plan, mesh)
+        fzero.make_train_step(model, optim.adamw(0.1)._replace(needs="matrix"), plan)
 
 
 def test_place_is_that_of_the_layout():
     mesh = fzero.sharding.fake_mesh({"dp": 4}, rank=2)
     layout = optim.sharded({"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, mesh, like={"blocks": {"w": torch.empty(3, 8, 5)}})
-    where = optim_lowbit.place((0, 0), (3, 2, 5), *layout.window("blocks/w", (3, 2, 5)))
+    where = optim_lowbit.make_place((0, 0), (3, 2, 5), *layout.window("blocks/w", (3, 2, 5)))
     whole = torch.arange(120).view(3, 8, 5)
     assert torch.equal(where.index(torch.arange(30)), whole[:, 4:6].reshape(-1))

@@ -158,6 +158,7 @@ def planted(mesh, plant):
     return False
 
 
+@pytest.mark.each_value
 @every_mesh
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_mistake_is_seen(plant, mesh):
@@ -318,6 +319,7 @@ def gradient_through_steps(mesh, name):
     assert_same(torch.func.grad(on_shards)(own(mesh, SPECS, whole)), own(mesh, SPECS, expected), 1e-11)
 
 
+@pytest.mark.each_value
 @every_mesh
 @pytest.mark.parametrize("name", ["lamb", "muon by label", "recipe", "clip and sgd"])
 def test_gradient_through_steps_on_shards(name, mesh):

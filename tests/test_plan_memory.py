@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from plan_cases import CASES, THIN, made
+from plan_cases import CASES, SLOW, THIN, made
 from torch.utils.flop_counter import FlopCounterMode
 
 from fzero.planner import devices, extrapolate
@@ -66,10 +66,17 @@ def measured(mesh, cases):
     return out
 
 
+TIERS = {"default": [], "slow": pytest.mark.slow, "exhaustive": pytest.mark.exhaustive}
+
+
+def tier_of(name):
+    return "slow" if name in SLOW else "default" if name in THIN else "exhaustive"
+
+
 @functools.cache
-def results(thin, n, sizes):
-    """The measurements, on one mesh, of the thin part or of the others."""
-    cases = {name: config for name, (m, config) in CASES.items() if (name in THIN, m, tuple(config.mesh.items())) == (thin, n, sizes)}
+def results(tier, n, sizes):
+    """The measurements, on one mesh, of the cases of a tier."""
+    cases = {name: config for name, (m, config) in CASES.items() if (tier_of(name), m, tuple(config.mesh.items())) == (tier, n, sizes)}
     return measured(one_process(), cases) if n == 1 else ranks.run(n, measured, cases, mesh=dict(sizes), timeout_s=300)[0]
 
 
@@ -92,10 +99,10 @@ def moved(trace, what):
 DEVIATIONS = {}
 
 
-@pytest.mark.parametrize("name", [name if name in THIN else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=TIERS[tier_of(name)]) for name in CASES])
 def test_what_is_predicted_is_measured(name):
     n, config = CASES[name]
-    timeline, at_rest, rows, counted, disk = results(name in THIN, n, tuple(config.mesh.items()))[name]
+    timeline, at_rest, rows, counted, disk = results(tier_of(name), n, tuple(config.mesh.items()))[name]
     trace, peak = trace_step(config, config.mesh), fullest(timeline)
     DEVIATIONS[name] = trace.peak.bytes / peak.bytes - 1
     assert (trace.state, trace.state_elsewhere) == at_rest

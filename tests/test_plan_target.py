@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from law_cases import step_options
 
 import fzero
 from fzero import models, optim
@@ -49,10 +50,10 @@ def step_on(target, name="llama", sizes=None, stage=0, tx="adamw", policy="bf16"
     mesh, policy = fake_mesh(sizes or {}), getattr(precision, policy)()
     with FakeDevice(target) as mode:
         model = models.build(CONFIGS[name])
-        plan = fzero.zero_plan(stage, model, mesh, **(plan or {}))
+        plan = fzero.zero_plan(stage, model, mesh, **(plan or {}), policy=policy)
         tx = OPTIMIZERS[tx]()
-        state = fzero.init_state(model, tx, plan, mesh, seed=0, policy=policy, device=mode.device)
-        step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=parts, skip_nonfinite=False, **options)
+        state = fzero.init_state(model, tx, plan, seed=0, device=mode.device)
+        step = fzero.make_train_step(model, tx, plan, micro_batches=parts, skip=fzero.Skip(nonfinite=False), **step_options(options))
         tokens = torch.zeros(2 * parts, 32, dtype=torch.int64, device=mode.device)
         with observe() as used:
             state, _ = step(state, {"tokens": tokens, "targets": tokens.clone()})
@@ -127,7 +128,7 @@ def test_offloaded_states_rest_and_are_summed_in_the_hosts_memory():
 def test_a_sum_over_ranks_takes_the_memory_of_its_transport(target, pieces):
     """gloo's pieces come from each rank; NCCL's sum is made on the way."""
     with FakeDevice(target) as mode:
-        link, x = fake_mesh({"dp": 4})["dp"].link, torch.zeros(4 * 256, device=mode.device)
+        link, x = fake_mesh({"dp": 4})["dp"].communicator, torch.zeros(4 * 256, device=mode.device)
         assert isinstance(link, Communicator)
         with LiveBytes(x) as live:
             start = live.now

@@ -22,7 +22,7 @@ from fzero.run.debug import replay as again
 from fzero.run.debug.bisect_runs import bisect, first_parting
 from fzero.run.debug.bisect_runs import report as report_bisect
 from fzero.run.debug.replay import replay, report, same_bits
-from fzero.run.measure.log import numbers
+from fzero.run.measure.log import metrics_row
 from fzero.run.resume import rollback
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2}
@@ -242,7 +242,7 @@ def test_a_run_that_began_with_the_weights_of_another_and_saves_elsewhere(home, 
     assert replay(run, 5).start == 3 and not (run / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("update", ("end", "delayed"))
+@pytest.mark.parametrize("update", ("end", pytest.param("delayed", marks=pytest.mark.slow)))
 def test_a_run_whose_state_is_on_a_disk(home, update, tmp_path):
     settings = [*SETTINGS[:-1], "optim.name=adamw", "train.digest_every=1", f"train.update={update}", "optim.clip=0"]
     run = pretrain(home / f"disk-{update}", "--offload", "params=nvme,opt=nvme", "--steps", 6, settings=settings)
@@ -261,7 +261,7 @@ def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
     said = json.loads((copy / "environment.json").read_text())
     (copy / "environment.json").write_text(json.dumps({**said, "threads": 3}))
     before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr(again, "numbers", lambda *given: seen.append(torch.get_num_threads()) or numbers(*given))
+    monkeypatch.setattr(again, "numbers", lambda *given: seen.append(torch.get_num_threads()) or metrics_row(*given))
     replay(copy, 5)
     assert seen == [3, 3] and torch.get_num_threads() == before
     seen.clear()
@@ -289,10 +289,10 @@ def test_where_leaves_differ(dtype, monkeypatch):
     for shape, last in (((), "[]"), ((3,), "[2]"), ((2, 5), "[1, 4]")):
         a = torch.zeros(shape).to(dtype)
         b = a.clone()
-        assert again.apart(a, b, "{} {}") == ""
+        assert again.describe_difference(a, b, "{} {}") == ""
         b.view(-1).view(torch.uint8)[-1] ^= 1
-        assert f": 1 of {a.numel()} elements, by " in again.apart(a, b, "{} {}")
-        assert f"the first at {last}, {a.view(-1)[0].item()!r} {b.view(-1)[-1].item()!r}" in again.apart(a, b, "{} {}")
+        assert f": 1 of {a.numel()} elements, by " in again.describe_difference(a, b, "{} {}")
+        assert f"the first at {last}, {a.view(-1)[0].item()!r} {b.view(-1)[-1].item()!r}" in again.describe_difference(a, b, "{} {}")
 
 
 def test_the_largest_difference_of_leaves_and_the_first(monkeypatch):
@@ -300,11 +300,16 @@ def test_the_largest_difference_of_leaves_and_the_first(monkeypatch):
     a = torch.arange(12.0).reshape(3, 4)
     b = a.clone()
     b[1, 1], b[2, 1], b[2, 2] = 0.0, 100.0, 11.0
-    assert again.apart(a, b, "{} and {}") == ": 3 of 12 elements, by 91 at most; the first at [1, 1], 5.0 and 0.0"
-    assert again.apart(torch.zeros(3), -torch.zeros(3), "{}, {}") == ": 3 of 3 elements, by 0 at most; the first at [0], 0.0, -0.0"
+    assert again.describe_difference(a, b, "{} and {}") == ": 3 of 12 elements, by 91 at most; the first at [1, 1], 5.0 and 0.0"
+    assert (
+        again.describe_difference(torch.zeros(3), -torch.zeros(3), "{}, {}")
+        == ": 3 of 3 elements, by 0 at most; the first at [0], 0.0, -0.0"
+    )
     nan = torch.tensor([1.0, torch.nan])
-    assert again.apart(nan, nan.clone(), "") == "" and "by inf at most" in again.apart(nan, torch.ones(2), "{} {}")
-    assert again.apart(a, a.bfloat16(), "") == ": float32 [3, 4] and bfloat16 [3, 4]"
+    assert again.describe_difference(nan, nan.clone(), "") == "" and "by inf at most" in again.describe_difference(
+        nan, torch.ones(2), "{} {}"
+    )
+    assert again.describe_difference(a, a.bfloat16(), "") == ": float32 [3, 4] and bfloat16 [3, 4]"
 
 
 # -- two runs
@@ -376,6 +381,7 @@ def test_another_rate_from_a_step_on_is_named(home, capsys):
     assert "optim.lr: 0.02 and 0.01" in out and out[-1].startswith("part at step 5: lr, leaf params/")
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_with_a_flipped_bit_does_not_reproduce_itself(home):
     one = pretrain(home / "sound", "--stop-at", 4)
     other = home / "flipped"

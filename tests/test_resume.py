@@ -22,9 +22,9 @@ POLICIES = {
 
 def start(optimizer, policy, seed=0):
     tx = OPTIMIZERS[optimizer]()
-    plan = fzero.zero_plan(0, MODEL, MESH)
-    step = fzero.make_train_step(MODEL, tx, plan, MESH, policy=POLICIES[policy], ema_decay=0.9)
-    return step, fzero.init_state(MODEL, tx, plan, MESH, seed=seed, policy=POLICIES[policy], ema=True)
+    plan = fzero.zero_plan(0, MODEL, MESH, policy=POLICIES[policy])
+    step = fzero.make_train_step(MODEL, tx, plan, ema_decay=0.9)
+    return step, fzero.init_state(MODEL, tx, plan, seed=seed, ema=True)
 
 
 def train(step, state, steps):

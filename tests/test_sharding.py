@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fzero.core import pytree
+from fzero.core.precision import bf16
 from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, fake_mesh, make_mesh, match_rules, one_process, zero_plan
 
 # ---- Spec -----------------------------------------------------------------------------------------------------------
@@ -184,16 +185,30 @@ def test_a_printed_plan_shows_every_leaf():
     lines = str(zero_plan(2, PARAMS, AT_4)).splitlines()
     # 8 6 + 3 4 5 + 3 7 + 1
     assert lines[0] == "ZeRO stage 2 on dp=4: 130 parameters, 130 at rest on a rank"
-    rows = {line.split()[0]: re.split(r" {2,}", line) for line in lines[1:-2]}
-    assert rows["leaf"] == ["leaf", "shape", "compute", "params", "grads", "optimizer", "bytes a rank", "communicated"]
-    said = "psum_scatter dp a micro-batch, all_gather dp behind the update"
-    assert rows["embed/tokens"] == ["embed/tokens", "8×6", "[·, ·]", "[·, ·]", "[·/dp, ·]", "[·/dp, ·]", "192", said]
+    rows = {line.split()[0]: re.split(r" {2,}", line) for line in lines[1:-3]}
+    assert rows["leaf"] == ["leaf", "shape", "compute", "params", "grads", "optimizer", "params bytes", "grads bytes", "communicated"]
+    said = "psum_scatter dp a micro-batch, all_gather dp after the update"
+    assert rows["embed/tokens"] == ["embed/tokens", "8×6", "[·, ·]", "[·, ·]", "[·/dp, ·]", "[·/dp, ·]", "192", "48", said]
     assert rows["t"][1] == "scalar" and rows["t"][-1] == "psum dp a step" and set(rows) == {"leaf", *WHOLE}
-    assert lines[-2] == "not divisible by dp=4, so whole on every rank: blocks/odd, t"
+    assert lines[-3] == "not divisible by dp=4, so whole on every rank: blocks/odd, t"
     sharded, whole = 48 + 60, 21 + 1
     a_part, a_step = 4 * sharded * 3 // 4, 4 * (sharded * 3 // 4 + 2 * whole * 3 / 4)
     sent = f"a rank sends {a_part:,.0f} bytes a micro-batch and {a_step:,.0f} a step"
-    assert lines[-1] == f"{sent}, and holds {4 * (sharded // 4 + whole)} bytes of gradients between micro-batches, at 4 bytes an element"
+    assert lines[-1] == f"{sent}; sums of gradients travel in float32"
+    held = f"520 bytes of parameters in float32, {4 * (sharded // 4 + whole)} bytes of gradients between micro-batches in float32"
+    assert lines[-2] == f"policy fp32: a rank holds {held}"
+
+
+def test_a_printed_plan_has_the_bytes_of_its_policy():
+    lines = str(zero_plan(1, PARAMS, AT_4, policy=bf16())).splitlines()
+    rows = {line.split()[0]: re.split(r" {2,}", line) for line in lines[1:-3]}
+    assert rows["leaf"][6:9] == ["params bytes", "grads bytes", "master bytes"]
+    assert rows["embed/tokens"][6:9] == ["96", "192", "48"]  # 48 elements: all in bfloat16, all in float32, a quarter in float32
+    sharded, whole = 48 + 60, 21 + 1
+    assert lines[-2] == (
+        f"policy bf16: a rank holds {2 * 130} bytes of parameters in bfloat16, {4 * 130} bytes of gradients between micro-batches in "
+        f"float32, {4 * (sharded // 4 + whole)} bytes of master weights in float32"
+    )
 
 
 def test_a_printed_plan_says_what_stage_3_and_canonical_sums_communicate():

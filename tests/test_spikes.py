@@ -122,22 +122,20 @@ def in_memory(tree):
 
 def trained(mesh, spike, *, policy="fp32", stage=0, micro=1, reduce="fast", offload="", update="end", folder=None, steps=10, donate=True):
     """([(loss, skipped, spike)], the state after each step in whole leaves (rank 0's), as on one process)."""
-    policy = POLICIES[policy]
-    plan = fzero.zero_plan(stage, MODEL, mesh, reduce=reduce, offload=offload)
+    plan = fzero.zero_plan(stage, MODEL, mesh, reduce=reduce, offload=offload, policy=POLICIES[policy])
     tx = optim.adamw(1e-2) if update == "backward" else optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
     space = Nvme(folder) if offload else None
-    keeps = {"ema": True, "spike": spike is not None}
-    state = fzero.init_state(MODEL, tx, plan, mesh, seed=0, policy=policy, space=space, **keeps)
-    options = {"policy": policy, "micro_batches": micro, "ema_decay": 0.9, "update": update, "donate": donate}
-    step = fzero.make_train_step(MODEL, tx, plan, mesh, space=space, spike=spike, **options)
+    state = fzero.init_state(MODEL, tx, plan, seed=0, nvme=space, ema=True)
+    options = {"micro_batches": micro, "ema_decay": 0.9, "update": update, "donate": donate}
+    step = fzero.make_train_step(MODEL, tx, plan, nvme=space, skip=fzero.Skip(spike=spike), **options)
     log, states = [], []
     for i in range(steps):
         state, metrics = step(state, local_batch(batch_at(i), mesh, micro))
         log.append((float(metrics.loss), bool(metrics.skipped), bool(metrics.spike) if spike else None))
         kept = state._replace(extra={name: value for name, value in state.extra.items() if name != "pending"})
-        states.append(in_memory(gather_on_first(in_memory(kept), state_specs(plan, tx, policy, **keeps), mesh)))
+        states.append(in_memory(gather_on_first(in_memory(kept), state_specs(plan, tx, ema=True), mesh)))
     if space is not None:
-        last = in_memory(reopened(tx, plan, mesh, space, policy=policy, **keeps)) if update != "delayed" and offload == ALL else None
+        last = in_memory(reopened(tx, plan, space, ema=True)) if update != "delayed" and offload == ALL else None
         space.close()
         if last is not None:
             assert_same(last, states[-1])
@@ -188,8 +186,8 @@ def test_judged_steps_are_resumed_to_the_bit(tmp_path):
     _, states = trained(MESH, SPIKE)
     plan, tx = fzero.zero_plan(0, MODEL, MESH), optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
     path = checkpoint.save(tmp_path, states[4], step=5)
-    state = checkpoint.restore(path, fzero.init_state(MODEL, tx, plan, MESH, seed=9, ema=True, spike=True))
-    step = fzero.make_train_step(MODEL, tx, plan, MESH, ema_decay=0.9, spike=SPIKE)
+    state = checkpoint.restore(path, fzero.init_state(MODEL, tx, plan, seed=9, ema=True))
+    step = fzero.make_train_step(MODEL, tx, plan, ema_decay=0.9, skip=fzero.Skip(spike=SPIKE))
     for i in range(5, 10):
         state, _ = step(state, batch_at(i))
     assert_same(state, states[-1])
@@ -212,16 +210,16 @@ def test_a_delayed_update_waits_without_the_spike(tmp_path):
 
 def test_a_state_without_statistics_is_refused():
     plan, tx = fzero.zero_plan(0, MODEL, MESH), optim.sgd(0.1)
-    step = fzero.make_train_step(MODEL, tx, plan, MESH, spike=SPIKE)
+    step = fzero.make_train_step(MODEL, tx, plan, skip=fzero.Skip(spike=SPIKE))
     with pytest.raises(ValueError, match="give init_state spike=True"):
-        step(fzero.init_state(MODEL, tx, plan, MESH, seed=0), batch_at(0))
+        step(fzero.init_state(MODEL, tx, plan, seed=0), batch_at(0))
 
 
 def test_an_early_update_must_be_able_to_undo(tmp_path):
     plan = fzero.zero_plan(0, MODEL, MESH, offload=ALL)
     with pytest.raises(ValueError, match="two slots"):
         space = Nvme(tmp_path, slots=1)
-        fzero.make_train_step(MODEL, optim.sgd(0.1), plan, MESH, spike=SPIKE, update="backward", skip_nonfinite=False, space=space)
+        fzero.make_train_step(MODEL, optim.sgd(0.1), plan, skip=fzero.Skip(spike=SPIKE, nonfinite=False), update="backward", nvme=space)
 
 
 def on_ranks(mesh, cases):

@@ -132,6 +132,7 @@ def call(mesh, fn, name, args, options):
 # ---- parallel = serial ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
 @pytest.mark.parametrize("n", (2, 4))
 @pytest.mark.parametrize("name", CONFIGS)
@@ -227,6 +228,7 @@ def volumes(mesh, name, sequence):
     return {(r.phase, r.leaf, r.collective): (r.calls, r.elements) for r in mesh.ledger.rows()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
 @pytest.mark.parametrize("n", (2, 4))
 @pytest.mark.parametrize("name", ("gpt2 tied", "llama", "moe dropless"))

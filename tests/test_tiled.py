@@ -9,7 +9,7 @@ from fzero.core.compile import have_compiler
 from fzero.kernels import attention_tiled as module
 from fzero.kernels.attention import reference
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_tiled import prefers, supports, tiled
+from fzero.kernels.attention_tiled import prefers, supports, tiled_attention
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
 F64 = torch.float64
@@ -37,7 +37,7 @@ def documents_of(b, t):
 
 
 def chosen(impl, *tensors, **options):
-    return (reference if impl in ("reference", "auto") else tiled)(*tensors, **options)
+    return (reference if impl in ("reference", "auto") else tiled_attention)(*tensors, **options)
 
 
 @pytest.fixture(params=("torch's products", "loops"))
@@ -54,14 +54,14 @@ def test_is_the_reference(pattern):
         two = torch.stack((torch.arange(t) >= 200, torch.arange(t) < 250)).int()
         for options in ({}, {"documents": documents_of(2, t), "scale": 0.2}, {"documents": two}):
             expected = laws.both_passes(lambda *a, o=options: reference(*a, pattern=pattern, **o), tensors)
-            actual = laws.both_passes(lambda *a, o=options: tiled(*a, pattern=pattern, **o), tensors)
+            actual = laws.both_passes(lambda *a, o=options: tiled_attention(*a, pattern=pattern, **o), tensors)
             assert_close(list(actual), list(expected), rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("b, t, h, g, k", ((1, 64, 1, 1, 1), (1, 128, 3, 3, 5), (3, 192, 6, 2, 4), (2, 257, 4, 1, 7)))
 def test_grouped_heads_and_odd_dims(b, t, h, g, k):
     tensors = draw(b, t, h, g, k)
-    assert_close(list(laws.both_passes(tiled, tensors)), list(laws.both_passes(reference, tensors)), rtol=1e-11, atol=1e-13)
+    assert_close(list(laws.both_passes(tiled_attention, tensors)), list(laws.both_passes(reference, tensors)), rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -83,29 +83,29 @@ def test_laws(products):
 def test_probabilities_are_rounded_to_nearest():
     """The probabilities of a query sum to 1, so dv for a cotangent of ones sums to the number of queries."""
     q, k, v = draw(1, 256, 1, 1, 2, torch.bfloat16)
-    dv = torch.autograd.grad(tiled(q, k, v.requires_grad_()).sum(), v)[0]
+    dv = torch.autograd.grad(tiled_attention(q, k, v.requires_grad_()).sum(), v)[0]
     assert abs(float(dv.double().sum()) / 512 - 1.0) < 4e-4
 
 
 def test_gradcheck():
     leaves = [x.requires_grad_() for x in draw(1, 5, 2, 1, 2)]
-    assert torch.autograd.gradcheck(lambda *a: tiled(*a, documents=torch.tensor([[0, 0, 1, 1, 1]]), scale=0.7), leaves)
+    assert torch.autograd.gradcheck(lambda *a: tiled_attention(*a, documents=torch.tensor([[0, 0, 1, 1, 1]]), scale=0.7), leaves)
 
 
 def test_torch_func_grad_is_backward():
     tensors = draw(1, 70, 2, 1, 4, torch.float32)
     weight = laws.draw(tensors[0].shape, dtype=torch.float32, seed=1, device="cpu")[0]
-    grads = torch.func.grad(lambda *a: (tiled(*a) * weight).sum(), argnums=(0, 1, 2))(*tensors)
-    assert_same(list(grads), laws.both_passes(tiled, tensors)[1])
+    grads = torch.func.grad(lambda *a: (tiled_attention(*a) * weight).sum(), argnums=(0, 1, 2))(*tensors)
+    assert_same(list(grads), laws.both_passes(tiled_attention, tensors)[1])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
     tensors = draw(2, 200, 6, 3, 16, dtype)
-    one = laws.both_passes(tiled, tensors)
+    one = laws.both_passes(tiled_attention, tensors)
     torch.set_num_threads(3)
     try:
-        assert_same(laws.both_passes(tiled, tensors), one)
+        assert_same(laws.both_passes(tiled_attention, tensors), one)
     finally:
         torch.set_num_threads(1)
 
@@ -113,16 +113,16 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
 @pytest.mark.parametrize("pattern", (FULL, Pattern("window", 100), Pattern("fixed", 70, 20)), ids=str)
 def test_what_a_query_does_not_see_changes_nothing(pattern):
     (q, k, v), other = draw(2, 150, 2, 1, 4, torch.float32), draw(2, 150, 2, 1, 4, torch.float32, seed=1)
-    out = tiled(q, k, v, pattern=pattern)
+    out = tiled_attention(q, k, v, pattern=pattern)
     for cut in (1, 63, 64, 128, 149):
         changed = [torch.cat((mine[:, :cut], theirs[:, cut:]), 1) for mine, theirs in zip((q, k, v), other)]
-        assert_same(tiled(*changed, pattern=pattern)[:, :cut], out[:, :cut])
+        assert_same(tiled_attention(*changed, pattern=pattern)[:, :cut], out[:, :cut])
     documents = torch.tensor([[0] * 60 + [1] * 90, [4] * 130 + [3] * 20])
     mine = (documents == torch.tensor([[0], [3]]))[..., None, None]
 
     def gradients(tensors):
         leaves = [x.clone().requires_grad_() for x in tensors]
-        return torch.autograd.grad((tiled(*leaves, pattern=pattern, documents=documents) * mine).sum(), leaves)
+        return torch.autograd.grad((tiled_attention(*leaves, pattern=pattern, documents=documents) * mine).sum(), leaves)
 
     base = gradients((q, k, v))
     assert all(float(torch.where(mine, 0.0, g).abs().max()) == 0.0 for g in base)
@@ -133,14 +133,14 @@ def test_what_a_query_does_not_see_changes_nothing(pattern):
 def test_large_scores_stay_finite_and_nan_is_not_lost(dtype):
     q, k, v = draw(1, 131, 1, 1, 4, dtype)
     large = [300.0 * q, 300.0 * k, v]
-    outs, grads = laws.both_passes(tiled, large)
+    outs, grads = laws.both_passes(tiled_attention, large)
     assert all(bool(x.isfinite().all()) for x in (*outs, *grads))
     exact = reference(*(x.double() for x in large))
     assert_close(outs[0].double(), exact, rtol=2e-2, atol=2e-2)
     for i in range(3):
         spoilt = [x.clone() for x in (q, k, v)]
         spoilt[i][0, 70, 0, 1] = float("nan")
-        outs, grads = laws.both_passes(tiled, spoilt)
+        outs, grads = laws.both_passes(tiled_attention, spoilt)
         assert bool(outs[0][0, 70].isnan().all() if i < 2 else outs[0][0, 70, 0, 1].isnan())
         assert bool(outs[0][0, :64].isfinite().all())
         assert all(bool(g[0, 70].isnan().any()) for g in grads[:2])
@@ -148,7 +148,7 @@ def test_large_scores_stay_finite_and_nan_is_not_lost(dtype):
 
 def test_empty():
     for b, t in ((0, 5), (2, 0)):
-        outs, grads = laws.both_passes(tiled, draw(b, t, 2, 1, 4, torch.float32))
+        outs, grads = laws.both_passes(tiled_attention, draw(b, t, 2, 1, 4, torch.float32))
         assert [x.shape for x in (*outs, *grads)] == [(b, t, 2, 4), (b, t, 2, 4), (b, t, 1, 4), (b, t, 1, 4)]
 
 

@@ -53,6 +53,7 @@ def test_the_loss_curve_is_that_of_one_process(folder, name):
     assert hashes(run).keys() == hashes(folder / "fast").keys()
 
 
+@pytest.mark.slow
 def test_canonical_sums_are_equal_to_the_bit_and_a_run_goes_on_on_other_meshes(folder):
     torchrun(folder, 4, *TINY, *SHORT, "--zero", 3, "--reduce", "canonical", "--out", "parts", "--stop-at", 2, "--sample", "")
     out = torchrun(folder, 2, "--out", "parts", "--resume", "--zero", 1, "--peak-tflops", 1, "--sample", "")
@@ -87,6 +88,7 @@ def test_ranks_with_different_flags(folder):
     assert not (folder / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all(folder):
     process, begin = started(folder, "killed", 2, "--zero", 3), time.monotonic()
     os.kill(ranks_of(process)[1], signal.SIGKILL)
@@ -94,13 +96,14 @@ def test_a_killed_rank_ends_all(folder):
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder):
     process = started(folder, "stopped", 2, "--zero", 2)
     os.kill(ranks_of(process)[1], signal.SIGTERM)
     code, out, said, _ = ended(folder, process)
     step = len(rows(folder / "stopped"))
     assert code == 0 and not said
-    assert f"stopped after step {step} of 1000000; go on with: torchrun --nproc-per-node 2 -m fzero pretrain" in out
+    assert f"stopped after step {step} of 1000000; resume with: torchrun --nproc-per-node 2 -m fzero pretrain" in out
     assert checkpoint.steps(folder / "stopped" / "checkpoints") == [step]
     environment = json.loads((folder / "stopped" / "environment.json").read_text())
     assert environment["processes"] == 2

@@ -21,8 +21,8 @@ ROWS = 4
 def problem(mesh, stage):
     """(model, plan, this rank's params, the mean loss of what the ranks have of a batch, this rank's rows of one)."""
     model = model_of("llama", dropout=0.0)
-    plan = fzero.zero_plan(stage, model, mesh)
-    state = fzero.init_state(model, optim.sgd(0.1), plan, mesh, seed=3, policy=FP64)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64)
+    state = fzero.init_state(model, optim.sgd(0.1), plan, seed=3)
     ctx = base.Ctx(mesh=mesh, dtype=F64)
 
     def mean_loss(params, batch):
@@ -61,7 +61,7 @@ def per_example(mesh, stage):
 
 def hessian_vector(mesh, stage):
     model, plan, params, loss, batch = problem(mesh, stage)
-    direction = fzero.init_state(model, optim.sgd(0.1), plan, mesh, seed=4, policy=FP64).params
+    direction = fzero.init_state(model, optim.sgd(0.1), plan, seed=4).params
     gradient = torch.func.grad(lambda p: loss(p, batch))
     return put_together(torch.func.jvp(gradient, (params,), (direction,))[1], plan, mesh)
 
@@ -70,7 +70,7 @@ def seeds(mesh, stage):
     """Gradients of models drawn from three seeds, all at once."""
     model, plan, _, loss, batch = problem(mesh, stage)
     keys = torch.stack([prng.key(seed) for seed in range(3)])
-    draw = lambda key: fzero.init_state(model, optim.sgd(0.1), plan, mesh, seed=key, policy=FP64).params  # noqa: E731
+    draw = lambda key: fzero.init_state(model, optim.sgd(0.1), plan, seed=key).params  # noqa: E731
     params = torch.func.vmap(draw)(keys)
     return put_together(torch.func.vmap(torch.func.grad(loss), (0, None))(params, batch), plan, mesh, lead=1)
 
@@ -103,10 +103,10 @@ def test_equals_one_process(case, stage):
 
 def state_layout(mesh, stage):
     model = model_of("llama", dropout=0.0)
-    plan = fzero.zero_plan(stage, model, mesh)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64)
     tx = optim.adam(0.1)
-    state = fzero.init_state(model, tx, plan, mesh, seed=3, policy=FP64)
-    return pytree.names(state) == pytree.names(state_specs(plan, tx, FP64))
+    state = fzero.init_state(model, tx, plan, seed=3)
+    return pytree.names(state) == pytree.names(state_specs(plan, tx))
 
 
 def test_specs_have_the_structure_of_the_state():

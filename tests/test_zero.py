@@ -39,9 +39,13 @@ PAIRS = [
 
 
 RARE = {
+    "dp2 x tp2 sequence",
+    "tp4",
     *(("moe dropless", mesh) for mesh in ("tp2 sequence", "dp4", "dp2 x rp2")),
     *(("gpt2", mesh) for mesh in ("dp2", "dp4", "dp2 x rp2")),
 }
+SLOW = {("gpt2", "dp2 x tp2"), ("moe dropless", "dp2 x tp2"), ("llama", "dp2"), ("llama", "tp2 sequence")}
+REST = ((pytest.mark.exhaustive, RARE), (pytest.mark.slow, SLOW))
 
 
 @pytest.mark.parametrize(
@@ -50,8 +54,8 @@ RARE = {
 @pytest.mark.parametrize(
     "name, mesh",
     [
-        # The slowest of those whose parts other cases have are not run every time.
-        pytest.param(name, mesh, marks=[pytest.mark.exhaustive] * (mesh in (list(MESHES)[-1], "tp4") or (name, mesh) in RARE))
+        # The slowest of those whose parts other cases have are not run every time: every model and every mesh occurs.
+        pytest.param(name, mesh, marks=[marks for marks, rare in REST if mesh in rare or (name, mesh) in rare])
         for name in ("gpt2", "llama", "moe dropless")
         for mesh in MESHES
     ],

@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from law_cases import FP64, case_of
+from law_cases import FP64, case_of, step_options
 
 import fzero
 from fzero import optim
@@ -46,16 +46,16 @@ OPTIMIZERS = {
 def train(mesh, name, optimizer, stage, micro_batches, *, plan_options=None, steps=STEPS, policy=FP64, rows=24, dropout=0.0, **options):
     """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global batch."""
     model = model_of(name, dropout=dropout)
-    plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}))
+    plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}), policy=policy)
     tx = OPTIMIZERS[optimizer]
     local = micro_batches // mesh.data_size
-    state = fzero.init_state(model, tx, plan, mesh, seed=3, policy=policy)
-    step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, micro_batches=local, **options)
+    state = fzero.init_state(model, tx, plan, seed=3)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=local, **step_options(options))
     log = []
     for i in range(steps):
         state, metrics = step(state, local_batch(batch_for(i, rows), mesh, local))
         log.append([float(x) for x in (metrics.loss, metrics.num_tokens, metrics.grad_norm)])
-    return state, state_specs(plan, tx, policy), log
+    return state, state_specs(plan, tx), log
 
 
 def whole_leaf(leaf, spec, mesh, lead=0):

@@ -226,12 +226,12 @@ def ours_training(order: dict[str, Any]) -> dict[str, Callable]:
     policy, mesh = policies[dtype], fzero.one_process()
     model = models.llama(models.LlamaConfig(**{**order["config"], "tied": False}))
     tx = optim.adamw(problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY)
-    plan = fzero.zero_plan(3, model, mesh, offload=order["offload"])
+    plan = fzero.zero_plan(3, model, mesh, offload=order["offload"], policy=policy)
     place, verify = Path(order["folder"], order["contender"]), "unchecked" not in order["contender"]
     space = offload.Nvme(place, buffer_bytes=order["buffer_bytes"], verify=verify)
-    train_step = fzero.make_train_step(model, tx, plan, mesh, policy=policy, compiled=True, space=space)
+    train_step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(compiled=True), nvme=space)
     params = pytree.from_named({name: torch.from_numpy(w) for name, w in problem.weights(config, order["seed"]).items()}, plan.like)
-    state = fzero.init_state(params, tx, plan, mesh, seed=0, policy=policy, space=space)
+    state = fzero.init_state(params, tx, plan, seed=0, nvme=space)
     del params
     update, begun = StreamedUpdate.run, {}
 

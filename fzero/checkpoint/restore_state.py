@@ -16,16 +16,16 @@ from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import local_slice, whole_shape
+from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
 PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
+FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may begin anew
 
 
-def restore_state(
-    path: checkpoint.Folder, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, nvme: Nvme | None
-) -> TrainState:
-    """This rank's state from the checkpoint at `path`, which may be of another mesh, stage, memory or policy.
+def restore_state(path: checkpoint.Folder, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
+    """This rank's state from the checkpoint at `path`, of whatever mesh, stage, memory and policy of dtypes.
 
     like: the state to restore, its leaves on the meta device. A change of policy is followed: master weights are made
     from parameters, parameters from master weights, another dtype by rounding, and a new loss scale. All other leaves
@@ -35,16 +35,16 @@ def restore_state(
     """
     held = checkpoint.open_checkpoint(path)
     try:
-        return _restore_from(held, like, specs, plan, mesh, policy, nvme)
+        return _restore_from(held, like, specs, plan, nvme)
     finally:
         held.close()
 
 
-def _restore_from(
-    held: checkpoint.CheckpointReader, like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, policy: Policy, nvme: Nvme | None
-) -> TrainState:
+def _restore_from(held: checkpoint.CheckpointReader, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
+    policy, mesh = plan.policy, plan.mesh
     spec_of, source = pytree.named_leaves(specs), match_leaves(held, like, policy)
-    fresh = pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
+    fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    fresh |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
     def slice_of(name: str, leaf: Tensor) -> tuple[Any, Any]:
         there = held.leaves[source[name]].shape
@@ -65,7 +65,7 @@ def _restore_from(
         return value if layer is None else value[0]
 
     if on_disk(plan):
-        return put_on_disk(read, like, specs, plan, mesh, nvme)
+        return put_on_disk(read, like, specs, plan, nvme)
     named = pytree.named_leaves(like)
     direct = [name for name, leaf in named.items() if name in source and held.leaves[source[name]].dtype == leaf.dtype]
     boxes = {name: held.box(source[name], *slices[name]) for name in direct}
@@ -76,7 +76,8 @@ def _restore_from(
 
 
 def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
-    """{leaf of the state: leaf of the checkpoint that it is made from}.
+    """{leaf of the state: leaf of the checkpoint that it is made of}; a leaf that begins anew is not among them: the loss scale,
+    and the statistics of the loss, which checkpoints of earlier versions may lack.
 
     A new loss scale is made from no leaf, and is not among them.
     Raises ValueError naming the leaves that are missing or extra.
@@ -94,7 +95,7 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
         if found is not None:
             out[name] = found
             made |= {name, found}
-        elif not name.startswith(SCALER):
+        elif not name.startswith(FRESH):
             missing.append(name)
     extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER))]
     said = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from fzero.cli.pretrain import FOLDER, say
+from fzero.cli.flags import FOLDER
+from fzero.cli.process import say
 
 
 @click.group(name="data")

@@ -32,26 +32,36 @@ SHORTHANDS = {
 }
 FLAGS = (
     click.option("--model", metavar="PRESET", help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ..."),
-    click.option("--config", "config_file", type=FOLDER, metavar="RUN.TOML", help="What differs from the preset, or a run's config.json."),
+    click.option(
+        "--config",
+        "config_file",
+        type=FOLDER,
+        metavar="RUN.TOML",
+        help="A file of values that differ from the preset, or a run's config.json.",
+    ),
     click.option("--set", "settings", multiple=True, metavar="A.B=C", help="One value of the config, such as optim.name=muon. Repeatable."),
     click.option("--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."),
-    click.option("--steps", type=int, help="Steps of the whole run; the schedule follows from them."),
-    click.option("--batch", type=int, help="Sequences a step."),
-    click.option("--micro-batch", type=int, help="Sequences at a time; divides the batch."),
-    click.option("--seq-len", type=int, help="Tokens of a sequence."),
+    click.option("--steps", type=int, help="The steps of the whole run. The schedule follows from them."),
+    click.option("--batch", type=int, help="The sequences of a step."),
+    click.option("--micro-batch", type=int, help="The sequences computed at a time. It divides the batch."),
+    click.option("--seq-len", type=int, help="The tokens of a sequence."),
     click.option("--lr", type=float, help="The peak of the learning rate."),
-    click.option("--seed", type=int, help="Of parameters, dropout and the order of the data."),
-    click.option("--precision", help="auto, fp32, bf16, fp16 or fp64."),
-    click.option("--remat", help="none, full, every:K or selective:F."),
-    click.option("--mesh", help="Sizes of its axes dp, rp and tp, such as dp=2,tp=2, under torchrun; without it dp over all processes."),
-    click.option("--zero", type=int, help="ZeRO stage, 0 to 3."),
-    click.option("--reduce", help="Order of sums: fast, or canonical, which is the same on every mesh, to the bit."),
+    click.option("--seed", type=int, help="The seed of parameters, dropout and the order of the data."),
+    click.option("--precision", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
+    click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
+    click.option(
+        "--mesh", help="The sizes of the axes dp, rp and tp under torchrun, such as dp=2,tp=2. Without it, dp over all processes."
+    ),
+    click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
+    click.option("--reduce", help="The order of sums: fast, or canonical, which gives the same bits on every mesh."),
     click.option("--sequence", is_flag=True, default=None, help="Split activations over tp along the sequence."),
-    click.option("--accumulate", help="Gradients of micro-batches at stages 2 and 3: shards (less memory), or full (fewer messages)."),
-    click.option("--prefetch", type=int, help="Layers gathered ahead of their use at stage 3."),
-    click.option("--offload", metavar="WHERE", help="Memories of params, grads, opt and acts: params=nvme,opt=nvme,acts=host."),
-    click.option("--nvme", metavar="DIR", help="The folder of what is on a disk; without it nvme/ in the run folder."),
-    click.option("--buffer-mb", type=int, help="Memory for what is on its way to or from the disk; without it what the plan needs."),
+    click.option(
+        "--accumulate", help="How stages 2 and 3 sum gradients of micro-batches: as shards (less memory) or full (fewer messages)."
+    ),
+    click.option("--prefetch", type=int, help="The layers that stage 3 gathers ahead of their use."),
+    click.option("--offload", metavar="WHERE", help="Where params, grads, opt and acts rest, such as params=nvme,opt=nvme,acts=host."),
+    click.option("--nvme", metavar="DIR", help="The folder for what rests on a disk. Without it, nvme/ in the run folder."),
+    click.option("--buffer-mb", type=int, help="The memory for transfers to and from the disk. Without it, what the plan needs."),
 )
 
 

@@ -1,1 +1,3 @@
-"""Ranks talking: collectives as linear maps, the messages below them, the ledger of bytes, agreement."""
+"""Communication between ranks: differentiable collectives, the messages below them, the ledger of bytes sent, the
+agreement check.
+"""

@@ -1,7 +1,8 @@
-"""The roll call: whether all ranks run the same program, and what an error says of the other ranks.
+"""The agreement check: do all ranks run the same program; and errors that name the other ranks.
 
-Ranks that run different programs hang, or take one tensor for another. In checked mode each collective first compares itself with the one
-that the left neighbour of this rank on the axis is at, through the store; if all neighbours agree, all ranks do.
+Ranks that run different programs hang, or one receives a tensor that was meant for another collective. In checked mode
+each rank compares every collective, before it runs, with that of its left neighbour on the axis, through the store; if
+all neighbours agree, all ranks do.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch.distributed as dist
 
 
 class RankError(RuntimeError):
-    """Another rank is gone, is late, or runs another program."""
+    """Raised if another rank is gone, is late, or runs another program."""
 
 
 class Call(NamedTuple):
-    """One run of a collective: what all ranks of the axis must agree on, and what errors name."""
+    """One call of a collective: the properties that all ranks of the axis must agree on, and that errors name."""
 
     collective: str
     axis: str
@@ -38,40 +39,44 @@ class Call(NamedTuple):
 
     @property
     def signature(self) -> str:
-        """The whole of it, as a text."""
+        """All fields as a text."""
         return f"#{self.number} {self}, {self.dtype} {self.shape}"
 
 
-class RollCall:
-    """What the ranks of a mesh tell each other through `store` besides their tensors; one for all axes of the mesh.
+class Agreement:
+    """The agreement check of a mesh, and its ranks' messages about failures, both through `store`; all axes share one.
 
-    rank: of this process among all. timeout_s: how long another rank is waited for.
+    rank: the global rank of this process. timeout_s: how long to wait for another rank.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, timeout_s: float) -> None:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s
-        self.number = 0  # of collectives so far: the same on all ranks at the same point of the program
+        self.number = 0  # collectives so far; the same on all ranks at the same point of the program
         self.checking = False
-        # For whoever looks for a rank that hangs (fzero/run/ranks/watchdog.py), from another thread.
-        self.last: Call | None = None  # the collective that this rank began last
-        self.waiting: Call | None = None  # the one in which it waits for other ranks now
+        # Read from another thread by run/ranks/watchdog.py, which looks for ranks that hang.
+        self.last: Call | None = None  # the last collective that this rank began
+        self.waiting: Call | None = None  # the collective in which this rank now waits for others
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
-        """A context in which every collective is compared between the ranks before it runs."""
-        before, self.checking = self.checking, self.store is not None  # a mesh for planning has nobody to compare with
+        """A context in which the ranks compare every collective before it runs."""
+        before, self.checking = (
+            self.checking,
+            self.store is not None,
+        )  # a mesh for planning has no other ranks to compare with
         try:
             yield
         finally:
             self.checking = before
 
     def compare(self, call: Call, left: int) -> None:
-        """Return when rank `left` is at the same call.
+        """Wait until rank `left` is at the same call.
 
-        Raises RankError where it is at another one, and where it does not arrive in time.
+        Raises RankError if it is at another call, or does not arrive in time.
         """
         text, self.waiting = json.dumps(call), call
-        # By axis, so that it has one reader: a neighbour over another axis sees by `last` that this rank is elsewhere.
+        # The key contains the axis, so that it has exactly one reader. A neighbour on another axis learns from the key
+        # `last` where this rank is.
         self.store.set(f"{self.rank}/{call.axis}/{call.number}", text)
         self.store.set(f"{self.rank}/last", text)
         other = self._arrival(call, left)
@@ -79,12 +84,14 @@ class RollCall:
             at = "; ".join(f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)]))
             fix = "give all ranks the same code, config, mesh and shapes of data"
             raise self.error(call, f"the ranks run different programs: {at}; {fix}")
-        # Its one reader has read it: what the store holds does not grow.
+        # This rank is the only reader of that key; delete it, so that the store does not grow.
         self.store.delete_key(f"{left}/{call.axis}/{call.number}")
         self.waiting = None
 
     def _arrival(self, call: Call, left: int) -> Call:
-        """What rank `left` is at as its collective of the same number; raises RankError where it does not arrive in time."""
+        """Return the collective with the same number on rank `left`; raises RankError if that rank does not arrive in
+        time.
+        """
         key, end = f"{left}/{call.axis}/{call.number}", time.monotonic() + self.timeout_s
         while True:
             left_s = end - time.monotonic()
@@ -94,7 +101,7 @@ class RollCall:
             try:
                 last = self._read(f"{left}/last") if self.store.check([f"{left}/last"]) else None
                 if last is not None and last.number >= call.number:
-                    # It has been there: what it left for this rank is here by now, or it was at a collective over another axis.
+                    # That rank has reached this number: its key exists by now, or its collective was over another axis.
                     return self._read(key) if self.store.check([key]) else last
             except RuntimeError:
                 raise self.error(call, "the store, which rank 0 keeps, does not answer") from None
@@ -106,14 +113,14 @@ class RollCall:
         return Call(*json.loads(self.store.get(key)))
 
     def error(self, call: Call, what: str) -> RankError:
-        """The error of this rank at `call`. It adds the reason that another rank gave before, if one did and it is not the same."""
+        """Make this rank's error at `call`; it also quotes the rank that failed first, if that differs."""
         text = f"rank {self.rank}: {call}: {what}"
         first = self.fail(text)
         mine = first.startswith(f"rank {self.rank}:") or what in first
         return RankError(text + (f" (before that, {first})" if first and not mine else ""))
 
     def fail(self, text: str) -> str:
-        """Leave for the other ranks why this one ends; returns what the first rank that did so left (empty: the store is gone)."""
+        """Publish why this rank fails; return the reason of the rank that failed first ("" if the store is gone)."""
         try:
             return "" if self.store is None else self.store.compare_set("failed", "", text).decode()
         except RuntimeError:

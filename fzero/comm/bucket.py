@@ -1,7 +1,8 @@
-"""Tensors that travel together: one message for the small leaves of a layer, one each for the others.
+"""Buckets: the small leaves of a layer share one message, each large leaf has its own.
 
-A bundle is a matrix [n, width]: row i is what belongs to rank i of an axis, the tensors side by side. A collective along the first dim
-changes the number of rows (a gather 1 -> N, a scatter N -> 1); a bundle of one tensor is a view of it, without a copy.
+A bucket is a matrix [n, width]: row i holds the part of every tensor that belongs to rank i of an axis, side by side. A
+collective along the first dim changes the number of rows (a gather 1 -> N, a scatter N -> 1). A bucket of one tensor is
+a view of it, without a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ SMALL = 1 << 16  # bytes of a shard below which a message is mostly latency
 
 
 def bucket_groups(tensors: Sequence[Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """The numbers of the tensors, in groups that travel together: small ones of one kind and dtype; the order is that of the tensors."""
+    """Return the indices of the tensors grouped into buckets: small ones of equal kind and dtype share a bucket, each
+    large one has its own.
+    """
     groups: dict[Hashable, list[int]] = {}
     for i, (tensor, kind) in enumerate(zip(tensors, kinds)):
         small = tensor.numel() * tensor.element_size() < SMALL
@@ -24,14 +27,16 @@ def bucket_groups(tensors: Sequence[Tensor], kinds: Sequence[Hashable]) -> list[
 
 
 def pack(tensors: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
-    """The bundle [rows, width] in `dtype` of tensors whose first dim is cut into `rows` parts."""
+    """Pack tensors into a bucket [rows, width] of `dtype`; the first dim of each is split into `rows` equal parts."""
     if len(tensors) == 1:
         return tensors[0].to(dtype).contiguous().view(rows, -1)
     return torch.cat([t.reshape(rows, -1).to(dtype) for t in tensors], 1)
 
 
 def unpack(bundle: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The tensors of these shapes in a bundle [rows, width], the first dim of each being the rows' parts one behind the other."""
+    """Unpack tensors of these shapes from a bucket [rows, width]; the parts of the rows are concatenated along each
+    tensor's first dim.
+    """
     if len(shapes) == 1:
         return [bundle.view(shapes[0])]
     widths = [torch.Size(shape).numel() // bundle.shape[0] for shape in shapes]

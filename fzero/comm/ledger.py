@@ -1,4 +1,4 @@
-"""The ledger: what was communicated, in the counting of the papers, as integers."""
+"""The ledger: how many elements and bytes each collective sent, counted as in the papers, in integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Row(NamedTuple):
-    """Collectives of one kind: how often they ran, and what one rank sent in all of them."""
+    """One row of the ledger: how often collectives of one kind ran, and how much one rank sent in all of them."""
 
     phase: str
     collective: str
@@ -23,8 +23,8 @@ class Row(NamedTuple):
     bytes: int
 
 
-class Watch(Protocol):
-    """Who is told what a program does while it runs, in its order: a clock, a record of memory, a plan."""
+class Watcher(Protocol):
+    """The interface of an observer that is notified while a program runs: a timer, a memory trace, a plan."""
 
     def enter(self, phase: str) -> None:
         """A phase begins; phases nest."""
@@ -33,23 +33,24 @@ class Watch(Protocol):
         """The innermost phase ends."""
 
     def at(self, part: str, layer: int | None) -> None:
-        """The program comes to a part of the model: "embed", "blocks" with the number of a layer, or "head"."""
+        """The program reaches a part of the model: "embed", "blocks" with the number of a layer, or "head"."""
 
     def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
-        """A collective is started; `number` tells it from the others of this process."""
+        """A collective is started; `number` identifies it within this process."""
 
     def wait(self, number: int) -> None:
-        """The program needs its result and waits for it."""
+        """The program waits for the result of a collective."""
 
     def done(self, number: int) -> None:
-        """The result is there."""
+        """The result of a collective has arrived."""
 
 
 class Ledger:
-    """What was communicated, summed by (phase, collective, axis, leaf, dtype); `print(ledger)` shows the table.
+    """The communication of this process, summed by (phase, collective, axis, leaf, dtype); `print(ledger)` shows the
+    table.
 
-    A collective is entered when it runs, in a compiled graph too, and not when it is traced. Elements and bytes are those that one rank
-    sends (see `sent_elements`), whatever the messages that carry them.
+    A collective is recorded when it runs, also in a compiled graph, but not when it is traced. Elements and bytes are
+    those that one rank sends by `sent_elements`, whichever messages carry them.
 
     >>> ledger = Ledger()
     >>> with ledger.phase("forward"):
@@ -60,13 +61,13 @@ class Ledger:
 
     def __init__(self) -> None:
         self.phase_name = ""
-        self.watches: list[Watch] = []
-        self.entered: tuple[tuple[str, str, str, str, torch.dtype], int] | None = None  # what was entered last, and its elements
+        self.watches: list[Watcher] = []
+        self.entered: tuple[tuple[str, str, str, str, torch.dtype], int] | None = None  # the last entry: its key and its elements
         self._sums: dict[tuple[str, str, str, str, torch.dtype], list[int]] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A context in which collectives are entered under the phase `name`; the innermost context names it."""
+        """A context in which collectives are recorded under the phase `name`; the innermost context counts."""
         before = self.phase_name
         for watch in self.watches:
             watch.enter(name)
@@ -79,8 +80,8 @@ class Ledger:
                 watch.leave(name)
 
     @contextlib.contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
-        """A context in which `watch` is told what happens."""
+    def watched(self, watch: Watcher) -> Iterator[None]:
+        """A context in which `watch` is notified."""
         self.watches = [*self.watches, watch]
         try:
             yield
@@ -88,29 +89,31 @@ class Ledger:
             self.watches = [other for other in self.watches if other is not watch]
 
     def at(self, part: str, layer: int | None) -> None:
-        """Tell who watches that the program comes to a part of the model."""
+        """Notify the watchers that the program reaches a part of the model."""
         for watch in self.watches:
             watch.at(part, layer)
 
     def holds(self, component: str, tensors: Sequence[Tensor]) -> None:
-        """Tell who watches memory (a Watch that has `holds` too) what some tensors are: "grads", "gathered"."""
+        """Tell the watchers that have a method `holds` (memory traces) what these tensors are: "grads", "gathered"."""
         for watch in self.watches:
             if hasattr(watch, "holds"):
                 watch.holds(component, tensors)
 
     def add(self, collective: str, axis: str, leaf: str, dtype: torch.dtype, elements: int) -> None:
-        """Enter one collective in which one rank sends `elements` elements."""
+        """Record one collective in which one rank sends `elements` elements."""
         self.entered = (self.phase_name, collective, axis, leaf, dtype), elements
         sums = self._sums.setdefault(self.entered[0], [0, 0, 0])
         for i, more in enumerate((1, elements, elements * dtype.itemsize)):
             sums[i] += more
 
     def rows(self) -> list[Row]:
-        """The rows, in the order in which they were first entered."""
+        """The rows, in the order in which they first appeared."""
         return [Row(*key[:4], str(key[4]).removeprefix("torch."), *sums) for key, sums in self._sums.items()]
 
     def total(self, phase: str | None = None, collective: str | None = None, axis: str | None = None) -> Row:
-        """The sum of the rows of this phase, collective and axis (None: any), as a row with `*` for what it does not tell apart."""
+        """The sum of the rows of this phase, collective and axis (None: all), as a row with `*` in the fields summed
+        over.
+        """
         wanted = (phase, collective, axis)
         rows = [row for row in self.rows() if all(w is None or w == value for w, value in zip(wanted, row[:3]))]
         sums = (sum(row[i] for row in rows) for i in (5, 6, 7))
@@ -131,10 +134,10 @@ class Ledger:
 
 
 def sent_elements(collective: str, elements: int, ranks: int) -> int:
-    """The elements that one of `ranks` ranks sends, rounded up.
+    """The number of elements that each of N = `ranks` ranks sends, rounded up.
 
-    elements: of the whole tensor: the result of all_gather, the input of the others. all_gather, psum_scatter and all_to_all send
-    (N-1)/N of it, psum 2 (N-1)/N, ppermute all of it.
+    elements: of the whole tensor, which is the result of all_gather and the input of the others. all_gather,
+    psum_scatter and all_to_all send (N-1)/N of it, psum 2 (N-1)/N, ppermute all of it.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 7.1; Thakur et al. 2005, "Optimization of collective
     communication operations in MPICH", section 4.

@@ -1,6 +1,6 @@
-"""The collectives as operators of PyTorch (namespace `fzero`), which a traced graph holds in the order of the program (core/graph.py).
+"""The collectives as torch operators (namespace `fzero`), which a traced graph has in program order (core/graph.py).
 
-An operator names its link by number and runs blocking.
+An operator names its communicator by number and blocks until the result has arrived.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from torch import Tensor
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fzero.comm.communicator import Communicator, Pending, communicator_of
-from fzero.core.device import traced
+from fzero.core.device import is_traced
 from fzero.core.graph import ORDERED
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
 
 
 def pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
-    """(source, destination) pairs of a flat list, in which operators take them."""
+    """The (source, destination) pairs of a flat list; operators cannot take nested lists."""
     return list(zip(flat[::2], flat[1::2]))
 
 
 def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Sequence[int]], extra: str = "") -> None:
-    """Define fzero::name(x, link, <extra>, leaf), and its overload `after` with a token in and out, which gives it a place in an order.
+    """Define fzero::name(x, communicator, <extra>, leaf), and its overload `after` with a token in and out, which
+    orders it.
 
-    start(link, x, *rest) starts it; shape(link, x) is that of the result.
+    start(communicator, x, *rest) starts it; shape(communicator, x) gives the shape of the result.
     """
 
-    def real(x: Tensor, link: int, *rest: Any) -> Tensor:
-        return start(communicator_of(link), x, *rest).wait()
+    def real(x: Tensor, communicator: int, *rest: Any) -> Tensor:
+        return start(communicator_of(communicator), x, *rest).wait()
 
-    def fake(x: Tensor, link: int, *rest: Any) -> Tensor:
-        to = communicator_of(link)
-        if to.transport == "fake" and not (is_fx_symbolic_tracing() or traced(x)):  # planned, and not only traced
+    def fake(x: Tensor, communicator: int, *rest: Any) -> Tensor:
+        to = communicator_of(communicator)
+        if to.transport == "fake" and not (is_fx_symbolic_tracing() or is_traced(x)):  # in a plan, and not only while tracing
             return start(to, x, *rest).wait()
         return x.new_empty(shape(to, x))
 
@@ -45,7 +46,7 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
 
         return run_after
 
-    arguments = f"(Tensor x, int link, {extra}str leaf"
+    arguments = f"(Tensor x, int communicator, {extra}str leaf"
     _LIBRARY.define(f"{name}{arguments}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.define(f"{name}.after{arguments}, Tensor? token) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
     for overload, runs in ((name, (real, fake)), (f"{name}.after", (with_token(real), with_token(fake)))):
@@ -53,14 +54,23 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
         torch.library.register_fake(f"fzero::{overload}", runs[1], lib=_LIBRARY)
     packet = getattr(torch.ops.fzero, name)
     ORDERED.append(packet.default)
-    # Not dead code, even where a rank does not use its result: the others wait for this one.
+    # Never dead code, even if this rank does not use the result: the other ranks wait for it.
     torch.fx.node.has_side_effect(packet.default)
     torch.fx.node.has_side_effect(packet.after)
 
 
-_define("psum", Communicator.start_psum, lambda link, x: x.shape)
-_define("all_gather", Communicator.start_all_gather, lambda link, x: (link.size * x.shape[0], *x.shape[1:]))
-_define("psum_scatter", Communicator.start_psum_scatter, lambda link, x: (x.shape[0] // link.size, *x.shape[1:]))
-_define("all_to_all", Communicator.start_all_to_all, lambda link, x: x.shape)
-_define("ppermute", lambda link, x, perm, leaf: link.start_ppermute(x, pairs(perm), leaf), lambda link, x: x.shape, "int[] perm, ")
+_define("psum", Communicator.start_psum, lambda communicator, x: x.shape)
+_define("all_gather", Communicator.start_all_gather, lambda communicator, x: (communicator.size * x.shape[0], *x.shape[1:]))
+_define(
+    "psum_scatter",
+    Communicator.start_psum_scatter,
+    lambda communicator, x: (x.shape[0] // communicator.size, *x.shape[1:]),
+)
+_define("all_to_all", Communicator.start_all_to_all, lambda communicator, x: x.shape)
+_define(
+    "ppermute",
+    lambda communicator, x, perm, leaf: communicator.start_ppermute(x, pairs(perm), leaf),
+    lambda communicator, x: x.shape,
+    "int[] perm, ",
+)
 ops = torch.ops.fzero

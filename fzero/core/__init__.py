@@ -1,1 +1,3 @@
-"""Foundations on the level of torch: trees, keys, transforms, compilation, dtypes, storage. Knows no ranks and no models."""
+"""Foundations that extend torch: trees, random keys, transforms, compilation, dtypes, storage. Imports nothing about
+ranks or models.
+"""

@@ -1,4 +1,6 @@
-"""Recomputation in the backward pass (remat), and what a Function needs to know about the transforms around it."""
+"""Recomputation in the backward pass (remat), and helpers for autograd Functions that run under torch.func
+transforms.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ from fzero.core import pytree
 
 @dataclass(frozen=True)
 class Remat:
-    """What the backward pass of a stack of layers recomputes.
+    """The recomputation policy of a stack of layers: what the backward pass computes again instead of keeping.
 
-    every = 0: nothing is recomputed but what the partitioner finds cheap, within `budget`; every = k >= 1: only the input of each k-th
-    layer is kept, and k layers at a time are run again (every = 1 is full recomputation).
-    budget: fraction in [0, 1] of the residuals of a layer that may be kept; below 1 the partitioner chooses what to recompute by a
-    knapsack over the layer's graph.
+    every: 0 keeps the residuals of each layer, within `budget`; k >= 1 keeps only the input of each k-th layer, and the
+    backward pass runs k layers again at a time (1 is full recomputation). budget: the fraction, in [0, 1], of a layer's
+    residuals that may be kept. Below 1 torch's partitioner chooses what to recompute by a knapsack over the layer's
+    graph.
+
+    >>> str(Remat.parse("every:2")), Remat.parse("selective:0.5").budget
+    ('every:2', 0.5)
     """
 
     every: int = 0
@@ -29,7 +34,11 @@ class Remat:
 
     @classmethod
     def parse(cls, text: str) -> Remat:
-        """The policy of a text: "none", "full", "every:K" (K layers) or "selective:F" (keep at most the fraction F of residuals)."""
+        """Return the policy that a text names: "none", "full", "every:K" (K layers) or "selective:F" (keep at most the
+        fraction F).
+
+        Raises ValueError for any other text.
+        """
         form = re.fullmatch(r"(none|full)|every:(\d+)|selective:(\d*\.?\d+(?:e-\d+)?)", text)
         if form is None:
             raise ValueError(f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5")
@@ -47,13 +56,17 @@ class Remat:
 
 
 def transforms() -> list[str]:
-    """The torch.func transforms now around the caller, outermost first: "Grad", "Vmap", "Jvp" or "Functionalize"."""
+    """The names of the torch.func transforms active around the caller, outermost first: "Grad", "Vmap", "Jvp" or
+    "Functionalize".
+    """
     stack = torch._C._functorch.get_interpreter_stack()
     return [level.key().name for level in stack or []]
 
 
 def first_order() -> bool:
-    """Whether a first-order Function serves here: no transform but at most one reverse-mode one is around the caller."""
+    """Whether a Function that can be differentiated only once may be used: at most one torch.func.grad or vjp is
+    active, and nothing else.
+    """
     return transforms() in ([], ["Grad"])
 
 
@@ -63,7 +76,9 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 
 def expect_closed(f: Callable[..., Any], what: str) -> None:
-    """Raise ValueError where `f` itself closes over a tensor that is to be differentiated or batched: a Function would drop it."""
+    """Raise ValueError if `f` itself closes over a tensor that is differentiated or batched: a Function would ignore
+    its gradient.
+    """
     for name, cell in zip(getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()):
         if cell == types.CellType():
             continue  # not assigned yet
@@ -73,7 +88,9 @@ def expect_closed(f: Callable[..., Any], what: str) -> None:
 
 
 def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Callable[..., Any]:
-    """`run` as a function of its arguments at the positions `at`, the others being as in `values`."""
+    """`run` as a function of only the arguments at positions `at`; the other arguments are fixed to those in
+    `values`.
+    """
 
     def of_some(*some: Tensor) -> Any:
         full = list(values)
@@ -85,10 +102,12 @@ def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Ca
 
 
 class Backward(torch.autograd.Function):
-    """`Backward.apply(what, run, *tensors)`: the tuple `run(*tensors)`, computed below functorch, as a backward pass does it.
+    """`Backward.apply(what, run, *tensors)` returns the tuple `run(*tensors)`, computed on plain tensors below all
+    transforms.
 
-    It batches (jacrev batches cotangents) by a loop. Differentiating it raises NotImplementedError naming `what`: under torch.func,
-    what has such a backward pass uses its reference for higher orders.
+    For use inside the backward pass of another Function. Under vmap (jacrev batches cotangents) it loops over the
+    batch. It cannot be differentiated: that raises NotImplementedError naming `what`, so operations with such a
+    backward pass fall back to their reference when a second derivative is taken by torch.func.
     """
 
     @staticmethod
@@ -149,10 +168,19 @@ class _Remat(torch.autograd.Function):
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` with nothing kept for its backward pass but its inputs: the backward pass runs `f` again.
+    """Return a function equal to `f` that keeps only its inputs for the backward pass, which runs `f` again.
 
-    `f` takes and returns trees. The result has the same values and gradients (bitwise) and composes with grad, vjp, jvp and vmap.
-    Raises ValueError where `f` closes over a tensor that is differentiated: it must be an argument.
+    f: a pure function of trees of tensors, of any shapes and dtypes, that returns a tree. Values and gradients have the
+    same bits as those of `f`. Composes with torch.func.grad, vjp, jvp and vmap, and with .backward().
+
+    Raises ValueError if `f` closes over a tensor that is differentiated: pass it as an argument.
+
+    >>> f = remat(lambda p, x: torch.tanh(x @ p["w"]).sum())
+    >>> torch.func.grad(f)({"w": torch.zeros(2, 2)}, torch.ones(1, 2))["w"]
+    tensor([[1., 1.],
+            [1., 1.]])
+
+    Ref: Chen et al. 2016, "Training deep nets with sublinear memory cost", arXiv:1604.06174, section 3.
     """
 
     def remat_f(*args: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Compilation: trace below functorch to plain operators, compile the graph with Inductor, cache by shapes and dtypes.
+"""Compilation: trace a function to plain operators, compile the graph with Inductor, cache it by shapes and dtypes.
 
-Tracing executes torch.func transforms and our own Functions, so the graph holds forward, backward and collectives as operators; nothing
-is dropped, as Dynamo drops the backward of a Function under torch.func.grad. `jit` compiles a function; `vjp_pair` compiles a function
-and its vector-Jacobian product as two graphs that share residuals, split by the min-cut partitioner.
+make_fx traces below torch.func: it executes the transforms and our own Functions, so the graph contains forward pass,
+backward pass and collectives as operators. (Dynamo, in contrast, loses the backward pass of a Function under
+torch.func.grad.) `jit` compiles a function; `vjp_pair` compiles a function and its vector-Jacobian product as two
+graphs that share residuals, split by the min-cut partitioner.
 
 Ref: torch.fx.experimental.proxy_tensor.make_fx; Zhao et al. 2023, "Recompute with min-cut", functorch.compile.
 """
@@ -24,14 +25,14 @@ from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.fake_inductor import lowered
-from fzero.core.graph import hold, in_order
+from fzero.core.graph import chain_in_order, hold
 
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 
 
 @functools.cache
 def have_compiler() -> bool:
-    """Whether Inductor can compile here: a C++ compiler for the CPU, or Triton for CUDA. Warns once where it cannot."""
+    """Whether Inductor can compile here: a C++ compiler for the CPU, or Triton for CUDA. Warns once if it cannot."""
     found = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     if not found:
         warnings.warn(
@@ -47,7 +48,7 @@ def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _fakes(tensors: Sequence[Tensor], mode: Any) -> list[Tensor]:
-    # A new fake for each input: two that share one fake would be taken for one and the same input while tracing.
+    # A new fake tensor for each input: the tracer would take two inputs that share one fake for the same input.
     with mode:
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
 
@@ -64,7 +65,7 @@ def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor],
             if "convert all Tensors to FakeTensors" not in str(error):
                 raise
             raise ValueError("the function to be compiled closes over a tensor; pass it as an argument") from error
-        # In a second pass, as functionalize cannot pass through a Function, and the first has executed them all.
+        # A second pass, because functionalize cannot trace through a Function; the first pass has executed all of them.
         functional = torch.func.functionalize(graph, remove="mutations")
 
         # The partitioner knows inputs from cotangents by these two names.
@@ -75,7 +76,9 @@ def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor],
 
 
 def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """The compiled graph, called with a list of inputs which it empties, so that they are freed when last used."""
+    """Compile a graph. The result takes a list of inputs and empties it, so that each input is freed after its last
+    use.
+    """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -83,10 +86,10 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
 
     graph.graph.set_codegen(torch.fx.graph.CodeGen())  # flat tensors in and out
     graph.recompile()
-    ordered = in_order(graph)
+    ordered = chain_in_order(graph)
     joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    # No generator of Inductor's is ever used: keys are inputs.
+    # Inductor's own random generator is never used: random keys are inputs of the graph.
     with tracing(TracingContext(mode)), config.patch(fallback_random=True):
         planned = isinstance(mode, FakeDevice)
         run = lowered(graph, examples, backward) if planned else compile_fx_inner(graph, examples, is_backward=backward)
@@ -94,7 +97,9 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
 
 
 class Dropped(NamedTuple):
-    """In place of a residual: a view of an input that the backward pass is given again."""
+    """Placeholder for a residual that is a view of an input: the backward pass receives that input again and restores
+    the view.
+    """
 
     index: int
     size: torch.Size
@@ -102,13 +107,15 @@ class Dropped(NamedTuple):
     offset: int
 
     def of(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The view of the input given now, which has the strides of the one dropped."""
+        """Restore the view from the input at `index`, which must have the strides of the dropped one."""
         given = inputs[self.index]
         return given.as_strided(self.size, self.stride, given.storage_offset() + self.offset)
 
 
 class Residuals(list):
-    """What a forward pass keeps for the backward pass, and the numbers of the dropped inputs that the latter needs again."""
+    """The tensors that a forward pass keeps for its backward pass; `needs` holds the indices of dropped inputs that it
+    will need again.
+    """
 
     def __init__(self, values: Sequence[Any], needs: set[int]):
         super().__init__(values)
@@ -116,13 +123,13 @@ class Residuals(list):
 
 
 def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], Any]:
-    """A function that replaces a tensor in the storage of one of `inputs` by Dropped, and notes its number in `needs`."""
+    """Make a function that replaces a view of one of `inputs` by Dropped and adds that input's index to `needs`."""
     at = {t.untyped_storage()._cdata: (i, t.storage_offset(), t.dtype) for i, t in enumerate(inputs)}
 
     def drop(t: Tensor) -> Any:
         index, base, dtype = at.get(t.untyped_storage()._cdata, (None, 0, None))
         if index is None or t.dtype != dtype:
-            return t.detach()  # an operator that saved its own result would hold itself for ever
+            return t.detach()  # detached, because an operator that saves its own result would keep itself alive
         needs.add(index)
         return Dropped(index, t.size(), t.stride(), t.storage_offset() - base)
 
@@ -130,10 +137,11 @@ def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], An
 
 
 class VjpPair(NamedTuple):
-    """A function of tensors and its vector-Jacobian product, sharing residuals.
+    """A function of tensors and its vector-Jacobian product, as two functions that share residuals.
 
-    Residuals are for `backward` alone, once: it empties the list and frees each when last used. With `drop` they do not hold the first
-    `drop` inputs, each alone in its storage: where `residuals.needs` is not empty, `backward` must be given those inputs again.
+    `backward` uses residuals once: it empties the list and frees each tensor after its last use. With `drop=n` the
+    residuals do not hold the first n inputs (each must be alone in its storage); if `residuals.needs` is not empty,
+    pass those inputs to `backward` again.
     """
 
     primal: Callable[[Sequence[Tensor]], list[Tensor]]  # inputs -> outputs
@@ -142,16 +150,19 @@ class VjpPair(NamedTuple):
 
 
 def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int = 0) -> VjpPair:
-    """The pair of `f` for the gradients of its first `n` inputs, without the first `skip` of those.
+    """Return the VjpPair of `f`, whose backward pass gives the gradients of inputs skip to n - 1.
 
-    compiled: trace forward and backward jointly, split and compile them, once for each signature of the inputs.
-    budget: fraction of the residuals that may be kept (see Remat), also where nothing is compiled.
+    compiled: trace forward and backward pass together, split the graph, and compile both halves, once for each
+    signature of the inputs. budget: the fraction of residuals that may be kept (see Remat); it also applies when
+    nothing is compiled.
     """
     return _traced_pair(f, n, compiled, budget, skip) if compiled or budget < 1.0 else _eager_pair(f, n, skip)
 
 
-class _Given(torch.autograd.Function):
-    """A tensor that takes part in a graph in place of `like`, which has no memory: a leaf of a graph is held as long as the graph."""
+class _Substitute(torch.autograd.Function):
+    """Return `value` but send its gradient to `like`, a leaf without memory: autograd keeps the leaves of a graph alive
+    as long as the graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, value: Tensor) -> Tensor:
@@ -175,12 +186,15 @@ def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
         def take(kept: Any) -> Tensor:
             return kept.of(given[0]) if isinstance(kept, Dropped) else kept
 
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, take) if drop else contextlib.nullcontext():
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(keep, take) if drop else contextlib.nullcontext(),
+        ):
             leaves, args = [], []
             for i, t in enumerate(inputs):
                 if skip <= i < n:
                     leaves.append((t.new_zeros(()).expand(t.shape) if i < drop else t.detach()).requires_grad_())
-                    args.append(_Given.apply(leaves[-1], t) if i < drop else leaves[-1])
+                    args.append(_Substitute.apply(leaves[-1], t) if i < drop else leaves[-1])
                 else:
                     args.append(t.detach())
             out = f(*args)
@@ -206,7 +220,8 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> V
     def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
         signature = _signature(inputs)
         if signature not in programs:
-            # What a plan counts is the program, and not that it is traced.
+            # A plan records the operators of the step; those that run only because the block is traced must not be
+            # recorded.
             with _disable_current_modes() if fake_device_of(inputs[0]) is not None else contextlib.nullcontext():
                 programs[signature] = _split_programs(f, range(skip, n), inputs, compiled and have_compiler(), budget)
         run_fw, run_bw, num_outs = programs[signature]
@@ -228,7 +243,10 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> V
 def _split_programs(
     f: Flat, wanted: range, inputs: Sequence[Tensor], compiled: bool, budget: float
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Callable[[list[Tensor]], Sequence[Tensor]], int]:
-    """(forward, backward, number of outputs): forward gives outputs and residuals, backward takes residuals and cotangents."""
+    """Trace `f` and its vjp, and split the graph into (forward, backward, number of outputs).
+
+    forward returns outputs followed by residuals; backward takes residuals followed by cotangents.
+    """
     from torch._functorch import config as functorch_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -243,12 +261,13 @@ def _split_programs(
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
         before, behind = primals[: wanted.start], primals[wanted.stop :]
         out, vjp = torch.func.vjp(lambda *some: tuple(f(*before, *some, *behind)), *primals[wanted.start : wanted.stop])
-        # Through a view, so that the graph shows where the backward pass begins.
+        # A view marks in the graph where the backward pass begins.
         return [*out, *vjp(tuple(t.view_as(t) for t in tangents))]
 
     graph = _trace(joint, primals, cotangents, mode)
     hold(graph)
-    # Merged with the forward pass, what a backward pass recomputes on purpose (scores, activations) would be kept instead.
+    # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
+    # would keep its result.
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
         graphs = min_cut_rematerialization_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
     if compiled:
@@ -259,11 +278,18 @@ def _split_programs(
 
 
 def jit(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` (trees in, trees out; pure) compiled for the shapes, strides and dtypes of its tensors, once for each.
+    """Return a compiled version of `f`, a pure function of trees of tensors that returns a tree.
 
-    Leaves that are not tensors are static: they must be hashable, and another value compiles again. Outermost, as in JAX: under a
-    torch.func transform, or where its result is to be differentiated, it is `f` itself.
-    Raises whatever tracing raises where `f` branches on a tensor's value.
+    The first call with tensors of new shapes, strides or dtypes compiles; later ones reuse the result. Leaves that are
+    not tensors are static: they must be hashable, and another value compiles again. Use it outermost, as in JAX: under
+    a torch.func transform, or if an argument requires a gradient, the call runs `f` itself, uncompiled. Without a C++
+    compiler it always does, after one warning.
+
+    Raises ValueError if `f` closes over a tensor, and whatever tracing raises if `f` branches on a tensor's value.
+
+    >>> f = jit(lambda x: {"y": 2.0 * x + 1.0})
+    >>> f(torch.arange(3.0))
+    {'y': tensor([1., 3., 5.])}
     """
     cache: dict[Any, tuple[Callable, Any]] = {}
 
@@ -274,7 +300,7 @@ def jit(f: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [flat[i] for i in at]
         if transforms() or needs_grad(*tensors) or not have_compiler():
             return f(*args)
-        # With its type, as 1, 1.0 and True are equal.
+        # The type too, because 1, 1.0 and True are equal.
         static = tuple((i, type(leaf), leaf) for i, leaf in enumerate(flat) if not isinstance(leaf, Tensor))
         signature = (treedef, static, _signature(tensors))
         if signature not in cache:

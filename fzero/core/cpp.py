@@ -1,8 +1,8 @@
-"""C++ files beside modules, compiled when first used.
+"""Compile the .cpp file beside a module when it is first used.
 
-Through Inductor they may include torch's headers, and are kept in its cache; but that takes seconds to import and to ask what the machine
-can do, which a program that compiles blocks takes anyway. What is plain C++ and wanted sooner goes to g++ alone: half a second, in each
-process anew.
+`library` uses Inductor: the file may include torch's headers and the result stays in Inductor's cache, but importing
+Inductor and probing the CPU takes seconds. `library_by_gcc` calls g++ alone, for plain C++: half a second, in every
+process again.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-# Every operation is rounded by itself, whatever Inductor is told for its own code; or a product and a sum are rounded once.
+# EXACT rounds every operation separately, whatever flags Inductor sets for its own code. CONTRACTED lets the compiler
+# fuse a product and a sum, which are then rounded once.
 EXACT = ("-ffp-contract=off", "-fno-unsafe-math-optimizations", "-fsigned-zeros")
 CONTRACTED = ("-ffp-contract=fast",)
-# Inductor's own flags leave loops that it has vectorised itself as they are; these are plain ones.
-_VECTORISED = ("-ftree-loop-vectorize", "-fno-math-errno", *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()))
+# Inductor's flags switch off automatic vectorisation, because it vectorises its own loops; ours are plain loops that
+# need it.
+_VECTORISED = (
+    "-ftree-loop-vectorize",
+    "-fno-math-errno",
+    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
+)
 _PLAIN = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-trapping-math")
 
 
 @functools.cache
 def library(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
-    """The .cpp file beside a module (its `__file__`), from Inductor's cache."""
+    """Compile the .cpp file beside a module (given by its `__file__`) through Inductor, or load it from Inductor's
+    cache.
+    """
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(Path(module).with_suffix(".cpp").read_text(), extra_flags=(*_VECTORISED, *rounding))
@@ -32,7 +40,7 @@ def library(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
 
 @functools.cache
 def library_by_gcc(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
-    """As `library`, of plain C++, by g++ alone. Raises RuntimeError with what g++ says where it does not compile."""
+    """Compile the plain C++ file beside a module by g++ alone. Raises RuntimeError with g++'s message if that fails."""
     source = Path(module).with_suffix(".cpp")
     with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
         made = str(Path(folder, "library.so"))

@@ -1,8 +1,9 @@
-"""Which device a tensor stands for: the one that holds it, or that of a plan, whose tensors are fake.
+"""The device that a tensor is on, or that a plan's fake tensor represents.
 
-A plan for a GPU runs where there is none. Its tensors are fake ones of a `Planned` mode, in two memories: those on `Planned.device` stand
-for tensors on the GPU, those on torch.device("cpu") for the host's. What chooses by device asks `kind_of` or `target_of`, and is answered
-for the device planned for; nothing is kept beside the values.
+A plan for a GPU runs on machines without one. Its tensors are fake tensors of a `FakeDevice` mode, which has two
+memories: tensors on `FakeDevice.device` represent the GPU's, those on torch.device("cpu") the host's. Code that chooses
+by device calls `kind_of` or `target_of`, which answer for the planned device. The tensors carry this information; there
+is no global state.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 HOST = torch.device("cpu")
-# A fake CUDA tensor needs a build with CUDA as soon as autograd sees it. No tensor with memory of its own says that it is on cpu:0, and
-# PyTorch takes the two for different devices, so that a program that mixes host and device is refused as on a GPU.
+# Fake CUDA tensors need a CUDA build of torch as soon as autograd sees them, so cpu:0 represents the GPU. Real tensors
+# are on "cpu", never on "cpu:0", and PyTorch treats the two as different devices, so mixing host and device tensors
+# raises as it would on a GPU.
 ELSEWHERE = torch.device("cpu", 0)
 
 
 class Target(NamedTuple):
-    """What a program's choices depend on of the device that it runs on."""
+    """The properties of a device on which the choice of kernels and block sizes depends."""
 
     kind: str  # "cpu" or "cuda"
     processors: int = 0  # multiprocessors of a GPU
@@ -34,16 +36,17 @@ CPU = Target("cpu")
 
 
 class FakeDevice(FakeTensorMode):
-    """A context in which tensors are made without memory, and stand for tensors on `target` (those on `device`) and on its host.
+    """A context in which new tensors have no memory: those on `self.device` represent tensors on `target`, those on
+    "cpu" tensors on its host.
 
-    torch.tensor of Python's numbers makes one on the host whatever device it is given: write torch.tensor(0).to(device).
+    torch.tensor(numbers, device=...) always creates the tensor on the host: write torch.tensor(0).to(device).
 
-    tracing: a graph is traced with these tensors; no step is run, and no collective is entered in a ledger.
+    tracing: these tensors are used to trace a graph; no step runs, and the ledger records no collective.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else Dynamo is imported, which takes a second, and asked at every operator; it traces none of this
+        return False  # otherwise torch imports Dynamo (a second) and asks it at every operator; it never traces this mode
 
     def __init__(self, target: Target = CPU, *, tracing: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -51,7 +54,9 @@ class FakeDevice(FakeTensorMode):
         self.device = HOST if target.kind == "cpu" else ELSEWHERE
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What the mode of all fake tensors does. Numbers that are known are so on the host alone."""
+        """Run an operator as FakeTensorMode does, except that a tensor copied to the device loses its known constant
+        value.
+        """
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == ELSEWHERE and isinstance(args[0], FakeTensor):
             args[0].constant = None
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -66,7 +71,7 @@ def _target_here(device: torch.device) -> Target:
 
 
 def target_of(x: Tensor) -> Target:
-    """The device that `x` is on, or stands for in a plan."""
+    """The device that `x` is on, or represents in a plan."""
     if x.device != ELSEWHERE:
         return _target_here(x.device)
     plan = fake_device_of(x)
@@ -75,29 +80,33 @@ def target_of(x: Tensor) -> Target:
 
 
 def kind_of(x: Tensor) -> str:
-    """ "cpu", "cuda" or another of torch's types: of the device that `x` is on, or stands for in a plan."""
+    """The type ("cpu", "cuda", ...) of the device that `x` is on, or represents in a plan."""
     device = x.device
     return device.type if device.index is None or device.type != "cpu" else target_of(x).kind
 
 
 def fake_device_of(x: Tensor) -> FakeDevice | None:
-    """The plan whose tensor `x` is, or wraps under a torch.func transform; None for any other."""
+    """The FakeDevice mode that `x` (or the tensor it wraps under a torch.func transform) belongs to; None for a real
+    tensor.
+    """
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x.fake_mode if isinstance(x, FakeTensor) and isinstance(x.fake_mode, FakeDevice) else None
 
 
-def traced(x: Tensor) -> bool:
-    """Whether `x` is of a plan in which a graph is traced."""
+def is_traced(x: Tensor) -> bool:
+    """Whether `x` belongs to a FakeDevice that traces a graph."""
     plan = fake_device_of(x)
     return plan is not None and plan.tracing
 
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
-_LIBRARY.define("launched(str what, Tensor[] read, Tensor(a!)[] written) -> ()")
-torch.library.register_fake("fzero::launched", lambda what, read, written: None, lib=_LIBRARY)
+_LIBRARY.define("record_launch(str what, Tensor[] read, Tensor(a!)[] written) -> ()")
+torch.library.register_fake("fzero::record_launch", lambda what, read, written: None, lib=_LIBRARY)
 
 
-def launched(what: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """In a plan, in place of the launch of a kernel that is no operator: what it reads and what it writes, for whoever counts."""
-    torch.ops.fzero.launched(what, list(read), list(written))
+def record_launch(what: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    """In a plan, record the launch of a kernel that is not a torch operator: its name, the tensors it reads, and those
+    it writes.
+    """
+    torch.ops.fzero.record_launch(what, list(read), list(written))

@@ -1,15 +1,17 @@
-"""Digests of leaves that add up: the digest of a whole is the sum of those of its parts, whoever holds them and however it is cut.
+"""Additive digests of tensors: the digest of a whole leaf is the sum of the digests of its shards, however it is
+sharded.
 
 The digest of a leaf is the sum modulo 2^64, over its elements, of
 
     z = bits + K1 (index + 1);  z = (z ^ (z >> 32)) K2;  z ^ (z >> 29)                       (each modulo 2^64)
 
-with `bits` the element's bits as an unsigned number and `index` its number in the whole leaf, rows first. The steps are of the kind
-that Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", mix 64 bits with. For a given index they are one to
-one, so a change of one element always changes the digest; other changes are missed once in 2^64. Nobody is kept from forging one.
+where `bits` is the element's bit pattern as an unsigned integer and `index` its row-major index in the whole leaf. The
+mixing steps follow Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". For a fixed index the
+map is one to one, so a change of one element always changes the digest; other changes go unnoticed with probability
+2^-64. It is not cryptographic.
 
-Sums of integers have one value in every order. So ranks digest their shards by themselves, a checkpoint's reader digests slices, and
-the same state has the same digest on every mesh, without a byte of it being sent.
+A sum of integers does not depend on the order. So each rank digests its own shards, a checkpoint reader digests slices,
+and a state has the same digest on every mesh, without sending the state.
 """
 
 from __future__ import annotations
@@ -43,20 +45,21 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
-# Elements at a time of the tensor operations; and how many go by them in this process, until it is worth compiling C++, half a second.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by the bytes of an element
+# Elements that the tensor operations process at a time. After _MANY elements in a process the C++ is compiled, which
+# takes half a second.
 _CHUNK = {"cpu": 1 << 15}
 _CHUNK_ELSEWHERE = 1 << 22
 _done, _MANY, _compiling = 0, 1 << 25, threading.Lock()
 
 
 def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] | None = None) -> int:
-    """The digest, in [0, 2^64), of a leaf or of a block of it.
+    """Return the digest, in [0, 2^64), of a leaf or of a block of it.
 
-    shape, start: of the whole leaf that `x` is a block of, and where in it the block begins; without them `x` is the whole. The digests
-    of the blocks of any partition add up, modulo 2^64, to that of the whole; a block without elements has 0.
-    x: of any strides; on a CPU nothing is copied. One thread computes, without the interpreter's lock.
-    Raises ValueError for a dtype that no checkpoint holds, and for a block that is not inside the whole.
+    shape, start: the shape of the whole leaf and the block's first index in it; without them `x` is the whole leaf. The
+    digests of the blocks of a partition add up, modulo 2^64, to that of the whole; an empty block has digest 0. x: of
+    any strides; on a CPU it is not copied. Runs on one thread, without the GIL. Raises ValueError for a dtype that
+    checkpoints do not store, and for a block that is not inside the whole leaf.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"digest: {x.dtype} has none; there are {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}")
@@ -70,27 +73,30 @@ def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] |
 
 
 def digest_at(x: Tensor, steps: Sequence[int], first: int) -> int:
-    """The digest of elements of a leaf, of which `x[i, j, ...]` has the number first + i steps[0] + j steps[1] + ... there; as `digest`."""
+    """Return the digest of elements of a leaf; `x[i, j, ...]` has the index first + i steps[0] + j steps[1] + ... in
+    the whole leaf.
+    """
     words = x.detach().view(_WORDS[x.dtype.itemsize])
     if not words.numel():
         return 0
-    dims = _joined(list(zip(words.shape, words.stride(), steps)))
-    library = _worth(words)
+    dims = _merge_dims(list(zip(words.shape, words.stride(), steps)))
+    library = _library_if_worth(words)
     if library is None:
-        return _by_tensors(words.as_strided([d[0] for d in dims], [d[1] for d in dims]), [d[2] for d in dims], first)
+        return _digest_by_tensors(words.as_strided([d[0] for d in dims], [d[1] for d in dims]), [d[2] for d in dims], first)
     numbers = [(ctypes.c_int64 * len(dims))(*column) for column in zip(*dims)]
     return library.digest(ctypes.c_void_p(words.data_ptr()), words.element_size(), len(dims), *numbers, first)
 
 
 def digest_tree(tree: pytree.Tree) -> dict[str, int]:
-    """{name: digest} of the leaves of a tree of whole tensors."""
+    """Return {name: digest} of the leaves of a tree of whole tensors."""
     return {name: digest(leaf) for name, leaf in pytree.named_leaves(tree).items()}
 
 
-def combined(digests: dict[str, int]) -> int:
-    """One digest, in [0, 2^64), of leaves by their names: the sum of each leaf's times an odd number made from its name.
+def combine(digests: dict[str, int]) -> int:
+    """Combine the digests of named leaves into one in [0, 2^64): the sum of each times an odd number derived from the
+    leaf's name.
 
-    It is linear: what ranks make of the digests of their parts adds up to what one makes of the wholes'.
+    It is linear: the sum over ranks of the combined digests of their shards is the combined digest of the whole leaves.
     """
     return sum(value * _odd(name) for name, value in digests.items()) & _MASK
 
@@ -100,8 +106,11 @@ def _odd(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
-def _joined(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(size, step in memory, step in the whole) of each dim, where neighbours that go on as one are one; there is one at least."""
+def _merge_dims(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Merge adjacent dims that are contiguous both in memory and in the whole leaf.
+
+    Takes and returns (size, stride in memory, stride in the whole leaf) of each dim, at least one.
+    """
     out: list[tuple[int, int, int]] = []
     for size, skip, step in [d for d in dims if d[0] != 1] or [(1, 1, 1)]:
         if out and out[-1][1] == size * skip and out[-1][2] == size * step:
@@ -110,8 +119,10 @@ def _joined(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return out
 
 
-def _worth(words: Tensor) -> ctypes.CDLL | None:
-    """The C++, where it can read these words and they are many, with those before."""
+def _library_if_worth(words: Tensor) -> ctypes.CDLL | None:
+    """The C++ library, or None if it cannot read these words, or if this process has digested too few elements to
+    compile it.
+    """
     global _done
     if words.device.type != "cpu" or type(words) is not Tensor:
         return None
@@ -123,7 +134,7 @@ def _worth(words: Tensor) -> ctypes.CDLL | None:
 
 
 def prepare() -> None:
-    """Compile the C++ now, for who is about to digest much: else the first large call does."""
+    """Compile the C++ now, before a long series of digests; otherwise the first large call compiles it."""
     with _compiling:
         _library()
 
@@ -138,35 +149,47 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         library.digest.restype = ctypes.c_uint64
         pointer = ctypes.POINTER(ctypes.c_int64)
-        library.digest.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int64]
+        library.digest.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            pointer,
+            pointer,
+            pointer,
+            ctypes.c_int64,
+        ]
     return library
 
 
-def _by_tensors(words: Tensor, steps: list[int], first: int) -> int:
-    """The digest of words (signed, of any width) whose element i in dim d is at first + sum_d i_d steps[d], by tensor operations."""
+def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> int:
+    """Return the digest of signed words by tensor operations; element (i_0, i_1, ...) has the index first + sum_d i_d
+    steps[d].
+    """
     chunk = _CHUNK.get(words.device.type, _CHUNK_ELSEWHERE)
     if words.numel() > chunk:
-        # Along the longest dim, so that pieces are few and even.
+        # Split along the longest dim, which makes few pieces of even size.
         dim = max(range(words.ndim), key=lambda d: words.shape[d])
         inner = words.numel() // words.shape[dim]
         length = max(1, chunk // inner)
         if length < words.shape[dim]:
             pieces = range(0, words.shape[dim], length)
-            parts = (_by_tensors(words.narrow(dim, i, min(length, words.shape[dim] - i)), steps, first + i * steps[dim]) for i in pieces)
+            parts = (
+                _digest_by_tensors(words.narrow(dim, i, min(length, words.shape[dim] - i)), steps, first + i * steps[dim]) for i in pieces
+            )
             return sum(parts) & _MASK
     index = torch.full((), _signed(_K1 * (first + 1)), dtype=torch.int64, device=words.device)
     for dim, step in enumerate(steps):
         places = torch.arange(words.shape[dim], device=words.device) * _signed(_K1 * step)
-        index = index.unsqueeze(-1) + places  # products and sums of int64 wrap
+        index = index.unsqueeze(-1) + places  # int64 products and sums wrap modulo 2^64
     z = words.to(torch.int64)
     z = (z if words.dtype == torch.int64 else z & ((1 << 8 * words.element_size()) - 1)) + index
-    # The shifts of int64 bring in copies of the sign.
+    # int64 shifts are arithmetic: mask the copies of the sign bit.
     z = (z ^ ((z >> 32) & 0xFFFFFFFF)) * _signed(_K2)
     z = z ^ ((z >> 29) & ((1 << 35) - 1))
     return int(z.sum()) & _MASK
 
 
 def _signed(value: int) -> int:
-    """The int64 of the same 64 bits."""
+    """The int64 with the same 64 bits as an unsigned value."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fzero.core.device import ELSEWHERE, HOST, FakeDevice, Target, fake_device_of, launched
+from fzero.core.device import ELSEWHERE, HOST, FakeDevice, Target, fake_device_of, record_launch
 
 _GPU = torch.device("cuda", 0)
 # Of every NVIDIA GPU from compute capability 8.0 on: CUDA programming guide, table of technical specifications.
@@ -55,7 +55,7 @@ class _Kernel:
                 if flag and isinstance(x, Tensor):
                     chosen.setdefault(x.untyped_storage()._cdata, x)
             columns.append([*chosen.values()])
-        launched("fused", *columns)
+        record_launch("fused", *columns)
 
     run = __call__  # as Triton's are launched
 

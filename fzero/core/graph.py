@@ -1,8 +1,9 @@
-"""Operators that keep their place while a traced graph is split and compiled.
+"""Keep registered operators (the collectives) in place while a traced graph is split and compiled.
 
-The ranks of a mesh trace the same program, yet a compiler may choose another order for two collectives, or drop one whose result is not
-used, where constants differ (a slice at 0 on one rank, at n on another). `hold` forbids that in a joint graph of forward and backward pass
-before it is split, `in_order` in a graph before it is compiled.
+All ranks of a mesh trace the same program, but their graphs differ in constants (a slice begins at 0 on one rank and at
+n on another), so the compiler could reorder two collectives on one rank only, or drop one whose result is unused there;
+the ranks would then hang. `hold` prevents that when a joint graph of forward and backward pass is split,
+`chain_in_order` when a graph is compiled.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 
-ORDERED: list[Any] = []  # the operators concerned; comm/operators.py enters the collectives
+ORDERED: list[Any] = []  # the operators to keep in place; comm/operators.py adds the collectives
 
 
 def hold(graph: torch.fx.GraphModule) -> None:
-    """Fix for each ordered operator of a joint graph whether it runs in the forward or in the backward pass, and that it runs once.
+    """Mark each ordered operator of a joint graph as belonging to the forward or the backward pass, and as never
+    recomputed.
 
-    Those up to the first node that depends on a placeholder called `tangents...` belong to the forward pass: a partitioner saves their
-    results and recomputes none. The others are in the backward pass, with those that the program itself repeats there.
+    The backward pass begins at the first node that depends on a placeholder named `tangents...`. Ordered operators
+    before it belong to the forward pass, and the partitioner must save their results; those after it, including ones
+    that the program repeats on purpose, belong to the backward pass.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -37,10 +40,11 @@ def hold(graph: torch.fx.GraphModule) -> None:
             node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
-def in_order(graph: torch.fx.GraphModule) -> bool:
-    """Chain the ordered operators of a graph (with node.meta["val"]) by tokens, so that none is moved over another, and none is dropped.
+def chain_in_order(graph: torch.fx.GraphModule) -> bool:
+    """Chain the ordered operators of a graph by tokens, so that the compiler cannot swap or drop them.
 
-    Returns whether there are any; the graph then has one more output, the last token.
+    Each takes the token of the one before and returns a new one. Nodes need node.meta["val"]. Returns whether there are
+    any ordered operators; if so, the graph has one more output, the last token.
     """
     token: torch.fx.Node | None = None
     for node in list(graph.graph.nodes):

@@ -1,8 +1,10 @@
-"""The objects of an object store below a URL, through tensorstore; what goes wrong with the store is an OSError of one line.
+"""Read and write objects below a URL through tensorstore; every failure of the store is an OSError with a message of
+one line.
 
-s3://bucket/path    the endpoint of another store than Amazon's is $AWS_ENDPOINT_URL_S3 or $AWS_ENDPOINT_URL; the region is $AWS_REGION
-                    or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, else those of the profile, the
-                    container or the instance
+s3://bucket/path    the endpoint of another store than Amazon's is $AWS_ENDPOINT_URL_S3 or $AWS_ENDPOINT_URL; the region
+is $AWS_REGION
+                    or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, else those
+                    of the profile, the container or the instance
 gs://bucket/path    with Google's application default credentials
 file:///path        files, each put in place by a rename and durable then
 memory://name       of this process alone
@@ -16,9 +18,9 @@ import re
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-WAIT_S = 30.0  # for a transfer, and as long again for every
-SLOWEST = 8 << 20  # bytes of it
-# A store that is not there is known for it within some 10 s; one that asks for a pause gets it.
+WAIT_S = 30.0  # the timeout of a transfer, plus as much again for every SLOWEST bytes
+SLOWEST = 8 << 20  # bytes
+# An unreachable store is reported after about 10 s; one that asks for slower requests gets them.
 RETRIES = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "3s"}
 
 
@@ -28,7 +30,9 @@ def is_url(place: Any) -> bool:
 
 
 def url_spec(url: str) -> Any:
-    """tensorstore's specification of what is below a URL: the URL, or what it cannot say."""
+    """tensorstore's specification of a URL: the URL itself, or a table with what a URL cannot express (endpoint,
+    region).
+    """
     parts = urlsplit(url)
     path = f"{unquote(parts.path).strip('/')}/".lstrip("/")
     if parts.scheme == "file":
@@ -43,13 +47,17 @@ def url_spec(url: str) -> Any:
     if region or endpoint:
         spec["aws_region"] = region or "us-east-1"
     if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
-        spec["aws_credentials"] = {"type": "environment"}  # else all places are searched, some of them over the network
+        spec["aws_credentials"] = {
+            "type": "environment"
+        }  # otherwise tensorstore searches every source of credentials, some over the network
     return spec
 
 
 @functools.cache
 def context() -> Any:
-    """How tensorstore uses its resources, in all that this process opens: a store in memory:// is one with what was put there before."""
+    """The tensorstore context that everything in this process shares, so that memory:// URLs see what was written
+    before.
+    """
     import tensorstore
 
     return tensorstore.Context(
@@ -66,10 +74,10 @@ def context() -> Any:
 
 
 class Objects:
-    """The objects below a URL by name, for any number of threads.
+    """The objects below a URL by name; thread-safe.
 
-    Raises ValueError for a URL that names no store. All else that the store or the network does not do is an OSError, also when it takes
-    longer than WAIT_S and the bytes' share.
+    Raises ValueError for a URL that names no store, and OSError (TimeoutError after WAIT_S, more for large objects) for
+    every failure of the store or the network.
     """
 
     def __init__(self, url: str) -> None:
@@ -87,9 +95,9 @@ class Objects:
         return [name.decode() for name in self._done(self.kv.list(), 0)]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """The bytes [start, end) of an object (None: to its end), or None where there is no such object.
+        """Return the bytes [start, end) of an object (None: to its end), or None if there is no such object.
 
-        Raises EOFError where it ends before.
+        Raises EOFError if the object is shorter.
         """
         size = 64 << 20 if end is None else end - start
         asked = None if (start, end) == (0, None) else slice(start, end)
@@ -97,11 +105,11 @@ class Objects:
         return None if found.state == "missing" else found.value
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace an object, durably and at once."""
+        """Replace an object atomically and durably."""
         self._done(self.kv.write(name, data), len(data))
 
     def remove(self, names: list[str]) -> None:
-        """Remove objects, whether they are there or not."""
+        """Remove objects; missing ones are ignored."""
         for future in [self.kv.write(name, None) for name in names]:
             self._done(future, 0)
 
@@ -112,14 +120,14 @@ class Objects:
         except TimeoutError:
             raise TimeoutError(f"{self.url}: no answer in {wait_s:.0f} s{hint('UNAVAILABLE')}") from None
         except ValueError as error:
-            code, said = parsed(str(error))
+            code, said = parse_error(str(error))
             if code == "OUT_OF_RANGE":
                 raise EOFError(said) from None
             raise OSError(f"{self.url}: {said}{hint(code)}") from None
 
 
-def parsed(text: str) -> tuple[str, str]:
-    """(the code, what is said) of a message of tensorstore, as `CODE: said [name='value'] ...`."""
+def parse_error(text: str) -> tuple[str, str]:
+    """Split a tensorstore message `CODE: text [name='value'] ...` into (code, text)."""
     code, colon, said = text.partition(": ")
     if not colon or not re.fullmatch(r"[A-Z_]+", code):
         code, said = "", text
@@ -130,7 +138,7 @@ def parsed(text: str) -> tuple[str, str]:
 
 
 def hint(code: str) -> str:
-    """What to do about an error of a code."""
+    """A hint on how to mend an error with this code, or ""."""
     return {
         "NOT_FOUND": "; create the bucket, or name another one",
         "PERMISSION_DENIED": "; check the credentials, and what they allow",

@@ -1,4 +1,4 @@
-"""Precision as values: a policy of dtypes, and dynamic loss scaling as a pure function of its state."""
+"""Mixed precision: a policy of dtypes, and dynamic loss scaling as a pure function of its state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scaling, by DeepSpeed's algorithm (Micikevicius et al. 2018, "Mixed precision training", section 3.2).
+    """The settings of dynamic loss scaling, by DeepSpeed's algorithm.
 
-    An overflow takes one from `hysteresis` while that is above 1, and then divides the scale by `factor`, not below `floor`; `window`
-    steps in a row without one multiply the scale by `factor` and restore the hysteresis.
-    at_floor: what an overflow at the floor does: "raise" FloatingPointError, or "hold" the floor.
+    An overflow decrements the remaining hysteresis while it is above 1; after that each overflow divides the scale by
+    `factor`, but not below `floor`. `window` consecutive steps without an overflow multiply the scale by `factor` and
+    restore the hysteresis. at_floor: what an overflow at the floor does: "raise" FloatingPointError, or "hold" the
+    floor.
+
+    Ref: Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740, section 3.2.
     """
 
     init: float = 2.0**16
@@ -33,7 +36,7 @@ class LossScale:
 
 
 class ScalerState(NamedTuple):
-    """The loss scale between steps."""
+    """The state of the loss scaler between steps."""
 
     scale: Tensor  # float32 scalar
     good_steps: Tensor  # int64 scalar: steps since the last overflow
@@ -41,24 +44,26 @@ class ScalerState(NamedTuple):
 
 
 def init_scaler(config: LossScale, device: torch.device | str = "cpu") -> ScalerState:
-    """The state before the first step."""
+    """The state of the scaler before the first step."""
     return ScalerState(*(torch.tensor(value).to(device) for value in (config.init, 0, config.hysteresis)))
 
 
 def update_scaler(config: LossScale, state: ScalerState, overflow: Tensor) -> ScalerState:
-    """The state after a step that did or did not overflow (bool scalar). Pure, without branches: it vmaps."""
+    """Return the state after a step that did or did not overflow (bool scalar). Has no branches, so it works under
+    vmap.
+    """
     falls = overflow & (state.hysteresis == 1)
     good = torch.where(overflow, 0, state.good_steps + 1)
     rises = ~overflow & (good % config.window == 0)
     fallen = (state.scale / config.factor).clamp(min=config.floor)
-    risen = (state.scale * config.factor).clamp(max=2.0**127)  # from infinity a scale could not fall again
+    risen = (state.scale * config.factor).clamp(max=2.0**127)  # an infinite scale could never be reduced again
     scale = torch.where(falls, fallen, torch.where(rises, risen, state.scale))
     spent = torch.where(overflow & ~falls, state.hysteresis - 1, state.hysteresis)
     return ScalerState(scale, good, torch.where(rises, config.hysteresis, spent))
 
 
 def overflow_at_floor(config: LossScale, state: ScalerState, overflow: Tensor) -> Tensor:
-    """Whether this overflow finds the scale at its floor with no hysteresis left (bool scalar)."""
+    """Whether this step overflowed while the scale was at its floor and no hysteresis was left (bool scalar)."""
     return overflow & (state.hysteresis == 1) & (state.scale <= config.floor)
 
 
@@ -67,12 +72,21 @@ MATMULS = ("", "float8_tensorwise", "float8_rowwise")
 
 @dataclass(frozen=True)
 class Policy:
-    """Which dtype is used where.
+    """Which dtype is used for what; frozen and hashable.
 
-    param: parameters at rest, and so their gradients. compute: activations and products. reduce: gradients while they are summed over
-    ranks. accumulate: the sum over micro-batches, and what the optimizer is given. state: the master weights, and the optimizer's
-    moments. Master weights are kept where `state` differs from `param`. matmul: how the linears of the blocks multiply: "" in `compute`,
-    or through float8 with one scale for an operand or one for each row (see kernels.float8).
+    param: stored parameters, and so their gradients. compute: activations and matrix products. reduce: gradients while
+    they are summed over ranks. accumulate: gradients summed over micro-batches, which the optimizer receives. state:
+    master weights and the optimizer's moments; the optimizer keeps master weights if `state` differs from `param`.
+    loss_scale: dynamic loss scaling, or None. matmul: how the linear layers of the blocks multiply: "" in `compute`;
+    "float8_tensorwise" or "float8_rowwise" in float8, with one scale for each operand or for each row (see
+    kernels.float8).
+
+    Raises ValueError for another `matmul`.
+
+    >>> Policy("mine", param=torch.bfloat16).has_master
+    True
+
+    Ref: Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740, section 3.1 (master weights).
     """
 
     name: str
@@ -90,37 +104,61 @@ class Policy:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates a copy of the parameters in `state`."""
+        """Whether the optimizer keeps a copy of the parameters in dtype `state` (master weights)."""
         return self.state != self.param
 
 
 def fp32() -> Policy:
-    """float32 everywhere."""
+    """Return the policy with float32 everywhere: 16 bytes a parameter with AdamW.
+
+    >>> fp32().compute
+    torch.float32
+    """
     return Policy("fp32")
 
 
 def fp64() -> Policy:
-    """float64 everywhere: for checking mathematics."""
+    """Return the policy with float64 everywhere, for checking mathematics."""
     return Policy("fp64", *(torch.float64,) * 5)
 
 
 def bf16() -> Policy:
-    """bfloat16 parameters, gradients and computation; float32 master weights, moments and sums: 16 bytes a parameter."""
+    """Return the policy with bfloat16 parameters, gradients and computation; float32 master weights, moments, sums.
+
+    With AdamW 16 bytes a parameter: 2 + 2 + 4 + 4 + 4 (parameter, gradient, master weight, two moments).
+
+    >>> bf16().param, bf16().state
+    (torch.bfloat16, torch.float32)
+
+    Ref: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 3.1 (the 16 bytes).
+    """
     return Policy("bf16", param=torch.bfloat16, compute=torch.bfloat16)
 
 
 def bf16_float8() -> Policy:
-    """As bf16, with the linears of the blocks through float8, one scale for an operand: the fastest, and the coarsest."""
+    """Return bf16 with the linear layers of the blocks in float8, one scale for each operand: the fastest and least
+    exact policy.
+    """
     return Policy("bf16_float8", param=torch.bfloat16, compute=torch.bfloat16, matmul="float8_tensorwise")
 
 
 def bf16_float8_rowwise() -> Policy:
-    """As bf16, with the linears of the blocks through float8, a scale for each row of one operand and each column of the other."""
+    """Return bf16 with the linear layers of the blocks in float8, one scale for each row of the left operand and column
+    of the right.
+    """
     return Policy("bf16_float8_rowwise", param=torch.bfloat16, compute=torch.bfloat16, matmul="float8_rowwise")
 
 
 def fp16(loss_scale: LossScale = LossScale()) -> Policy:
-    """As bf16 with float16 in its place, and a dynamic loss scale."""
+    """Return the policy with float16 parameters, gradients and computation, and dynamic loss scaling; the rest as bf16.
+
+    loss_scale: its settings; gradients of the scaled loss that overflow make the step skip its update.
+
+    >>> fp16().loss_scale.init
+    65536.0
+
+    Ref: Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740, section 3.2.
+    """
     return Policy("fp16", param=torch.float16, compute=torch.float16, loss_scale=loss_scale)
 
 

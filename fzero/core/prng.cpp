@@ -1,7 +1,7 @@
-// The draws of random.py from numbers of elements to values, in one pass: its equations, operation by operation.
+// The draws of prng.py, from element numbers to values in one pass, by the same operations in the same order.
 //
-// Every operation is an element's own and is rounded by itself (compile without contraction of products and sums), so that the bits are
-// those of the tensor operations, whatever the width of vectors and the number of threads.
+// Every operation is an element's own and is rounded by itself (compile without contraction of products and sums), so
+// that the bits are those of the tensor operations, whatever the width of vectors and the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t TILE = 1024;        // elements at a time: all that is between stays in the first-level cache
+constexpr int64_t TILE = 1024;        // elements at a time: temporaries stay in the first-level cache
 constexpr int64_t STRETCH = 1 << 15;  // elements of a thread's piece of work
 
 enum Kind : int64_t { BITS, BERNOULLI, UNIFORM, NORMAL };
@@ -25,7 +25,7 @@ struct Draw {
 
 // ---- words ----
 
-// Words are in the lower halves of 64 bits, of which vectors know a product.
+// A word is the lower half of 64 bits, because vector units multiply 64-bit lanes.
 void philox(uint64_t block, uint64_t k0, uint64_t k1, uint32_t (&out)[4]) {
   constexpr uint64_t low = 0xffffffffu;
   uint64_t c0 = block & low, c1 = block >> 32, c2 = 0, c3 = 0;
@@ -37,7 +37,9 @@ void philox(uint64_t block, uint64_t k0, uint64_t k1, uint32_t (&out)[4]) {
   out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-// The words of n elements (TILE at most) from the local number `at` on; where they lie in `room`.
+// The words of n <= TILE elements from local element `at` on, written into `room`; returns where they begin there.
+// Element e is word e % 4 of the Philox block e / 4, so a run of elements is drawn in whole blocks and the first e % 4
+// words are skipped.
 const uint32_t* words(const Draw& d, int64_t at, int64_t n, uint32_t* __restrict room) {
   const uint64_t key0 = d.key0, key1 = d.key1;
   if (d.index) {
@@ -92,10 +94,12 @@ inline double log(double x) {
   return double(exponent) * 0.6931471805599453 + 2.0 * s * series;
 }
 
-// The normal values z of the probabilities p. The tails, three elements in twenty, are gathered: neither part waits for the other.
+// The normal values z of the probabilities p. The tails (15% of the elements) are gathered first, so that both loops
+// are free of branches.
 void ndtri(const Draw& d, const double* __restrict p, double* __restrict z, int64_t n) {
   double centre[2][8], near[2][8], far[2][8];
-  std::memcpy(centre, d.centre, sizeof centre), std::memcpy(near, d.near, sizeof near), std::memcpy(far, d.far, sizeof far);
+  std::memcpy(centre, d.centre, sizeof centre);
+  std::memcpy(near, d.near, sizeof near), std::memcpy(far, d.far, sizeof far);
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) {
     const double q = p[i] - 0.5;

@@ -1,14 +1,16 @@
-"""Counter-based random numbers: what element e of a leaf is depends on the key, the leaf's name and e, and on nothing else.
+"""Counter-based random numbers: element e of a leaf depends on the key, the leaf's name and e only.
 
-Words come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3) in integer tensor
-operations, so they are the same on every device, under vmap and inside a compiled graph. Element e is word `e % 4` of the block
-with counter `e // 4`. A slice of a leaf is drawn by giving the global indices of its elements, without drawing the rest.
+Words come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3) in
+integer tensor operations, so they are the same on every device, under vmap and inside a compiled graph. Element e is
+word `e % 4` of the block with counter `e // 4`. To draw a slice of a leaf, give the global indices of its elements; the
+rest is not drawn.
 
-Floating values are made with +, -, *, / and integer operations, and with a root that is corrected by these (torch's own on a CPU misses
-the last place at times). IEEE 754 rounds those exactly one way, where log and cos of a math library differ between the vector body and
-the scalar tail of one loop; so a slice has the same bits as the whole.
+Floating values use only +, -, *, /, integer operations, and a square root corrected by these (torch's own on a CPU is
+sometimes wrong in the last bit). IEEE 754 defines the rounding of each of these, whereas log and cos of a math library
+differ between the vectorised body and the scalar tail of a loop. So a slice has the same bits as that part of the
+whole.
 
-Many elements on a CPU are drawn in C++ (prng.cpp): the same operations, so the same bits, twenty times as fast.
+On a CPU large draws run in C++ (prng.cpp): the same operations, so the same bits, twenty times as fast.
 
 A key is an int64 tensor [2] of two 32-bit words.
 """
@@ -31,22 +33,24 @@ from fzero.core import cpp
 from fzero.core.device import kind_of
 
 _MASK = 0xFFFFFFFF
-# Elements drawn at a time: some forty temporaries of this size stay in a CPU's cache, and do not fill a GPU.
+# Elements drawn at a time: about forty temporaries of this size fit in a CPU's cache, and leave a GPU's memory free.
 _CHUNK = {"cpu": 1 << 15}
 _CHUNK_ELSEWHERE = 1 << 22
-# Elements drawn on a CPU in calls of _SOME or more, in this process so far; from _MANY on it is worth compiling C++, half a second.
+# _drawn counts the elements drawn on the CPU by calls for at least _SOME; from _MANY on the C++ is compiled (half a
+# second).
 _drawn, _SOME, _MANY = 0, 1 << 10, 1 << 22
 
 
 def philox(counter: Sequence[Tensor | int], key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four 32-bit words (int64 tensors) of Philox4x32-10 for a counter of four 32-bit words, low word first.
 
-    Shapes: the counter's words broadcast together; `key` is [2] (or [..., 2] with leading dims that broadcast with the counter).
+    Shapes: the counter's words broadcast together; `key` is [2] (or [..., 2] with leading dims that broadcast with the
+    counter).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key[..., 0], key[..., 1]
     for _ in range(10):
-        # The product of two 32-bit words wraps in int64, which leaves all 64 bits right.
+        # The product of two 32-bit words wraps around in int64, but its 64 bits are right.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
@@ -66,7 +70,7 @@ def _hash_words(name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-# The counter's high word says what a block is for, so that derived keys never coincide with drawn words.
+# The counter's high word states the purpose of a block, so that derived keys never coincide with drawn words.
 _FOLD_INT, _FOLD_NAME, _SPLIT, _DRAW, _ROUND = 1, 2, 3, 0, 4
 
 
@@ -85,16 +89,17 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
 
 
 def split(key: Tensor, n: int) -> Tensor:
-    """`n` new keys, int64 [n, 2]."""
+    """Return `n` new keys, int64 [n, 2]."""
     counter = torch.arange(n, dtype=torch.int64, device=key.device)
     zero = torch.zeros_like(counter)
     return torch.stack(philox((counter, zero, zero, zero + _SPLIT), key)[:2], -1)
 
 
 def bits(key: Tensor, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None) -> Tensor:
-    """The 32-bit words (int64, in [0, 2^32)) of the elements with global indices first, first + 1, ..., as a tensor of `shape`.
+    """The 32-bit words (int64, in [0, 2^32)) of the elements with global indices first, first + 1, ..., as a tensor of
+    `shape`.
 
-    `index` (int64, of `shape`), where given, names the global indices instead: any slice, in any order.
+    If `index` (int64, of `shape`) is given, it holds the global indices instead: any slice, in any order.
     """
     if (out := _in_cpp("bits", key, shape, torch.int64, first, index)) is not None:
         return out
@@ -107,7 +112,7 @@ def _words(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor
         return torch.gather(words, -1, (index & 3).unsqueeze(-1)).squeeze(-1)
     n = math.prod(shape)
     if isinstance(first, Tensor) or first % 4:
-        # Whole blocks around the range, whose start inside the first block is not known to be 0.
+        # Draw whole blocks of four around the range, because it may begin inside a block.
         block = (first >> 2) + torch.arange(n // 4 + 2, dtype=torch.int64, device=key.device)
         words = torch.stack(philox((*_block(block), 0, _DRAW), key), -1).reshape(-1)
         take = (first & 3) + torch.arange(n, dtype=torch.int64, device=key.device)
@@ -205,10 +210,11 @@ def _elements(value, key, shape, dtype, first, index) -> Tensor:
 
 
 def permutation(key: Tensor, n: int, index: Tensor) -> Tensor:
-    """The images (int64, shape of `index`) of `index` under a pseudo-random bijection of range(n), in O(len(index)) whatever n is.
+    """The images (int64, shape of `index`) of `index` under a pseudo-random bijection of range(n), in O(len(index))
+    whatever n is.
 
-    A Feistel network of six Philox rounds over 2 ceil(log2(n) / 2) bits; what lands outside range(n) is mapped on until it lands
-    inside (cycle walking; Black & Rogaway 2002, "Ciphers with arbitrary finite domains", method 2).
+    A Feistel network of six Philox rounds over 2 ceil(log2(n) / 2) bits; images outside range(n) are mapped again until
+    they are inside (cycle walking; Black & Rogaway 2002, "Ciphers with arbitrary finite domains", method 2).
     """
     if not 1 <= n <= 1 << 62:
         raise ValueError(f"permutation: n is {n}; it must be in [1, 2^62]")
@@ -230,8 +236,8 @@ def permutation(key: Tensor, n: int, index: Tensor) -> Tensor:
     return image.reshape(index.shape)
 
 
-# The inverse normal distribution function: Wichura 1988, "Algorithm AS 241: the percentage points of the normal distribution",
-# routine PPND16 (relative error about 1e-16). Highest power first: central region, then the two tails.
+# The inverse normal distribution function: Wichura 1988, "Algorithm AS 241: the percentage points of the normal
+# distribution", routine PPND16 (relative error about 1e-16). Highest power first: central region, then the two tails.
 _CENTRE = (
     (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
      1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
@@ -279,9 +285,11 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Square root of positive float64 values, rounded to nearest: of one value in 170 torch's own, by MKL, misses the last place."""
+    """Square root of positive float64 values, rounded to nearest; torch's own (MKL) is wrong in the last bit for one
+    value in 170.
+    """
     root = torch.sqrt(x)
-    # The remainder x - root^2, exact, of the root's two halves of 26 bits.
+    # The remainder x - root^2, computed exactly from the root's two halves of 26 bits (Dekker's splitting).
     high = root * 134217729.0
     high = high - (high - root)
     low = root - high
@@ -298,7 +306,7 @@ def _ndtri(p: Tensor) -> Tensor:
 
 
 class _Draw(ctypes.Structure):
-    """As prng.cpp has it."""
+    """The struct Draw of prng.cpp, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "index")),
@@ -308,11 +316,11 @@ class _Draw(ctypes.Structure):
     ]
 
 
-# What leaves values as they are, of numbers that not every draw has.
+# Neutral values of the parameters that a kind of draw does not use.
 _NUMBERS = {"start": 0.0, "length": 1.0, "mean": 0.0, "std": 1.0, "low": -math.inf, "high": math.inf, "below": 0}
 _KINDS = {"bits": 0, "bernoulli": 1, "uniform": 2, "normal": 3}
 _WRITTEN = (torch.float32, torch.float64)
-_NARROWED = (torch.bfloat16, torch.float16)  # to which torch too goes by way of float32
+_NARROWED = (torch.bfloat16, torch.float16)  # rounded from float32, as torch does
 _COEFFICIENTS = [(ctypes.c_double * 16)(*top, *bottom) for top, bottom in (_CENTRE, _NEAR, _FAR)]
 
 
@@ -321,12 +329,17 @@ def _library() -> ctypes.CDLL | None:
     try:
         return cpp.library_by_gcc(__file__, cpp.EXACT) if shutil.which("g++") else None
     except (RuntimeError, OSError) as error:
-        warnings.warn(f"random numbers are drawn without C++, with the same bits and twenty times as slowly: {error}", stacklevel=2)
+        warnings.warn(
+            f"random numbers are drawn without C++, with the same bits and twenty times as slowly: {error}",
+            stacklevel=2,
+        )
         return None
 
 
 def _plain(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]) -> bool:
-    """Whether all is numbers in this machine's memory, now: no transform, no tracing, no other kind of tensor."""
+    """Whether the C++ can be used: plain CPU tensors and numbers, and no transform, dispatch mode or tracing is
+    active.
+    """
     return (
         all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64 for x in (key, index) if x is not None)
         and type(first) is int
@@ -342,9 +355,15 @@ def _plain(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor
 
 
 def _in_cpp(
-    kind: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype, first: int | Tensor, index: Tensor | None, **numbers: float
+    kind: str,
+    key: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    first: int | Tensor,
+    index: Tensor | None,
+    **numbers: float,
 ) -> Tensor | None:
-    """The elements in C++; None where tensor operations are to draw them."""
+    """Draw the elements in C++; None if tensor operations must draw them."""
     global _drawn
     n = math.prod(shape)
     narrow = dtype in _NARROWED
@@ -362,7 +381,8 @@ def _in_cpp(
     for start in range(0, n, room.numel()):
         part = room[: n - start]
         draw = _Draw(
-            out=part.data_ptr(), index=None if index is None else index.data_ptr() + 8 * start, first=first + start, n=part.numel(),
+            out=part.data_ptr(), index=None if index is None else index.data_ptr() + 8 * start, first=first + start,
+            n=part.numel(),
             key0=key0, key1=key1, kind=_KINDS[kind], wide=dtype == torch.float64, threads=torch.get_num_threads(),
             **dict(zip(("centre", "near", "far"), _COEFFICIENTS)), **_NUMBERS | numbers,
         )  # fmt: skip

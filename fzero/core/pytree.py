@@ -1,8 +1,8 @@
 """Trees of tensors and the names of their leaves.
 
-A tree is nested dicts, lists, tuples and NamedTuples; everything else (None too) is a leaf. A leaf is named by the path to it:
-`params["blocks"]["attn"]["w_q"]` is `"blocks/attn/w_q"`. This is the only file that imports torch.utils._pytree, so that trees here
-and trees under torch.func are flattened alike.
+A tree is nested dicts, lists, tuples and NamedTuples; everything else (None too) is a leaf. A leaf is named by the path
+to it: `params["blocks"]["attn"]["w_q"]` is `"blocks/attn/w_q"`. This is the only file that imports torch.utils._pytree,
+so that trees here and trees under torch.func are flattened alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def unflatten(leaves: Iterable[Any], treedef: TreeDef) -> Tree:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """A tree of `fn(leaf, *leaves of rest)`; raises ValueError where `rest` has another structure."""
+    """Return a tree of `fn(leaf, *leaves of rest)`; raises ValueError if `rest` has another structure."""
     return _pytree.tree_map(fn, tree, *rest)
 
 
@@ -45,7 +45,7 @@ def _key_name(key: Any) -> str:
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:
-    """`{name: leaf}` in flatten order; raises ValueError where two leaves have one name."""
+    """Return `{name: leaf}` in flatten order; raises ValueError if two leaves have the same name."""
     named: dict[str, Any] = {}
     for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
         name = "/".join(_key_name(k) for k in path)
@@ -96,7 +96,10 @@ def nest(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
-    """The tree without the leaves whose names `keep` refuses: a dict loses what is left empty by that, a tuple keeps its places."""
+    """Return the tree without the leaves for whose name `keep` is false.
+
+    A dict loses entries that become empty by that; a tuple keeps its length, with pruned nodes inside.
+    """
 
     def walk(tree: Tree, path: str) -> tuple[Tree, bool]:  # (what is left, whether leaves were lost and none is left)
         if isinstance(tree, dict):
@@ -113,7 +116,9 @@ def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
 
 
 def split(tree: Tree, select: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`(chosen, rest)`: flat dicts by leaf name of the leaves for which `select(name, leaf)` is true, and of the others."""
+    """Split the leaves into flat dicts by name, `(chosen, rest)`: those for which `select(name, leaf)` is true, and the
+    others.
+    """
     chosen, rest = {}, {}
     for name, leaf in named_leaves(tree).items():
         (chosen if select(name, leaf) else rest)[name] = leaf
@@ -121,11 +126,11 @@ def split(tree: Tree, select: Callable[[str, Any], bool]) -> tuple[dict[str, Any
 
 
 def merge(chosen: dict[str, Any], rest: dict[str, Any], like: Tree) -> Tree:
-    """The tree of the structure of `like` put together from two flat dicts: the inverse of `split`."""
+    """Merge two flat dicts into a tree of the structure of `like`: the inverse of `split`."""
     return from_named({**chosen, **rest}, like)
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """` (did you mean X?)` where X is the name in `among` nearest to `name`, or nothing when none is near."""
+    """The text ` (did you mean X?)` with the name X in `among` that is closest to `name`, or "" if none is close."""
     close = difflib.get_close_matches(name, list(among), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -1,8 +1,9 @@
-"""`stack`: a block applied layer by layer, as one streaming loop that knows what it keeps for the backward pass.
+"""`stack` applies a block layer by layer; its loop controls what is kept for the backward pass.
 
-`stack(block, layers, x, ctx)` means `for i in range(L): x = block(layers[i], x, ctx at layer i)`. That is its reference, used under vmap,
-jvp and higher-order gradients. Its fast path is a pair of Functions whose insides run below functorch, on plain tensors: there the block
-is compiled once, whatever the depth, residuals are dropped as soon as they are used, and a layer's gradient is written where it belongs.
+`stack(block, layers, x, ctx)` means `for i in range(L): x = block(layers[i], x, ctx at layer i)`. That loop is
+`reference`, used under vmap, jvp and higher-order gradients. The fast path is an autograd Function that runs on plain
+tensors below torch.func: it compiles the block once for all layers, frees residuals as soon as they are used, and
+writes each layer's gradient directly into the stacked gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NO_REMAT = Remat()
 
 
 def depth(layers: Tree) -> int:
-    """The number of layers L of a stacked tree; raises ValueError where its leaves disagree."""
+    """The number of layers L of a stacked tree; raises ValueError if its leaves disagree."""
     sizes = {name: leaf.shape[0] if leaf.dim() else None for name, leaf in pytree.named_leaves(layers).items()}
     if len(set(sizes.values())) != 1 or None in sizes.values():
         raise ValueError(f"the leaves of a stack must agree in their first dim (layers); they have {sizes}")
@@ -33,7 +34,9 @@ def depth(layers: Tree) -> int:
 
 
 def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:
-    """The definition: the loop. `ctx` is a NamedTuple with a field `layer`, set to the layer's number (int64 scalar)."""
+    """The definition of `stack`: a loop. `ctx` is a NamedTuple whose field `layer` is set to the layer's number (int64
+    scalar).
+    """
     device = pytree.leaves(layers)[0].device
     for i in range(depth(layers)):
         params = pytree.map(lambda leaf, i=i: leaf[i], layers)
@@ -42,11 +45,21 @@ def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:
 
 
 def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REMAT, compiled: bool = False) -> Any:
-    """`reference(block, layers, x, ctx)`; any `remat` gives the same bits.
+    """Return x after all layers: `for i in range(L): x = block(layers[i], x, ctx)`, with ctx.layer = i.
 
-    block(one layer's params, x, ctx) -> x of the same structure; pure. layers: leaves [L, ...]. x: a tree of floating tensors.
-    ctx: a NamedTuple with a field `layer`; its tensors are not differentiated, its other leaves are hashable.
-    remat: what is kept for the backward pass. compiled: whether the block is traced and compiled, once for each shape.
+    block: a pure function (one layer's parameters, x, ctx) -> x of the same structure, shapes and dtypes. layers: a
+    tree of leaves [L, ...]. x: a tree of floating tensors. ctx: a NamedTuple with a field `layer`; its tensors are not
+    differentiated, its other leaves are hashable. remat: what is kept for the backward pass; it does not change a bit
+    of the result or the gradients. compiled: trace and compile the block, once for each set of shapes.
+
+    Raises ValueError if the leaves of `layers` disagree in L, if `block` closes over a tensor that is differentiated,
+    or if a tensor in `ctx` requires a gradient.
+
+    >>> from typing import NamedTuple
+    >>> class Ctx(NamedTuple):
+    ...     layer: object = ()
+    >>> stack(lambda p, x, ctx: x * p["w"], {"w": torch.tensor([2.0, 3.0])}, torch.ones(2), Ctx())
+    tensor([6., 6.])
     """
     if not first_order():
         return reference(block, layers, x, ctx)
@@ -54,7 +67,7 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     layer_leaves, layer_def = pytree.flatten(layers)
     x_leaves, x_def = pytree.flatten(x)
     ctx_leaves, ctx_def = pytree.flatten(ctx._replace(layer=()))
-    static = statics(ctx_leaves)
+    static = static_signature(ctx_leaves)
     ctx_tensors = [leaf for leaf in ctx_leaves if isinstance(leaf, Tensor)]
     if needs_grad(*ctx_tensors):
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
@@ -67,17 +80,20 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     return pytree.unflatten(run.primal(*_views(counts, tensors)), x_def)
 
 
-def statics(leaves: Sequence[Any]) -> tuple:
-    """What a program is specialised for: () for a tensor, and the type beside another value, as 1, 1.0 and True are equal."""
+def static_signature(leaves: Sequence[Any]) -> tuple:
+    """The part of a cache key that leaves contribute: () for a tensor, (type, value) for another leaf, because 1, 1.0
+    and True are equal.
+    """
     return tuple(() if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
 
 
 def _detached(loss: Any) -> Any:
-    """The loss with its total alone to be differentiated."""
+    """The loss with gradients only through its total; `extra` is detached."""
     return loss._replace(extra={name: value.detach() for name, value in loss.extra.items()})
 
 
-# How the functions of a model are called: f, parameters, x, what is not differentiated, number of the layer.
+# How each function of a model is called: (f, parameters, x, arguments that are not differentiated, number of the layer)
+# -> result.
 CALLS: dict[str, Callable[..., Any]] = {
     "embed": lambda f, params, x, extra, layer: f(params, extra[1], extra[0]),
     "block": lambda f, params, x, ctx, layer: f(params, x, ctx._replace(layer=layer)),
@@ -97,10 +113,12 @@ def part_pair(
     budget: float = 1.0,
     skip: int = 0,
 ) -> tuple[VjpPair, list[Any]]:
-    """The pair of a model's function `f` (see CALLS) on tensors, and a list that holds the structure of its result once it has run.
+    """Return (the VjpPair of a model's function `f` over flat tensors, a list that will hold the tree structure of its
+    result).
 
-    Its inputs: parameters, leaves of x, number of the layer, tensors of `extra`. params_def: their structure, or their names.
-    The first `skip` parameters get no gradient.
+    kind: "embed", "block" or "head", see CALLS. The inputs of the pair are: parameters, leaves of x, number of the
+    layer, tensors of `extra`. params_def: the tree structure of the parameters, or a tuple of their names. The first
+    `skip` parameters get no gradient. The list is filled when the pair first runs.
     """
     n, m = len(params_def) if isinstance(params_def, tuple) else params_def.num_leaves, x_def.num_leaves
     out_def: list[Any] = []
@@ -118,35 +136,37 @@ def part_pair(
     return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip), out_def
 
 
-Fetch = Callable[[int], Sequence[Tensor]]  # number of a layer -> its parameters
+Fetch = Callable[[int], Sequence[Tensor]]  # takes the number of a layer, returns its parameters
 Put = Callable[[int, list[Tensor]], None]  # takes the gradients of a layer's parameters
 
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """One application of a stack of layers. Where parameters come from and where their gradients go is the caller's."""
+    """One pass over a stack of layers, forward and backward. The caller supplies parameters (`fetch`) and takes
+    gradients (`put`).
+    """
 
     pair: VjpPair
     depth: int
     every: int  # 0: residuals are kept; k: the input of each k-th layer
-    drop: bool = False  # parameters are not kept with the residuals, and fetched again
-    # From the forward pass to the backward pass, outside autograd's own saving: what is taken out is freed at once.
-    # A list, or what has its append and pop.
+    drop: bool = False  # do not keep parameters with the residuals; fetch them again in the backward pass
+    # What the forward pass keeps for the backward pass. Not saved through autograd, so that an entry is freed when it
+    # is popped. A list, or any object with append and pop.
     kept: Any = field(default_factory=list)
-    at: Callable[[int], None] = lambda i: None  # is told of the layer that is differentiated next
+    at: Callable[[int], None] = lambda i: None  # called with the number of each layer before its backward pass
 
     def inputs(self, i: int, params: Sequence[Tensor], x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of the pair at layer i."""
         return [*params, *x, torch.tensor(i).to(params[0].device), *extra]
 
     def primal(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
-        """The leaves of x behind the last layer."""
+        """Return the leaves of x after the last layer; keep nothing."""
         for i in range(self.depth):
             x = self.pair.primal(self.inputs(i, fetch(i), x, extra))
         return list(x)
 
     def forward(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
-        """The same, keeping what the backward pass needs."""
+        """Return the leaves of x after the last layer, and keep in `kept` what `backward` needs."""
         for i in range(self.depth):
             if self.every and i % self.every == 0:
                 self.kept.append(x)
@@ -158,7 +178,7 @@ class LayerLoop:
         return list(x)
 
     def order(self) -> list[int]:
-        """The layers that `backward` fetches, in order."""
+        """The numbers of the layers in the order in which `backward` fetches them."""
         if not self.every:
             return [*reversed(range(self.depth))] if self.drop else []
         starts = reversed(range(0, self.depth, self.every))
@@ -166,7 +186,9 @@ class LayerLoop:
         return [i for s in segments for i in (*s, *(reversed(s[:-1]) if self.drop else ()))]
 
     def backward(self, fetch: Fetch, put: Put, grads: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the leaves of x; those of the parameters are handed to `put`, last layer first."""
+        """Return the gradients of the leaves of x; call `put` with each layer's parameter gradients, last layer
+        first.
+        """
         segment: list[Any] = []
         m = len(grads)
         for i in reversed(range(self.depth)):
@@ -176,7 +198,10 @@ class LayerLoop:
             elif segment:
                 residuals = segment.pop()
             else:
-                x, again = self.kept.pop(), False  # the last of a segment is differentiated at once: it keeps its parameters
+                x, again = (
+                    self.kept.pop(),
+                    False,
+                )  # the last layer of a segment is differentiated next, so it keeps its parameters
                 for j in range(i - i % self.every, i + 1):
                     params = fetch(j)
                     x, kept = self.pair.forward(self.inputs(j, params, x, extra), self.drop * (j < i) * len(params))
@@ -195,7 +220,9 @@ class LayerLoop:
 
 
 def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, Sequence[Tensor], Sequence[Tensor]]:
-    """(the layers of stacked leaves, the leaves of x, the tensors of ctx)."""
+    """Split tensors into (a fetch function over the stacked leaves, the leaves of x, the tensors of ctx); counts:
+    leaves of layers and x.
+    """
     n, m = counts
     return lambda i: [leaf[i] for leaf in tensors[:n]], tensors[n : n + m], tensors[n + m :]
 
@@ -203,7 +230,8 @@ def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, S
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(run: LayerLoop, counts: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Autograd cannot save an input that is also an output: what passes through all layers becomes a view.
+        # Autograd cannot save an input that is also an output, so an input that passes through all layers unchanged is
+        # returned as a view.
         return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run.forward(*_views(counts, tensors)))
 
     @staticmethod

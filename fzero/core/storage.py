@@ -1,7 +1,4 @@
-"""Folders, local or at any URL that tensorstore knows: small texts in them, replaced atomically.
-
-It also defines `Damaged` and the page of direct transfers.
-"""
+"""Small text files in a local folder or below a URL that tensorstore supports, replaced atomically."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def kvstore(folder: str | Path, *path: str) -> Any:
 
 
 def read_text(folder: str | Path, name: str) -> str | None:
-    """The text `name`, or None where there is none."""
+    """Return the text `name`, or None if it does not exist."""
     if is_url(folder):
         found = Objects(str(folder)).read(name)
         return None if found is None else found.decode()
@@ -41,7 +38,9 @@ def read_text(folder: str | Path, name: str) -> str | None:
 
 
 def write_text(folder: str | Path, name: str, text: str) -> None:
-    """Replace the text `name`, durably and atomically: after any crash a reader finds all of the old text or all of the new one."""
+    """Replace the text `name` atomically and durably: after a crash at any moment a reader finds all of the old text or
+    all of the new one.
+    """
     if is_url(folder):
         Objects(str(folder)).write(name, text.encode())
         return
@@ -60,7 +59,7 @@ def write_text(folder: str | Path, name: str, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the file names in a local folder durable (fsync)."""
+    """Make the entries (names) of a local folder durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -69,7 +68,9 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file_system(path: Path) -> None:
-    """Make all that was written to the file system of a local folder durable, files and names, with a single wait for the disk."""
+    """Make everything written to the file system of a local folder durable, by one syncfs instead of one fsync per
+    file.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):

@@ -17,8 +17,10 @@ Table = dict[str, Any]
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint` (a whole number serves as a float); raises ValueError naming key, value and what is allowed."""
+def check_type(name: str, value: Any, hint: Any) -> Any:
+    """Return `value` if it has the type `hint` (an int is converted to float); raises ValueError naming key, value and
+    the types allowed.
+    """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in kinds and type(value) is int:
         return float(value)
@@ -32,7 +34,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def parse_json(text: str | bytes, name: str) -> Table:
-    """The table of a JSON text; raises ValueError naming the file `name` where it is not JSON, or not an object."""
+    """Parse a JSON object; raises ValueError naming the file `name` if the text is not JSON, or not an object."""
     try:
         table = json.loads(text)
     except ValueError as error:
@@ -70,7 +72,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def put(table: Table, key: str, value: Any) -> None:
-    """Set `a.b` in nested tables, in place; raises ValueError where `a` is no table."""
+    """Set `a.b` in nested tables, in place; raises ValueError if `a` is not a table."""
     *parents, last = key.split(".")
     for i, name in enumerate(parents):
         table = table.setdefault(name, {})
@@ -89,9 +91,10 @@ def flat(table: Table, where: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def to_toml(table: Table) -> str:
-    """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them back.
+    """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them
+    back.
 
-    Raises ValueError for a value that TOML has no word for, such as None.
+    Raises ValueError for a value that TOML cannot express, such as None.
     """
 
     def word(key: str, value: Any) -> str:
@@ -115,6 +118,6 @@ def to_toml(table: Table) -> str:
     return "\n".join(lines(table, "")) + "\n"
 
 
-def show(values: list[int]) -> str:
-    """A short list in words."""
+def format_list(values: list[int]) -> str:
+    """The text of a list; of more than 8 values the first seven and the last."""
     return ", ".join(map(str, values)) if len(values) <= 8 else f"{', '.join(map(str, values[:7]))}, ..., {values[-1]}"

@@ -1,1 +1,1 @@
-"""The hot operations, one file each: the formula, the reference that defines it, and the forms that are fast."""
+"""The hot operations, one file each: the formula, the reference that defines the result, and faster forms."""

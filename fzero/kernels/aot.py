@@ -1,8 +1,9 @@
-"""Compile every kernel for a GPU that is not here, and check the code: `python -m fzero.kernels.aot [PATTERN] [--arch sm_90]`.
+"""Compile every kernel for a GPU, without having one, and check the machine code: `python -m fzero.kernels.aot
+[PATTERN] [--arch sm_90]`.
 
-What the interpreter cannot see shows in the machine code: registers spilled to memory, too much shared memory, tensor cores not used,
-narrow loads. Triton's wheel holds all that is needed, ptxas included. Each file of this package lists its kernels and their block
-configurations in `builds()`.
+The machine code shows what the interpreter cannot: registers spilled to memory, too much shared memory, unused tensor
+cores, narrow loads. Triton's wheel contains everything needed, including ptxas. Each file of this package lists its
+kernels and their block configurations in `builds()`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FILES = (
 class Build(NamedTuple):
     """One kernel with one configuration, to be compiled and checked."""
 
-    label: str  # the kernel, and what is particular of this build
+    label: str  # the kernel and what distinguishes this build
     kernel: str  # its name in the file
     signature: dict[str, str]  # its arguments in order: "*bf16", "*fp32", "i32", "i64", "fp32" or "constexpr"
     constants: dict[str, Any]
@@ -54,11 +55,11 @@ class Build(NamedTuple):
     matrix: bool = False  # the matrix units must be used (wgmma on sm_90)
     wide: bool = True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
     aligned: tuple[str, ...] = ()  # integer arguments that are multiples of 16
-    spills: int = 0  # bytes spilled that are allowed; 0 unless there is a reason, to be said beside it
+    spills: int = 0  # bytes of spills allowed; above 0 only with a reason in a comment
 
 
 class Arch(NamedTuple):
-    """A GPU as a target: how its code shows what we ask of it."""
+    """A GPU as a compilation target: its limits, and the instructions to look for in its code."""
 
     target: GPUTarget
     shared: int  # bytes of shared memory that a block may have
@@ -78,7 +79,7 @@ ARCHS = {
 
 
 class Result(NamedTuple):
-    """What the compiler made of a build, and what is wrong with it."""
+    """The result of compiling a build, and its faults."""
 
     registers: int
     spilled: int  # bytes
@@ -131,7 +132,15 @@ def _assemble(ptx: str, capability: int) -> tuple[int, int]:
         source.write_text(ptx)
         gpu = f"--gpu-name=sm_{capability}{'a' * (capability >= 90)}"
         options = [f"--maxrregcount={count}" for count in re.findall(r"\.maxnreg (\d+)", ptx)]
-        command = [get_ptxas(capability).path, "-v", gpu, *options, str(source), "-o", str(source.with_suffix(".cubin"))]
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            gpu,
+            *options,
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = max(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     return int(re.findall(r"Used (\d+) registers", said)[-1]), spilled
@@ -146,7 +155,7 @@ def builds(pattern: str = "") -> Iterator[tuple[str, Build]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each build; 1 where one falls short, 2 where none matches."""
+    """Print a line for each build. Return 1 if one has a fault; exit with 2 if none matches."""
     parser = argparse.ArgumentParser(prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code.")
     parser.add_argument("pattern", nargs="?", default="", help="only builds whose label contains this")
     parser.add_argument("--arch", choices=ARCHS, default="sm_90")

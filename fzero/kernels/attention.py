@@ -2,9 +2,11 @@
 
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t may see
 
-A query sees the keys at positions up to its own, of its own document, that the pattern lets it see. `reference` defines this.
+A query sees the keys at positions up to its own that are in its document and that the pattern allows. `reference`
+defines this.
 
-Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K]; the queries are the last T of the S positions.
+Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K]; the queries are the last T of the
+S positions.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from torch import Tensor
 
 from fzero.core.device import kind_of
 from fzero.kernels import attention_tiled
-from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked
+from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_attention
 from fzero.kernels.attention_flash import flash_forward
 from fzero.kernels.attention_flash_backward import flash_backward
-from fzero.kernels.attention_pattern import FULL, Pattern, visible
+from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
 from fzero.kernels.op_function import Fused, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 __all__ = ["FULL", "Pattern", "attention", "attention_with_lse"]
-MAX_POSITION = 2**30  # the kernels reckon positions in 32 bits
+MAX_POSITION = 2**30  # the kernels compute positions in 32 bits
 
 
 def reference(
@@ -37,10 +39,12 @@ def reference(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The definition: all scores, masked, a softmax in float32 or wider. Shapes as at the top of the file; documents int [B, S]."""
+    """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
+    the file; documents int [B, S].
+    """
     t, s = q.shape[1], k.shape[1]
     key = torch.arange(s, device=q.device)
-    scores = _scores(q, k, visible(pattern, key[s - t :], key, documents), scale)
+    scores = _scores(q, k, visible_mask(pattern, key[s - t :], key, documents), scale)
     out = torch.einsum("bgrts,bsgk->btgrk", torch.softmax(scores, -1).to(v.dtype), v)
     return rearrange(out, "b t g r k -> b t (g r) k")
 
@@ -65,14 +69,16 @@ def reference_with_lse(
     query_start: int | None = None,
     key_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, the log-sum-exp of each query's scores [B, H, T] in float32 or wider), of queries and keys that may stand anywhere.
+    """Return (out, the log-sum-exp of each query's scores, float32 or wider [B, H, T]) for queries and keys at any
+    positions.
 
-    Query i is at position query_start + i, key j at key_start + j; by default the queries are the last T of the keys' positions. Where
-    query_start >= key_start + S - 1, a full pattern sees all keys. documents: int [B, S], of the keys; query_documents: int [B, T], by
-    default those of the keys at the queries' positions. A query that sees nothing has out 0, lse -inf and no gradient. So the parts of
-    one softmax over several sets of keys can be joined: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i lse_i.
+    Query i is at position query_start + i, key j at key_start + j; by default the queries are the last T of the keys'
+    positions. If query_start >= key_start + S - 1, a full pattern sees all keys. documents: int [B, S], of the keys;
+    query_documents: int [B, T], by default those of the keys at the queries' positions. A query that sees nothing has
+    out 0, lse -inf and no gradient. So the parts of one softmax over several sets of keys can be joined: out = sum_i
+    exp(lse_i - lse) out_i with lse = logsumexp_i lse_i.
 
-    Raises ValueError where documents of queries are not known.
+    Raises ValueError if the documents of the queries are unknown.
     """
     t, s = q.shape[1], k.shape[1]
     query_start = _query_start(q, k, query_start, key_start)
@@ -102,8 +108,8 @@ def _query_documents(documents: Tensor, query_documents: Tensor | None, offset: 
     return documents[:, offset : offset + t]
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
-    """`reference` without pattern or documents, by torch's own fused kernel; equal queries and keys in number."""
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
+    """`reference` without pattern or documents by torch's own fused kernel, for as many queries as keys."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
@@ -135,16 +141,22 @@ def _flash(
     return run(q, k, v, *documents)
 
 
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, scale: float | None = None
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    documents: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """`reference` by the kernels of flash.py."""
+    """`reference` by the kernels of attention_flash.py."""
     offset = k.shape[1] - q.shape[1]
     both = () if documents is None else (documents[:, offset:], documents)
     return _flash(q, k, v, both, pattern, scale, offset, 0, results=1)
 
 
-def flash_with_lse(
+def flash_attention_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -156,7 +168,7 @@ def flash_with_lse(
     query_start: int | None = None,
     key_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference_with_lse` by the kernels of flash.py."""
+    """`reference_with_lse` by the kernels of attention_flash.py."""
     query_start = _query_start(q, k, query_start, key_start)
     both = ()
     if documents is not None:
@@ -186,17 +198,19 @@ def _flash_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
     return "one query makes one tile of each head, which goes through the keys alone" if q.shape[1] == 1 else on_cuda(q, *rest)
 
 
-def _square(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
-    """Why the forms for whole sequences do not serve."""
+def _refuse_unequal_lengths(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+    """The reason why forms for whole sequences do not serve; "" if they do."""
     return "" if q.shape[1] == k.shape[1] else f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes equal numbers"
 
 
 def _fused_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, **options: Any) -> str:
-    return "it has neither patterns nor documents" if pattern != FULL or documents is not None else _square(q, k, v)
+    return "it has neither patterns nor documents" if pattern != FULL or documents is not None else _refuse_unequal_lengths(q, k, v)
 
 
 def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
-    """Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more beyond."""
+    """Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more
+    beyond.
+    """
     if q.shape[1] > (1 if kind_of(q) == "cuda" else MIN_BLOCK * MAX_BLOCKS):
         return ""
     return "blocked takes 0.5 to 1.0 of its time on a CPU up to T = 1024"
@@ -207,7 +221,7 @@ def _blocked_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, **options: Any) -> int:
-    """Of the two products, over the pairs that the pattern and causality leave; documents are not counted."""
+    """FLOPs of the two products over the pairs that pattern and causality allow; documents are ignored."""
     key_start = options.get("key_start", 0)
     start = _query_start(q, k, options.get("query_start"), key_start)
     ends = key_start, key_start + k.shape[1]
@@ -222,17 +236,17 @@ def _bytes(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
 attention = Op(
     "attention",
     reference,
-    Form("triton", flash, supports=_flash_serves, prefers=_flash_preferred),
-    Form("tiled", attention_tiled.tiled, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
-    Form("fused", fused, supports=_fused_serves, prefers=_fused_preferred),
-    Form("blocked", blocked, supports=_square, prefers=_blocked_preferred),
+    Form("triton", flash_attention, supports=_flash_serves, prefers=_flash_preferred),
+    Form("tiled", attention_tiled.tiled_attention, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
+    Form("fused", fused_attention, supports=_fused_serves, prefers=_fused_preferred),
+    Form("blocked", blocked_attention, supports=_refuse_unequal_lengths, prefers=_blocked_preferred),
     flops=_flops,
     bytes=_bytes,
 )
 attention_with_lse = Op(
     "attention_with_lse",
     reference_with_lse,
-    Form("triton", flash_with_lse, supports=_flash_serves, prefers=on_cuda),
+    Form("triton", flash_attention_with_lse, supports=_flash_serves, prefers=on_cuda),
     flops=_flops,
     bytes=lambda q, k, v, **options: _bytes(q, k, v) + 4 * q.numel() // q.shape[-1],
 )

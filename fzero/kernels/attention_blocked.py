@@ -1,6 +1,6 @@
 """Attention by blocks of queries, for CPUs.
 
-Goes by blocks of queries against the keys up to the block's end, and recomputes the probabilities in the backward pass from the
+Each block of queries is multiplied with the keys up to its end; the backward pass recomputes the probabilities from the
 log-sum-exp (Dao et al. 2022, "FlashAttention", algorithms 1 and 4, with whole rows, as a CPU's cache holds them).
 """
 
@@ -14,12 +14,12 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.core.autodiff import Backward
-from fzero.kernels.attention_pattern import FULL, Pattern, visible
+from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
 
 MIN_BLOCK, MAX_BLOCKS = 128, 8
 
 
-def blocked(
+def blocked_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -28,7 +28,7 @@ def blocked(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by blocks of queries: at most 8 of them, of at least 128 queries; equal queries and keys in number."""
+    """`reference` by at most 8 blocks of at least 128 queries each, for as many queries as keys."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = k.shape[2]
     q = rearrange(q, "b t (g r) k -> (b g) r t k", g=groups)
@@ -49,7 +49,7 @@ def _scores(q: Tensor, k: Tensor, block: tuple[int, int, int], pattern: Pattern,
     s = torch.matmul(q[:, :, start:end].flatten(1, 2), k[:, first:end].transpose(1, 2))
     s = s.to(torch.promote_types(s.dtype, torch.float32)).view(q.shape[0], q.shape[1], end - start, end - first) * scale
     position = torch.arange(first, end, device=q.device)
-    mask = visible(pattern, position[start - first :], position, documents)
+    mask = visible_mask(pattern, position[start - first :], position, documents)
     if documents is not None:
         mask = mask.repeat_interleave(q.shape[0] // documents.shape[0], 0)
     return s.masked_fill(~mask[:, None], float("-inf"))

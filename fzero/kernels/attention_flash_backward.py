@@ -1,13 +1,15 @@
-"""Flash attention, backward: the probabilities again from the log-sum-exp, tile by tile.
+"""Flash attention, backward: recomputes the probabilities from the log-sum-exp, tile by tile.
 
 With g the gradient of out and h that of lse, and x = scale q k^T as in the forward pass:
 
-    p = exp(x - lse),   delta = rowsum(g out) - h,   dv = p^T g,   ds = p (g v^T - delta),   dq = scale ds k,   dk = scale ds^T q
+    p = exp(x - lse),   delta = rowsum(g out) - h,   ds = p (g v^T - delta)
+    dv = p^T g,   dq = scale ds k,   dk = scale ds^T q
 
-One kernel goes over the keys of each tile of queries for dq, and writes delta. Another goes over the queries of each tile of keys, for
-all the heads that share them, for dk and dv. So no two programs add to one number, and a second run gives the same bits; the price is
-that x and g v^T are computed twice.
-Ref: Dao 2023, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
+`_flash_dq`: a program per tile of queries loops over keys, for dq; it also writes delta. `_flash_dkv`: a program per
+tile of keys loops over queries of all heads that share them, for dk and dv. No two programs add to the same number, so
+a second run gives the same bits; the price is that x and g v^T are computed twice.
+Ref: Dao 2023, "FlashAttention-2",
+arXiv:2307.08691, algorithm 2.
 """
 
 from __future__ import annotations
@@ -22,24 +24,24 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.attention_flash import (  # fmt: skip
+from fzero.kernels.attention_flash import (
     FAR,
     LN_2,
     LOG2_E,
     SIZES,
+    align_tiles,
+    compact_rows,
     config,
+    document_bounds,
     dot,
     each_build,
     key_tiles,
+    load_documents,
     mask_of_keys,
-    near_rows,
-    numbers,
-    reach,
-    sees,
-    sees_some,
+    may_see,
+    needs_tile,
     tile,
-    visits,
-    whole_tiles,
+    visible_pairs,
 )
 from fzero.kernels.op_function import INTERPRETED, operator
 
@@ -61,13 +63,14 @@ LOG2_E_ = tl.constexpr(LOG2_E)
 
 @triton.jit
 def _dq_tiles(
-    dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DIM: tl.constexpr,
     WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dq / scale after the tiles of keys from `lo` to `hi`."""
     k, kt, v, vt, s, _key_start, _docs = keys
     for j in range(lo, hi, N):
-        if (KIND != "strided" and KIND != "fixed") or visits(j, keys, queries, pattern, KIND, N):
+        if (KIND != "strided" and KIND != "fixed") or needs_tile(j, keys, queries, pattern, KIND, N):
             key = tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)
             x = dot(q, tl.trans(key), UPCAST)
             if MASKED:
@@ -80,8 +83,10 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dq(
-    Q, K, V, OUT, LSE, G, H, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    Q, K, V, OUT, LSE, G, H, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
+    scale,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr, OF_LSE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, M)
@@ -92,10 +97,11 @@ def _flash_dq(
     q = tile(Q + b * qb + h * qh, i, qt, t, DIM, WIDTH, M, False)
     keys = (K + b * kb + h // share * kh, kt, V + b * vb + h // share * vh, vt, s, key_start, KDOCS + b * s)
     first, last = i + query_start, tl.minimum(i + M, t) - 1 + query_start
-    queries = (rows + query_start, first, last, numbers(QDOCS + b * t, rows, t, DOCUMENTS))
+    queries = (rows + query_start, first, last, load_documents(QDOCS + b * t, rows, t, DOCUMENTS))
     pattern = (size, keep)
 
-    begin = (b * t * heads + h) * DIM  # of this head in G, OUT and DQ
+    # G, OUT and DQ are contiguous [B, T, H, K]: this head begins at `begin`, and its rows are heads * DIM apart.
+    begin = (b * t * heads + h) * DIM
     g = tile(G + begin, i, heads * DIM, t, DIM, WIDTH, M, False)
     out = tile(OUT + begin, i, heads * DIM, t, DIM, WIDTH, M, False)
     delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
@@ -116,25 +122,27 @@ def _flash_dq(
         dq = _dq_tiles(dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST)
         dq = _dq_tiles(dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
     to = DQ + begin + (i.to(tl.int64) * heads * DIM) + (tl.arange(0, M)[:, None] * heads * DIM + columns[None, :])
-    # `scale` holds log2 e.
+    # `scale` includes the factor log2(e) of exp2; LN_2 takes it out again.
     tl.store(to, (dq * (scale * LN_2)).to(DQ.dtype.element_ty), mask=(rows < t)[:, None] & (columns < DIM)[None, :])
 
 
 @triton.jit
 def query_tiles(first, last, t, query_start, size, REACH, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, M: tl.constexpr):
-    """The queries for keys at [first, last]: (lo, a, z, hi) as of `key_tiles`, in multiples of M."""
+    """The range of queries for keys at positions [first, last]: (lo, a, z, hi) as in `key_tiles`, in multiples of M."""
     lo = tl.minimum(tl.maximum(first - query_start, 0), t)
     a = tl.maximum(last - query_start, 0)
     z = tl.minimum(tl.maximum(end_query(first, size, KIND) - query_start, 0), t)
     hi = tl.minimum(tl.maximum(end_query(last, size, KIND) - query_start, 0), t)
     if DOCUMENTS:
         hi, z = tl.minimum(hi, tl.load(REACH)), tl.minimum(z, tl.load(REACH + 1))
-    return whole_tiles(lo, a, z, hi, M)
+    return align_tiles(lo, a, z, hi, M)
 
 
 @triton.jit
 def end_query(key, size, KIND: tl.constexpr):
-    """Queries from this position on see no key up to `key`; those before it, from `key` on, see it where tiles are not asked."""
+    """The end of the queries that see `key`: in full, window and local patterns exactly the queries from `key` to there
+    see it.
+    """
     if KIND == "window":
         return key + size
     if KIND == "local":
@@ -143,42 +151,54 @@ def end_query(key, size, KIND: tl.constexpr):
 
 
 @triton.jit
-def values(base, at, count, WHOLE: tl.constexpr):
-    """Those at `at`, which all exist where WHOLE; else zeros from `count` on."""
+def load_values(base, at, count, WHOLE: tl.constexpr):
+    """Load base[at]; unless WHOLE (all exist), zeros from `count` on."""
     return tl.load(base + at) if WHOLE else tl.load(base + at, mask=at < count, other=0.0)
 
 
 @triton.jit
 def _dkv_tiles(
-    dk, dv, k, v, lo, count, skip, queries, keys, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    dk, dv, k, v, lo, count, skip, queries, keys, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DIM: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv) after `count` tiles of queries of each head from `lo` on, of which those from `skip[0]` on stand `skip[1]` later.
+    """Return (dk / scale, dv) after `count` tiles of queries of each of the `share` heads, beginning at `lo`.
 
-    Scores lie here as [keys, queries].
+    Queries from skip[0] on are moved by skip[1], which jumps over a range that another call handles. Scores are [keys,
+    queries] here.
     """
     q, qt, qh, g, gt, lse, delta, t, query_start, docs, share = queries
     key, first, last, end, theirs = keys
     size, keep = pattern
-    for step in range(0, count * share):
+    for step in range(0, count * share):  # step = head * count + tile
         h, i = tl.cast(step // count, tl.int64), lo + step % count * M
         i = tl.where(i < skip[0], i, i + skip[1])
         position = i + query_start
-        if (KIND != "strided" and KIND != "fixed") or sees_some(position, position + M - 1, first, last, size, keep, KIND):
+        if (KIND != "strided" and KIND != "fixed") or may_see(position, position + M - 1, first, last, size, keep, KIND):
             at = i + tl.arange(0, M)
             query = tile(q + h * qh, i, qt, t, DIM, WIDTH, M, not MASKED)
             x = dot(k, tl.trans(query), UPCAST)
-            level = values(lse + h * t, at, t, not MASKED) * LOG2_E_
+            level = load_values(lse + h * t, at, t, not MASKED) * LOG2_E_
             if MASKED:
-                mine = numbers(docs, at, t, DOCUMENTS)
-                mask = sees((at + query_start)[None, :], key[:, None], mine[None, :], theirs[:, None], end, size, keep, KIND, DOCUMENTS)
+                mine = load_documents(docs, at, t, DOCUMENTS)
+                mask = visible_pairs(
+                    (at + query_start)[None, :],
+                    key[:, None],
+                    mine[None, :],
+                    theirs[:, None],
+                    end,
+                    size,
+                    keep,
+                    KIND,
+                    DOCUMENTS,
+                )
                 x = tl.where(mask, x, float("-inf"))
                 level = tl.where(level == float("-inf"), 0.0, level)
             p = tl.exp2(x * scale - level[None, :])
             grad = tile(g + h * DIM, i, gt, t, DIM, WIDTH, M, not MASKED)
             dv += dot(p.to(grad.dtype), grad, UPCAST)
             dp = dot(v, tl.trans(grad), UPCAST)
-            d = values(delta + h * t, at, t, not MASKED)
+            d = load_values(delta + h * t, at, t, not MASKED)
             dk += dot((p * (dp - d[None, :])).to(query.dtype), query, UPCAST)
     return dk, dv
 
@@ -186,9 +206,12 @@ def _dkv_tiles(
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dkv(
     Q, K, V, LSE, G, DELTA, DK, DV, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    # Programs are numbered row * tiles + tile, with row = b * groups + group: a tile of N keys of one key/value head.
+    # Its query heads are h to h + share - 1; `level` is the start of their rows in LSE and DELTA [B, H, T].
     tiles, groups = tl.cdiv(s, N), heads // share
     at = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -197,12 +220,13 @@ def _flash_dkv(
     k = tile(K + b * kb + group * kh, j, kt, s, DIM, WIDTH, N, False)
     v = tile(V + b * vb + group * vh, j, vt, s, DIM, WIDTH, N, False)
     first, last = j + key_start, tl.minimum(j + N, s) - 1 + key_start
-    keys = (rows + key_start, first, last, s + key_start, numbers(KDOCS + b * s, rows, s, DOCUMENTS))
+    keys = (rows + key_start, first, last, s + key_start, load_documents(KDOCS + b * s, rows, s, DOCUMENTS))
     pattern = (size, keep)
     h = group * share
     level = (b * heads + h) * t
     queries = (
-        Q + b * qb + h * qh, qt, qh, G + (b * t * heads + h) * DIM, heads * DIM, LSE + level, DELTA + level, t, query_start, QDOCS + b * t,
+        Q + b * qb + h * qh, qt, qh, G + (b * t * heads + h) * DIM, heads * DIM, LSE + level, DELTA + level, t,
+        query_start, QDOCS + b * t,
         share,
     )  # fmt: skip
 
@@ -211,13 +235,49 @@ def _flash_dkv(
     whole = (z - a) // M
     if KIND == "strided" or KIND == "fixed":
         whole = 0
-    # A mask takes registers, and the edges are finer in half a tile.
+    # Masked tiles have M / 2 queries: a mask needs registers, and smaller tiles waste less work at the edges.
     count = tl.cdiv(hi - lo, M // 2) - whole * 2
     dk, dv = _dkv_tiles(
-        dk, dv, k, v, lo, count, (a, whole * M), queries, keys, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, M // 2, True, UPCAST
+        dk,
+        dv,
+        k,
+        v,
+        lo,
+        count,
+        (a, whole * M),
+        queries,
+        keys,
+        pattern,
+        scale,
+        KIND,
+        DOCUMENTS,
+        DIM,
+        WIDTH,
+        M // 2,
+        True,
+        UPCAST,
     )
     if KIND != "strided" and KIND != "fixed":
-        dk, dv = _dkv_tiles(dk, dv, k, v, a, whole, (hi, 0), queries, keys, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, M, False, UPCAST)
+        dk, dv = _dkv_tiles(
+            dk,
+            dv,
+            k,
+            v,
+            a,
+            whole,
+            (hi, 0),
+            queries,
+            keys,
+            pattern,
+            scale,
+            KIND,
+            DOCUMENTS,
+            DIM,
+            WIDTH,
+            M,
+            False,
+            UPCAST,
+        )
     to = ((b * s + j) * groups + group) * DIM + (tl.arange(0, N)[:, None] * groups * DIM + columns[None, :])
     mask = (rows < s)[:, None] & (columns < DIM)[None, :]
     tl.store(DK + to, (dk * (scale * LN_2)).to(DK.dtype.element_ty), mask=mask)
@@ -229,8 +289,10 @@ def _gradients(g: Tensor, h: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_:
 
 
 @operator(
-    "flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_documents, "
-    "Tensor? key_documents, str kind, int size, int keep, float scale, int query_start, int key_start) -> (Tensor, Tensor, Tensor)",
+    "flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? "
+    "query_documents, "
+    "Tensor? key_documents, str kind, int size, int keep, float scale, int query_start, int key_start) -> "
+    "(Tensor, Tensor, Tensor)",
     _gradients,
 )
 def flash_backward(
@@ -250,25 +312,28 @@ def flash_backward(
     query_start: int,
     key_start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) for the gradients g of out and h of lse (None: zeros); the others as given to and by `flash_forward`."""
+    """Return (dq, dk, dv) for the gradients g of out and h of lse (None: zeros); the other arguments as in
+    `flash_forward`.
+    """
     (b, t, heads, dim), (s, groups) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if b * t * s * heads == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    q, k, v, g, out = near_rows(q), near_rows(k), near_rows(v), g.contiguous(), out.contiguous()
+    q, k, v, g, out = compact_rows(q), compact_rows(k), compact_rows(v), g.contiguous(), out.contiguous()
     delta = torch.empty_like(lse)
     sizes = (t, s, heads, heads // groups, query_start, key_start, size, keep, scale * LOG2_E)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     options = {"KIND": kind, "DOCUMENTS": query_documents is not None, "DIM": dim, "UPCAST": INTERPRETED}
 
     width, blocks = config("_flash_dq", QUERY_CONFIGS, q, kind)
-    ids = reach(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
+    ids = document_bounds(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
     _flash_dq[(triton.cdiv(t, blocks["M"]) * b * heads,)](
-        q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *ids, *sizes, *strides, **options, WIDTH=width,
+        q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *ids, *sizes, *strides, **options,
+        WIDTH=width,
         OF_LSE=h is not None, **blocks,
     )  # fmt: skip
     width, blocks = config("_flash_dkv", KEY_CONFIGS, q, kind)
-    theirs, mine, where = reach(key_documents, query_documents, key_start - query_start, True, blocks["N"], q)
+    theirs, mine, where = document_bounds(key_documents, query_documents, key_start - query_start, True, blocks["N"], q)
     _flash_dkv[(triton.cdiv(s, blocks["N"]) * b * groups,)](
         q, k, v, lse, g, delta, dk, dv, mine, theirs, where, *sizes, *strides, **options, WIDTH=width, **blocks
     )
@@ -278,5 +343,6 @@ def flash_backward(
 def builds() -> Iterator[Build]:
     """What `aot` compiles."""
     yield from each_build("_flash_dq", "Q K V OUT LSE G H DQ DELTA QDOCS KDOCS REACH", QUERY_CONFIGS, {"OF_LSE": True})
-    # At 256 two accumulators take half of the registers, and some addresses that do not change in the loop are spilled.
+    # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
+    # in the loop.
     yield from each_build("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", KEY_CONFIGS, {}, spills=64)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which earlier positions a query sees: "full" (all), or one of these, with `size` and `keep` in tokens.
+    """An attention pattern: which earlier positions a query sees. "full": all; the others have `size` and `keep` in
+    tokens.
 
-    window: the last `size`, itself among them (Beltagy et al. 2020). local: those in its own block of `size`.
-    strided: the last `size`, and each `size`-th before. fixed: those in its own block of `size`, and the last `keep` of every block
-    (Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2-4.3).
+    window: the last `size`, itself among them (Beltagy et al. 2020). local: those in its own block of `size`. strided:
+    the last `size`, and each `size`-th before. fixed: those in its own block of `size`, and the last `keep` of every
+    block (Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2-4.3).
     """
 
     kind: str = "full"
@@ -51,13 +52,13 @@ class Pattern:
         return causal
 
     def first_key(self, query: int) -> int:
-        """No query from position `query` on sees a key before this one."""
+        """The first key that any query at position `query` or later sees."""
         if self.kind == "window":
             return max(0, query - self.size + 1)
         return query // self.size * self.size if self.kind == "local" else 0
 
     def keys_seen(self, query: int, end: int) -> int:
-        """How many of the keys before position `end` the query at position `query` sees."""
+        """The number of keys before position `end` that the query at position `query` sees."""
         end = min(end, query + 1)
         if self.kind == "full":
             return end
@@ -74,7 +75,7 @@ class Pattern:
 FULL = Pattern()
 
 
-def visible(pattern: Pattern, query: Tensor, key: Tensor, documents: Tensor | None) -> Tensor:
+def visible_mask(pattern: Pattern, query: Tensor, key: Tensor, documents: Tensor | None) -> Tensor:
     """The mask (bool [1 or B, len(query), len(key)]) of the positions `query` and `key` (int64 vectors).
 
     documents: int [B, S], the document of each of the S positions, or None.

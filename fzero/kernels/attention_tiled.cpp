@@ -1,9 +1,12 @@
 // Causal attention by tiles of scores that fit in a core's cache: forward, and backward from the log-sum-exp.
 // Ref: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4.
 //
-// q, g, out, dq [B, T, H, K]; k, v, dk, dv [B, T, G, K]; lse [B, H, T]; documents [B, T] or null; all contiguous. A tile of scores has a
-// row for each key and a column for each query: what belongs to a query (maximum, sum, log-sum-exp) then lies along a vector, and nothing
-// is summed across a vector's lanes. A group of heads is one thread's work, in one order: results do not depend on the number of threads.
+// q, g, out, dq [B, T, H, K]; k, v, dk, dv [B, T, G, K]; lse [B, H, T]; documents [B, T] or null; all contiguous. A
+// tile of scores is [KEYS, QUERIES]: element (j, x) is key s0 + j against query q0 + x. The values of each query
+// (maximum, sum, log-sum-exp) then lie along a vector, and nothing is summed across its lanes. One thread handles all
+// heads of a key/value group of one row of the batch (number n = b G + group) in a fixed order: results do not depend
+// on the number of threads. Element (b, t, h, c) of q is at ((b T + t) H + h) K + c, so `at` is the start of a tile of
+// queries and ldq = H K the step to the next query; k and v likewise with `from` and ldk = G K.
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
@@ -20,7 +23,8 @@ using at::BFloat16;
 
 constexpr int64_t QUERIES = 64, KEYS = 128;  // of a tile
 
-// Numbers are summed in float, or double. Right operands of products hold two rows of bfloat16 interleaved: [rows / 2, columns, 2].
+// Sums are in float, for double in double. The right operand of a bfloat16 product holds pairs of rows interleaved:
+// [rows / 2, columns, 2].
 template <typename T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename T> constexpr int64_t ROWS = std::is_same_v<T, BFloat16> ? 2 : 1;
 template <typename T> int64_t padded(int64_t rows) { return (rows + ROWS<T> - 1) / ROWS<T> * ROWS<T>; }
@@ -45,10 +49,11 @@ void narrow(float x, BFloat16& out) { out.x = uint16_t((bits(x) + 0x7fffu + ((bi
 void narrow(float x, float& out) { out = x; }
 void narrow(double x, double& out) { out = x; }
 
-// The bfloat16 nearest to x, ties away from zero: two operations less, for what is summed at once.
+// The bfloat16 nearest to x, ties away from zero: two operations fewer than ties to even, for operands of a product.
 uint32_t upper(float x) { return (bits(x) + 0x8000u) >> 16; }
 
-// 2^x, 0 below -126: the nearest whole power, by the exponent's bits, times a polynomial of the rest (relative error 3e-9).
+// 2^x, 0 below -126: the nearest whole power, by the exponent's bits, times a polynomial of the rest (relative error
+// 3e-9).
 float power_of_2(float x) {
   const float whole = std::nearbyint(x), r = x - whole;
   float y = 0.0555032723f + r * (0.00961805668f + r * (0.00134004282f + r * 0.000154614447f));
@@ -59,7 +64,7 @@ double power_of_2(double x) { return std::exp2(x); }
 
 bool loops = false;  // for tests: plain loops in place of torch's products
 
-// Whether torch's small products serve this CPU and T.
+// Whether torch's brgemm works for T on this CPU.
 template <typename T>
 bool quick() {
   if (loops) return false;
@@ -83,7 +88,8 @@ bool quick() {
 
 // C [m, n] (+)= A [m, k] B [k, n]; k even for bfloat16.
 template <typename T>
-void product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, Wide<T>* c, int64_t ldc, bool add) {
+void product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, Wide<T>* c, int64_t ldc,
+             bool add) {
   if constexpr (!std::is_same_v<T, double>) {
     if (quick<T>()) return blas::brgemm(m, n, k, lda, ldb, ldc, add, a, b, c);
   }
@@ -98,7 +104,7 @@ void product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* 
   }
 }
 
-// x [rows, cols] as a right operand: contiguous, and two rows interleaved, with zeros behind an odd number of them.
+// Copy x [rows, cols] as a right operand: contiguous, pairs of rows interleaved, a row of zeros added to an odd number.
 template <typename T>
 void lay(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
   for (int64_t r = 0; r < rows; r += ROWS<T>, x += ROWS<T> * ld, out += ROWS<T> * cols) {
@@ -113,14 +119,14 @@ void lay(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
   }
 }
 
-// The transpose of x [rows <= QUERIES, cols] as a right operand: [cols, QUERIES]; cols even for bfloat16.
+// Write the transpose of x [rows <= QUERIES, cols] as a right operand [cols, QUERIES]; cols is even for bfloat16.
 template <typename T>
 void turn(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
   for (int64_t c = 0; c < cols; c += ROWS<T>, out += ROWS<T> * QUERIES)
     for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * ROWS<T>, x + r * ld + c, ROWS<T> * sizeof(T));
 }
 
-// The transpose of x [rows <= KEYS, cols] as a left operand: [cols, KEYS], with zeros behind an odd number of rows.
+// Write the transpose of x [rows <= KEYS, cols] as a left operand [cols, KEYS], a zero added to an odd number of rows.
 template <typename T>
 void transpose(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
   for (int64_t c = 0; c < cols; c++, out += KEYS) {
@@ -140,7 +146,7 @@ struct Shape {
 enum Kind { FULL, WINDOW, LOCAL, STRIDED, FIXED };
 enum Look { NONE, SOME, ALL };
 
-// Which keys the queries of a sequence see; patterns.py defines it.
+// The keys that the queries of a sequence see, as attention_pattern.py defines it.
 struct Sees {
   int64_t kind, size;
   std::vector<uint8_t> at;      // at[KEYS + d]: whether a key at distance d may be seen, by its distance alone
@@ -148,15 +154,18 @@ struct Sees {
   std::vector<uint8_t> kept;    // whether later blocks see the key at a position
 
   explicit Sees(const Shape& z) : kind(z.kind), size(z.size), at(z.t + KEYS + QUERIES, 0) {
-    for (int64_t d = 0; d < z.t; d++) at[KEYS + d] = kind == WINDOW ? d < size : kind == STRIDED ? d < size || d % size == 0 : 1;
+    for (int64_t d = 0; d < z.t; d++)
+      at[KEYS + d] = kind == WINDOW ? d < size : kind == STRIDED ? d < size || d % size == 0 : 1;
     if (kind == LOCAL || kind == FIXED)
-      for (int64_t i = 0; i < z.t; i++) block.push_back(i / size), kept.push_back(kind == FIXED && i % size >= size - z.keep);
+      for (int64_t i = 0; i < z.t; i++) block.push_back(i / size),
+            kept.push_back(kind == FIXED && i % size >= size - z.keep);
   }
 
-  // How many pairs of the queries [q0, q1) and the keys [s0, s1) are seen: surely none, surely all, or who knows.
+  // Whether queries [q0, q1) see keys [s0, s1): NONE and ALL are certain, SOME needs a mask.
   Look look(int64_t q0, int64_t q1, int64_t s0, int64_t s1, const int64_t* documents) const {
     const int64_t nearest = q0 - (s1 - 1), farthest = q1 - 1 - s0;
-    if (farthest < 0 || (kind == WINDOW && nearest >= size) || (kind == LOCAL && block[q0] > block[s1 - 1])) return NONE;
+    if (farthest < 0 || (kind == WINDOW && nearest >= size) || (kind == LOCAL && block[q0] > block[s1 - 1]))
+      return NONE;
     bool all = nearest >= 0;
     if (kind == WINDOW || kind == STRIDED) all = all && farthest < size;
     if (kind == LOCAL || kind == FIXED) all = all && block[s0] == block[q1 - 1];
@@ -169,7 +178,7 @@ struct Sees {
     return all ? ALL : SOME;
   }
 
-  // Sets the scores s of the n queries from q0 on and the m keys from s0 on to `low` where the key is not seen.
+  // Set the scores s of n queries from q0 and m keys from s0 to `low` for pairs that are not seen.
   template <typename W>
   void hide(int64_t q0, int64_t n, int64_t s0, int64_t m, const int64_t* documents, W low, W* s) const {
     for (int64_t key = s0; key < s0 + m; key++, s += QUERIES) {
@@ -186,7 +195,7 @@ struct Sees {
   }
 };
 
-// Fills what a tile of m keys and n queries lacks to whole pairs of rows and columns.
+// Pad a tile of m keys and n queries with `value` to even numbers of rows and columns (bfloat16 only).
 template <typename T>
 void pad(int64_t m, int64_t n, Wide<T> value, Wide<T>* s) {
   if (m < padded<T>(m)) std::fill(s + m * QUERIES, s + (m + 1) * QUERIES, value);
@@ -194,7 +203,7 @@ void pad(int64_t m, int64_t n, Wide<T> value, Wide<T>* s) {
     for (int64_t j = 0; j < padded<T>(m); j++) s[j * QUERIES + n] = value;
 }
 
-// p = 2^(s to_2 - top to_2) of m keys, as a right operand, added up in `sum`.
+// p = 2^((s - top) to_2) for m keys, laid out as a right operand; add its columns to `sum`. to_2 = scale log2(e).
 template <typename T>
 void weigh(int64_t m, Wide<T> to_2, const Wide<T>* s, const Wide<T>* top, Wide<T>* sum, T* p) {
   for (int64_t j = 0; j < m; j += ROWS<T>, s += ROWS<T> * QUERIES, p += ROWS<T> * QUERIES) {
@@ -213,16 +222,18 @@ void weigh(int64_t m, Wide<T> to_2, const Wide<T>* s, const Wide<T>* top, Wide<T
   }
 }
 
-// p = 2^(s to_2 - lse) and ds = p (dp - delta) of m keys, and ds as a right operand too.
+// p = 2^(s to_2 - lse) and ds = p (dp - delta) for m keys as left operands; for bfloat16 also ds as a right operand,
+// `laid`.
 template <typename T>
-void differentiate(int64_t m, Wide<T> to_2, const Wide<T>* s, const Wide<T>* dp, const Wide<T>* lse, const Wide<T>* delta, T* p, T* ds,
-                   T* laid) {
+void differentiate(int64_t m, Wide<T> to_2, const Wide<T>* s, const Wide<T>* dp, const Wide<T>* lse,
+                   const Wide<T>* delta, T* p, T* ds, T* laid) {
   for (int64_t j = 0; j < m; j += ROWS<T>) {
     const Wide<T>*s0 = s + j * QUERIES, *s1 = s0 + QUERIES, *dp0 = dp + j * QUERIES, *dp1 = dp0 + QUERIES;
     if constexpr (ROWS<T> == 1) {
       T *to_p = p + j * QUERIES, *to_ds = ds + j * QUERIES;
 #pragma omp simd
-      for (int64_t x = 0; x < QUERIES; x++) to_p[x] = power_of_2(s0[x] * to_2 - lse[x]), to_ds[x] = to_p[x] * (dp0[x] - delta[x]);
+      for (int64_t x = 0; x < QUERIES; x++) to_p[x] = power_of_2(s0[x] * to_2 - lse[x]),
+                                              to_ds[x] = to_p[x] * (dp0[x] - delta[x]);
     } else {
       uint16_t *p0 = &p[j * QUERIES].x, *p1 = p0 + QUERIES, *ds0 = &ds[j * QUERIES].x, *ds1 = ds0 + QUERIES;
       uint32_t* both = reinterpret_cast<uint32_t*>(laid + j * QUERIES);
@@ -258,7 +269,8 @@ void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* ou
         for (int64_t q0 = 0; q0 < z.t; q0 += QUERIES) {
           const int64_t at = (b * z.t + q0) * ldq + head * z.k, width = std::min(QUERIES, z.t - q0);
           turn(q + at, ldq, width, z.k, query.data());
-          std::fill(top.begin(), top.end(), low), std::fill(sum.begin(), sum.end(), W(0)), std::fill(acc.begin(), acc.end(), W(0));
+          std::fill(top.begin(), top.end(), low), std::fill(sum.begin(), sum.end(), W(0));
+          std::fill(acc.begin(), acc.end(), W(0));
           for (int64_t s0 = 0; s0 < q0 + width; s0 += KEYS) {
             const int64_t m = std::min(KEYS, q0 + width - s0);
             const Look look = sees.look(q0, q0 + width, s0, s0 + m, row);
@@ -288,8 +300,8 @@ void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* ou
 }
 
 template <typename T>
-void backward(const T* q, const T* k, const T* v, const int64_t* documents, const T* out, const Wide<T>* lse, const T* g, T* dq, T* dk,
-              T* dv, const Shape& z) {
+void backward(const T* q, const T* k, const T* v, const int64_t* documents, const T* out, const Wide<T>* lse,
+              const T* g, T* dq, T* dk, T* dv, const Shape& z) {
   using W = Wide<T>;
   const Sees sees(z);
   const W log2_e = W(1.4426950408889634), to_2 = W(z.scale) * log2_e, low = W(-1e30);
@@ -298,7 +310,8 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
   {
     std::vector<T> keys(all), values(all), turned_k(all), turned_q(all), turned_g(all), laid_q(all), laid_g(all);
     std::vector<T> p(KEYS * QUERIES), ds(KEYS * QUERIES), laid_ds(ROWS<T> == 1 ? 0 : KEYS * QUERIES);
-    std::vector<W> s(KEYS * QUERIES), dp(KEYS * QUERIES), acc_q(all), acc_k(all), acc_v(all), lse_2(all / z.k), delta(all / z.k);
+    std::vector<W> s(KEYS * QUERIES), dp(KEYS * QUERIES), acc_q(all), acc_k(all), acc_v(all);
+    std::vector<W> lse_2(all / z.k), delta(all / z.k);
     T* right = ROWS<T> == 1 ? ds.data() : laid_ds.data();
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < z.b * z.g; n++) {
@@ -338,7 +351,8 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
             differentiate(m, to_2, s.data(), dp.data(), &lse_2[q0], &delta[q0], p.data(), ds.data(), laid_ds.data());
             product(m, z.k, padded<T>(width), p.data(), QUERIES, &laid_g[q0 * z.k], z.k, &acc_v[s0 * z.k], z.k, true);
             product(m, z.k, padded<T>(width), ds.data(), QUERIES, &laid_q[q0 * z.k], z.k, &acc_k[s0 * z.k], z.k, true);
-            product(z.k, width, padded<T>(m), &turned_k[s0 * z.k], KEYS, right, QUERIES, &acc_q[q0 * z.k], QUERIES, true);
+            product(z.k, width, padded<T>(m), &turned_k[s0 * z.k], KEYS, right, QUERIES, &acc_q[q0 * z.k], QUERIES,
+                    true);
           }
         for (int64_t i = 0; i < z.t; i++) {
           const W* x = &acc_q[i / QUERIES * QUERIES * z.k + i % QUERIES];
@@ -357,14 +371,15 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
 
 }  // namespace
 
-#define OF_DTYPE(NAME, T)                                                                                                              \
-  extern "C" void forward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, T* out, Wide<T>* lse, const Shape* z) { \
-    forward(q, k, v, documents, out, lse, *z);                                                                                         \
-  }                                                                                                                                    \
-  extern "C" void backward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, const T* out, const Wide<T>* lse,      \
-                                  const T* g, T* dq, T* dk, T* dv, const Shape* z) {                                                   \
-    backward(q, k, v, documents, out, lse, g, dq, dk, dv, *z);                                                                         \
-  }                                                                                                                                    \
+#define OF_DTYPE(NAME, T)                                                                                             \
+  extern "C" void forward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, T* out, Wide<T>* lse,  \
+                                 const Shape* z) {                                                                    \
+    forward(q, k, v, documents, out, lse, *z);                                                                        \
+  }                                                                                                                   \
+  extern "C" void backward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, const T* out,         \
+                                  const Wide<T>* lse, const T* g, T* dq, T* dk, T* dv, const Shape* z) {              \
+    backward(q, k, v, documents, out, lse, g, dq, dk, dv, *z);                                                        \
+  }                                                                                                                   \
   extern "C" int quick_##NAME() { return quick<T>(); }
 
 extern "C" void use_loops(int yes) { loops = yes; }

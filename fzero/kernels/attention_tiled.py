@@ -1,7 +1,7 @@
-"""Attention by tiles on a CPU, in C++ (attention_tiled.cpp) that is compiled when it is first used, and kept in Inductor's cache.
+"""Attention by tiles on a CPU, in C++ (attention_tiled.cpp), compiled when first used and kept in Inductor's cache.
 
-The products of a tile are torch's own small ones (`brgemm`, which takes AVX-512 or AMX); the pointwise work between them never leaves the
-core's cache, the work is linear in the tiles that have a visible pair, and nothing larger than q, k and v is kept.
+The products of a tile use torch's `brgemm` (AVX-512 or AMX); scores and probabilities stay in the core's cache, tiles
+without a visible pair are skipped, and no tensor larger than q, k and v is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _library() -> ctypes.CDLL:
     return cpp.library(__file__, cpp.CONTRACTED)
 
 
-def _quick(dtype: torch.dtype) -> bool:
+def _has_small_products(dtype: torch.dtype) -> bool:
     return bool(getattr(_library(), f"quick_{DTYPES[dtype]}")())
 
 
@@ -50,9 +50,14 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern:
     return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@operator("tiled_forward(Tensor q, Tensor k, Tensor v, Tensor? documents, int[] pattern, float scale) -> (Tensor, Tensor)", _outputs)
+@operator(
+    "tiled_forward(Tensor q, Tensor k, Tensor v, Tensor? documents, int[] pattern, float scale) -> (Tensor, Tensor)",
+    _outputs,
+)
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float) -> tuple[Tensor, Tensor]:
-    """(out like q, the log-sum-exp of each query's scores [B, H, T] in float32 or wider). pattern: (number of its kind, size, keep)."""
+    """(out like q, the log-sum-exp of each query's scores [B, H, T] in float32 or wider). pattern: (number of its kind,
+    size, keep).
+    """
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = _outputs(q, k, v, documents, pattern, scale)
     _run("forward", q, k, [q, k, v, documents, out, lse], pattern, scale)
@@ -64,12 +69,21 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Ten
 
 
 @operator(
-    "tiled_backward(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, Tensor g, int[] pattern, float scale)"
+    "tiled_backward(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, Tensor g, int[] "
+    "pattern, float scale)"
     " -> (Tensor, Tensor, Tensor)",
     _gradients,
 )
 def tiled_backward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, g: Tensor, pattern: list[int], scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    g: Tensor,
+    pattern: list[int],
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by q, k and v for the gradient g of out."""
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
@@ -78,13 +92,19 @@ def tiled_backward(
     return dq, dk, dv
 
 
-def tiled(
-    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, scale: float | None = None
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    documents: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """`attention.reference` by tiles of 64 queries and 128 keys; as many queries as keys.
 
-    Scores and probabilities are rounded to the inputs' dtype once, before a product, and summed in float32 or wider. The bits do not
-    depend on the number of threads; B G threads at most are of use.
+    Scores and probabilities are rounded to the inputs' dtype once, before a product, and summed in float32 or wider.
+    The bits do not depend on the number of threads; at most B G threads have work.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kind = [KINDS.index(pattern.kind), pattern.size, pattern.keep]
@@ -101,7 +121,7 @@ def tiled(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object) -> str:
-    """Why it does not serve a call; "" where it does."""
+    """The reason why it does not serve a call; "" if it does."""
     (b, t, h, dim), groups = q.shape, k.shape[2]
     if any(kind_of(x) != "cpu" for x in (q, k, v)):
         return "a tensor is not on the CPU"
@@ -119,10 +139,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None
 
 
 def prefers(q: Tensor, *rest: Tensor, **options: object) -> str:
-    """Why "auto" should not take it. Measured on a Xeon with AMX, forward and backward: 2.0 to 2.6 times as fast as torch's own fused
-    attention in bfloat16 at T from 256 to 2048, and 1.3 to 1.7 times in float32."""
+    """Why "auto" should not take it. Measured on a Xeon with AMX, forward and backward: 2.0 to 2.6 times as fast as
+    torch's own fused attention in bfloat16 at T from 256 to 2048, and 1.3 to 1.7 times in float32.
+    """
     if q.shape[1] < SHORT:
         return f"there are fewer than {SHORT} queries"
-    if q.dtype == torch.float64 or not _quick(q.dtype):
+    if q.dtype == torch.float64 or not _has_small_products(q.dtype):
         return f"torch has no small products in {q.dtype} on this CPU"
     return ""

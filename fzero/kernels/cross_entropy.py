@@ -1,12 +1,14 @@
-"""Cross entropy of given logits: the loss, and at once its gradient from the same softmax.
+"""Cross entropy of given logits: the loss, and its gradient from the same softmax.
 
     loss = sum over the tokens that count of  (1 - s) (lse - y[t]) + s (lse - mean_v y[v]) + z lse^2,
     y = logits, or c tanh(logits / c),   lse = log sum_v exp(y[v])
 
-with t a token's target, s the smoothing, z the weight of the z-loss and c the cap. As the loss is linear in what a backward pass hands
-it, its gradient is made with it, and scaled later. What is done to a row of logits is in cross_entropy_rows.
-Ref: Szegedy et al. 2016, "Rethinking the Inception architecture", arXiv:1512.00567, section 7 (smoothing); Chowdhery et al. 2022,
-"PaLM", arXiv:2204.02311, section 5 (z-loss); Gemma Team 2024, "Gemma 2", arXiv:2408.00118, section 2.1 (cap).
+with t a token's target, s the smoothing, z the weight of the z-loss and c the cap. The forward pass computes the
+gradient together with the loss, and the backward pass only scales it. The arithmetic of a row of logits is in
+cross_entropy_rows.
+Ref: Szegedy et al. 2016, "Rethinking the Inception architecture", arXiv:1512.00567, section 7
+(smoothing); Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, section 5 (z-loss); Gemma Team 2024, "Gemma 2",
+arXiv:2408.00118, section 2.1 (cap).
 
 Shapes: logits [N, V], targets int64 [N], mask bool [N] or None; the loss is a scalar in float32 or wider.
 """
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.autodiff import Backward, needs_grad
-from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, capped, rows_of, scale_, wide
+from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, rows_of, scale_, widen
 from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -31,15 +33,17 @@ LARGE = 1 << 16  # logits from which the chunked form is faster than the referen
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def counted(targets: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
+def counted_tokens(targets: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
     """Whether each token counts, bool [N]."""
     return targets != ignore_index if mask is None else mask & (targets != ignore_index)
 
 
-def known(targets: Tensor, mask: Tensor | None, ignore_index: int, columns: int) -> Tensor:
-    """The targets with NONE where a token does not count, and WRONG where it counts and there is no such column."""
+def mark_targets(targets: Tensor, mask: Tensor | None, ignore_index: int, columns: int) -> Tensor:
+    """Return the targets with NONE for tokens that do not count, and WRONG for those that count but are not in [0,
+    columns).
+    """
     at = torch.where((targets >= 0) & (targets < columns), targets, WRONG)
-    return torch.where(counted(targets, mask, ignore_index), at, NONE).to(torch.int64)
+    return torch.where(counted_tokens(targets, mask, ignore_index), at, NONE).to(torch.int64)
 
 
 def reference(
@@ -54,14 +58,15 @@ def reference(
     overwrite: bool = False,
     compiled: bool = True,
 ) -> Tensor:
-    """The loss, summed over the tokens whose mask is True and whose target is not `ignore_index`; the other targets may be anything.
+    """The loss, summed over the tokens whose mask is True and whose target is not `ignore_index`; the other targets may
+    be anything.
 
-    z_loss, smoothing, cap: z, s and c of the formula; 0 leaves each out. overwrite: the logits are given up, and may hold the gradient
-    afterwards; there is then one backward pass. compiled: whether the form by blocks runs compiled.
-    A target that counts and is not in [0, V) makes the loss NaN, or raises here.
+    z_loss, smoothing, cap: z, s and c of the formula; 0 leaves each out. overwrite: the logits are given up, and may
+    hold the gradient afterwards; there is then one backward pass. compiled: whether the form by blocks runs compiled. A
+    target that counts and is not in [0, V) makes the loss NaN, or raises here.
     """
-    counts = counted(targets, mask, ignore_index)
-    y = capped(wide(logits), cap)
+    counts = counted_tokens(targets, mask, ignore_index)
+    y = cap_logits(widen(logits), cap)
     lse = torch.logsumexp(y, -1)
     losses = lse - torch.gather(y, -1, torch.where(counts, targets, 0)[:, None])[:, 0]
     if smoothing:
@@ -71,8 +76,8 @@ def reference(
     return torch.where(counts, losses, 0.0).sum()
 
 
-def total(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
-    """The loss from the statistics [N, 3] of whole rows, and targets as `known` gives them."""
+def total_loss(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
+    """The loss from the statistics [N, 3] of whole rows, and targets as from `mark_targets`."""
     lse, at_target, sums = statistics.unbind(-1)
     losses = lse - at_target
     if terms.smoothing:
@@ -83,11 +88,12 @@ def total(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A scalar function of tensors that makes its gradients with its value, and keeps them for the backward pass, which scales them.
+class ValueAndGradients:
+    """A scalar function of tensors that computes its gradients together with its value, and scales them in the backward
+    pass.
 
-    make(*tensors) -> (value, gradients of the first tensors, None for one that is not wanted); the gradients are freed when used.
-    again: whether `make` can be called once more, for a second backward pass through one graph.
+    make(*tensors) -> (value, gradients of the first tensors, None for those not needed); the gradients are freed after
+    use. again: whether `make` may be called once more, for a second backward pass through the same graph.
     """
 
     what: str
@@ -97,19 +103,19 @@ class Ahead:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """The value. Differentiable once; see `autodiff.Backward`."""
-        return _Ahead.apply(self, *tensors)
+        return _ValueAndGradients.apply(self, *tensors)
 
-    def scaled(self, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The gradients times `grad`, empty for one that is not wanted."""
+    def scale(self, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients times `grad`; empty tensors for those not needed."""
         if not self.kept and not self.again:
             raise RuntimeError(f"{self.what}: with overwrite=True the logits are gone, so there is no second backward pass")
         gradients = self.kept.pop() if self.kept else self.make(*tensors)[1]
         return tuple(grad.new_empty(0) if g is None else scale_(g, grad) for g in gradients)
 
 
-class _Ahead(torch.autograd.Function):
+class _ValueAndGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ahead: Ahead, *tensors: Tensor) -> Tensor:
+    def forward(ahead: ValueAndGradients, *tensors: Tensor) -> Tensor:
         value, gradients = ahead.make(*tensors)
         ahead.kept.append(gradients)
         return value
@@ -123,7 +129,7 @@ class _Ahead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = Backward.apply(ctx.ahead.what, ctx.ahead.scaled, grad, *ctx.saved_tensors)
+        gradients = Backward.apply(ctx.ahead.what, ctx.ahead.scale, grad, *ctx.saved_tensors)
         return None, *(g if wanted else None for g, wanted in zip(gradients, ctx.wanted)), *([None] * ctx.others)
 
 
@@ -145,12 +151,12 @@ def _by_rows(
 
     def make(logits: Tensor, targets: Tensor, write: bool = True) -> tuple[Tensor, tuple[Tensor]]:
         statistics, gradient = rows_of(logits, targets, None, terms, write, how, overwrite)
-        return total(statistics, targets, terms), (gradient,)
+        return total_loss(statistics, targets, terms), (gradient,)
 
-    targets = known(targets, mask, ignore_index, terms.columns)
+    targets = mark_targets(targets, mask, ignore_index, terms.columns)
     if not needs_grad(logits):
         return make(logits, targets, write=False)[0]
-    return Ahead("cross_entropy", make, again=not overwrite)(logits, targets)
+    return ValueAndGradients("cross_entropy", make, again=not overwrite)(logits, targets)
 
 
 def _supports(logits: Tensor, targets: Tensor, mask: Tensor | None = None, **options: Any) -> str:

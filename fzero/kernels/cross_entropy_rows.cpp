@@ -1,5 +1,6 @@
-// Rows of logits as cross_entropy_rows.py defines them: their statistics, and the gradient, which may take the place of the logits.
-// A row is one thread's work, in one order: results do not depend on the number of threads.
+// The statistics and the gradient of rows of logits, as cross_entropy_rows.py defines them; the gradient may replace
+// the logits. Row i begins at i * stride, its columns are contiguous and are columns first, first + 1, ... of the
+// vocabulary. One thread handles a row in a fixed order: results do not depend on the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -9,8 +10,8 @@
 
 namespace {
 
-constexpr int64_t TILE = 2048;  // columns at a time, converted once for two passes in the first-level cache
-constexpr int64_t NONE = -1, WRONG = -2;  // in place of a target
+constexpr int64_t TILE = 2048;  // columns at a time: converted once, then two passes in the first-level cache
+constexpr int64_t NONE = -1, WRONG = -2;  // replace a target, see cross_entropy_triton.py
 
 struct BFloat16 { uint16_t x; };
 template <typename T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -36,25 +37,30 @@ float wide(BFloat16 x) { return real(uint32_t(x.x) << 16); }
 float wide(float x) { return x; }
 double wide(double x) { return x; }
 
-// To nearest even; what is no number stays none.
-void narrow(float x, BFloat16& out) { out.x = x == x ? uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16) : uint16_t(0x7fc0); }
+// Rounds to nearest even; NaN stays NaN.
+void narrow(float x, BFloat16& out) {
+  out.x = x == x ? uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16) : uint16_t(0x7fc0);
+}
 void narrow(float x, float& out) { out = x; }
 void narrow(double x, double& out) { out = x; }
 
-// exp(x) for x <= 0, 0 below -87: the nearest power of 2 by the exponent's bits, times a polynomial of the rest (Cephes, expf).
+// exp(x) for x <= 0, 0 below -87: the nearest power of 2 by the exponent's bits, times a polynomial of the rest
+// (Cephes, expf).
 float exponential(float x) {
   const float whole = std::nearbyint(x * 1.44269504f);
   const float r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
-  float y = 1.6666665459e-1f + r * (4.1665795894e-2f + r * (8.3334519073e-3f + r * (1.3981999507e-3f + r * 1.9875691500e-4f)));
+  float y = 1.6666665459e-1f +
+            r * (4.1665795894e-2f + r * (8.3334519073e-3f + r * (1.3981999507e-3f + r * 1.9875691500e-4f)));
   y = 1.0f + r + r * r * (0.5f + r * y);
   return x < -87.0f ? 0.0f : real(bits(y) + (uint32_t(int32_t(whole)) << 23));
 }
 double exponential(double x) { return std::exp(x); }
 
-// As 1 - 2 / (exp(2x) + 1) it cancels near 0, where the series takes over.
+// 1 - 2 / (exp(2x) + 1) cancels near 0, so small arguments use the series.
 float hyperbolic_tangent(float x) {
   const float square = x * x, e = exponential(-2.0f * std::fabs(x));
-  const float series = x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315 + square * (62.0f / 2835)))));
+  const float series =
+      x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315 + square * (62.0f / 2835)))));
   return square < 0.09f ? series : std::copysign((1.0f - e) / (1.0f + e), x);
 }
 double hyperbolic_tangent(double x) { return std::tanh(x); }
@@ -130,7 +136,13 @@ void rows(const void* logits, void* out, const int64_t* targets, void* statistic
 }  // namespace
 
 extern "C" {
-void rows_bfloat16(const void* x, void* out, const int64_t* t, void* s, const Shape* z) { rows<BFloat16>(x, out, t, s, *z); }
-void rows_float32(const void* x, void* out, const int64_t* t, void* s, const Shape* z) { rows<float>(x, out, t, s, *z); }
-void rows_float64(const void* x, void* out, const int64_t* t, void* s, const Shape* z) { rows<double>(x, out, t, s, *z); }
+void rows_bfloat16(const void* x, void* out, const int64_t* t, void* s, const Shape* z) {
+  rows<BFloat16>(x, out, t, s, *z);
+}
+void rows_float32(const void* x, void* out, const int64_t* t, void* s, const Shape* z) {
+  rows<float>(x, out, t, s, *z);
+}
+void rows_float64(const void* x, void* out, const int64_t* t, void* s, const Shape* z) {
+  rows<double>(x, out, t, s, *z);
+}
 }

@@ -3,11 +3,11 @@
     statistics = (lse, y[t], sum_v y[v]),   y = logits, or c tanh(logits / c),   lse = log sum_v exp(y[v])
     gradient[v] = ((1 + 2 z lse) exp(y[v] - lse) - (1 - s) [v = t] - s / V) (1 - (y[v] / c)^2)
 
-with t the target, z the weight of the z-loss, s the smoothing and c the cap. Where a vocabulary is sharded each rank makes the
-statistics of its columns, and the gradient from those of all.
+with t the target, z the weight of the z-loss, s the smoothing and c the cap. If the vocabulary is sharded, each rank
+computes the statistics of its columns, and the gradient from the statistics of all columns.
 
-Shapes: logits and gradient [n, V], targets int64 [n], statistics [n, 3] in float32 or wider, in which the arithmetic is. Here in plain
-torch, and in C++ for a CPU; in Triton in cross_entropy_triton.
+Shapes: logits and gradient [n, V], targets int64 [n], statistics [n, 3] in float32 or wider, in which the arithmetic
+is. Here in plain torch, and in C++ for a CPU; in Triton in cross_entropy_triton.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "
 
 
 class Terms(NamedTuple):
-    """What the loss is made of, and which columns of the vocabulary are here."""
+    """The weights of the loss's terms, and which columns of the vocabulary this rank has."""
 
     z_loss: float
     smoothing: float
     cap: float
-    first: int  # the number of the first column that is here
+    first: int  # the number of this rank's first column
     columns: int  # of the whole vocabulary
 
     @property
@@ -44,17 +44,17 @@ class Terms(NamedTuple):
         return self.smoothing / self.columns
 
 
-def wide(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """x in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def capped(x: Tensor, cap: float) -> Tensor:
+def cap_logits(x: Tensor, cap: float) -> Tensor:
     """cap tanh(x / cap), or x where cap is 0."""
     return torch.tanh(x / cap) * cap if cap else x
 
 
-# ---- in torch ---------------------------------------------------------------------------------------------------------
+# ---- in torch --------------------------------------------------------------------------------------------------------
 
 
 def log_sum_exp(y: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ def log_sum_exp(y: Tensor) -> Tensor:
 
 
 def _block(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
-    """The statistics [n, 3], made where they are not given; the gradient goes into `out`, which may be the logits."""
-    y = capped(wide(logits), terms.cap)
+    """Return the statistics [n, 3], computed if not given; write the gradient into `out`, which may be the logits."""
+    y = cap_logits(widen(logits), terms.cap)
     column = targets[:, None] - terms.first
     own = (targets[:, None] >= 0) & (column >= 0) & (column < logits.shape[1])
     column = torch.where(own, column, 0)
@@ -84,14 +84,14 @@ def _block(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tens
 
 
 def _put_targets(slope: Tensor, y: Tensor, lse: Tensor, column: Tensor, own: Tensor, terms: Terms) -> None:
-    """What is particular of the targets' columns: probabilities near 1, of which 1 is taken, keep their digits."""
+    """Overwrite the slope in the targets' columns: p - 1 by expm1, which stays accurate for p near 1."""
     down = y.gather(1, column) - lse
     there = torch.expm1(down) + torch.exp(down) * (2.0 * terms.z_loss * lse) + (terms.smoothing - terms.uniform)
     slope.scatter_(1, column, torch.where(own, there, slope.gather(1, column)))
 
 
 def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
-    """As `_block`, by blocks of rows on a CPU, so that what stands between logits and gradient is small."""
+    """As `_block`, by blocks of rows on a CPU, so that temporaries are small."""
     n, columns = logits.shape
     rows = max(1, BLOCK_BYTES // (4 * columns)) if kind_of(logits) == "cpu" else max(1, n)
     made = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
@@ -101,7 +101,7 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
     return torch.cat(made)
 
 
-# ---- in C++, on a CPU -------------------------------------------------------------------------------------------------
+# ---- in C++, on a CPU ------------------------------------------------------------------------------------------------
 
 
 class _Shape(ctypes.Structure):
@@ -115,12 +115,12 @@ def _library() -> ctypes.CDLL:
     return library(__file__, CONTRACTED)
 
 
-def native(logits: Tensor) -> bool:
+def cpp_serves(logits: Tensor) -> bool:
     """Whether the C++ serves these logits."""
     return kind_of(logits) == "cpu" and logits.dtype in NATIVE and have_compiler()
 
 
-def _by_native(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
+def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
     """As `_block`; rows of any stride, columns side by side."""
     n, columns = logits.shape
     given = statistics is not None
@@ -135,14 +135,14 @@ def _by_native(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: 
     return statistics
 
 
-# ---- as operators -----------------------------------------------------------------------------------------------------
+# ---- as operators ----------------------------------------------------------------------------------------------------
 
 
 def _run(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms, form: str) -> Tensor:
     if form == "triton":
         weights = (terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
         return launch(logits, out, targets, statistics, terms.first, weights)
-    run = _by_native if form == "compiled" and native(logits) else _by_torch
+    run = _by_cpp if form == "compiled" and cpp_serves(logits) else _by_torch
     return run(logits, out, targets, statistics, terms)
 
 
@@ -184,10 +184,10 @@ def rows_of(
 ) -> tuple[Tensor, Tensor]:
     """(statistics [n, 3] of the columns here, gradient [n, V] for the statistics given, or else for those made).
 
-    targets: as `known` gives them. write: whether the gradient is wanted; it is empty otherwise. overwrite: the gradient may take the
-    place of the logits. form: "triton", "compiled" or "eager".
+    targets: as from `mark_targets`. write: compute the gradient; otherwise it is empty. overwrite: the gradient may
+    replace the logits. form: "triton", "compiled" or "eager".
     """
-    if overwrite and logits.stride(1) == 1 and not tracing():
+    if overwrite and logits.stride(1) == 1 and not is_tracing():
         made = cross_entropy_rows_(logits, targets, statistics, *terms, write, form)
         gradient = logits
         if write:
@@ -197,14 +197,16 @@ def rows_of(
     return (made if statistics is None else statistics), gradient
 
 
-def tracing() -> bool:
+def is_tracing() -> bool:
     """Whether a graph is being traced, which must hold no operator that writes into its inputs."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x times the scalar `factor`, in place. Memory is not touched for a factor of 1, as it is for a loss that is itself differentiated."""
-    if type(x) is not Tensor or tracing() or x.numel() == 0 or x.dtype == torch.float64:
+    """Multiply x by the scalar `factor` in place. A factor of 1, as for a loss that is itself differentiated, does not
+    touch memory.
+    """
+    if type(x) is not Tensor or is_tracing() or x.numel() == 0 or x.dtype == torch.float64:
         return x.mul_(factor)
     if x.is_cuda and x.is_contiguous():
         scale_by_kernel_(x, factor)

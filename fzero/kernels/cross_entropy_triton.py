@@ -1,6 +1,8 @@
-"""The rows of cross_entropy_rows in Triton, a row a program: statistics, gradient, or both from one kernel, in place where that is asked.
+"""cross_entropy_rows in Triton, one row per program: statistics, gradient, or both from one kernel, in place if
+requested.
 
-Columns are read a block at a time with a running maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3).
+Columns are read a block at a time with a running maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867,
+algorithm 3).
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from torch import Tensor
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 
-NONE, WRONG = -1, -2  # in place of a target: the token does not count; it counts, and there is no such column
+NONE, WRONG = -1, -2  # replace a target: the token does not count; it counts, but the vocabulary has no such column
 NOT_COUNTED, NO_SUCH = tl.constexpr(NONE), tl.constexpr(WRONG)
-HELD = 16384  # the longest row that a program holds in registers, and so reads once
-# A longer row is read twice, and the second time from the second-level cache, if the rows in flight fit there: on an H200 (132 processors,
-# 50 MB) two of 128 KiB each, V = 64K in bfloat16, are 34 MB, and so is one of 256 KiB, V = 128K, where two would be 68 MB and the gradient
-# cost 6 bytes a logit in place of 4. The registers of the second configuration leave room for one program on a processor.
+HELD = 16384  # the longest row that a program holds in registers, and so reads only once
+# A longer row is read twice, and the second time from the second-level cache, if the rows in flight fit there: on an
+# H200 (132 processors, 50 MB) two of 128 KiB each, V = 64K in bfloat16, are 34 MB, and so is one of 256 KiB, V = 128K,
+# where two would be 68 MB and the gradient cost 6 bytes a logit in place of 4. The registers of the second
+# configuration leave room for one program on a processor.
 LOOPS = [{"BLOCK": block, "STAGES": 3, "num_warps": 16} for block in (8192, 16384)]
 TWO_FIT = 65536  # columns
 
@@ -35,7 +38,7 @@ def _tanh(x):
 
 @triton.jit
 def _read(ROW, at, inside, cap, CAP: tl.constexpr):
-    """y at the positions `at`, and -inf where not inside."""
+    """Load y at the positions `at`; -inf outside."""
     y = tl.load(ROW + at, mask=inside, other=-float("inf")).to(tl.float32)
     if CAP:
         y = tl.where(inside, _tanh(y / cap) * cap, -float("inf"))
@@ -44,7 +47,9 @@ def _read(ROW, at, inside, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _write(ROW, at, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP: tl.constexpr):
-    """The gradient at the positions `at`, of which the target's may be one; 0 for a token that does not count."""
+    """Store the gradient at the positions `at`, which may include the target's; 0 for a token that does not count.
+
+    gradient = ((1 + 2 z lse) exp(y - lse) - (1 - s) [v = t] - s / V) (1 - (y / c)^2)"""
     slope = tl.exp(y - lse) * (lse * z_loss * 2.0 + 1.0) - uniform - tl.where(at == at_target, 1.0 - smoothing, 0.0)
     if CAP:
         slope = slope * (1.0 - (y / cap) * (y / cap))
@@ -53,7 +58,7 @@ def _write(ROW, at, inside, y, at_target, counts, lse, z_loss, smoothing, unifor
 
 @triton.jit
 def _positions(start, begin, end, BLOCK: tl.constexpr):
-    """(positions of a block, whether each is of a group of 8 that lies wholly in the row)."""
+    """(positions of a block, whether each belongs to an aligned group of 8 that lies entirely in the row)."""
     at = start + tl.arange(0, BLOCK)
     group = at // 8 * 8
     return at, (group >= begin) & (group + 8 <= end)
@@ -61,7 +66,7 @@ def _positions(start, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _base(m):
-    """What is taken off before exp: the maximum, unless there is none yet."""
+    """The value subtracted before exp: the maximum m, or 0 while m is -inf."""
     return tl.where(m == -float("inf"), 0.0, m)
 
 
@@ -88,9 +93,13 @@ def _cross_entropy(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    # One program per row; column v of the row is element row * stride + v.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(TARGETS + row)
-    # Positions count from a multiple of 8 elements, so that accesses are of 16 bytes wherever a row begins.
+    # RAGGED rows may begin anywhere. IN and TO point to the last multiple of 8 elements at or before the row, and
+    # positions count from there: column v is position begin + v. Groups of 8 positions are then aligned, and wide
+    # accesses are possible; `_positions` masks off groups that are not entirely inside [begin, end), and the (at most
+    # 16) columns of those are handled separately as the edge.
     begin = (row * stride % 8).to(tl.int32) if RAGGED else 0
     end = begin + columns
     IN = LOGITS + tl.multiple_of(row * stride - begin, 8)
@@ -98,7 +107,8 @@ def _cross_entropy(
     own = (target >= first) & (target < first + columns)
     at_target = target - first + begin
     if RAGGED:
-        # What is in no whole group: the row's first few columns, and its last.
+        # The edge: lanes 0 to 7 are the first group (if the row begins inside it), lanes 8 to 15 the last,
+        # incomplete group.
         lane = tl.arange(0, 16)
         edge = tl.where(lane < 8, lane, end // 8 * 8 + lane - 8)
         some = (lane >= tl.where(begin > 0, 0, 8)) & (lane < tl.where(begin > 0, tl.where(end < 8, 8, 16), 16))
@@ -110,7 +120,7 @@ def _cross_entropy(
     if GIVEN:
         lse = tl.load(STATISTICS + row * 3)
     else:
-        # Before the first reduction, whose barrier is then between this read and any write.
+        # Read before the first reduction: its barrier separates this read from any write in place.
         y_target = _read(IN, at_target, own, cap, CAP)
         if HELD:
             m = tl.max(y, 0)
@@ -118,7 +128,7 @@ def _cross_entropy(
             total = tl.sum(tl.where(inside, y, 0.0), 0) if SMOOTH else 0.0
         else:
             m = tl.full((), -float("inf"), tl.float32)
-            sums = tl.zeros((BLOCK,), tl.float32)  # by position in the block
+            sums = tl.zeros((BLOCK,), tl.float32)  # one partial sum per position in the block
             total = tl.zeros((), tl.float32)
             for start in tl.range(0, end, BLOCK, num_stages=STAGES):
                 at, inside = _positions(start, begin, end, BLOCK)
@@ -145,7 +155,7 @@ def _cross_entropy(
         else:
             blocks = tl.cdiv(end, BLOCK)
             for back in tl.range(0, blocks, num_stages=STAGES):
-                # From the end: what was read last is still in the cache.
+                # Backwards, because the blocks read last are still in the cache.
                 at, inside = _positions((blocks - 1 - back) * BLOCK, begin, end, BLOCK)
                 y = _read(IN, at, inside, cap, CAP)
                 _write(TO, at, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP)
@@ -154,7 +164,7 @@ def _cross_entropy(
 
 
 def _configs(columns: int, ragged: bool) -> tuple[bool, list[tuning.Config]]:
-    """(whether a program holds its row, the block sizes there are, the best first)."""
+    """(whether a program holds its row in registers, the possible block sizes, best first)."""
     span = columns + 7 * ragged
     if span > HELD:
         return False, LOOPS if columns <= TWO_FIT else LOOPS[::-1]
@@ -163,11 +173,17 @@ def _configs(columns: int, ragged: bool) -> tuple[bool, list[tuning.Config]]:
 
 
 def launch(
-    logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, first: int, weights: tuple[float, float, float, float]
+    logits: Tensor,
+    out: Tensor | None,
+    targets: Tensor,
+    statistics: Tensor | None,
+    first: int,
+    weights: tuple[float, float, float, float],
 ) -> Tensor:
-    """The statistics [n, 3], made where they are not given; the gradient goes into `out`, which may be the logits.
+    """Return the statistics [n, 3], computed if not given; write the gradient into `out`, which may be the logits.
 
-    Rows may be anywhere, and their columns are side by side. first: the number of the first column. weights: z, s, s / V and c.
+    Rows may have any stride, columns must be contiguous. first: the number of the first column. weights: z, s, s / V
+    and c.
     """
     n, columns = logits.shape
     given = statistics is not None
@@ -180,7 +196,13 @@ def launch(
         assert statistics.is_contiguous() and (stride - out_stride) % 8 == 0
         ragged = stride % 8 != 0 or columns % 8 != 0
         held, configs = _configs(columns, ragged)
-        flags = {"GIVEN": given, "WRITE": out is not None, "CAP": weights[3] != 0.0, "SMOOTH": weights[1] != 0.0, "RAGGED": ragged}
+        flags = {
+            "GIVEN": given,
+            "WRITE": out is not None,
+            "CAP": weights[3] != 0.0,
+            "SMOOTH": weights[1] != 0.0,
+            "RAGGED": ragged,
+        }
         arguments = (logits, to, targets.contiguous(), statistics, stride, out_stride, columns, first, *weights)
         tuning.launch(_cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=held)
     return statistics
@@ -197,7 +219,9 @@ def _scale(X, FACTOR, n, BLOCK: tl.constexpr):
 
 
 def scale_by_kernel_(x: Tensor, factor: Tensor) -> None:
-    """`scale_` where all is on the device, which alone knows the factor: few programs, that end at once for 1."""
+    """As `scale_`, without waiting for the device, where the factor is: a few programs that return immediately if it is
+    1.
+    """
     _scale[(min(1024, triton.cdiv(x.numel(), 4096)),)](x, factor, x.numel(), BLOCK=4096, num_warps=8)
 
 
@@ -217,7 +241,7 @@ def builds() -> Iterator[Build]:
             aligned = () if ragged else ("stride", "out_stride", "columns")
             for config in configs if terms else configs[:1]:
                 label = f"_cross_entropy {columns} {what} {config['BLOCK']}"
-                # Of a short row the few accesses to single numbers are the most.
+                # For short rows most accesses are the few to single numbers.
                 yield Build(label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384)
     signature = {"X": "*bf16", "FACTOR": "*fp32", "n": "i64", "BLOCK": "constexpr"}
     yield Build("_scale", "_scale", signature, {}, {"BLOCK": 4096, "num_warps": 8}, aligned=("n",))

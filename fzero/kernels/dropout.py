@@ -1,15 +1,16 @@
-"""Dropout of a branch and its sum with the residual stream, with a mask that is drawn again in the backward pass.
+"""Dropout of a branch and its sum with the residual stream; the backward pass draws the mask again.
 
     dropout_add(x, residual) = residual + where(keep, x / (1 - rate), 0)
 
-Element e of the step's global batch is kept where word e % 4 of the Philox4x32-10 block with counter e // 4 is below (1 - rate) 2^32:
-the mask of `random.bernoulli`, the same however the batch is split (`random.bits`). Nothing is stored for the backward pass but the key
-and the index of the first element.
-Ref: Srivastava et al. 2014, "Dropout", JMLR 15; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3.
+Element e of the step's global batch is kept where word e % 4 of the Philox4x32-10 block with counter e // 4 is below (1
+- rate) 2^32: the mask of `random.bernoulli`, the same however the batch is split (`random.bits`). Nothing is stored for
+the backward pass but the key and the index of the first element.
+Ref: Srivastava et al. 2014, "Dropout", JMLR 15;
+Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3.
 
-Shapes: x and residual [B, ...] of one dtype, key int64 [2], first int64 []. Row b of x holds the elements first + b row_stride + 0, 1, 2
-and so on: where a rank has a range of every row (sequence parallelism), row_stride is the size of a whole one. The product is rounded to
-x's dtype, and then the sum.
+Shapes: x and residual [B, ...] of one dtype, key int64 [2], first int64 []. Row b of x holds the elements first + b
+row_stride + 0, 1, 2 and so on: where a rank has a range of every row (sequence parallelism), row_stride is the size of
+a whole one. The product is rounded to x's dtype, and then the sum.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((2048, 4), 
 def dropout(x: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> Tensor:
     """x [B, ...] with each element zeroed with probability `rate`, in [0, 1), and the others divided by 1 - rate.
 
-    first: the global index of x's first element, int64 []. row_stride: how many elements lie between the firsts of two rows of the
-    batch; those of a row of x by default.
+    first: the global index of x's first element, int64 []. row_stride: how many elements lie between the firsts of two
+    rows of the batch; those of a row of x by default.
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout: rate is {rate}; it must be in [0, 1)")
@@ -63,10 +64,13 @@ def _words(seed, block):
 
 @triton.jit
 def _dropout(X, R, OUT, KEY, FIRST, n, parts, x_row, r_row, row_stride, limit, scale, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    # Programs are numbered row * parts + part: BLOCK elements of one row from `start` on. `first` is the global index
+    # of the first of them.
     row, start = (tl.program_id(0) // parts).to(tl.int64), (tl.program_id(0) % parts).to(tl.int64) * BLOCK
     first = tl.load(FIRST) + row * row_stride + start
     seed = tl.load(KEY) | (tl.load(KEY + 1) << 32)
-    # A lane takes two Philox blocks: eight elements, in bfloat16 the 128 bits that it loads.
+    # A lane draws two Philox blocks, eight words: in bfloat16 eight elements are the 128 bits that it loads. If first %
+    # 4 != 0 the lane's elements begin inside a Philox block: it draws a third one and shifts the words by first % 4.
     block = (first >> 2) + 2 * tl.arange(0, BLOCK // 8)
     a, b, c, d = _words(seed, block)
     e, f, g, h = _words(seed, block + 1)
@@ -156,7 +160,12 @@ dropout_add = Op(
 
 def builds() -> Iterator[Build]:
     """What `aot` compiles."""
-    kinds = dict.fromkeys(("KEY", "FIRST"), "*i64") | {"limit": "i64", "scale": "fp32", "ADD": "constexpr", "BLOCK": "constexpr"}
+    kinds = dict.fromkeys(("KEY", "FIRST"), "*i64") | {
+        "limit": "i64",
+        "scale": "fp32",
+        "ADD": "constexpr",
+        "BLOCK": "constexpr",
+    }
     aligned = ("n", "x_row", "r_row", "row_stride")
     kinds |= dict.fromkeys((*aligned, "parts"), "i32")
     for dtype in ("bf16", "fp32"):

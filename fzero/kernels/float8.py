@@ -1,12 +1,13 @@
-"""Linear in float8: both operands of each product scaled into a float8 format, multiplied there, and the product scaled back.
+"""Linear in float8: both operands of each product scaled into a float8 format, multiplied there, and the product scaled
+back.
 
     A B  is  (q(A) q(B)) / (s_A s_B),   q(A) = round(s_A A),   s_A = L / max |A|,   L the format's largest number
 
-Scales follow the numbers of this very call. "tensorwise": one scale for an operand; E4M3 (L = 448) for values, E5M2 (L = 57344) for
-gradients. "rowwise": one for each row of A and each column of B; E4M3 throughout, and scales rounded down to powers of 2. All three
-products of a linear go this way, y = x w, dx = dy w^T and dw = x^T dy, each from operands that have not been rounded before: rowwise,
-the scales of x in x w and in x^T dy are along different dims.
-Ref: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433, sections 2 (scales) and 3 (the formats, and
+Scales are computed from the operands of each call. "tensorwise": one scale for an operand; E4M3 (L = 448) for values,
+E5M2 (L = 57344) for gradients. "rowwise": one for each row of A and each column of B; E4M3 throughout, and scales
+rounded down to powers of 2. All three products of a linear go this way, y = x w, dx = dy w^T and dw = x^T dy, each from
+operands that have not been rounded before: rowwise, the scales of x in x w and in x^T dy are along different dims. Ref:
+Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433, sections 2 (scales) and 3 (the formats, and
 which is for what); the two recipes are those of torchao.float8 under these names.
 
 Shapes: x [..., in], w [in, out], one dtype. A tensor of zeros has the product zero. Infinity and NaN give NaN.
@@ -30,7 +31,7 @@ from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALLEST = 1e-12  # what is taken for max |A| below that
+SMALLEST = 1e-12  # the lower bound of max |A|
 CONFIGS = [{"BLOCK_R": r, "BLOCK_C": c, "num_warps": 4} for r, c in ((16, 256), (64, 64))]
 
 
@@ -53,34 +54,37 @@ def recipe_of(scaling: str) -> Recipe:
     return RECIPES[scaling]
 
 
-def largest(x: Tensor, dim: int | None) -> Tensor:
-    """max |x| over a dim, or over all, kept as dims of 1; 0 of nothing."""
+def max_magnitude(x: Tensor, dim: int | None) -> Tensor:
+    """max |x| over a dim, or over all dims, with dims of size 1 kept; 0 for an empty tensor."""
     over = dim if dim is not None else tuple(range(x.dim()))
     kept = [1 if dim is None or i == dim % x.dim() else size for i, size in enumerate(x.shape)]
     return x.abs().amax(over, keepdim=True) if x.numel() else x.new_zeros(kept)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
-    """float32: what numbers up to `amax` are multiplied by to fill the format."""
+    """The float32 scale that maps `amax` to the largest number of the format."""
     amax = amax.to(torch.float32)
     scale = torch.finfo(dtype).max / torch.where(amax < SMALLEST, SMALLEST, amax)
-    # The exponent alone. From NaN that makes another number, but the product with the NaN in x is NaN whatever the scale.
+    # The exponent alone. From NaN that makes another number, but the product with the NaN in x is NaN whatever the
+    # scale.
     return (scale.view(torch.int32) & -0x800000).view(torch.float32) if powers_of_2 else scale
 
 
 def quantise(x: Tensor, dtype: torch.dtype, dim: int | None, powers_of_2: bool) -> tuple[Tensor, Tensor]:
     """(float8 numbers of x, the float32 inverse of their scale): one scale along `dim`, or one for all.
 
-    Multiplied in float32 or wider, rounded to nearest even. Nothing is clamped: beyond the largest number is only what the scale's own
-    rounding carries there, and that rounds back to it.
+    Multiplied in float32 or wider, rounded to nearest even. No clamping is needed: only the rounding of the scale can
+    exceed the largest number, and the cast rounds back to it.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = scale_of(largest(wide, dim), dtype, powers_of_2)
+    scale = scale_of(max_magnitude(wide, dim), dtype, powers_of_2)
     return (wide * scale).to(dtype), 1.0 / scale
 
 
 def product_reference(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradient: bool) -> Tensor:
-    """a [M, K] b [K, N] through float8: products of the numbers in float32 or wider, where each is exact; sums as torch's are."""
+    """a [M, K] b [K, N] through float8: products of the numbers in float32 or wider, where each is exact; sums as
+    torch's are.
+    """
     recipe = recipe_of(scaling)
     formats = [recipe.gradient if gradient else recipe.value for gradient in (a_gradient, b_gradient)]
     qa, ia = quantise(a, formats[0], 1 if recipe.rowwise else None, recipe.powers_of_2)
@@ -90,7 +94,8 @@ def product_reference(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gr
 
 
 class _Product(torch.autograd.Function):
-    """The float8 product with derivatives that are float8 products too, what is differentiated being rounded as a gradient.
+    """The float8 product with derivatives that are float8 products too, what is differentiated being rounded as a
+    gradient.
 
     Rounding itself has no part in them (straight through). Under vmap each row has its own scales.
     """
@@ -123,8 +128,8 @@ class _Product(torch.autograd.Function):
 
 
 def float8_linear_reference(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
-    """x [..., in] w [in, out] through float8, in x's dtype, on any device: the same numbers as on the matrix units but for the order of
-    the sums (see `product_reference`).
+    """x [..., in] w [in, out] through float8, in x's dtype, on any device: the same numbers as on the matrix units but
+    for the order of the sums (see `product_reference`).
     """
     recipe_of(scaling)
     return _Product.apply(x.reshape(-1, x.shape[-1]), w, scaling, False, False).reshape(*x.shape[:-1], w.shape[1])
@@ -147,6 +152,9 @@ def _quantise(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    # A program quantises a tile [BLOCK_R, BLOCK_C]; program_id(0) is the tile of rows, program_id(1) that of columns.
+    # stride_amax is 1 for one scale per row and 0 for one of all; the programs of the first column tile store the
+    # inverse scales. OUT is contiguous [R, C].
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     amax = tl.load(AMAX + row * stride_amax, mask=row < R, other=1.0).to(tl.float32)
@@ -160,8 +168,10 @@ def _quantise(
     tl.store(OUT + row[:, None] * C + col[None, :], (x * scale[:, None]).to(OUT.dtype.element_ty), mask=live)
 
 
-def _quantised(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """`quantise` along dim 1 or of all, in Triton: (numbers in order of rows, inverse scales [R, 1] or []). x may have any strides."""
+def _quantise_by_triton(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """`quantise` along dim 1 or of all, in Triton: (numbers in order of rows, inverse scales [R, 1] or []). x may have
+    any strides.
+    """
     rows, columns = x.shape
     amax = torch.linalg.vector_norm(x, torch.inf, dim=1 if recipe.rowwise else None)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -185,11 +195,12 @@ def _quantised(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, T
 def float8_product(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradient: bool) -> Tensor:
     """a [M, K] b [K, N] through float8 by torch._scaled_mm, of any strides, M, N and K multiples of 16.
 
-    The matrix units add with fewer bits where both operands are values, or the scaling is rowwise (use_fast_accum, as torchao does).
+    The matrix units add with fewer bits where both operands are values, or the scaling is rowwise (use_fast_accum, as
+    torchao does).
     """
     recipe = recipe_of(scaling)
-    qa, ia = _quantised(a, recipe.gradient if a_gradient else recipe.value, recipe)
-    qb, ib = _quantised(b.t(), recipe.gradient if b_gradient else recipe.value, recipe)
+    qa, ia = _quantise_by_triton(a, recipe.gradient if a_gradient else recipe.value, recipe)
+    qb, ib = _quantise_by_triton(b.t(), recipe.gradient if b_gradient else recipe.value, recipe)
     fast = recipe.rowwise or not (a_gradient or b_gradient)
     return torch._scaled_mm(qa, qb.t(), scale_a=ia, scale_b=ib.t(), out_dtype=a.dtype, use_fast_accum=fast)
 
@@ -203,7 +214,7 @@ def float8_emulated(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_grad
     return product_reference(a, b, scaling, a_gradient, b_gradient)
 
 
-def _form(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _linear_form(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def linear(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
         def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
             (x, w), (g,) = saved, grads
@@ -230,8 +241,8 @@ def _supports(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> str:
 float8_linear = Op(
     "float8_linear",
     float8_linear_reference,
-    Form("scaled_mm", _form(float8_product), supports=_supports, prefers=on_cuda),
-    Form("emulated", _form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""),
+    Form("scaled_mm", _linear_form(float8_product), supports=_supports, prefers=on_cuda),
+    Form("emulated", _linear_form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""),
     flops=lambda x, w, scaling="tensorwise": 2 * x.numel() * w.shape[1],
     bytes=lambda x, w, scaling="tensorwise": (x.numel() + w.numel() + x.numel() // w.shape[0] * w.shape[1]) * x.element_size(),
 )
@@ -246,7 +257,13 @@ def builds() -> Iterator[Build]:
         for name, one in (("rows", "stride_c"), ("transposed", "stride_r")):
             for out, limit, rowwise in (("*fp8e4nv", 448.0, True), ("*fp8e5", 57344.0, False)):
                 signature = pointers | {"OUT": out} | sizes | {one: "constexpr", "stride_amax": "constexpr"} | constants
-                given = {one: 1, "stride_amax": int(rowwise), "SMALLEST": SMALLEST, "LIMIT": limit, "POWERS_OF_2": rowwise}
+                given = {
+                    one: 1,
+                    "stride_amax": int(rowwise),
+                    "SMALLEST": SMALLEST,
+                    "LIMIT": limit,
+                    "POWERS_OF_2": rowwise,
+                }
                 aligned = ("R", "C", "stride_r" if one == "stride_c" else "stride_c")
                 label = f"_quantise {name} {out[1:]} {config['BLOCK_R']}x{config['BLOCK_C']}"
                 yield Build(label, "_quantise", signature, given, config, aligned=aligned)

@@ -1,10 +1,12 @@
-"""Gated activations: SwiGLU and GeGLU behind the two products.
+"""Gated activations: SwiGLU and GeGLU of the two products a and b.
 
-    swiglu(a, b) = silu(a) b,   silu(a) = a s(a);   geglu(a, b) = gelu(a) b,   gelu(a) = a s(2 c (a + 0.044715 a^3)),  c = sqrt(2 / pi)
+    swiglu(a, b) = silu(a) b,   silu(a) = a s(a)
+    geglu(a, b) = gelu(a) b,   gelu(a) = a s(2 c (a + 0.044715 a^3)),  c = sqrt(2 / pi)
 
-with s the logistic function (the tanh form of GELU, as tanh(x) = 2 s(2x) - 1). The backward pass takes a and b alone and computes the
-activation again.
-Ref: Shazeer 2020, "GLU variants improve transformer", arXiv:2002.05202, equations 5 and 6; Hendrycks & Gimpel 2016, arXiv:1606.08415.
+with s the logistic function (the tanh form of GELU, as tanh(x) = 2 s(2x) - 1). The backward pass keeps only a and b,
+and recomputes the activation.
+Ref: Shazeer 2020, "GLU variants improve transformer", arXiv:2002.05202, equations 5 and
+6; Hendrycks & Gimpel 2016, arXiv:1606.08415.
 
 Shapes: a and b of one shape and dtype, any strides; the arithmetic is in float32 or wider, the result in their dtype.
 """
@@ -136,6 +138,10 @@ def builds() -> Iterator[Build]:
     for kernel, pointers in (("_glu_forward", "A B OUT"), ("_glu_backward", "A B G DA DB")):
         for config in CONFIGS:
             for gelu in (False, True):
-                signature = dict.fromkeys(pointers.split(), "*bf16") | {"n": "i32", "GELU": "constexpr", "BLOCK": "constexpr"}
+                signature = dict.fromkeys(pointers.split(), "*bf16") | {
+                    "n": "i32",
+                    "GELU": "constexpr",
+                    "BLOCK": "constexpr",
+                }
                 label = f"{kernel} {'geglu' if gelu else 'swiglu'} {config['BLOCK']}"
                 yield Build(label, kernel, signature, {"GELU": gelu}, config, aligned=("n",))

@@ -1,18 +1,19 @@
-"""Linear layer and cross entropy in one: the logits of some tokens at a time, never of all.
+"""Linear layer and cross entropy in one operation that never holds all logits: it works on chunks of tokens.
 
     loss = cross_entropy(x w^T, targets),   dx = g w,   dw = g^T x
 
-with g the gradient by the logits. Each chunk of tokens has its logits, their loss and, in the same buffer, g, and its part of dx and dw
-before the next one is begun: what is alive beside x, w and their gradients are CHUNK_BYTES of logits, or those of one token, and dw in
-float32. Terms and targets are those of cross_entropy.
-Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, section 3; the chunks by tokens.
+with g the gradient by the logits. For each chunk of tokens it computes logits, loss, g (in the same buffer) and the
+chunk's part of dx and dw. Memory besides x, w and their gradients: CHUNK_BYTES of logits (at least one token's), and dw
+in float32. Terms and targets are those of cross_entropy.
+Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary
+language models", arXiv:2411.09009, section 3; the chunks by tokens.
 
 Shapes: x [N, D], w [V, D], targets int64 [N], mask bool [N]; the loss is a float32 (or float64) scalar.
 
-Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary and the rest is the same on all ranks: so is the loss, dw is
-of the own rows, and dx is this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). What the ranks tell
-each other of a token are the statistics of its logits here (cross_entropy_rows): one all_gather of float32 [n, 2] for a chunk of n tokens,
-or [n, 3] with smoothing; nothing on an axis of size 1.
+Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary and the rest is the same on all ranks: so is
+the loss, dw is of the own rows, and dx is this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM",
+arXiv:1909.08053, section 3). The ranks exchange each token's statistics (cross_entropy_rows): one all_gather of float32
+[n, 2] for a chunk of n tokens, or [n, 3] with smoothing; nothing on an axis of size 1.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero.comm.collectives import Axis, all_gather, psum
 from fzero.core.autodiff import needs_grad
 from fzero.core.device import fake_device_of, kind_of
-from fzero.kernels.cross_entropy import DTYPES, IGNORE, Ahead, known, total
+from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
-from fzero.kernels.cross_entropy_rows import WRONG, Terms, capped, log_sum_exp, rows_of, wide
+from fzero.kernels.cross_entropy_rows import WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
 from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
-# Of logits alive at once. On a CPU 64 MB are 667 tokens in bfloat16 at V = 50257: half as many cost 40% more there with AMX, where products
-# are so fast that the sum of dw counts; in float32, a twentieth more.
+# Of logits alive at once. On a CPU 64 MB are 667 tokens in bfloat16 at V = 50257: half as many cost 40% more there with
+# AMX, where products are so fast that the sum of dw counts; in float32, a twentieth more.
 CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-# What n tokens a chunk cost beside their 6 n V D operations: the float32 sum of dw is read and written once a chunk, 8 V D bytes. On an
-# H200 (770 TFLOP/s in bfloat16, 4.3 TB/s) that is 239 / n of the time of the products: 12% at 2048 tokens, 6% at 4096, 3% at 8192, from
-# where more gains little. Loss and g take 4 n V bytes, 120 / D of that time: 3% at D = 4096. At V = 128K, 1 GiB is 4186 tokens.
+# What n tokens a chunk cost beside their 6 n V D operations: the float32 sum of dw is read and written once a chunk, 8
+# V D bytes. On an H200 (770 TFLOP/s in bfloat16, 4.3 TB/s) that is 239 / n of the time of the products: 12% at 2048
+# tokens, 6% at 4096, 3% at 8192, from where more gains little. Loss and g take 4 n V bytes, 120 / D of that time: 3% at
+# D = 4096. At V = 128K, 1 GiB is 4186 tokens.
 CHUNK_ROWS = 8192
 WHOLE = Axis("tp")  # of size 1: all of the vocabulary is here
 
@@ -59,17 +61,18 @@ def reference(
 ) -> Tensor:
     """The definition, with all logits; the softmax in float32 or wider.
 
-    axis: the axis that shards the vocabulary; `targets` and `x` are the same on all its ranks, w is this rank's rows, and the gradient of
-    x is this rank's part of a sum. compiled: whether the chunked form runs its softmax compiled. The rest is cross_entropy's.
-    Communicates: an all_gather of float32 [N], and a psum of float32 [3, N]; nothing on an axis of size 1.
+    axis: the axis that shards the vocabulary; `targets` and `x` are the same on all its ranks, w is this rank's rows,
+    and the gradient of x is this rank's part of a sum. compiled: whether the chunked form runs its softmax compiled.
+    The rest is cross_entropy's. Communicates: an all_gather of float32 [N], and a psum of float32 [3, N]; nothing on an
+    axis of size 1.
     """
     logits = x @ w.to(x.dtype).T
     if axis.size == 1:
         return cross_entropy_reference(logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap)
-    y = capped(wide(logits), cap)
+    y = cap_logits(widen(logits), cap)
     here = y.shape[-1]
     terms = Terms(z_loss, smoothing, cap, axis.rank * here, axis.size * here)
-    targets = known(targets, mask, ignore_index, terms.columns)
+    targets = mark_targets(targets, mask, ignore_index, terms.columns)
     column = targets - terms.first
     own = (targets >= 0) & (column >= 0) & (column < here)
     # The largest logit serves the range of exp only; the loss does not depend on it, and nor does any derivative.
@@ -77,10 +80,10 @@ def reference(
     at_target = torch.gather(y, -1, torch.where(own, column, 0)[:, None])[:, 0]
     at_target = torch.where(own, at_target, torch.where(targets == WRONG, math.nan, 0.0))
     exps, at_target, sums = psum(torch.stack((torch.exp(y - m[:, None]).sum(-1), at_target, y.sum(-1))), axis, leaf="head")
-    return total(torch.stack((m + torch.log(exps), at_target, sums), -1), targets, terms)
+    return total_loss(torch.stack((m + torch.log(exps), at_target, sums), -1), targets, terms)
 
 
-def _of_all(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
+def _gather_statistics(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
     """The statistics [n, 3] of whole rows from those of the columns here."""
     if axis.size == 1:
         return statistics
@@ -92,7 +95,9 @@ def _of_all(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
 
 @functools.cache
 def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether addmm adds a product of this dtype to a float32 sum: on CUDA from some version of PyTorch on, on the CPU it does not."""
+    """Whether addmm adds a product of this dtype to a float32 sum: on CUDA from some version of PyTorch on, on the CPU
+    it does not.
+    """
     with _disable_current_modes():  # on real tensors, also where all others are fake
         a, sums = (torch.zeros((16, 16), dtype=t, device=device) for t in (dtype, torch.float32))
         try:
@@ -115,7 +120,9 @@ def _add_product(sums: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
-    """The tokens of a chunk on such a device: chunks as equal as multiples of 128 allow, within CHUNK_BYTES of logits, or one token."""
+    """The tokens of a chunk on such a device: chunks as equal as multiples of 128 allow, within CHUNK_BYTES of logits,
+    or one token.
+    """
     most = max(1, min(CHUNK_ROWS, CHUNK_BYTES["cuda" if kind == "cuda" else "cpu"] // (columns * dtype.itemsize)))
     even = -(-n // max(1, -(-n // most)))
     return min(most, max(1, -(-even // 128)) * 128)
@@ -124,7 +131,7 @@ def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
 def _run(
     how: str, terms: Terms, axis: Axis, wants: tuple[bool, bool], x: Tensor, w: Tensor, targets: Tensor
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """(loss, gradients of x and w, None for one that is not wanted)."""
+    """Return (loss, gradients of x and w; None for one that is not needed)."""
     n, columns = x.shape[0], w.shape[0]
     weight = w.to(x.dtype)
     rows = chunk_rows(n, columns, x.dtype, kind_of(x))
@@ -139,7 +146,7 @@ def _run(
         if axis.size == 1:
             statistics, g = rows_of(logits, its, None, terms, any(wants), how, overwrite=True)
         else:
-            statistics = _of_all(rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis)
+            statistics = _gather_statistics(rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis)
             g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if any(wants) else None
         made.append(statistics)
         if dx is not None:
@@ -149,7 +156,7 @@ def _run(
             dw = g.T @ some if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, some)
     if wants[1]:
         dw = torch.zeros_like(w) if dw is None else dw.to(w.dtype)
-    return total(torch.cat(made), targets, terms), (dx, dw)
+    return total_loss(torch.cat(made), targets, terms), (dx, dw)
 
 
 def _chunked(
@@ -167,10 +174,10 @@ def _chunked(
     cap: float = 0.0,
 ) -> Tensor:
     terms = Terms(z_loss, smoothing, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
-    targets = known(targets, mask, ignore_index, terms.columns)
+    targets = mark_targets(targets, mask, ignore_index, terms.columns)
     wants = needs_grad(x), needs_grad(w)
     make = functools.partial(_run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, wants)
-    return Ahead("linear_cross_entropy", make)(x, w, targets) if any(wants) else make(x, w, targets)[0]
+    return ValueAndGradients("linear_cross_entropy", make)(x, w, targets) if any(wants) else make(x, w, targets)[0]
 
 
 def _supports(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor | None = None, **options: Any) -> str:

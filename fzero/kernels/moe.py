@@ -1,10 +1,12 @@
-"""Mixture of experts: the experts' SwiGLU with every token kept (dropless) or with room for a fixed number (capacity).
+"""Mixture of experts: the experts' SwiGLU, dropless (every token is computed) or with a capacity per expert.
 
-    out[n] = sum_k weight[n, k] expert_{id[n, k]}(x[n]),   weight = the top-k of softmax(x w_router), divided by their sum
+    out[n] = sum_k weight[n, k] expert_{id[n, k]}(x[n])
+    weight = the top-k of softmax(x w_router), divided by their sum
 
-Dropless: the tokens' rows are grouped by expert (see `routing`), and `grouped_mm` multiplies each group by its expert's weights.
-Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 4 (no token is
-dropped); Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
+Dropless: the tokens' rows are grouped by expert (see moe_routing), and `grouped_mm` multiplies each group by its
+expert's weights.
+Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks",
+arXiv:2211.15841, section 4 (no token is dropped); Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
 
 Shapes: x [B, T, D], ids int64 and weights [B, T, k], w_gate and w_up [E, D, F], w_down [E, F, D].
 """
@@ -43,23 +45,26 @@ FLOAT_CONFIGS = [_blocks(64, 64, 32, 4, 3)]
 
 
 def grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Rows of x [M, D] times their group's w [E, D, F]: group e is rows ends[e - 1] to ends[e] (int32 [E], rising to M).
+    """Multiply rows of x [M, D] by their group's w [E, D, F]: group e is the rows ends[e - 1] to ends[e] (int32 [E],
+    non-decreasing, last M).
 
-    Every group times every row, masked: E times the work.
+    The definition multiplies every row by every expert and masks: E times the work.
     """
     of_row = (torch.arange(x.shape[0], device=x.device)[:, None] >= ends[None, :]).sum(-1)
     return sum(torch.where((of_row == e)[:, None], x @ w[e], 0.0) for e in range(w.shape[0]))
 
 
 def _sizes(ends: Tensor) -> list[int]:
-    """The rows of each group; on the CPU, where this waits for nothing."""
+    """The number of rows of each group; used on the CPU only, where reading `ends` does not wait for a device."""
     behind = ends.tolist()
     return [end - start for start, end in zip([0, *behind], behind)]
 
 
 @operator("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2]))
 def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """[M, F] by torch's own products. As an operator: torch's description of `_grouped_mm` to a trace refuses what its CPU form takes."""
+    """Return [M, F] by torch's own products. A custom operator, because torch's fake `_grouped_mm` rejects inputs that
+    the CPU form takes.
+    """
     if x.is_cuda:
         w = w if 1 in w.stride()[1:] else w.contiguous()
         return torch._grouped_mm(x.contiguous(), w, offs=ends)
@@ -69,7 +74,10 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@operator("grouped_mm_dw(Tensor x, Tensor g, Tensor ends) -> Tensor", lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]))
+@operator(
+    "grouped_mm_dw(Tensor x, Tensor g, Tensor ends) -> Tensor",
+    lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
+)
 def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F]: each group's x^T g, zero for a group without rows."""
     if x.is_cuda:
@@ -98,7 +106,10 @@ def _grouped_mm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # Tiles of rows are counted through, group by group; a program finds its own among them.
+    # program_id(1) is the tile of columns. program_id(0) numbers tiles of BLOCK_M rows through all groups: group e
+    # has ceil(rows_e / BLOCK_M),
+    # and behind[e] is their running sum. So this program's group e is the number of groups whose tiles end at or before
+    # it. The grid has M / BLOCK_M + E programs, enough for one partial tile a group; those left over have e >= E.
     tile = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(ENDS + expert, mask=expert < E, other=0)
@@ -111,6 +122,11 @@ def _grouped_mm(
     own = expert == e
     end = tl.sum(tl.where(own, ends, 0), 0)
     first = tl.sum(tl.where(own, starts - (behind - tiles) * BLOCK_M, 0), 0)
+    # first = start of the group - tiles before it * BLOCK_M, so that first + tile * BLOCK_M is the first row of
+    # this tile. Masks: rows from the
+    # group's end on belong to the next expert; at >= D and col >= F are beyond the matrices. first = start of the group
+    # - tiles before it * BLOCK_M, so that first + tile * BLOCK_M is the first row of this tile. Masks: rows from the
+    # group's end on belong to the next expert; at >= D and col >= F are beyond the matrices.
     row = (first + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
     k = tl.arange(0, BLOCK_K)
@@ -139,6 +155,11 @@ def _grouped_mm_dw(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    # OUT[e, d, f] = sum over the group's rows of X[row, d] G[row, f]: program ids are the tiles of d and f and the
+    # expert e. The sum runs over
+    # the rows [first, end) of group e, BLOCK_K at a time; its last block is masked. OUT[e, d, f] = sum over the group's
+    # rows of X[row, d] G[row, f]: program ids are the tiles of d and f and the expert e. The sum runs over the rows
+    # [first, end) of group e, BLOCK_K at a time; its last block is masked.
     e = tl.program_id(2).to(tl.int64)
     end = tl.load(ENDS + e)
     first = tl.load(ENDS + e - 1, mask=e > 0, other=0)
@@ -176,7 +197,8 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 @operator(
-    "grouped_mm_dw_triton(Tensor x, Tensor g, Tensor ends) -> Tensor", lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1])
+    "grouped_mm_dw_triton(Tensor x, Tensor g, Tensor ends) -> Tensor",
+    lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
 )
 def grouped_product_dw_triton(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F] in Triton."""
@@ -233,7 +255,9 @@ grouped_mm = Op(
 
 
 def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels = AUTO) -> Tensor:
-    """Every token goes to its k experts: rows grouped by expert, three grouped products, each token's rows summed with its weights."""
+    """Compute every token by its k experts: group rows by expert, three grouped products, sum each token's rows with
+    its weights.
+    """
     k, tokens = ids.shape[-1], x.reshape(-1, x.shape[-1])
     order, place, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
 
@@ -247,9 +271,11 @@ def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels 
 
 
 def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, kernels: Kernels = AUTO) -> Tensor:
-    """An expert takes at most C = ceil(factor T k / E) tokens of a sequence, first choices first, then in order of position.
+    """Compute at most C = ceil(factor T k / E) tokens of a sequence by each expert: first choices first, then in order
+    of position.
 
-    What finds no room contributes nothing (the residual carries it on). Groups are sequences, so that a batch may be split anyhow.
+    A token beyond the capacity gets 0 from that expert (the residual stream still carries it). Capacity is counted per
+    sequence, so the result does not depend on how a batch is split.
     """
     b, t, d = x.shape
     k, experts = ids.shape[-1], p["w_gate"].shape[0]
@@ -258,7 +284,7 @@ def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, ke
     taken = (choice[..., None] == torch.arange(experts, device=x.device)).to(torch.int64)
     place = ((taken.cumsum(1) - 1) * taken).sum(-1)
     kept = place < room
-    slot = torch.where(kept, choice * room + place, experts * room)  # the last slot takes what is dropped
+    slot = torch.where(kept, choice * room + place, experts * room)  # dropped tokens go to an additional last slot
     sent = x.repeat(1, k, 1)
     inbox = torch.zeros(b, experts * room + 1, d, dtype=x.dtype, device=x.device)
     inbox = inbox.scatter(1, slot[..., None].expand(b, k * t, d), sent)[:, :-1].reshape(b, experts, room, d)
@@ -281,11 +307,28 @@ def builds() -> Iterator[Build]:
             of_w = {"X": f"*{kind}", "W": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}", "E": "i32"} | sizes
             strides = dict.fromkeys(("stride_e", "stride_d", "stride_f"), "i32")
             matrix, constants = kind == "bf16", {"UPCAST": False}
-            # A stride of 1 is a constant for Triton: the last one forward, that before it for w transposed.
+            # Triton compiles a stride of 1 as a constant: that of the last dim forward, that of the middle dim for w
+            # transposed.
             for name, one in (("", "stride_f"), (" transposed", "stride_d")):
                 signature = of_w | strides | {one: "constexpr", "EXPERTS": "constexpr"} | blocks
                 given = constants | {one: 1, "EXPERTS": 64}
                 aligned = ("D", "F", *(stride for stride in strides if stride != one))
-                yield Build(f"_grouped_mm{name} {label}", "_grouped_mm", signature, given, config, matrix=matrix, aligned=aligned)
+                yield Build(
+                    f"_grouped_mm{name} {label}",
+                    "_grouped_mm",
+                    signature,
+                    given,
+                    config,
+                    matrix=matrix,
+                    aligned=aligned,
+                )
             signature = {"X": f"*{kind}", "G": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}"} | sizes | blocks
-            yield Build(f"_grouped_mm_dw {label}", "_grouped_mm_dw", signature, constants, config, matrix=matrix, aligned=("D", "F"))
+            yield Build(
+                f"_grouped_mm_dw {label}",
+                "_grouped_mm_dw",
+                signature,
+                constants,
+                config,
+                matrix=matrix,
+                aligned=("D", "F"),
+            )

@@ -1,9 +1,10 @@
 """Where the tokens of a mixture of experts go: top-k routing, and rows of tokens grouped by expert.
 
-`route` chooses each token's experts and weights. `group` numbers the rows of the chosen pairs (token, choice) so that those of an expert
-are together; `permute` copies tokens to their rows, and `unpermute` sums the rows of a token with its weights. None of them waits for
-the device, and none adds in an order that is left open.
-Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1 (route); Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 5.2 (group).
+`route` chooses each token's experts and weights. `group` numbers the rows of the chosen pairs (token, choice) so that
+those of an expert are together; `permute` copies tokens to their rows, and `unpermute` sums the rows of a token with
+its weights. None of them waits for the device, and every sum has a fixed order.
+Ref: Jiang et al. 2024,
+"Mixtral of experts", section 2.1 (route); Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 5.2 (group).
 
 Shapes: N tokens of D, E experts, k choices of each token, M = N k rows; pair number n k + j is token n's choice j.
 """
@@ -35,7 +36,7 @@ def route_configs(width: int) -> list[tuning.Config]:
     return [{"ROWS": max(1, elements // width), "num_warps": 4} for elements in (1024, 2048)]
 
 
-def _no_float(x: Tensor) -> str:
+def _refuse_dtype(x: Tensor) -> str:
     return "" if x.dtype in FLOATS else f"the dtype is {x.dtype}; it takes float32, bfloat16 or float16"
 
 
@@ -43,7 +44,8 @@ def _no_float(x: Tensor) -> str:
 
 
 def route_reference(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int64 [..., k], weights [..., k] that sum to 1, probabilities [..., E]) of router logits [..., E], in float32 or wider.
+    """(ids int64 [..., k], weights [..., k] that sum to 1, probabilities [..., E]) of router logits [..., E], in
+    float32 or wider.
 
     The largest logit first; of equal ones that with the lower number.
     """
@@ -63,7 +65,7 @@ def _route_forward(LOGITS, WEIGHTS, PROBS, IDS, n, E, K, WIDTH: tl.constexpr, CH
     p = tl.exp(x - tl.max(x, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
     tl.store(PROBS + row * E + col, p, mask=live)
-    x = tl.where(x == x, x, float("inf"))  # each choice is some expert, whatever the numbers
+    x = tl.where(x == x, x, float("inf"))  # NaN counts as infinity, so that each choice is a valid expert
     free = tl.broadcast_to(col < E, (ROWS, WIDTH))
     weights = tl.zeros((ROWS, CHOICES), tl.float32)
     ids = tl.zeros((ROWS, CHOICES), tl.int32)
@@ -80,7 +82,18 @@ def _route_forward(LOGITS, WEIGHTS, PROBS, IDS, n, E, K, WIDTH: tl.constexpr, CH
 
 @triton.jit
 def _route_backward(
-    WEIGHTS, PROBS, IDS, DWEIGHTS, DPROBS, DLOGITS, n, E, K, WIDTH: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr
+    WEIGHTS,
+    PROBS,
+    IDS,
+    DWEIGHTS,
+    DPROBS,
+    DLOGITS,
+    n,
+    E,
+    K,
+    WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     # The weights are the softmax of the chosen logits: both gradients are p (dp - sum p dp).
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -107,16 +120,16 @@ def _launch_route(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], n: in
         tuning.launch(kernel, grid, (*tensors, n, experts, top_k), route_configs(width), shape=(n, experts, top_k), **sizes)
 
 
-def _routed(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     n, experts = logits.shape
     wide = functools.partial(logits.new_empty, dtype=torch.float32)
     return wide((n, top_k)), wide((n, experts)), logits.new_empty((n, top_k), dtype=torch.int64)
 
 
-@operator("route_forward(Tensor logits, int top_k) -> (Tensor, Tensor, Tensor)", _routed)
+@operator("route_forward(Tensor logits, int top_k) -> (Tensor, Tensor, Tensor)", _empty_route)
 def route_forward(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, probabilities, ids) of logits [N, E], in one pass over them."""
-    out = _routed(logits, top_k)
+    out = _empty_route(logits, top_k)
     _launch_route(_route_forward, (logits.contiguous(), *out), *logits.shape, top_k)
     return out
 
@@ -148,7 +161,7 @@ def _route_triton(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 def _route_supports(logits: Tensor, top_k: int) -> str:
     if logits.shape[-1] > MAX_EXPERTS:
         return f"there are {logits.shape[-1]} experts; it takes {MAX_EXPERTS} at most"
-    return _no_float(logits) or triton_runs(logits)
+    return _refuse_dtype(logits) or triton_runs(logits)
 
 
 route = Op(
@@ -168,7 +181,7 @@ class Groups(NamedTuple):
 
     order: Tensor  # int64 [M]: the pair of each row; an expert's rows are together, in order of their pairs
     place: Tensor  # int64 [M]: the row of each pair
-    ends: Tensor  # int32 [E]: the row behind an expert's last one
+    ends: Tensor  # int32 [E]: one past each expert's last row
 
 
 def group_reference(ids: Tensor, experts: int) -> Groups:
@@ -182,7 +195,8 @@ def group_reference(ids: Tensor, experts: int) -> Groups:
 
 @triton.jit
 def _rank(IDS, RANK, COUNTS, m, E, PAIRS: tl.constexpr):
-    # Among a program's pairs: how many before one have its expert; the last one of an expert knows their number.
+    # A program handles PAIRS pairs. rank: how many earlier pairs of this program chose the same expert. The last pair
+    # of an expert (none behind it) stores their number, rank + 1, in COUNTS[block, expert].
     block = tl.program_id(0).to(tl.int64)
     here = tl.arange(0, PAIRS)
     at = block * PAIRS + here
@@ -196,6 +210,8 @@ def _rank(IDS, RANK, COUNTS, m, E, PAIRS: tl.constexpr):
 
 @triton.jit
 def _place(IDS, RANK, FIRST, ORDER, PLACE, m, blocks, PAIRS: tl.constexpr):
+    # FIRST[expert, block] is the first row of this block's pairs that chose the expert; a pair's row is that plus its
+    # rank.
     block = tl.program_id(0).to(tl.int64)
     at = block * PAIRS + tl.arange(0, PAIRS)
     ids = tl.load(IDS + at, mask=at < m, other=0)
@@ -204,15 +220,17 @@ def _place(IDS, RANK, FIRST, ORDER, PLACE, m, blocks, PAIRS: tl.constexpr):
     tl.store(ORDER + place, at, mask=at < m)
 
 
-def _grouped(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_groups(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids.new_empty(ids.shape), ids.new_empty(ids.shape), ids.new_empty(experts, dtype=torch.int32)
 
 
-@operator("group_rows(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)", _grouped)
+@operator("group_rows(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)", _empty_groups)
 def group_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order, place, ends) of ids int64 [M]: a counting sort, each expert's count in each block of pairs, their running sum, the places."""
+    """Return (order, place, ends) of ids int64 [M] by a counting sort: count per expert and block of pairs, running
+    sum, places.
+    """
     m, blocks = len(ids), triton.cdiv(len(ids), PAIRS)
-    order, place, ends = _grouped(ids, experts)
+    order, place, ends = _empty_groups(ids, experts)
     if m == 0:
         return order, place, ends.zero_()
     ids, rank = ids.contiguous(), torch.empty(m, dtype=torch.int32, device=ids.device)
@@ -291,8 +309,16 @@ def _collect_backward(Y, WEIGHTS, PLACE, G, DY, DWEIGHTS, D, K: tl.constexpr, BL
     tl.store(DWEIGHTS + pair, tl.sum(dw, 0).to(DWEIGHTS.dtype.element_ty))
 
 
-def _launch_rows(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], programs: int, d: int, k: int, loops: bool, **constants: bool):
-    """`programs` programs times, unless each loops over them, the blocks of d columns."""
+def _launch_rows(
+    kernel: triton.JITFunction,
+    tensors: tuple[Tensor, ...],
+    programs: int,
+    d: int,
+    k: int,
+    loops: bool,
+    **constants: bool,
+):
+    """Launch `programs` programs; unless each loops over the d columns itself, one for each block of columns."""
 
     def grid(config: tuning.Config) -> tuple[int, ...]:
         return (programs,) if loops else (programs, triton.cdiv(d, config["BLOCK"]))
@@ -340,15 +366,15 @@ def _choices(x: Tensor, order: Tensor) -> int:
     return len(order) // len(x) if len(x) else 1
 
 
-def _gathered(y: Tensor, place: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
-    """The sum [N, D] of each token's k rows of y, by k gathers: no index is added to twice."""
+def _sum_rows(y: Tensor, place: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
+    """Sum each token's k rows of y, [N, D], by k gathers, which needs no atomic addition."""
     parts = [y.index_select(0, rows) for rows in place.reshape(-1, k).unbind(1)]
     if weights is not None:
         parts = [part * w[:, None].to(y.dtype) for part, w in zip(parts, weights.unbind(1))]
     return functools.reduce(torch.add, parts)
 
 
-def _gathered_backward(y: Tensor, weights: Tensor, order: Tensor, place: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_rows_backward(y: Tensor, weights: Tensor, order: Tensor, place: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     k = weights.shape[1]
     dy = g.index_select(0, order // k) * weights.reshape(-1)[order][:, None].to(y.dtype)
     dw = [(y.index_select(0, rows) * g).sum(-1, dtype=weights.dtype) for rows in place.reshape(-1, k).unbind(1)]
@@ -360,7 +386,7 @@ def _permute_gather(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
     fused = Fused(
         "permute",
         forward=lambda x, order, place: (x.index_select(0, order // k),),
-        backward=lambda saved, grads: (_gathered(grads[0], saved[2], k),),
+        backward=lambda saved, grads: (_sum_rows(grads[0], saved[2], k),),
     )
     return fused(x, order, place)
 
@@ -377,8 +403,8 @@ def _permute_triton(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
 
 _unpermute_gather = Fused(
     "unpermute",
-    forward=lambda y, weights, order, place: (_gathered(y, place, weights.shape[1], weights),),
-    backward=lambda saved, grads: _gathered_backward(*saved, *grads),
+    forward=lambda y, weights, order, place: (_sum_rows(y, place, weights.shape[1], weights),),
+    backward=lambda saved, grads: _sum_rows_backward(*saved, *grads),
 )
 
 
@@ -394,7 +420,7 @@ def _unpermute_triton(y: Tensor, weights: Tensor, order: Tensor, place: Tensor) 
 permute = Op(
     "permute",
     permute_reference,
-    Form("triton", _permute_triton, supports=lambda x, *at: _no_float(x) or triton_runs(x, *at), prefers=on_cuda),
+    Form("triton", _permute_triton, supports=lambda x, *at: _refuse_dtype(x) or triton_runs(x, *at), prefers=on_cuda),
     Form("gather", _permute_gather),
     flops=lambda x, order, place: 0,
     bytes=lambda x, order, place: (x.numel() + len(order) * x.shape[1]) * x.element_size() + 8 * len(order),
@@ -402,7 +428,12 @@ permute = Op(
 unpermute = Op(
     "unpermute",
     unpermute_reference,
-    Form("triton", _unpermute_triton, supports=lambda y, w, *at: _no_float(y) or _no_float(w) or triton_runs(y, w, *at), prefers=on_cuda),
+    Form(
+        "triton",
+        _unpermute_triton,
+        supports=lambda y, w, *at: _refuse_dtype(y) or _refuse_dtype(w) or triton_runs(y, w, *at),
+        prefers=on_cuda,
+    ),
     Form("gather", _unpermute_gather),
     flops=lambda y, weights, order, place: 2 * y.numel(),
     bytes=lambda y, weights, order, place: (y.numel() + len(weights) * y.shape[1]) * y.element_size() + 12 * len(order),
@@ -424,7 +455,15 @@ def builds() -> Iterator[Build]:
             backward = signature("WEIGHTS:fp32 PROBS:fp32 IDS:i64 DWEIGHTS:fp32 DPROBS:fp32 DLOGITS:fp32", "n E K", "WIDTH CHOICES ROWS")
             label = f"{top_k} of {experts} {config['ROWS']}"
             # The k numbers of a row beside the E are few and narrow.
-            yield Build(f"_route_forward {label}", "_route_forward", forward, constants, config, aligned=("E",), wide=experts > 8)
+            yield Build(
+                f"_route_forward {label}",
+                "_route_forward",
+                forward,
+                constants,
+                config,
+                aligned=("E",),
+                wide=experts > 8,
+            )
             yield Build(f"_route_backward {label}", "_route_backward", backward, constants, config, aligned=("E",), wide=False)
     # Single numbers everywhere here, and in `_collect` two of them beside each wide access.
     pairs = (

@@ -1,10 +1,12 @@
-"""Nearly the orthogonal factor of a matrix by Newton-Schulz iterations, for Muon.
+"""The approximate orthogonal (polar) factor of a matrix by Newton-Schulz iterations, for Muon.
 
     X = x / max(||x||, eps);  then `steps` times:  A = X X^T;  P = b A + c A A;  X = a X + P X
 
-on the wide form of each matrix. A and P are symmetric: the kernel computes the lower triangle of tiles and writes each on both sides, which
-saves half of the products of these two steps (of three equal ones where the matrix is square); b A is added before P is rounded.
-Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", section "Design considerations".
+on the wide form of each matrix. A and P are symmetric: the kernel computes the lower triangle of tiles and writes each
+on both sides, which saves half of the products of these two steps (of three equal ones where the matrix is square); b A
+is added before P is rounded.
+Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks",
+section "Design considerations".
 
 Shapes: x [..., M, N] in any floating dtype; the result has `dtype`, in which it is computed.
 """
@@ -34,7 +36,12 @@ CONFIGS = [
 
 
 def _iterate(
-    product: Callable[..., Tensor], x: Tensor, steps: int, dtype: torch.dtype | None, coefficients: tuple[float, ...], eps: float
+    product: Callable[..., Tensor],
+    x: Tensor,
+    steps: int,
+    dtype: torch.dtype | None,
+    coefficients: tuple[float, ...],
+    eps: float,
 ) -> Tensor:
     a, b, c = coefficients
     x = x.to(dtype or x.dtype).contiguous()  # products of other strides round differently
@@ -55,7 +62,12 @@ def _plain(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
 
 
 def newton_schulz_reference(
-    x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, coefficients: tuple[float, ...] = COEFFICIENTS, eps: float = 1e-7
+    x: Tensor,
+    steps: int = 5,
+    *,
+    dtype: torch.dtype | None = None,
+    coefficients: tuple[float, ...] = COEFFICIENTS,
+    eps: float = 1e-7,
 ) -> Tensor:
     """The iterations by batched products: the definition."""
     return _iterate(_plain, x, steps, dtype, coefficients, eps)
@@ -65,7 +77,12 @@ def newton_schulz_reference(
 def _symmetric(
     X, ADD, OUT, m, k, alpha, beta, ADDS: tl.constexpr, UPCAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """One tile (i, j), j <= i, of alpha X X^T + beta ADD, and its mirror image."""
+    """Compute one tile (i, j), j <= i, of alpha X X^T + beta ADD, and store it and its transpose.
+
+    Programs are numbered batch * each + t, where t numbers the tiles of the lower triangle row by row: t = i (i + 1) /
+    2 + j, so i is the integer part of (sqrt(8 t + 1) - 1) / 2, corrected for rounding. Masks: rows and columns beyond
+    m; the mirror image not on the diagonal.
+    """
     tiles = tl.cdiv(m, BLOCK)
     each = tiles * (tiles + 1) // 2
     batch, t = (tl.program_id(0) // each).to(tl.int64), tl.program_id(0) % each
@@ -99,7 +116,9 @@ def _shape(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
 
 @operator("symmetric_product(Tensor x, Tensor? add, float alpha, float beta) -> Tensor", _shape)
 def symmetric_product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """alpha x x^T + beta add of x [B, M, K] and a symmetric add [B, M, M] or None, rounded once, half of the tiles computed."""
+    """alpha x x^T + beta add of x [B, M, K] and a symmetric add [B, M, M] or None, rounded once, half of the tiles
+    computed.
+    """
     x = x.contiguous()
     batch, m, k = x.shape
     out = torch.empty(batch, m, m, dtype=x.dtype, device=x.device)
@@ -125,7 +144,9 @@ def _product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor
     what = "newton_schulz"
     if add is None:
         one = Fused(
-            what, lambda x: (symmetric_product(x, None, alpha, beta),), lambda saved, grads: (_backward(saved[0], grads[0], alpha),)
+            what,
+            lambda x: (symmetric_product(x, None, alpha, beta),),
+            lambda saved, grads: (_backward(saved[0], grads[0], alpha),),
         )
         return one(x)
     two = Fused(
@@ -137,7 +158,12 @@ def _product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor
 
 
 def _by_triton(
-    x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, coefficients: tuple[float, ...] = COEFFICIENTS, eps: float = 1e-7
+    x: Tensor,
+    steps: int = 5,
+    *,
+    dtype: torch.dtype | None = None,
+    coefficients: tuple[float, ...] = COEFFICIENTS,
+    eps: float = 1e-7,
 ) -> Tensor:
     return _iterate(_product, x, steps, dtype, coefficients, eps)
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dim, alone or behind a residual sum.
+"""RMSNorm and LayerNorm over the last dim, alone or after a residual sum.
 
     rms_norm(x)   = x r * scale,                  r = 1 / sqrt(mean(x^2) + eps)
     layer_norm(x) = (x - mean(x)) r * scale + bias,   r = 1 / sqrt(var(x) + eps)
@@ -8,14 +8,15 @@ With n the normed row, d = grad * scale and N columns, the gradients are
 
     dx = r (d - n mean(d n) [- mean(d)]) [+ grad of s],   dscale = sum of grad n over the rows,   dbias = sum of grad
 
-in brackets LayerNorm's and the sum's. dscale and dbias are summed in an order that depends on the shape and the device alone: each
-program of a fixed number adds up its rows, and the programs' sums are added in their order.
-Ref: Zhang & Sennrich 2019, "Root mean square layer normalization", arXiv:1910.07467, equation 4; Ba et al. 2016, "Layer
-normalization", arXiv:1607.06450, section 3.1. Variance over chunks: Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise
-algorithm for computing sample variances".
+in brackets LayerNorm's and the sum's. dscale and dbias are summed in an order that depends on the shape and the device
+alone: each program of a fixed number adds up its rows, and the programs' sums are added in their order.
+Ref: Zhang &
+Sennrich 2019, "Root mean square layer normalization", arXiv:1910.07467, equation 4; Ba et al. 2016, "Layer
+normalization", arXiv:1607.06450, section 3.1. Variance over chunks: Chan, Golub & LeVeque 1979, "Updating formulae and
+a pairwise algorithm for computing sample variances".
 
-Shapes: x and residual [..., N] of one dtype, scale and bias [N] of any; statistics are float32 or wider, the results of x's dtype. As in
-the references, s and n are rounded to that dtype before they are used further.
+Shapes: x and residual [..., N] of one dtype, scale and bias [N] of any; statistics are float32 or wider, the results of
+x's dtype. As in the references, s and n are rounded to that dtype before they are used further.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The longest rows that a program holds at once; of longer ones it reads CHUNK columns at a time, twice.
+# The longest rows that a program holds in registers; it reads longer ones twice, CHUNK columns at a time.
 WHOLE = {"_norm_forward": 16384, "_norm_backward": 8192}
 CHUNK = 4096
 
@@ -91,13 +92,15 @@ def _read(X, R, x_at, r_at, mask, ADD: tl.constexpr):
 
 @triton.jit
 def _param(W, X, at, N):
-    """A row of parameters in float32, as rounded to x's dtype."""
+    """Load a row of parameters rounded to x's dtype, as float32."""
     return tl.load(W + at, mask=at < N, other=0.0).to(X.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _moments(x, mask, n, LAYER: tl.constexpr):
-    """(mean, sum of the squares about it) over the n columns of a tile that are not masked; for RMSNorm about 0."""
+    """(mean, sum of squared deviations from it) over the n unmasked columns of a tile; for RMSNorm the deviations from
+    0.
+    """
     mean = tl.sum(x, 1) / n
     if LAYER:
         x = tl.where(mask, x - mean[:, None], 0.0)
@@ -109,6 +112,9 @@ def _norm_forward(
     X, R, W, B, Y, S, STATS, M, N, x_row, r_row, eps,
     LAYER: tl.constexpr, ADD: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # A program normalises ROWS rows of M; rows of x and r are x_row and r_row elements apart, those of the results N.
+    # Masks: row < M for the last program, column < N because BLOCK is a power of two. Row numbers are int64: row *
+    # stride may pass 2^31.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (row < M)[:, None]
@@ -125,7 +131,7 @@ def _norm_forward(
             n = tl.minimum(N - start, BLOCK)
             m, s = _moments(_read(X, R, x_at + at, r_at + at, mask, ADD), mask, n, LAYER)
             squares += s
-            if LAYER:
+            if LAYER:  # Chan et al.: join the moments of `start` columns so far with those of n more
                 step = (m - mean) * (n / (start + n))
                 squares += step * (m - mean) * start
                 mean += step
@@ -148,8 +154,8 @@ def _norm_forward(
 
 
 @triton.jit
-def _pull(G, X, g_at, x_at, mask, w, mean, rstd, LAYER: tl.constexpr):
-    """(gradient, gradient times scale, normed x) of a tile, in float32."""
+def _load_normed(G, X, g_at, x_at, mask, w, mean, rstd, LAYER: tl.constexpr):
+    """Load a tile; return (gradient g, d = g * scale, normalised x), in float32."""
     g = tl.load(G + g_at, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(X + x_at, mask=mask, other=0.0).to(tl.float32)
     return g, g * w, ((x - mean[:, None]) if LAYER else x) * rstd[:, None]
@@ -160,6 +166,9 @@ def _norm_backward(
     G, GS, X, W, STATS, DX, PARTS, M, N, g_row, gs_row, x_row,
     LAYER: tl.constexpr, ADD: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Program p handles the tiles of ROWS rows p, p + programs, ... in this order, and writes its own row of PARTS:
+    # dscale [programs, N], then dbias [programs, N] if LAYER. The caller sums these over programs, so the order of
+    # every sum is fixed.
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols, own = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK)
     DW, DB = PARTS + pid.to(tl.int64) * N, PARTS + (programs + pid).to(tl.int64) * N  # this program's rows
@@ -171,11 +180,16 @@ def _norm_backward(
     for tile in range(pid, tl.cdiv(M, ROWS), programs):
         row = tl.arange(0, ROWS).to(tl.int64) + tile * ROWS
         inside = (row < M)[:, None]
-        g_at, gs_at, x_at, dx_at = (row * g_row)[:, None], (row * gs_row)[:, None], (row * x_row)[:, None], (row * N)[:, None]
+        g_at, gs_at, x_at, dx_at = (
+            (row * g_row)[:, None],
+            (row * gs_row)[:, None],
+            (row * x_row)[:, None],
+            (row * N)[:, None],
+        )
         rstd = tl.load(STATS + row, mask=row < M, other=0.0)
         mean = tl.load(STATS + M + row, mask=row < M, other=0.0) if LAYER else rstd
         if IS_WHOLE:
-            g, d, n = _pull(G, X, g_at + cols, x_at + cols, inside & (cols < N), w, mean, rstd, LAYER)
+            g, d, n = _load_normed(G, X, g_at + cols, x_at + cols, inside & (cols < N), w, mean, rstd, LAYER)
             along, total = tl.sum(d * n, 1), tl.sum(d, 1)
             dw += g * n
             if LAYER:
@@ -185,7 +199,7 @@ def _norm_backward(
             for start in range(0, N, BLOCK):
                 at = start + cols
                 w = _param(W, X, at, N)
-                g, d, n = _pull(G, X, g_at + at, x_at + at, inside & (at < N), w, mean, rstd, LAYER)
+                g, d, n = _load_normed(G, X, g_at + at, x_at + at, inside & (at < N), w, mean, rstd, LAYER)
                 along += tl.sum(d * n, 1)
                 total += tl.sum(d, 1)
         for start in range(0, BLOCK if IS_WHOLE else N, BLOCK):
@@ -193,9 +207,9 @@ def _norm_backward(
             mask = inside & (at < N)
             if not IS_WHOLE:
                 w = _param(W, X, at, N)
-                g, d, n = _pull(G, X, g_at + at, x_at + at, mask, w, mean, rstd, LAYER)
+                g, d, n = _load_normed(G, X, g_at + at, x_at + at, mask, w, mean, rstd, LAYER)
                 i = start + own
-                seen = i < tl.where(tile == pid, 0, N)  # the first tile finds nothing to add to
+                seen = i < tl.where(tile == pid, 0, N)  # the program's first tile overwrites uninitialised memory
                 tl.store(DW + i, tl.load(DW + i, mask=seen, other=0.0) + tl.sum(g * n, 0), mask=i < N)
                 if LAYER:
                     tl.store(DB + i, tl.load(DB + i, mask=seen, other=0.0) + tl.sum(g, 0), mask=i < N)
@@ -207,7 +221,7 @@ def _norm_backward(
                 dx += tl.load(GS + gs_at + at, mask=mask, other=0.0).to(tl.float32)
             tl.store(DX + dx_at + at, dx.to(DX.dtype.element_ty), mask=mask)
         if not IS_WHOLE:
-            tl.debug_barrier()  # the next tile reads of DW what other threads may have written
+            tl.debug_barrier()  # the next tile reads values of DW that other threads wrote
     if IS_WHOLE:
         tl.store(DW + own, tl.sum(dw, 0), mask=own < N)
         if LAYER:
@@ -215,23 +229,25 @@ def _norm_backward(
 
 
 def _config(kernel: str, n: int) -> tuning.Config:
-    """16 elements a thread: short rows several to a program, long ones in chunks."""
+    """The default configuration, 16 elements a thread: several short rows to a program, long rows in chunks."""
     if n <= WHOLE[kernel]:
         block = triton.next_power_of_2(n)
         rows = max(1, 2048 // block)
     else:
-        # Together in the backward pass, as long as they should stay in the cache between the two times they are read.
+        # The backward pass takes several long rows at a time if they should stay in the cache between its two reads.
         block, rows = CHUNK, max(1, 8 * CHUNK // triton.next_power_of_2(n)) if kernel == "_norm_backward" else 1
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 512))}
 
 
-def _tuned(kernel: triton.JITFunction, x: Tensor, layer: bool) -> tuning.Config:
+def _tuned_config(kernel: triton.JITFunction, x: Tensor, layer: bool) -> tuning.Config:
     name, n = kernel.__name__, x.shape[-1]
     return tuning.config(name, (n, x.dtype, layer), _config(name, n), x.device)
 
 
 def _programs(device: torch.device, warps: int) -> int:
-    """How many programs share the rows in the backward pass: 16 warps to a multiprocessor. The order of sums depends on it."""
+    """The number of programs of the backward pass: 16 warps per multiprocessor. The order of its sums depends on this
+    number.
+    """
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 16 // warps)
@@ -250,7 +266,7 @@ def _forward(x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | N
     total = torch.empty_like(y) if add else y
     stats = torch.empty((1 + layer, m), dtype=torch.float32, device=x.device)
     if y.numel():
-        config = _tuned(_norm_forward, x, layer)
+        config = _tuned_config(_norm_forward, x, layer)
         x, scale = _rows(x), scale.contiguous()
         r, b = _rows(residual) if add else x, bias.contiguous() if layer else scale
         flags = {"LAYER": layer, "ADD": add, "IS_WHOLE": n <= config["BLOCK"]}
@@ -268,7 +284,9 @@ def _stats_like(x: Tensor, bias: Tensor | None) -> Tensor:
     lambda x, scale, bias, eps: (x.new_empty(x.shape), _stats_like(x, bias)),
 )
 def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """(x normed, statistics float32 [1 or 2, M]): 1 / sqrt(mean square + eps) of the M rows; with a bias, LayerNorm's, and the means."""
+    """(x normed, statistics float32 [1 or 2, M]): 1 / sqrt(mean square + eps) of the M rows; with a bias, LayerNorm's,
+    and the means.
+    """
     return _forward(x, None, scale, bias, eps)[::2]
 
 
@@ -286,12 +304,14 @@ def add_norm_forward(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | 
     lambda g, total_g, x, scale, stats: (x.new_empty(x.shape), stats.new_empty((stats.shape[0], x.shape[-1]))),
 )
 def norm_backward(g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed, and total_g of x itself, if any."""
+    """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed, and total_g of x
+    itself, if any.
+    """
     add, (kinds, m), n = total_g is not None, stats.shape, x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not dx.numel():
         return dx, stats.new_zeros((kinds, n))
-    config = _tuned(_norm_backward, x, kinds == 2)
+    config = _tuned_config(_norm_backward, x, kinds == 2)
     programs = min(triton.cdiv(m, config["ROWS"]), _programs(x.device, config["num_warps"]))
     parts = stats.new_empty((kinds, programs, n))
     g, x = _rows(g), _rows(x)
@@ -303,7 +323,7 @@ def norm_backward(g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, s
 
 
 def _fused(what: str, add: bool, layer: bool, eps: float) -> Fused:
-    """Of the tensors x, residual where `add`, scale, and bias where `layer`."""
+    """The differentiable function of (x, residual if `add`, scale, bias if `layer`)."""
 
     def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         return (add_norm_forward if add else norm_forward)(*tensors, *([] if layer else [None]), eps)
@@ -403,7 +423,9 @@ add_layer_norm = Op(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles: the forms with a sum, which hold most registers, for the sizes at which the configuration changes."""
+    """What `aot` compiles: the forms with a sum, which hold most registers, for the sizes at which the configuration
+    changes.
+    """
     kinds = dict.fromkeys(("W", "B", "STATS", "PARTS"), "*fp32") | {"eps": "fp32"}
     kinds |= dict.fromkeys(("M", "N", "x_row", "r_row", "g_row", "gs_row"), "i32")
     kinds |= dict.fromkeys(("LAYER", "ADD", "IS_WHOLE", "ROWS", "BLOCK"), "constexpr")

@@ -1,4 +1,6 @@
-"""From a pair of launchers, forward and backward, to a function that autograd and torch.func differentiate, and a trace holds whole."""
+"""Turn a forward and a backward launcher into a function that autograd and torch.func differentiate and that a trace
+keeps as one node.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,17 @@ from triton import knobs
 from fzero.core.autodiff import Backward
 from fzero.core.device import kind_of
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what it is up to Triton 3.9, which warns that it will change
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to Triton 3.9, which warns that it will change
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 INTERPRETED = knobs.runtime.interpret  # TRITON_INTERPRET=1 before Triton's import: kernels run in Python, on any device
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a launcher the operator fzero::NAME(...) -> ... of `schema`, which a traced or compiled graph holds as one node.
+    """Decorator: register a launcher as the operator fzero::NAME of `schema`, which a traced or compiled graph contains
+    as one node.
 
-    A launcher is pure: it returns new tensors and writes into none that it is given. `fake` takes the same arguments and returns empty
-    tensors of the results' shapes and dtypes.
+    A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
+    and returns empty tensors of the results' shapes and dtypes.
     """
 
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +48,9 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
 
 def triton_runs(*tensors: Tensor) -> str:
-    """Why Triton kernels cannot take these tensors, "" where they can: all on one CUDA device, or interpreted."""
+    """The reason why Triton kernels cannot take these tensors; "" if they can: all on CUDA, or the interpreter is
+    on.
+    """
     devices = {kind_of(t) for t in tensors}
     if devices == {"cuda"} or (INTERPRETED and devices == {"cpu"}):
         return ""
@@ -53,16 +58,20 @@ def triton_runs(*tensors: Tensor) -> str:
 
 
 def on_cuda(*args: Any, **options: Any) -> str:
-    """Why "auto" should not take a Triton kernel for these arguments: interpreted, it is for checking numbers alone."""
+    """The reason why "auto" should not take a Triton kernel: in the interpreter it only serves to check numbers. "" on
+    CUDA.
+    """
     return "" if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor)) else "interpreted, for checking numbers alone"
 
 
 class Fused(NamedTuple):
-    """A function by its forward and backward pass, each on plain tensors, below every transform.
+    """A differentiable function given by its forward and backward pass, which both run on plain tensors below all
+    transforms.
 
-    forward(*tensors) -> (results..., extras...): new tensors, of which the first `results` are what the function returns and the others
-    are for the backward pass. backward(saved, grads) -> the gradients of the first tensors, one for each that is differentiable.
-    keep(tensors, outputs) -> what the backward pass is given as `saved`; inputs and extras by default.
+    forward(*tensors) -> (results..., extras...): new tensors, of which the first `results` are what the function
+    returns and the others are for the backward pass. backward(saved, grads) -> the gradients of the first tensors, one
+    for each that is differentiable. keep(tensors, outputs) -> what the backward pass is given as `saved`; inputs and
+    extras by default.
     """
 
     what: str
@@ -72,7 +81,9 @@ class Fused(NamedTuple):
     keep: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The results of `tensors`: a tensor where there is one, else a tuple. Differentiable once; see `autodiff.Backward`."""
+        """The results of `tensors`: a tensor where there is one, else a tuple. Differentiable once; see
+        `autodiff.Backward`.
+        """
         out = _Fused.apply(self, *tensors)[: self.results]
         return out[0] if self.results == 1 else out
 

@@ -1,7 +1,10 @@
-// One step of AdamW or Lion on leaves in memory, in one pass over it: the equations of leaf_steps.py, the encodings of lowbit.py.
+// One step of AdamW or Lion on leaves in memory, in one pass over it: the equations of optim_leaf.py, the encodings of
+// optim_lowbit.py.
 //
-// Every operation is an element's own and is rounded by itself (compile without contraction of products and sums): the bits of an element
-// depend neither on where it lies, nor on how a leaf is cut, nor on the width of vectors, nor on the number of threads.
+// Every operation is elementwise and rounded separately (compile without contraction of products and sums): the bits of
+// an element depend neither on its position, nor on the sharding of a leaf, nor on the vector width, nor on the number
+// of threads. Work is numbered through all leaves in stretches of STRETCH elements; `step` finds a stretch's leaf by
+// binary search in the running sum of stretches.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -10,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t TILE = 256;         // elements at a time: what is not float32 is converted in the first-level cache
+constexpr int64_t TILE = 256;         // elements at a time: other dtypes become float32 in the first-level cache
 constexpr int64_t STRETCH = 1 << 15;  // elements of a thread's piece of work
 constexpr int64_t LARGEST = 4096;     // block of codes
 
@@ -51,9 +54,10 @@ float real(uint32_t u) {
 enum Decay { WITHOUT, APART, COUPLED };
 
 template <Decay DECAY>
-void adamw(float* __restrict p, const float* __restrict g_, float* __restrict m_, float* __restrict v_, int64_t n, float decay,
-           const Rates& r) {
-  const float b1 = r.b1, c1 = r.c1, b2 = r.b2, c2 = r.c2, eps = r.eps, factor = r.factor, root_correct2 = r.root_correct2;
+void adamw(float* __restrict p, const float* __restrict g_, float* __restrict m_, float* __restrict v_, int64_t n,
+           float decay, const Rates& r) {
+  const float b1 = r.b1, c1 = r.c1, b2 = r.b2, c2 = r.c2, eps = r.eps, factor = r.factor;
+  const float root_correct2 = r.root_correct2;
   const float rate = -(r.rate / r.correct1), shrink = r.rate * decay;
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) {
@@ -68,12 +72,13 @@ void adamw(float* __restrict p, const float* __restrict g_, float* __restrict m_
 }
 
 template <Decay DECAY>
-void lion(float* __restrict p, const float* __restrict g_, float* __restrict m_, int64_t n, float decay, const Rates& r) {
+void lion(float* __restrict p, const float* __restrict g_, float* __restrict m_, int64_t n, float decay,
+          const Rates& r) {
   const float b1 = r.b1, c1 = r.c1, b2 = r.b2, c2 = r.c2, factor = r.factor, rate = -r.rate;
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) {
     const float g = g_[i] * factor, c = b1 * m_[i] + c1 * g;
-    float direction = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : 0.0f;  // of NaN too, as torch.sign
+    float direction = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : 0.0f;  // 0 for NaN, as torch.sign
     if (DECAY != WITHOUT) direction += decay * p[i];
     p[i] += rate * direction, m_[i] = b2 * m_[i] + c2 * g;
   }
@@ -92,15 +97,18 @@ void widen(const uint16_t* __restrict x, float* __restrict out, int64_t n) {
   for (int64_t i = 0; i < n; i++) out[i] = real(uint32_t(x[i]) << 16);
 }
 
-// To nearest even; what is no number stays none.
-uint16_t nearest(float x) { return x == x ? uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16) : uint16_t(0x7fc0); }
+// Rounds to nearest even; NaN stays NaN.
+uint16_t nearest(float x) {
+  return x == x ? uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16) : uint16_t(0x7fc0);
+}
 
 void narrow(const float* __restrict x, uint16_t* __restrict out, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) out[i] = nearest(x[i]);
 }
 
-// Below float16's least normal number a sum with 1/2 has float16's last place as its own.
+// Rounds to float16. For subnormal results add 1/2: the sum's last place is then that of float16, so the addition
+// rounds correctly.
 uint16_t half(float x) {
   const uint32_t size = bits(x) & 0x7fffffffu, sign = (bits(x) >> 16) & 0x8000u;
   const uint32_t normal = std::min(((size + 0xfffu + ((size >> 13) & 1u)) >> 13) - (112u << 10), 0x7c00u);
@@ -113,7 +121,7 @@ void halve(const float* __restrict x, uint16_t* __restrict out, int64_t n) {
   for (int64_t i = 0; i < n; i++) out[i] = half(x[i]);
 }
 
-// Stochastically, by the words' bits from SHIFT on.
+// Rounds stochastically, by 16 bits of each word from bit SHIFT on.
 template <int SHIFT>
 void narrow(const float* __restrict x, const uint32_t* __restrict words, uint16_t* __restrict out, int64_t n) {
 #pragma omp simd
@@ -123,8 +131,8 @@ void narrow(const float* __restrict x, const uint32_t* __restrict words, uint16_
   }
 }
 
-// Philox4x32-10 as random.py has it: out[4 j ... 4 j + 3] are the words of the block with the counter (first + j, 0, purpose). Words are
-// in the lower halves of 64 bits, of which vectors know a product.
+// Philox4x32-10 as in prng.py: out[4 j ... 4 j + 3] are the words of the block with the counter (first + j, 0,
+// purpose). A word is the lower half of 64 bits, because vector units multiply 64-bit lanes.
 void philox(uint64_t first, uint64_t purpose, const uint32_t* key, uint32_t* __restrict out, int64_t blocks) {
   constexpr uint64_t low = 0xffffffffu;
   const uint64_t key0 = key[0], key1 = key[1];
@@ -141,7 +149,8 @@ void philox(uint64_t first, uint64_t purpose, const uint32_t* key, uint32_t* __r
   }
 }
 
-// The words of the local elements at, at + 1, ...: by runs whose global indices follow each other.
+// The words of the local elements at, at + 1, ..., drawn in runs of consecutive global indices (see Place in
+// optim_lowbit.py).
 void draw(const Leaf& x, const uint32_t* key, int64_t at, int64_t n, uint32_t* out) {
   uint32_t drawn[TILE + 8];
   while (n > 0) {
@@ -163,7 +172,8 @@ void decode(const uint8_t* __restrict codes, float scale, float* __restrict out,
   const int32_t top = bits(scale);
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) {
-    const int32_t code = codes[i], steps = code & LEVELS<SIGNED>, raw = std::max(top - ((LEVELS<SIGNED> - steps) << 20), 0);
+    const int32_t code = codes[i], steps = code & LEVELS<SIGNED>;
+    const int32_t raw = std::max(top - ((LEVELS<SIGNED> - steps) << 20), 0);
     out[i] = real(uint32_t(steps ? raw : 0) | (SIGNED ? uint32_t(code & 0x80) << 24 : 0u));
   }
 }
@@ -197,7 +207,7 @@ const float* gradient(const Leaf& x, int64_t at, int64_t n, float* to) {
   return to;
 }
 
-// TILE elements at most from `at` on, of a state in floats.
+// Update n <= TILE elements from `at` on, for a state in float32 or bfloat16.
 void tile(const Leaf& x, const Rates& r, const uint32_t* key, int64_t at, int64_t n) {
   float wide[3][TILE];
   const float* g = gradient(x, at, n, wide[0]);
@@ -223,7 +233,8 @@ void tile(const Leaf& x, const Rates& r, const uint32_t* key, int64_t at, int64_
 
 int64_t across(const Leaf& x, const Rates& r) { return (x.columns + r.block - 1) / r.block; }  // blocks of a row
 
-// One block of a state in codes.
+// Update one block of a state in 8-bit codes: block number i covers the columns from (i % across) r.block of row i /
+// across.
 void block(const Leaf& x, const Rates& r, int64_t number) {
   float wide[3][LARGEST];
   const int64_t column = number % across(x, r) * r.block, at = number / across(x, r) * x.columns + column;

@@ -1,9 +1,8 @@
-"""One step of AdamW or Lion for states on the host, in C++ (optim_cpu.cpp) that is compiled when it is first used, and kept in Inductor's
-cache.
+"""One step of AdamW or Lion for states on the host, in C++ (optim_cpu.cpp), compiled when first used.
 
-One pass over memory: each tensor is read and written once, whatever the dtypes. Every operation is rounded by itself, in the order of
-leaf_steps: the states, and Lion's parameters, have the reference's bits; AdamW's parameters all but, as torch's own float32 sqrt on a CPU
-misses the last place at times. The GIL is free meanwhile.
+One pass over memory: each tensor is read and written once, whatever the dtypes. Every operation is rounded by itself,
+in the order of optim_leaf. The states, and Lion's parameters, have the reference's bits; AdamW's parameters almost
+always, because torch's own float32 sqrt on a CPU is sometimes wrong in the last bit. The GIL is released.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from fzero.core import cpp
 from fzero.core.compile import have_compiler
-from fzero.core.device import fake_device_of, kind_of, launched
-from fzero.kernels.optim_leaf import SIGNED, Leaf, Rates, touched
+from fzero.core.device import fake_device_of, kind_of, record_launch
+from fzero.kernels.optim_leaf import SIGNED, Leaf, Rates, touched_tensors
 from fzero.kernels.optim_lowbit import Place
 
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 4}  # as the C++ has them; 0: none
@@ -51,7 +50,7 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _described(leaf: Leaf, moments: int) -> _Leaf:
+def _leaf_struct(leaf: Leaf, moments: int) -> _Leaf:
     coded, where = leaf.state[0].dtype == torch.uint8, leaf.place or Place()
     moment = [*map(_address, leaf.state[:moments]), None][:2]
     scales = [*(map(_address, leaf.state[moments:]) if coded else ()), None, None][:2]
@@ -68,19 +67,26 @@ def _described(leaf: Leaf, moments: int) -> _Leaf:
 def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
     """A step of `rule` (adamw_step or lion_step) on every leaf, in place, by all of torch's threads.
 
-    Waits for what of `rates` is on a device.
+    Waits for tensors of `rates` that are on a device.
     """
     if leaves and fake_device_of(leaves[0].p) is not None:
-        launched(rule.__name__, *touched(leaves))
+        record_launch(rule.__name__, *touched_tensors(leaves))
         return
     if rates.skip is not None and bool(rates.skip):
         return
     moments = len(SIGNED[rule])
-    described = [_described(leaf, moments) for leaf in leaves if leaf.p.numel()]
+    described = [_leaf_struct(leaf, moments) for leaf in leaves if leaf.p.numel()]
     if not described:
         return
     scalars = [float(x) for x in rates.scalars] + [1.0] * (3 - len(rates.scalars))
-    numbers = (rates.b1, 1 - rates.b1, rates.b2, 1 - rates.b2, rates.eps, 1.0 if rates.factor is None else float(rates.factor))
+    numbers = (
+        rates.b1,
+        1 - rates.b1,
+        rates.b2,
+        1 - rates.b2,
+        rates.eps,
+        1.0 if rates.factor is None else float(rates.factor),
+    )
     given = _Rates(*scalars, *numbers, rates.coupled, int(rates.count), rates.block, torch.get_num_threads())
     _library().step((_Leaf * len(described))(*described), ctypes.c_int64(len(described)), ctypes.byref(given))
     written = [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None and not x.is_inference()]
@@ -88,7 +94,7 @@ def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 
 
 def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
-    """Why it does not serve a call; "" where it does."""
+    """The reason why it does not serve a call; "" if it does."""
     moments = len(SIGNED[rule])
     for leaf in leaves:
         tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
@@ -110,17 +116,20 @@ def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
     return "" if have_compiler() else "there is no C++ compiler"
 
 
-def stands_back(leaves: Sequence[Leaf], rates: Rates) -> str:
-    """Why "auto" should not take AdamW's.
+def adamw_prefers(leaves: Sequence[Leaf], rates: Rates) -> str:
+    """The reason why "auto" should not take AdamW's form.
 
-    Small models should not wait for a compiler, and where the number of elements chose, how a leaf is cut would change its last bits.
-    Measured on a Xeon, 64M elements: as fast as torch's fused kernel where all is float32, 2.5 times with a bfloat16 gradient and copy
-    (against three passes); against the reference at 4M 9 times with bfloat16 states, 20 times rounded stochastically and in 8 bits.
+    Small models should not wait for a compiler; and if the number of elements decided, the sharding of a leaf would
+    change its last bits. Measured on a Xeon, 64M elements: as fast as torch's fused kernel where all is float32, 2.5
+    times with a bfloat16 gradient and copy (against three passes); against the reference at 4M 9 times with bfloat16
+    states, 20 times rounded stochastically and in 8 bits.
     """
     return "it must be compiled, and its last bits are its own: ask for it by name"
 
 
-def few(leaves: Sequence[Leaf], rates: Rates) -> str:
-    """Why "auto" should not take Lion's, whose bits are the reference's: that takes 7 times as long, compiling some seconds."""
+def lion_prefers(leaves: Sequence[Leaf], rates: Rates) -> str:
+    """The reason why "auto" should not take Lion's form; it has the reference's bits and 7 times its speed, but
+    compiles for seconds.
+    """
     count = sum(leaf.p.numel() for leaf in leaves)
     return "" if count >= MANY else f"it must be compiled, for {count} elements; from {MANY} on that pays"

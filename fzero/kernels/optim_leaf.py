@@ -1,11 +1,13 @@
-"""One step of AdamW or Lion on a leaf: the equations, how a state is kept in fewer bits, and the forms in PyTorch.
+"""One step of AdamW or Lion on a leaf: the equations, states stored in fewer bits, and the forms in PyTorch.
 
-    adamw:  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  u = -(lr / (1 - b1^t)) m / (sqrt(v) / sqrt(1 - b2^t) + eps) - lr d p
+    adamw:  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+            u = -(lr / (1 - b1^t)) m / (sqrt(v) / sqrt(1 - b2^t) + eps) - lr d p
     lion:   u = -lr (sign(b1 m + (1 - b1) g) + d p);  m = b2 m + (1 - b2) g
 
-with g the gradient times `factor`, p = p + u, in float32 or wider. A state is in a float dtype, rounded to nearest; in bfloat16, rounded
-stochastically by the global index of the element; or in 8 bits: see lowbit.
-Refs: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2; Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+with g the gradient times `factor`, p = p + u, in float32 or wider. A state is in a float dtype, rounded to nearest; in
+bfloat16, rounded stochastically by the global index of the element; or in 8 bits: see lowbit.
+Refs: Loshchilov & Hutter
+2019, arXiv:1711.05101, algorithm 2; Chen et al. 2023, arXiv:2302.06675, algorithm 2.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PIECE_ELSEWHERE = 1 << 23
 
 
 class Leaf(NamedTuple):
-    """One leaf to be updated: all tensors of p's shape but the scales of a state in 8 bits, which end in its blocks."""
+    """One leaf to update. All tensors have p's shape, except the scales of an 8-bit state, whose last dim is the number
+    of blocks.
+    """
 
     p: Tensor
     g: Tensor
@@ -37,14 +41,14 @@ class Leaf(NamedTuple):
     copy: Tensor | None = None  # is given the updated p in its own dtype
 
 
-def touched(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]:
-    """(what a step of these leaves reads, what it writes)."""
+def touched_tensors(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]:
+    """(the tensors that a step of these leaves reads, those that it writes)."""
     read = [x for leaf in leaves for x in (leaf.p, leaf.g, *leaf.state)]
     return read, [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None]
 
 
 class Rates(NamedTuple):
-    """What a step needs beside the leaves."""
+    """The arguments of a step that all leaves share."""
 
     scalars: tuple[Tensor, ...]  # 0-dim, float64: adamw (lr, 1 - b1^t, sqrt(1 - b2^t)); lion (lr,)
     count: Tensor  # int64 0-dim: steps made before
@@ -88,7 +92,9 @@ SIGNED = {adamw_step: (True, False), lion_step: (True,)}  # of the moments, in 8
 
 
 def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(u, new state as it is kept) of a leaf, or of the part of one that begins at the flat index `local`: the definition of a step."""
+    """The definition of a step: (u, new state as stored) of a leaf, or of the part of it that begins at the flat index
+    `local`.
+    """
     dtype = torch.float32
     for x in (leaf.p, leaf.g, *leaf.state):
         dtype = torch.promote_types(dtype, x.dtype) if x.is_floating_point() else dtype
@@ -112,7 +118,9 @@ def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tens
 
 
 def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
-    """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state, whatever the strides."""
+    """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state, whatever the
+    strides.
+    """
     most, shape = PIECE.get(kind_of(leaf.p), PIECE_ELSEWHERE), leaf.p.shape
     if leaf.p.numel() <= most or (len(shape) == 1 and leaf.state[0].dtype == torch.uint8):
         yield 0, leaf
@@ -121,12 +129,17 @@ def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
     length = max(1, most // inner)
     for start in range(0, shape[0], length):
         size = min(length, shape[0] - start)
-        cut = lambda x, start=start, size=size: x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x  # noqa: E731
+        cut = lambda x, start=start, size=size: (  # noqa: E731
+            x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x
+        )
         state = tuple(map(cut, leaf.state))
         part = leaf._replace(p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy))
         if size == 1 and inner > most and len(shape) > 1:  # one row of many: by the rows of it
             inside = part._replace(
-                p=part.p[0], g=part.g[0], state=tuple(x[0] for x in part.state), copy=None if part.copy is None else part.copy[0]
+                p=part.p[0],
+                g=part.g[0],
+                state=tuple(x[0] for x in part.state),
+                copy=None if part.copy is None else part.copy[0],
             )
             yield from ((start * inner + first, deeper) for first, deeper in _parts(inside, rates))
         else:
@@ -179,7 +192,8 @@ def fused_serves(leaves: Sequence[Leaf], rates: Rates) -> str:
 
 @torch.no_grad()
 def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
-    """torch._fused_adamw_ (or _fused_adam_ for a coupled decay), which equals the reference to the rounding of a few operations.
+    """torch._fused_adamw_ (or _fused_adam_ for a coupled decay), which equals the reference to the rounding of a few
+    operations.
 
     In this form too an element's bits depend neither on where in a leaf it lies nor on how the leaf is cut into shards.
     """
@@ -200,7 +214,8 @@ def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
         t = (rates.count + 1).to(device, torch.float32)
         with _whole_lines(group) as (p, g, m, v):
             kernel(
-                p, g, m, v, [], [t] * len(p), lr=rate, beta1=rates.b1, beta2=rates.b2, weight_decay=decay, eps=rates.eps,
+                p, g, m, v, [], [t] * len(p), lr=rate, beta1=rates.b1, beta2=rates.b2, weight_decay=decay,
+                eps=rates.eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
 
@@ -209,8 +224,8 @@ def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
 def _whole_lines(leaves: list[Leaf]) -> Iterator[list[list[Tensor]]]:
     """Lists of p, g, m and v in pieces of whole cache lines, for the kernel to write into.
 
-    The kernel for the CPU rounds the elements behind the last whole line of a tensor in another way: these elements of
-    all leaves are handed to it together, filled up to whole lines, so that the bits of none depend on where it lies.
+    The CPU kernel rounds the elements after a tensor's last whole cache line differently. These elements of all leaves
+    are joined and padded to whole lines, so that the bits of an element do not depend on its position.
     """
     columns = [list(column) for column in zip(*((leaf.p, leaf.g, *leaf.state[:2]) for leaf in leaves))]
     first = leaves[0].p

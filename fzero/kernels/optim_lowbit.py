@@ -1,12 +1,14 @@
-"""Optimizer state in 16 and 8 bits: stochastic rounding to bfloat16, and block codes of a byte. Integer operations: one result everywhere.
+"""Optimizer state in 16 and 8 bits: stochastic rounding to bfloat16, and block codes of a byte. Integer operations: one
+result everywhere.
 
 Stochastic rounding adds 16 random bits below the 16 that bfloat16 keeps of a float32, and cuts: E[rounded x] = x.
 Ref: Gupta et al. 2015, "Deep learning with limited numerical precision", arXiv:1502.02551, section 3.
 
-A block code counts how far an element lies below the block's largest magnitude s, in steps of 2^20 of float32's bits: eighths of an
-octave, linear within one, as of a float with 3 bits of mantissa whose exponents begin at s. Code 0 is zero; the largest is s itself. With
-a sign 126 steps reach 16 octaves below s, without one 254 steps reach 32. Blocks: Dettmers et al. 2022, "8-bit optimizers via block-wise
-quantization", arXiv:2110.02861, section 2.1; its codes are a table, of 23 octaves, and let small second moments fall to 0.
+A block code states how far an element is below the block's largest magnitude s, in steps of 2^20 of float32's bit
+pattern: eight steps per octave, linear within an octave, like a float with 3 bits of mantissa whose exponents begin at
+s. Code 0 is zero; the largest is s itself. With a sign 126 steps reach 16 octaves below s, without one 254 steps reach
+32. Blocks: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1; its
+codes are a table, of 23 octaves, and let small second moments fall to 0.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ FOLD_INT = tl.constexpr(prng._FOLD_INT)
 
 
 class Place(NamedTuple):
-    """Which elements of a whole leaf a shard holds, and the words of the key that its random numbers are drawn by.
+    """The elements of a whole leaf that a shard holds, and the words of the key for its random numbers.
 
-    Local element i has the global index first + (i // size1) stride1 + (i % size1 // size0) stride0 + i % size0. A whole leaf has
-    size0 = size1 = its number of elements.
+    Local element i has the global index first + (i // size1) stride1 + (i % size1 // size0) stride0 + i % size0. A
+    whole leaf has size0 = size1 = its number of elements.
     """
 
     key: tuple[int, int] = (0, 0)
@@ -46,8 +48,10 @@ class Place(NamedTuple):
         return self.first + outer + within % self.size0
 
 
-def place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, ...], whole: tuple[int, ...]) -> Place:
-    """The Place of the elements [start, start + shape) of a leaf of shape `whole`; raises ValueError where more than three dims are cut."""
+def make_place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, ...], whole: tuple[int, ...]) -> Place:
+    """The Place of the elements [start, start + shape) of a leaf of shape `whole`; raises ValueError where more than
+    three dims are cut.
+    """
     runs: list[list[int]] = []  # [size, stride, offset], innermost first: dims that lie whole join the one outside of them
     stride = 1
     for size, begin, full in reversed(list(zip(shape, start, whole))):
@@ -70,7 +74,9 @@ def place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, ...], 
 
 
 def step_words(where: Place, count: Tensor, local: int, shape: torch.Size) -> Tensor:
-    """The 32-bit words (int64, of `shape`) of step `count` for the elements of a shard from the local index `local` on."""
+    """The 32-bit words (int64, of `shape`) of step `count` for the elements of a shard from the local index `local`
+    on.
+    """
     key = prng.fold_in(torch.tensor(where.key, dtype=torch.int64).to(count.device), count)
     n = shape.numel()
     if local + n <= where.size0:
@@ -107,10 +113,12 @@ def _place(i, first, size0, stride0, size1, stride1):
 
 
 @triton.jit
-def words(begin, ROW, k0, k1, PLACED: tl.constexpr, QUADS: tl.constexpr, BLOCK: tl.constexpr):
-    """random.bits (uint32 [BLOCK]) of the local elements begin, begin + 1, ...; ROW holds the five numbers of a Place behind its key.
+def draw_words(begin, ROW, k0, k1, PLACED: tl.constexpr, QUADS: tl.constexpr, BLOCK: tl.constexpr):
+    """random.bits (uint32 [BLOCK]) of the local elements begin, begin + 1, ...; ROW holds the five numbers of a Place
+    behind its key.
 
-    PLACED: the shard is not one run. QUADS: its runs begin and end at multiples of four, so four elements share a block of Philox.
+    PLACED: the shard is not one run. QUADS: its runs begin and end at multiples of four, so four elements share a block
+    of Philox.
     """
     first = tl.load(ROW)
     STEP: tl.constexpr = 4 if QUADS else 1
@@ -147,9 +155,11 @@ def _by_block(x: Tensor, block: int) -> Tensor:
 
 
 def encode(x: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [..., C], largest magnitudes float32 [..., blocks]) of float32 x [..., C]; unsigned x must be at least 0.
+    """(codes uint8 [..., C], largest magnitudes float32 [..., blocks]) of float32 x [..., C]; unsigned x must be at
+    least 0.
 
-    Rounds to nearest. Unsigned, what is above 0 keeps a code above 0: a second moment of 0 would make a step of m / eps.
+    Rounds to nearest. Unsigned, what is above 0 keeps a code above 0: a second moment of 0 would make a step of m /
+    eps.
     """
     levels = 127 if signed else 255
     raw = _by_block(x, block).contiguous().view(torch.int32)
@@ -175,7 +185,9 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, block: int) -> Tensor:
 
 @triton.jit
 def encode_blocks(x, SIGNED: tl.constexpr):
-    """(codes uint8 [R, BLOCK], largest magnitudes float32 [R]) of float32 x [R, BLOCK], whose rows are blocks, 0 beyond their ends."""
+    """(codes uint8 [R, BLOCK], largest magnitudes float32 [R]) of float32 x [R, BLOCK], whose rows are blocks, 0 beyond
+    their ends.
+    """
     LEVELS: tl.constexpr = 127 if SIGNED else 255
     LEAST: tl.constexpr = 0 if SIGNED else 1
     raw = x.to(tl.int32, bitcast=True)

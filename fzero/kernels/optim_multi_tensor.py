@@ -1,9 +1,10 @@
-"""AdamW and Lion over many leaves in one launch, in place; and the gradient's norm with the count of what is not finite, in one pass.
+"""AdamW and Lion over many leaves in one launch, in place; and the gradients' norm with the count of non-finite
+elements, in one pass.
 
-The equations are those of leaf_steps, which has the references. Where `skip` is set, nothing changes. These functions write into what
-they are given, so they are no operators of a traced graph.
-Bytes per parameter, fp32 p and g: 28 with float32 states, 20 with bfloat16, 16 with 8 bits; 2 less for a bfloat16 gradient, 2 more where
-a bfloat16 copy of p is written in the same pass.
+The equations and references are in optim_leaf. If `skip` is set, nothing changes. These functions write into their
+arguments, so they are not operators of a traced graph. Bytes per parameter, fp32 p and g: 28 with float32 states, 20
+with bfloat16, 16 with 8 bits; 2 less for a bfloat16 gradient, 2 more where a bfloat16 copy of p is written in the same
+pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fzero.core.device import fake_device_of, kind_of, launched
+from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels import optim_cpu, optim_lowbit
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import INTERPRETED
@@ -32,20 +33,21 @@ from fzero.kernels.optim_leaf import (
     fused_serves,
     lion_reference,
     lion_step,
-    touched,
+    touched_tensors,
 )
-from fzero.kernels.optim_lowbit import Place, decode_blocks, encode_blocks, round_bf16, words
+from fzero.kernels.optim_lowbit import Place, decode_blocks, draw_words, encode_blocks, round_bf16
 from fzero.kernels.registry import Form, Op
 
 CONFIG = {"BLOCK": 2048, "num_warps": 4}
-ODD = {"BLOCK": 512, "num_warps": 4}  # stochastic rounding where each element needs its own block of Philox
+ODD = {"BLOCK": 512, "num_warps": 4}  # for stochastic rounding in which each element needs its own Philox block
 NORM = {"BLOCK": 16384, "num_warps": 8}
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 # ---- the kernels ----
 
-# A row of the table: addresses of p, g, m, v, copy, scales of m and of v; elements, columns; the bits of float32 decay; and the Place.
+# A row of the table: addresses of p, g, m, v, copy, scales of m and of v; elements, columns; the bits of float32 decay;
+# and the Place.
 P, G, M, V, COPY, SM, SV, SIZE, COLUMNS, DECAY, KEY, FIRST, FIELDS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17))
 
 
@@ -88,7 +90,12 @@ def _update_flat(
     STOCHASTIC: tl.constexpr, PLACED: tl.constexpr, QUADS: tl.constexpr, WIDE: tl.constexpr,
     PT: tl.constexpr, GT: tl.constexpr, MT: tl.constexpr, CT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of BLOCK elements of one leaf; WORK says which: leaf << 40 | number of the stretch."""
+    """Update BLOCK consecutive elements of one leaf.
+
+    Program p takes WORK[p] = leaf << 40 | stretch: the row `leaf` of the table T (FIELDS int64: addresses, sizes,
+    place), and the elements [stretch BLOCK, (stretch + 1) BLOCK) of that leaf. Masked: elements from n on, the leaf's
+    size; `skip` sets n to 0, so nothing is written.
+    """
     work = tl.load(WORK + tl.program_id(0))
     ROW = T + (work >> 40) * FIELDS
     begin = (work & 0xFFFFFFFFFF) * BLOCK
@@ -115,7 +122,7 @@ def _update_flat(
         tl.store(_pointer(ROW, COPY, CT, WIDE) + at, p.to(CT), mask=at < n)
     if STOCHASTIC:
         k0, k1 = optim_lowbit._step_key(tl.load(ROW + KEY).to(tl.uint32), tl.load(ROW + KEY + 1).to(tl.uint32), tl.load(COUNT))
-        bits = words(begin, ROW + FIRST, k0, k1, PLACED, QUADS, BLOCK)
+        bits = draw_words(begin, ROW + FIRST, k0, k1, PLACED, QUADS, BLOCK)
         tl.store(M_ + at, round_bf16(m, bits & 0xFFFF), mask=at < n)
         if not LION:
             tl.store(V_ + at, round_bf16(v, bits >> 16), mask=at < n)
@@ -131,7 +138,12 @@ def _update_blocks(
     LION: tl.constexpr, COUPLED: tl.constexpr, SCALED: tl.constexpr, SKIPS: tl.constexpr, COPIES: tl.constexpr,
     WIDE: tl.constexpr, PT: tl.constexpr, GT: tl.constexpr, CT: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of CODES elements, in all BLOCK elements, of one leaf with a state in 8 bits; see _update_flat."""
+    """Update BLOCK / CODES blocks of CODES elements of one leaf with a state in 8 bits; WORK and T as in _update_flat.
+
+    A row of `columns` elements has `across` blocks, the last possibly shorter: block number i covers the columns from
+    (i % across) CODES of row i // across, and its scale is element i of the scales. Masked: columns beyond the row, and
+    blocks from `total` on.
+    """
     work = tl.load(WORK + tl.program_id(0))
     ROW = T + (work >> 40) * FIELDS
     n, columns = tl.load(ROW + SIZE), tl.load(ROW + COLUMNS)
@@ -172,7 +184,9 @@ def _update_blocks(
 
 @triton.jit
 def _square_sums(T, WORK, OUT, WIDE: tl.constexpr, GT: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT [programs, 2]: the sum of squares of a stretch of a leaf, and how many of its elements are not finite."""
+    """Store in OUT [programs, 2] the sum of squares of one stretch of a leaf, and the number of its non-finite
+    elements.
+    """
     pid = tl.program_id(0).to(tl.int64)
     work = tl.load(WORK + pid)
     ROW = T + (work >> 40) * FIELDS
@@ -193,8 +207,8 @@ _TABLES: dict[tuple, Tensor] = {}
 _CAPTURED: list[tuple[Tensor, Tensor]] = []  # a replay of the graph copies again, from the host's memory to the device's
 
 
-def _kept(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """`make()` on the device, made once for a key while it is among the last 64; the host does not wait."""
+def _cache_on_device(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Return `make()` on the device, from a cache of the 64 newest keys; the host does not wait."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if (device, key) in _TABLES and not capturing:
         return _TABLES[device, key]
@@ -209,19 +223,19 @@ def _kept(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tenso
     return there
 
 
-def _work(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [programs]: leaf << 40 | number of the stretch, for leaves of so many stretches."""
+def _work_list(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int64 [programs]: leaf << 40 | stretch, for leaves with these numbers of stretches."""
 
     def make() -> Tensor:
         counts = torch.tensor(sizes)
         leaf = torch.repeat_interleave(torch.arange(len(sizes)), counts)
         return leaf << 40 | torch.arange(len(leaf)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
 
-    return _kept(sizes, make, device)
+    return _cache_on_device(sizes, make, device)
 
 
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    return _kept(rows, lambda: torch.tensor(rows, dtype=torch.int64), device)
+    return _cache_on_device(rows, lambda: torch.tensor(rows, dtype=torch.int64), device)
 
 
 def _address(x: Tensor | None) -> int:
@@ -243,7 +257,7 @@ def _row(leaf: Leaf, moments: int) -> tuple[int, ...]:
 
 
 class Kind(NamedTuple):
-    """What leaves of one launch have in common."""
+    """The properties that all leaves of one launch share."""
 
     p: torch.dtype
     g: torch.dtype
@@ -271,7 +285,7 @@ def _kind(leaf: Leaf) -> Kind:
 @torch.no_grad()
 def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
     if leaves and fake_device_of(leaves[0].p) is not None:
-        launched(step.__name__, *touched(leaves))
+        record_launch(step.__name__, *touched_tensors(leaves))
         return
     groups: dict[Kind, list[Leaf]] = {}
     for leaf in leaves:
@@ -297,10 +311,10 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
                 block = rates.block
                 each = [leaf.p.numel() // leaf.p.shape[-1] * optim_lowbit.blocks_of(leaf.p.shape[-1], block) for leaf in group]
                 config = {**config, "BLOCK": max(config["BLOCK"], block)}
-                work = _work(tuple(-(-n * block // config["BLOCK"]) for n in each), device)
+                work = _work_list(tuple(-(-n * block // config["BLOCK"]) for n in each), device)
                 _update_blocks[(len(work),)](table, work, scalars, skip, *numbers, rates.eps, **common, CODES=block, **config)
             else:
-                work = _work(tuple(triton.cdiv(leaf.p.numel(), config["BLOCK"]) for leaf in group), device)
+                work = _work_list(tuple(triton.cdiv(leaf.p.numel(), config["BLOCK"]) for leaf in group), device)
                 _update_flat[(len(work),)](
                     table, work, scalars, rates.count, skip, *numbers, rates.eps, **common,
                     STOCHASTIC=kind.stochastic, PLACED=kind.placed, QUADS=kind.quads, MT=FLOATS[kind.m], **config,
@@ -351,7 +365,12 @@ adamw = Op(
     adamw_reference,
     Form("triton", functools.partial(_launch, adamw_step), supports=_supports, prefers=on_cuda),
     Form("fused", adamw_fused, supports=fused_serves),
-    Form("cpp", functools.partial(optim_cpu.step, adamw_step), functools.partial(optim_cpu.supports, adamw_step), optim_cpu.stands_back),
+    Form(
+        "cpp",
+        functools.partial(optim_cpu.step, adamw_step),
+        functools.partial(optim_cpu.supports, adamw_step),
+        optim_cpu.adamw_prefers,
+    ),
     flops=lambda leaves, rates: 16 * sum(leaf.p.numel() for leaf in leaves),
     bytes=_cost,
 )
@@ -359,14 +378,21 @@ lion = Op(
     "lion",
     lion_reference,
     Form("triton", functools.partial(_launch, lion_step), supports=_supports, prefers=on_cuda),
-    Form("cpp", functools.partial(optim_cpu.step, lion_step), functools.partial(optim_cpu.supports, lion_step), optim_cpu.few),
+    Form(
+        "cpp",
+        functools.partial(optim_cpu.step, lion_step),
+        functools.partial(optim_cpu.supports, lion_step),
+        optim_cpu.lion_prefers,
+    ),
     flops=lambda leaves, rates: 10 * sum(leaf.p.numel() for leaf in leaves),
     bytes=_cost,
 )
 
 
 def grad_norm_reference(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(2-norm of all elements, float32 0-dim; how many are not finite, int64 0-dim): the definition. One leaf at least."""
+    """(2-norm of all elements, float32 0-dim; how many are not finite, int64 0-dim): the definition. One leaf at
+    least.
+    """
     norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads])
     return torch.linalg.vector_norm(norms), sum((~g.isfinite()).sum() for g in grads)
 
@@ -376,22 +402,22 @@ def _grad_norm(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     device, groups = grads[0].device, {}
     if fake_device_of(grads[0]) is not None:
         parts = torch.empty(1 + sum(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in grads), 2, device=device)
-        launched("grad_norm", list(grads), [parts])
-        return _joined([parts])
+        record_launch("grad_norm", list(grads), [parts])
+        return _combine_norms([parts])
     for g in grads:
         if g.numel():
             groups.setdefault((g.dtype, g.numel() % 16 == 0 and g.data_ptr() % 16 == 0), []).append(g)
     parts = [torch.zeros(1, 2, device=device)]
     for (dtype, wide), group in groups.items():
         table = _table(tuple(_row(Leaf(g, g, ()), 0) for g in group), device)
-        work = _work(tuple(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in group), device)
+        work = _work_list(tuple(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in group), device)
         parts.append(torch.empty(len(work), 2, device=device))
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
             _square_sums[(len(work),)](table, work, parts[-1], WIDE=wide, GT=FLOATS[dtype], **NORM)
-    return _joined(parts)
+    return _combine_norms(parts)
 
 
-def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _combine_norms(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     total, bad = torch.cat(parts).to(torch.float64).sum(0)
     return total.sqrt().to(torch.float32), bad.to(torch.int64)
 
@@ -444,5 +470,12 @@ def builds() -> Iterator[Build]:
             # Without a copy AdamW's are 16 of 33: those of the table and the scales are narrow.
             yield Build(title, "_update_blocks", signature, constants, CONFIG, wide=lion or copies)
     for dtype in (tl.float32, tl.bfloat16):
-        signature = {"T": "*i64", "WORK": "*i64", "OUT": "*fp32", "WIDE": "constexpr", "GT": "constexpr", "BLOCK": "constexpr"}
+        signature = {
+            "T": "*i64",
+            "WORK": "*i64",
+            "OUT": "*fp32",
+            "WIDE": "constexpr",
+            "GT": "constexpr",
+            "BLOCK": "constexpr",
+        }
         yield Build(f"_square_sums {dtype} {NORM['BLOCK']}", "_square_sums", signature, {"WIDE": True, "GT": dtype}, NORM)

@@ -1,17 +1,20 @@
-"""Block quantisation: a code of eight or four bits for each element, and a scale for each block of consecutive elements.
+"""Block quantisation: a code of eight or four bits for each element, and a scale for each block of consecutive
+elements.
 
     scale = max(max |x| / L, 2^-126),   code = round(x / scale),   x ~ code * scale
 
-Blocks are `block` consecutive elements of the last dim, the last of a row being shorter where that does not come out even; no block
-holds elements of two rows. L is the largest code: 127 (int8), 7 (int4, two codes a byte, the earlier in the low half), 448 (fp8_e4m3),
-57344 (fp8_e5m2). Dividing by the scale is multiplying by the float32 next to 1 / scale. Rounding is to nearest, ties to even, or
-stochastic: up or down with probabilities that make the expectation x. The arithmetic is in float32.
+Blocks are `block` consecutive elements of the last dim, the last of a row being shorter where that does not come out
+even; no block holds elements of two rows. L is the largest code: 127 (int8), 7 (int4, two codes a byte, the earlier in
+the low half), 448 (fp8_e4m3), 57344 (fp8_e5m2). Dividing by the scale is multiplying by the float32 next to 1 / scale.
+Rounding is to nearest, ties to even, or stochastic: up or down with probabilities that make the expectation x. The
+arithmetic is in float32.
 
-A block with an infinity or a NaN has scale infinity and codes 0, so that all of it dequantises to NaN. The least scale is the smallest
-normal number, so that a block of zeros or of subnormal numbers needs no case of its own and |x - code * scale| <= scale / 2 holds for it.
-(Within 2^-23 of float32's maximum, code * scale may overflow to infinity.)
-Refs: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1; Wang et al. 2023, "ZeRO++",
-arXiv:2306.10209, section 3; Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433, table 1.
+A block with an infinity or a NaN has scale infinity and codes 0, so that all of it dequantises to NaN. The least scale
+is the smallest normal number, so that a block of zeros or of subnormal numbers needs no case of its own and |x - code *
+scale| <= scale / 2 holds for it. (Within 2^-23 of float32's maximum, code * scale may overflow to infinity.) Refs:
+Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1; Wang et al. 2023,
+"ZeRO++", arXiv:2306.10209, section 3; Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433,
+table 1.
 
 None of this is differentiable: results carry no gradient, and no straight-through estimate is implied.
 """
@@ -34,19 +37,23 @@ from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import on_cuda, operator, triton_runs
-from fzero.kernels.quantize_blocks import decode, encode, words
+from fzero.kernels.quantize_blocks import decode, draw_words, encode
 from fzero.kernels.registry import Form, Op
 
 
 class Quantized(NamedTuple):
-    """A tensor [.., n] in codes: data int8 or float8 [.., n], or uint8 [.., ceil(n / 2)] for int4; scale float32 [.., ceil(n / block)]."""
+    """A tensor [.., n] in codes: data int8 or float8 [.., n], or uint8 [.., ceil(n / 2)] for int4; scale float32 [..,
+    ceil(n / block)].
+    """
 
     data: Tensor
     scale: Tensor
 
 
 class Kind(NamedTuple):
-    """A kind of code: the largest, the dtype of the data, and for float8 the bits of the mantissa and the lowest normal exponent."""
+    """A kind of code: the largest, the dtype of the data, and for float8 the bits of the mantissa and the lowest normal
+    exponent.
+    """
 
     largest: float
     dtype: torch.dtype
@@ -68,7 +75,7 @@ def _width(n: int, kind: str) -> int:
     return (n + 1) // 2 if kind == "int4" else n
 
 
-def _expect(kind: str, block: int) -> None:
+def _check_kind(kind: str, block: int) -> None:
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}")
     if block < 1 or (kind == "int4" and block % 2):
@@ -76,21 +83,22 @@ def _expect(kind: str, block: int) -> None:
 
 
 def _size(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) -> int:
-    """Elements of a row of the tensor that was quantised; raises ValueError where data and scale are not of such a tensor."""
-    _expect(kind, block)
+    """The elements of a row of the quantised tensor; raises ValueError if data and scale do not fit together."""
+    _check_kind(kind, block)
     n = size if size is not None else data.shape[-1] * (2 if kind == "int4" else 1)
     if data.dtype != KINDS[kind].dtype or scale.dtype != torch.float32:
         raise ValueError(f"{kind}: data is {data.dtype} and scale {scale.dtype}; they must be {KINDS[kind].dtype} and torch.float32")
     if data.shape[-1] != _width(n, kind) or scale.shape != (*data.shape[:-1], -(-n // block)):
         raise ValueError(
-            f"{kind}: data has shape {list(data.shape)} and scale {list(scale.shape)}; size {n} in blocks of {block} makes the last "
+            f"{kind}: data has shape {list(data.shape)} and scale {list(scale.shape)}; size {n} in blocks of "
+            f"{block} makes the last "
             f"dims {_width(n, kind)} and {-(-n // block)}, and the others agree"
         )
     return n
 
 
 def _split(x: Tensor, block: int) -> Tensor:
-    """x [.., n] as [.., blocks, block], with zeros behind the end."""
+    """x [.., n] as [.., blocks, block], padded with zeros."""
     blocks = -(-x.shape[-1] // block)
     return F.pad(x, (0, blocks * block - x.shape[-1])).unflatten(-1, (blocks, block))
 
@@ -105,10 +113,10 @@ def _round(y: Tensor, word: Tensor | None) -> Tensor:
 def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None = None, first: int = 0) -> Quantized:
     """x [.., n] (any floating dtype) in codes: the definition.
 
-    key: rounding is stochastic, by `random.bits(key, x.shape, first=first)`: `first` is the index of x's first element in the leaf whose
-    contiguous part x is. Raises ValueError for a kind or a block that there is not.
+    key: rounding is stochastic, by `random.bits(key, x.shape, first=first)`: `first` is the index of x's first element
+    in the leaf whose contiguous part x is. Raises ValueError for a kind or a block that there is not.
     """
-    _expect(kind, block)
+    _check_kind(kind, block)
     x, (largest, dtype, mantissa, lowest) = x.detach().to(torch.float32), KINDS[kind]
     blocks = _split(x, block)
     absmax = blocks.abs().amax(-1)
@@ -118,7 +126,7 @@ def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None =
     y = y.flatten(-2)[..., : x.shape[-1]]
     word = None if key is None else prng.bits(key, x.shape, first=first)
     if mantissa and word is not None:
-        # Of float8 numbers around y the distance is 2^(exponent - mantissa); what is rounded to one of them is cast exactly.
+        # float8 numbers near y are 2^(exponent - mantissa) apart; round to one of them, so that the cast is exact.
         exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=127 + lowest)
         unit = ((exponent - mantissa) << 23).view(torch.float32)
         y = torch.copysign(_round(y.abs() / unit, word) * unit, y)
@@ -130,7 +138,11 @@ def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None =
 
 
 def dequantize_reference(
-    q: Quantized | tuple[Tensor, Tensor], kind: str, block: int, dtype: torch.dtype = torch.float32, size: int | None = None
+    q: Quantized | tuple[Tensor, Tensor],
+    kind: str,
+    block: int,
+    dtype: torch.dtype = torch.float32,
+    size: int | None = None,
 ) -> Tensor:
     """The tensor [.., size] of `dtype` that q stands for: the definition. size: needed for int4 of odd size alone.
 
@@ -144,9 +156,17 @@ def dequantize_reference(
 
 
 def dequantize_sum_requantize_reference(
-    data: Tensor, scale: Tensor, kind: str, block: int, size: int | None = None, *, key: Tensor | None = None, first: int = 0
+    data: Tensor,
+    scale: Tensor,
+    kind: str,
+    block: int,
+    size: int | None = None,
+    *,
+    key: Tensor | None = None,
+    first: int = 0,
 ) -> Quantized:
-    """The sum over the first dim of what data [R, ..] and scale [R, ..] stand for, in float32 and in order, in codes: the definition.
+    """The sum over the first dim of what data [R, ..] and scale [R, ..] stand for, in float32 and in order, in codes:
+    the definition.
 
     What a compressed reduce-scatter does with the parts of R ranks (ZeRO++, section 3.3). key, first: as in `quantize`.
     """
@@ -159,9 +179,12 @@ def dequantize_sum_requantize_reference(
 
 @triton.jit
 def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Where blocks (their numbers, int64 [ROWS]) lie in rows of n elements: first offsets [ROWS], offsets and mask [ROWS, BLOCK].
+    """Return (first offset [ROWS], offsets [ROWS, BLOCK], mask [ROWS, BLOCK]) of blocks, given by their numbers, int64
+    [ROWS].
 
-    FLAT: there is one row, as every block follows the one before it.
+    Rows have n elements and ceil(n / BLOCK) blocks, so block number i is block i % ceil(n / BLOCK) of row i // ceil(n /
+    BLOCK). The mask excludes the end of a row's last block, and blocks from `total` on. FLAT: the tensor is one row (or
+    BLOCK divides n): offset = i BLOCK.
     """
     if FLAT:
         at = (block * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
@@ -174,9 +197,10 @@ def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_values(DATA, SCALE, block, n, total, KIND: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Dequantised blocks, float32 [ROWS, BLOCK], 0 beyond the end."""
+    """Load and dequantise blocks: float32 [ROWS, BLOCK], 0 beyond the end."""
     scale = tl.load(SCALE + block, mask=block < total, other=0.0)
-    if KIND == "int4":  # rows of bytes, half as long, in blocks half as long
+    if KIND == "int4":
+        # Two codes per byte, the earlier in the low half: rows of ceil(n / 2) bytes in blocks of BLOCK / 2.
         _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
         pair = tl.load(DATA + at, mask=mask, other=0).to(tl.int32)
         codes = tl.reshape(tl.join((pair << 28) >> 28, (pair << 24) >> 28), (block.shape[0], BLOCK))
@@ -193,7 +217,7 @@ def _store_codes(
 ):  # fmt: skip
     """Quantise and store blocks x, float32 [ROWS, BLOCK], 0 beyond the end."""
     start, at, mask = _place(block, n, total, FLAT, BLOCK)
-    codes, scale = encode(x, words(KEY, start + first, BLOCK, ALIGNED) if STOCHASTIC else x, KIND, STOCHASTIC)
+    codes, scale = encode(x, draw_words(KEY, start + first, BLOCK, ALIGNED) if STOCHASTIC else x, KIND, STOCHASTIC)
     if KIND == "int4":
         _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
         low, high = tl.split(tl.reshape(codes, (block.shape[0], BLOCK // 2, 2)))
@@ -205,7 +229,8 @@ def _store_codes(
 @triton.jit
 def _quantize(
     X, KEY, first, DATA, SCALE, n, total,
-    KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     _, at, mask = _place(block, n, total, FLAT, BLOCK)
@@ -236,13 +261,13 @@ def _sum_requantize(
 
 
 def _empty(shape: Sequence[int], kind: str, block: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Room for a tensor of `shape` in codes."""
+    """Allocate (data, scale) for a tensor of `shape`."""
     data = torch.empty((*shape[:-1], _width(shape[-1], kind)), dtype=KINDS[kind].dtype, device=device)
     return data, torch.empty((*shape[:-1], -(-shape[-1] // block)), dtype=torch.float32, device=device)
 
 
 def _configs(block: int, flat: bool) -> list[tuning.Config]:
-    # Elements of a program; fewer where each needs its own address.
+    # (elements of a program, warps); fewer elements if each needs its own address.
     tiles = ((2048, 4), (4096, 8)) if flat else ((1024, 4), (2048, 8))
     return [{"ROWS": max(1, tile // block), "num_warps": max(warps, block // 512)} for tile, warps in tiles]
 
@@ -252,14 +277,14 @@ def _launch(kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[in
     rows, n = math.prod(shape[:-1]), shape[-1]
     if total := rows * -(-n // block):
         flat, size = rows == 1 or n % block == 0, (kind, block, rows, n, *constants.values())
-        given = [_plain(t) if isinstance(t, Tensor) else t for t in given]
-        # Without fused products and sums the bits are those of the reference.
+        given = [_as_bytes(t) if isinstance(t, Tensor) else t for t in given]
+        # Without fused multiply-adds the bits equal those of the reference.
         constants |= {"KIND": kind, "FLAT": flat, "BLOCK": block, "enable_fp_fusion": False}
         given += [rows * n if flat else n, total]
         tuning.launch(kernel, lambda c: (triton.cdiv(total, c["ROWS"]),), given, _configs(block, flat), shape=size, **constants)
 
 
-def _plain(t: Tensor) -> Tensor:
+def _as_bytes(t: Tensor) -> Tensor:
     # float8 as bytes: its bits are made and read by integer arithmetic, the same on every device.
     return t.contiguous().view(torch.uint8) if t.dtype in FLOAT8 else t.contiguous()
 
@@ -315,13 +340,20 @@ def _dequantize_triton(q: Quantized, kind: str, block: int, dtype: torch.dtype =
 
 
 def _sum_triton(
-    data: Tensor, scale: Tensor, kind: str, block: int, size: int | None = None, *, key: Tensor | None = None, first: int = 0
+    data: Tensor,
+    scale: Tensor,
+    kind: str,
+    block: int,
+    size: int | None = None,
+    *,
+    key: Tensor | None = None,
+    first: int = 0,
 ) -> Quantized:
     n = _size(data, scale, kind, block, size)
     return Quantized(*sum_launch(data.detach(), scale.detach(), kind, block, n, key, first))
 
 
-def _serves(dtype: torch.dtype, kind: str, block: int, *tensors: Tensor | None) -> str:
+def _supports(dtype: torch.dtype, kind: str, block: int, *tensors: Tensor | None) -> str:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the dtype is {dtype}; it takes float32, bfloat16 or float16"
     if kind not in KINDS or not 16 <= block <= 8192 or block & (block - 1):
@@ -336,7 +368,12 @@ def _elements(data: Tensor, kind: str) -> int:
 quantize = Op(
     "quantize",
     quantize_reference,
-    Form("triton", _quantize_triton, lambda x, kind, block, key=None, first=0: _serves(x.dtype, kind, block, x, key), on_cuda),
+    Form(
+        "triton",
+        _quantize_triton,
+        lambda x, kind, block, key=None, first=0: _supports(x.dtype, kind, block, x, key),
+        on_cuda,
+    ),
     flops=lambda x, *_, **__: 6 * x.numel(),
     bytes=lambda x, kind, block, **_: sum(t.nbytes for t in (x, *_empty(x.shape, kind, block, "meta"))),
 )
@@ -346,7 +383,7 @@ dequantize = Op(
     Form(
         "triton",
         _dequantize_triton,
-        supports=lambda q, kind, block, dtype=torch.float32, size=None: _serves(dtype, kind, block, *q),
+        supports=lambda q, kind, block, dtype=torch.float32, size=None: _supports(dtype, kind, block, *q),
         prefers=lambda q, *_, **__: on_cuda(*q),
     ),
     flops=lambda q, kind, *_, **__: _elements(q[0], kind),
@@ -358,7 +395,7 @@ dequantize_sum_requantize = Op(
     Form(
         "triton",
         _sum_triton,
-        supports=lambda data, scale, kind, block, size=None, key=None, first=0: _serves(torch.float32, kind, block, data, scale, key),
+        supports=lambda data, scale, kind, block, size=None, key=None, first=0: _supports(torch.float32, kind, block, data, scale, key),
         prefers=on_cuda,
     ),
     flops=lambda data, scale, kind, *_, **__: 2 * _elements(data, kind) + 6 * _elements(data[0], kind),
@@ -372,9 +409,18 @@ def builds() -> Iterator[Build]:
     kernels = {
         "_quantize": ({"X": "*bf16"} | codes, {"STOCHASTIC", "ALIGNED"}),
         "_dequantize": ({"DATA": "CODES", "SCALE": "*fp32", "OUT": "*bf16"}, set()),
-        "_sum_requantize": ({"PARTS": "CODES", "SCALES": "*fp32", "stride": "i32"} | codes, {"STOCHASTIC", "ALIGNED", "COUNT"}),
+        "_sum_requantize": (
+            {"PARTS": "CODES", "SCALES": "*fp32", "stride": "i32"} | codes,
+            {"STOCHASTIC", "ALIGNED", "COUNT"},
+        ),
     }
-    flat = [("int8", 256, False), ("int8", 8192, True), ("int4", 256, True), ("fp8_e4m3", 128, True), ("fp8_e5m2", 32, False)]
+    flat = [
+        ("int8", 256, False),
+        ("int8", 8192, True),
+        ("int4", 256, True),
+        ("fp8_e4m3", 128, True),
+        ("fp8_e5m2", 32, False),
+    ]
     cases = [(True, *case) for case in flat] + [(False, "int8", 256, True), (False, "fp8_e4m3", 32, True)]
     for (name, (pointers, own)), (flat, kind, block, stochastic) in itertools.product(kernels.items(), cases):
         constants = {"STOCHASTIC": stochastic, "ALIGNED": flat, "COUNT": 8}
@@ -384,5 +430,8 @@ def builds() -> Iterator[Build]:
         for config in _configs(block, flat)[: 1 + (flat and block == 256)]:
             label = f"{name} {kind} {config['ROWS']}x{block}{' stochastic' * constants.get('STOCHASTIC', 0)}{' ragged' * (not flat)}"
             # Narrow are the scales, the key, four bits an element, and rows that begin anywhere.
-            wide, aligned = flat and kind != "int4" and name != "_sum_requantize", ("n", "first", "stride") if flat else ()
+            wide, aligned = (
+                flat and kind != "int4" and name != "_sum_requantize",
+                ("n", "first", "stride") if flat else (),
+            )
             yield Build(label, name, signature, constants, config | {"enable_fp_fusion": False}, wide=wide, aligned=aligned)

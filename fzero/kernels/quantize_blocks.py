@@ -1,7 +1,8 @@
-"""Blocks of numbers held in registers, to codes of eight or four bits and back: what the kernels of `quantize` do with each block.
+"""Blocks of numbers held in registers, to codes of eight or four bits and back: what the kernels of `quantize` do with
+each block.
 
-Integer operations, and float32 ones that IEEE 754 rounds one way: the bits are those of plain torch on every device, and no float8
-hardware is needed. The division is the exact one; Triton's x / y is not.
+Integer operations, and float32 ones that IEEE 754 rounds one way: the bits are those of plain torch on every device,
+and no float8 hardware is needed. The division is the exact one; Triton's x / y is not.
 """
 
 import triton
@@ -14,8 +15,10 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _whole(y, word, STOCHASTIC: tl.constexpr):
-    """float32 y, |y| < 2^22, as int32: to nearest even, or up with the probability of its fraction by the upper 24 bits of a word."""
+def _round_to_int(y, word, STOCHASTIC: tl.constexpr):
+    """float32 y, |y| < 2^22, as int32: to nearest even, or up with the probability of its fraction by the upper 24 bits
+    of a word.
+    """
     if STOCHASTIC:
         below = tl.floor(y)
         u = (word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True).to(tl.float32) * 5.9604644775390625e-08
@@ -25,11 +28,13 @@ def _whole(y, word, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Quantise blocks held in registers: (codes int32 [R, BLOCK], scale float32 [R]) of float32 x [R, BLOCK], whose rows are blocks.
+    """Quantise blocks held in registers: (codes int32 [R, BLOCK], scale float32 [R]) of float32 x [R, BLOCK], whose
+    rows are blocks.
 
-    KIND: "int8", "int4" (codes signed) or "fp8_e4m3", "fp8_e5m2" (codes 0 to 255, the format's bits). Elements beyond the end must be 0.
-    word: random words (uint32 or int32 [R, BLOCK]) where STOCHASTIC, else anything. A row with an infinity or a NaN has scale infinity and
-    codes 0. The bits do not depend on whether the compiler fuses products and sums.
+    KIND: "int8", "int4" (codes signed) or "fp8_e4m3", "fp8_e5m2" (codes 0 to 255, the format's bits). Elements beyond
+    the end must be 0. word: random words (uint32 or int32 [R, BLOCK]) where STOCHASTIC, else anything. A row with an
+    infinity or a NaN has scale infinity and codes 0. The bits do not depend on whether the compiler fuses products and
+    sums.
     """
     LARGEST: tl.constexpr = 127.0 if KIND == "int8" else (7.0 if KIND == "int4" else (448.0 if KIND == "fp8_e4m3" else 57344.0))
     # As integers magnitudes are ordered too, with infinity and NaN at the top, which a maximum of floats may drop.
@@ -41,21 +46,23 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     y = tl.where(scale[:, None] < INFINITY, x * inverse[:, None], 0.0)
     y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)  # also keeps the product above from being fused with the sum below
     if KIND == "int8" or KIND == "int4":
-        return _whole(y, word, STOCHASTIC), scale
+        return _round_to_int(y, word, STOCHASTIC), scale
     MANTISSA: tl.constexpr = 3 if KIND == "fp8_e4m3" else 2
     LOWEST: tl.constexpr = 121 if KIND == "fp8_e4m3" else 113  # float32's exponent field of the format's smallest normal number
     bits = y.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
     step = ((254 + MANTISSA) - exponent) << 23  # the bits of 1 / (the distance of the format's numbers around y)
-    whole = _whole(tl.abs(y) * step.to(tl.float32, bitcast=True), word, STOCHASTIC)  # the product is exact
+    whole = _round_to_int(tl.abs(y) * step.to(tl.float32, bitcast=True), word, STOCHASTIC)  # the product is exact
     return ((exponent - LOWEST) << MANTISSA) + whole + ((bits >> 24) & 0x80), scale
 
 
 @triton.jit
 def decode(codes, scale, KIND: tl.constexpr):
-    """Dequantise blocks held in registers: float32 [R, BLOCK] of codes (any integer dtype, as `encode` gives) and scale float32 [R].
+    """Dequantise blocks held in registers: float32 [R, BLOCK] of codes (any integer dtype, as `encode` gives) and scale
+    float32 [R].
 
-    Its last step is a product, which the compiler may fuse with a sum of the caller's (launch with enable_fp_fusion=False to forbid it).
+    Its last step is a product, which the compiler may fuse with a sum of the caller's (launch with
+    enable_fp_fusion=False to forbid it).
     """
     if KIND == "int8" or KIND == "int4":
         return codes.to(tl.float32) * scale[:, None]
@@ -70,8 +77,9 @@ def decode(codes, scale, KIND: tl.constexpr):
 
 
 @triton.jit
-def words(KEY, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The words (uint32 [R, BLOCK]) of `fzero.core.prng.bits` by the key at KEY for the elements start[r], start[r] + 1, ...
+def draw_words(KEY, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The words (uint32 [R, BLOCK]) of `fzero.core.prng.bits` by the key at KEY for the elements start[r], start[r] +
+    1, ...
 
     start: int64 [R].
 

@@ -1,8 +1,10 @@
-"""The hot operations by name: what defines each, the forms that are faster somewhere, and which form serves a call.
+"""The registry of hot operations: each has a reference that defines it and faster forms; the registry chooses a form
+for a call.
 
-An operation is a function of tensors, `op(*args, impl="auto", **options)`. Its `reference` is plain PyTorch: it defines the result and
-composes with every transform. A `Form` is another way to the same result, which says what it supports. "auto" takes the first form that
-supports a call and does not stand back from it, or the reference; the name of a form takes that form, or raises with the reason why not.
+An operation is a function of tensors, `op(*args, impl="auto", **options)`. Its `reference` is plain PyTorch: it defines
+the result and composes with every transform. A `Form` is another implementation, which reports the calls it supports.
+"auto" takes the first form that supports a call and prefers to serve it, else the reference; the name of a form takes
+that form, or raises with the reason why not.
 
     >>> print(explain("rms_norm", x, scale, 1e-5))
 """
@@ -39,7 +41,7 @@ _OBSERVERS: list[dict[str, set[str]]] = []
 
 
 def always(*args: Any, **options: Any) -> str:
-    """No reason against."""
+    """Supports every call: return "", no reason against."""
     return ""
 
 
@@ -47,9 +49,10 @@ def always(*args: Any, **options: Any) -> str:
 class Form:
     """One way to compute an operation: `run` takes what the operation's reference takes.
 
-    supports: the same arguments -> "" where this form serves them, else the reason why not, in a few words.
-    prefers: the same arguments -> "" where "auto" should take this form, else the reason why not, with what was measured.
-    composes: whether it serves under vmap and where it is differentiated more than once; the reference does it elsewhere.
+    supports: the same arguments -> "" where this form serves them, else the reason why not, in a few words. prefers:
+    the same arguments -> "" where "auto" should take this form, else the reason why not, with what was measured.
+    composes: whether it serves under vmap and where it is differentiated more than once; the reference does it
+    elsewhere.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Form:
     prefers: Callable[..., str] = always
     composes: bool = False
 
-    def against(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+    def reason_against(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
         """The reason why this form cannot serve a call, "" for none."""
         if not self.composes and not first_order():
             return "it is differentiated once at most, and not under vmap or jvp"
@@ -84,11 +87,18 @@ class Explanation:
 class Op:
     """A hot operation. Calling it computes `reference(*args, **options)` by the form that `impl` names.
 
-    flops, bytes: the same arguments -> what a call costs at least, forward: floating-point operations, and bytes to and from memory.
-    Both also serve tensors without data (fake or on the meta device).
+    flops, bytes: the same arguments -> what a call costs at least, forward: floating-point operations, and bytes to and
+    from memory. Both also serve tensors without data (fake or on the meta device).
     """
 
-    def __init__(self, name: str, reference: Callable[..., Any], *forms: Form, flops: Callable[..., int], bytes: Callable[..., int]):
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., Any],
+        *forms: Form,
+        flops: Callable[..., int],
+        bytes: Callable[..., int],
+    ):
         self.name, self.reference, self.flops, self.bytes = name, reference, flops, bytes
         self.forms = list(forms)
         OPS[name] = self
@@ -108,12 +118,12 @@ class Op:
         """
         if impl not in ("auto", "reference"):
             form = self.form(impl)
-            if why := form.against(args, options):
+            if why := form.reason_against(args, options):
                 raise ValueError(f"{self.name}: impl={impl!r} does not serve this call: {why}; use auto or reference")
             return form.name, form.run
         if impl == "auto":
             for form in self.forms:
-                why = form.against(args, options) or form.prefers(*args, **options)
+                why = form.reason_against(args, options) or form.prefers(*args, **options)
                 if not why:
                     return form.name, form.run
                 if reasons is not None:
@@ -139,7 +149,9 @@ def op(name: str) -> Op:
 
 
 def register(name: str, form: Form) -> None:
-    """Add a form to the operation `name`; "auto" asks it before those that are there. A form of the same name is replaced."""
+    """Add a form to the operation `name`; "auto" asks it before those that are there. A form of the same name is
+    replaced.
+    """
     forms = op(name).forms
     forms[:] = [form, *(other for other in forms if other.name != form.name)]
 
@@ -153,7 +165,7 @@ def explain(name: str, *args: Any, impl: str = "auto", **options: Any) -> Explan
 
 @contextlib.contextmanager
 def observe() -> Iterator[dict[str, set[str]]]:
-    """The names of the forms that each operation takes while this is entered, as a dict that fills."""
+    """A context that records the names of the forms each operation takes, in the dict it yields."""
     used: dict[str, set[str]] = {}
     _OBSERVERS.append(used)
     try:
@@ -163,7 +175,7 @@ def observe() -> Iterator[dict[str, set[str]]]:
 
 
 def describe(used: Mapping[str, set[str]]) -> str:
-    """What `observe` saw, in a line."""
+    """The record of `observe` in one line."""
     return ", ".join(f"{name}={'+'.join(sorted(forms))}" for name, forms in sorted(used.items()))
 
 

@@ -1,13 +1,14 @@
-"""Rotary position embedding: each pair of elements of a head is turned by its position times the pair's frequency.
+"""Rotary position embedding: rotate each pair of elements of a head by its position times the pair's frequency.
 
     (a, b) -> (a cos w - b sin w, b cos w + a sin w),   w = position * frequency
 
-The pairs are elements i and i + K/2 of a head ("half", as in Llama's published weights in Hugging Face layout) or 2 i and 2 i + 1
-("interleaved"). The backward pass is the rotation by -w, and keeps no activation.
-Ref: Su et al. 2021, "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864, equation 34.
+The pairs are elements i and i + K/2 of a head ("half", as in Llama's published weights in Hugging Face layout) or 2 i
+and 2 i + 1 ("interleaved"). The backward pass is the rotation by -w, and keeps no activation.
+Ref: Su et al. 2021,
+"RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864, equation 34.
 
-Shapes: x [B, T, H, K], positions [T] or [B, T] of an integer dtype, frequencies float32 [K / 2]. w is in float32 whatever x is, in order
-that nearby positions stay apart.
+Shapes: x [B, T, H, K], positions [T] or [B, T] of an integer dtype, frequencies float32 [K / 2]. w is in float32
+whatever x is, in order that nearby positions stay apart.
 """
 
 from __future__ import annotations
@@ -38,7 +39,16 @@ CONFIGS = [{"HEADS": 8, "num_warps": 1}, {"HEADS": 16, "num_warps": 2}, {"HEADS"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the long wavelengths (Grattafiori et al. 2024, "The Llama 3 herd of models", section 3.4.2)."""
+    """The settings of Llama 3's scaling of RoPE, which divides the frequencies of long wavelengths by `factor`.
+
+    Wavelengths above original_max_len / low_freq_factor are scaled, those below original_max_len / high_freq_factor are
+    not, with a linear transition between.
+
+    >>> rope_frequencies(4, 10000.0, RopeScaling(factor=8.0))[0]  # a short wavelength keeps its frequency
+    tensor(1.)
+
+    Ref: Grattafiori et al. 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.4.2.
+    """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -47,7 +57,9 @@ class RopeScaling:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:
-    """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's factor."""
+    """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's
+    factor.
+    """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
     frequency = 1.0 / (theta**exponent)
     if scaling is None:
@@ -60,7 +72,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, d
     return torch.where(low, frequency / scaling.factor, torch.where(high, frequency, between))
 
 
-def _turn(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> Tensor:
+def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> Tensor:
     if layout not in LAYOUTS:
         raise ValueError(f"rope: layout is {layout!r}{nearest(layout, LAYOUTS)}; it must be {' or '.join(LAYOUTS)}")
     if x.shape[-1] != 2 * frequencies.shape[-1]:
@@ -79,12 +91,12 @@ def rope_reference(x: Tensor, positions: Tensor, frequencies: Tensor, *, layout:
 
     Raises ValueError for a layout that there is not, and where the frequencies are not K / 2.
     """
-    return _turn(x, positions, frequencies, layout)
+    return _rotate(x, positions, frequencies, layout)
 
 
 def rope_qk_reference(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> tuple[Tensor, Tensor]:
     """q [B, T, H, K] and k [B, T, G, K] turned: the definition."""
-    return _turn(q, positions, frequencies, layout), _turn(k, positions, frequencies, layout)
+    return _rotate(q, positions, frequencies, layout), _rotate(k, positions, frequencies, layout)
 
 
 QUARTER = tl.constexpr(math.pi / 2)
@@ -95,7 +107,8 @@ QUARTERS = tl.constexpr(2 / math.pi)
 def _cos_sin(angle):
     """(cos, sin) of float32 angles, to 1e-7: reduced to +-pi/4 in float64, then polynomials.
 
-    The device's own are approximate far from 0, where positions are. Ref: Moshier, Cephes mathematical library, sinf.c.
+    The device's own are approximate far from 0, where positions are.
+    Ref: Moshier, Cephes mathematical library, sinf.c.
     """
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * QUARTERS + 0.5)
@@ -110,11 +123,13 @@ def _cos_sin(angle):
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     X, OUT, head_stride, stride, cos, sin, COUNT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn the COUNT heads of a token, the first at X; at OUT they lie one behind the other. cos, sin float32 [BLOCK]."""
+    """Turn the COUNT heads of a token, the first at X; at OUT they lie one behind the other. cos, sin float32
+    [BLOCK].
+    """
     pair = tl.arange(0, BLOCK)[None, :].to(tl.int64)
     for start in range(0, COUNT, HEADS):
         head = (start + tl.arange(0, HEADS)[:, None]).to(tl.int64)
@@ -140,6 +155,9 @@ def _rope(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # One program per token of [rows, length]: it computes the angles once and rotates all heads of q and k. Strides:
+    # q0..q3 of q's dims (row, column, head, element), k0..k3 of k's, p0 and p1 of the positions. Outputs are
+    # contiguous.
     token = tl.program_id(0).to(tl.int64)
     row = token // length
     column = token - row * length
@@ -147,8 +165,8 @@ def _rope(
     cos, sin = _cos_sin(tl.load(POSITIONS + row * p0 + column * p1).to(tl.float32) * frequency)
     cos, sin = cos[None, :], (-sin if INVERSE else sin)[None, :]
     q, k = Q + row * q0 + column * q1, K + row * k0 + column * k1
-    _turn_heads(q, OUT_Q + token * (Q_HEADS * HALF * 2), q2, q3, cos, sin, Q_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
-    _turn_heads(k, OUT_K + token * (K_HEADS * HALF * 2), k2, k3, cos, sin, K_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
+    _rotate_heads(q, OUT_Q + token * (Q_HEADS * HALF * 2), q2, q3, cos, sin, Q_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
+    _rotate_heads(k, OUT_K + token * (K_HEADS * HALF * 2), k2, k3, cos, sin, K_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
 
 
 def _grid(tokens: int, config: tuning.Config) -> tuple[int]:
@@ -166,7 +184,12 @@ def rope_launch(x: Sequence[Tensor], positions: Tensor, frequencies: Tensor, int
     tokens = rows * length
     if any(t.numel() for t in x):
         half = size // 2
-        constants = {"Q_HEADS": heads, "K_HEADS": k.shape[2] if len(x) == 2 else 0, "HALF": half, "BLOCK": triton.next_power_of_2(half)}
+        constants = {
+            "Q_HEADS": heads,
+            "K_HEADS": k.shape[2] if len(x) == 2 else 0,
+            "HALF": half,
+            "BLOCK": triton.next_power_of_2(half),
+        }
         places = *q.stride(), *k.stride(), *positions.expand(rows, length).stride()
         arguments = q, k, positions, frequencies.contiguous(), out[0], out[-1], length, *places
         shape = (tokens, *constants.values(), interleaved, q.dtype)
@@ -233,12 +256,29 @@ rope_qk = _op("rope_qk", rope_qk_reference, _rope_qk_triton)
 
 def builds() -> Iterator[Build]:
     """What `aot` compiles."""
-    pointers = {"Q": "*bf16", "K": "*bf16", "POSITIONS": "*i64", "FREQUENCIES": "*fp32", "OUT_Q": "*bf16", "OUT_K": "*bf16"}
+    pointers = {
+        "Q": "*bf16",
+        "K": "*bf16",
+        "POSITIONS": "*i64",
+        "FREQUENCIES": "*fp32",
+        "OUT_Q": "*bf16",
+        "OUT_K": "*bf16",
+    }
     outer = [f"{tensor}{dim}" for tensor in "qk" for dim in range(3)]
     numbers = dict.fromkeys(("length", "q0", "q1", "q2", "q3", "k0", "k1", "k2", "k3", "p0", "p1"), "i32")
-    cases = [((32, 8, 128), False, False), ((32, 8, 128), True, False), ((12, 12, 64), False, True), ((8, 0, 96), False, False)]
+    cases = [
+        ((32, 8, 128), False, False),
+        ((32, 8, 128), True, False),
+        ((12, 12, 64), False, True),
+        ((8, 0, 96), False, False),
+    ]
     for ((heads, kv_heads, size), interleaved, inverse), config in itertools.product(cases, CONFIGS):
-        constants = {"Q_HEADS": heads, "K_HEADS": kv_heads, "HALF": size // 2, "BLOCK": triton.next_power_of_2(size // 2)}
+        constants = {
+            "Q_HEADS": heads,
+            "K_HEADS": kv_heads,
+            "HALF": size // 2,
+            "BLOCK": triton.next_power_of_2(size // 2),
+        }
         constants |= {"INTERLEAVED": interleaved, "INVERSE": inverse, "q3": 1, "k3": 1, "p1": 1}
         signature = pointers | numbers | dict.fromkeys((*constants, "HEADS"), "constexpr")
         label = f"_rope {LAYOUTS[interleaved]} {heads}+{kv_heads} {size} {config['HEADS']}{' inverse' * inverse}"

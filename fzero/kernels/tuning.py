@@ -1,8 +1,10 @@
-"""Which block sizes a kernel takes: a default chosen from shapes, or what was measured on this device and kept beside the user's cache.
+"""The block sizes of kernels: a default chosen from shapes, or the fastest measured on this device, kept in the user's
+cache folder.
 
-A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}: JSON, and
-keyword arguments of a launch. Timing happens in `tune` alone, and launches call it only inside `searching()`: run a step of your own
-there once, and every kernel that it launches has found its configuration for those shapes. Other runs never depend on a clock.
+A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}:
+JSON, and keyword arguments of a launch. Timing happens in `tune` alone, and launches call it only inside `searching()`:
+run a step of your own there once, and every kernel that it launches has found its configuration for those shapes. Other
+runs never depend on a clock.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _SEARCHING: list[bool] = []
 
 @functools.cache
 def cache_file(device: torch.device) -> Path:
-    """Where the configurations of a CUDA device are kept: $XDG_CACHE_HOME (or ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json."""
+    """Where the configurations of a CUDA device are kept: $XDG_CACHE_HOME (or
+    ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json.
+    """
     name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device)).strip("-")
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "fzero" / "kernels" / f"{name}-triton-{triton.__version__}.json"
@@ -55,9 +59,15 @@ def config(kernel: str, shape: Sequence[Any], default: Config, device: torch.dev
 
 
 def tune(
-    kernel: str, shape: Sequence[Any], candidates: Sequence[Config], seconds: Callable[[Config], float], device: torch.device
+    kernel: str,
+    shape: Sequence[Any],
+    candidates: Sequence[Config],
+    seconds: Callable[[Config], float],
+    device: torch.device,
 ) -> Config:
-    """The fastest of `candidates` by `seconds(config)` (infinite where one does not run), written into the device's file."""
+    """The fastest of `candidates` by `seconds(config)` (infinite where one does not run), written into the device's
+    file.
+    """
     if not candidates:
         raise ValueError(f"{kernel}: there is no configuration to try")
     best = min(candidates, key=seconds)
@@ -72,13 +82,15 @@ def tune(
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """x elsewhere, with its strides, which clone() does not always keep."""
+    """A copy of x with the same strides, which clone() does not always keep."""
     return x.new_empty_strided(x.shape, x.stride()).copy_(x)
 
 
 @contextlib.contextmanager
 def searching() -> Iterator[None]:
-    """Inside, each launch for a shape that has no measured configuration times all there are and keeps the fastest."""
+    """A context in which each launch for a shape without a measured configuration times all configurations and keeps
+    the fastest.
+    """
     _SEARCHING.append(True)
     try:
         yield
@@ -98,7 +110,8 @@ def launch(
 ) -> None:
     """Run `kernel[grid(config)](*arguments, **constants, **config)` on the device of the first argument, a tensor.
 
-    configs: those there are; `default` (the first of them if None) serves where none was measured for `shape` on this device.
+    configs: those there are; `default` (the first of them if None) serves where none was measured for `shape` on this
+    device.
     """
     device, name = arguments[0].device, kernel.__name__
     chosen = config(name, shape, default or configs[0], device)

@@ -1,4 +1,4 @@
-"""The reference models: pure functions over parameter trees."""
+"""The models: pure functions over parameter trees."""
 
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Batch, Cache, Ctx, Loss, Model, init_params, logits, loss, num_params

@@ -1,4 +1,6 @@
-"""A layered model as a value: pure functions over a parameter tree, with the blocks stacked on a leading L."""
+"""A layered model as a value: pure functions over a parameter tree whose blocks are stacked on a leading dim of L
+layers.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,19 @@ Batch = dict[str, Tensor]  # tokens, targets int64 [B, T]; optional mask bool [B
 
 
 class MakeLeaf(Protocol):
-    """`make(name, shape, std, mean=0.0)` gives a leaf: normal values, or the constant `mean` where std is 0."""
+    """`make(name, shape, std, mean=0.0)` makes a leaf: normal values, or the constant `mean` if std is 0."""
 
     def __call__(self, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Any: ...
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions seen so far; a block writes the new ones in place behind them."""
+    """The key-value cache of one layer while sampling; a block writes the new keys and values into it, in place, after
+    the old ones.
+
+    >>> cache = Cache(torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), length=0)  # B=1, S=8, G=2, K=4
+    >>> cache._replace(length=cache.length + 1).length
+    1
+    """
 
     k: Tensor  # [B, S, G, K]
     v: Tensor  # [B, S, G, K]
@@ -35,42 +43,62 @@ class Cache(NamedTuple):
 
 
 class Ctx(NamedTuple):
-    """What the functions of a model need beside parameters and activations. Tensors in it are not differentiated."""
+    """The context of a model's functions: everything but parameters and activations. Tensors in it are not
+    differentiated.
+
+    >>> Ctx(dtype=torch.bfloat16).remat.every  # the defaults: one process, no recomputation, no dropout
+    0
+    """
 
     mesh: Mesh = one_process()
-    dtype: torch.dtype = torch.float32  # of the computation
+    dtype: torch.dtype = torch.float32  # of activations and products
     compiled: bool = False
     remat: Remat = Remat()
-    layer: Tensor | tuple = ()  # int64 scalar, inside a block
-    key: Tensor | tuple = ()  # dropout's; () turns dropout off
-    first: Tensor | int = 0  # number of the batch's first sequence within the step's global batch
-    documents: Tensor | tuple = ()  # int [B, T]; () where a sequence is one document
+    layer: Tensor | tuple = ()  # inside a block: the layer's number, int64 scalar
+    key: Tensor | tuple = ()  # the random key of dropout; () turns dropout off
+    first: Tensor | int = 0  # index of this batch's first sequence in the step's global batch
+    documents: Tensor | tuple = ()  # int [B, T]; () if each sequence is one document
     cache: Cache | tuple = ()
     kernels: Kernels = AUTO  # the form of each hot operation
-    matmul: str = ""  # how the linears of the blocks multiply, see precision.Policy
-    tiles: int = 1  # parts that an MLP is computed in, see fzero.models.tiled_linear
+    matmul: str = ""  # how the linear layers of the blocks multiply, see core.precision.Policy
+    tiles: int = 1  # tiles that an MLP is computed in, see fzero.models.tiled_linear
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
 
 
 class Loss(NamedTuple):
-    """Sums over the tokens that count, not normalised: there is one division in the program, by the global num_tokens."""
+    """The loss of a batch as sums over the tokens that count. The step divides once, by the global num_tokens.
 
-    total: Tensor  # the objective, in nats
+    >>> loss = Loss(total=torch.tensor(12.0), num_tokens=torch.tensor(4))
+    >>> loss.total / loss.num_tokens  # nats a token
+    tensor(3.)
+    """
+
+    total: Tensor  # float scalar: the objective in nats, summed over tokens
     num_tokens: Tensor
-    extra: dict[str, Tensor] = {}  # noqa: RUF012  (sums to be reported beside it; never mutated)
+    extra: dict[str, Tensor] = {}  # noqa: RUF012  (further sums to report; never mutated)
 
 
 class Model(NamedTuple):
-    """A layered model: ZeRO-3, offload, remat and pipelines all work layer by layer. x is a tensor [B, T, D] or a tree of them."""
+    """A layered model: its config, and pure functions for embedding, block and head. The activations x are [B, T, D],
+    or a tree of tensors.
+
+    ZeRO-3, offload, recomputation and prefetch all work layer by layer, so the blocks' parameters are stacked: each
+    leaf is [L, ...].
+
+    >>> from fzero import models
+    >>> model = models.mlp(models.MLPConfig())
+    >>> sorted(model.init(lambda name, shape, std, mean=0.0: shape)["blocks"].items())
+    [('scale', (2, 32)), ('w_in', (2, 32, 64)), ('w_out', (2, 64, 32))]
+    """
 
     config: Any
-    init: Callable[[MakeLeaf], Tree]  # blocks are stacked on a leading L dim
+    init: Callable[[MakeLeaf], Tree]  # makes the parameter tree
     embed: Callable[[Tree, Batch, Ctx], Any]  # tokens -> x
-    block: Callable[[Tree, Any, Ctx], Any]  # x -> x, with one layer's slice of params["blocks"]
-    head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> sums, local, not normalised
+    block: Callable[[Tree, Any, Ctx], Any]  # (one layer's slice of params["blocks"], x) -> x
+    head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> this rank's sums
     logits: Callable[[Tree, Any, Ctx], Tensor]  # x -> [B, T, V], for sampling
-    rules: Callable[[Mesh], Rules[str]]  # leaf names -> Spec texts; raises ValueError where the mesh does not divide the model
-    shared: tuple[str, ...] = ()  # leaves under embed/ that the head uses too
+    rules: Callable[[Mesh], Rules[str]]  # rules from leaf names to Spec texts; raises ValueError if the mesh does not divide the model
+    shared: tuple[str, ...] = ()  # leaves under embed/ that the head uses too (tied embeddings)
 
 
 def init_params(
@@ -80,14 +108,20 @@ def init_params(
     device: str | torch.device = "cpu",
     *,
     plan: Plan | None = None,
-    mesh: Mesh = one_process(),  # noqa: B008
     then: Callable[[str, Tensor], Tensor] = lambda name, leaf: leaf,
 ) -> Tree:
-    """The initial parameters: a leaf's element depends on the key, the leaf's name and the element's global index only.
+    """Return the initial parameters: each element depends only on the key, its leaf's name and its global index.
 
-    plan: this rank's shards at rest, each drawn without the rest of its leaf. then: what is made of each leaf as soon as it is drawn.
+    key: int64 [2], from fzero.random.key. dtype, device: of all leaves. plan: draw only this rank's shards, as laid out
+    at rest; no whole leaf is made. then: a function (name, leaf) -> leaf, applied to each leaf as soon as it is drawn.
+
+    >>> from fzero import models, random
+    >>> params = init_params(models.mlp(models.MLPConfig()), random.key(0))
+    >>> params["embed"]["tokens"].shape, params["blocks"]["w_in"].shape
+    (torch.Size([256, 32]), torch.Size([2, 32, 64]))
     """
     specs = pytree.named_leaves(plan.params) if plan is not None else {}
+    mesh = plan.mesh if plan is not None else one_process()
 
     def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
         spec = specs.get(name, Spec())
@@ -101,41 +135,61 @@ def init_params(
 
 
 def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
-    """The activations behind the last block."""
+    """Return the activations after the last block."""
     ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
-    x = model.embed(outside(model, "embed", params, plan, ctx), batch, ctx)
+    x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
-    block = model.block if plan is None or ctx.mesh.size == 1 else unshard_block(model.block, plan, ctx.mesh)
+    block = model.block if plan is None or ctx.mesh.size == 1 else unshard_block(model.block, plan)
     return stack(block, params["blocks"], x, inner, remat=ctx.remat, compiled=ctx.compiled)
 
 
-def outside(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
-    """The parameters of "embed" or "head", as the model's code sees them."""
+def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
+    """Return the parameters that "embed" or "head" uses, gathered from the shards at rest."""
     if plan is None or ctx.mesh.size == 1:
         return params
     shared = model.shared if part == "head" else ()
     used = {name: leaf for name, leaf in pytree.named_leaves(params).items() if name.startswith(f"{part}/") or name in shared}
-    return unshard_tree(pytree.nest(used), plan, ctx.mesh)
+    return unshard_tree(pytree.nest(used), plan)
 
 
 def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Loss:
-    """The loss of a batch: embed, the stack of blocks, head.
+    """Return the loss of a batch, as sums: embed, the stack of blocks, head.
 
-    On a mesh `params` are this rank's shards at rest by `plan`, the batch is this rank's, and so are the sums: the same on the ranks of
-    tp, to be summed over dp and rp. The gradient of such a sum by `params` is whole, in their layout. Composes with torch.func.
+    batch: tokens and targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 scalar. total
+    is in nats. plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are
+    then this rank's too: equal on the ranks of tp, to be summed over dp and rp; the gradients with respect to `params`
+    are complete and in their layout. Composes with torch.func.
+
+    Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), and the model's
+    tensor parallelism. Raises ValueError if the batch does not fit the model (see check_batch).
+
+    >>> from fzero import models, random
+    >>> model = models.mlp(models.MLPConfig(vocab_size=8))
+    >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
+    >>> int(loss(model, init_params(model, random.key(0)), {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
+    8
     """
     check_batch(model, batch, ctx)
     x = transform(model, params, batch, ctx, plan)
-    return model.head(outside(model, "head", params, plan, ctx), x, batch, ctx)
+    return model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
 
 
 def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008
-    """All logits [B, T, V] of a batch: for tests and short sequences."""
+    """Return all logits [B, T, V] of a batch, on one process: for tests and short sequences.
+
+    batch: tokens int64 [B, T], and optionally documents int [B, T]. The logits have ctx.dtype.
+
+    >>> from fzero import models, random
+    >>> model = models.mlp(models.MLPConfig(vocab_size=8))
+    >>> logits(model, init_params(model, random.key(0)), {"tokens": torch.zeros(2, 4, dtype=torch.int64)}).shape
+    torch.Size([2, 4, 8])"""
     return model.logits(params, transform(model, params, batch, ctx), ctx)
 
 
 def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
-    """Raise ValueError where a batch does not fit the model: a missing entry, a shape, a sequence too long, or not divisible by tp."""
+    """Raise ValueError if a batch does not fit the model: an entry is missing, shapes differ, or sequences are too long
+    or not divisible by tp.
+    """
     for name in ("tokens", "targets"):
         if name not in batch:
             raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
@@ -153,10 +207,11 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
 
 
 def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(cross entropy summed over the tokens that count, their number) of normed activations x [B, T, D] and w [V, D].
+    """Return (cross entropy summed over the tokens that count, their number) for normalised activations x [B, T, D] and
+    w [V, D].
 
-    Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); both results are the same on
-    all its ranks.
+    Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); both results
+    are the same on all ranks of tp.
     """
     targets = batch["targets"].reshape(-1)
     mask = batch["mask"].reshape(-1) if "mask" in batch else torch.ones_like(targets, dtype=torch.bool)
@@ -165,7 +220,12 @@ def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx) -> tuple[Tensor, Te
 
 
 def num_params(model: Model) -> int:
-    """The number of parameters."""
+    """Return the number of parameters, without making them.
+
+    >>> from fzero import models
+    >>> num_params(models.gpt2(models.preset("gpt2-124m")))
+    124439808
+    """
     count: list[int] = []
     model.init(lambda name, shape, std, mean=0.0: count.append(torch.Size(shape).numel()))
     return sum(count)

@@ -36,7 +36,14 @@ from fzero.sharding import Mesh, Rules
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of a GPT-2. Attention probabilities are not dropped out; embeddings and residual branches are, at rate `dropout`."""
+    """The sizes of a GPT-2. Dropout at rate `dropout` applies to embeddings and residual branches, not to attention
+    probabilities.
+
+    Raises ValueError if n_heads does not divide d_model, or for an unknown pattern.
+
+    >>> GPT2Config(d_model=256, n_heads=4, d_ff=1024).vocab_size
+    50257
+    """
 
     vocab_size: int = 50257
     max_len: int = 1024
@@ -71,7 +78,19 @@ RULES = (
 
 
 def gpt2(config: GPT2Config) -> Model:
-    """The GPT-2 of these sizes, as a Model."""
+    """Return the GPT-2 of these sizes, as a Model.
+
+        x = tokens + positions;   logits = ln(x) tokens^T
+        each block: x = x + attn(ln_1(x)),  x = x + gelu(ln_2(x) w_in + b_in) w_out + b_out
+
+    Attention and MLP are split over tp, layers over pp.
+
+    >>> model = gpt2(GPT2Config(d_model=16, n_layers=1, n_heads=2, d_ff=32))
+    >>> model.shared  # tied: the head multiplies by the embedding
+    ('embed/tokens',)
+
+    Ref: Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3.
+    """
     c, pattern = config, Pattern.parse(config.pattern)
     std, out_std = c.init_std, c.init_std / math.sqrt(2 * c.n_layers)  # residual branches: section 2.3
 

@@ -1,11 +1,12 @@
-"""The layers the models share. Weights are [in, out]; every function computes in the dtype of its activations x.
+"""The layers that the models share. Weights are [in, out]; every function computes in the dtype of its activations x.
 
-Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3): the weights given are this rank's columns (heads,
-units of the feed-forward part, rows of the vocabulary). Activations x [B, T, D] are the same on all ranks of tp; `enter` takes them into a
-region that every rank computes with its own weights, and `leave` sums the ranks' parts behind it. With sequence parallelism (Korthikanti
-et al. 2022, "Reducing activation recomputation", arXiv:2205.05198, section 4.2.2) x outside these regions is a rank's own range of T,
-[B, T/tp, D]. Every leaf that is whole on all ranks but used differently (with sequence parallelism: each that tp does not shard) owes a
-sum of its gradient over tp, which whoever fetches the leaf makes (`Spec.partial`).
+Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3): the weights given are this rank's
+columns (heads, units of the feed-forward part, rows of the vocabulary). Activations x [B, T, D] are the same on all
+ranks of tp; `enter` begins a region that every rank computes with its own weights, and `leave` ends it by summing the
+ranks' parts. With sequence parallelism (Korthikanti et al. 2022, "Reducing activation recomputation", arXiv:2205.05198,
+section 4.2.2) x outside these regions is a rank's own range of T, [B, T/tp, D]. The gradient of a leaf that is whole on
+all ranks but used differently by each (with sequence parallelism: every leaf that tp does not shard) must be summed
+over tp; the code that gathers the leaf does that (`Spec.partial`).
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from fzero.sharding import Mesh
 
 
 class Split(NamedTuple):
-    """A dim of a leaf that tp must divide: the number `size` of what it holds, and the name of that in the model's configuration."""
+    """A dim of a leaf that tp must divide: `size` units of what the model's config calls `name`."""
 
     leaf: str
     dim: int
     size: int
     name: str
-    kind: str = "size"  # or "heads", "kv heads": kv heads may also be fewer than tp, then each serves equally many ranks
+    kind: str = "size"  # or "heads", "kv heads": kv heads may be fewer than tp; then each serves the same number of ranks
 
 
 def expect_divisible(mesh: Mesh, *splits: Split) -> None:
-    """Raise ValueError naming the first of the dims that tp does not divide, and the tp that divides all of them."""
+    """Raise ValueError naming the first dim that tp does not divide, and the values of tp that divide all of them."""
 
     def fits(split: Split, tp: int) -> bool:
         return split.size % tp == 0 or (split.kind == "kv heads" and tp % split.size == 0)
@@ -60,36 +61,42 @@ def expect_divisible(mesh: Mesh, *splits: Split) -> None:
 
 
 def sequence_axis(ctx: Ctx) -> Axis:
-    """The axis that splits activations outside the tensor-parallel regions along T: tp with sequence parallelism, else one of size 1."""
+    """The axis that splits activations outside the tensor-parallel regions along T: tp with sequence parallelism, else
+    one of size 1.
+    """
     return ctx.mesh["tp"] if ctx.sequence else Axis("tp")
 
 
 def own_part(x: Tensor, part: int, parts: int, dim: int) -> Tensor:
-    """Part number `part` of `parts` equal ones of x along a dim; x itself where there is one."""
+    """Part number `part` of x cut into `parts` equal parts along a dim; x itself if there is one part."""
     size = x.shape[dim] // parts
     return x.narrow(dim, part * size, size) if parts > 1 else x
 
 
 def enter(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
-    """x [B, T, D] for use in a tensor-parallel region, from x outside it: [B, T, D], or [B, T/tp, D] with sequence parallelism.
+    """Begin a tensor-parallel region: return x [B, T, D] for use inside, from x outside, [B, T, D] or with sequence
+    parallelism [B, T/tp, D].
 
-    Communicates over tp: nothing forward and a psum backward; with sequence parallelism an all_gather and a psum_scatter.
+    Communicates over tp: nothing forward and a psum backward; with sequence parallelism an all_gather and a
+    psum_scatter.
     """
     tp = ctx.mesh["tp"]
     return all_gather(x, tp, 1, leaf=leaf) if ctx.sequence else pvary(x, tp, leaf=leaf)
 
 
 def leave(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
-    """The sum over tp of the ranks' parts y [B, T, D] of a region's result: [B, T, D], or [B, T/tp, D] with sequence parallelism.
+    """End a tensor-parallel region: return the sum of the ranks' y [B, T, D], as [B, T, D] or with sequence parallelism
+    [B, T/tp, D].
 
-    Communicates over tp: a psum forward and nothing backward; with sequence parallelism a psum_scatter and an all_gather.
+    Communicates over tp: a psum forward and nothing backward; with sequence parallelism a psum_scatter and an
+    all_gather.
     """
     tp = ctx.mesh["tp"]
     return psum_scatter(y, tp, 1, leaf=leaf) if ctx.sequence else psum(y, tp, leaf=leaf)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None) -> Tensor:
-    """x [..., in] @ w [in, out] (+ b [out]): in x's dtype, or where a ctx is given as its `matmul` says."""
+    """x [..., in] @ w [in, out] (+ b [out]), in x's dtype, or in float8 if ctx.matmul says so."""
     w = w.to(x.dtype)
     if ctx is not None and ctx.matmul:
         y = float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
@@ -99,15 +106,15 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None
 
 
 def norm(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
-    """x over its last dim, LayerNorm where p has a bias and RMSNorm elsewhere; see `kernels.norm`."""
+    """Normalise x over its last dim: LayerNorm if p has a bias, else RMSNorm; see `kernels.norm`."""
     if "bias" in p:
         return layer_norm(x, p["scale"], p["bias"], eps, impl=ctx.kernels["layer_norm"])
     return rms_norm(x, p["scale"], eps, impl=ctx.kernels["rms_norm"])
 
 
 def add_and_norm(p: Tree, x: Tensor, h: Tensor, eps: float, rate: float, name: str, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(x + dropout(h), that normed by p)."""
-    if drops(rate, ctx):
+    """Return (x + dropout(h), the same normalised by p)."""
+    if dropout_active(rate, ctx):
         x = add(x, h, rate, name, ctx)
         return x, norm(p, x, eps, ctx)
     if "bias" in p:
@@ -117,25 +124,29 @@ def add_and_norm(p: Tree, x: Tensor, h: Tensor, eps: float, rate: float, name: s
     return x, normed
 
 
-def drops(rate: float, ctx: Ctx) -> bool:
-    """Whether something is dropped out."""
+def dropout_active(rate: float, ctx: Ctx) -> bool:
+    """Whether dropout is active: the rate is above 0 and ctx has a key."""
     return rate > 0.0 and not isinstance(ctx.key, tuple)
 
 
 def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     """x + dropout(h)."""
-    return dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"]) if drops(rate, ctx) else x + h
+    return dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"]) if dropout_active(rate, ctx) else x + h
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
-    """x [B, T, D] (or this rank's range of T) with each element zeroed with probability `rate` and the others scaled by 1 / (1 - rate)."""
-    return kernels_dropout.dropout(x, rate, *mask_of(x, name, ctx)) if drops(rate, ctx) else x
+    """Zero each element of x [B, T, D] (or of this rank's range of T) with probability `rate`, and scale the others by
+    1 / (1 - rate).
+    """
+    return kernels_dropout.dropout(x, rate, *mask_of(x, name, ctx)) if dropout_active(rate, ctx) else x
 
 
 def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
-    """(key, index of x's first element, elements from row to row) of the mask for x [B, T, D], or this rank's range of T.
+    """Return (key, global index of x's first element, elements from one row to the next) of the dropout mask of x [B,
+    T, D].
 
-    The mask depends on the key, the layer, `name` and the element's index in the step's global batch: the same however that is split.
+    x may be this rank's range of T. The mask depends on the key, the layer, `name` and an element's index in the step's
+    global batch, so it is the same however that batch is split.
     """
     key = prng.fold_in(ctx.key, name)
     if isinstance(ctx.layer, Tensor):
@@ -146,7 +157,7 @@ def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """The position of each token within its document (int64 [B, T]), from the documents' numbers (int [B, T], each contiguous)."""
+    """The position of each token within its document, int64 [B, T]; documents int [B, T], each document contiguous."""
     position = torch.arange(documents.shape[-1], device=documents.device).expand(documents.shape)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[..., 1:] = documents[..., 1:] != documents[..., :-1]
@@ -163,16 +174,18 @@ def self_attention(
     pattern: Pattern = FULL,
     frequencies: tuple[int, float, RopeScaling | None] | None = None,
 ) -> Tensor:
-    """Attention of x [B, T, D] on itself and on what ctx.cache holds: projections p/w_q, w_k, w_v, w_o (and biases b_*), RoPE where
-    `frequencies` (head_dim, theta, scaling) are given. With a cache the new keys and values are written into it, in place.
+    """Return self-attention of x [B, T, D], including the positions in ctx.cache: projections p/w_q, w_k, w_v, w_o and
+    biases b_*.
 
-    heads, kv_heads: of the whole model. Under tp w_q and w_o are of this rank's heads; w_k and w_v of its key/value heads, or whole
-    where those are fewer than tp, and then of that one alone which this rank's heads use.
-    Communicates over tp: see `enter` and `leave`, once each.
+    frequencies: (head_dim, theta, scaling) of RoPE, or None. With a cache the new keys and values are written into it,
+    in place. heads, kv_heads: of the whole model. Under tp w_q and w_o hold this rank's heads, w_k and w_v its
+    key/value heads; if there are fewer key/value heads than ranks, w_k and w_v are whole, and the rank uses only the
+    one head that its query heads need. Communicates over tp: see `enter` and `leave`, once each.
     """
     tp = ctx.mesh["tp"]
     if kv_heads < tp.size:
-        # Ranks in a row share a head. No bias here: models that have them have as many key/value heads as heads.
+        # Consecutive ranks share a head. There are no biases to narrow: models with biases have as many key/value heads
+        # as heads.
         p = {**p, **{n: own_part(p[n], tp.rank * kv_heads // tp.size, kv_heads, -1) for n in ("w_k", "w_v")}}
     x = enter(x, ctx, "blocks/attn")
     q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}"), ctx) for n in "qkv")
@@ -193,13 +206,15 @@ def self_attention(
 
 
 def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
-    """y @ w (+ b) as the last product of a tensor-parallel region: y [B, T, in/tp] and w [in/tp, D] are this rank's, b [D] is whole."""
+    """y @ w (+ b) as the last product of a tensor-parallel region: y [B, T, in/tp] and w [in/tp, D] are this rank's, b
+    [D] is whole.
+    """
     y = leave(linear(y, w, ctx=ctx), ctx, leaf)
-    return y if b is None else y + b.to(y.dtype)  # once, behind the sum
+    return y if b is None else y + b.to(y.dtype)  # added once, after the sum over ranks
 
 
 def swiglu(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-    """silu(x w_gate) * (x w_up), times w_down (Shazeer 2020, "GLU variants improve transformer", equation 6).
+    """Return (silu(x w_gate) * (x w_up)) w_down (Shazeer 2020, "GLU variants improve transformer", equation 6).
 
     Communicates over tp: see `enter` and `leave`, once each.
     """
@@ -213,7 +228,7 @@ def swiglu(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
 
 
 def expect_plain(ctx: Ctx) -> None:
-    """Raise ValueError where an MLP cannot be computed in tiles."""
+    """Raise ValueError if the MLP cannot be computed in tiles because it multiplies in float8."""
     if ctx.matmul:
         raise ValueError(
             f"mlp_tiles is {ctx.tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 form; use mlp_tiles=1"
@@ -221,7 +236,7 @@ def expect_plain(ctx: Ctx) -> None:
 
 
 def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
-    """Rows of w [V, D] for batch["tokens"], in the dtype of the computation: [B, T, D], or this rank's range of T.
+    """Return the rows of w [V, D] for batch["tokens"] in ctx.dtype: [B, T, D], or this rank's range of T.
 
     Under tp w is this rank's rows [V/tp, D]. Communicates: see `leave`.
     """
@@ -235,9 +250,11 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
 
 
 def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx) -> Tensor:
-    """All logits [B, T, V] of x [B, T, D] in a tensor-parallel region and w [V, D], or this rank's rows [V/tp, D].
+    """Return all logits [B, T, V] of x [B, T, D] inside a tensor-parallel region and w [V, D] or this rank's rows
+    [V/tp, D].
 
-    Communicates: a psum of [B, T, V], not an all_gather, as the result is the same on all ranks: then so is each one's gradient.
+    Communicates: a psum of [B, T, V] zero-padded logits. (Not an all_gather, whose backward pass would sum the ranks'
+    gradients: the result is used in the same way on all ranks.)
     """
     logits, tp = x @ w.to(x.dtype).T, ctx.mesh["tp"]
     if tp.size == 1:

@@ -34,7 +34,14 @@ from fzero.sharding import Mesh, Rules
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama. Residual branches and embeddings are dropped out at rate `dropout`."""
+    """The sizes of a Llama; the defaults are those of Llama 2 7B. Dropout at rate `dropout` applies to embeddings and
+    residual branches.
+
+    Raises ValueError if heads do not divide d_model or each other, if a head's size is odd, or for an unknown pattern.
+
+    >>> LlamaConfig(d_model=64, n_heads=4, n_kv_heads=2).key_dim
+    16
+    """
 
     vocab_size: int = 32000
     max_len: int = 4096
@@ -63,7 +70,7 @@ class LlamaConfig:
 
     @property
     def key_dim(self) -> int:
-        """The dims K of a head."""
+        """The size K of a head."""
         return self.head_dim or self.d_model // self.n_heads
 
 
@@ -74,12 +81,14 @@ RULES = (
     (r"^blocks/norm_", "[L/pp, D]"),
     (r"^head/norm/", "[D]"),
 )
-SHARED_KV_RULES = ((r"/attn/w_[kv]$", "[L/pp, D, G] +tp"),)  # fewer heads than tp: whole, and each rank uses one
+SHARED_KV_RULES = ((r"/attn/w_[kv]$", "[L/pp, D, G] +tp"),)  # fewer heads than ranks: each rank holds all of them and uses one
 MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp, F/tp, D]"))
 
 
 def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> Tree:
-    """The parameters of a Llama whose feed-forward part is `feed_forward(w, out_std)`; `w(name, *shape, std=...)` makes a leaf of it."""
+    """Make the parameters of a Llama. feed_forward(w, out_std) makes those of the feed-forward part by `w(name, *shape,
+    std=...)`.
+    """
     layers, d, q, kv = c.n_layers, c.d_model, c.n_heads * c.key_dim, c.n_kv_heads * c.key_dim
     out_std = c.init_std / math.sqrt(2 * layers)
 
@@ -110,32 +119,35 @@ def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> T
 
 
 def embed(c: LlamaConfig, params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
-    """The tokens' rows [B, T, D]."""
+    """Return the embeddings [B, T, D] of the tokens, with dropout."""
     return dropout(embed_tokens(params["embed"]["tokens"], batch, ctx), c.dropout, "embed", ctx)
 
 
 def attend(c: LlamaConfig, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(x behind the attention half of a block, the same normed for the other half)."""
+    """Return (x after the attention half of a block, the same normalised for the feed-forward half)."""
     h = norm(p["norm_1"], x, c.norm_eps, ctx)
     frequencies, pattern = (c.key_dim, c.rope_theta, c.rope_scaling), Pattern.parse(c.pattern)
     h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies)
     return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
 
 
-def normed(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(normed x [B, T, D] in the head's tensor-parallel region, the head's w [V, D] or this rank's rows of it)."""
+def head_inputs(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """Return (normalised x [B, T, D] inside the head's tensor-parallel region, the head's w [V, D] or this rank's rows
+    of it).
+    """
     w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
     return enter(norm(params["head"]["norm"], x, c.norm_eps, ctx), ctx, "head"), w
 
 
 def logits(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-    """All logits [B, T, V] of the activations x [B, T, D] behind the last block."""
-    return vocabulary_logits(*normed(c, params, x, ctx), ctx)
+    """Return all logits [B, T, V] of the activations x [B, T, D] after the last block."""
+    return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx)
 
 
 def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -> Rules[str]:
-    """The sharding rules on a mesh, with those of the feed-forward part; raises ValueError where tp divides heads, vocabulary or hidden
-    units unevenly.
+    """Return the sharding rules on a mesh, with those of the feed-forward part.
+
+    Raises ValueError if tp does not divide heads, vocabulary or hidden units.
     """
     expect_divisible(
         mesh,
@@ -149,12 +161,31 @@ def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -
 
 
 def llama(config: LlamaConfig) -> Model:
-    """The Llama of these sizes, as a Model."""
+    """Return the Llama of these sizes, as a Model.
+
+        each block: x = x + attn(rms_norm(x)),  x = x + (silu(h w_gate) * (h w_up)) w_down with h = rms_norm(x)
+
+    Attention with RoPE and grouped query heads. Heads, feed-forward units and vocabulary are split over tp, layers over
+    pp.
+
+    >>> from fzero import models
+    >>> models.num_params(llama(LlamaConfig(vocab_size=32, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32)))
+    3376
+
+    Ref: Touvron et al. 2023, "Llama 2", arXiv:2307.09288, section 2.2; Grattafiori et al. 2024, "The Llama 3 herd of
+    models", arXiv:2407.21783, section 3.2.
+    """
     c = config
 
     def mlp(w: Callable[..., Any], out_std: float) -> Tree:
         d, f = c.d_model, c.d_ff
-        return {"mlp": {"w_gate": w("mlp/w_gate", d, f), "w_up": w("mlp/w_up", d, f), "w_down": w("mlp/w_down", f, d, std=out_std)}}
+        return {
+            "mlp": {
+                "w_gate": w("mlp/w_gate", d, f),
+                "w_up": w("mlp/w_up", d, f),
+                "w_down": w("mlp/w_down", f, d, std=out_std),
+            }
+        }
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         x, h = attend(c, p, x, ctx)
@@ -165,7 +196,7 @@ def llama(config: LlamaConfig) -> Model:
         init=lambda make: init(c, make, mlp),
         embed=lambda params, batch, ctx: embed(c, params, batch, ctx),
         block=block,
-        head=lambda params, x, batch, ctx: Loss(*token_loss(*normed(c, params, x, ctx), batch, ctx)),
+        head=lambda params, x, batch, ctx: Loss(*token_loss(*head_inputs(c, params, x, ctx), batch, ctx)),
         logits=lambda params, x, ctx: logits(c, params, x, ctx),
         rules=lambda mesh: rules(c, mesh, MLP_RULES, Split("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),

@@ -1,4 +1,4 @@
-"""LoRA: a weight that stays as it is plus a trained product of low rank.
+"""LoRA: add a trained product of low rank to weights that stay frozen.
 
 Ref: Hu et al. 2021, "LoRA: low-rank adaptation of large language models", arXiv:2106.09685, section 4.1.
 """
@@ -21,7 +21,13 @@ LORA = r"_lora_[ab]$"  # the leaves that are trained
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """The configuration of a model with LoRA: what it adds, beside the base model's, whose attributes are read through it."""
+    """The config of a model with LoRA; attributes that it lacks are read from `base`, the config of the model without
+    LoRA.
+
+    >>> from fzero import models
+    >>> LoRAConfig(models.MLPConfig(), rank=4, alpha=16.0, targets="/w_").d_model
+    32
+    """
 
     base: Any
     rank: int
@@ -29,21 +35,23 @@ class LoRAConfig:
     targets: str
 
     def __getattr__(self, name: str) -> Any:
-        if name == "base" or name.startswith("__"):  # not there yet, as while unpickling
+        if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
             raise AttributeError(name)
         return getattr(self.base, name)
 
 
 def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_") -> Model:
-    """The model in which each block weight w [L, in, out] whose name the regex `targets` matches is w + (alpha / rank) a b.
+    """Return the model in which each block weight w [L, in, out] whose name the regex `targets` matches becomes w +
+    (alpha / rank) a b.
 
-    Beside w are the leaves `<name>_lora_a` [L, in, rank], normal with standard deviation 1/√in, and `<name>_lora_b` [L, rank, out],
-    zero: so it begins as `model`, with the same values for the same key. Freeze the other leaves to train these alone: `LORA` matches
-    them. Where an axis shards a dim of w, the factor with that dim is sharded alike; the other one is whole, and the sum of its gradient
-    over that axis is owed.
-    The paper draws a from a Gaussian that it does not name; with 1/√in, x a has the size of x.
-    Raises ValueError where `targets` matches no leaf of the blocks, or one that is no [L, in, out], for a rank that is not in [1,
-    min(in, out)], and for an alpha that is not a positive number.
+    The new leaves are `<name>_lora_a` [L, in, rank], normal with standard deviation 1/√in, and `<name>_lora_b` [L,
+    rank, out], zero. So training begins at `model`, with the same values for the same key. To train only them, freeze
+    the leaves that `LORA` does not match. If a mesh axis shards a dim of w, the factor that has this dim is sharded in
+    the same way; the other factor is whole on all ranks, and its gradient is summed over that axis.
+
+    Raises ValueError if `targets` matches no leaf of the blocks or one that is not [L, in, out], for a rank outside [1,
+    min(in, out)], and for an alpha that is not a positive number. Differs from the paper, which does not state the
+    deviation of a: with 1/√in, x a is as large as x.
 
     >>> from fzero import models
     >>> model = lora(models.build(models.MLPConfig()), rank=4, targets=r"/w_")
@@ -72,7 +80,7 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
         return {**tree, "blocks": beside(tree["blocks"], "blocks")}
 
     def block(params: Tree, x: Any, ctx: Ctx) -> Any:
-        return model.block(_merged(params, config), x, ctx)
+        return model.block(_merge_tree(params, config), x, ctx)
 
     def rules(mesh: Mesh) -> Rules[str]:
         base = model.rules(mesh)
@@ -86,22 +94,29 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
 
 
 def merge(model: Model, params: Tree) -> Tree:
-    """The parameters of the base model that compute what `params` do in the model of `lora`, for whole leaves of any dtype.
+    """Return the parameters of the base model with the LoRA products added: they compute what `params` compute in
+    `model`.
 
-    They are summed in float32 or wider and rounded once. Raises ValueError where `model` has no LoRA.
+    model: the one that `lora` returned. params: whole (not sharded) leaves of any dtype; sums are in float32 or wider
+    and rounded once. Raises ValueError if `model` has no LoRA.
+
+    >>> from fzero import models, random
+    >>> model = lora(models.mlp(models.MLPConfig()), rank=2, targets="/w_")
+    >>> sorted(merge(model, models.init_params(model, random.key(0)))["blocks"])
+    ['scale', 'w_in', 'w_out']
     """
     if not isinstance(model.config, LoRAConfig):
         raise ValueError(
             f"merge: the model has no LoRA (its config is a {type(model.config).__name__}); give it the one that lora returned"
         )
-    return {**params, "blocks": _merged(params["blocks"], model.config)}
+    return {**params, "blocks": _merge_tree(params["blocks"], model.config)}
 
 
-def _merged(node: Tree, config: LoRAConfig) -> Tree:
+def _merge_tree(node: Tree, config: LoRAConfig) -> Tree:
     out = {}
     for key, value in node.items():
         if isinstance(value, dict):
-            out[key] = _merged(value, config)
+            out[key] = _merge_tree(value, config)
         elif f"{key}_lora_a" in node:
             wide = torch.promote_types(value.dtype, torch.float32)
             a, b = (node[f"{key}_lora_{factor}"].to(wide) for factor in "ab")

@@ -1,4 +1,6 @@
-"""Mixtral: a Llama whose feed-forward part is a mixture of experts (Jiang et al. 2024, "Mixtral of experts", section 2)."""
+"""Mixtral: a Llama whose feed-forward part is a mixture of experts (Jiang et al. 2024, "Mixtral of experts", section
+2).
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,23 @@ from fzero.core.pytree import Tree
 from fzero.kernels import moe as experts
 from fzero.models.base import Batch, Ctx, Loss, Model, token_loss
 from fzero.models.layers import Split, add, enter, leave, linear, sequence_axis
-from fzero.models.llama import LlamaConfig, attend, embed, init, logits, normed, rules
+from fzero.models.llama import LlamaConfig, attend, embed, head_inputs, init, logits, rules
 
 
 @dataclass(frozen=True)
 class MoEConfig(LlamaConfig):
-    """Sizes of a Mixtral: `n_experts` SwiGLUs of d_ff each, of which a token uses `top_k`.
+    """The sizes of a Mixtral: a Llama with `n_experts` SwiGLUs of d_ff units each, of which a token uses `top_k`.
 
-    The balance loss of a sequence is E sum_e load_e prob_e, where load_e counts e's tokens per position and prob_e is e's mean router
-    probability, both averaged over its positions and the layers (Fedus et al. 2021, "Switch transformers", equation 4, taken per
-    sequence, so that a batch may be split anyhow); the z-loss is the mean square of the router's log-sum-exp (Zoph et al. 2022,
-    "ST-MoE", equation 5). Both are weighted by the sequence's tokens.
+    The balance loss of a sequence is E sum_e load_e prob_e, where load_e counts e's tokens per position and prob_e is
+    e's mean router probability, both averaged over its positions and the layers (Fedus et al. 2021, "Switch
+    transformers", equation 4, taken per sequence, so that the loss does not depend on how a batch is split); the z-loss
+    is the mean square of the router's log-sum-exp (Zoph et al. 2022, "ST-MoE", equation 5). Both are weighted by the
+    number of tokens of the sequence that count.
+
+    Raises ValueError if top_k is not in [1, n_experts], and what LlamaConfig raises.
+
+    >>> MoEConfig(n_experts=4, top_k=2).capacity_factor  # dropless
+    0.0
     """
 
     n_experts: int = 8
@@ -47,10 +55,12 @@ MOE_RULES = (
 
 
 def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(ids int64 [B, T, k], weights [B, T, k]) for use in a tensor-parallel region. Communicates: see `layers.enter`."""
+    """(ids int64 [B, T, k], weights [B, T, k]) for use in a tensor-parallel region. Communicates: see
+    `layers.enter`.
+    """
     if sequence_axis(ctx).size == 1:
         return ids, enter(weights, ctx, "blocks/moe/router")
-    # One collective, not two: a floating number holds the number of an expert exactly.
+    # One collective in place of two: a floating-point number represents an expert's number exactly.
     both = enter(torch.cat((weights, ids.to(weights.dtype)), -1), ctx, "blocks/moe/router")
     weights, ids = both.chunk(2, -1)
     return ids.to(torch.int64), weights
@@ -69,7 +79,18 @@ def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
 
 
 def mixtral(config: MoEConfig) -> Model:
-    """The Mixtral of these sizes, as a Model. Beside the activations x travel each sequence's routing statistics, summed over layers."""
+    """Return the Mixtral of these sizes, as a Model.
+
+    A block routes each token to top_k experts: out = sum over them of weight_e expert_e(h). The activations are a tree:
+    x, and the routing statistics of each sequence, summed over layers. The loss reports cross_entropy, balance and
+    router_z in `extra`. Experts are split over ep, their units over tp, layers over pp.
+
+    >>> model = mixtral(MoEConfig(vocab_size=32, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, n_experts=2))
+    >>> model.init(lambda name, shape, std, mean=0.0: shape)["blocks"]["moe"]["w_gate"]
+    (1, 2, 16, 32)
+
+    Ref: Jiang et al. 2024, "Mixtral of experts", arXiv:2401.04088, section 2.
+    """
     c = config
 
     def moe(w: Callable[..., Any], out_std: float) -> Tree:
@@ -101,7 +122,7 @@ def mixtral(config: MoEConfig) -> Model:
         }
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
-        total, num_tokens = token_loss(*normed(c, params, state["x"], ctx), batch, ctx)
+        total, num_tokens = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
         z: Tensor = state["z"]
         weight = batch["mask"].sum(1).to(z.dtype) if "mask" in batch else torch.full_like(z, batch["targets"].shape[1])
         balance = (c.n_experts * (state["load"] * state["prob"]).sum(-1) / c.n_layers**2 * weight).sum()

@@ -1,4 +1,4 @@
-"""A small residual MLP over tokens: each position is on its own, so it is fast, and laws are tested on it."""
+"""A small residual MLP over tokens, for tests: positions do not interact, so it is fast."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
-from fzero.models.layers import Split, embed_tokens, enter, expect_divisible, leave_linear, linear, norm, vocabulary_logits
+from fzero.models.layers import (
+    Split,
+    embed_tokens,
+    enter,
+    expect_divisible,
+    leave_linear,
+    linear,
+    norm,
+    vocabulary_logits,
+)
 from fzero.sharding import Mesh, Rules
 
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """Sizes of an MLP: it predicts a token's target from the token alone."""
+    """The sizes of an MLP that predicts a token's target from the token alone.
+
+    >>> MLPConfig(n_layers=3).d_ff
+    64"""
 
     vocab_size: int = 256
     max_len: int = 1024
@@ -34,7 +46,12 @@ RULES = (
 
 
 def mlp(config: MLPConfig) -> Model:
-    """The MLP of these sizes, as a Model."""
+    """Return the MLP of these sizes, as a Model.
+
+        each block: x = x + tanh(rms_norm(x) w_in) w_out
+
+    >>> mlp(MLPConfig()).config.n_layers
+    2"""
     c = config
 
     def init(make: MakeLeaf) -> Tree:

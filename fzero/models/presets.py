@@ -1,4 +1,4 @@
-"""The named models. Sizes are those published; `tiny` and `small` are for a CPU, on bytes."""
+"""The named models, with the published sizes. `tiny` and `small` are for training on bytes on a CPU."""
 
 from __future__ import annotations
 
@@ -74,17 +74,32 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The sizes of a named model; raises ValueError naming the nearest preset."""
+    """Return the sizes of a named model, a config; `PRESETS` has the names.
+
+    Raises ValueError naming the nearest preset for an unknown name.
+
+    >>> preset("gpt2-124m").n_layers
+    12
+    """
     if name not in PRESETS:
         raise ValueError(f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 
-BUILDERS: dict[type, Callable[[ModelConfig], Model]] = {GPT2Config: gpt2, LlamaConfig: llama, MoEConfig: mixtral, MLPConfig: mlp}
+BUILDERS: dict[type, Callable[[ModelConfig], Model]] = {
+    GPT2Config: gpt2,
+    LlamaConfig: llama,
+    MoEConfig: mixtral,
+    MLPConfig: mlp,
+}
 
 
 def build(config: ModelConfig) -> Model:
-    """The Model of these sizes."""
+    """Return the Model of a config, by the config's type.
+
+    >>> build(preset("llama-tiny")).config.d_ff
+    704
+    """
     return BUILDERS[type(config)](config)
 
 
@@ -92,5 +107,5 @@ FAMILIES: dict[str, type] = {"gpt2": GPT2Config, "llama": LlamaConfig, "mixtral"
 
 
 def family_of(model: ModelConfig) -> str:
-    """The family's name of a model config."""
+    """The name of the model family that a config belongs to."""
     return next(name for name, kind in FAMILIES.items() if type(model) is kind)

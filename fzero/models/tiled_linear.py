@@ -1,21 +1,23 @@
-"""Layers too large for the device, in tiles: a linear and the feed-forward parts, whose parameters are had one tile at a time.
+"""Linear layers and MLPs too large for the device, computed in tiles whose parameters are fetched one tile at a time.
 
     linear, tiles of columns:  y[:, s] = x w[:, s] + b[s]            dx = sum over s of dy[:, s] w[:, s]^T
     linear, tiles of rows:     y = sum over s of x[:, s] w[s]        dx[:, s] = dy w[s]^T
     mlp, tiles of units:       y = sum over s of act(x w_in[:, s] + b_in[s], ...) w_out[s]
 
-with s the tile's range. A tile of the hidden activations is all of them that is ever alive, and the backward pass computes it again: x
-alone is kept for it. Sums over tiles are made in order, in float32 or wider.
+where s is the tile's range. Only one tile of the hidden activations exists at a time; the backward pass recomputes it
+from x, the only tensor that is kept. Sums over tiles run in order, in float32 or wider.
 
-`tiled_linear`, `tiled_mlp` and `tiled_gelu_mlp` are differentiable functions of whole tensors. Below them, `TiledLinear` and `TiledMLP`
-take each tile's parameters from a function `fetch` and hand its gradients to a function `put`: they may lie in memory, on the host or on a
-disk. Forward and backward each ask for tile 0, 1, ... in this order, and let go of one before they ask for the next. With `read_ahead` the
-next ones are read meanwhile.
+`tiled_linear`, `tiled_mlp` and `tiled_gelu_mlp` are differentiable functions of whole tensors. Below them,
+`TiledLinear` and `TiledMLP` take each tile's parameters from a function `fetch` and hand its gradients to a function
+`put`: they may be in memory, on the host or on a disk. Forward and backward pass each fetch tile 0, 1, ... in this
+order, and release one before they fetch the next. With `read_ahead` the next tiles are read in the background.
 
-Tiles of columns sum the same products as the untiled one, in the order that the machine's BLAS takes for their shape: the bits may be
-those of the untiled product (MKL on one thread of a Xeon mostly) or differ by rounding (MKL on an EPYC), and no code may
-rely on either. Other results are sums over tiles, and differ by rounding. One way of tiling gives the same bits wherever its tiles lie.
-Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 5.1.3.
+Tiles of columns sum the same products as the untiled one, in the order that the machine's BLAS takes for their shape:
+the bits may be those of the untiled product (MKL on one thread of a Xeon mostly) or differ by rounding (MKL on an
+EPYC), and no code may rely on either. Other results are sums over tiles, and differ by rounding. One way of tiling
+gives the same bits wherever its tiles lie.
+Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section
+5.1.3.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ from fzero.kernels.op_function import Fused, operator
 
 
 def tile_spans(size: int, tiles: int, what: str = "the dim") -> list[slice]:
-    """The ranges of `tiles` tiles of a dim, as even as can be: the first size % tiles have one more.
+    """Split a dim into `tiles` ranges of nearly equal size: the first size % tiles have one element more.
 
-    Raises ValueError where one would be empty.
+    Raises ValueError if a tile would be empty.
     """
     if not 1 <= tiles <= size:
         raise ValueError(f"tiles is {tiles}; {what} has size {size}, so tiles must be in 1..{size}")
@@ -54,9 +56,10 @@ def tile_spans(size: int, tiles: int, what: str = "the dim") -> list[slice]:
 
 @contextlib.contextmanager
 def read_ahead(fetch: Fetch, tiles: int, ahead: int) -> Iterator[Fetch]:
-    """`fetch` for tiles 0, 1, ... in this order, once each, with up to `ahead` later ones fetched meanwhile in a thread of its own.
+    """A context that wraps `fetch` so that a thread fetches up to `ahead` tiles in advance; tiles are taken in order,
+    once each.
 
-    At most ahead + 1 tiles are alive, with the one in use. An error in `fetch` is raised where its tile is asked for.
+    At most ahead + 1 tiles are alive, including the one in use. An error in `fetch` is raised when its tile is taken.
     """
     if ahead < 0:
         raise ValueError(f"ahead is {ahead}; it must be at least 0")
@@ -84,8 +87,8 @@ def read_ahead(fetch: Fetch, tiles: int, ahead: int) -> Iterator[Fetch]:
         pool.shutdown(cancel_futures=True)
 
 
-def _plus(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`total`, None for 0, plus a @ b, in float32 or wider: in place."""
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Add a @ b to `total` in place, in float32 or wider; None counts as 0."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if total is None:
         return (a @ b).to(wide)
@@ -94,13 +97,13 @@ def _plus(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TiledLinear:
-    """x [N, D] @ w [D, F] (+ bias) in tiles of w: of its columns (dim 1) or its rows (dim 0), as `tile_spans(size, tiles)` says.
+    """x [N, D] @ w [D, F] (+ bias) in tiles of w's columns (dim 1) or rows (dim 0), split by `tile_spans(size, tiles)`.
 
-    fetch(i) gives (w[:, s], and bias[s] where there is one) or (w[s],): a bias behind tiles of rows is the caller's to add. They may
-    have any strides and dtype, and are used in x's. Nothing here is seen by autograd.
+    fetch(i) returns (w[:, s],) or (w[:, s], bias[s]) for columns, (w[s],) for rows, where the caller adds the bias.
+    Parameters may have any strides and dtype, and are converted to x's dtype. Not recorded by autograd.
     """
 
-    size: int  # of the dim of w that is in tiles
+    size: int  # of the tiled dim of w
     tiles: int
     dim: int = 1
 
@@ -111,7 +114,7 @@ class TiledLinear:
         for i, s in enumerate(spans):
             w, *bias = fetch(i)
             if self.dim == 0:
-                y = _plus(y, x[:, s], w.to(x.dtype))
+                y = _add_product(y, x[:, s], w.to(x.dtype))
             else:
                 y = x.new_empty(x.shape[0], self.size) if y is None else y
                 torch.mm(x, w.to(x.dtype), out=y[:, s])
@@ -132,7 +135,7 @@ class TiledLinear:
                 torch.mm(dy, wt, out=dx[:, s])
                 ours = x[:, s], dy
             else:
-                dx = _plus(dx, dy[:, s], wt)
+                dx = _add_product(dx, dy[:, s], wt)
                 ours = x, dy[:, s]
             if put:
                 grads = [ours[0].t() @ ours[1], *([ours[1].sum(0)] if len(params) > 1 else [])]
@@ -144,11 +147,13 @@ class TiledLinear:
 
 @dataclass(frozen=True)
 class TiledMLP:
-    """sum over tiles of activation(x w_1 + b_1, ..., x w_k + b_k) w_out, for x [N, D]: a feed-forward part in tiles of its units.
+    """sum over tiles of activation(x w_1 + b_1, ..., x w_k + b_k) w_out, for x [N, D]: an MLP in tiles of its hidden
+    units.
 
-    fetch(i) gives (w_1, ..., w_k [D, f], then b_1, ..., b_k [f] where `biased`, then w_out [f, D]) of tile i: it says which units those
-    are. They may have any strides and dtype, and are used in x's. An array of w_in transposed, [F, D], has its tiles in rows as w_out has,
-    which one read of a disk brings. A bias behind the last product is the caller's to add. Nothing here is seen by autograd.
+    fetch(i) returns (w_1, ..., w_k [D, f], then b_1, ..., b_k [f] if `biased`, then w_out [f, D]) of tile i, and
+    decides which units these are. Parameters may have any strides and dtype, and are converted to x's dtype. Store w_in
+    transposed, [F, D], on a disk: its tiles are then contiguous rows, like those of w_out. The caller adds a bias after
+    the last product. Not recorded by autograd.
     """
 
     activation: Callable[..., Tensor]  # of k tensors [N, f]; elementwise
@@ -157,7 +162,7 @@ class TiledMLP:
     biased: bool = False
 
     def _inner(self, params: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-        """The k products in front of the activation."""
+        """The k inputs of the activation."""
         pre = [x @ w.to(x.dtype) for w in params[: self.inner]]
         if self.biased:
             pre = [p.add_(b.to(x.dtype)) for p, b in zip(pre, params[self.inner :])]
@@ -169,7 +174,7 @@ class TiledMLP:
         y = None
         for i in range(self.tiles):
             params = fetch(i)
-            y = _plus(y, self.activation(*self._inner(params, x)), params[-1].to(x.dtype))
+            y = _add_product(y, self.activation(*self._inner(params, x)), params[-1].to(x.dtype))
             del params
         return y.to(x.dtype)
 
@@ -186,7 +191,7 @@ class TiledMLP:
             del h
             grads = pair.backward(residuals, [dy @ weights[-1].t()])
             for w, g in zip(weights, grads):
-                dx = _plus(dx, g, w.t())
+                dx = _add_product(dx, g, w.t())
             if put:
                 biases = [g.sum(0) for g in grads] if self.biased else []
                 grads = [*(x.t() @ g for g in grads), *biases, *dw_out]
@@ -198,9 +203,9 @@ class TiledMLP:
 def tiled_linear(x: Tensor, w: Tensor, tiles: int, bias: Tensor | None = None, *, dim: int = 1) -> Tensor:
     """x [..., D] @ w [D, F] (+ bias [F]) in x's dtype, in tiles of the columns of w (dim 1) or of its rows (dim 0).
 
-    Beside x, y and the gradients no more is alive than a tile's: what w's dtype is not x's for is cast tile by tile. Differentiable once;
-    under vmap, jvp and higher orders of torch.func it is the plain product.
-    Raises ValueError for shapes that do not fit and for tiles that would be empty.
+    Needs memory for x, y, the gradients and one tile: if w has another dtype than x, it is cast tile by tile.
+    Differentiable once; under vmap, jvp and higher orders of torch.func it is the plain product. Raises ValueError for
+    shapes that do not fit and for tiles that would be empty.
     """
     if dim not in (0, 1):
         raise ValueError(f"dim is {dim}; it must be 1 (tiles of w's columns) or 0 (of its rows)")
@@ -212,10 +217,11 @@ def tiled_linear(x: Tensor, w: Tensor, tiles: int, bias: Tensor | None = None, *
 
 
 def tiled_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, tiles: int, *, impl: str = "auto") -> Tensor:
-    """swiglu(x w_gate, x w_up) w_down for x [..., D], w_gate and w_up [D, F], w_down [F, D], in x's dtype, in tiles of the F units.
+    """swiglu(x w_gate, x w_up) w_down for x [..., D], w_gate and w_up [D, F], w_down [F, D], in x's dtype, in tiles of
+    the F units.
 
-    Only a tile of the hidden activations is alive, forward and backward; x alone is kept between. impl: the form of `swiglu`.
-    Differentiable once; under vmap, jvp and higher orders of torch.func it is the plain formula.
+    Only one tile of the hidden activations exists at a time, forward and backward; only x is kept between. impl: the
+    form of `swiglu`. Differentiable once; under vmap, jvp and higher orders of torch.func it is the plain formula.
     Raises ValueError for shapes that do not fit and for tiles that would be empty.
     """
     d, f = x.shape[-1], w_gate.shape[-1]
@@ -224,11 +230,18 @@ def tiled_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, tiles: in
 
 
 def tiled_gelu_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, tiles: int, b_in: Tensor | None = None, b_out: Tensor | None = None) -> Tensor:
-    """gelu(x w_in + b_in) w_out + b_out for x [..., D], w_in [D, F], w_out [F, D], the biases [F] and [D]: as `tiled_mlp`, with the tanh
-    form of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    """gelu(x w_in + b_in) w_out + b_out for x [..., D], w_in [D, F], w_out [F, D], biases [F] and [D], in tiles as
+    `tiled_mlp`.
+
+    With the tanh form of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
     """
     f, out = w_in.shape[-1], w_out.shape[-1]
-    shapes = {"w_in": (w_in, (x.shape[-1], f)), "w_out": (w_out, (f, out)), "b_in": (b_in, (f,)), "b_out": (b_out, (out,))}
+    shapes = {
+        "w_in": (w_in, (x.shape[-1], f)),
+        "w_out": (w_out, (f, out)),
+        "b_in": (b_in, (f,)),
+        "b_out": (b_out, (out,)),
+    }
     _expect(x, shapes)
     y = _apply("gelu", x, [w_in, w_out] if b_in is None else [w_in, b_in, w_out], tiles)
     return y if b_out is None else y + b_out.to(x.dtype)
@@ -246,10 +259,10 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Layer(NamedTuple):
-    """A layer in tiles, of parameters in memory."""
+    """A tiled layer whose parameters are whole tensors in memory."""
 
     run: TiledLinear | TiledMLP
-    dims: tuple[int, ...]  # of each parameter, the one in tiles
+    dims: tuple[int, ...]  # the tiled dim of each parameter
     spans: list[slice]
 
     def tile(self, wholes: Sequence[Tensor], i: int) -> list[Tensor]:
@@ -280,20 +293,24 @@ def _layer(kind: str, params: Sequence[Tensor], tiles: int, impl: str) -> _Layer
     return _Layer(TiledMLP(activation, tiles, inner, biased), dims, tile_spans(size, tiles, "F, the units,"))
 
 
-# As operators: a compiler that saw the tiles would compute them all and then put their gradients together, with twice the memory of those.
+# Custom operators, opaque to the compiler: it would otherwise compute all tiles and then concatenate their gradients,
+# at twice their memory.
 @operator(
     "tiled_layer(Tensor x, Tensor[] params, str kind, int tiles, str impl) -> Tensor",
     lambda x, params, *_: x.new_empty(x.shape[0], params[-1].shape[-1]),
 )
 def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, impl: str) -> Tensor:
-    """y [N, F] of x [N, D] and a layer of this kind (see `_layer`)."""
+    """Return y [N, F] of x [N, D] for a layer of this kind (see `_layer`)."""
     layer = _layer(kind, params, tiles, impl)
     return layer.run.forward(functools.partial(layer.tile, params), x)
 
 
 @operator(
     "tiled_layer_backward(Tensor x, Tensor[] params, Tensor dy, str kind, int tiles, str impl, bool frozen) -> Tensor[]",
-    lambda x, params, dy, kind, tiles, impl, frozen: [x.new_empty(x.shape), *(torch.empty_like(p) for p in ([] if frozen else params))],
+    lambda x, params, dy, kind, tiles, impl, frozen: [
+        x.new_empty(x.shape),
+        *(torch.empty_like(p) for p in ([] if frozen else params)),
+    ],
 )
 def tiled_layer_backward(x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, impl: str, frozen: bool) -> list[Tensor]:
     """The gradients of x and, unless they are frozen, of the parameters."""

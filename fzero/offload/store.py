@@ -330,7 +330,7 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         record = read_step_manifest(folder)
         if record is not None and not record.done:
             raise ValueError(
-                f"{folder}: holds step {record.step} of a run that is not over; resume it (--resume), or give another folder (--nvme)"
+                f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or give another folder (--nvme)"
             )
     if is_url(folder):
         write_text(folder, STORE, json.dumps(wanted))

@@ -129,7 +129,7 @@ def with_kernel(
                 shape = tuple(row.p.shape)
                 shard, offset = at[row.name] if at else (shape, (0,) * len(shape))
                 start, whole = kept.shards.window(row.name, shard)
-                place = optim_lowbit.place(_key(kept.seed, row.name), shape, tuple(map(operator.add, start, offset)), whole)
+                place = optim_lowbit.make_place(_key(kept.seed, row.name), shape, tuple(map(operator.add, start, offset)), whole)
             found.append(Leaf(row.p, row.g, row.slots, info(row.name, row.p), place))
         return found, fixed._replace(scalars=scalars(state.count), count=state.count)
 

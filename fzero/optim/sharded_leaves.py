@@ -165,9 +165,9 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
     return ShardedLeaves(parts, gather, own, total, on_matrices, norm, vary, place, _row_squares if ordered else _piece_square)
 
 
-def sharded_by(plan: Plan, mesh: Mesh) -> ShardedLeaves:
+def sharded_by(plan: Plan) -> ShardedLeaves:
     """What the optimizer of a train step can ask of the leaves of its plan."""
-    return sharded(plan.opt, mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    return sharded(plan.opt, plan.mesh, like=plan.like, ordered=plan.reduce == "canonical")
 
 
 def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:

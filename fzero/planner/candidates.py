@@ -194,7 +194,7 @@ class Sketcher:
 
     def _plan(self, dp: int, rp: int, tp: int, zero: int) -> tuple[Plan, dict[str, int], dict[str, int]]:
         """(the plan, elements of a rank by kind, elements of the embedding, a layer and the head)."""
-        plan = zero_plan(zero, self.model, fake_mesh({"dp": dp, "rp": rp, "tp": tp}))
+        plan = zero_plan(zero, self.model, fake_mesh({"dp": dp, "rp": rp, "tp": tp}), policy=self.policy)
         trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
         return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
 

@@ -80,7 +80,7 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
     full, name, kind = names_of(func)
     if func.is_view or (full.startswith("fzero.") and name in COLLECTIVES):
         return None
-    if name == "launched":  # a kernel that is no operator: what it reads, what it writes
+    if name == "record_launch":  # a kernel that is no operator: what it reads, what it writes
         full, name, kind = _launched(args[0])
         args, out = args[1:], args[2]
     given = list(_tensors((args, tuple(x for key, x in kwargs.items() if key != "out"))))

@@ -122,7 +122,7 @@ def plan(
 
     >>> report = plan("llama-tiny", {"dp": 4}, settings={"zero": 3, "train.batch": 16, "precision.policy": "bf16"})
     >>> report.fits, report.num_params
-    (True, 3017984)
+    (True, 3082496)
     """
     config = config_for(model, settings)
     device = device_for(gpu)

@@ -28,9 +28,10 @@ from fzero.sharding import Mesh, Plan, Spec, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.memory import Offload
 from fzero.sharding.slices import STACKED, local_numel
 from fzero.train.eval import make_eval_step
+from fzero.train.execution import Execution
 from fzero.train.init import init_state
 from fzero.train.sdc_check import make_check
-from fzero.train.spike import Spike
+from fzero.train.spike import Skip, Spike
 from fzero.train.state import TrainState, meta_state, state_specs
 from fzero.train.state_on_disk import lost_leaves, reopened
 from fzero.train.step import make_train_step
@@ -40,16 +41,24 @@ class Job(NamedTuple):
     """What a config means, as values."""
 
     config: RunConfig
-    mesh: Mesh
     model: Model
-    plan: Plan
+    plan: Plan  # with its mesh and its policy
     tx: GradientTransformation
     schedule: Schedule
-    policy: Policy
     space: Nvme | None  # where what is on a disk lives
     train_step: Callable[[TrainState, Any], Any]
     eval_step: Callable[[Tree, Any], Any]
-    check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see crosscheck.make_check
+    check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see make_check
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the plan."""
+        return self.plan.mesh
+
+    @property
+    def policy(self) -> Policy:
+        """The dtypes of the plan."""
+        return self.plan.policy
 
 
 def build(
@@ -65,7 +74,7 @@ def build(
 
     folder: of the run, for what is on a disk where the config names no other place. No parameter is made. space: where that is in place of
     the config's own (a plan has no disk). model: the one of config.model, where it was built before: what was compiled for it serves again.
-    layers: of a plan, see make_train_step.
+    layers: of a plan, which learns of all layers from a few: only the first ones are run (0: all).
     Raises ValueError for a mesh that does not fit the processes, the model, the sequences or the micro-batches.
     """
     assert "auto" not in (config.precision.policy, config.train.compiled), "settle the config first"
@@ -78,45 +87,36 @@ def build(
         config.zero,
         model,
         mesh,
+        policy=make_policy(config),
         reduce=config.reduce,
         accumulate=config.accumulate,
         sequence=config.sequence,
         reshard=config.reshard,
         offload=config.offload,
     )
-    policy = make_policy(config)
     t = config.train
     tx = make_optimizer(config.optim, t.steps, kernels=Kernels.parse(t.kernels), seed=t.seed)
     space = make_space(config, folder, mesh) if space is None else space
     if space is not None:
-        space.need(buffer_bytes(plan, policy, mesh, config))
+        space.need(buffer_bytes(plan, config))
     g = config.guard
     spike = Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
+    execution = Execution(t.remat, bool(t.compiled), t.kernels, config.prefetch, t.measure_every > 0, t.mlp_tiles, layers)
     train_step = make_train_step(
         model,
         tx,
         plan,
-        mesh,
-        policy=policy,
         micro_batches=micro_batches,
-        remat=t.remat,
-        compiled=bool(t.compiled),
-        kernels=t.kernels,
+        execution=execution,
         ema_decay=t.ema_decay,
-        spike=spike,
-        prefetch=config.prefetch,
+        skip=Skip(spike=spike),
         update=t.update,
-        mlp_tiles=t.mlp_tiles,
-        space=space,
-        squares=t.measure_every > 0,
-        layers=layers,
+        nvme=space,
     )
-    options = {"compiled": bool(t.compiled), "kernels": t.kernels, "prefetch": config.prefetch, "mlp_tiles": t.mlp_tiles}
-    eval_step = make_eval_step(model, mesh, plan=plan, policy=policy, **options)
-    specs = state_specs(plan, tx, policy, **kept_beside(config))
-    check = make_check(model, plan, mesh, specs, policy=policy, remat=t.remat, space=space, **options)
+    eval_step = make_eval_step(model, plan, execution=execution)
+    check = make_check(model, tx, plan, execution=execution, nvme=space, **kept_beside(config))
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
-    return Job(config, mesh, model, plan, tx, schedule, policy, space, train_step, eval_step, check)
+    return Job(config, model, plan, tx, schedule, space, train_step, eval_step, check)
 
 
 def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Nvme | None:
@@ -130,14 +130,14 @@ def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Nvme | Non
     return Nvme(place, buffer_bytes=size, slots=n.slots, verify=n.verify, settings=settings.share(mesh.size))
 
 
-def buffer_bytes(plan: Plan, policy: Policy, mesh: Mesh, config: RunConfig) -> int:
+def buffer_bytes(plan: Plan, config: RunConfig) -> int:
     """The bytes of buffers that a rank's step needs: for parameters ahead of their use, activations, gradients, and the update's units."""
-    specs, grads = pytree.named_leaves(plan.params), pytree.named_leaves(plan.grads)
+    policy = plan.policy
     parts: dict[str, int] = {}
     sums: dict[str, int] = {}
-    for name, leaf in pytree.named_leaves(plan.like).items():
+    for name, leaf in plan.leaves.items():
         part, layers = name.split("/")[0], leaf.shape[0] if name.startswith(STACKED) else 1
-        for held, spec, dtype in ((parts, specs[name], policy.param), (sums, grads[name], policy.accumulate)):
+        for held, spec, dtype in ((parts, leaf.params, policy.param), (sums, leaf.grads, policy.accumulate)):
             if spec.memory == "nvme":
                 size = local_numel(leaf.shape, Spec(spec.dims), plan.sizes) // layers * dtype.itemsize
                 held[part] = held.get(part, 0) + round_to_pages(size)
@@ -165,25 +165,25 @@ def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
 
 def kept_beside(config: RunConfig) -> dict[str, bool]:
     """What a state keeps in `extra`, as arguments of what makes or describes one."""
-    return {"ema": config.train.ema_decay > 0, "spike": config.guard.spike != "off"}
+    return {"ema": config.train.ema_decay > 0}
 
 
 def specs_of(program: Job) -> TrainState:
     """The Spec of every leaf of the state."""
-    return state_specs(program.plan, program.tx, program.policy, **kept_beside(program.config))
+    return state_specs(program.plan, program.tx, **kept_beside(program.config))
 
 
 def first_state(program: Job, params: Tree | None = None) -> TrainState:
     """The state before the first step, drawn from the config's seed, or around the given parameters."""
     config = program.config.train
     start = program.model if params is None else params
-    options = {"seed": config.seed, "policy": program.policy, "space": program.space, **kept_beside(program.config)}
-    return init_state(start, program.tx, program.plan, program.mesh, **options)
+    options = {"seed": config.seed, "nvme": program.space, **kept_beside(program.config)}
+    return init_state(start, program.tx, program.plan, **options)
 
 
 def latest(program: Job) -> TrainState:
     """This rank's state of the last complete step on the disk. Raises ValueError where it is damaged or of another run."""
-    return reopened(program.tx, program.plan, program.mesh, program.space, policy=program.policy, **kept_beside(program.config))
+    return reopened(program.tx, program.plan, program.space, **kept_beside(program.config))
 
 
 def all_on_disk(program: Job) -> bool:
@@ -195,12 +195,12 @@ def all_on_disk(program: Job) -> bool:
 
 def restore(program: Job, path: checkpoint.Folder) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, offload and policy; see `restore_state`."""
-    return restore_state(path, like_of(program), specs_of(program), program.plan, program.mesh, program.policy, program.space)
+    return restore_state(path, like_of(program), specs_of(program), program.plan, program.space)
 
 
 def like_of(program: Job) -> TrainState:
     """This rank's state with its leaves on the meta device."""
-    return meta_state(program.tx, program.plan, program.mesh, program.policy, **kept_beside(program.config))
+    return meta_state(program.plan, program.tx, **kept_beside(program.config))
 
 
 def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: checkpoint.Folder, last: int) -> checkpoint.Folder | None:
@@ -210,11 +210,11 @@ def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: chec
     """
     if shelf.record.step <= last:
         return None
-    program = program._replace(policy=make_policy(before))
+    program = program._replace(plan=replace(program.plan, policy=make_policy(before)))
     stage = before.zero if shelf.stage is None else shelf.stage
-    options = {"reduce": before.reduce, "accumulate": before.accumulate, "sequence": before.sequence}
+    options = {"reduce": before.reduce, "accumulate": before.accumulate, "sequence": before.sequence, "policy": make_policy(before)}
     there = zero_plan(stage, program.model, fake_mesh(shelf.sizes), **options)
-    old = state_specs(there, program.tx, program.policy, **kept_beside(program.config))
+    old = state_specs(there, program.tx, **kept_beside(program.config))
     return save_snapshot(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(before))
 
 

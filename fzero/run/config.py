@@ -117,7 +117,7 @@ class Guard:
     window: int = 100  # steps that the mean and the deviation remember
     warmup: int = 100  # losses seen before one is judged
     rollback_steps: int = 0  # a rollback goes back at least so many steps
-    max_rollbacks: int = 10  # without a new checkpoint behind the step that went wrong, at which the run ends
+    max_rollbacks: int = 10  # without a new checkpoint after the step that went wrong, at which the run ends
     check_every: int = 0  # steps between two comparisons of what the ranks compute and hold; 0: none
 
 
@@ -137,19 +137,10 @@ class RunConfig:
     sequence: bool = False  # sequence parallelism over tp
     accumulate: str = "shards"  # over micro-batches at stages 2 and 3: shards of gradients, or full ones
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
-    reshard: bool = True  # stage 3: a layer's parameters are dropped behind its forward pass and gathered again
+    reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again
     offload: str = ""  # where groups of leaves rest: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
     nvme: Nvme = Nvme()
     guard: Guard = Guard()
 
     def __post_init__(self) -> None:
         validate(self)
-
-
-# -- presets
-
-
-# -- tables in and out
-
-
-# -- what goes together

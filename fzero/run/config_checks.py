@@ -10,7 +10,7 @@ from typing import Any
 from fzero.core.autodiff import Remat
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
-from fzero.core.tables import Table, flat, show
+from fzero.core.tables import Table, flat, format_list
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models.presets import family_of
@@ -104,7 +104,7 @@ def validate(config: RunConfig) -> None:
     c, t = config, config.train
     if t.batch % t.micro_batch:
         sizes = [m for m in range(1, t.batch + 1) if t.batch % m == 0]
-        raise ValueError(f"train.micro_batch is {t.micro_batch} and does not divide train.batch={t.batch}; use one of {show(sizes)}")
+        raise ValueError(f"train.micro_batch is {t.micro_batch} and does not divide train.batch={t.batch}; use one of {format_list(sizes)}")
     if c.data.seq_len > c.model.max_len:
         raise ValueError(f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make one fit the other")
     remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)

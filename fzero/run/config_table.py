@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.core.pytree import nearest
-from fzero.core.tables import Table, parse_json, typed
+from fzero.core.tables import Table, check_type, parse_json
 from fzero.models import ModelConfig
 from fzero.models.presets import FAMILIES, family_of
 from fzero.run.config import RunConfig
@@ -28,13 +28,13 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
     Raises ValueError for an unknown key (with the nearest), a wrong type, a value out of range, and values that do not go together.
     """
     train, optim, sizes = (table.get(name) if isinstance(table.get(name), dict) else {} for name in ("train", "optim", "model"))
-    name = typed("preset", table.get("preset", "" if model is not None else DEFAULT_PRESET), str)
+    name = check_type("preset", table.get("preset", "" if model is not None else DEFAULT_PRESET), str)
     if not name and model is None:
         family = sizes.get("family", "")
         if family not in FAMILIES:
             raise ValueError(f"model.family is {family!r}{nearest(str(family), FAMILIES)}; it must be one of {', '.join(FAMILIES)}")
         model = FAMILIES[family]()
-    steps, optimizer = (typed(f"{a}.{b}", t[b], kind) if b in t else None for a, t, b, kind in (
+    steps, optimizer = (check_type(f"{a}.{b}", t[b], kind) if b in t else None for a, t, b, kind in (
         ("train", train, "steps", int), ("optim", optim, "name", str)))  # fmt: skip
     base = recipe(name, model, steps=steps, optimizer=optimizer)
     given = sizes.get("family", family_of(base.model))
@@ -64,7 +64,7 @@ def updated(value: Any, table: Table, where: str = "") -> Any:
                 raise ValueError(f"{name} is {new!r}; it must be a table of {', '.join(f.name for f in dataclasses.fields(old or kind))}")
             changes[key] = updated(kind() if old is None else old, new, f"{name}.")
         else:
-            changes[key] = typed(name, new, hint)
+            changes[key] = check_type(name, new, hint)
             check_leaf(name, changes[key])
     try:
         return replace(value, **changes)

@@ -1,4 +1,4 @@
-"""The corpus of a run: found or prepared, told from another one, and opened as batches for this rank."""
+"""The corpus of a run: found or prepared, identified by a digest, and opened as batches for this rank."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def find_corpus(config: Data, folder: Path, say: Say) -> Path:
     return target
 
 
-def digest(corpus: Path) -> str:
+def corpus_digest(corpus: Path) -> str:
     """A SHA-256 that says whether a corpus is the same one: of meta.json, which holds that of the text."""
     read_meta(corpus)
     return hashlib.sha256((corpus / "meta.json").read_bytes()).hexdigest()
 
 
-Part = Callable[[int, int], Batch]
+MicroBatchReader = Callable[[int, int], Batch]
 Skips = Sequence[tuple[int, int]]
 
 
@@ -80,7 +80,7 @@ def sample_at(cursor: int, skips: Skips) -> int:
     return cursor
 
 
-def open_parts(config: RunConfig, corpus: Path) -> Part:
+def open_micro_batches(config: RunConfig, corpus: Path) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, the same on every mesh.
 
     Of R data ranks, rank r computes the micro-batches r, r + R, ...
@@ -88,7 +88,7 @@ def open_parts(config: RunConfig, corpus: Path) -> Part:
     """
     t = config.train
     stream = data.TokenStream(data.open_tokens(corpus, "train"), config.data.seq_len, t.batch, t.seed)
-    return lambda sample, m: without_documents(config, stream.samples_at(sample + m * t.micro_batch, t.micro_batch))
+    return lambda sample, m: drop_documents(config, stream.samples_at(sample + m * t.micro_batch, t.micro_batch))
 
 
 def open_data(config: RunConfig, corpus: Path, mesh: Mesh) -> tuple[Callable[[int], Batch], Callable[[], Iterator[Any]]]:
@@ -97,7 +97,7 @@ def open_data(config: RunConfig, corpus: Path, mesh: Mesh) -> tuple[Callable[[in
     The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the validation batches too.
     Raises ValueError where a split is too short.
     """
-    t, length, part = config.train, config.data.seq_len, open_parts(config, corpus)
+    t, length, part = config.train, config.data.seq_len, open_micro_batches(config, corpus)
     split = data.open_tokens(corpus, "val")
     windows = t.eval_batches * t.micro_batch or None
     share = (mesh.data_rank, mesh.data_size)
@@ -108,15 +108,15 @@ def open_data(config: RunConfig, corpus: Path, mesh: Mesh) -> tuple[Callable[[in
         return {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
 
     # In batches of a micro-batch: the shapes that the training has, so that nothing is compiled again.
-    return batch_at, lambda: (without_documents(config, b) for b in data.eval_batches(split, length, t.micro_batch, windows, share))
+    return batch_at, lambda: (drop_documents(config, b) for b in data.eval_batches(split, length, t.micro_batch, windows, share))
 
 
-def without_documents(config: RunConfig, batch: Batch) -> Batch:
+def drop_documents(config: RunConfig, batch: Batch) -> Batch:
     """The batch, without document numbers where tokens attend across documents."""
     return batch if config.data.within_documents else {name: leaf for name, leaf in batch.items() if name != "documents"}
 
 
-def mean_bytes(corpus: Path) -> float:
+def bytes_per_token(corpus: Path) -> float:
     """The mean number of UTF-8 bytes of a token of the corpus; 1 for the byte tokenizer."""
     meta = read_meta(corpus)
     if meta["tokenizer"] == "bytes":

@@ -11,24 +11,24 @@ import torch
 from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
 from fzero.run.build import Job
-from fzero.run.resume.newest_state import in_memory
+from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import split_names, spread
 
 
-def evaluate_all(program: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float) -> dict[str, float]:
+def evaluate_all(job: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float) -> dict[str, float]:
     """{"val_loss": nats per token on the validation split, ...}: cross entropy; per byte where tokens are not bytes; of the average too.
 
     The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one process.
     Communicates: what the model does, and two float64 per batch over dp and rp.
     """
-    out, mesh = {}, program.mesh
-    for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(program, state))):
+    out, mesh = {}, job.mesh
+    for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(job, state))):
         if not pytree.leaves(params):
             continue
         sums = []
         for batch in batches():
-            loss = program.eval_step(params, batch)
+            loss = job.eval_step(params, batch)
             sums.append([float(loss.extra.get("cross_entropy", loss.total)), float(loss.num_tokens)])
         with mesh.ledger.phase("evaluate"):
             rows = torch.tensor(sums, dtype=torch.float64, device=device_of(mesh))
@@ -40,14 +40,14 @@ def evaluate_all(program: Job, state: TrainState, batches: Callable[[], Iterator
     return {name: value for name, value in out.items() if math.isfinite(value)}
 
 
-def at_rest(program: Job, state: TrainState) -> Any:
+def at_rest(job: Job, state: TrainState) -> Any:
     """The average of the weights in the layout of the parameters at rest, () where there is none.
 
     Communicates: where the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
     """
     ema = state.extra.get("ema", ())
-    if not pytree.leaves(ema) or not split_names(program.plan):
+    if not pytree.leaves(ema) or not split_names(job.plan):
         return ema
-    whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=program.policy.state), state.params)
-    spread(program.plan, program.mesh, in_memory(ema), whole)
+    whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=job.policy.state), state.params)
+    spread(job.plan, to_memory(ema), whole)
     return whole

@@ -36,14 +36,14 @@ def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
     params = models.build(source.config).init(lambda name, shape, std, mean=0.0: leaves[name])
     there = out.exists()
     try:
-        run_folder.create(out, value, tokenizer, imported=str(folder.resolve()), imported_from=source.kind)
-        home = run_folder.checkpoints_of(out, value)
-        checkpoint.save(home, {"params": params}, step=0, config=to_table(value), buffer_bytes=BUFFER_BYTES)
+        run_folder.create_run(out, value, tokenizer, imported=str(folder.resolve()), imported_from=source.kind)
+        checkpoint_dir = run_folder.checkpoints_of(out, value)
+        checkpoint.save(checkpoint_dir, {"params": params}, step=0, config=to_table(value), buffer_bytes=BUFFER_BYTES)
     except checkpoint.SaveFailed as error:
-        run_folder.clear(out, keep=there)
+        run_folder.clear_folder(out, keep=there)
         raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None  # a source that is damaged
     except BaseException:
-        run_folder.clear(out, keep=there)
+        run_folder.clear_folder(out, keep=there)
         raise
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     text = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"

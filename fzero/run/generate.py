@@ -30,7 +30,7 @@ def generate(
     vocab_size: int | None = None,
     eos: int | None = None,
 ) -> Tensor:
-    """The prompt `tokens` (int64 [B, T]) with `n` tokens drawn behind it: int64 [B, T + n], or shorter where all rows have met `eos`.
+    """The prompt `tokens` (int64 [B, T]) with `n` drawn tokens after it: int64 [B, T + n], or shorter where all rows have met `eos`.
 
     temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all). top_p: among the
     fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1).
@@ -91,7 +91,7 @@ def forward(model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: li
     caches = [cache._replace(length=length) if cache else () for cache in caches]
     embed, head = Group("embed", parts.embed), Group("head", parts.head)
     layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
-    ahead = Prefetcher(ParamFetcher(params, parts.plan, one_process(), tokens.device), 1)
+    ahead = Prefetcher(ParamFetcher(params, parts.plan, tokens.device), 1)
     ahead.expect([embed, *layers, head], "sample")
 
     def take(part: Group) -> Tree:

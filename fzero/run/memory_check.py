@@ -44,7 +44,7 @@ def memory_needed(program: Job) -> Memory:
     """The bytes that each rank of `program` needs, without making a tensor of it."""
     policy, plan, t, c = program.policy, program.plan, program.config.train, program.model.config
     held = pytree.named_leaves(specs_of(program))
-    like = meta_state(program.tx, plan, program.mesh, policy, bool(t.ema_decay))
+    like = meta_state(plan, program.tx, ema=bool(t.ema_decay))
     groups = pytree.named_leaves(like._replace(step=(), key=(), data_cursor=(), scaler=()))
     state = tree_bytes([x for name, x in groups.items() if held[name].memory != "nvme"])
     micro_batches = local_micro_batches(program.config, program.mesh)
@@ -99,7 +99,7 @@ def disk_needed(program: Job) -> int:
     if program.space is None:
         return 0
     plan, policy, config = program.plan, program.policy, program.config
-    like = meta_state(program.tx, plan, program.mesh, policy, config.train.ema_decay > 0)
+    like = meta_state(plan, program.tx, ema=config.train.ema_decay > 0)
     state = store_bytes(kept_leaves(like, specs_of(program), plan).values(), program.space.slots)
     dtype = policy.param if local_micro_batches(config, program.mesh) == 1 else policy.accumulate
     off = [

@@ -52,13 +52,13 @@ def free_folder(name: str, among: Path = Path("runs")) -> Path:
 def expect_free(folder: Path) -> None:
     """Raise ValueError where `folder` holds anything: a run never writes over one."""
     if folder.is_dir() and any(folder.iterdir()):
-        fix = "go on with it by --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
+        fix = "resume it with --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
         raise ValueError(f"{folder}: exists and is not empty; {fix} (--out)")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")
 
 
-def clear(folder: Path, *, keep: bool) -> None:
+def clear_folder(folder: Path, *, keep: bool) -> None:
     """Remove what is in `folder`, which was free before, and the folder itself unless `keep`."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
@@ -69,7 +69,7 @@ def clear(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def create(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **environment: Any) -> None:
+def create_run(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **environment: Any) -> None:
     """Write config.json, environment.json and tokenizer.json into `folder`; config.json last: with it the folder is a run."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer and tokenizer.json:
@@ -89,8 +89,8 @@ def create(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **enviro
     (folder / CONFIG).write_text(config_table.to_json(value), encoding="utf-8")
 
 
-def command(processes: int) -> str:
-    """How `fzero pretrain` is started with so many processes."""
+def pretrain_command(processes: int) -> str:
+    """The command that starts `fzero pretrain` with this number of processes."""
     return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
 
 
@@ -103,7 +103,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What was recorded about the machine, the corpus and the tokenizer."""
+    """The content of environment.json: machine, corpus and tokenizer."""
     path = folder / ENVIRONMENT
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
@@ -142,7 +142,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_metrics(folder: Path, step: int) -> None:
-    """Leave the rows up to `step` in metrics.jsonl, so that a resumed run writes each step once."""
+    """Remove the rows after `step` from metrics.jsonl, so that a resumed run writes each step once."""
     rows = [row for row in read_metrics(folder) if row["step"] <= step]
     partial = folder / f"{METRICS}.partial"
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

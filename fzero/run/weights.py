@@ -67,17 +67,17 @@ def plan_of(model: Model, value: RunConfig, shelf: offload_snapshot.StoreSnapsho
     return zero_plan(value.zero, model, fake_mesh(shelf.sizes), **options)
 
 
-class Trained(NamedTuple):
+class TrainedWeights(NamedTuple):
     """The weights of a run."""
 
     config: RunConfig
     model: Model
     params: Tree
     step: int
-    warnings: list[str]  # checkpoints passed over because they are damaged
+    warnings: list[str]  # lines about checkpoints that were passed over as damaged
 
 
-def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Trained:
+def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> TrainedWeights:
     """`load` whose parameters stay on a disk: in `nvme`, or in the run folder; one whole leaf is in memory at a time."""
     value = read_config(folder)
     model = models.build(value.model)
@@ -101,10 +101,10 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
     space = Nvme(nvme or folder / "nvme-sample", slots=1)
     space.need(3 * offload_snapshot.largest_group_bytes(plan, 4))
     params = offload_snapshot.write_params(read, plan, space)
-    return Trained(value, model, params, step, [f"passed over {bad}: {why}" for bad, why in damaged])
+    return TrainedWeights(value, model, params, step, [f"passed over {bad}: {why}" for bad, why in damaged])
 
 
-def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
+def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeights:
     """The newest sound weights of the run in `folder`, checked.
 
     wide: the master weights where the run has them. ema: the average of the weights.
@@ -118,7 +118,7 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
         prefix = EMA if ema else MASTER if shelf.holds(MASTER) and (wide or not shelf.holds(PARAMS)) else PARAMS
         dtype = None if wide or prefix == PARAMS else POLICIES[value.precision.policy]().param
-        return Trained(
+        return TrainedWeights(
             value, model, offload_snapshot.read_weights(shelf, plan_of(model, value, shelf), prefix, dtype), shelf.record.step, []
         )
     like = shapes_of(model)
@@ -127,13 +127,13 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> Trained:
         if ema and not any(name.startswith(EMA) for name in held.leaves):
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
         prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
-        return checkpoint.restore(held.path, as_held(held, like, prefix), under=prefix.rstrip("/")), held.step
+        return checkpoint.restore(held.path, like_saved(held, like, prefix), under=prefix.rstrip("/")), held.step
 
     (params, step), warnings = read_newest(folder, value, read)
-    return Trained(value, model, params, step, warnings)
+    return TrainedWeights(value, model, params, step, warnings)
 
 
-def as_held(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
+def like_saved(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
     """`like` in the dtypes of the leaves of a checkpoint below `prefix`."""
     dtypes = {name: leaf.dtype for name, leaf in held.leaves.items()}
     return pytree.map_named(lambda name, leaf: leaf.to(dtypes.get(prefix + name, leaf.dtype)), like)

@@ -2,7 +2,7 @@
 
 from fzero.comm.collectives import Axis
 from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
-from fzero.sharding.plan import ZERO, Plan, zero_plan
+from fzero.sharding.plan import ZERO, LeafPlan, Plan, zero_plan
 from fzero.sharding.redistribute import from_dtensor, redistribute, to_dtensor
 from fzero.sharding.rules import Rules, match_rules
 from fzero.sharding.slices import local_shape, narrow_to
@@ -12,6 +12,7 @@ __all__ = [
     "AXES",
     "ZERO",
     "Axis",
+    "LeafPlan",
     "Mesh",
     "Plan",
     "Rules",

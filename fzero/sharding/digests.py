@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.tables import device_of, sum_rows
-from fzero.core.digest import combined, digest
+from fzero.core.digest import combine, digest
 from fzero.core.pytree import Tree, named_leaves
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.slices import local_slice, whole_shape
@@ -36,8 +36,8 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
 
 
 def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
-    """One digest of all leaves under their names, in 16 hexadecimal digits, as metrics.jsonl records it for the parameters."""
-    return f"{combined(digests(tree, specs, mesh)):016x}"
+    """One digest of all leaves under their names, in 16 hexadecimal digits: what a row of metrics.jsonl has of the parameters."""
+    return f"{combine(digests(tree, specs, mesh)):016x}"
 
 
 def shard_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:

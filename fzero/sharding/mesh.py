@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fzero.comm.agreement import RollCall
+from fzero.comm.agreement import Agreement
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
@@ -32,7 +32,8 @@ AXES = {
     "cp": "context",
     "ep": "experts",
 }
-ORDER = BY_RANK  # of rank numbers, outermost first: axes that communicate most are innermost
+ORDER = BY_RANK  # of ranks, outermost first: what talks most is nearest
+DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
 _MESHES = itertools.count()  # every rank makes the same meshes in the same order
 
 
@@ -52,7 +53,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = field(default=None, compare=False)  # over the axes in use, outermost first; for DTensor
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     store: dist.Store | None = field(default=None, compare=False, repr=False)
-    roll: RollCall | None = field(default=None, compare=False, repr=False)
+    agreement: Agreement | None = field(default=None, compare=False, repr=False)
     owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
 
     def __getitem__(self, name: str) -> Axis:
@@ -85,18 +86,18 @@ class Mesh:
         return self["rp"].rank * self["dp"].size + self["dp"].rank
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which each collective first checks that all ranks of its axis have called the same one (see fzero.comm.agreement).
+        """A context in which each collective first makes sure that all ranks of its axis are at the same one (see comm.agreement).
 
         A mismatch then raises RankError naming both ranks and their calls, as does a rank that does not arrive within
         the mesh's timeout; a psum of a tensor that is the same on all ranks raises ValueError. Each collective costs
         about a millisecond more.
         """
-        return contextlib.nullcontext() if self.roll is None else self.roll.checked()
+        return contextlib.nullcontext() if self.agreement is None else self.agreement.checked()
 
     def fail(self, why: str) -> None:
-        """Publish why this rank ends, so that the errors of the other ranks name the reason."""
-        if self.roll is not None:
-            self.roll.fail(why)
+        """Leave for the other ranks why this one ends: their errors will say it."""
+        if self.agreement is not None:
+            self.agreement.fail(why)
 
     def close(self) -> None:
         """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh cannot be used afterwards."""
@@ -174,22 +175,22 @@ def make_mesh(
     used = [name for name in ORDER if sizes[name] > 1]
     device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
-    ledger, roll = Ledger(), RollCall(store, dist.get_rank(), timeout_s)
-    at, links = _coordinates(sizes, dist.get_rank()), {}
+    ledger, agreement = Ledger(), Agreement(store, dist.get_rank(), timeout_s)
+    at, communicators = _coordinates(sizes, dist.get_rank()), {}
     for name in used:
         group = device_mesh.get_group(name)
-        links[name] = Communicator(
+        communicators[name] = Communicator(
             name,
             dist.get_process_group_ranks(group),
             at[name],
             transport="nccl" if device == "cuda" else "gloo",
             ledger=ledger,
-            roll=roll,
+            agreement=agreement,
             group=group,
             ordered=ordered,
         )
-    axes = tuple(Axis(name, sizes[name], at[name], links.get(name)) for name in AXES)
-    return Mesh(axes, device_mesh, ledger, store, roll, owned=not started)
+    axes = tuple(Axis(name, sizes[name], at[name], communicators.get(name)) for name in AXES)
+    return Mesh(axes, device_mesh, ledger, store, agreement, owned=not started)
 
 
 def one_process() -> Mesh:
@@ -215,10 +216,12 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     world = math.prod(sizes.values())
     if not 0 <= rank < world:
         raise ValueError(f"fake_mesh: rank is {rank} and mesh {_sizes_text(sizes)} has ranks 0 to {world - 1}")
-    at, ledger, roll, axes = _coordinates(sizes, rank), Ledger(), RollCall(None, rank, 0.0), []
+    at, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), Agreement(None, rank, 0.0), []
     for name in AXES:
         stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
         ranks = [rank + (k - at[name]) * stride for k in range(sizes[name])]
-        link = Communicator(name, ranks, at[name], transport="fake", ledger=ledger, roll=roll) if sizes[name] > 1 else None
-        axes.append(Axis(name, sizes[name], at[name], link))
-    return Mesh(tuple(axes), ledger=ledger, roll=roll)
+        communicator = (
+            Communicator(name, ranks, at[name], transport="fake", ledger=ledger, agreement=agreement) if sizes[name] > 1 else None
+        )
+        axes.append(Axis(name, sizes[name], at[name], communicator))
+    return Mesh(tuple(axes), ledger=ledger, agreement=agreement)

@@ -8,17 +8,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from fzero.core import pytree
+from fzero.core.precision import Policy, fp32
 from fzero.core.pytree import Tree
+from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload, Tier, select_largest
-from fzero.sharding.mesh import Mesh
+from fzero.sharding.mesh import DATA, Mesh
 from fzero.sharding.rules import match_rules
-from fzero.sharding.slices import STACKED, check_dims, local_numel, shard_dim
+from fzero.sharding.slices import check_dims, local_numel, shard_dim
 from fzero.sharding.spec import Spec
 
 #        params  grads  optimizer        True = sharded over dp when at rest
@@ -28,33 +31,76 @@ ZERO = {
     2: (False, True, True),
     3: (True, True, True),
 }
-DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
 REDUCE = ("fast", "canonical")
 ACCUMULATE = ("shards", "full")
 
 
-class Plan(NamedTuple):
-    """Trees of Spec over the leaves of the parameters, and what else is decided; `print(plan)` shows the whole parallel program.
+@dataclass(frozen=True)
+class LeafPlan:
+    """Where one leaf of the parameters lives, and in which dtype it rests.
 
-    An axis in the `partial` of a compute spec is one over which the leaf, whole on every rank, is used differently, so that the sum of
-    its gradient is owed. In a grads spec it is one over which the sum is still owed behind a micro-batch; it is made once, at the end.
+    An axis in `compute.partial` is one over which the leaf, whole on every rank, is used differently, so that the sum of its gradient is
+    owed. In `grads.partial` it is one over which the sum is still owed after a micro-batch; it is made once, at the end.
+    """
+
+    shape: tuple[int, ...]  # of the whole leaf
+    dtype: torch.dtype
+    compute: Spec  # as the model's code sees it (a layer of it, once gathered)
+    params: Spec  # at rest
+    grads: Spec  # after the backward pass of a micro-batch
+    opt: Spec  # of the optimizer's per-parameter state, and of the update
+    trained: bool = True  # False: no gradient, no optimizer state, no update
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A parallel program: the mesh, the dtypes, and for every leaf where it lives; `print(plan)` shows all of it with bytes.
+
+    `compute`, `params`, `grads` and `opt` are the specs as trees like the parameters.
     """
 
     stage: int
+    mesh: Mesh
+    policy: Policy
     like: Tree  # the parameters' shapes, as tensors on the meta device
-    compute: Tree  # as the model's code sees a leaf (a layer of it, once gathered)
-    params: Tree  # at rest
-    grads: Tree  # behind the backward pass of a micro-batch
-    opt: Tree  # of the optimizer's per-parameter state, and of the update
-    sizes: Mapping[str, int]  # of the mesh's axes
-    frozen: frozenset[str] = frozenset()  # leaves without gradient, optimizer state and update
+    leaves: Mapping[str, LeafPlan]  # by name
     reduce: str = "fast"  # or "canonical": one order of sums on every mesh
     sequence: bool = False  # sequence parallelism over tp
-    reshard: bool = True  # gathered parameters are dropped behind a layer's forward pass, and gathered again
+    reshard: bool = True  # gathered parameters are dropped after a layer's forward pass, and gathered again
     acts: str = "device"  # the memory of what a remat policy keeps
 
     def __str__(self) -> str:
         return describe(self)
+
+    @cached_property
+    def compute(self) -> Tree:
+        """The specs of the leaves as the model's code sees them."""
+        return self._tree("compute")
+
+    @cached_property
+    def params(self) -> Tree:
+        """The specs of the parameters at rest."""
+        return self._tree("params")
+
+    @cached_property
+    def grads(self) -> Tree:
+        """The specs of the gradients after the backward pass of a micro-batch."""
+        return self._tree("grads")
+
+    @cached_property
+    def opt(self) -> Tree:
+        """The specs of the optimizer's per-parameter state."""
+        return self._tree("opt")
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes, by name."""
+        return {axis.name: axis.size for axis in self.mesh.axes}
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The names of the leaves that are not trained."""
+        return frozenset(name for name, leaf in self.leaves.items() if not leaf.trained)
 
     def trained(self, tree: Tree) -> Tree:
         """The part of a tree like the parameters that is trained: the tree itself, or {name: leaf} where some leaves are frozen."""
@@ -67,6 +113,9 @@ class Plan(NamedTuple):
         if not self.frozen:
             return trained
         return pytree.from_named({**pytree.named_leaves(rest), **trained}, rest)
+
+    def _tree(self, group: str) -> Tree:
+        return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
 
 
 def shapes_of(model: Any) -> Tree:
@@ -81,6 +130,7 @@ def zero_plan(
     model: Any,
     mesh: Mesh,
     *,
+    policy: Policy = fp32(),  # noqa: B008
     reduce: str = "fast",
     accumulate: str = "shards",
     sequence: bool = False,
@@ -90,7 +140,8 @@ def zero_plan(
 ) -> Plan:
     """The plan of a ZeRO stage for `model` (a Model, or the parameter tree of a plain loss function) on `mesh`.
 
-    At rest a sharded leaf is split over dp on its first dim, or the second where the first counts layers (`blocks/...`), behind whatever
+    policy: the dtypes (see fzero.Policy): of parameters at rest, of products, of gradients on their way and in sums, of master weights.
+    At rest a sharded leaf is split over dp on its first dim, or the second where the first counts layers (`blocks/...`), after whatever
     axes the model's own rules put there; a leaf whose dim does not divide stays whole on every rank, and the printed plan says so.
     reduce: "canonical" gives bitwise the same sums for any power of two of data ranks, any stage and any accumulation: the gradient of
     each micro-batch is summed over the ranks first, in the order of a binary tree; "fast" sums what is cheapest first.
@@ -131,9 +182,12 @@ def zero_plan(
     params, grads, opt = (
         in_memory(specs, named, sizes, tier) for specs, tier in ((params, offload.params), (grads, offload.grads), (opt, offload.opt))
     )
-    trees = (pytree.from_named(specs, like) for specs in (compute, params, grads, opt))
     out = frozen_names(frozen, list(named))
-    return Plan(stage, like, *trees, sizes, out, reduce, sequence and sizes["tp"] > 1, reshard, offload.acts.memory)
+    leaves = {
+        name: LeafPlan(tuple(leaf.shape), policy.param, compute[name], params[name], grads[name], opt[name], name not in out)
+        for name, leaf in named.items()
+    }
+    return Plan(stage, mesh, policy, like, leaves, reduce, sequence and sizes["tp"] > 1, reshard, offload.acts.memory)
 
 
 def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str, int], tier: Tier) -> dict[str, Spec]:
@@ -184,78 +238,3 @@ def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
             f"frozen={frozen!r} matches {'every' if found else 'no'} leaf of {', '.join(names[:6])}, ...; some must be trained"
         )
     return found
-
-
-def describe(plan: Plan, itemsize: int = 4) -> str:
-    """The table that `print(plan)` shows: per leaf its specs, the bytes of one copy at rest on a rank, and what is communicated."""
-    named = [pytree.named_leaves(t) for t in (plan.like, plan.compute, plan.params, plan.grads, plan.opt)]
-    head = ("leaf", "shape", "compute", "params", "grads", "optimizer", "bytes a rank", "communicated")
-    rows, totals = [head], [0.0, 0.0]
-    for name, leaf in named[0].items():
-        compute, params, grads, opt = (specs[name] for specs in named[1:])
-        local = local_numel(leaf.shape, params, plan.sizes)
-        if name in plan.frozen:
-            grads = opt = "frozen"
-        shape = "×".join(str(s) for s in leaf.shape) or "scalar"
-        words, *sent = communicated(plan, name)
-        totals = [total + more * itemsize for total, more in zip(totals, sent)]
-        rows.append((name, shape, *map(str, (compute, params, grads, opt)), f"{local * itemsize:,}", words))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
-    total = sum(x.numel() for x in named[0].values())
-    at_rest = sum(local_numel(x.shape, named[2][n], plan.sizes) for n, x in named[0].items())
-    used = ", ".join(f"{a}={n}" for a, n in plan.sizes.items() if n > 1) or "one process"
-    extra = "".join(
-        f", {text}" for text in (plan.reduce == "canonical" and "canonical sums", plan.sequence and "sequence parallel") if text
-    )
-    whole = [n for n in named[0] if plan.stage and "dp" not in named[4][n].axes and plan.sizes["dp"] > 1]
-    notes = [f"not divisible by dp={plan.sizes['dp']}, so whole on every rank: {', '.join(whole)}"] if whole else []
-    top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
-    if any(totals):
-        held = sum(itemsize * local_numel(x.shape, named[3][n], plan.sizes) for n, x in named[0].items() if n not in plan.frozen)
-        notes.append(
-            f"a rank sends {totals[0]:,.0f} bytes a micro-batch and {totals[1]:,.0f} a step, and holds {held:,} bytes of gradients "
-            f"between micro-batches, at {itemsize} bytes an element"
-        )
-    return "\n".join([top, *lines, *notes])
-
-
-Moves = tuple[tuple[str, str], ...]  # (operation, axis)
-
-
-def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tuple[Moves, Moves]:
-    """What is communicated of a leaf's gradient: (behind each micro-batch, once behind the last)."""
-    owed = [axis for axis in (*DATA, *sorted(compute.partial)) if sizes[axis] > 1]
-    now = [("scatter" if axis in grads.axes else "psum", axis) for axis in owed if axis not in grads.partial]
-    end = [("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis) for axis in owed if axis in grads.partial]
-    if sizes["dp"] > 1 and "dp" in grads.axes and "dp" not in opt.axes:
-        end.append(("gather", "dp"))
-    return tuple(now), tuple(end)
-
-
-WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather {} of the gradient"}
-
-
-def communicated(plan: Plan, name: str) -> tuple[str, float, float]:
-    """(what is communicated of one leaf, in words; elements that a rank sends of it for a micro-batch; and once a step).
-
-    What tensor parallelism sends of activations is not among it; a leaf that the head shares counts once.
-    """
-    compute, params, grads, opt = (pytree.named_leaves(t)[name] for t in (plan.compute, plan.params, plan.grads, plan.opt))
-    n, sizes = local_numel(pytree.named_leaves(plan.like)[name].shape, compute, plan.sizes), plan.sizes
-    said, sent = [], [0.0, 0.0]
-    share = n * (sizes["dp"] - 1) / sizes["dp"]
-    if sizes["dp"] > 1 and "dp" in params.axes:
-        said.append("all_gather dp for use")
-        sent[0] += share * (2 if plan.reshard and name.startswith(STACKED) else 1)
-    now, end = ((), ()) if name in plan.frozen else moves(compute, grads, opt, sizes)
-    cut = 1
-    for when, path in enumerate((now, end)):
-        for op, axis in path:
-            said.append(WORDS[op].format(axis) + (" a step" if when else " a micro-batch") * (op != "gather"))
-            sent[when] += n / (cut if op != "gather" else 1) * (sizes[axis] - 1) / sizes[axis] * (2 if op == "psum" else 1)
-            cut *= sizes[axis] if op == "scatter" else 1
-    if sizes["dp"] > 1 and name not in plan.frozen and "dp" in opt.axes and "dp" not in params.axes:
-        said.append("all_gather dp behind the update")
-        sent[1] += share
-    return ", ".join(said) or "nothing", *sent

@@ -14,7 +14,6 @@ from fzero.comm.collectives import start_all_gather
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
-from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import STACKED
 
@@ -44,12 +43,11 @@ class ParamFetcher:
     Communicates: an all_gather over dp for each large leaf, and one for all small leaves of a group.
     """
 
-    def __init__(self, params: Tree, plan: Plan, mesh: Mesh, device: torch.device):
+    def __init__(self, params: Tree, plan: Plan, device: torch.device):
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
-        self.axis, self.ledger, self.device = mesh["dp"], mesh.ledger, device
-        specs = pytree.named_leaves(plan.params)
-        self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in specs[name].axes}
-        # Leaves that are not on the device. A leaf on a disk has `read(layer)`, whose result has `wait()`.
+        self.axis, self.ledger, self.device = plan.mesh["dp"], plan.mesh.ledger, device
+        self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in plan.leaves[name].params.axes}
+        # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has `wait()`.
         self.away = {name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device}
         self.stream = torch.cuda.Stream(device) if self.away and device.type == "cuda" else None  # None in a plan, too
 

@@ -22,8 +22,8 @@ from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
-from fzero.sharding.mesh import Mesh
-from fzero.sharding.plan import Moves, Plan, moves
+from fzero.sharding.describe import Moves, moves, reduce_dtype
+from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
 from fzero.sharding.slices import STACKED
 
@@ -31,39 +31,32 @@ from fzero.sharding.slices import STACKED
 class GradientReducer:
     """Sums the gradients of a step, group by group, in the layout of plan.opt.
 
-    `put` takes gradients, `sums` returns the tree of sums.
-    reduce: the dtype in which gradients are sent. accumulate: the dtype in which they are summed, and of the sums.
-    parts: the number of micro-batches. The gradients of at most one group travel while those of the next are computed.
-    away: (leaf, stream, depth) -> an offload.scratch.ScratchTensor, for the sum of a leaf whose gradients rest on a
-    disk.
-    early: called with (leaf, layer, sum) of each layer as soon as that sum is final; then `sums` returns no layers.
-    rooms: host memory for sums that rest there, kept from step to step.
-    narrow: with one micro-batch, return gradients in the compute dtype instead of `accumulate`.
-    Communicates: per leaf the collectives that `moves` lists; small leaves of a group share a message.
+    dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. `parts` micro-batches.
+    At most one part's gradients travel while the next one's are computed.
+    away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with `add(layer, value)` and `plus(another)`.
+    early: is handed (leaf, layer, sum) of each layer as soon as that is final, so that nothing of layers is left for the end.
+    rooms: the memory of sums that rest in the host's memory, for the next step too.
+    narrow: with one micro-batch the sums keep its dtype at the end.
+    Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
     def __init__(
         self,
         plan: Plan,
-        mesh: Mesh,
-        reduce: torch.dtype,
-        accumulate: torch.dtype,
         parts: int,
         away: Callable[..., Any] | None = None,
         early: Callable[[str, int, Any], None] | None = None,
         rooms: dict[Any, Tensor] | None = None,
         narrow: bool = False,
     ):
-        self.mesh, self.accumulate, self.parts, self.away, self.early = mesh, accumulate, parts, away, early
+        self.mesh, self.accumulate, self.parts, self.away, self.early = plan.mesh, plan.policy.accumulate, parts, away, early
         self.rooms, self.narrow = {} if rooms is None else rooms, narrow
         self.last = False  # whether the micro-batch under way is the last one
-        self.memory = {name: spec.memory for name, spec in pytree.named_leaves(plan.grads).items()}
+        self.memory = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
         self.canonical = plan.reduce == "canonical"
-        # On one process there is no rank to sum over: one dtype for both is what makes the meshes agree.
-        self.reduce = accumulate if self.canonical else reduce
-        compute, grads, opt = (pytree.named_leaves(t) for t in (plan.compute, plan.grads, plan.opt))
-        self.moves = {name: moves(spec, grads[name], opt[name], plan.sizes) for name, spec in compute.items()}
-        self.depth = {n: x.shape[0] for n, x in pytree.named_leaves(plan.like).items() if n.startswith(STACKED)}
+        self.reduce = reduce_dtype(plan)
+        self.moves = {name: moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes) for name, leaf in plan.leaves.items()}
+        self.depth = {name: leaf.shape[0] for name, leaf in plan.leaves.items() if name.startswith(STACKED)}
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.begun: set[tuple[str, str, int | None]] = set()  # the keys whose part of `final` holds a sum already
         self.owed: dict[tuple[str, str, int | None], Tensor | TreeSum] = {}  # sums over micro-batches before the last one

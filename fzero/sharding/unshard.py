@@ -14,8 +14,8 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather, pvary
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.sharding.mesh import Mesh
-from fzero.sharding.plan import DATA, Plan
+from fzero.sharding.mesh import DATA, Mesh
+from fzero.sharding.plan import Plan
 from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
 
@@ -36,20 +36,17 @@ def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "")
     return x
 
 
-def unshard_tree(params: Tree, plan: Plan, mesh: Mesh) -> Tree:
+def unshard_tree(params: Tree, plan: Plan) -> Tree:
     """`unshard` of every leaf of a tree of parameters, or of a part of one with the same names."""
-    rest, compute = pytree.named_leaves(plan.params), pytree.named_leaves(plan.compute)
-    return pytree.map_named(lambda name, x: unshard(x, rest[name], compute[name], mesh, leaf=name), params)
+    leaves = plan.leaves
+    return pytree.map_named(lambda name, x: unshard(x, leaves[name].params, leaves[name].compute, plan.mesh, leaf=name), params)
 
 
-def unshard_block(block: Callable[..., Any], plan: Plan, mesh: Mesh) -> Callable[..., Any]:
-    """The function `block` of a layer's whole parameters, as a function of the layer's parameters at rest."""
-    rest, compute = (
-        {name.removeprefix(STACKED): spec for name, spec in pytree.named_leaves(tree).items() if name.startswith(STACKED)}
-        for tree in (plan.params, plan.compute)
-    )
-    specs = tuple((name, _layer(rest[name]), _layer(compute[name])) for name in rest)
-    return _unshard_block(block, specs, mesh)
+def unshard_block(block: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """`block` as a function of a layer's parameters at rest."""
+    stacked = {name.removeprefix(STACKED): leaf for name, leaf in plan.leaves.items() if name.startswith(STACKED)}
+    specs = tuple((name, _layer(leaf.params), _layer(leaf.compute)) for name, leaf in stacked.items())
+    return _unshard_block(block, specs, plan.mesh)
 
 
 def _layer(spec: Spec) -> Spec:

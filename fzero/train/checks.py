@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
-from fzero.core.precision import Policy
 from fzero.models import base
 from fzero.optim import GradientTransformation
-from fzero.sharding import Mesh, Plan
+from fzero.sharding import Plan
 from fzero.sharding.plan import shapes_of
 from fzero.train.loss import LossFn
-from fzero.train.spike import LOSS, Spike
 from fzero.train.state import TrainState, expect_shapes
 
 
-def expect_options(plan: Plan, prefetch: int, remat: Remat, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
+def expect_options(plan: Plan, remat: Remat, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
     """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
-    if prefetch < 0:
-        raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
     if offloaded and not donate:
         raise ValueError(
             f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it with donate=True"
@@ -34,21 +28,15 @@ def expect_options(plan: Plan, prefetch: int, remat: Remat, donate: bool, update
 
 def plan_memories(plan: Plan) -> str:
     """Which memories a plan uses beside the device, in words."""
-    trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
-    said = [f"{group}={spec.memory}" for group, tree in trees.items() for spec in pytree.leaves(tree) if spec.memory != "device"]
-    return ", ".join(dict.fromkeys(said))
+    memories = [(group, getattr(leaf, group).memory) for group in ("params", "grads", "opt") for leaf in plan.leaves.values()]
+    return ", ".join(dict.fromkeys(f"{group}={memory}" for group, memory in memories if memory != "device"))
 
 
-def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan, mesh: Mesh) -> None:
-    """Raise ValueError where the plan was made for another model or mesh, or the optimizer needs whole leaves that the plan cuts."""
+def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan) -> None:
+    """Raise ValueError where the plan was made for another model, or the optimizer needs whole leaves that the plan cuts."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
-    sizes: Mapping[str, int] = {axis.name: axis.size for axis in mesh.axes}
-    if dict(plan.sizes) != dict(sizes):
-        raise ValueError(
-            f"the plan was made for the mesh {dict(plan.sizes)} and the step is for {dict(sizes)}; make the plan with this mesh"
-        )
-    cut = [n for n, spec in pytree.named_leaves(plan.opt).items() if any(sizes[axis] > 1 for axis in spec.axes) and n not in plan.frozen]
+    cut = [name for name, leaf in plan.leaves.items() if leaf.trained and any(plan.sizes[axis] > 1 for axis in leaf.opt.axes)]
     if tx.needs != "elementwise" and cut:
         raise ValueError(
             f"the optimizer needs whole leaves (needs={tx.needs!r}) and the plan cuts {cut[0]} and {len(cut) - 1} more; "
@@ -56,15 +44,14 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
         )
 
 
-def expect_state(plan: Plan, policy: Policy, mesh: Mesh, state: TrainState, ema_decay: float, spike: Spike | None = None) -> None:
+def expect_state(plan: Plan, state: TrainState, ema_decay: float) -> None:
     """Raise ValueError where the state was made for another plan or policy, or lacks what the step is to keep beside the parameters."""
-    expect_shapes(plan, state.params, mesh)
+    expect_shapes(plan, state.params, shards=True)
+    policy = plan.policy
     for name, leaf in pytree.named_leaves(state.params).items():
         if leaf.dtype != policy.param:
-            raise ValueError(f"{name} is {leaf.dtype} and the step's policy {policy.name} has {policy.param}; give init_state that policy")
+            raise ValueError(f"{name} is {leaf.dtype} and the plan's policy {policy.name} has {policy.param}; give init_state this plan")
     if bool(pytree.leaves(state.master)) != policy.has_master or bool(state.scaler) != bool(policy.loss_scale):
-        raise ValueError(f"the state was not made for the step's policy {policy.name}; give init_state that policy")
+        raise ValueError(f"the state was not made for the plan's policy {policy.name}; give init_state this plan")
     if ema_decay and "ema" not in state.extra:
         raise ValueError(f"ema_decay is {ema_decay} and the state keeps no average; give init_state ema=True")
-    if spike is not None and LOSS not in state.extra:
-        raise ValueError("the step judges losses by those before them and the state keeps none; give init_state spike=True")

@@ -12,8 +12,8 @@ from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.offload import ScratchTensor
-from fzero.sharding import Mesh, Plan
+from fzero.offload import Nvme, ScratchTensor
+from fzero.sharding import Plan
 from fzero.sharding.prefetch import Group, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import shard_dim
@@ -25,17 +25,17 @@ from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.in_memory import own
 
 
-def make_backward(loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, how: Execution) -> Callable[..., base.Loss]:
+def make_backward(loss_fn: base.Model | LossFn, plan: Plan, how: Execution, nvme: Nvme | None = None) -> Callable[..., base.Loss]:
     """`(params, part, first, key, seed, sink, last=, ready=) -> Loss` of one micro-batch, whose rows begin with row `first` of the batch.
 
     The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to `sink.put`, as of a Reducer, part of
-    the model by part. last, ready: see gradients.Streamed.backward.
+    the model by part. last, ready: see StreamedModel.backward.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = context_of(plan, mesh, how)
+        ctx = context_of(plan, how)
         parts = parts_of(loss_fn, plan)
-        parts = parts._replace(depth=how.layers or parts.depth)
-        streamed = StreamedModel(loss_fn, parts, plan, mesh, ctx, how.remat, how.prefetch, how.space)
+        parts = parts._replace(depth=how._layers or parts.depth)
+        streamed = StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, nvme)
 
         def layered(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:
             return streamed.backward(params, part, key, torch.tensor(first).to(seed.device), seed, sink, last=last, ready=ready)
@@ -43,10 +43,10 @@ def make_backward(loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, how: Exe
         return layered
 
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
-        return call_plain(loss_fn, params, part, how.policy)
+        return call_plain(loss_fn, params, part, plan.policy)
 
     def plain(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:
-        grads, losses = functional(call, whole_params(params, plan, mesh, seed.device), plan, [part], [first], key, seed)
+        grads, losses = functional(call, whole_params(params, plan, seed.device), plan, [part], [first], key, seed)
         put_whole(sink, grads, last=last)
         return losses[0]
 
@@ -56,23 +56,24 @@ def make_backward(loss_fn: base.Model | LossFn, plan: Plan, mesh: Mesh, how: Exe
 def make_gradient(
     loss_fn: base.Model | LossFn,
     plan: Plan,
-    mesh: Mesh,
     how: Execution,
+    nvme: Nvme | None = None,
     lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
 ) -> Callable[..., tuple[Tree, base.Loss]]:
     """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
 
     The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. lasting: see Reducer, rooms and narrow.
     """
-    loss, backward, policy = make_loss(loss_fn, plan, mesh, how), make_backward(loss_fn, plan, mesh, how), how.policy
+    loss, backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
+    mesh, policy = plan.mesh, plan.policy
 
     def pure(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, list[base.Loss]]:
         grads, losses = functional(loss, params, plan, parts, firsts, key, seed)
         grads = pytree.map(lambda g: g.to(policy.accumulate), grads)
-        return own(plan, mesh, plan.whole(grads, params)), losses
+        return own(plan, plan.whole(grads, params)), losses
 
     def away(name: str, stream: str, depth: int | None) -> ScratchTensor:
-        return ScratchTensor(how.space.scratch, ("grads", stream, name), depth, policy.accumulate)
+        return ScratchTensor(nvme.scratch, ("grads", stream, name), depth, policy.accumulate)
 
     def gradient(
         state: TrainState,
@@ -87,9 +88,7 @@ def make_gradient(
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh)
-        reducer = GradientReducer(
-            plan, mesh, policy.reduce, policy.accumulate, len(parts), away, early.take if early is not None else None, *lasting
-        )
+        reducer = GradientReducer(plan, len(parts), away, early.take if early is not None else None, *lasting)
         losses = []
         for j, (part, first) in enumerate(zip(parts, firsts)):
             last = j == len(parts) - 1
@@ -111,9 +110,9 @@ def put_whole(reducer: GradientReducer, grads: Tree, last: bool) -> None:
             reducer.put(Group("all", (name,), i), (name,), [grad], last=last)
 
 
-def whole_params(params: Tree, plan: Plan, mesh: Mesh, device: torch.device) -> Tree:
+def whole_params(params: Tree, plan: Plan, device: torch.device) -> Tree:
     """The parameters gathered over dp, all at once: for a plain loss function."""
-    gather = ParamFetcher(params, plan, mesh, device)
+    gather = ParamFetcher(params, plan, device)
 
     def whole(name: str, leaf: Any) -> Tensor:
         if name not in gather.sharded and name not in gather.away:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.precision import Policy, fp32, init_scaler
+from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import Nvme
@@ -25,44 +25,40 @@ def init_state(
     model: base.Model | Tree,
     tx: GradientTransformation,
     plan: Plan,
-    mesh: Mesh,
     *,
     seed: int | Tensor,
-    policy: Policy = fp32(),  # noqa: B008
     ema: bool = False,
-    spike: bool = False,
     device: torch.device | str = "cpu",
-    space: Nvme | None = None,
+    nvme: Nvme | None = None,
 ) -> TrainState:
     """This rank's state before the first step. Parameters are drawn from the seed (or key) for a Model, and taken from a whole tree.
 
-    `policy` must be the step's; `ema` keeps averaged weights, for a step made with `ema_decay`, and `spike` the running statistics of the
-    loss, for one made with `spike`. A rank draws or copies its own shards only, so that nothing larger is ever held: the same elements on
-    every mesh.
-    space: where the leaves live that the plan puts on a disk; a store is made there, and they are drawn a few rows at a time.
+    ema: whether averaged weights are kept, for a step made with `ema_decay`. A rank draws or copies its own shards only, so that nothing
+    larger is ever held: the same elements on every mesh.
+    nvme: where the leaves live that the plan puts on a disk; a store is made there, and they are drawn a few rows at a time.
     """
     key = seed.to(device) if isinstance(seed, Tensor) else prng.key(seed, device)
     drawn = isinstance(model, base.Model)
     expect_shapes(plan, shapes_of(model))
-    tx = bind(tx, sharded_by(plan, mesh))
+    tx, policy = bind(tx, sharded_by(plan)), plan.policy
     if on_disk(plan):
-        return stored_state(model, tx, plan, mesh, key, policy, ema, device, space, spike)
-    opt, masters = pytree.named_leaves(plan.opt), {}
+        return stored_state(model, tx, plan, key, ema, device, nvme)
+    masters = {}
 
     def keep(name: str, leaf: Tensor) -> Tensor:
         if policy.has_master and name not in plan.frozen:
-            masters[name] = part_of(leaf, plan, mesh, name) if drawn else whole_part(leaf, opt[name], mesh)
+            masters[name] = part_of(leaf, plan, name) if drawn else whole_part(leaf, plan.leaves[name].opt, plan.mesh)
             masters[name] = masters[name].to(policy.state, copy=True)
-        rest = leaf if drawn else whole_part(leaf, pytree.named_leaves(plan.params)[name], mesh)
+        rest = leaf if drawn else whole_part(leaf, plan.leaves[name].params, plan.mesh)
         return rest.to(policy.param, copy=not drawn)
 
     if drawn:
         init_key = prng.fold_in(key, "init")
-        params = base.init_params(model, init_key, policy.state, device, plan=plan, mesh=mesh, then=keep)
+        params = base.init_params(model, init_key, policy.state, device, plan=plan, then=keep)
     else:
         params = pytree.map_named(keep, model)
     master = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else ()
-    target = master if policy.has_master else own(plan, mesh, params)
+    target = master if policy.has_master else own(plan, params)
     state = TrainState(
         step=torch.tensor(0).to(device),
         params=params,
@@ -71,15 +67,15 @@ def init_state(
         scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
         data_cursor=torch.tensor(0).to(device),
-        extra=({"ema": ema_init(target)} if ema else {}) | ({LOSS: init_stats(device)} if spike else {}),
+        extra=({"ema": ema_init(target)} if ema else {}) | {LOSS: init_stats(device)},
     )
-    on_host = any(spec.memory == "host" for tree in (plan.params, plan.opt) for spec in pytree.leaves(tree))
-    return in_host_memory(state, state_specs(plan, tx, policy, ema=ema, spike=spike)) if on_host else state
+    on_host = any("host" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
+    return in_host_memory(state, state_specs(plan, tx, ema=ema)) if on_host else state
 
 
-def part_of(leaf: Tensor, plan: Plan, mesh: Mesh, name: str) -> Tensor:
-    """The part that this rank updates of its leaf at rest."""
-    return pytree.leaves(own(plan._replace(frozen=frozenset()), mesh, {name: leaf}))[0]
+def part_of(leaf: Tensor, plan: Plan, name: str) -> Tensor:
+    """The part that this rank updates of its trained leaf at rest."""
+    return own(plan, {name: leaf})[name]
 
 
 def whole_part(leaf: Tensor, spec: Spec, mesh: Mesh) -> Tensor:

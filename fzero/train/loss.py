@@ -22,32 +22,32 @@ from fzero.train.state import TrainState
 LossFn = Callable[[Tree, Any], Any]
 
 
-def make_loss(loss_fn: base.Model | LossFn, plan: Plan | None, mesh: Mesh, how: Execution) -> Callable[..., base.Loss]:
+def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Callable[..., base.Loss]:
     """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
 
     A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the loss of a step is
     the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
     """
     if isinstance(loss_fn, base.Model):
-        ctx = context_of(plan, mesh, how)._replace(remat=how.remat)
+        ctx = context_of(plan, how)._replace(remat=how.remat)
         return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
-        whole = params if plan is None or mesh.size == 1 else unshard_tree(params, plan, mesh)
-        return call_plain(loss_fn, whole, batch, how.policy)
+        whole = params if plan.mesh.size == 1 else unshard_tree(params, plan)
+        return call_plain(loss_fn, whole, batch, plan.policy)
 
     return plain
 
 
-def context_of(plan: Plan | None, mesh: Mesh, how: Execution) -> base.Ctx:
-    """What a Model computes with under a plan (None: whole parameters)."""
+def context_of(plan: Plan, how: Execution) -> base.Ctx:
+    """What a Model computes with under a plan."""
     return base.Ctx(
-        mesh=mesh,
-        dtype=how.policy.compute,
-        matmul=how.policy.matmul,
+        mesh=plan.mesh,
+        dtype=plan.policy.compute,
+        matmul=plan.policy.matmul,
         compiled=how.compiled,
         kernels=how.kernels,
-        sequence=plan is not None and plan.sequence,
+        sequence=plan.sequence,
         tiles=how.mlp_tiles,
     )
 

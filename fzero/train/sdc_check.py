@@ -20,12 +20,10 @@ from torch import Tensor
 
 from fzero.comm.tables import device_of, gather_rows
 from fzero.core import pytree
-from fzero.core.autodiff import Remat
 from fzero.core.digest import digest
-from fzero.core.precision import Policy, fp32
-from fzero.kernels.registry import AUTO, Kernels
 from fzero.models import base
 from fzero.offload import Nvme
+from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.mesh import ORDER
 from fzero.sharding.prefetch import Group
@@ -33,7 +31,7 @@ from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
 from fzero.train.gradient import make_backward
 from fzero.train.loss import LossFn, dropout_key
-from fzero.train.state import TrainState
+from fzero.train.state import TrainState, state_specs
 
 WORD = 1 << 64
 
@@ -54,37 +52,31 @@ class Digests:
 
 
 def make_check(
-    loss_fn: base.Model | LossFn,
+    model: base.Model | LossFn,
+    tx: GradientTransformation,
     plan: Plan,
-    mesh: Mesh,
-    specs: TrainState,
     *,
-    policy: Policy = fp32(),  # noqa: B008
-    remat: Remat | str = "none",
-    compiled: bool = False,
-    kernels: Kernels | str = AUTO,
-    prefetch: int = 1,
-    mlp_tiles: int = 1,
-    space: Nvme | None = None,
+    ema: bool = False,
+    execution: Execution = Execution(),  # noqa: B008
+    nvme: Nvme | None = None,
 ) -> Callable[[TrainState, Callable[[int], Any]], list[str]]:
     """The function `(state, part) -> lines`, one for each difference between ranks that should be none; the same lines on all ranks.
 
     `part(m)` is micro-batch m of a batch, for any m below the number of data ranks R. Data rank r computes the loss and the gradient of
     micro-batch r, and those of micro-batch r - 1 (mod R), which rank r - 1 has computed; alone, it computes its own one twice. The state is
     not changed, and nothing is summed: the digests are of what each rank has itself. What rests on a disk is not compared.
-    specs: of the state (see state_specs). The other arguments are those of `make_train_step`.
+    The arguments are those of `make_train_step`.
     Communicates: what two micro-batches do for their parameters, and an all_gather of 8 bytes a leaf.
     """
-    remat = Remat.parse(remat) if isinstance(remat, str) else remat
-    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
-    backward = make_backward(loss_fn, plan, mesh, Execution(policy, remat, compiled, kernels, prefetch, mlp_tiles, space))
+    backward, mesh, policy = make_backward(model, plan, execution, nvme), plan.mesh, plan.policy
+    specs = state_specs(plan, tx, ema=ema)
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
     def computed(state: TrainState, m: int, part: Any) -> dict[str, int]:
         rows, sink = pytree.leaves(part)[0], Digests()
         # As in a step: float16 gradients need that room.
         seed = state.scaler.scale / rows.numel() if policy.loss_scale else torch.ones((), device=state.step.device)
-        loss = backward(state.params, part, m * rows.shape[0], dropout_key(loss_fn, state), seed, sink, True)
+        loss = backward(state.params, part, m * rows.shape[0], dropout_key(model, state), seed, sink, True)
         return {"the loss": digest(loss.total.detach()), **dict(sorted(sink.found.items()))}
 
     def check(state: TrainState, part: Callable[[int], Any]) -> list[str]:

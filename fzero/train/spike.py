@@ -37,6 +37,21 @@ class Spike:
             raise ValueError(f"spike: {self} needs sigmas above 0, and window and warmup of at least 1")
 
 
+@dataclass(frozen=True)
+class Skip:
+    """Which steps make no update: parameters, optimizer state and averages stay as they were, and `metrics.skipped` is true.
+
+    nonfinite: those whose gradient is not finite. False updates whatever comes, and waits for no value.
+    spike: those whose loss is one by these numbers; None: none is.
+
+    >>> Skip(spike=Spike(sigmas=4.0)).nonfinite
+    True
+    """
+
+    nonfinite: bool = True
+    spike: Spike | None = None
+
+
 class LossStats(NamedTuple):
     """The running statistics of the loss: scalars, the same on all ranks."""
 

@@ -13,7 +13,7 @@ from fzero.comm.collectives import all_gather
 from fzero.comm.tables import barrier
 from fzero.core import prng, pytree
 from fzero.core.device import fake_device_of
-from fzero.core.precision import Policy, init_scaler
+from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
@@ -29,7 +29,7 @@ from fzero.train.update.delayed import settled
 
 def on_disk(plan: Plan) -> bool:
     """Whether parameters or optimizer state of the plan rest on a disk."""
-    return any(spec.memory == "nvme" for tree in (plan.params, plan.opt) for spec in pytree.leaves(tree))
+    return any("nvme" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
 
 
 def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
@@ -52,18 +52,16 @@ def stored_state(
     model: base.Model | Tree,
     tx: GradientTransformation,
     plan: Plan,
-    mesh: Mesh,
     key: Tensor,
-    policy: Policy,
     ema: bool,
     device: torch.device | str,
-    space: Nvme | None,
-    spike: bool = False,
+    nvme: Nvme | None,
 ) -> TrainState:
     """`init_state` where some leaves rest on a disk: nothing larger than a few rows of them is ever in memory."""
-    like, specs = meta_state(tx, plan, mesh, policy, ema, spike), state_specs(plan, tx, policy, ema=ema, spike=spike)
+    policy, mesh = plan.policy, plan.mesh
+    like, specs = meta_state(plan, tx, ema=ema), state_specs(plan, tx, ema=ema)
     leaves = kept_leaves(like, specs, plan)
-    store = open_in(space, leaves, plan, mesh, resume=False)
+    store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
     named_specs, shapes = pytree.named_leaves(specs), pytree.named_leaves(like)
     out: dict[str, Any] = {}
@@ -125,21 +123,20 @@ def stored_state(
     fixed = {"step": torch.tensor(0), "key": key, "data_cursor": torch.tensor(0)}
     if policy.loss_scale:
         fixed |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)})
-    if spike:
-        fixed |= pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    fixed |= pytree.named_leaves({"extra": {LOSS: init_stats()}})
     out |= {name: leaf.to(device) for name, leaf in fixed.items()}
     state = assembled(like, out, store)
-    commit(space, state, mesh)
+    commit(nvme, state, plan.mesh)
     return in_host_memory(state, specs)
 
 
-def open_in(space: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, mesh: Mesh, *, resume: bool) -> VersionedStore:
-    """The store of some leaves in `space`."""
-    if space is None:
+def open_in(nvme: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, *, resume: bool) -> VersionedStore:
+    """The store of some leaves in `nvme`."""
+    if nvme is None:
         raise ValueError(
-            f"offload: {next(iter(leaves))} rests on a disk by the plan; give space=fzero.offload.Nvme(folder) to init_state and the step"
+            f"offload: {next(iter(leaves))} rests on a disk by the plan; give nvme=fzero.Nvme(folder) to init_state and the step"
         )
-    return space.open(leaves, mesh, owner=owner_table(plan), resume=resume)
+    return nvme.open(leaves, plan.mesh, owner=owner_table(plan), resume=resume)
 
 
 def owner_table(plan: Plan) -> dict[str, Any]:
@@ -153,39 +150,39 @@ def assembled(like: TrainState, held: dict[str, Any], store: VersionedStore) -> 
     return pytree.from_named(named, like)
 
 
-def commit(space: Nvme | None, state: TrainState, mesh: Mesh) -> None:
+def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     """Make the state the last complete step of its store, with the values that lie outside of it: counts, keys, the loss scale."""
-    if space is None or space.store is None:
+    if nvme is None or nvme.store is None:
         return
     leaves = pytree.named_leaves(settled(state))
     owner = params_of_leaves(list(leaves), pytree.names(state.params))
     values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
-    space.store.commit(int(state.step), values, partial(barrier, mesh))
+    nvme.store.commit(int(state.step), values, partial(barrier, mesh))
 
 
-def reopened(
-    tx: GradientTransformation, plan: Plan, mesh: Mesh, space: Nvme, *, policy: Policy, ema: bool = False, spike: bool = False
-) -> TrainState:
-    """This rank's state of the last complete step in the store of `space`: after a kill, or in a later process.
+def reopened(tx: GradientTransformation, plan: Plan, nvme: Nvme, *, ema: bool = False) -> TrainState:
+    """This rank's state of the last complete step in the store of `nvme`: after a kill, or in a later process.
 
     What the plan keeps on the device is made of what is in the store: parameters of their master weights.
     Raises ValueError where the store is of another run, damaged, or lacks something that cannot be made.
     """
-    like, specs = meta_state(tx, plan, mesh, policy, ema, spike), state_specs(plan, tx, policy, ema=ema, spike=spike)
-    store = open_in(space, kept_leaves(like, specs, plan), plan, mesh, resume=True)
-    held = {name: from_text(text) for name, text in store.record.values.items()}
+    like, specs = meta_state(plan, tx, ema=ema), state_specs(plan, tx, ema=ema)
+    store = open_in(nvme, kept_leaves(like, specs, plan), plan, resume=True)
+    # Stores of earlier versions have no statistics of the loss.
+    held: dict[str, Any] = pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    held |= {name: from_text(text) for name, text in store.record.values.items()}
     shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
     lost = lost_leaves(like, specs, plan)
     if lost:
         raise ValueError(
-            f"{space.folder}: holds step {store.record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan keeps in memory; "
+            f"{nvme.folder}: holds step {store.record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan keeps in memory; "
             "resume from a checkpoint"
         )
     derived = [name for name in shapes if name not in held and name not in store.leaves]
     for name in derived:
-        part = DiskTensor(store, f"master/{owner[name]}").tensor().to(policy.param)
+        part = DiskTensor(store, f"master/{owner[name]}").tensor().to(plan.policy.param)
         if part.shape != shapes[name].shape:
-            part = all_gather(part, mesh["dp"], shard_dim(owner[name]), leaf=owner[name])
+            part = all_gather(part, plan.mesh["dp"], shard_dim(owner[name]), leaf=owner[name])
         held[name] = part
     return in_host_memory(assembled(like, held, store), specs)
 
@@ -201,11 +198,11 @@ def lost_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
 
 
 def put_on_disk(
-    read: Callable[[str, Tensor, int | None], Tensor], like: TrainState, specs: TrainState, plan: Plan, mesh: Mesh, space: Nvme | None
+    read: Callable[[str, Tensor, int | None], Tensor], like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None
 ) -> TrainState:
     """The state whose leaves are `read(name, meta tensor, layer)` in a new store: a layer of a stacked leaf, or all of it for None."""
     leaves = kept_leaves(like, specs, plan)
-    store = open_in(space, leaves, plan, mesh, resume=False)
+    store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
     held: dict[str, Tensor] = {}
     for name, leaf in pytree.named_leaves(like).items():
@@ -217,7 +214,7 @@ def put_on_disk(
             for rows in row_blocks(leaves[name].chunk):
                 store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
     state = assembled(like, held, store)
-    commit(space, state, mesh)
+    commit(nvme, state, plan.mesh)
     return in_host_memory(state, specs)
 
 

@@ -13,22 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.autodiff import Remat, transforms
-from fzero.core.precision import Policy, ScalerState, fp32, overflow_at_floor, update_scaler
-from fzero.kernels.registry import AUTO, Kernels
+from fzero.core.autodiff import transforms
+from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.norm import Squared, summed_by_kernel
 from fzero.optim.sharded_leaves import bind, sharded_by
 from fzero.optim.sharded_leaves import squares as layer_squares
-from fzero.sharding import Mesh, Plan
+from fzero.sharding import Plan
 from fzero.train.batch import positions, split_batch
 from fzero.train.checks import expect_options, expect_plan, expect_state
 from fzero.train.execution import Execution
 from fzero.train.gradient import make_gradient
 from fzero.train.loss import LossFn, dropout_key
-from fzero.train.spike import LOSS, Spike, judge
+from fzero.train.spike import LOSS, Skip, judge
 from fzero.train.state import TrainState
 from fzero.train.state_on_disk import commit
 from fzero.train.update.delayed import Delayed, expect_delayed, waiting
@@ -47,79 +46,63 @@ class Metrics(NamedTuple):
     loss_scale: Tensor
     extra: dict[str, Tensor]  # the loss function's own sums, per token
     spike: Tensor | tuple = ()  # bool: the loss was a spike; () where that is not judged
-    squares: dict[str, Squared] | tuple = ()  # of this rank's sums of gradients, leaf by leaf: see make_train_step, squares
+    squares: dict[str, Squared] | tuple = ()  # of this rank's sums of gradients, leaf by leaf: see Execution.norms
     factor: Tensor | tuple = ()  # beside the squares: by which those sums are gradients of the mean loss
 
 
 def make_train_step(
-    loss_fn: base.Model | LossFn,
+    model: base.Model | LossFn,
     tx: GradientTransformation,
     plan: Plan,
-    mesh: Mesh,
     *,
-    policy: Policy = fp32(),  # noqa: B008
     micro_batches: int = 1,
-    remat: Remat | str = "none",
-    compiled: bool = False,
-    kernels: Kernels | str = AUTO,
+    execution: Execution = Execution(),  # noqa: B008
     donate: bool = True,
     ema_decay: float = 0.0,
-    prefetch: int = 1,
-    skip_nonfinite: bool = True,
-    spike: Spike | None = None,
+    skip: Skip = Skip(),  # noqa: B008
     update: str = "end",
-    mlp_tiles: int = 1,
-    space: Nvme | None = None,
-    squares: bool = False,
-    layers: int = 0,
+    nvme: Nvme | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, Metrics)` of one training step.
 
-    On a mesh the batch is this rank's rows of the global batch (see `rows_of`), the same on the ranks of tp.
+    model: a Model, or a function loss(params, batch) of whole parameters (see make_loss).
+    tx: the optimizer. The step binds it to the plan's shards.
+    plan: where every leaf lives, on which mesh, in which dtypes. On a mesh the batch is this rank's rows of the global batch (see
+        `local_batch`), the same on the ranks of tp.
     micro_batches: equal parts of this rank's batch (along the first dim of its leaves) whose gradients are summed one after the other.
+    execution: what changes speed and memory alone (see Execution).
     donate: the buffers of the state are overwritten by the new state's; False leaves them valid, and only then does the step compose
-    with torch.func (vmap over states, grad through steps).
+        with torch.func (vmap over states, grad through steps).
     ema_decay: the average's memory; the state must have been made with `ema=True`.
-    kernels: the form of each hot operation, e.g. "reference" or "auto,attention=blocked" (see kernels.registry).
-    prefetch: layers whose parameters are gathered ahead of use at stage 3, so that prefetch + 1 layers are whole at a time.
-    The step is transactional: with a gradient that is not finite, parameters, master weights, optimizer state and average stay as they
-    were, `metrics.skipped` is true, and only step, data_cursor and the loss scale move on. skip_nonfinite=False updates whatever comes,
-    and waits for no value. spike: a loss that is one by these numbers is skipped in the same way; the state must have been made with
-    `spike=True`. The loss scale moves by what is not finite alone.
+    skip: which steps make no update (see Skip). The loss scale moves by what is not finite alone.
     update: "end"; for offloaded states also "backward": each layer is updated as soon as its gradient is reduced, and no gradient of layers
-    is kept, without clipping by the norm; or "delayed": the update runs beside the next step's computation, whose parameters are one
-    gradient behind: other numbers (see update_delayed).
-    mlp_tiles: parts that the hidden units of an MLP are computed in, one at a time, and again in the backward pass.
-    space: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
-    squares: `metrics.squares` are those that the norm is the root of, leaf by leaf, for norms of layers (see fzero.run.measure.norms).
-    layers: for a plan, which learns of all layers from a few: only the first so many are run; the others have no gradient.
+        is kept, without clipping by the norm; or "delayed": the update runs beside the next step's computation, whose parameters are one
+        gradient behind: other numbers (see update_delayed).
+    nvme: that of `init_state`, where the plan puts anything on a disk; each step then ends with a commit of its store.
+
     The first call makes sure that all ranks run the same program: RankError says where two differ.
-    Raises ValueError where the batch does not divide, the state was made for another plan or policy, the plan for another model or mesh,
-    or the optimizer would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).
+    Raises ValueError where the batch does not divide, the state was made for another plan, the plan for another model, or the optimizer
+    would take shards for whole leaves; FloatingPointError at the floor of the loss scale (see LossScale).
     """
-    shards = sharded_by(plan, mesh)
+    shards, mesh, policy = sharded_by(plan), plan.mesh, plan.policy
     tx = bind(tx, shards)
-    expect_plan(loss_fn, tx, plan, mesh)
-    remat = Remat.parse(remat) if isinstance(remat, str) else remat
-    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
-    streamed = StreamedUpdate(tx, policy, plan, mesh, space) if is_offloaded(plan) else None
-    expect_options(plan, prefetch, remat, donate, update, streamed is not None, isinstance(loss_fn, base.Model))
-    skips = skip_nonfinite or spike is not None
+    expect_plan(model, tx, plan)
+    streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
+    expect_options(plan, execution.remat, donate, update, streamed is not None, isinstance(model, base.Model))
+    skips = skip.nonfinite or skip.spike is not None
     if update == "delayed":
         expect_delayed(streamed, plan, policy.has_master)
     if update == "backward":
-        expect_early(streamed, plan, space.slots if space is not None else 1, skips)
+        expect_early(streamed, plan, nvme.slots if nvme is not None else 1, skips)
     rooms: dict[Any, Tensor] | None = {} if update != "delayed" else None  # a gradient that waits keeps its memory
-    lasting = (rooms, streamed is not None)
-    how = Execution(policy, remat, compiled, kernels, prefetch, mlp_tiles, space, layers)
-    gradient = make_gradient(loss_fn, plan, mesh, how, lasting)
+    gradient = make_gradient(model, plan, execution, nvme, (rooms, streamed is not None))
     unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if donate and transforms():
             raise ValueError("a train step under a torch.func transform overwrites its input; make it with donate=False")
-        expect_state(plan, policy, mesh, state, ema_decay, spike)
-        key = dropout_key(loss_fn, state)
+        expect_state(plan, state, ema_decay)
+        key = dropout_key(model, state)
         size, parts = split_batch(batch, micro_batches)
         scale = state.scaler.scale if policy.loss_scale else torch.ones((), device=state.step.device)
         # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.
@@ -143,14 +126,14 @@ def make_train_step(
             tokens, factor = mean(total)
             with mesh.ledger.phase("metrics"):
                 held = grads if early is None else early.squares(grads)
-                by_leaf = layer_squares(shards, held) if squares else ()
-                norm = shards.norm(held if not squares or summed_by_kernel(held) else by_leaf)
+                by_leaf = layer_squares(shards, held) if execution.norms else ()
+                norm = shards.norm(held if not execution.norms or summed_by_kernel(held) else by_leaf)
                 del held
             grad_norm = norm * factor
-            overflow = ~torch.isfinite(grad_norm) if skip_nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
+            overflow = ~torch.isfinite(grad_norm) if skip.nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
             loss = total.total.to(wide) / tokens
-            bad, stats = ((), ()) if spike is None else judge(spike, state.extra[LOSS], loss)
-            skipped, kept = (overflow, {}) if spike is None else (overflow | bad, {LOSS: stats})
+            bad, stats = ((), state.extra[LOSS]) if skip.spike is None else judge(skip.spike, state.extra[LOSS], loss)
+            skipped = overflow if skip.spike is None else overflow | bad
             metrics = Metrics(
                 loss,
                 total.num_tokens,
@@ -160,33 +143,34 @@ def make_train_step(
                 {name: value / tokens for name, value in total.extra.items()},
                 bad,
                 by_leaf,
-                factor if squares else (),
+                factor if execution.norms else (),
             )
             moved = state._replace(
                 step=state.step + 1,
                 data_cursor=state.data_cursor + size * micro_batches * mesh.data_size,
                 scaler=move_scaler(policy, state.scaler, overflow),
-                extra={**state.extra, **kept},
+                extra={**state.extra, LOSS: stats},
             )
 
             def on(new: TrainState) -> TrainState:
                 """The state `new`, made of the one before the step, with what every step moves on."""
-                return new._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler, extra={**new.extra, **kept})
+                extra = {**new.extra, LOSS: stats}
+                return new._replace(step=moved.step, data_cursor=moved.data_cursor, scaler=moved.scaler, extra=extra)
 
             sums, rest = Gradients(grads, factor, norm), (moved, skipped if skips else None, ema_decay)
             del grads
             with mesh.ledger.phase("update"):
                 if late is not None:
                     new = waiting(on(late.join()), sums, skips and bool(skipped))
-                    commit(space, new, mesh)
+                    commit(nvme, new, mesh)
                 elif early is not None:
                     new = on(early.finish(sums.sums, skips and bool(skipped)))
-                    commit(space, new, mesh)
+                    commit(nvme, new, mesh)
                 elif streamed is not None:
                     new = streamed.run(sums, *rest)
-                    commit(space, new, mesh)
+                    commit(nvme, new, mesh)
                 else:
-                    new = (update_donated if donate else update_pure)(tx, policy, plan, mesh, sums, *rest)
+                    new = (update_donated if donate else update_pure)(tx, plan, sums, *rest)
             return new, metrics
 
     return train_step

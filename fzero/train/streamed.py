@@ -17,11 +17,11 @@ from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
-from fzero.core.stack import LayerLoop, part_pair, statics
+from fzero.core.stack import LayerLoop, part_pair, static_signature
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
-from fzero.sharding import Mesh, Plan
+from fzero.sharding import Plan
 from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
 from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import STACKED
@@ -70,11 +70,10 @@ class StreamedModel(NamedTuple):
     model: base.Model
     parts: Parts
     plan: Plan
-    mesh: Mesh
     ctx: base.Ctx
     remat: Remat
     ahead: int
-    space: Nvme | None = None
+    nvme: Nvme | None = None
 
     def program(self, kind: str, f: Any, names: tuple[str, ...], x_def: Any, extra: Any) -> tuple[Any, list[Any], list[Tensor]]:
         """(pair, structure of its result, the tensors of `extra`) of a function of the model; blocks alone are compiled."""
@@ -83,7 +82,7 @@ class StreamedModel(NamedTuple):
         short = tuple(name.removeprefix(STACKED) for name in names) if block else names
         compiled, budget = (self.ctx.compiled, self.remat.budget) if block else (False, 1.0)
         skip = sum(name in self.plan.frozen for name in names)
-        pair, out_def = part_pair(kind, f, short, x_def, extra_def, statics(leaves), compiled, budget, skip)
+        pair, out_def = part_pair(kind, f, short, x_def, extra_def, static_signature(leaves), compiled, budget, skip)
         return pair, out_def, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def forward(self, params: Tree, batch: base.Batch, key: Any, first: Any) -> base.Loss:
@@ -126,12 +125,12 @@ class StreamedModel(NamedTuple):
         again = frozenset(parts.embed) & frozenset(parts.head)
         ahead.expect([embed, *layers, head], "forward")
         none, zero = pytree.flatten(())[1], torch.tensor(0).to(device)
-        with torch.no_grad(), self.mesh.ledger.phase("forward"):
+        with torch.no_grad(), self.plan.mesh.ledger.phase("forward"):
             embed_pair, out_def, embed_extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x, embed_kept = embed_pair.forward([*ahead.take(embed), zero, *embed_extra], drops["embed"] * len(parts.embed))
             x_def = out_def[0]
             pair, _, extra = self.program("block", self.model.block, parts.blocks, x_def, ctx)
-            at = self.mesh.ledger.at
+            at = self.plan.mesh.ledger.at
             run = LayerLoop(pair, parts.depth, self.remat.every, drops[PREFIX], **self.pile(device), at=lambda i: at(PREFIX, i))
             x = run.forward(lambda i: ahead.take(layers[i]), x, extra)
             ahead.expect([layers[i] for i in run.order()] + [embed] * bool(embed_kept.needs), "backward")
@@ -142,7 +141,7 @@ class StreamedModel(NamedTuple):
             del x
         if ready is not None:
             ready(loss)
-        with torch.no_grad(), self.mesh.ledger.phase("backward"):
+        with torch.no_grad(), self.plan.mesh.ledger.phase("backward"):
             at("head", None)
             grads = head_pair.backward(kept, [seed.to(loss.total.dtype), *out[1:]])
             x_grads = grads[len(grads) - m :]
@@ -167,10 +166,10 @@ class StreamedModel(NamedTuple):
 
     def fetcher(self, params: Tree, device: torch.device) -> Prefetcher:
         """The fetches of one pass over the model."""
-        return Prefetcher(ParamFetcher(params, self.plan, self.mesh, device), self.ahead)
+        return Prefetcher(ParamFetcher(params, self.plan, device), self.ahead)
 
     def pile(self, device: torch.device) -> dict[str, Any]:
         """{"kept": where what the remat policy keeps waits for the backward pass}, {} where that is on the device."""
         if self.plan.acts == "nvme":
-            return {"kept": DiskActivations(self.space.scratch)}
+            return {"kept": DiskActivations(self.nvme.scratch)}
         return {"kept": HostActivations(device)} if self.plan.acts == "host" and device != HOST else {}

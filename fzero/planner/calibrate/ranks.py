@@ -92,8 +92,8 @@ def _work(rank: int, n: int, port: int, device: str, pipe: Any, f: Callable[...,
 
 def messages(mesh: Mesh, seconds: float, sizes: Sequence[int] = MESSAGES) -> Messages:
     """What collectives take between the ranks of `mesh`, in about `seconds`; called on all of them."""
-    link, device = mesh["dp"].link, "cuda" if mesh["dp"].link.transport == "nccl" else "cpu"
-    calls = {(kind, size): _call(link, kind, size, device) for kind in COLLECTIVES for size in sizes}
+    communicator, device = mesh["dp"].communicator, "cuda" if mesh["dp"].communicator.transport == "nccl" else "cpu"
+    calls = {(kind, size): _call(communicator, kind, size, device) for kind in COLLECTIVES for size in sizes}
     samples: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for call in calls.values():
         call()
@@ -113,7 +113,7 @@ def messages(mesh: Mesh, seconds: float, sizes: Sequence[int] = MESSAGES) -> Mes
         call()
     call_s = (time.thread_time() - begin) / 50
     small = [(call, curves[kind][float(size)]) for (kind, size), call in calls.items() if size == sizes[0]]
-    return Messages(curves, call_s, _hidden(link, sizes[-1], device), _late(small, device))
+    return Messages(curves, call_s, _hidden(communicator, sizes[-1], device), _late(small, device))
 
 
 def _round(calls: dict[tuple[str, int], Callable[[], Any]], samples: dict[tuple[str, int], list[float]], device: str) -> None:
@@ -149,22 +149,22 @@ def _late(calls: Sequence[tuple[Callable[[], Any], float]], device: str) -> floa
     return max(0.0, statistics.median(longer))
 
 
-def _call(link: Communicator, kind: str, size: int, device: str) -> Callable[[], Any]:
-    n, number = link.size, max(link.size, size // 4 // link.size * link.size)
+def _call(communicator: Communicator, kind: str, size: int, device: str) -> Callable[[], Any]:
+    n, number = communicator.size, max(communicator.size, size // 4 // communicator.size * communicator.size)
     x = torch.ones(number // (n if kind == "all_gather" else 1), device=device)
     ring = [(i, (i + 1) % n) for i in range(n)]
     return {
-        "psum": lambda: link.start_psum(x, guarded=False).wait(),
-        "all_gather": lambda: link.start_all_gather(x).wait(),
-        "psum_scatter": lambda: link.start_psum_scatter(x).wait(),
-        "all_to_all": lambda: link.start_all_to_all(x).wait(),
-        "ppermute": lambda: link.start_ppermute(x, ring).wait(),
+        "psum": lambda: communicator.start_psum(x, guarded=False).wait(),
+        "all_gather": lambda: communicator.start_all_gather(x).wait(),
+        "psum_scatter": lambda: communicator.start_psum_scatter(x).wait(),
+        "all_to_all": lambda: communicator.start_all_to_all(x).wait(),
+        "ppermute": lambda: communicator.start_ppermute(x, ring).wait(),
     }[kind]
 
 
-def _hidden(link: Communicator, size: int, device: str) -> float:
+def _hidden(communicator: Communicator, size: int, device: str) -> float:
     """The part of an all_gather's time that goes by while all ranks compute about twice as long."""
-    x, side = torch.ones(max(1, size // 4 // link.size), device=device), 256
+    x, side = torch.ones(max(1, size // 4 // communicator.size), device=device), 256
     a = torch.ones(side, side, device=device)
 
     def compute(times: int) -> None:
@@ -183,11 +183,11 @@ def _hidden(link: Communicator, size: int, device: str) -> float:
         return statistics.median(samples)
 
     def both() -> None:
-        pending = link.start_all_gather(x)
+        pending = communicator.start_all_gather(x)
         compute(times)
         pending.wait()
 
-    alone = took(lambda: link.start_all_gather(x).wait())
+    alone = took(lambda: communicator.start_all_gather(x).wait())
     # The same number on all ranks is not needed: who is early waits.
     times = max(1, round(2 * alone / max(took(lambda: compute(10)) / 10, 1e-7)))
     computing, together = took(lambda: compute(times)), took(both)

@@ -17,24 +17,24 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.core import pytree
-from fzero.core.digest import combined, digest_tree
+from fzero.core.digest import combine, digest_tree
 from fzero.core.tables import flat
 from fzero.run import run_folder
 from fzero.run.config_table import to_table
 from fzero.run.corpus import Say
 from fzero.run.debug.replay import (
-    Made,
-    apart,
+    ReplayedStep,
     checkpoints_in,
-    program_of,
+    describe_difference,
+    open_job,
     recorded_config,
     recorded_digests,
+    replay_steps,
     same_bits,
     state_at,
-    steps_from,
 )
-from fzero.run.loop import ALONE
-from fzero.run.resume.newest_state import in_memory
+from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
 from fzero.train.update.delayed import settled
 
@@ -43,22 +43,22 @@ NUMBERS = ("loss", "cross_entropy", "balance", "router_z", "grad_norm", "lr", "l
 ELSEWHERE = ("fzero", "torch", "python", "platform", "threads", "processes", "corpus_sha256", "init")  # of environment.json
 
 
-class Parting(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first step in which two runs are not the same."""
 
     step: int  # 0: their first states
     numbers: list[str]  # of the rows made again that differ: loss, grad_norm, ...; "batch" where the data does
-    leaf: str  # the first leaf of the state behind the step that differs, in the order of the tree; "" where none does
+    leaf: str  # the first leaf of the state after the step that differs, in the order of the tree; "" where none does
     note: str  # where in it, and by how much
 
 
-class Bisected(NamedTuple):
-    """What was found."""
+class BisectResult(NamedTuple):
+    """The result of a comparison of two runs."""
 
     differing: list[tuple[str, Any, Any]]  # values of the configs and the environments
     recorded: int | None  # the first step whose rows or checkpoints differ
     what: str  # which number or leaf of those does
-    parting: Parting | None  # what making them again has shown; None where it has shown no difference, or was not needed
+    parting: FirstDifference | None  # what making them again has shown; None where it has shown no difference, or was not needed
     strays: list[Path]  # runs whose recorded rows are not those they have when made again
     elsewhere: bool  # whether a run was made in a way whose bits one process need not have
     steps: int  # steps both have a record of
@@ -85,7 +85,7 @@ class Bisected(NamedTuple):
         return f"{where}: {'neither run reproduces itself' if self.strays else 'both runs reproduce what they recorded of it'}"
 
 
-def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line: None) -> Bisected:
+def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line: None) -> BisectResult:
     """Where the runs in the folders `a` and `b` part. Nothing in them is changed.
 
     nvme: what they keep on a disk is put below this folder meanwhile (None: the system's).
@@ -99,7 +99,7 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
     if not steps:
         raise ValueError(f"{a} and {b} have no record of a common step; there is nothing to compare")
     if bound is None:
-        return Bisected(differing, None, "", None, [], False, steps)
+        return BisectResult(differing, None, "", None, [], False, steps)
     configs = [recorded_config(folder, bound, held) for folder, held in zip(folders, kept)]
     here = [replace(config, mesh={}) for config in configs]
     if any(config.train.update == "delayed" for config in here):
@@ -108,10 +108,10 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
     say(f"recorded: the first difference is at step {bound} ({what}); making both again from {begin}, in one process")
     strays: list[Path] = []
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(program_of(folder, config, ALONE, nvme, say)) for folder, config in zip(folders, here)]
+        opened = [stack.enter_context(open_job(folder, config, Coordinator(), nvme, say)) for folder, config in zip(folders, here)]
         states = [state_at(f, p, held[equal] if equal else None) for f, (p, *_), held in zip(folders, opened, kept)]
         parting = first_parting(int(states[0].step), [], *states)
-        made = [steps_from(again, state, bound) for again, state in zip(opened, states)]
+        made = [replay_steps(again, state, bound) for again, state in zip(opened, states)]
         del states
         while parting is None and (pair := [next(one, None) for one in made])[0] is not None:
             step = int(pair[0].state.step)
@@ -122,7 +122,7 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
             parting = first_parting(step, ["batch"] * (not same_batch(*pair)) + numbers, *(settled(one.state) for one in pair))
             del pair
     elsewhere = not all(same_bits(config, there) for config, there in zip(configs, here))
-    return Bisected(differing, bound, what, parting, strays, elsewhere, steps)
+    return BisectResult(differing, bound, what, parting, strays, elsewhere, steps)
 
 
 def recorded_difference(
@@ -143,7 +143,7 @@ def recorded_difference(
     return equal, None, "", len(steps)
 
 
-def report(result: Bisected) -> Iterator[str]:
+def report(result: BisectResult) -> Iterator[str]:
     """The lines that say what was found; the last one is the verdict."""
     for name, x, y in result.differing:
         yield f"{name}: {x!r} and {y!r}"
@@ -170,31 +170,32 @@ def first_leaf(a: checkpoint.Folder, b: checkpoint.Folder) -> list[str]:
         if name not in x or name not in y:
             return [f"leaf {name} is in one of them only"]
         if x[name] != y[name]:
-            return [f"leaf {name}{apart(*(checkpoint.restore_leaves(path, name.__eq__)[name] for path in (a, b)), 'which is {} and {}')}"]
+            leaves = (checkpoint.restore_leaves(path, name.__eq__)[name] for path in (a, b))
+            return [f"leaf {name}{describe_difference(*leaves, 'which is {} and {}')}"]
     return []
 
 
-def strays_from(one: Made, row: dict[str, Any], path: checkpoint.Folder | None) -> bool:
+def strays_from(one: ReplayedStep, row: dict[str, Any], path: checkpoint.Folder | None) -> bool:
     """Whether a step made again is not what its run recorded of it."""
     if "digest" in row:
-        one.row["digest"] = f"{combined(digest_tree(in_memory(one.state.params))):016x}"
+        one.row["digest"] = f"{combine(digest_tree(to_memory(one.state.params))):016x}"
     if any(differ(one.row, row, name) for name in NUMBERS):
         return True
-    return path is not None and digest_tree(in_memory(settled(one.state))) != recorded_digests(path)
+    return path is not None and digest_tree(to_memory(settled(one.state))) != recorded_digests(path)
 
 
-def same_batch(x: Made, y: Made) -> bool:
+def same_batch(x: ReplayedStep, y: ReplayedStep) -> bool:
     """Whether two steps were given the same data."""
     return x.batch.keys() == y.batch.keys() and all(torch.equal(leaf, y.batch[name]) for name, leaf in x.batch.items())
 
 
-def first_parting(step: int, numbers: list[str], x: TrainState, y: TrainState) -> Parting | None:
+def first_parting(step: int, numbers: list[str], x: TrainState, y: TrainState) -> FirstDifference | None:
     """What differs behind a step; None where nothing does."""
     mine, theirs = pytree.named_leaves(x), pytree.named_leaves(y)
     for name in {**mine, **theirs}:
         if name not in mine or name not in theirs:
-            return Parting(step, numbers, name, " is in one of them only")
+            return FirstDifference(step, numbers, name, " is in one of them only")
         leaves = [leaf if isinstance(leaf, Tensor) else leaf.tensor() for leaf in (mine[name], theirs[name])]
-        if note := apart(*leaves, "which is {} and {}"):
-            return Parting(step, numbers, name, note)
-    return Parting(step, numbers, "", "") if numbers else None
+        if note := describe_difference(*leaves, "which is {} and {}"):
+            return FirstDifference(step, numbers, name, note)
+    return FirstDifference(step, numbers, "", "") if numbers else None

@@ -47,7 +47,7 @@ class OnDisk(NamedTuple):
 class Listing(NamedTuple):
     """The checkpoints in a folder."""
 
-    home: Folder
+    checkpoint_dir: Folder
     entries: list[Entry]  # by step
     spare: int  # bytes of files that wait for the next save to write over them
     store: OnDisk | None  # of a run whose state is on a disk
@@ -98,24 +98,24 @@ def trimmed(url: str) -> str:
 
 def listing(place: str) -> Listing:
     """The checkpoints of a run, a folder or a URL, whole or not. Raises ValueError where there is no such folder."""
-    home, folder = home_of(place)
-    found = files_of(home)
+    checkpoint_dir, folder = home_of(place)
+    found = files_of(checkpoint_dir)
     if MANIFEST in found.get("", {}):
         raise ValueError(f"{place}: is a checkpoint; give the folder that it is in, or use `fzero ckpt show`")
     by_step = sorted((step, name) for name in found if (step := step_of(name)) is not None)
-    entries = [entry_of(join(home, name), step, found[name]) for step, name in by_step]
-    return Listing(home, entries, sum(size or 0 for size in found.get(SPARE, {}).values()), on_disk(folder) if folder else None)
+    entries = [entry_of(join(checkpoint_dir, name), step, found[name]) for step, name in by_step]
+    return Listing(checkpoint_dir, entries, sum(size or 0 for size in found.get(SPARE, {}).values()), on_disk(folder) if folder else None)
 
 
-def files_of(home: Folder) -> dict[str, dict[str, int | None]]:
+def files_of(checkpoint_dir: Folder) -> dict[str, dict[str, int | None]]:
     """{folder: {file below it: bytes}} of what is in a folder of checkpoints ("": in none); bytes are None for a URL."""
     found: dict[str, dict[str, int | None]] = {}
-    if is_url(home):
-        sizes: dict[str, int | None] = dict.fromkeys(Objects(str(home)).names())
+    if is_url(checkpoint_dir):
+        sizes: dict[str, int | None] = dict.fromkeys(Objects(str(checkpoint_dir)).names())
     else:
-        there = [path for path in Path(home).rglob("*") if path.is_file()] if Path(home).is_dir() else []
-        sizes = {path.relative_to(home).as_posix(): path.stat().st_size for path in there}
-        found |= {path.name: {} for path in (Path(home).iterdir() if Path(home).is_dir() else ()) if path.is_dir()}
+        there = [path for path in Path(checkpoint_dir).rglob("*") if path.is_file()] if Path(checkpoint_dir).is_dir() else []
+        sizes = {path.relative_to(checkpoint_dir).as_posix(): path.stat().st_size for path in there}
+        found |= {path.name: {} for path in (Path(checkpoint_dir).iterdir() if Path(checkpoint_dir).is_dir() else ()) if path.is_dir()}
     for name, size in sizes.items():
         top, slash, rest = name.partition("/")
         found.setdefault(top if slash else "", {})[rest if slash else top] = size
@@ -231,8 +231,8 @@ def remove(places: list[str], steps: list[int] | None = None, *, force: bool = F
     if steps and len(places) != 1:
         raise ValueError(f"--step names checkpoints of one run and {len(places)} places are given; give one")
     if steps:
-        home = home_of(places[0])[0]
-        paths = [checkpoint.step_folder(home, step) for step in steps]
+        checkpoint_dir = home_of(places[0])[0]
+        paths = [checkpoint.step_folder(checkpoint_dir, step) for step in steps]
     else:
         paths = [trimmed(place) if is_url(place) else Path(place) for place in places]
     homes: dict[str, list[tuple[Folder, int]]] = {}
@@ -240,23 +240,25 @@ def remove(places: list[str], steps: list[int] | None = None, *, force: bool = F
         name = str(path).rsplit("/", 1)[-1] if is_url(path) else path.absolute().name
         if step_of(name) is None:
             raise ValueError(f"{path}: is not a checkpoint, which is a folder step-XXXXXXXX; name one, or use --step N with a run")
-        home = str(path).rsplit("/", 1)[0] if is_url(path) else str(path.absolute().parent)
-        homes.setdefault(home, []).append((path, step_of(name)))
-    states = {home: {entry.step: entry.state for entry in listing(home).entries} for home in homes}
-    for home, gone in homes.items():
+        checkpoint_dir = str(path).rsplit("/", 1)[0] if is_url(path) else str(path.absolute().parent)
+        homes.setdefault(checkpoint_dir, []).append((path, step_of(name)))
+    states = {checkpoint_dir: {entry.step: entry.state for entry in listing(checkpoint_dir).entries} for checkpoint_dir in homes}
+    for checkpoint_dir, gone in homes.items():
         for path, step in gone:
-            if step not in states[home]:
-                raise ValueError(f"{path}: no such checkpoint; {home} has {', '.join(map(str, states[home])) or 'none'}")
-        whole = {step for step, state in states[home].items() if state == "complete"}
+            if step not in states[checkpoint_dir]:
+                raise ValueError(
+                    f"{path}: no such checkpoint; {checkpoint_dir} has {', '.join(map(str, states[checkpoint_dir])) or 'none'}"
+                )
+        whole = {step for step, state in states[checkpoint_dir].items() if state == "complete"}
         if whole and not force and not whole - {step for _, step in gone}:
-            last = checkpoint.step_folder(home, max(whole))
-            raise ValueError(f"{last}: is the last complete checkpoint in {home}; nothing was removed (--force removes it too)")
+            last = checkpoint.step_folder(checkpoint_dir, max(whole))
+            raise ValueError(f"{last}: is the last complete checkpoint in {checkpoint_dir}; nothing was removed (--force removes it too)")
     lines = []
-    for home, gone in homes.items():
+    for checkpoint_dir, gone in homes.items():
         for path, step in gone:
-            if states[home][step] == "incomplete":
+            if states[checkpoint_dir][step] == "incomplete":
                 clean_step(path)
             else:
-                checkpoint.remove(home, step)
+                checkpoint.remove(checkpoint_dir, step)
             lines.append(f"removed {path}")
     return lines

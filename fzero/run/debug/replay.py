@@ -28,12 +28,11 @@ from fzero.run.build import Job, build, first_state, restore, save_store, specs_
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table, updated
 from fzero.run.corpus import Say
-from fzero.run.loop import ALONE
-from fzero.run.measure.log import numbers
+from fzero.run.measure.log import metrics_row
 from fzero.run.memory_check import check_memory
 from fzero.run.pretrain import place
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.run.ranks.watchdog import watched
+from fzero.run.ranks.watchdog import watch
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
 from fzero.sharding.digests import digest_text, digests
@@ -49,8 +48,8 @@ CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 EXACT = ("lr", "loss_scale", "skipped", "num_tokens")  # numbers of a row that no order of sums changes
 
 
-class Compared(NamedTuple):
-    """A number of a step's row, or a leaf of the state behind it (then digests are compared), as it was and as it is."""
+class Comparison(NamedTuple):
+    """A number of a step's row, or a leaf of the state after it (then digests are compared), as it was and as it is."""
 
     step: int
     name: str
@@ -80,17 +79,17 @@ class Compared(NamedTuple):
         return f"{what} was {self.recorded!r} and is {self.replayed!r}{by}"
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     """What came of a replay."""
 
     start: int  # the step of the state it began with
     step: int  # the last step made again
     source: str  # where that state came from
-    rows: list[Compared]  # every comparison, in the order in which the run computes
+    rows: list[Comparison]  # every comparison, in the order in which the run computes
     tolerance: float  # 0: all bits
 
     @property
-    def failed(self) -> list[Compared]:
+    def failed(self) -> list[Comparison]:
         """The comparisons that say that the step does not come out as it was."""
         if not self.tolerance:
             return [row for row in self.rows if not row.same]
@@ -128,9 +127,9 @@ def replay(
     start: int | None = None,
     tolerance: float | None = None,
     nvme: str | None = None,
-    team: Coordinator = ALONE,
+    coordinator: Coordinator | None = None,
     say: Say = lambda line: None,
-) -> Replayed:
+) -> ReplayResult:
     """Make step `step` of the run in `folder` again, from the newest sound checkpoint before it or else the run's first state.
 
     Every step on the way is compared with its row in metrics.jsonl, and with its checkpoint where there is one. Nothing in `folder`
@@ -139,6 +138,7 @@ def replay(
     first state. tolerance: relative, of losses; None: 0 where the same bits are due, else CLOSE.
     Raises ValueError where there is no such run, checkpoint or record.
     """
+    coordinator = coordinator or Coordinator()
     if step < 1:
         raise ValueError(f"--step is {step}; it must be at least 1")
     if tolerance is not None and not tolerance >= 0:
@@ -152,31 +152,31 @@ def replay(
             f"{folder}: has no record of step {step}, neither a row of {run_folder.METRICS} nor a checkpoint; its last is {last}"
         )
     changes: Table = {} if zero is None else {"zero": zero}
-    fits = math.prod(config.mesh.values()) == team.size
+    fits = math.prod(config.mesh.values()) == coordinator.size
     changes["mesh"] = mesh if mesh is not None else config.mesh if fits else {}
-    with program_of(folder, updated(replace(config, mesh={}), changes), team, nvme, say) as again:
-        program, room = again.program, again.room
-        begin = beginning(kept, step, start, program, team, say)
-        state = state_at(folder, program, kept[begin] if begin else None)
+    with open_job(folder, updated(replace(config, mesh={}), changes), coordinator, nvme, say) as again:
+        job, room = again.job, again.room
+        begin = choose_start(kept, step, start, job, coordinator, say)
+        state = state_at(folder, job, kept[begin] if begin else None)
         source, first = f"step-{begin:08d}" if begin else "the start of the run", int(state.step)
-        kept |= step_on_disk(program, folder, step, room) if step not in kept and room is not None else {}
-        say(f"replaying {folder} from {source} to step {step}, on {words_of(program.config)}")
-        exact = same_bits(config, program.config)
+        kept |= step_on_disk(job, folder, step, room) if step not in kept and room is not None else {}
+        say(f"replaying {folder} from {source} to step {step}, on {mesh_text(job.config)}")
+        exact = same_bits(config, job.config)
         if tolerance is None:
             tolerance = 0.0 if exact else CLOSE[config.precision.policy]
-        found: list[Compared] = []
-        for made in steps_from(again, state, step):
+        found: list[Comparison] = []
+        for made in replay_steps(again, state, step):
             number, recorded = int(made.state.step), rows.get(int(made.state.step), {})
             if "digest" in recorded:
-                made.row["digest"] = digest_text(made.state.params, specs_of(program).params, program.mesh)
-            found += [Compared(number, n, recorded[n], made.row[n]) for n in made.row if n in recorded and n != "step"]
+                made.row["digest"] = digest_text(made.state.params, specs_of(job).params, job.mesh)
+            found += [Comparison(number, n, recorded[n], made.row[n]) for n in made.row if n in recorded and n != "step"]
             if number in kept:
                 parted = any(row.leaf and not row.same for row in found)
-                found += compare_leaves(program, made.state, kept[number], number, explain=not parted)
-    return Replayed(first, step, source, found, tolerance)
+                found += compare_leaves(job, made.state, kept[number], number, explain=not parted)
+    return ReplayResult(first, step, source, found, tolerance)
 
 
-def report(result: Replayed) -> Iterator[str]:
+def report(result: ReplayResult) -> Iterator[str]:
     """The lines that say what came of a replay; the last one is the verdict."""
     lines: list[str] = []
     steps: dict[int, int] = {}  # of leaves that differ, and how many; the first of them has its line
@@ -197,76 +197,76 @@ def report(result: Replayed) -> Iterator[str]:
 # -- the run again
 
 
-class Made(NamedTuple):
-    """A step that was made again."""
+class ReplayedStep(NamedTuple):
+    """A step that was computed again."""
 
-    state: TrainState  # behind it
+    state: TrainState  # after it
     row: dict[str, Any]  # as the run records it
     batch: Batch  # this rank's rows
 
 
-class Again(NamedTuple):
-    """What it takes to make steps of a run again."""
+class ReplayJob(NamedTuple):
+    """The values needed to compute steps of a run again."""
 
-    program: Job
+    job: Job
     batch_at: Callable[[int], Batch]  # this rank's rows by `state.data_cursor`
     threads: int  # that the run had
     room: Path | None  # a folder for what is on a disk, where the run has any
 
 
-def steps_from(again: Again, state: TrainState, until: int) -> Iterator[Made]:
+def replay_steps(again: ReplayJob, state: TrainState, until: int) -> Iterator[ReplayedStep]:
     """The steps of a run from `state` to step `until`. Each overwrites the state before it."""
-    program = again.program
+    job = again.job
     while (step := int(state.step)) < until:
         # Of the process; another run beside this one may have others.
         torch.set_num_threads(again.threads)
-        machine.set_fp32_matmul(program.config.precision.fp32_matmul)
+        machine.set_fp32_matmul(job.config.precision.fp32_matmul)
         batch = again.batch_at(int(state.data_cursor))
-        state, metrics = program.train_step(state, batch)
-        yield Made(state, numbers(program, metrics, step), batch)
+        state, metrics = job.train_step(state, batch)
+        yield ReplayedStep(state, metrics_row(job, metrics, step), batch)
 
 
 @contextlib.contextmanager
-def program_of(folder: Path, config: RunConfig, team: Coordinator, nvme: str | None, say: Say) -> Iterator[Again]:
+def open_job(folder: Path, config: RunConfig, coordinator: Coordinator, nvme: str | None, say: Say) -> Iterator[ReplayJob]:
     """The program of the run in `folder` by `config`, with as many threads as the run had; its room is removed at the end."""
     said, before = run_folder.read_environment(folder), torch.get_num_threads()
     if not said.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is no step to make again")
     config = replace(config, nvme=replace(config.nvme, folder="", slots=min(config.nvme.slots, 2)))
-    config, mesh, _ = place(config, team)
+    config, mesh, _ = place(config, coordinator)
     room = None
     try:
         torch.set_num_threads(said.get("threads", before))
         if "nvme" in Offload.parse(config.offload).memories:
-            room = Path(team.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
-        program = build(config, mesh, room)
-        check_memory(program, machine.available_bytes() // team.local_size)
-        expect_disk(program, team)
+            room = Path(coordinator.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
+        job = build(config, mesh, room)
+        check_memory(job, machine.available_bytes() // coordinator.local_size)
+        expect_disk(job, coordinator)
         path = folder / said["corpus"]  # an absolute path stays what it is
         if config.data.path == "stdlib":
-            path = Path(team.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, say))))
-        if corpus.digest(path) != said["corpus_sha256"]:
+            path = Path(coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, say))))
+        if corpus.corpus_digest(path) != said["corpus_sha256"]:
             raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
-        with watched(team):
-            batch_at, skips = corpus.open_data(config, path, mesh)[0], team.share(lambda: rollback.skips_of(folder))
-            yield Again(program, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room)
-        if program.space is not None:
-            program.space.close()
-        team.share(lambda: "all have closed their files")
+        with watch(coordinator):
+            batch_at, skips = corpus.open_data(config, path, mesh)[0], coordinator.share(lambda: rollback.skips_of(folder))
+            yield ReplayJob(job, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room)
+        if job.space is not None:
+            job.space.close()
+        coordinator.share(lambda: "all have closed their files")
     finally:
         torch.set_num_threads(before)
-        if room is not None and team.first:
+        if room is not None and coordinator.first:
             shutil.rmtree(room, ignore_errors=True)
 
 
-def beginning(kept: dict[int, checkpoint.Folder], step: int, asked: int | None, program: Job, team: Coordinator, say: Say) -> int:
+def choose_start(kept: dict[int, checkpoint.Folder], step: int, asked: int | None, job: Job, coordinator: Coordinator, say: Say) -> int:
     """The step of the checkpoint to begin with for step `step`; 0 for the first state. asked: the one that it must be."""
     found = sorted(n for n in kept if n < step)
     if asked is not None and asked not in (0, *found):
-        raise ValueError(f"--from {asked}: there is no such checkpoint below step {step}; there are 0 (the start), {show(found)}")
+        raise ValueError(f"--from {asked}: there is no such checkpoint below step {step}; there are 0 (the start), {list_steps(found)}")
     if asked is not None:
         return asked
-    if program.config.train.update == "delayed" and found:
+    if job.config.train.update == "delayed" and found:
         say("train.update is delayed: no checkpoint has the gradient that waits for its update; from the start of the run")
         return 0
 
@@ -274,42 +274,42 @@ def beginning(kept: dict[int, checkpoint.Folder], step: int, asked: int | None, 
         sound = checkpoint.first_sound([kept[n] for n in reversed(found)], checkpoint.expect_sound)
         return next((n for n in found if kept[n] == sound.path), 0), sound.lines()
 
-    newest, lines = team.share(look)
+    newest, lines = coordinator.share(look)
     for line in lines:
         say(line)
     if newest:
         return newest
-    why = ", and the disk of its state has its last step alone" if program.space is not None else ""
+    why = ", and the disk of its state has its last step alone" if job.space is not None else ""
     say(f"there is no checkpoint below step {step} of the run{why}; from its start")
     return 0
 
 
-def state_at(folder: Path, program: Job, path: checkpoint.Folder | None) -> TrainState:
+def state_at(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainState:
     """This rank's state from a checkpoint, or the first one of the run."""
     if path is not None:
-        return restore(program, path)
+        return restore(job, path)
     init = run_folder.read_environment(folder).get("init")
-    return first_state(program, weights.load(Path(init), wide=True).params if init else None)
+    return first_state(job, weights.load(Path(init), wide=True).params if init else None)
 
 
-def step_on_disk(program: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Folder]:
+def step_on_disk(job: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Folder]:
     """{step: a checkpoint in `room`} of what the disk of the run has, where that is this step; else {}."""
     config = run_folder.read_config(folder)
     shelf = weights.snapshot_of(folder, config)
     if shelf is None or shelf.record.step != step or shelf.record.dirty:
         return {}
-    path = save_store(program, config, shelf, room / run_folder.CHECKPOINTS, -1)
+    path = save_store(job, config, shelf, room / run_folder.CHECKPOINTS, -1)
     return {} if path is None else {step: path}
 
 
 def checkpoints_in(folder: Path) -> dict[int, checkpoint.Folder]:
     """{step: place} of the checkpoints of the run in `folder`."""
-    home = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
-    return {step: checkpoint.step_folder(home, step) for step in checkpoint.steps(home)}
+    checkpoint_dir = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
+    return {step: checkpoint.step_folder(checkpoint_dir, step) for step in checkpoint.steps(checkpoint_dir)}
 
 
 def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Folder]) -> RunConfig:
-    """The config by which the run made step `step`: that of the checkpoint behind it, as a resumed run may have another mesh."""
+    """The config by which the run made step `step`: that of the checkpoint after it, as a resumed run may have another mesh."""
     config = run_folder.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
     table = checkpoint.read_manifest(kept[after])["config"] if after is not None else None
@@ -327,14 +327,14 @@ def same_bits(recorded: RunConfig, here: RunConfig) -> bool:
     return here.reduce == "canonical" and sizes(recorded).get("tp") == sizes(here).get("tp")
 
 
-def words_of(config: RunConfig) -> str:
+def mesh_text(config: RunConfig) -> str:
     """The mesh of a config in words."""
     sizes = [f"{axis}={size}" for axis, size in config.mesh.items() if size > 1]
     return f"{','.join(sizes)} at stage {config.zero}" if sizes else "one process"
 
 
-def show(steps: list[int]) -> str:
-    """A list of steps, bounded."""
+def list_steps(steps: list[int]) -> str:
+    """The text of a list of steps, the middle of a long one left out."""
     return ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]])) or "none"
 
 
@@ -346,24 +346,26 @@ def recorded_digests(path: checkpoint.Folder) -> dict[str, int]:
     return {name: int(leaf.digest, 16) for name, leaf in checkpoint.open_checkpoint(path).leaves.items()}
 
 
-def compare_leaves(program: Job, state: TrainState, path: checkpoint.Folder, step: int, *, explain: bool) -> list[Compared]:
+def compare_leaves(job: Job, state: TrainState, path: checkpoint.Folder, step: int, *, explain: bool) -> list[Comparison]:
     """The leaves of a state beside those of a checkpoint, by digest. explain: say of the first that differs where, and by how much."""
-    state, specs = settled(state), specs_of(program)
-    theirs, mine = recorded_digests(path), digests(state, specs, program.mesh)
+    state, specs = settled(state), specs_of(job)
+    theirs, mine = recorded_digests(path), digests(state, specs, job.mesh)
     if theirs.keys() != mine.keys():
         odd = next(name for name in [*mine, *theirs] if (name in mine) != (name in theirs))
         raise ValueError(f"{path}: has not the leaves of the run: {odd} is in one only")
-    found = [Compared(step, name, theirs[name], mine[name], True) for name in mine]
+    found = [Comparison(step, name, theirs[name], mine[name], True) for name in mine]
     first = next((i for i, row in enumerate(found) if not row.same), None) if explain else None
     if first is not None:
         name = found[first].name
         leaf, spec = pytree.named_leaves(state)[name], pytree.named_leaves(specs)[name]
-        here = gather_whole(leaf if isinstance(leaf, Tensor) else leaf.tensor(), spec, program.mesh, leaf=name)
-        found[first] = found[first]._replace(note=apart(checkpoint.restore_leaves(path, name.__eq__)[name], here, "which was {} and is {}"))
+        here = gather_whole(leaf if isinstance(leaf, Tensor) else leaf.tensor(), spec, job.mesh, leaf=name)
+        found[first] = found[first]._replace(
+            note=describe_difference(checkpoint.restore_leaves(path, name.__eq__)[name], here, "which was {} and is {}")
+        )
     return found
 
 
-def apart(a: Tensor, b: Tensor, values: str) -> str:
+def describe_difference(a: Tensor, b: Tensor, values: str) -> str:
     """Where and by how much two leaves that differ do, in words; "" where all bits are equal. values: of the first, in words."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f": {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}".replace("torch.", "")

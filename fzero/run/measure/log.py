@@ -1,4 +1,4 @@
-"""The row that a step leaves in metrics.jsonl: its numbers and times, and who is shown them."""
+"""The row that a step adds to metrics.jsonl: its numbers and times; and where rows go: file, terminal, TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fzero.run.build import Job
 from fzero.run.corpus import Say
 from fzero.run.measure import norms
 from fzero.run.measure.attempts import Flop
-from fzero.run.measure.rank_times import Spent
+from fzero.run.measure.rank_times import RankTimes
 from fzero.run.measure.timer import Clock
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
 
-def numbers(program: Job, metrics: Metrics, step: int) -> dict[str, Any]:
-    """The row of a step's metrics: numbers that JSON has (None for what is not finite). `step` steps were made before."""
+def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
+    """The row of a step's metrics, with None for numbers that are not finite. step: the steps made before."""
     values = {
         "loss": float(metrics.loss),
         **{name: float(value) for name, value in metrics.extra.items()},
         "grad_norm": float(metrics.grad_norm),
-        "lr": float(program.schedule(step)),
+        "lr": float(job.schedule(step)),
         "loss_scale": float(metrics.loss_scale),
     }
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -40,27 +40,27 @@ def numbers(program: Job, metrics: Metrics, step: int) -> dict[str, Any]:
 
 
 class Meter:
-    """What the rows of an attempt have of time: a clock, and rates over a peak of FLOP/s (of all processes). All ranks have one."""
+    """The times and rates in the rows of an attempt. Every rank has one. peak_flops: FLOP/s of all processes together."""
 
-    def __init__(self, program: Job, flop: Flop, peak_flops: float) -> None:
-        self.program, self.flop, self.peak = program, flop, peak_flops
-        space = program.space
+    def __init__(self, job: Job, flop: Flop, peak_flops: float) -> None:
+        self.job, self.flop, self.peak = job, flop, peak_flops
+        space = job.space
         self.clock = Clock(waited=None if space is None else lambda: space.moved().waited_s)
-        self.tokens = program.config.train.batch * program.config.data.seq_len
-        self.every = program.config.train.measure_every
-        self.spent = Spent()
+        self.tokens = job.config.train.batch * job.config.data.seq_len
+        self.every = job.config.train.measure_every
+        self.spent = RankTimes()
         self.began = self.waited = 0.0
 
     def fetch(self, batches: Iterator[tuple[int, Any]]) -> Any:
-        """The next batch; a step begins with it."""
+        """The next batch. A step begins with this call."""
         self.began = time.perf_counter()
-        with self.program.mesh.ledger.phase("data"):
+        with self.job.mesh.ledger.phase("data"):
             _, batch = next(batches)
         self.waited = time.perf_counter() - self.began
         return batch
 
     def rates(self, step: int) -> dict[str, Any]:
-        """How fast the step was that is over now, the run's step number `step`."""
+        """The speed of the step that ends now, the run's step number `step`."""
         spent = time.perf_counter() - self.began
         rate = self.tokens / spent
         share = rate / self.peak
@@ -79,15 +79,15 @@ class Meter:
         """The norms of gradients and parameters layer by layer, where this step is one in `train.measure_every`; {} elsewhere."""
         if not self.every or step % self.every:
             return {}
-        plan, mesh = self.program.plan, self.program.mesh
+        plan, mesh = self.job.plan, self.job.mesh
         grads = norms.by_part(norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor))
         params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
         return {"grad_norms": grads, "param_norms": params}
 
     def times(self, step: int, how: str) -> dict[str, Any]:
-        """Where the time went since the row before, and every `train.measure_every` steps that of all ranks.
+        """The seconds since the row before by phase, and every `train.measure_every` steps those of all ranks.
 
-        how: what recorded the step ("" for nothing), whose time then says nothing of a rank.
+        how: what recorded the step ("" for nothing); the time of a recorded step is not counted for its rank.
         """
         times = self.clock.take()
         if not how:
@@ -95,13 +95,13 @@ class Meter:
         row: dict[str, Any] = {"wall_s": times.wall, "phases": times.phases}
         row["comm"] = {axis: comm._asdict() for axis, comm in sorted(times.comm.items())}
         if self.every and step % self.every == 0:
-            row["ranks"] = self.spent.gather(self.program.mesh)
+            row["ranks"] = self.spent.gather(self.job.mesh)
         return row | ({"recorded": how} if how else {})
 
 
 @contextlib.contextmanager
-def recorder(folder: Path, first: int, until: int, every: int, bar: bool, say: Say) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that takes a step's row to metrics.jsonl, to the terminal, and to TensorBoard where that package is there."""
+def metrics_writer(folder: Path, first: int, until: int, every: int, bar: bool, say: Say) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that writes a step's row to metrics.jsonl, to the terminal, and to TensorBoard where that is installed."""
     with ExitStack() as stack:
         file = stack.enter_context((folder / run_folder.METRICS).open("a", encoding="utf-8"))
         shown = board = None
@@ -131,13 +131,13 @@ def recorder(folder: Path, first: int, until: int, every: int, bar: bool, say: S
                 shown.set_postfix_str(f"loss {loss}{val}  {speed}", refresh=False)
                 shown.update()
             elif row["step"] % every == 0 or row["step"] in (first + 1, until) or "val_loss" in row:
-                left = clock((until - row["step"]) * sum(recent) / len(recent))
+                left = format_duration((until - row["step"]) * sum(recent) / len(recent))
                 say(f"step {row['step']}/{until}  loss {loss}{val}  {speed}  ETA {left}{'  SKIPPED' if row['skipped'] else ''}")
 
         yield record
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration in words: 0:42, 12:05, 3:00:00."""
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"

@@ -36,7 +36,7 @@ def profiler() -> Any:
 
 
 class Named:
-    """Who watches a ledger and gives its phases, parts and waits to torch's profiler as ranges that nest (see ledger.Watch)."""
+    """Who watches a ledger and gives its phases, parts and waits to torch's profiler as ranges that nest (see ledger.Watcher)."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[str, str, Any]] = []  # (kind, name, the range), outermost first

@@ -15,8 +15,8 @@ BEHIND = 1.05  # of the others' median: from there on a rank is a straggler
 COLUMNS = ("busy_s", "comm_s", "data_s", "io_s")
 
 
-class Spent:
-    """The times of this rank's steps since they were last gathered."""
+class RankTimes:
+    """The summed times of this rank's steps since they were last gathered."""
 
     def __init__(self) -> None:
         self.steps, self.sums = 0, [0.0] * len(COLUMNS)
@@ -29,7 +29,7 @@ class Spent:
             self.sums[i] += value
 
     def gather(self, mesh: Mesh) -> dict[str, Any]:
-        """What a row says of all ranks: lists by rank, and the straggler; counting begins again. All ranks call it after the same step.
+        """The times of all ranks, as lists by rank, and the straggler; the sums begin again at 0. All ranks call it after the same step.
 
         Communicates: four float64 of each rank.
         """
@@ -38,11 +38,11 @@ class Spent:
             rows = gather_rows(row, mesh, leaf="ranks").tolist()
         out = {"steps": self.steps, **{name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}}
         self.steps, self.sums = 0, [0.0] * len(COLUMNS)
-        straggler, behind = slowest([row[0] + row[2] + row[3] for row in rows])
+        straggler, behind = find_straggler([row[0] + row[2] + row[3] for row in rows])
         return {**out, "straggler": straggler, "behind": behind}
 
 
-def slowest(own_s: list[float]) -> tuple[int | None, float]:
+def find_straggler(own_s: list[float]) -> tuple[int | None, float]:
     """(the rank that the others wait for, or None; by what factor its time is above the others' median).
 
     own_s: by rank, the time that does not depend on other ranks.

@@ -45,7 +45,7 @@ class Times(NamedTuple):
 
 
 class Clock:
-    """Who watches a ledger with a clock (see ledger.Watch).
+    """Who watches a ledger with a clock (see ledger.Watcher).
 
     A second belongs to the outermost phase, whatever is entered inside it; but waiting for a collective is "comm_exposed", and waiting
     for a disk and the commit of a store are "io", outside evaluations and checkpoints. On a GPU the marks are events in the current

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fzero.comm.agreement import RankError
-from fzero.run.ranks.rendezvous import hellos, meet
-from fzero.run.ranks.signals import Stopped, exit_code, launched
+from fzero.run.ranks.rendezvous import meet, read_hellos
+from fzero.run.ranks.signals import Stopped, exit_code, under_torchrun
 from fzero.sharding import Mesh, make_mesh, one_process
 
 TIMEOUT_S = 600.0  # for another rank, in a collective and at a comparison
@@ -32,7 +32,7 @@ NODE_S = 5.0  # for a signal to this node too, where one to another node has sto
 # Keys: why all end, that they have ended, who is done, a spare's signal, the run.
 REASON, OVER, BYE, STOP, FOLDER = "reason", "over", "bye", "stop", "folder"
 SIGNAL = "signal "  # how a reason begins that is no failure
-AGAIN = "torchrun's report says how it ended; go on from the last checkpoint with --resume"
+AGAIN = "torchrun's report says how it ended; resume from the last checkpoint with --resume"
 
 
 class Ended(Exception):
@@ -74,7 +74,7 @@ class Coordinator:
         return self.rank >= self.size
 
     def keep(self, size: int) -> None:
-        """Make the first `size` processes the team; the others are spares from here on."""
+        """Make the first `size` processes compute; the others are spares from here on."""
         self.size, self.spares = size, self.size - size
 
     def share(self, make: Callable[[], Any]) -> Any:
@@ -131,7 +131,7 @@ class Coordinator:
         if self.store is not None and self.first:
             self.store.set(OVER, str(stopped))
             end = time.monotonic() + NODE_S
-            while own_store() and self.store.add(BYE, 0) < self.size + self.spares - 1 and time.monotonic() < end:
+            while rank_0_keeps_store() and self.store.add(BYE, 0) < self.size + self.spares - 1 and time.monotonic() < end:
                 time.sleep(0.01)  # the store ends with this process
         self.bye()
         if self.store is not None and dist.is_initialized():
@@ -190,7 +190,7 @@ class Coordinator:
                 raise TimeoutError(f"{whose} did not come within {timeout_s:g} s; look what it is doing, and start all ranks again")
             if self.names and now - looked > 1.0:
                 looked = now
-                for rank, (name, found) in enumerate(zip(self.names, hellos(self.lasting, len(self.names)))):
+                for rank, (name, found) in enumerate(zip(self.names, read_hellos(self.lasting, len(self.names)))):
                     if name != found:
                         raise TimeoutError(f"rank {rank} was started again, without the others; let torchrun restart all of them")
             time.sleep(pause)
@@ -202,16 +202,18 @@ class Coordinator:
         try:
             return self.store.check([key])
         except RuntimeError:
-            raise RankError(f"rank {self.rank}: {'rank 0' if own_store() else 'torchrun'} is gone, and the store with it") from None
+            raise RankError(
+                f"rank {self.rank}: {'rank 0' if rank_0_keeps_store() else 'torchrun'} is gone, and the store with it"
+            ) from None
 
 
 def join(timeout_s: float = 60.0) -> Coordinator:
-    """The team of this process: of one, or of those that torchrun started, when all of them are here.
+    """The coordinator of this process: of one process alone, or of those that torchrun started, when all of them are here.
 
     timeout_s: for the store.
     Raises ValueError where the environment is not torchrun's, or its store does not answer; TimeoutError where a rank does not come.
     """
-    if not launched():
+    if not under_torchrun():
         return Coordinator()
     rank, size, local = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     lasting = torchrun_store(timeout_s)
@@ -219,7 +221,7 @@ def join(timeout_s: float = 60.0) -> Coordinator:
     return Coordinator(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names)
 
 
-def own_store() -> bool:
+def rank_0_keeps_store() -> bool:
     """Whether rank 0 keeps the store, and not torchrun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "False"
 
@@ -239,7 +241,7 @@ def torchrun_store(timeout_s: float) -> dist.Store:
         ) from None
     try:
         # Where torchrun keeps no store for its workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 does: a new one at every restart.
-        mine = own_store() and env["RANK"] == "0"
+        mine = rank_0_keeps_store() and env["RANK"] == "0"
         store = dist.TCPStore(host, port, is_master=mine, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise ValueError(f"torchrun's store at {host}:{port} does not answer ({str(error).splitlines()[0]})") from None
@@ -256,32 +258,32 @@ def end_as_orphan() -> None:
     if os.getppid() != _PARENT:
         _ENDING.acquire()  # of two threads that find it one says so
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("fzero: error: torchrun is gone; go on from the last checkpoint with --resume", file=sys.stderr, flush=True)
+            print("fzero: error: torchrun is gone; resume from the last checkpoint with --resume", file=sys.stderr, flush=True)
         os._exit(2)
 
 
-def last_words(text: str, team: Coordinator | None, *, lost: bool = False) -> tuple[str, int]:
+def last_words(text: str, coordinator: Coordinator | None, *, lost: bool = False) -> tuple[str, int]:
     """(what this process is to print of its reason to end, its exit code): the text with its rank, or "" where another rank has said why.
 
-    team: None where it fails before it has joined the others. lost: the reason is that another rank is gone, which may be about to say
-    more of it. The code is 2, unless a signal has ended the run.
+    coordinator: None where it fails before it has joined the others. lost: the reason is that another rank is gone, which may be about to
+    say more of it. The code is 2, unless a signal has ended the run.
     """
-    if not launched():
+    if not under_torchrun():
         return text, 2
     # torchrun ends what is left as soon as one process has ended; what is left may be about to say why.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text += f"; {AGAIN}" if lost and "is gone" in text else ""
     try:
-        if team is None or team.store is None:
+        if coordinator is None or coordinator.store is None:
             # Nothing tells attempts apart here but torchrun's count of them.
             early = f"early/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-            team = Coordinator(int(os.environ.get("RANK", "0")), store=dist.PrefixStore(early, torchrun_store(5.0)))
+            coordinator = Coordinator(int(os.environ.get("RANK", "0")), store=dist.PrefixStore(early, torchrun_store(5.0)))
         # The same mistake on all ranks is for rank 0 to say.
-        end = time.monotonic() + (LOST_S if lost else 0.0 if team.first else 0.5)
-        while time.monotonic() < end and not team.reason():
+        end = time.monotonic() + (LOST_S if lost else 0.0 if coordinator.first else 0.5)
+        while time.monotonic() < end and not coordinator.reason():
             time.sleep(0.02)
-        text = text if text.startswith("rank ") else f"rank {team.rank}: {text}"
-        first = team.reason() or team.claim(text)
+        text = text if text.startswith("rank ") else f"rank {coordinator.rank}: {text}"
+        first = coordinator.reason() or coordinator.claim(text)
         if first.startswith(SIGNAL):
             return "", exit_code(int(first.removeprefix(SIGNAL)))
         return text if first == text else "", 2

@@ -1,4 +1,4 @@
-"""A run on other processes than before: which mesh they make, and what those do that are left over."""
+"""A run on another number of processes: the mesh that fits them, and what the processes left over do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from fzero.run.config import RunConfig
 from fzero.run.ranks.coordinator import OVER, STOP, TIMEOUT_S, Coordinator, Ended
 from fzero.run.ranks.signals import stop_signals
-from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, beats
+from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, read_beats
 
 
-def fitting_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *, canonical: bool = False) -> dict[str, int]:
-    """The sizes of a mesh like `sizes` on so many processes; they may need fewer.
+def fit_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *, canonical: bool = False) -> dict[str, int]:
+    """The sizes of a mesh like `sizes` for this number of processes, or for fewer.
 
     Each axis but dp keeps its size where that fits, tp first, and else takes its largest divisor that does. dp is as large as the rest of
     the processes allow, where the data ranks (dp x rp) divide the micro-batches of a step, and are a power of two for canonical sums.
@@ -28,13 +28,13 @@ def fitting_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *
     return {axis: out[axis] for axis in [*sizes, "dp"] if out[axis] > 1}
 
 
-def refitted(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tuple[dict[str, int], str]:
+def refit_mesh(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tuple[dict[str, int], str]:
     """(`fitting_mesh` of the run, a line that says it)."""
     micro_batches = config.train.batch // config.train.micro_batch
-    mesh = fitting_mesh(sizes, processes, micro_batches, canonical=config.reduce == "canonical")
+    mesh = fit_mesh(sizes, processes, micro_batches, canonical=config.reduce == "canonical")
     used = math.prod(mesh.values())
-    line = f"mesh: {text(mesh)} for {processes} process{'es' * (processes > 1)}"
-    line += f" in place of {text(sizes)}" if text(sizes) != text(mesh) else ""
+    line = f"mesh: {mesh_text(mesh)} for {processes} process{'es' * (processes > 1)}"
+    line += f" in place of {mesh_text(sizes)}" if mesh_text(sizes) != mesh_text(mesh) else ""
     line += f"; {micro_batches} micro-batches a step" + (", canonical sums" if config.reduce == "canonical" else "")
     if used < processes:
         spare = f"{used}" if used == processes - 1 else f"{used} to {processes - 1}"
@@ -42,12 +42,12 @@ def refitted(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tup
     return mesh, line
 
 
-def text(sizes: Mapping[str, int]) -> str:
-    """The sizes of a mesh in words."""
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """The text of a mesh's sizes, such as "dp=2,tp=2"."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
-def stand_by(team: Coordinator) -> int:
+def stand_by(coordinator: Coordinator) -> int:
     """Wait, as a spare, until the run of the others has ended; returns the signal that stopped it, or 0.
 
     A signal to this process is passed on to them: they save, and end. Raises Ended where one of them has failed, TimeoutError where none
@@ -55,22 +55,22 @@ def stand_by(team: Coordinator) -> int:
     """
     heard, seen, told, beat = time.monotonic(), {}, 0.0, 0.0
     with stop_signals() as received:
-        while not team.store.check([OVER]):
+        while not coordinator.store.check([OVER]):
             now = time.monotonic()
-            if team.reason():
+            if coordinator.reason():
                 raise Ended
             if now - beat > BEAT_S:
-                beat, found = now, beats(team)
-                team.store.set(f"beat/{team.rank}", "spare")
+                beat, found = now, read_beats(coordinator)
+                coordinator.store.set(f"beat/{coordinator.rank}", "spare")
                 heard, seen = (heard, seen) if found == seen and found else (now, found)
             if received and not told:
-                told, heard, team.signalled = now, now, True
-                team.store.set(STOP, str(received[0]))
+                told, heard, coordinator.signalled = now, now, True
+                coordinator.store.set(STOP, str(received[0]))
             if told and now - heard > SILENT_S:
                 return received[0]  # torchrun ends the others too, and did not wait for them
             if now - heard > TIMEOUT_S:
-                raise TimeoutError(f"rank {team.rank}, a spare: no other rank gives a sign of life for {TIMEOUT_S:g} s")
+                raise TimeoutError(f"rank {coordinator.rank}, a spare: no other rank gives a sign of life for {TIMEOUT_S:g} s")
             time.sleep(0.1)
-        stopped = int(team.store.get(OVER))
-        team.bye()
+        stopped = int(coordinator.store.get(OVER))
+        coordinator.bye()
         return stopped

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int, list[str]]:
-    """(the number of this team in `store`, from 1; the names of its processes by rank), the same on all of its processes.
+    """(the number of this coordinator in `store`, from 1; the names of its processes by rank), the same on all of its processes.
 
     Raises TimeoutError naming the ranks that do not come, ValueError where another process has taken this one's rank meanwhile.
     """
@@ -24,7 +24,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int
     store.set(f"hello/{rank}", mine)
     number, names, end, pause = 0, [""] * size, time.monotonic() + timeout_s, 0.002
     while True:
-        found = hellos(store, size)
+        found = read_hellos(store, size)
         if found[rank] != mine:
             raise ValueError(f"rank {rank} was started again while this process ({mine[:8]}) still waits for the others; nothing to do")
         if rank == 0 and "" not in found and found != names:
@@ -50,7 +50,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int
         pause = min(2 * pause, 0.1)
 
 
-def hellos(store: dist.Store, size: int) -> list[str]:
+def read_hellos(store: dist.Store, size: int) -> list[str]:
     """The names of those that said hello last, by rank; "" where nobody has."""
     keys = [f"hello/{rank}" for rank in range(size)]
     return [store.get(key).decode() if store.check([key]) else "" for key in keys]

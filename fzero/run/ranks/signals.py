@@ -1,4 +1,4 @@
-"""Signals that end a run: before there is anything to save they end the process at once, while it trains they are noted.
+"""Signals that end a run: they end the process at once while there is nothing to save, and are noted while it trains.
 
 Imports nothing heavy, so that a signal is heeded from the start of a command.
 """
@@ -21,7 +21,7 @@ class Stopped(Exception):
         self.number = number
 
 
-def launched() -> bool:
+def under_torchrun() -> bool:
     """Whether torchrun (or something like it) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
@@ -32,7 +32,7 @@ def exit_code(number: int) -> int:
 
 
 @contextlib.contextmanager
-def ending() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """A context in which SIGTERM raises Stopped."""
 
     def handle(number: int, frame: Any) -> None:
@@ -46,7 +46,7 @@ def ending() -> Iterator[None]:
         yield
     except BaseException:
         # torchrun sends SIGTERM when another rank has ended; this one is about to say, or to find out, why.
-        before = signal.SIG_IGN if launched() else before
+        before = signal.SIG_IGN if under_torchrun() else before
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -65,7 +65,7 @@ def stop_signals() -> Iterator[list[int]]:
     try:
         yield received
     except BaseException:
-        before[signal.SIGTERM] = signal.SIG_IGN if launched() else before[signal.SIGTERM]  # as in `ending`
+        before[signal.SIGTERM] = signal.SIG_IGN if under_torchrun() else before[signal.SIGTERM]  # as in `ending`
         raise
     finally:
         for number, handler in before.items():

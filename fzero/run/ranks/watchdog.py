@@ -42,14 +42,14 @@ class Beat(NamedTuple):
 
 
 @contextlib.contextmanager
-def watched(team: Coordinator, hang_s: float = 0.0, stop: list[int] | None = None) -> Iterator[None]:
+def watch(coordinator: Coordinator, hang_s: float = 0.0, stop: list[int] | None = None) -> Iterator[None]:
     """A context in which a thread ends this process where the main thread cannot, because it waits for a rank that is gone.
 
     It gives signs of life and looks for a reason to end. After a SIGTERM, which torchrun sends when a process has ended, it looks for
     those of the other ranks. hang_s: end all ranks where one makes no progress for so long (0: never). stop: takes the number of a signal
     that came to a spare.
     """
-    if team.store is None:
+    if coordinator.store is None:
         yield
         return
     ours, theirs = socket.socketpair()
@@ -57,11 +57,11 @@ def watched(team: Coordinator, hang_s: float = 0.0, stop: list[int] | None = Non
     ours.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(team, ours, over, hang_s, [] if stop is None else stop), name="fzero-watch")
+    thread = threading.Thread(target=_watch, args=(coordinator, ours, over, hang_s, [] if stop is None else stop), name="fzero-watch")
     thread.start()
     try:
         yield
-        team.store.set(f"beat/{team.rank}", DONE)
+        coordinator.store.set(f"beat/{coordinator.rank}", DONE)
     finally:
         over.set()
         signal.set_wakeup_fd(before)
@@ -69,35 +69,35 @@ def watched(team: Coordinator, hang_s: float = 0.0, stop: list[int] | None = Non
             theirs.send(b"\0")
         thread.join()
         with contextlib.suppress(BlockingIOError):
-            _heed(team, ours.recv(64))
+            _heed(coordinator, ours.recv(64))
         ours.close()
         theirs.close()
 
 
-def _heed(team: Coordinator, received: bytes) -> bool:
+def _heed(coordinator: Coordinator, received: bytes) -> bool:
     """Note whether a signal to stop is among the bytes of the wakeup socket; returns whether it was SIGTERM."""
-    team.signalled |= bool({signal.SIGTERM, signal.SIGINT} & set(received))
+    coordinator.signalled |= bool({signal.SIGTERM, signal.SIGINT} & set(received))
     return signal.SIGTERM in received
 
 
-def _watch(team: Coordinator, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]) -> None:
+def _watch(coordinator: Coordinator, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]) -> None:
     # A connection of its own: the other one is taken while the main thread waits in it.
-    mine = Coordinator(team.rank, team.size, team.local_size, team.store.clone())
+    mine = Coordinator(coordinator.rank, coordinator.size, coordinator.local_size, coordinator.store.clone())
     main, moved = threading.main_thread(), time.monotonic()
     number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
     # Where the store is gone there is little to look at.
     with contextlib.suppress(RuntimeError):
-        mine.store.set(f"process/{team.rank}", str(os.getpid()))
+        mine.store.set(f"process/{coordinator.rank}", str(os.getpid()))
         while not over.is_set() and main.is_alive():
-            number, now, place = number + 1, time.monotonic(), place_of(team)
+            number, now, place = number + 1, time.monotonic(), progress_of(coordinator)
             if place != before:
                 before, moved = place, now
-            mine.store.set(f"beat/{team.rank}", json.dumps(beat_of(team, number, now - moved, main.ident)))
-            if team.spares and team.first and not stop and mine.store.check([STOP]):
+            mine.store.set(f"beat/{coordinator.rank}", json.dumps(beat_of(coordinator, number, now - moved, main.ident)))
+            if coordinator.spares and coordinator.first and not stop and mine.store.check([STOP]):
                 stop.append(int(mine.store.get(STOP)))
-            if select.select([wakeup], [], [], BEAT_S)[0] and _heed(team, wakeup.recv(64)) and not term:
-                term, seen = now, beats(mine)
+            if select.select([wakeup], [], [], BEAT_S)[0] and _heed(coordinator, wakeup.recv(64)) and not term:
+                term, seen = now, read_beats(mine)
             if mine.reason() and not reason:
                 reason = now
             if over.is_set():
@@ -106,16 +106,18 @@ def _watch(team: Coordinator, wakeup: socket.socket, over: threading.Event, hang
                 os._exit(2)
             end_as_orphan()
             if term and now - term > SILENT_S:
-                found = beats(mine)
-                gone = [str(rank) for rank in range(team.size) if found.get(rank) != DONE and found.get(rank) == seen.get(rank)]
+                found = read_beats(mine)
+                gone = [str(rank) for rank in range(coordinator.size) if found.get(rank) != DONE and found.get(rank) == seen.get(rank)]
                 term, seen = now, found
                 if gone:
-                    say_and_end(mine, f"rank {team.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s; {AGAIN}")
+                    say_and_end(
+                        mine, f"rank {coordinator.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s; {AGAIN}"
+                    )
             # From half of the time on, so that at the end of it there is something to compare with.
-            if not hang_s or team.size == 1 or now - moved < hang_s / 2:
+            if not hang_s or coordinator.size == 1 or now - moved < hang_s / 2:
                 heard = {}
                 continue
-            for rank, sign in beats(mine).items():
+            for rank, sign in read_beats(mine).items():
                 if rank not in heard or heard[rank][0] != sign:
                     heard[rank] = sign, now
             if now - moved >= hang_s:
@@ -130,16 +132,16 @@ def _watch(team: Coordinator, wakeup: socket.socket, over: threading.Event, hang
         end_as_orphan()
 
 
-def beats(team: Coordinator) -> dict[int, bytes]:
+def read_beats(coordinator: Coordinator) -> dict[int, bytes]:
     """The last sign of life of each rank that has given one."""
-    keys = {rank: f"beat/{rank}" for rank in range(team.size)}
-    return {rank: team.store.get(key) for rank, key in keys.items() if team.store.check([key])}
+    keys = {rank: f"beat/{rank}" for rank in range(coordinator.size)}
+    return {rank: coordinator.store.get(key) for rank, key in keys.items() if coordinator.store.check([key])}
 
 
-def say_and_end(team: Coordinator, text: str) -> None:
+def say_and_end(coordinator: Coordinator, text: str) -> None:
     """End this process, with the text on stderr unless another rank has said why all end."""
-    mine = f"{text}\n{team.rank}"  # others may find the same
-    if team.claim(mine) == mine:
+    mine = f"{text}\n{coordinator.rank}"  # others may find the same
+    if coordinator.claim(mine) == mine:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
     os._exit(2)
 
@@ -152,18 +154,23 @@ def kill_sibling(process: int) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def place_of(team: Coordinator) -> tuple[object, ...]:
-    """What differs whenever the main thread has made progress."""
-    roll = team.at.roll if team.at is not None else None
-    return team.step, team.asked, team.waiting, *((roll.number, roll.waiting) if roll is not None else ())
+def progress_of(coordinator: Coordinator) -> tuple[object, ...]:
+    """A value that changes whenever the main thread makes progress."""
+    agreement = coordinator.at.agreement if coordinator.at is not None else None
+    return (
+        coordinator.step,
+        coordinator.asked,
+        coordinator.waiting,
+        *((agreement.number, agreement.waiting) if agreement is not None else ()),
+    )
 
 
-def beat_of(team: Coordinator, number: int, idle_s: float, main: int | None) -> Beat:
+def beat_of(coordinator: Coordinator, number: int, idle_s: float, main: int | None) -> Beat:
     """This rank's sign of life."""
-    roll = team.at.roll if team.at is not None else None
-    last, call = (brief(roll.last), roll.waiting) if roll is not None else ("", None)
-    waits = f"{brief(call)} (#{call.number})" if call is not None else f"a message of {team.waiting}" if team.waiting else ""
-    return Beat(number, round(idle_s, 1), team.step, roll.number if roll is not None else 0, last, waits, stack_top(main))
+    agreement = coordinator.at.agreement if coordinator.at is not None else None
+    last, call = (brief(agreement.last), agreement.waiting) if agreement is not None else ("", None)
+    waits = f"{brief(call)} (#{call.number})" if call is not None else f"a message of {coordinator.waiting}" if coordinator.waiting else ""
+    return Beat(number, round(idle_s, 1), coordinator.step, agreement.number if agreement is not None else 0, last, waits, stack_top(main))
 
 
 def brief(call: Call | None) -> str:
@@ -175,7 +182,7 @@ def brief(call: Call | None) -> str:
 
 
 def stack_top(thread: int | None) -> str:
-    """The place in Python that a thread is at: file:line and function."""
+    """Where a thread is in Python: file:line and function."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return ""
@@ -210,5 +217,5 @@ def verdict(states: Mapping[int, Beat], stale: Mapping[int, float], hang_s: floa
         if rank not in hung and s.waits:
             waiting.setdefault(f"{s.waits}, step {s.step + 1}", []).append(rank)
     others = [f"rank {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {what}" for what, ranks in waiting.items()]
-    fix = "go on from the last checkpoint with --resume, or let torchrun --max-restarts do it; train.hang_s is the limit"
+    fix = "resume from the last checkpoint with --resume, or let torchrun --max-restarts do it; train.hang_s is the limit"
     return "; ".join([*told, *others, fix])

@@ -1,4 +1,4 @@
-"""Going on with a run by the command that started it: which folder it has, whether it is there, and whether the command still means it."""
+"""Resume a run by the command that started it: is there a run in the folder, and which of the command's values may it take."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from fzero.run import run_folder
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table, updated
 
-BEGUN = "begun"  # a file in the folder of a run that has no config yet: what else is there is its own
+MARKER = "begun"  # a file in the folder of a run that has no config.json yet: the other files there are its own
 # What may be another value when a run is resumed.
 MAY_CHANGE = ("mesh", "zero", "reduce", "sequence", "accumulate", "prefetch", "reshard", "offload")
 MAY_CHANGE += ("nvme.folder", "nvme.buffer_mb", "precision.policy")
 
 
-def take(folder: Path, *, auto: bool) -> bool:
-    """Make sure that `folder` is free for a new run; returns whether it is there.
+def take_folder(folder: Path, *, auto: bool) -> bool:
+    """Make sure that `folder` is free for a new run; returns whether it exists.
 
-    auto: what an attempt left there that had not begun to train is removed.
-    Raises ValueError where there is anything else.
+    auto: remove the files of an earlier start of the run that ended before it trained.
+    Raises ValueError where the folder holds anything else.
     """
-    if auto and (folder / BEGUN).is_file() and not (folder / run_folder.CONFIG).is_file():
-        run_folder.clear(folder, keep=True)
+    if auto and (folder / MARKER).is_file() and not (folder / run_folder.CONFIG).is_file():
+        run_folder.clear_folder(folder, keep=True)
     run_folder.expect_free(folder)
     return folder.exists()
 
 
-def begin(folder: Path) -> None:
-    """Mark `folder` as that of a run which is being made."""
+def put_marker(folder: Path) -> None:
+    """Mark `folder` as that of a run that has no config.json yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / BEGUN).touch()
+    (folder / MARKER).touch()
 
 
-def begun(folder: Path) -> None:
-    """Take the mark away: the run is made."""
-    (folder / BEGUN).unlink(missing_ok=True)
+def remove_marker(folder: Path) -> None:
+    """Remove the marker file, once config.json is written."""
+    (folder / MARKER).unlink(missing_ok=True)
 
 
-def exists(folder: Path) -> bool:
+def run_exists(folder: Path) -> bool:
     """Whether there is a run in `folder`."""
     return (folder / run_folder.CONFIG).is_file()
 
 
-def changes_of(table: Table, folder: Path, init: Path | None) -> Table:
-    """What the table of a command says that a resumed run may change, from the run in `folder`.
+def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
+    """The values in the table of a command that a resumed run may change.
 
-    Raises ValueError naming the first key whose value in `table` is another one than the run's, and may not be.
+    Raises ValueError naming the first key whose value in `table` differs from that of the run in `folder`, and may not.
     """
     old, said = run_folder.read_config(folder), run_folder.read_environment(folder)
     if init is not None and str(init.resolve()) != said.get("init", ""):
-        raise differs("--init", init, said.get("init") or "no other run", folder)
+        raise difference_error("--init", init, said.get("init") or "no other run", folder)
     if table.get("preset", old.preset) != old.preset:
-        raise differs("preset", table["preset"], old.preset, folder)
+        raise difference_error("preset", table["preset"], old.preset, folder)
     rest: Table = {}
     changes: Table = {}
     for key, value in flat({name: value for name, value in table.items() if name != "preset"}):
         if key == "model.family":
             if value != family_of(old.model):
-                raise differs(key, value, family_of(old.model), folder)
+                raise difference_error(key, value, family_of(old.model), folder)
         elif value != "auto":  # which is decided already
             put(changes if key in MAY_CHANGE or key.startswith("mesh.") else rest, key, value)
-    given, mine = dict(flat(to_table(as_given(old, rest)))), dict(flat(to_table(old)))
+    given, mine = dict(flat(to_table(apply_settings(old, rest)))), dict(flat(to_table(old)))
     for key, _ in flat(rest):
         if given[key] != mine[key]:
-            raise differs(key, given[key], mine[key], folder)
+            raise difference_error(key, given[key], mine[key], folder)
     return changes
 
 
-def as_given(old: RunConfig, table: Table) -> RunConfig:
-    """The run's config changed where `table` says, the corpus named as a run records it."""
+def apply_settings(old: RunConfig, table: Table) -> RunConfig:
+    """The run's config with the values of `table`, and the corpus named as a run records it."""
     path = old.data.path
     new = updated(replace(old, mesh={}), table)
     if new.data.path not in ("stdlib", path):
@@ -80,8 +80,8 @@ def as_given(old: RunConfig, table: Table) -> RunConfig:
     return new
 
 
-def differs(key: str, given: Any, there: Any, folder: Path) -> ValueError:
-    """The error of a value that is not the run's."""
+def difference_error(key: str, given: Any, there: Any, folder: Path) -> ValueError:
+    """The error for a value that differs from the run's."""
     return ValueError(
-        f"{key} is {given} here and {there} in {folder}, which is to be gone on with; give the same, leave it out, or name another --out"
+        f"{key} is {given} here and {there} in {folder}, which is to be resumed; give the same, leave it out, or name another --out"
     )

@@ -1,4 +1,4 @@
-"""Where the state of a run is kept: the room on its disk, the newest state to go on with, and what it tells of its disk."""
+"""The newest state of a run: in the store on its disk, in a checkpoint, or the first one; and the traffic of that disk."""
 
 from __future__ import annotations
 
@@ -25,148 +25,149 @@ from fzero.train.state import TrainState
 from fzero.train.state_on_disk import kept_leaves, on_disk, owner_table
 
 
-def expect_disk(program: Job, team: Coordinator) -> None:
-    """Raise ValueError where a new run has no room on its disk."""
-    place = program.space.folder if program.space is not None else None
-    if place is None or is_url(place) or not program.config.train.memory_check:
+def expect_disk(job: Job, coordinator: Coordinator) -> None:
+    """Raise ValueError where the disk of a new run is too small for its state."""
+    place = job.space.folder if job.space is not None else None
+    if place is None or is_url(place) or not job.config.train.memory_check:
         return
     there = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.exists())
     held = sum(path.stat().st_blocks * 512 for path in Path(place).rglob("*") if path.is_file())  # of a run that is over, taken over
-    team.share(lambda: check_disk(program, shutil.disk_usage(there).free + held))
+    coordinator.share(lambda: check_disk(job, shutil.disk_usage(there).free + held))
 
 
-def expect_new(program: Job, folder: Path, team: Coordinator) -> None:
+def expect_new(job: Job, folder: Path, coordinator: Coordinator) -> None:
     """Raise ValueError where the place that a new run names for its checkpoints has some, OSError where its store cannot be reached."""
-    if program.config.train.checkpoints and not all_on_disk(program):
-        home = run_folder.checkpoints_of(folder, program.config)
-        if found := team.share(lambda: checkpoint.steps(home)):
-            raise ValueError(f"train.checkpoints is {home}, which has the step {found[-1]} of a run already; name another place")
+    if job.config.train.checkpoints and not all_on_disk(job):
+        checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
+        if found := coordinator.share(lambda: checkpoint.steps(checkpoint_dir)):
+            raise ValueError(f"train.checkpoints is {checkpoint_dir}, which has the step {found[-1]} of a run already; name another place")
 
 
-def newest_state(program: Job, folder: Path, team: Coordinator, say: Say, init: Path | None) -> TrainState:
-    """The state to go on with, of whatever mesh, stage, offload and policy: of the last complete step on the run's disk, else of the
-    newest sound checkpoint, else the first.
+def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say, init: Path | None) -> TrainState:
+    """The state to resume from: of the last complete step on the run's disk, else of the newest sound checkpoint, else the first one.
+
+    It may have been written with another mesh, stage, offload and policy.
 
     A damaged store or checkpoint is passed over where there is another checkpoint. The store of another plan becomes a checkpoint first.
     """
-    home = run_folder.checkpoints_of(folder, program.config)
-    saved = team.share(lambda: checkpoint.steps(home))
+    checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
+    saved = coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
     before = run_folder.read_config(folder)
-    moved = [before.offload, before.nvme.folder] != [program.config.offload, program.config.nvme.folder]
-    if all_on_disk(program) and not moved and is_own_store(program):
+    moved = [before.offload, before.nvme.folder] != [job.config.offload, job.config.nvme.folder]
+    if all_on_disk(job) and not moved and is_own_store(job):
         failure = ""
         try:
-            state = latest(program)
+            state = latest(job)
         except Damaged as error:
             failure = str(error)
-        failures = [text for text in team.gather(failure) if text]
+        failures = [text for text in coordinator.gather(failure) if text]
         if not failures:
             return state
         if not saved:
             raise ValueError(failures[0])
         say(f"passed over: {failures[0]}")
-        team.share(lambda: release_store(program.space.folder))
+        coordinator.share(lambda: release_store(job.space.folder))
     else:
-        saved = moved_out(program, folder, before, saved, team, say)
+        saved = convert_other_store(job, folder, before, saved, coordinator, say)
     if not saved:
-        return first_state(program, weights.load(init, wide=True).params if init else None)
-    return restored(program, home, saved, team, say)
+        return first_state(job, weights.load(init, wide=True).params if init else None)
+    return restore_newest(job, checkpoint_dir, saved, coordinator, say)
 
 
-def is_own_store(program: Job) -> bool:
-    """Whether the store in the run's folder was made by the same plan; also where there is none, or it says nothing sensible."""
+def is_own_store(job: Job) -> bool:
+    """Whether the store in the run's folder was made by the same plan. True where there is none, or its description is damaged."""
     try:
-        said = read_description(program.space.folder)
+        said = read_description(job.space.folder)
     except Damaged:
         return True
-    if said is None or said["ranks"] != program.mesh.size or said["owner"] != owner_table(program.plan):
+    if said is None or said["ranks"] != job.mesh.size or said["owner"] != owner_table(job.plan):
         return said is None
-    leaves = kept_leaves(like_of(program), specs_of(program), program.plan)
+    leaves = kept_leaves(like_of(job), specs_of(job), job.plan)
     ours = {name: [list(kept.shape), str(kept.dtype).removeprefix("torch.")] for name, kept in leaves.items()}
     return ours == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in said["leaves"].items()}
 
 
-def moved_out(program: Job, folder: Path, before: RunConfig, saved: list[int], team: Coordinator, say: Say) -> list[int]:
-    """The steps of the checkpoints, among them one of the store that the run had under another plan, whose folder is free then."""
-    shelf, home = weights.snapshot_of(folder, before), run_folder.checkpoints_of(folder, program.config)
+def convert_other_store(job: Job, folder: Path, before: RunConfig, saved: list[int], coordinator: Coordinator, say: Say) -> list[int]:
+    """Convert an offload store written under another plan into a checkpoint, release its folder, and list the checkpoints' steps."""
+    shelf, checkpoint_dir = weights.snapshot_of(folder, before), run_folder.checkpoints_of(folder, job.config)
     failure, place = "", None
-    if shelf is not None and not shelf.record.done and not is_part(program, shelf):
+    if shelf is not None and not shelf.record.done and not lacks_optimizer_state(job, shelf):
         try:
-            place = save_store(program, before, shelf, home, saved[-1] if saved else -1)
+            place = save_store(job, before, shelf, checkpoint_dir, saved[-1] if saved else -1)
         except (Damaged, checkpoint.SaveFailed) as error:
             failure = str(error)
-    failures = [text for text in team.gather(failure) if text]
+    failures = [text for text in coordinator.gather(failure) if text]
     if failures and not saved:
         raise ValueError(failures[0])
     if failures:
         say(f"passed over: {failures[0]}")
     elif place is not None:
         say(f"step {shelf.record.step} on the disk was another plan's: it is {place} now")
-    for where in {str(shelf.folder)} if shelf is not None else {str(program.space.folder)} if program.space is not None else ():
-        team.share(lambda where=where: release_store(where))
-    return team.share(lambda: checkpoint.steps(home))
+    for where in {str(shelf.folder)} if shelf is not None else {str(job.space.folder)} if job.space is not None else ():
+        coordinator.share(lambda where=where: release_store(where))
+    return coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
 
 
-def is_part(program: Job, shelf: StoreSnapshot) -> bool:
-    """Whether a store is of a run whose state was in memory for the rest, so that it is of no use without a checkpoint."""
-    names = [name for name in pytree.names(like_of(program)) if name.startswith("opt_state/")]
+def lacks_optimizer_state(job: Job, shelf: StoreSnapshot) -> bool:
+    """Whether the store lacks optimizer state (the run kept it in memory), so that it cannot be resumed from alone."""
+    names = [name for name in pytree.names(like_of(job)) if name.startswith("opt_state/")]
     return any(name not in shelf.leaves and name not in shelf.record.values for name in names)
 
 
-def restored(program: Job, home: checkpoint.Folder, saved: list[int], team: Coordinator, say: Say) -> TrainState:
-    """The state of the newest of the checkpoints of these steps that is sound; lines tell of those that are passed over."""
-    if on_disk(program.plan):  # all ranks make a store together: what it is made of is looked at first
+def restore_newest(job: Job, checkpoint_dir: checkpoint.Folder, saved: list[int], coordinator: Coordinator, say: Say) -> TrainState:
+    """The state of the newest sound one of the checkpoints of these steps; says which ones were passed over."""
+    if on_disk(job.plan):  # all ranks make a store together: what it is made of is looked at first
 
         def look() -> tuple[str, list[str]]:
-            found = newest_sound(home, checkpoint.expect_sound)
+            found = newest_sound(checkpoint_dir, checkpoint.expect_sound)
             return str(found.path), found.lines()
 
-        path, lines = team.share(look)
+        path, lines = coordinator.share(look)
         for line in lines:
             say(line)
-        return restore(program, path)
-    found = newest_sound(home, lambda path: restore_on_all(program, path, team), saved)
+        return restore(job, path)
+    found = newest_sound(checkpoint_dir, lambda path: restore_on_all(job, path, coordinator), saved)
     for line in found.lines():
         say(line)
     return found.value
 
 
 def restore_on_all(
-    program: Job, path: checkpoint.Folder, team: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
+    job: Job, path: checkpoint.Folder, coordinator: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
 ) -> TrainState:
     """This rank's state from the checkpoint at `path`; raises Damaged, on all ranks, where it is damaged for one of them.
 
     check: says what is wrong with this rank's state besides; "" where nothing is.
     """
     try:
-        state = restore(program, path)
+        state = restore(job, path)
         failure = check(state)
     except Damaged as error:
         failure = str(error)
-    failures = [text for text in team.gather(failure) if text]
+    failures = [text for text in coordinator.gather(failure) if text]
     if failures:
         raise Damaged(failures[0])
     return state
 
 
-def told_of_offload(program: Job) -> list[str]:
-    """What a run says of its disk before it begins."""
-    if program.space is None:
+def offload_summary(job: Job) -> list[str]:
+    """Lines about the run's disk, for its start: none where it has none."""
+    if job.space is None:
         return []
-    size = program.space.pool_bytes
-    lines = [f"offload {program.config.offload}: {program.space.folder}, {size / 1e6:,.0f} MB of buffers a process"]
-    if all_on_disk(program):
-        kept = program.space.slots - 2
+    size = job.space.pool_bytes
+    lines = [f"offload {job.config.offload}: {job.space.folder}, {size / 1e6:,.0f} MB of buffers a process"]
+    if all_on_disk(job):
+        kept = job.space.slots - 2
         more = f", and the last {kept} checkpoints are kept" if kept > 0 else ""
-        lines.append(f"every step is complete on the disk when it ends: --resume goes on from the last one{more}")
+        lines.append(f"every step is complete on the disk when it ends: --resume resumes from the last one{more}")
     return lines
 
 
-def disk_row(program: Job, before: DiskTraffic) -> dict[str, Any]:
-    """What a step moved to and from the disk, and how long the computation waited for it."""
-    if program.space is None:
+def disk_row(job: Job, before: DiskTraffic) -> dict[str, Any]:
+    """The bytes that a step read and wrote on the disk, and the seconds that it waited for them, as fields of its row."""
+    if job.space is None:
         return {}
-    now = program.space.moved()
+    now = job.space.moved()
     return {
         "disk_read_bytes": now.read_bytes - before.read_bytes,
         "disk_written_bytes": now.written_bytes - before.written_bytes,
@@ -174,6 +175,6 @@ def disk_row(program: Job, before: DiskTraffic) -> dict[str, Any]:
     }
 
 
-def in_memory(tree: Any) -> Any:
-    """The tree with what rests on a disk in memory."""
+def to_memory(tree: Any) -> Any:
+    """The tree with its leaves on a disk read into memory."""
     return pytree.map(lambda leaf: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf, tree)

@@ -1,4 +1,4 @@
-"""What a run does about a step that went wrong: goes on without its update, goes back to a checkpoint, or ends.
+"""What a run does after a step that went wrong: train on without its update, go back to a checkpoint, or end.
 
 A step whose gradient is not finite, or whose loss is a spike, makes no update (see `train.make_train_step`); a policy of the config says
 what comes next. A rollback tries the same batch again at first: what a fault of the hardware did, such as a bit that flipped in the
@@ -10,8 +10,8 @@ What was decided is in RUN/skips.json, replaced as a whole before anything follo
     skips       [first sample, count] of each batch that is left out: see corpus.sample_at
     tried       first samples of batches that are being tried again
     back_to     a step: checkpoints of later ones no longer count, and are being removed; null where no rollback is under way
-    behind      steps made up to the last one that went wrong
-    in_a_row    rollbacks since a checkpoint was saved there or behind
+    behind      the number of the last step that went wrong
+    in_a_row    rollbacks since a checkpoint was saved at or after it
     rollbacks   all of them, with their reasons
 
 So a run that is killed at any instant goes on as it would have.
@@ -52,7 +52,7 @@ class Fault(NamedTuple):
 
 
 class RollbackLog(NamedTuple):
-    """What skips.json says; see the head of this file."""
+    """The content of skips.json; see the head of this file."""
 
     skips: list[list[int]]
     tried: list[int]
@@ -63,7 +63,7 @@ class RollbackLog(NamedTuple):
 
 
 def read_log(folder: Path) -> RollbackLog:
-    """The record of the run in `folder`; raises ValueError where it is there and damaged."""
+    """The rollback log of the run in `folder`, an empty one where there is no file; raises ValueError where it is damaged."""
     text = read_text(folder, SKIPS)
     if text is None:
         return RollbackLog([], [], None, 0, 0, [])
@@ -74,7 +74,7 @@ def read_log(folder: Path) -> RollbackLog:
 
 
 def write_log(folder: Path, record: RollbackLog) -> None:
-    """Replace the record, durably."""
+    """Replace the rollback log of the run in `folder`, durably."""
     write_text(folder, SKIPS, json.dumps(record._asdict(), indent=1) + "\n")
 
 
@@ -84,23 +84,23 @@ def skips_of(folder: Path) -> list[tuple[int, int]]:
 
 
 def finish_rollback(folder: Path) -> None:
-    """End a rollback that was under way: remove the checkpoints, and the rows of metrics, behind the step that it goes back to.
+    """End a rollback that was under way: remove the checkpoints, and the rows of metrics, after the step that it goes back to.
 
     One process calls it, before it looks for the newest checkpoint. Nothing happens where none is under way.
     """
     record = read_log(folder)
     if record.back_to is None:
         return
-    home = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
-    for step in checkpoint.steps(home):
+    checkpoint_dir = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
+    for step in checkpoint.steps(checkpoint_dir):
         if step > record.back_to:
-            checkpoint.remove(home, step)
+            checkpoint.remove(checkpoint_dir, step)
     run_folder.cut_metrics(folder, record.back_to)
     write_log(folder, record._replace(back_to=None))
 
 
-def judged(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
-    """The Fault of a step that asks for a rollback; None for a sound one, and for one that is only skipped.
+def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
+    """The Fault of a step that asks for a rollback; None for a step that is sound or is only skipped.
 
     row: of the step's metrics. sample: the first of its batch. skipped: steps skipped in a row, with this one.
     Raises FloatingPointError where the policy is to stop, or too many were skipped.
@@ -122,48 +122,48 @@ def judged(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | 
     return None
 
 
-def expect_agreement(program: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
-    """Raise FloatingPointError, on all ranks, where they compute or hold different values of what should be one (see crosscheck)."""
-    lines = program.check(state, part)
+def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
+    """Raise FloatingPointError, on all ranks, where they compute or hold different values of what should be one (see train/sdc_check.py)."""
+    lines = job.check(state, part)
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise FloatingPointError(
-            f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has changed; the checkpoints are from before: go on "
+            f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has changed; the checkpoints are from before: resume "
             "with --resume, without that host"
         )
 
 
-def go_back(program: Job, folder: Path, fault: Fault, team: Coordinator, say: Say) -> TrainState:
-    """The state to go on with after a fault: of the newest checkpoint that is sound and far enough back, else of the start of the run.
+def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, say: Say) -> TrainState:
+    """The state to resume from after a fault: of the newest checkpoint that is sound and far enough back, else of the start of the run.
 
     A checkpoint with a damaged leaf, or with a value that is not finite, is passed over. The record then says whether the batch is tried
-    again or left out, and what lies behind the step is removed. All ranks call it, with nothing else of the state in memory.
+    again or left out, and the checkpoints and rows after the step are removed. All ranks call it, with nothing else of the state in memory.
     Raises FloatingPointError where the run has gone back too often.
     """
-    home = run_folder.checkpoints_of(folder, program.config)
-    steps, init = team.share(lambda: candidates(program.config.guard, folder, home, fault))
+    checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
+    steps, init = coordinator.share(lambda: candidates(job.config.guard, folder, checkpoint_dir, fault))
 
     def check(state: TrainState) -> str:
-        return "" if finite(state) else "a value in it is not finite"
+        return "" if is_finite(state) else "a value in it is not finite"
 
-    paths = [checkpoint.step_folder(home, step) for step in steps]
-    found = checkpoint.first_sound(paths, lambda path: restore_on_all(program, path, team, check))
+    paths = [checkpoint.step_folder(checkpoint_dir, step) for step in steps]
+    found = checkpoint.first_sound(paths, lambda path: restore_on_all(job, path, coordinator, check))
     for line in found.lines():
         say(line)
     state = found.value
     if found.path is None:
-        state = first_state(program, weights.load(Path(init), wide=True).params if init else None)
-    say(team.share(lambda: rolled_back(program, folder, home, fault, int(state.step))))
+        state = first_state(job, weights.load(Path(init), wide=True).params if init else None)
+    say(coordinator.share(lambda: record_rollback(job, folder, checkpoint_dir, fault, int(state.step))))
     return state
 
 
-def candidates(g: Guard, folder: Path, home: checkpoint.Folder, fault: Fault) -> tuple[list[int], str]:
-    """(steps of the checkpoints in `home` to go back to, the best first; the run whose weights this one began with, or "").
+def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault) -> tuple[list[int], str]:
+    """(steps of the checkpoints in `checkpoint_dir` to go back to, the best first; the run whose weights this one began with, or "").
 
-    Those at least guard.rollback_steps before the fault, newest first; then, oldest first, those behind them.
+    Those at least guard.rollback_steps before the fault, newest first; then the later ones, oldest first.
     Raises FloatingPointError where the run has gone back too often.
     """
-    record, steps = noticed(read_log(folder), home), checkpoint.steps(home)
+    record, steps = merge_progress(read_log(folder), checkpoint_dir), checkpoint.steps(checkpoint_dir)
     if record.in_a_row >= g.max_rollbacks:
         raise FloatingPointError(
             f"step {fault.step + 1}: {fault.why}, and the run has gone back {record.in_a_row} times without coming to a checkpoint at or "
@@ -174,28 +174,28 @@ def candidates(g: Guard, folder: Path, home: checkpoint.Folder, fault: Fault) ->
     return order, run_folder.read_environment(folder).get("init", "")
 
 
-def noticed(record: RollbackLog, home: checkpoint.Folder) -> RollbackLog:
-    """The record, with the progress that the checkpoints in `home` show."""
-    progress = any(step >= record.behind for step in checkpoint.steps(home))
+def merge_progress(record: RollbackLog, checkpoint_dir: checkpoint.Folder) -> RollbackLog:
+    """The log, with the count of rollbacks reset where `checkpoint_dir` has a checkpoint at or after the last step that went wrong."""
+    progress = any(step >= record.behind for step in checkpoint.steps(checkpoint_dir))
     return record._replace(behind=0, in_a_row=0) if progress else record
 
 
-def release(state: TrainState) -> None:
-    """Give the memory of a state back that nobody may use any more, whoever still holds it."""
+def free_state(state: TrainState) -> None:
+    """Free the memory of a state that nobody may use any more, whoever still holds its tensors."""
     for leaf in pytree.leaves(state):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().resizable():
             leaf.untyped_storage().resize_(0)
 
 
-def finite(tree: Tree) -> bool:
+def is_finite(tree: Tree) -> bool:
     """Whether all numbers of this rank's part of a state are finite."""
     floats = [x for x in pytree.leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
     return all(bool(torch.isfinite(x.float() if x.element_size() == 1 else x).all()) for x in floats)
 
 
-def rolled_back(program: Job, folder: Path, home: checkpoint.Folder, fault: Fault, to: int) -> str:
-    """Record the rollback to step `to` and remove what is behind it; returns the line that says what is done about the batch."""
-    record, batch = noticed(read_log(folder), home), program.config.train.batch
+def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault, to: int) -> str:
+    """Log the rollback to step `to` and remove checkpoints and rows after it; returns the line about the batch."""
+    record, batch = merge_progress(read_log(folder), checkpoint_dir), job.config.train.batch
     again = fault.sample in record.tried
     if again:
         skips, tried = [*record.skips, [fault.sample, batch]], [first for first in record.tried if first != fault.sample]
@@ -212,8 +212,8 @@ def rolled_back(program: Job, folder: Path, home: checkpoint.Folder, fault: Faul
     return f"step {fault.step + 1}: {fault.why}; back to step {to}, to try the batch of sample {fault.sample} again: {why}"
 
 
-def passed(folder: Path, step: int, sample: int, tried: list[int], team: Coordinator, say: Say) -> None:
-    """Record and say that a batch went well when it was tried again; it is removed from `tried`."""
+def record_recovery(folder: Path, step: int, sample: int, tried: list[int], coordinator: Coordinator, say: Say) -> None:
+    """Log and say that a batch which was tried again went well; it is removed from `tried`."""
     tried.remove(sample)
-    team.share(lambda: write_log(folder, read_log(folder)._replace(tried=tried)))
+    coordinator.share(lambda: write_log(folder, read_log(folder)._replace(tried=tried)))
     say(f"step {step}: went well when it was tried again: the batch is sound, and a fault of the hardware likely; look at the hosts")

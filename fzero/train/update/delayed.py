@@ -33,7 +33,7 @@ def expect_delayed(how: StreamedUpdate, plan: Plan, has_master: bool) -> None:
         why = "gradients are on a disk, and one must wait until the next step; leave grads in memory"
     elif not has_master and any(spec.memory != "nvme" for spec in pytree.leaves(plan.trained(plan.params))):
         why = "parameters without master weights are updated where the computation reads them; use params=nvme, or bf16"
-    elif how.space.slots < 2:
+    elif how.nvme.slots < 2:
         why = "one slot is overwritten while the computation reads it; use two"
     if why:
         raise ValueError(f'update="delayed": {why}; or use update="end"')
@@ -48,7 +48,7 @@ class Delayed:
         self.thread = None
         if pending:
             self.update = Update(how, Gradients(pending["sums"], pending["factor"], pending["norm"]), state, ema_decay, defer=True)
-            how.space.disk.shared = True
+            how.nvme.disk.shared = True
             if (
                 fake_device_of(state.step) is not None
             ):  # fake tensors serve one thread; who watches this one sees nothing of the update, as in a run
@@ -69,7 +69,7 @@ class Delayed:
         if self.thread is None:
             return self.before
         self.thread.join()
-        self.how.space.disk.shared = False
+        self.how.nvme.disk.shared = False
         if self.failure is not None:
             raise self.failure
         self.update.emit()

@@ -70,14 +70,14 @@ class EarlyUpdate:
         leaves: dict[str, Any] = dict(pytree.named_leaves(outside))
         for name, layers in self.squares_of.items():
             found = [(layer, square) for layer in sorted(layers) for square in layers[layer]]
-            leaves[name] = Squared(found, torch.Size(self.how.shards[name]), self.how.policy.accumulate)
+            leaves[name] = Squared(found, torch.Size(self.how.shards[name]), self.how.plan.policy.accumulate)
         return leaves
 
     def finish(self, outside: Tree, skipped: bool) -> Tree:
         """The state after the update of what is left; as it was where the step is skipped."""
         if skipped:
-            if self.how.space.store is not None:
-                self.how.space.store.abandon()
+            if self.how.nvme.store is not None:
+                self.how.nvme.store.abandon()
             return self.state
         self.update.grads = pytree.named_leaves(outside)
         self.update.run(self.layers.get(None, []))

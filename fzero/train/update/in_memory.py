@@ -13,13 +13,12 @@ from fzero.comm.collectives import all_gather, start_all_gather
 from fzero.core import pytree
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
-from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_cpu import MANY
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates, ema_update
 from fzero.optim.base import Pass, name_tree, overwrite
 from fzero.optim.combine import split_chain
-from fzero.sharding import Mesh, Plan
+from fzero.sharding import Plan
 from fzero.sharding.slices import shard_dim
 
 
@@ -33,14 +32,15 @@ class Gradients(NamedTuple):
 
 def split_names(plan: Plan) -> set[str]:
     """The trained leaves that are whole over dp at rest and updated in shards."""
-    params, opt = pytree.named_leaves(plan.params), pytree.named_leaves(plan.opt)
-    several = plan.sizes["dp"] > 1
-    return {name for name in opt if several and name not in plan.frozen and "dp" in opt[name].axes and "dp" not in params[name].axes}
+    if plan.sizes["dp"] == 1:
+        return set()
+    leaves = plan.leaves.items()
+    return {name for name, leaf in leaves if leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes}
 
 
-def own(plan: Plan, mesh: Mesh, params: Tree) -> Tree:
+def own(plan: Plan, params: Tree) -> Tree:
     """The part of the trained parameters (at rest) that this rank updates: views."""
-    names, axis = split_names(plan), mesh["dp"]
+    names, axis = split_names(plan), plan.mesh["dp"]
 
     def part(name: str, leaf: Tensor) -> Tensor:
         if name not in names:
@@ -64,16 +64,16 @@ def on_host(body: GradientTransformation, elements: int) -> bool:
     return body.in_pass is not None and elements >= MANY and have_compiler()
 
 
-def spread(plan: Plan, mesh: Mesh, target: Tree, params: Tree, done: Collection[str] = ()) -> None:
+def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -> None:
     """Write the updated parts (any dtype) into the trained parameters, in place, and those of the other ranks beside them.
 
     done: leaves that have been written already.
 
     Communicates: an all_gather over dp of each leaf that is updated in shards (of each layer of a large one).
     """
-    names, axis, pending = split_names(plan), mesh["dp"], []
+    names, axis, pending = split_names(plan), plan.mesh["dp"], []
     values, leaves = pytree.named_leaves(target), pytree.named_leaves(plan.trained(params))
-    with mesh.ledger.phase("update"):
+    with plan.mesh.ledger.phase("update"):
         for name, leaf in leaves.items():
             value, dim = values[name], shard_dim(name)
             if name not in names:
@@ -97,9 +97,7 @@ def spread(plan: Plan, mesh: Mesh, target: Tree, params: Tree, done: Collection[
 @torch.no_grad()
 def update_donated(
     tx: GradientTransformation,
-    policy: Policy,
     plan: Plan,
-    mesh: Mesh,
     grads: Gradients,
     state: Tree,
     skipped: Tensor | None,
@@ -117,53 +115,51 @@ def update_donated(
             return state
         skipped = None
     factor, body_state = parts.factor(grads.factor, grads.norm), parts.state(state.opt_state)
-    if policy.has_master:
+    if plan.policy.has_master:
         target = state.master
     else:
         names = split_names(plan)
-        target = pytree.map_named(lambda name, x: x.contiguous() if name in names else x, own(plan, mesh, state.params))
+        target = pytree.map_named(lambda name, x: x.contiguous() if name in names else x, own(plan, state.params))
     copies: dict[str, Tensor] = {}
     host = not on_device(grads.sums) and on_host(parts.body, sum(leaf.numel() for leaf in pytree.leaves(target)))
     if waits_not or host:
         names, leaves = split_names(plan), pytree.named_leaves(plan.trained(state.params))
-        copies = {name: leaf for name, leaf in leaves.items() if name not in names} if policy.has_master else {}
+        copies = {name: leaf for name, leaf in leaves.items() if name not in names} if plan.policy.has_master else {}
         more = Pass(factor=factor, skip=skipped, copies=copies, host=host)
         target, body_state = parts.body.in_pass(grads.sums, body_state, target, more)
     else:
         scaled = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums)
         target, body_state = apply_in_place(parts.body, scaled, body_state, target)
-    spread(plan, mesh, target, state.params, done=copies)
+    spread(plan, target, state.params, done=copies)
     extra = state.extra
     if ema_decay:
         extra = {**extra, "ema": ema_update(extra["ema"], target, ema_decay)}
     opt_state = parts.whole(state.opt_state, body_state)
-    return state._replace(master=target if policy.has_master else (), opt_state=opt_state, extra=extra)
+    return state._replace(master=target if plan.policy.has_master else (), opt_state=opt_state, extra=extra)
 
 
 def update_pure(
     tx: GradientTransformation,
-    policy: Policy,
     plan: Plan,
-    mesh: Mesh,
     grads: Gradients,
     state: Tree,
     skipped: Tensor | None,
     ema_decay: float,
 ) -> Tree:
     """The same as a pure function, which chooses by torch.where: it composes with vmap and grad."""
-    before = state.master if policy.has_master else own(plan, mesh, state.params)
+    before = state.master if plan.policy.has_master else own(plan, state.params)
     updates, opt_state = tx.update(pytree.map(lambda g: g * grads.factor, grads.sums), state.opt_state, before)
     target = apply_updates(before, updates)
-    names, axis = split_names(plan), mesh["dp"]
+    names, axis = split_names(plan), plan.mesh["dp"]
 
     def rest(name: str, leaf: Tensor) -> Tensor:
-        leaf = leaf.to(policy.param)
+        leaf = leaf.to(plan.policy.param)
         return all_gather(leaf, axis, shard_dim(name), leaf=name) if name in names else leaf
 
-    with mesh.ledger.phase("update"):
+    with plan.mesh.ledger.phase("update"):
         params = plan.whole(pytree.map_named(rest, target), state.params)
     extra = state.extra
     if ema_decay:
         extra = {**extra, "ema": ema_update(extra["ema"], target, ema_decay)}
-    new = state._replace(params=params, master=target if policy.has_master else (), opt_state=opt_state, extra=extra)
+    new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state, extra=extra)
     return new if skipped is None else pytree.map(lambda a, b: torch.where(skipped, a, b), state, new)

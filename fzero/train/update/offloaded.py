@@ -16,14 +16,13 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
 from fzero.core.device import kind_of
-from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.offload import Buffer, DiskTensor, Nvme
 from fzero.offload.update_units import OFF, BlockRead, RowBlock, UpdateUnit, begin_ahead, cut_units, params_of_leaves, read_block
 from fzero.optim import GradientTransformation, apply_in_place, ema_update
 from fzero.optim.base import Pass, Piece, distinct
 from fzero.optim.combine import split_chain
-from fzero.sharding import Mesh, Plan
+from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, local_slice, shard_dim
 from fzero.train.update.in_memory import Gradients, on_host, split_names
 
@@ -33,14 +32,14 @@ SHARE = 12  # of the buffers that one unit may take
 
 def is_offloaded(plan: Plan) -> bool:
     """Whether any parameter, gradient or optimizer state of the plan rests elsewhere than on the device."""
-    return any(spec.memory != "device" for tree in (plan.params, plan.grads, plan.opt) for spec in pytree.leaves(tree))
+    return any(spec.memory != "device" for leaf in plan.leaves.values() for spec in (leaf.params, leaf.grads, leaf.opt))
 
 
 class StreamedUpdate:
     """The update of a plan whose state is not all on the device; `run(grads, state, skipped, ema_decay)` gives the state after it."""
 
-    def __init__(self, tx: GradientTransformation, policy: Policy, plan: Plan, mesh: Mesh, space: Nvme | None) -> None:
-        self.parts, self.policy, self.plan, self.mesh, self.space = split_chain(tx), policy, plan, mesh, space or Nvme()
+    def __init__(self, tx: GradientTransformation, plan: Plan, nvme: Nvme | None) -> None:
+        self.parts, self.plan, self.nvme = split_chain(tx), plan, nvme or Nvme()
         if self.parts.body.unit == "tree" or self.parts.body.needs == "tree":
             raise ValueError(
                 "offload: the optimizer looks at the whole tree (as scale_by_rules does, and clip_by_global_norm where it is not the first "
@@ -48,14 +47,16 @@ class StreamedUpdate:
             )
         self.split = split_names(plan)
         opt = pytree.named_leaves(plan.trained(plan.opt))
-        self.shards = {n: local_slice(tuple(x.shape), opt[n], mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()}
+        self.shards = {
+            n: local_slice(tuple(x.shape), opt[n], plan.mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()
+        }
         self.whole = {n for n in self.shards if self.parts.body.unit != "row" or n in self.split}
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
 
     def units(self, width: int) -> list[UpdateUnit]:
         """The units, where a parameter takes `width` bytes of buffers."""
-        most = max(1, self.space.buffers.size // (SHARE * width)) if width else MOST_ELEMENTS
+        most = max(1, self.nvme.buffers.size // (SHARE * width)) if width else MOST_ELEMENTS
         return cut_units(self.shards, lambda n: shard_dim(n) == 1, lambda n: n in self.whole, most)
 
     @torch.no_grad()
@@ -88,7 +89,7 @@ class Update:
         self.factor = parts.factor(grads.factor, grads.norm).to(self.where)
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
         self.layer: dict[str, Tensor] = {}  # the gradients of the layer that is updated, where it is updated by itself
-        self.store = how.space.store
+        self.store = how.nvme.store
         if self.store is not None:
             self.store.begin()
 
@@ -134,7 +135,7 @@ class Update:
         grads, targets = {}, {}
         for name, part in parts.items():
             grad = values[name].pop("grad")
-            grads[name] = grad if self.how.on_host else grad.to(self.how.policy.accumulate)
+            grads[name] = grad if self.how.on_host else grad.to(self.how.plan.policy.accumulate)
             targets[name] = self.own(name, values[name]["target"])
             shape = self.how.shards[name]
             at[name] = Piece(shape, part.start(len(shape)))
@@ -185,7 +186,7 @@ class Update:
         shape = tuple(rest.shape if part.layer is None else rest.shape[1:])
         if part.rows is not None:
             shape = (part.rows[1] - part.rows[0], *shape[1:])
-        buffer = self.how.space.buffers.take(shape, rest.dtype, self.how.space.disk.busy)
+        buffer = self.how.nvme.buffers.take(shape, rest.dtype, self.how.nvme.disk.busy)
         return buffer, buffer.view if part.layer is None else buffer.view[None]
 
     def structure(self, names: frozenset[str]) -> tuple[Tree, Tree]:
@@ -202,7 +203,7 @@ class Update:
         """This rank's part of a target."""
         if self.master or name not in self.how.split:
             return target
-        axis, dim = self.how.mesh["dp"], shard_dim(name)
+        axis, dim = self.how.plan.mesh["dp"], shard_dim(name)
         size = target.shape[dim] // axis.size
         part = target.narrow(dim, axis.rank * size, size)
         return part if part.is_contiguous() else part.contiguous()
@@ -216,7 +217,7 @@ class Update:
         if fetched["target"].reading is not None and (self.master or name not in self.how.split):
             self.write(self.master[name] if self.master else rest, part, fetched["target"].reading.buffer)
         if name in self.how.split:
-            axis, dim = self.how.mesh["dp"], shard_dim(name)
+            axis, dim = self.how.plan.mesh["dp"], shard_dim(name)
             whole = all_gather(target.to(self.state.step.device, rest.dtype).contiguous(), axis, dim, leaf=name)
             emitted, view = self.room(part)
             view.copy_(whole)

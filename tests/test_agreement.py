@@ -47,15 +47,15 @@ def test_checked_mode_lets_equal_programs_pass():
 
 def places(mesh):
     """Where the roll call has this rank: (name and number of the collective begun last, whether it waits, its number at a wait)."""
-    dp, roll, x = mesh["dp"], mesh.roll, mine(mesh, 4)
+    dp, agreement, x = mesh["dp"], mesh.agreement, mine(mesh, 4)
     psum(x, dp, leaf="v")
-    started = dp.link.start_all_gather(x, "w")
-    between = roll.last.leaf, roll.last.number - roll.number, roll.waiting
+    started = dp.communicator.start_all_gather(x, "w")
+    between = agreement.last.leaf, agreement.last.number - agreement.number, agreement.waiting
     at, wait = [], torch.distributed.Work.wait
-    torch.distributed.Work.wait = lambda self, *args: at.append(roll.waiting) or wait(self, *args)
+    torch.distributed.Work.wait = lambda self, *args: at.append(agreement.waiting) or wait(self, *args)
     started.wait()
     torch.distributed.Work.wait = wait
-    return between, {call.leaf for call in at}, roll.waiting
+    return between, {call.leaf for call in at}, agreement.waiting
 
 
 def test_where_a_rank_is_can_be_seen_by_another_thread():

@@ -201,8 +201,8 @@ def test_a_mesh_for_planning_counts_what_would_be_sent():
 
 def native(mesh, parts, ordered):
     """What NCCL is asked for, asked of gloo."""
-    ours, r, n = mesh["dp"].link, mesh.rank, mesh.size
-    options = {"ledger": mesh.ledger, "roll": ours.roll, "group": ours.group, "ordered": ordered}
+    ours, r, n = mesh["dp"].communicator, mesh.rank, mesh.size
+    options = {"ledger": mesh.ledger, "agreement": ours.agreement, "group": ours.group, "ordered": ordered}
     link = communicator.Communicator("dp", ours.ranks, r, transport="nccl", **options)
     x, total = parts[r], tree_sum(parts)
     out = torch.zeros(n * x.shape[0], *x.shape[1:])
@@ -233,12 +233,12 @@ def test_nccl_with_one_rank(ordered):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
-        roll = communicator.RollCall(store, 0, 60.0)
+        agreement = communicator.Agreement(store, 0, 60.0)
         link = communicator.Communicator(
-            "dp", [0], 0, transport="nccl", ledger=Ledger(), roll=roll, group=dist.group.WORLD, ordered=ordered
+            "dp", [0], 0, transport="nccl", ledger=Ledger(), agreement=agreement, group=dist.group.WORLD, ordered=ordered
         )
         x = torch.randn(6, 5, device="cuda")
-        with roll.checked():
+        with agreement.checked():
             started = [link.start_all_gather(x), link.start_all_gather(x, out=torch.empty_like(x)), link.start_psum_scatter(x)]
             started += [link.start_all_to_all(x), link.start_ppermute(x, [(0, 0)])]
         started += [link.start_psum(x), link.start_psum(x.bfloat16())]

@@ -1,0 +1,67 @@
+"""`fzero sample`: let a trained model write text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from fzero.cli.flags import FOLDER
+from fzero.cli.process import say
+
+
+@click.command()
+@click.argument("run", type=FOLDER)
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--tokens", type=int, default=200, show_default=True, help="The number of tokens to write.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="The temperature of the draw. 0 takes the likeliest token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw among the K likeliest tokens. 0 draws among all.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Draw among the likeliest tokens whose probabilities add up to P."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="The seed of the draw. The same seed writes the same text.")
+@click.option("--ema", is_flag=True, help="Use the average of the weights in place of the weights.")
+@click.option("--offload", metavar="params=nvme", help="Keep the parameters on a disk: for models larger than memory.")
+@click.option("--nvme", metavar="DIR", help="The folder for parameters on a disk. Without it, nvme-sample/ in the run folder.")
+def sample(
+    run: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    ema: bool,
+    offload: str | None,
+    nvme: str | None,
+) -> None:
+    """Let the model of a run (or an import) write text."""
+    import torch
+
+    from fzero.core import prng
+    from fzero.run import run_folder, weights
+    from fzero.run.generate import generate
+
+    if offload not in (None, "params=nvme"):
+        raise ValueError(f"--offload {offload}: sampling has parameters alone to put on a disk; use params=nvme, or leave it out")
+    if nvme is not None and offload is None:
+        raise ValueError("--nvme names a folder for --offload params=nvme; give that too")
+    trained = weights.load(run, ema=ema) if offload is None else weights.load_on_disk(run, nvme, ema=ema)
+    tokenizer = run_folder.read_tokenizer(run)
+    for line in trained.warnings:
+        print(line, file=sys.stderr)
+    ids = torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None]
+    out = generate(
+        trained.model,
+        trained.params,
+        ids,
+        tokens,
+        prng.key(seed),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        vocab_size=tokenizer.vocab_size,
+        eos=tokenizer.eos,
+    )
+    say(tokenizer.decode(out[0].tolist()))

@@ -1,0 +1,38 @@
+"""One start of a run: what its loop is given besides the state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from fzero.run.build import Job
+from fzero.run.corpus import Say
+from fzero.run.ranks.coordinator import Coordinator
+
+
+class Options(NamedTuple):
+    """What a command may ask of a run that does not change its numbers."""
+
+    stop_at: int | None = None  # end after this step, resumably
+    peak_flops: float = 0.0  # what MFU is a fraction of, for all processes together; 0: the measured rate of products
+    peak_measured: bool = False  # whether that rate was measured at the start
+    profile: str = ""  # "FROM-TO": the steps of this attempt, from 1 on, of which a trace is written
+    sample: str = "def "  # prompt of the text shown at the end; "" for none
+    say: Say = print
+    bar: bool = False  # a progress bar on stderr in place of lines
+
+
+class Attempt(NamedTuple):
+    """A run that is ready to train: by which job, where, on what text, with which other processes."""
+
+    job: Job
+    folder: Path  # of the run
+    corpus: Path
+    coordinator: Coordinator
+    options: Options
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this attempt ends."""
+        steps = self.job.config.train.steps
+        return min(steps, self.options.stop_at or steps)
