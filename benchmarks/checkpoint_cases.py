@@ -29,7 +29,7 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
 from fzero.core.storage import sync_folder
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 from fzero.train.state import meta_state, state_specs
 
 Op = Callable[[int], dict[str, float]]  # round -> what it took
@@ -200,13 +200,14 @@ def ours(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str]
         out, path = there(part), checkpoint.latest(homes["recycled"])
         row = timed(lambda: checkpoint.restore(path, part, specs=specs, mesh=mesh, out=out))
         if i == 0:
-            wanted = {name: cut(named[name], *window(named[name].shape, spec, mesh)) for name, spec in pytree.named_leaves(specs).items()}
+            windows = {name: local_slice(named[name].shape, spec, mesh) for name, spec in pytree.named_leaves(specs).items()}
+            wanted = {name: cut(named[name], *window) for name, window in windows.items()}
             same(pytree.named_leaves(out), wanted, "fzero, a slice")
         return row | {"bytes": nbytes(out)}
 
     for _ in range(2):
         save("recycled")
-    kept["new"].arena = kept["recycled"].arena  # they take turns
+    kept["new"].buffers = kept["recycled"].buffers  # they take turns
     ops: dict[str, Op] = {}
     if "save" in sections:
         save("new")
@@ -301,7 +302,7 @@ def peers(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str
             dist.destroy_process_group()
         if i == 0:
             same_at = fzero.sharding.fake_mesh({"dp": 4}, 0)
-            same(out, {name: cut(x, *window(x.shape, spec_of[name], same_at)) for name, x in named.items()}, "dcp, a slice")
+            same(out, {name: cut(x, *local_slice(x.shape, spec_of[name], same_at)) for name, x in named.items()}, "dcp, a slice")
         return row | {"bytes": sum(x.nbytes for x in out.values())}
 
     def save_tensors(path: Path) -> dict[str, float]:

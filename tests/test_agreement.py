@@ -8,7 +8,8 @@ import ranks
 import torch
 from close import assert_same
 
-from fzero.comm.collectives import RankError, all_gather, all_to_all, ppermute, psum, psum_scatter, pvary, tree_sum
+from fzero.comm.collectives import RankError, all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
+from fzero.core.tree_sum import tree_sum
 from fzero.sharding import make_mesh
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fzero.offload import disk_config
+from fzero.offload import disk_config, disk_io
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import DiskSettings, serves_direct
 from fzero.planner.calibrate import disk
@@ -32,7 +32,7 @@ def folder(tmp_path):
     """A folder on a disk."""
     path = tmp_path / "disk"
     path.mkdir()
-    if disk_config.file_system(disk_config.mount_point(path)) in disk.MEMORY or not serves_direct(path):
+    if disk_io.file_system(disk_io.mount_point(path)) in disk.MEMORY or not serves_direct(path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")
     return path
 
@@ -188,14 +188,14 @@ def test_blocks_larger_than_the_files_are_left_out(folder, quick):
 def test_the_command_measures_and_writes_the_settings(fz, folder, quick):
     code, out, err = fz("bench", "disk", folder, "--size-gb", "0.009", "--seconds", "0.01")
     assert (code, err) == (0, "") and list(folder.iterdir()) == []
-    mount = disk_config.mount_point(folder)
+    mount = disk_io.mount_point(folder)
     assert out.startswith(f"{folder}, on {mount} (") and "two files of 0.00 GB" in out and "0.01 s for each figure" in out
     assert "page cache: passed by (O_DIRECT); afterwards it held 0% of the files" in out and "fio is not installed" in out
     assert out.count("<- best") == 1 and f'written to {disk_config.config_file()}, [disk."{mount}"]' in out
     entry = tomllib.loads(disk_config.config_file().read_text())["disk"][mount]
     assert list(entry) == ["block_bytes", "readers", "writers", "read_gbs", "write_gbs", "mixed_gbs", "measured"]
     assert entry["measured"] == date.today() and all(entry[f"{kind}_gbs"] > 0 for kind in KINDS)
-    settings = disk_config.settings_for(folder)
+    settings = disk_config.load_settings(folder)
     assert settings == DiskSettings(*(entry[name] for name in DiskSettings._fields)) and f"best: {disk.named(settings)};" in out
     assert list(disk_config.config_file().parent.iterdir()) == [disk_config.config_file()]
 
@@ -244,7 +244,7 @@ def test_a_folder_in_memory(fz, folder, monkeypatch):
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
 def test_shared_memory_is_in_memory():
-    assert disk_config.file_system(disk_config.mount_point("/dev/shm/not/there")) in disk.MEMORY
+    assert disk_io.file_system(disk_io.mount_point("/dev/shm/not/there")) in disk.MEMORY
 
 
 def test_a_file_system_that_refuses_direct_transfers(fz, folder, monkeypatch):
@@ -301,30 +301,30 @@ def test_no_file_stays_when_it_is_ended(folder, end):
 
 def test_settings_of_a_disk_that_was_not_measured_are_the_default_ones(tmp_path):
     assert (
-        disk_config.settings_for(tmp_path)
-        == disk_config.settings_for(tmp_path / "not" / "there")
-        == disk_config.settings_for("s3://bucket/x")
+        disk_config.load_settings(tmp_path)
+        == disk_config.load_settings(tmp_path / "not" / "there")
+        == disk_config.load_settings("s3://bucket/x")
         == DiskSettings()
     )
-    disk_config.save("/some/other/disk", DiskSettings(MB, 7, 7), {})
-    assert disk_config.settings_for(tmp_path) == DiskSettings()
-    disk_config.save(disk_config.mount_point("."), DiskSettings(MB, 7, 7), {})
-    assert disk_config.settings_for(".") == DiskSettings(MB, 7, 7) and disk_config.settings_for("s3://bucket/x") == DiskSettings()
+    disk_config.save_settings("/some/other/disk", DiskSettings(MB, 7, 7), {})
+    assert disk_config.load_settings(tmp_path) == DiskSettings()
+    disk_config.save_settings(disk_io.mount_point("."), DiskSettings(MB, 7, 7), {})
+    assert disk_config.load_settings(".") == DiskSettings(MB, 7, 7) and disk_config.load_settings("s3://bucket/x") == DiskSettings()
 
 
 def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
-    path, mount = disk_config.config_file(), disk_config.mount_point(tmp_path)
+    path, mount = disk_config.config_file(), disk_io.mount_point(tmp_path)
     path.parent.mkdir(parents=True)
     mine = 'colour = "blue"  # mine\n\n[disk."/a \\"b\\" ü"]\nreaders = 3\n# a note\n\n[other]\nx = [1, 2]\n'
     path.write_text(mine)
-    disk_config.save(mount, DiskSettings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
-    disk_config.save(mount, DiskSettings(2 * MB, 3, 4), {"read": 5.0})
-    disk_config.save('/a "b" ü', DiskSettings(4 * MB, 5, 6), {})
+    disk_config.save_settings(mount, DiskSettings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
+    disk_config.save_settings(mount, DiskSettings(2 * MB, 3, 4), {"read": 5.0})
+    disk_config.save_settings('/a "b" ü', DiskSettings(4 * MB, 5, 6), {})
     found = tomllib.loads(path.read_text())
     assert found["colour"] == "blue" and found["other"] == {"x": [1, 2]} and "# mine" in path.read_text()
     assert found["disk"][mount] == {"block_bytes": 2 * MB, "readers": 3, "writers": 4, "read_gbs": 5.0, "measured": date.today()}
     assert found["disk"]['/a "b" ü']["readers"] == 5 and len(found["disk"]) == 2
-    assert disk_config.settings_for(tmp_path / "run") == DiskSettings(2 * MB, 3, 4)
+    assert disk_config.load_settings(tmp_path / "run") == DiskSettings(2 * MB, 3, 4)
     assert path.read_text().count("[disk.") == 2
 
 
@@ -333,12 +333,12 @@ def test_a_table_in_another_form_is_not_torn(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text("[disk]\n'/x' = {readers = 2}\n")
     with pytest.raises(ValueError, match="in a form that cannot be replaced; delete it"):
-        disk_config.save("/x", DiskSettings(), {})
+        disk_config.save_settings("/x", DiskSettings(), {})
     assert path.read_text() == "[disk]\n'/x' = {readers = 2}\n"
 
 
 def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
-    disk_config.save("/x", DiskSettings(MB, 1, 1), {})
+    disk_config.save_settings("/x", DiskSettings(MB, 1, 1), {})
     before = disk_config.config_file().read_text()
 
     def failing(source, target):
@@ -346,7 +346,7 @@ def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError, match="it broke"):
-        disk_config.save("/x", DiskSettings(MB, 2, 2), {})
+        disk_config.save_settings("/x", DiskSettings(MB, 2, 2), {})
     assert disk_config.config_file().read_text() == before and len(list(disk_config.config_file().parent.iterdir())) == 1
 
 
@@ -364,22 +364,22 @@ def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_broken_file_is_one_clear_error(fz, folder, text, message):
-    path, mount = disk_config.config_file(), disk_config.mount_point(folder)
+    path, mount = disk_config.config_file(), disk_io.mount_point(folder)
     path.parent.mkdir(parents=True)
     path.write_bytes(text if isinstance(text, bytes) else text.replace("MOUNT", mount).encode())
     with pytest.raises(ValueError, match=message.replace("MOUNT", mount)) as error:
-        disk_config.settings_for(folder)
+        disk_config.load_settings(folder)
     assert str(path) in str(error.value) and "fzero bench disk" in str(error.value)
     assert str(path) in refused(fz, folder)
     assert list(folder.iterdir()) == []
 
 
 def test_a_mount_point_is_where_the_device_begins(tmp_path, monkeypatch):
-    found = disk_config.mount_point(tmp_path / "a" / "b")
+    found = disk_io.mount_point(tmp_path / "a" / "b")
     assert os.path.ismount(found) and str(tmp_path).startswith(found)
-    assert disk_config.mount_point("/proc/self") == "/proc" and disk_config.file_system("/proc") == "proc"
+    assert disk_io.mount_point("/proc/self") == "/proc" and disk_io.file_system("/proc") == "proc"
     (tmp_path / "link").symlink_to("/proc")
-    assert disk_config.mount_point(tmp_path / "link") == "/proc"
-    assert disk_config.file_system("/no/mount") == ""
+    assert disk_io.mount_point(tmp_path / "link") == "/proc"
+    assert disk_io.file_system("/no/mount") == ""
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "dev / ext4 rw 0 0\ndev /mnt/my\\040disk xfs rw 0 0\ndev / btrfs rw 0 0\n")
-    assert [disk_config.file_system(mount) for mount in ("/", "/mnt/my disk")] == ["btrfs", "xfs"]
+    assert [disk_io.file_system(mount) for mount in ("/", "/mnt/my disk")] == ["btrfs", "xfs"]

@@ -37,7 +37,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit_in_the_containers_of_like(tmp
     assert list(said["leaves"]) == pytree.names(tree())
     for name, leaf in pytree.named_leaves(tree()).items():
         assert said["leaves"][name]["digest"] == f"{digest(leaf):016x}", name
-    assert max(checkpoint.opened(path).leaves[name].layout.chunks for name in ("large", "layers")) > 4
+    assert max(checkpoint.open_checkpoint(path).leaves[name].layout.chunks for name in ("large", "layers")) > 4
     assert checkpoint.verify(path) == []
 
 
@@ -48,7 +48,7 @@ def test_zstd_makes_what_repeats_smaller(tmp_path):
         path = checkpoint.save(tmp_path / (compress or "none"), state, step=1, compress=compress)
         sizes[compress] = sum(file.stat().st_size for file in path.rglob("c*") if file.is_file())
         assert_same_bits(checkpoint.restore(path, state), state)
-        held = checkpoint.opened(path)
+        held = checkpoint.open_checkpoint(path)
         assert torch.equal(held.read("b", (777_777,), (5,)), torch.arange(777_777, 777_782))
         held.close()
     assert sizes["zstd"] < 0.3 * sizes[""]
@@ -91,7 +91,7 @@ def test_restored_leaves_own_their_memory(tmp_path):
 
 def test_slices(tmp_path):
     state = tree()
-    held = checkpoint.opened(checkpoint.save(tmp_path, state, step=0))
+    held = checkpoint.open_checkpoint(checkpoint.save(tmp_path, state, step=0))
     for name, start, size in (
         ("large", (0, 0), (1024, 2048)), ("large", (511, 3), (2, 2045)), ("large", (1023, 2047), (1, 1)), ("large", (5, 5), (0, 3)),
         ("layers", (2, 100, 7), (3, 333, 290)), ("view", (1, 2), (2, 3)), ("odd/second/0", (), ()), ("odd/second/2", (0, 1), (0, 2)),
@@ -189,7 +189,7 @@ def test_keep_every(tmp_path):
     for step in range(10, 100, 10):
         checkpoint.save(tmp_path, small(step), step=step, keep_last=2, keep_every=30)
     assert checkpoint.steps(tmp_path) == [30, 60, 80, 90]
-    assert all(checkpoint.verify(checkpoint.folder_of(tmp_path, step)) == [] for step in (30, 60, 80, 90))
+    assert all(checkpoint.verify(checkpoint.step_folder(tmp_path, step)) == [] for step in (30, 60, 80, 90))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

@@ -60,13 +60,13 @@ def test_files_that_are_used_again_by_another_state(tmp_path, compress):
 
 def held_back(monkeypatch):
     """An event without which no part is written from now on."""
-    gate, write = threading.Event(), part_file.Part.write
+    gate, write = threading.Event(), part_file.PartFile.write
 
     def waits(self, *args):
         assert gate.wait(20)
         return write(self, *args)
 
-    monkeypatch.setattr(part_file.Part, "write", waits)
+    monkeypatch.setattr(part_file.PartFile, "write", waits)
     return gate
 
 
@@ -134,7 +134,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_sound(tmp_path, monkeypatch
 def test_a_failure_before_the_snapshot_is_made(tmp_path, monkeypatch):
     """The thread that commits may fail at once, while leaves are still being copied."""
     state = {str(i): torch.full((100_000,), float(i)) for i in range(40)}
-    fill = part_file.Part.fill
+    fill = part_file.PartFile.fill
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -146,7 +146,7 @@ def test_a_failure_before_the_snapshot_is_made(tmp_path, monkeypatch):
     saving = checkpoint.Writer(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(directory, "begin", full)
-        patch.setattr(part_file.Part, "fill", slow)
+        patch.setattr(part_file.PartFile, "fill", slow)
         saving.save(state, step=1)
         assert saving.current.over.wait(5), "nothing came of the save"
     with pytest.raises(checkpoint.SaveFailed, match="No space left"):
@@ -172,9 +172,9 @@ def test_a_snapshot_in_less_memory_than_the_state(tmp_path):
     saving = checkpoint.Writer(tmp_path, buffer_bytes=1 << 20)
     saving.save(state, step=1)
     bound = writer.THREADS * (writer.SLAB + 8192)
-    assert saving.arena.peak <= saving.arena.size <= bound + (2 << 20) < sum(leaf.nbytes for leaf in (large, large, large))
+    assert saving.buffers.peak <= saving.buffers.size <= bound + (2 << 20) < sum(leaf.nbytes for leaf in (large, large, large))
     path = saving.wait().path
-    assert made == [0, 1] and saving.arena.peak <= bound
+    assert made == [0, 1] and saving.buffers.peak <= bound
     like = {name: leaf if isinstance(leaf, torch.Tensor) else large for name, leaf in state.items()}
     expected = {"large": large, "lazy0": large, "lazy1": large + 1, "scalar": torch.tensor(3)}
     assert_same_bits(checkpoint.restore(path, like), expected)
@@ -186,9 +186,9 @@ def test_the_memory_of_the_snapshot_can_be_made_before(tmp_path):
     state = {"a": torch.randn(1_000_000)}
     saving = checkpoint.Writer(tmp_path)
     saving.reserve(int(1.02 * 4_000_000) + 8192)
-    arena = saving.arena
+    buffers = saving.buffers
     saving.save(state, step=1)
-    assert saving.arena is arena
+    assert saving.buffers is buffers
     saving.close()
 
 
@@ -204,5 +204,5 @@ def test_all_calls_have_ended_when_an_error_is_raised():
 
     with ThreadPoolExecutor(2) as pool:
         with pytest.raises(OSError, match="No space left"):
-            describe.every(pool, call, range(4))
+            describe.run_all(pool, call, range(4))
         assert sorted(ended) == [1, 2, 3]

@@ -74,7 +74,7 @@ def test_a_flipped_byte_of_a_large_file_is_found(tmp_path):
     state = tree()
     path = checkpoint.save(tmp_path, state, step=1)
     for name in ("large", "layers"):
-        leaf = checkpoint.opened(path).leaves[name].layout
+        leaf = checkpoint.open_checkpoint(path).leaves[name].layout
         file = path / "arrays" / name / leaf.key((0,) * len(leaf.shape))
         assert file.stat().st_size == leaf.file_bytes > 1 << 20
         last = leaf.chunks - 1
@@ -89,7 +89,7 @@ def test_a_flipped_byte_of_a_large_file_is_found(tmp_path):
             flip(file, at)
         # A slice that does not touch the chunk can be had.
         flip(file, leaf.header + last * leaf.stride)
-        held = checkpoint.opened(path)
+        held = checkpoint.open_checkpoint(path)
         first = tuple(slice(0, n) for n in leaf.chunk)
         assert torch.equal(held.read(name, (0,) * len(leaf.shape), leaf.chunk), state[name][first])
         assert f"leaf {name} is damaged" in told(held.read, name)
@@ -239,7 +239,7 @@ def test_a_manifest_of_another_state_with_its_own_checksum(tmp_path):
 
 def test_descriptions_are_compared_with_the_manifest(tmp_path):
     path = checkpoint.save(tmp_path, small(1), step=1)
-    leaf = checkpoint.opened(path).leaves["a"]
+    leaf = checkpoint.open_checkpoint(path).leaves["a"]
     file = path / "arrays" / "a" / "zarr.json"
     assert file.read_text() == array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest})
     body = json.loads(file.read_text())

@@ -178,7 +178,7 @@ def fz(capsys, *args):
 
 def full_from(monkeypatch, first, last):
     """Writing of parts fails in the saves with these numbers, the first one being 1."""
-    number, begin, write = [0], checkpoint.directory.begin, part_file.Part.write
+    number, begin, write = [0], checkpoint.directory.begin, part_file.PartFile.write
 
     def begins(home, step):
         number[0] += 1
@@ -190,7 +190,7 @@ def full_from(monkeypatch, first, last):
         return write(self, raw, slab)
 
     monkeypatch.setattr(checkpoint.directory, "begin", begins)
-    monkeypatch.setattr(part_file.Part, "write", full)
+    monkeypatch.setattr(part_file.PartFile, "write", full)
 
 
 def test_training_goes_on_where_a_checkpoint_cannot_be_written(here, monkeypatch, capsys):
@@ -208,7 +208,7 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(here, monkeypatch
     assert [row["loss"] for row in rows] == whole and [row["step"] for row in rows] == list(range(1, 13))
     told = [row["saved_step"] for row in rows if "saved_step" in row]
     assert told == sorted(set(told)) and set(told) <= {2, 8, 10}
-    assert all(checkpoint.verify(checkpoint.folder_of("run/checkpoints", step)) == [] for step in (2, 8, 10, 12))
+    assert all(checkpoint.verify(checkpoint.step_folder("run/checkpoints", step)) == [] for step in (2, 8, 10, 12))
 
 
 def test_training_stops_where_the_policy_says_so(here, monkeypatch, capsys):
@@ -259,7 +259,7 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, policy):
     home = tmp_path / "run" / "checkpoints"
     if policy == "continue":
         assert code == 0 and not said and out.count(line) == 1 and f"{line}; training goes on" in out
-        assert checkpoint.steps(home) == [4, 6] and all(checkpoint.verify(checkpoint.folder_of(home, step)) == [] for step in (4, 6))
+        assert checkpoint.steps(home) == [4, 6] and all(checkpoint.verify(checkpoint.step_folder(home, step)) == [] for step in (4, 6))
     else:
         assert code != 0 and len(said) == 1 and line in said[0] and codes == [2, 2], (said, codes)
         assert checkpoint.steps(home) == []

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.checkpoint import directory as homes
-from fzero.checkpoint.part_file import Part
+from fzero.checkpoint.part_file import PartFile
 from fzero.core import precision, pytree
 from fzero.train.state import meta_state, state_specs
 
@@ -32,8 +32,8 @@ CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n
 POINTS = {
     "a save begins": (homes, "begin", "before"),
     "a save has begun": (homes, "begin", "after"),
-    "a part is written": (Part, "_end", "before"),
-    "a part is there": (Part, "_end", "after"),
+    "a part is written": (PartFile, "_end", "before"),
+    "a part is there": (PartFile, "_end", "after"),
     "all is written": (homes, "write", "before"),
     "the manifest is written": (os, "replace", "before"),
     "the manifest is there": (os, "replace", "after"),
@@ -197,7 +197,7 @@ class Killer:
         assert checkpoint.steps(home) == KEPT
         assert sorted(path.name for path in home.iterdir()) == [f"step-{step:08d}" for step in KEPT]
         for step in KEPT:
-            path = checkpoint.folder_of(home, step)
+            path = checkpoint.step_folder(home, step)
             assert checkpoint.verify(path) == [] and len(list(path.iterdir())) == 2
             assert digests_of(home, step) == expected[step], f"step {step} is not that of the uninterrupted run"
 
@@ -212,7 +212,7 @@ class Killer:
         there = checkpoint.steps(home)
         assert max(there, default=0) >= reported
         for step in there:
-            assert checkpoint.verify(checkpoint.folder_of(home, step)) == []
+            assert checkpoint.verify(checkpoint.step_folder(home, step)) == []
             assert step not in expected or digests_of(home, step) == expected[step], f"step {step} is another one"
         return reported
 
@@ -273,7 +273,7 @@ class Killer:
             found = checkpoint.restore(path, state)
             value = int(found["a"][0])
             assert not damaged and value in (2, 7) and all(bool((leaf == value).all()) for leaf in pytree.leaves(found))
-            assert all(checkpoint.verify(checkpoint.folder_of(home, step)) == [] for step in checkpoint.steps(home))
+            assert all(checkpoint.verify(checkpoint.step_folder(home, step)) == [] for step in checkpoint.steps(home))
             checkpoint.save(home, state, step=4, keep_last=2)
             kept = checkpoint.steps(home)
             assert kept == ([3, 4] if value == 7 and not again else [2, 4])
@@ -300,7 +300,7 @@ def kill_me_at_event(count, home):
 
 def digests_of(home, step):
     """{leaf: digest} of a checkpoint."""
-    return {name: leaf["digest"] for name, leaf in checkpoint.read_manifest(checkpoint.folder_of(home, step))["leaves"].items()}
+    return {name: leaf["digest"] for name, leaf in checkpoint.read_manifest(checkpoint.step_folder(home, step))["leaves"].items()}
 
 
 # ---- the tests ----

@@ -10,11 +10,22 @@ import pytest
 import torch
 
 from fzero.checkpoint import layout as layouts
-from fzero.checkpoint.layout import CRC, LEAST, TARGET, Layout, array_json, chunk_shape, lay_out, positions, slabs, smallest_factor
-from fzero.checkpoint.reader import wanted
-from fzero.offload.buffer_pool import PAGE
+from fzero.checkpoint.layout import (
+    CRC,
+    LEAST,
+    TARGET,
+    ChunkLayout,
+    array_json,
+    chunk_shape,
+    grid_positions,
+    lay_out,
+    slabs,
+    smallest_factor,
+)
+from fzero.checkpoint.reader import overlapping_parts
+from fzero.core.storage import PAGE
 from fzero.sharding import Spec, fake_mesh
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 
 MESHES = [{}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "rp": 2}, {"dp": 3, "tp": 2}, {"dp": 2, "rp": 2, "tp": 2}, {"tp": 4}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
@@ -47,7 +58,7 @@ def laid_out(sizes, shape, dtype, spec, number=0, **options):
     mine, world = [], math.prod(sizes.values())
     for rank in range(world):
         mesh = fake_mesh(sizes, rank)
-        start, size = window(shape, spec, mesh)
+        start, size = local_slice(shape, spec, mesh)
         mine.append(lay_out(size, dtype, spec, mesh, number, **options))
         assert mine[-1].start == start
         for part in mine[-1].parts:
@@ -76,7 +87,7 @@ def test_every_element_is_in_one_chunk_of_one_part_of_one_rank(fine, seed):
             chunk = 0
             for slab in slabs(layout, random.Random(i).choice([1, 3, 7, 100]) * layout.stride):
                 assert slab.first == chunk == np.ravel_multi_index(slab.at, layout.counts)
-                for at in positions(slab.counts):
+                for at in grid_positions(slab.counts):
                     place = [a + b for a, b in zip(slab.at, at)]
                     assert int(np.ravel_multi_index(place, layout.counts)) == chunk if place else chunk == 0
                     chunk += 1
@@ -113,14 +124,14 @@ def test_a_box_is_read_from_the_chunks_that_it_touches_and_no_others(fine):
                 if inside[box_of(layout, part, place)].any():
                     touched.add((part, number))
         found = []
-        for part, spans in wanted(layout, start, size):
+        for part, spans in overlapping_parts(layout, start, size):
             for slab in slabs(layout, draw.choice([0, 2, 5, 100]) * layout.stride, spans):
                 found += [(part, slab.first + i) for i in range(slab.size)]
         assert len(found) == len(set(found)) and set(found) == touched
 
 
 def test_neighbours_are_read_together():
-    layout = Layout((64, 4096), torch.float32, (1, 1), (4, 1024))  # 16 x 4 chunks
+    layout = ChunkLayout((64, 4096), torch.float32, (1, 1), (4, 1024))  # 16 x 4 chunks
     sizes = lambda spans: [(slab.first, slab.size) for slab in slabs(layout, 8 * layout.stride, spans)]  # noqa: E731
     assert sizes([(0, 16), (0, 4)]) == [(8 * i, 8) for i in range(8)]
     assert sizes([(3, 8), (0, 4)]) == [(12, 8), (20, 8), (28, 4)]
@@ -195,12 +206,12 @@ def test_objects_are_not_larger_than_asked_for():
 
 
 def test_sizes_and_names():
-    layout = Layout((6, 40), torch.float64, (3, 2), (1, 10))
+    layout = ChunkLayout((6, 40), torch.float64, (3, 2), (1, 10))
     assert (layout.part, layout.counts, layout.chunks, layout.chunk_bytes, layout.nbytes) == ((2, 20), (2, 2), 4, 80, 1920)
     assert (layout.stride, layout.header, layout.file_bytes) == (PAGE, PAGE, 5 * PAGE)
     assert layout.key((2, 1)) == "c.2.1" and layout.number((2, 1)) == 5 and len(layout.parts()) == 6
-    one = Layout((), torch.float32, (), ())
+    one = ChunkLayout((), torch.float32, (), ())
     assert (one.chunks, one.file_bytes, one.header, one.parts(), one.key(()), one.number(())) == (1, 4 + CRC, 0, [()], "c", 0)
-    none = Layout((0, 4), torch.float32, (1, 1), (0, 4))
+    none = ChunkLayout((0, 4), torch.float32, (1, 1), (0, 4))
     assert none.parts() == [] and json.loads(array_json(none, {}))["shape"] == [0, 4]
     assert [smallest_factor(n) for n in (1, 2, 9, 35, 97, 2 * 97)] == [1, 2, 3, 5, 97, 2]

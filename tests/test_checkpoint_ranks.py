@@ -25,7 +25,7 @@ from fzero.offload import DiskTensor
 from fzero.run import build, config_table
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.digests import digests
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 from fzero.train.batch import local_batch
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
@@ -100,7 +100,7 @@ def run_resumed(mesh, kind, home, sources):
     for source in sources:
         made = build.build(config_of(*KINDS[kind]), mesh, Path(home, "nvme", f"{source} on {kind}"))
         specs = build.specs_of(made)
-        state = build.restore(made, checkpoint.folder_of(Path(home, source), STEPS))
+        state = build.restore(made, checkpoint.step_folder(Path(home, source), STEPS))
         restored = digests(state, specs, mesh)
         state, losses = trained(made, state)
         after, params = digests(state, specs, mesh), whole(in_memory(state.params), specs.params, mesh)
@@ -157,7 +157,7 @@ EXACT = [kind for kind in KINDS if "tp" not in kind]
 @pytest.mark.parametrize("source, target", PAIRS)
 def test_what_is_restored_is_what_was_saved(matrix, source, target):
     saved = matrix.source(source)[0]
-    said = checkpoint.read_manifest(checkpoint.folder_of(Path(matrix.home, source), STEPS))
+    said = checkpoint.read_manifest(checkpoint.step_folder(Path(matrix.home, source), STEPS))
     assert {name: int(leaf["digest"], 16) for name, leaf in said["leaves"].items()} == saved
     assert said["mesh"] == KINDS[source][0] and said["config"] == {"kind": source}
     assert matrix.resumed(source, target)[0] == saved
@@ -203,7 +203,7 @@ def save_wide(mesh, home, specs):
 
 
 def slices(shape, spec, mesh):
-    return tuple(slice(at, at + n) for at, n in zip(*window(tuple(shape), spec, mesh)))
+    return tuple(slice(at, at + n) for at, n in zip(*local_slice(tuple(shape), spec, mesh)))
 
 
 @pytest.fixture(scope="module")
@@ -219,9 +219,9 @@ def wide_home(tmp_path_factory):
 @pytest.mark.parametrize("sizes", [{}, {"dp": 4}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2}], ids=str)
 def test_a_rank_reads_its_slices_and_nothing_else(wide_home, monkeypatch, saved, sizes):
     home, specs = wide_home
-    path, state, held = checkpoint.folder_of(home, saved), wide(), []
+    path, state, held = checkpoint.step_folder(home, saved), wide(), []
     assert checkpoint.verify(path) == []
-    monkeypatch.setattr(restore_tree, "opened", lambda path: held.append(checkpoint.opened(path)) or held[-1])
+    monkeypatch.setattr(restore_tree, "opened", lambda path: held.append(checkpoint.open_checkpoint(path)) or held[-1])
     world = 1
     for size in sizes.values():
         world *= size
@@ -237,7 +237,7 @@ def test_a_rank_reads_its_slices_and_nothing_else(wide_home, monkeypatch, saved,
 
 def test_every_mesh_writes_the_same_elements_under_the_same_digest(wide_home):
     home, _ = wide_home
-    said = [checkpoint.read_manifest(checkpoint.folder_of(home, saved))["leaves"] for saved in (1, 2, 4)]
+    said = [checkpoint.read_manifest(checkpoint.step_folder(home, saved))["leaves"] for saved in (1, 2, 4)]
     for name, leaf in wide().items():
         assert {one[name]["digest"] for one in said} == {f"{digest(leaf):016x}"}
     assert said[2]["w"]["grid"] == [1, 4, 1] and said[1]["w"]["grid"] == [1, 1, 2]
@@ -253,7 +253,7 @@ def write_alike(mesh, home):
         for step in range(3):
             saving.save(state, step=step, specs=pytree.map(lambda _: Spec(), state))
             done = saving.wait()
-            assert checkpoint.steps(home) == [step] and done.path == checkpoint.folder_of(home, step)
+            assert checkpoint.steps(home) == [step] and done.path == checkpoint.step_folder(home, step)
     return done.nbytes
 
 
@@ -272,7 +272,7 @@ def fail_on_one(mesh, home):
         saving.save(state, step=1, specs=specs)
         saving.wait()
         if mesh.rank == 1:
-            patch.setattr(checkpoint.part_file.Part, "write", full)
+            patch.setattr(checkpoint.part_file.PartFile, "write", full)
         for ask in ("poll", "wait"):
             saving.save(state, step=2, specs=specs)
             try:
@@ -402,7 +402,7 @@ def test_a_store_that_holds_a_part_of_the_state_is_no_checkpoint(tmp_path, monke
     narrow = ("--precision", "bf16", "--offload", EVERYTHING, "--out", "narrow", "--stop-at", 3)
     assert fz("pretrain", *TINY, *SHORT, *CANONICAL, *narrow) == 0
     assert fz("pretrain", "--out", "narrow", *again, "--precision", "fp32", "--offload", "") == 0
-    before, after = (checkpoint.opened(f"narrow/checkpoints/step-0000000{step}") for step in (3, 4))
+    before, after = (checkpoint.open_checkpoint(f"narrow/checkpoints/step-0000000{step}") for step in (3, 4))
     name = "blocks/attn/w_q"
     assert before.leaves[f"master/{name}"].dtype == after.leaves[f"params/{name}"].dtype == torch.float32
     assert not any(leaf.startswith("master/") for leaf in after.leaves)

@@ -108,8 +108,8 @@ def test_saved_kept_and_restored(home):
     assert checkpoint.steps(home) == [2, 3, 4] and checkpoint.latest(home) == path
     assert {name.split("/")[0] for name in names(home)} == {"step-00000002", "step-00000003", "step-00000004"}
     assert_same(checkpoint.restore(path, state()), state(4))
-    assert checkpoint.opened(path).config == {"n": 4}
-    assert [checkpoint.verify(checkpoint.folder_of(home, step)) for step in (2, 3, 4)] == [[], [], []]
+    assert checkpoint.open_checkpoint(path).config == {"n": 4}
+    assert [checkpoint.verify(checkpoint.step_folder(home, step)) for step in (2, 3, 4)] == [[], [], []]
     assert checkpoint.newest_sound(home) == (path, [])
     checkpoint.remove(home, 3)
     assert checkpoint.steps(home) == [2, 4] and not any("step-00000003" in name for name in names(home))
@@ -127,7 +127,7 @@ def test_a_step_is_saved_over_itself(home, compress):
 
 def test_slices_read_little(home):
     path = checkpoint.save(home, state(), step=1)
-    held = checkpoint.opened(path)
+    held = checkpoint.open_checkpoint(path)
     whole = held.leaves["params/w"].layout.nbytes
     assert torch.equal(held.read("params/w", (1, 3, 10), (2, 1, 600)), state()["params"]["w"][1:3, 3:4, 10:610])
     assert 0 < held.read_bytes < 0.6 * whole
@@ -200,7 +200,7 @@ def test_small_damage(home):
     assert "damaged, or not a manifest" in checkpoint.verify(path)[0]
     store.write("manifest.json", cut(text))
     with pytest.raises(checkpoint.Damaged, match=r"manifest\.json"):
-        checkpoint.opened(path)
+        checkpoint.open_checkpoint(path)
 
 
 def test_a_damaged_manifest_stays_as_evidence(home):
@@ -283,8 +283,8 @@ def test_ranks_save_to_one_bucket_together(s3, server, tmp_path):
     answers = ranks.run(2, save_shards, home, {**ACCESS, "AWS_ENDPOINT_URL": server})
     assert answers == [(f"{home}/step-00000005", True)] * 2
     assert checkpoint.verify(answers[0][0]) == []
-    assert checkpoint.opened(answers[0][0]).leaves["w"].layout.grid[0] == 2
-    assert checkpoint.opened(answers[0][0]).read("w").reshape(-1)[-1] == 4 * 512 * 700 - 1
+    assert checkpoint.open_checkpoint(answers[0][0]).leaves["w"].layout.grid[0] == 2
+    assert checkpoint.open_checkpoint(answers[0][0]).read("w").reshape(-1)[-1] == 4 * 512 * 700 - 1
 
 
 # ---- runs ----
@@ -386,7 +386,7 @@ def test_wrong_credentials(s3, server, fz):
     ask(f"{server}/moto-api/reset-auth", "POST", b"0")  # from now on each request is looked at
     try:
         refused(f"s3://{BUCKET}/wrong-credentials", fz, "InvalidAccessKeyId", "check the credentials, and what they allow")
-        for call in (checkpoint.opened, checkpoint.verify):  # that is no damage
+        for call in (checkpoint.open_checkpoint, checkpoint.verify):  # that is no damage
             with pytest.raises(OSError, match="check the credentials"):
                 call(path)
     finally:
@@ -414,7 +414,7 @@ def test_a_network_that_fails_is_no_damage(s3, monkeypatch, impatient):
     home = f"s3://{BUCKET}/network"
     for step in (1, 2):
         path = checkpoint.save(home, state(step), step=step)
-    held, read = checkpoint.opened(path), Objects.read
+    held, read = checkpoint.open_checkpoint(path), Objects.read
 
     def broken(self, name, *args):
         if name.split("/")[-1].startswith("c"):

@@ -15,7 +15,7 @@ from close import assert_same
 from fzero import checkpoint
 from fzero.checkpoint import directory as homes
 from fzero.cli import main
-from fzero.offload.store_manifest import StepManifest, to_text
+from fzero.offload.store_manifest import StepManifest, step_manifest_text
 from fzero.run.debug import checkpoint_diff, checkpoint_list
 
 
@@ -136,7 +136,7 @@ def test_a_run_on_a_disk(fz, capsys):
     found = checkpoint_list.listing("run")
     assert found.entries == [] and found.store == checkpoint_list.OnDisk("run/nvme", 3, [], "")
     assert fz("ls", "run") == (0, "run/checkpoints: no checkpoints\non the disk, run/nvme: step 3 is complete\n", "")
-    Path("run/nvme/step.json").write_text(to_text(StepManifest(7, 0, {}, {1: 4, 2: 5}, done=True)))
+    Path("run/nvme/step.json").write_text(step_manifest_text(StepManifest(7, 0, {}, {1: 4, 2: 5}, done=True)))
     assert "step 7 is complete, and steps 4, 5 kept as checkpoints (the run has ended)" in fz("ls", "run")[1]
     Path("run/nvme/step.json").write_text("?")
     assert "no complete step (run/nvme/step.json: is not a record" in fz("ls", "run")[1]
@@ -151,7 +151,7 @@ def test_what_one_holds(fz):
     assert code == 0 and not err and out.startswith(f"{path}: step 3, by fzero ") and "on one process" in out
     assert "  lr = 0.1\n" in out and "  sizes.d = 4\n" in out
     assert column(out, "shape") == ["4x512x700", "5", "5", "5", "-"] and column(out, "dtype")[1] == "bfloat16"
-    assert column(out, "digest") == [leaf.digest for leaf in checkpoint.opened(path).leaves.values()]
+    assert column(out, "digest") == [leaf.digest for leaf in checkpoint.open_checkpoint(path).leaves.values()]
     totals = [line.split() for line in out.splitlines()[-5:]]
     assert totals[0] == ["params", "2", "1,433,605", "5.7", "MB"] and totals[-1][:3] == ["all", "5", "1,433,616"]
     code, out, _ = fz("show", path, "--leaf", "^params/.$", "--json")
@@ -218,7 +218,7 @@ def both(a, b, **options):
 def test_equal_ones_are_not_read(fz, monkeypatch):
     checkpoint.save("a", state(), step=1)
     checkpoint.save("b", state(), step=2, compress="zstd")
-    monkeypatch.setattr(checkpoint.Opened, "read", None)
+    monkeypatch.setattr(checkpoint.CheckpointReader, "read", None)
     assert fz("diff", "a", "b") == (0, "the same bit for bit: 5 leaves of a/step-00000001 and b/step-00000002\n", "")
 
 
@@ -315,7 +315,7 @@ def test_large_leaves_are_compared_in_little_memory():
     checkpoint.save("a", {"x": a}, step=1)
     checkpoint.save("b", {"x": b}, step=1)
     del a, b
-    read, largest = checkpoint.Opened.read, []
+    read, largest = checkpoint.CheckpointReader.read, []
 
     def noted(self, name, start=None, size=None, **more):
         out = read(self, name, start, size, **more)
@@ -324,7 +324,7 @@ def test_large_leaves_are_compared_in_little_memory():
 
     tracemalloc.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.Opened, "read", noted)
+        patch.setattr(checkpoint.CheckpointReader, "read", noted)
         found = checkpoint_diff.compare("a", "b")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -349,7 +349,7 @@ def test_removed_whole_and_never_the_last_complete_one(fz):
         checkpoint.save("home", state(), step=step)
     Path("home/step-00000004/manifest.json").unlink()
     Path("home/step-00000003/manifest.json").write_text("{}")
-    one, two, three, four = (homes.folder_of("home", step) for step in (1, 2, 3, 4))
+    one, two, three, four = (homes.step_folder("home", step) for step in (1, 2, 3, 4))
     refused(fz("rm", one, two), "step-00000002: is the last complete checkpoint", "nothing was removed")
     assert one.exists() and two.exists()
     assert fz("rm", two, four, three) == (0, f"removed {two}\nremoved {four}\nremoved {three}\n", "")

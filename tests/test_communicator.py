@@ -19,9 +19,9 @@ from fzero.comm.collectives import (
     start_all_gather,
     start_psum,
     start_psum_scatter,
-    tree_sum,
 )
 from fzero.comm.ledger import sent_elements
+from fzero.core.tree_sum import tree_sum
 from fzero.sharding import fake_mesh
 
 

@@ -16,7 +16,7 @@ from fzero.core import digest as module
 from fzero.core.digest import DTYPES, combine, digest, digest_tree
 from fzero.sharding import Spec, one_process
 from fzero.sharding.digests import digest_text, digests
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 
 MASK = (1 << 64) - 1
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
@@ -214,7 +214,7 @@ class Away:
 def digests_of_shards(mesh):
     shards = {}
     for name, leaf in tree().items():
-        for dim, (start, size) in enumerate(zip(*window(tuple(leaf.shape), SPECS[name], mesh))):
+        for dim, (start, size) in enumerate(zip(*local_slice(tuple(leaf.shape), SPECS[name], mesh))):
             leaf = leaf.narrow(dim, start, size)
         shards[name] = Away(leaf) if name == "rows" else leaf
     found = digests(shards, SPECS, mesh)

@@ -140,7 +140,7 @@ def train(mesh, case, folder=None):
     leaves = values(state)
     if space is None:
         return log, leaves
-    assert space._arena is None or space.arena.peak <= space.arena.size
+    assert space._buffers is None or space.buffers.peak <= space.buffers.size
     stored = space.store is not None
     space.close()
     if stored and case.slots > 1:

@@ -1,4 +1,4 @@
-"""The memory and the threads of offload: an arena that never exceeds its size, a disk that serves by priority and says what failed."""
+"""The memory and the threads of offload: a buffer pool that never exceeds its size, a disk that serves by priority and says what failed."""
 
 import errno
 import gc
@@ -15,17 +15,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fzero.core.storage import PAGE
 from fzero.offload import disk_io as disk_module
-from fzero.offload.buffer_pool import HUGE, PAGE, BufferPool, padded
+from fzero.offload.buffer_pool import HUGE, BufferPool, round_to_pages
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskSettings, open_direct, serves_direct
 from fzero.planner.calibrate import disk as bench
 
-ALL = (HUGE,)  # the shape that takes all of a small arena
+ALL = (HUGE,)  # the shape that takes all of a small pool
 WAIT_S = 20
 
 
 @pytest.fixture
-def arena():
+def buffers():
     return BufferPool(HUGE)
 
 
@@ -48,35 +49,35 @@ def file(tmp_path):
     os.close(fd)
 
 
-def full(arena):
+def full(buffers):
     """Whether nothing can be taken from it."""
     try:
-        arena.take((1,), torch.uint8)
+        buffers.take((1,), torch.uint8)
     except ValueError:
         return True
     return False
 
 
-def test_a_buffer_has_the_shape_and_dtype_asked_for_and_whole_pages_below(arena):
-    raw, view = arena.take((3, 1001), torch.bfloat16)
+def test_a_buffer_has_the_shape_and_dtype_asked_for_and_whole_pages_below(buffers):
+    raw, view = buffers.take((3, 1001), torch.bfloat16)
     assert view.shape == (3, 1001) and view.dtype == torch.bfloat16 and view.is_contiguous()
-    assert len(raw) == padded(3 * 1001 * 2) == 2 * PAGE and raw.data_ptr() == view.data_ptr() and raw.data_ptr() % PAGE == 0
+    assert len(raw) == round_to_pages(3 * 1001 * 2) == 2 * PAGE and raw.data_ptr() == view.data_ptr() and raw.data_ptr() % PAGE == 0
     view.fill_(1)
     assert raw[:2].tolist() == [0x80, 0x3F]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5, 0), (1,), (4096,), (4097,)])
-def test_any_shape_takes_at_least_a_page(arena, shape):
-    buffer = arena.take(shape, torch.uint8)
-    assert buffer.view.shape == shape and len(buffer.raw) >= PAGE and arena.lent == len(buffer.raw)
+def test_any_shape_takes_at_least_a_page(buffers, shape):
+    buffer = buffers.take(shape, torch.uint8)
+    assert buffer.view.shape == shape and len(buffer.raw) >= PAGE and buffers.lent == len(buffer.raw)
 
 
 def test_the_arena_is_in_huge_pages_where_the_system_has_them():
     kernel = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not kernel.is_file() or "[never]" in kernel.read_text():
         pytest.skip(f"{kernel} says never, or is not there")
-    arena = BufferPool(4 * HUGE)
-    address = arena.take((1,), torch.uint8).raw.data_ptr()
+    buffers = BufferPool(4 * HUGE)
+    address = buffers.take((1,), torch.uint8).raw.data_ptr()
     mapped = {}
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -89,7 +90,7 @@ def test_the_arena_is_in_huge_pages_where_the_system_has_them():
     if "hg" not in mapped["VmFlags:"]:
         pytest.fail(f"the memory does not ask for huge pages: {mapped['VmFlags:']}")
     assert "sh" not in mapped["VmFlags:"], "shared memory has small pages on most systems"
-    assert int(mapped["Rss:"][0]) * 1024 >= arena.size, "the memory was not touched"
+    assert int(mapped["Rss:"][0]) * 1024 >= buffers.size, "the memory was not touched"
 
 
 def cuda(monkeypatch, code):
@@ -103,11 +104,11 @@ def cuda(monkeypatch, code):
 
 def test_the_memory_is_pinned_while_it_is_there(monkeypatch):
     pinned = cuda(monkeypatch, 0)
-    arena = BufferPool(HUGE + 1)
-    kept = arena.take((5,), torch.float32).view
+    buffers = BufferPool(HUGE + 1)
+    kept = buffers.take((5,), torch.float32).view
     (address,) = pinned
     assert pinned == {address: 2 * HUGE} and address % HUGE == 0 and address <= kept.data_ptr() < address + 2 * HUGE
-    del arena
+    del buffers
     gc.collect()
     assert pinned
     del kept
@@ -131,18 +132,18 @@ def test_a_device_reads_and_writes_the_arena_without_waiting():
     assert bool((back == 6).all())
 
 
-def test_the_arena_never_lends_more_than_its_size(arena):
+def test_the_pool_never_lends_more_than_its_size(buffers):
     held = []
     with pytest.raises(
         ValueError, match=r"2,097,152 bytes, of which 1,966,080 are in use, and 196,608 more are needed at once; .*buffer_mb"
     ):
         while True:
-            held.append(arena.take((192 << 10,), torch.uint8))
-    assert len(held) == 10 and arena.lent == arena.peak == 10 * (192 << 10) <= arena.size
+            held.append(buffers.take((192 << 10,), torch.uint8))
+    assert len(held) == 10 and buffers.lent == buffers.peak == 10 * (192 << 10) <= buffers.size
     places = sorted(buffer.raw.data_ptr() for buffer in held)
     assert all(after - before >= 192 << 10 for before, after in itertools.pairwise(places)), "two buffers share memory"
     with pytest.raises(ValueError, match=r"2,097,152 bytes, .* 2,101,248 more"):
-        arena.take((HUGE + 1,), torch.uint8)
+        buffers.take((HUGE + 1,), torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -158,24 +159,24 @@ def test_the_arena_never_lends_more_than_its_size(arena):
     ],
     ids=["view", "slice", "dtype", "transpose", "numpy", "memoryview", "detach"],
 )
-def test_memory_is_returned_when_the_last_that_shares_it_is_gone(arena, share):
-    kept = share(arena.take((HUGE // 4,), torch.float32))
-    assert full(arena)
+def test_memory_is_returned_when_the_last_that_shares_it_is_gone(buffers, share):
+    kept = share(buffers.take((HUGE // 4,), torch.float32))
+    assert full(buffers)
     del kept
-    assert not full(arena)
+    assert not full(buffers)
 
 
-def test_memory_is_returned_from_another_thread(arena):
-    held = [arena.take(ALL, torch.uint8)]
+def test_memory_is_returned_from_another_thread(buffers):
+    held = [buffers.take(ALL, torch.uint8)]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    assert len(arena.take(ALL, torch.uint8).raw) == HUGE
+    assert len(buffers.take(ALL, torch.uint8).raw) == HUGE
 
 
-def test_memory_is_returned_by_a_garbage_collection_inside_take(arena):
-    # A cycle holds the buffer, and the collection that finds it runs while the arena looks for room.
-    cycle = [arena.take(ALL, torch.uint8)]
+def test_memory_is_returned_by_a_garbage_collection_inside_take(buffers):
+    # A cycle holds the buffer, and the collection that finds it runs while the buffer pool looks for room.
+    cycle = [buffers.take(ALL, torch.uint8)]
     cycle.append(cycle)
     del cycle
 
@@ -183,50 +184,50 @@ def test_memory_is_returned_by_a_garbage_collection_inside_take(arena):
         gc.collect()
         return False
 
-    assert len(arena.take(ALL, torch.uint8, busy).raw) == HUGE
+    assert len(buffers.take(ALL, torch.uint8, busy).raw) == HUGE
 
 
-def test_pieces_that_are_returned_merge(arena):
-    pieces = [arena.take((HUGE // 4,), torch.uint8) for _ in range(4)]
+def test_pieces_that_are_returned_merge(buffers):
+    pieces = [buffers.take((HUGE // 4,), torch.uint8) for _ in range(4)]
     for i in (2, 0, 3, 1):
         pieces[i] = None
         if i == 0:  # two quarters are free, and apart
             with pytest.raises(ValueError, match="more are needed"):
-                arena.take((HUGE // 2,), torch.uint8)
-    assert len(arena.take(ALL, torch.uint8).raw) == HUGE and arena.lent == HUGE
+                buffers.take((HUGE // 2,), torch.uint8)
+    assert len(buffers.take(ALL, torch.uint8).raw) == HUGE and buffers.lent == HUGE
 
 
-def test_take_waits_while_the_disk_is_busy(arena, disk, file):
+def test_take_waits_while_the_disk_is_busy(buffers, disk, file):
     fd, _ = file
     gate = threading.Event()
     disk.run(lambda: gate.wait(WAIT_S) and 0, write=True)
-    buffer = arena.take(ALL, torch.uint8)
+    buffer = buffers.take(ALL, torch.uint8)
     disk.write(fd, buffer.raw[:PAGE], 0)
     del buffer  # the disk has it alone
     opener = threading.Timer(0.2, gate.set)
     opener.start()
-    assert len(arena.take(ALL, torch.uint8, disk.busy).raw) == HUGE
+    assert len(buffers.take(ALL, torch.uint8, disk.busy).raw) == HUGE
     assert gate.is_set()
     opener.join()
 
 
-def test_take_says_so_once_the_disk_is_idle(arena, disk, file):
+def test_take_says_so_once_the_disk_is_idle(buffers, disk, file):
     fd, _ = file
-    held = arena.take(ALL, torch.uint8)
+    held = buffers.take(ALL, torch.uint8)
     pending = disk.read(fd, held.raw[: 8 * PAGE], 0)
     with pytest.raises(ValueError, match="more are needed at once"):
-        arena.take((1,), torch.uint8, disk.busy)
+        buffers.take((1,), torch.uint8, disk.busy)
     pending.wait()
 
 
-def test_many_threads_share_an_arena(arena):
+def test_many_threads_share_an_pool(buffers):
     failures = []
 
     def work(seed):
         sizes = torch.randint(1, HUGE // 8, (200,), generator=torch.Generator().manual_seed(seed)).tolist()
         try:
             for n in sizes:
-                view = arena.take((n,), torch.uint8, lambda: True).view
+                view = buffers.take((n,), torch.uint8, lambda: True).view
                 view.fill_(seed)
                 time.sleep(0)
                 assert int(view.min()) == int(view.max()) == seed, "another thread wrote into this buffer"
@@ -239,7 +240,7 @@ def test_many_threads_share_an_arena(arena):
     for thread in threads:
         thread.join()
     assert not failures
-    assert len(arena.take(ALL, torch.uint8).raw) == HUGE and arena.peak <= arena.size
+    assert len(buffers.take(ALL, torch.uint8).raw) == HUGE and buffers.peak <= buffers.size
 
 
 def test_reads_and_writes_move_the_bytes(disk, file):
@@ -336,9 +337,9 @@ def test_reads_go_on_while_writes_wait(disk, file):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "it broke"), RuntimeError("it broke"), KeyError("it broke")])
-def test_an_error_surfaces_where_it_is_waited_for_and_the_disk_still_serves(arena, disk, file, error):
+def test_an_error_surfaces_where_it_is_waited_for_and_the_disk_still_serves(buffers, disk, file, error):
     fd, data = file
-    buffer = arena.take(ALL, torch.uint8)
+    buffer = buffers.take(ALL, torch.uint8)
 
     def fail(raw=buffer.raw):
         raise error
@@ -355,7 +356,7 @@ def test_an_error_surfaces_where_it_is_waited_for_and_the_disk_still_serves(aren
     assert torch.equal(out, data[:PAGE])
 
 
-def test_an_error_of_one_block_is_the_error_of_the_request_and_holds_no_memory(monkeypatch, arena, disk, file):
+def test_an_error_of_one_block_is_the_error_of_the_request_and_holds_no_memory(monkeypatch, buffers, disk, file):
     fd, _ = file
     real = os.pwritev
 
@@ -365,13 +366,13 @@ def test_an_error_of_one_block_is_the_error_of_the_request_and_holds_no_memory(m
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", pwritev)
-    buffer = arena.take((HUGE // 2,), torch.uint8)
+    buffer = buffers.take((HUGE // 2,), torch.uint8)
     pending = disk.write(fd, buffer.raw, 0)
     del buffer
     pending.done.wait(WAIT_S)
     gc.disable()
     try:
-        assert not full(arena) and len(arena.take(ALL, torch.uint8).raw) == HUGE
+        assert not full(buffers) and len(buffers.take(ALL, torch.uint8).raw) == HUGE
     finally:
         gc.enable()
     with pytest.raises(OSError, match="no space left"):
@@ -512,15 +513,15 @@ def cached_by_itself(path, raw):
     return cached(path, len(raw)) != 0
 
 
-def test_direct_transfers_pass_the_page_cache_by(tmp_path, arena):
+def test_direct_transfers_pass_the_page_cache_by(tmp_path, buffers):
     if not serves_direct(tmp_path):
         pytest.skip("the folder of this test refuses direct transfers")
     fd = open_direct(tmp_path / "data", os.O_RDWR | os.O_CREAT)
     disk = DiskIO(DiskSettings(block_bytes=64 << 10))
-    buffer = arena.take((HUGE // 2,), torch.uint8)
+    buffer = buffers.take((HUGE // 2,), torch.uint8)
     buffer.view.copy_(torch.arange(HUGE // 2) % 251)
     disk.write(fd, buffer.raw, 0).wait()
-    found = arena.take((HUGE // 2,), torch.uint8)
+    found = buffers.take((HUGE // 2,), torch.uint8)
     found.view.zero_()
     disk.read(fd, found.raw, 0).wait()
     assert torch.equal(found.view, buffer.view)

@@ -185,10 +185,10 @@ def test_weights_that_ranks_hold_in_parts(tmp_path, stage):
     found = ranks.run(2, of_ranks, str(tmp_path), stage)
     losses, state = trained(None, "", POLICIES["bf16"], clip=0.5)
     assert found[0] == found[1] == pytest.approx(losses, rel=1e-3)
-    shelf = offload_snapshot.find(tmp_path)
+    shelf = offload_snapshot.find_snapshot(tmp_path)
     plan = fzero.zero_plan(stage, MODEL, fzero.sharding.fake_mesh(shelf.sizes))
     for prefix, expected in (("params/", state.params), ("master/", state.master)):
-        there = offload_snapshot.weights(shelf, plan, prefix)
+        there = offload_snapshot.read_weights(shelf, plan, prefix)
         for name, leaf in pytree.named_leaves(expected).items():
             other = pytree.named_leaves(there)[name]
             assert other.shape == leaf.shape and other.dtype == leaf.dtype
@@ -196,7 +196,7 @@ def test_weights_that_ranks_hold_in_parts(tmp_path, stage):
     chunk = tmp_path / "arrays/params/blocks/attn/w_q/c" / str(shelf.record.slot) / f"2/{int(stage == 3)}/0"
     chunk.write_bytes(bytes([chunk.read_bytes()[0] ^ 1]) + chunk.read_bytes()[1:])
     with pytest.raises(ValueError, match=r"params/blocks/attn/w_q, layer \d of rank \d, is not what was written"):
-        offload_snapshot.weights(shelf, plan, "params/")
+        offload_snapshot.read_weights(shelf, plan, "params/")
 
 
 # -- the command
@@ -278,7 +278,7 @@ def test_a_damaged_store_is_passed_over_only_for_a_checkpoint(folder, monkeypatc
 @pytest.mark.parametrize(
     "args, words",
     [
-        ("--offload params=disk", "'disk' is no memory"),
+        ("--offload params=disk", "'disk' is not a memory"),
         ("--offload acts=host", "use --remat full"),
         ("--nvme somewhere", "puts nothing on one"),
         ("--offload opt=nvme --set nvme.slots=0", "nvme.slots is 0"),
@@ -330,7 +330,7 @@ def test_the_disk_that_a_run_needs(tmp_path, offload, states):
     assert needed <= held + scratch or not serves_direct(tmp_path)
     assert ("grads" in offload) == (needed > held) or not serves_direct(tmp_path)
     memory = memory_check.memory_needed(made)
-    assert memory.buffers == made.space.arena.size and made.space.arena.peak <= memory.buffers
+    assert memory.buffers == made.space.buffers.size and made.space.buffers.peak <= memory.buffers
     made.space.close()
 
 

@@ -19,15 +19,15 @@ import torch
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
+from fzero.core.storage import PAGE
 from fzero.offload import BufferPool, DiskIO, DiskSettings, DiskTensor, LeafFiles, Nvme, ScratchFile, open_store
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.buffer_pool import PAGE
 from fzero.offload.disk_io import serves_direct
-from fzero.offload.store import release
+from fzero.offload.store import release_store
 from fzero.offload.store_manifest import STEP, STORE, read_step_manifest
-from fzero.offload.update_units import RowBlock, ahead, cut, owners
-from fzero.sharding.slices import MOST, pieces
+from fzero.offload.update_units import RowBlock, begin_ahead, cut_units, params_of_leaves
+from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
 from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopened
 
@@ -57,9 +57,9 @@ def opened():
     with contextlib.ExitStack() as stack:
 
         def open_one(place, leaves=LEAVES, **options):
-            arena, disk = BufferPool(1 << 20), DiskIO(DiskSettings(block_bytes=2 * PAGE))
+            buffers, disk = BufferPool(1 << 20), DiskIO(DiskSettings(block_bytes=2 * PAGE))
             stack.callback(disk.close)
-            store = open_store(place, leaves, arena=arena, disk=disk, **options)
+            store = open_store(place, leaves, buffers=buffers, disk=disk, **options)
             stack.callback(store.close)
             return store
 
@@ -86,9 +86,9 @@ def write(store, seed, *, rows_of=None, leaves=None):
             continue
         for i in range(kept.layers):
             layer = value[i] if kept.stacked else value
-            for rows in store.chunks.pieces(name, rows_of or 1 << 30):
+            for rows in store.chunks.row_blocks(name, rows_of or 1 << 30):
                 part = layer[rows[0] : rows[1]] if layer.dim() else layer
-                buffer = store.arena.take(tuple(part.shape), part.dtype, store.disk.busy)
+                buffer = store.buffers.take(tuple(part.shape), part.dtype, store.disk.busy)
                 buffer.view.copy_(part)
                 store.write(name, i, rows, buffer)
 
@@ -148,7 +148,7 @@ def test_a_write_without_commit_is_invisible(direct, opened):
     store = opened(direct)
     make(store, 1)
     write(store, 2)
-    store.settle()
+    store.flush()
     assert_version(store, 1)
     store.close()
     assert_version(opened(direct, resume=True), 1)
@@ -180,7 +180,7 @@ def test_rows_that_are_written_again_after_a_failure_are_summed_once(direct, ope
     store = opened(direct)
     make(store, 1)
     write(store, 7, leaves=["opt/codes", "params/embed"])
-    store.settle()
+    store.flush()
     make(store, 2)
     store.close()
     assert_version(opened(direct, resume=True), 2)
@@ -224,7 +224,7 @@ def test_one_slot_is_dirty_while_it_is_written(direct, opened):
     assert not read_step_manifest(direct).dirty
     write(store, 2)
     assert read_step_manifest(direct).dirty
-    store.settle()
+    store.flush()
     store.close()
     said(lambda: opened(direct, slots=1, resume=True), direct, "step 2 was being written over step 1", "nvme.slots=2")
 
@@ -300,7 +300,7 @@ def test_a_run_that_is_not_over_is_not_overwritten(direct, opened):
     store.close()
     said(lambda: opened(direct), direct, "holds step 5 of a run that is not over", "--resume", "--nvme")
     assert_version(opened(direct, resume=True), 5)
-    release(direct)
+    release_store(direct)
     opened(direct)
 
 
@@ -474,9 +474,9 @@ def test_a_damaged_store_makes_room_for_what_a_checkpoint_brings(direct, opened,
     if text is not None:
         (direct / STEP).write_bytes(text.encode("latin-1"))
     said(reopen(opened, direct, slots=1), direct, "resume from a checkpoint")
-    release(direct)
+    release_store(direct)
     make(opened(direct, slots=1), 7)
-    release(direct / "nothing")
+    release_store(direct / "nothing")
 
 
 def test_chunks_of_two_steps_are_not_taken_for_one(direct, opened):
@@ -529,7 +529,7 @@ def test_a_step_that_failed_can_be_made_again(direct, opened):
     make(store, 1)
     with refusing("pwritev", errno.EIO):
         write(store, 5)
-        said(store.settle, direct)
+        said(store.flush, direct)
     make(store, 2)
     store.close()
     assert_version(reopen(opened, direct)(), 2)
@@ -549,7 +549,7 @@ def test_a_failure_is_told_when_no_write_is_under_way(direct, opened):
     with mock.patch.object(os, "pwritev", slow):
         write(store, 2)
         pending = [*store.writing]
-        said(store.settle, direct)
+        said(store.flush, direct)
         assert all(one.done.is_set() for one in pending)
 
 
@@ -656,8 +656,8 @@ def test_the_arrays_are_plain_zarr(direct, opened):
 
 def test_scratch_gives_back_what_was_written(direct):
     direct.mkdir()
-    arena, disk = BufferPool(1 << 20), DiskIO(DiskSettings(block_bytes=PAGE))
-    scratch = ScratchFile(direct, arena, disk)
+    buffers, disk = BufferPool(1 << 20), DiskIO(DiskSettings(block_bytes=PAGE))
+    scratch = ScratchFile(direct, buffers, disk)
     values = {("x", i): torch.randn(i * 97 + 1, 11) for i in range(6)}
     for key, value in values.items():
         scratch.write(key, value.clone())
@@ -674,8 +674,8 @@ def test_scratch_gives_back_what_was_written(direct):
 
 def test_scratch_stops_growing_whatever_the_sizes(direct):
     direct.mkdir()
-    arena, disk = BufferPool(1 << 20), DiskIO()
-    scratch = ScratchFile(direct, arena, disk)
+    buffers, disk = BufferPool(1 << 20), DiskIO()
+    scratch = ScratchFile(direct, buffers, disk)
     for i in range(20):
         scratch.write("a", torch.full((5000 + 9000 * (i % 3),), float(i)))
         assert scratch.read("a").wait()[0] == i
@@ -689,8 +689,8 @@ def test_scratch_stops_growing_whatever_the_sizes(direct):
 @pytest.mark.parametrize("name, code", [("posix_fallocate", errno.ENOSPC), ("pwritev", errno.EIO), ("preadv", errno.EIO)])
 def test_scratch_says_what_failed(direct, name, code):
     direct.mkdir()
-    arena, disk = BufferPool(1 << 20), DiskIO()
-    scratch = ScratchFile(direct, arena, disk)
+    buffers, disk = BufferPool(1 << 20), DiskIO()
+    scratch = ScratchFile(direct, buffers, disk)
 
     def use():
         scratch.write("a", torch.ones(5000))
@@ -708,9 +708,9 @@ def test_scratch_needs_a_local_folder():
 
 
 def test_scratch_through_the_page_cache_is_the_same(tmp_path, refused):
-    arena, disk = BufferPool(1 << 20), DiskIO()
+    buffers, disk = BufferPool(1 << 20), DiskIO()
     with pytest.warns(UserWarning, match="O_DIRECT"):
-        scratch = ScratchFile(tmp_path, arena, disk)
+        scratch = ScratchFile(tmp_path, buffers, disk)
     x = torch.randn(333, 7)
     scratch.write("a", x)
     assert torch.equal(scratch.read("a").wait(), x)
@@ -749,16 +749,16 @@ def test_disk_and_buffers_do_not_grow(direct):
 
     def then(space, step):
         sizes.append((used(direct), os.fstat(space.scratch.fd).st_blocks, len(list(direct.rglob("*")))))
-        assert space.arena.peak <= space.arena.size == 2 << 20
+        assert space.buffers.peak <= space.buffers.size == 2 << 20
 
     space = Nvme(direct, buffer_bytes=1 << 20)
     run(direct, EVERYTHING, then=then, space=space)
     # step.json is a block or two, whatever it says.
     assert len({(scratch, files) for _, scratch, files in sizes}) == 1 and max(s for s, *_ in sizes) - min(s for s, *_ in sizes) <= PAGE
-    arena = space.arena
+    buffers = space.buffers
     gc.collect()
-    arena._place(0)
-    assert arena.lent == 0, "a buffer was not given back"
+    buffers._find_room(0)
+    assert buffers.lent == 0, "a buffer was not given back"
     space.close()
     assert list((direct / "scratch").iterdir()) == []
 
@@ -819,9 +819,9 @@ def test_a_stored_leaf_says_what_a_tensor_says(direct, opened):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (1000, 3), (4097, 64), (5000, 1), (3, 5000), (8192, 37)])
-@pytest.mark.parametrize("most", [1, 1 << 12, 1 << 16, MOST])
+@pytest.mark.parametrize("most", [1, 1 << 12, 1 << 16, MOST_ELEMENTS])
 def test_pieces_cover_a_layer_once_and_begin_at_pages(shape, most):
-    found = pieces(shape, most)
+    found = row_blocks(shape, most)
     rows = shape[0] if shape else 1
     assert [i for start, end in found for i in range(start, end)] == list(range(rows))
     row = math.prod(shape[1:])
@@ -836,7 +836,7 @@ SHAPES = {"blocks/w": (3, 600, 16), "blocks/b": (3, 5), "embed": (700, 16), "sca
 @pytest.mark.parametrize("most", [1, 5000, 20000, 1 << 30])
 @pytest.mark.parametrize("whole", [set(), {"embed", "blocks/w"}])
 def test_units_cover_every_element_once(most, whole):
-    units = cut(SHAPES, lambda name: name.startswith("blocks/"), whole.__contains__, most)
+    units = cut_units(SHAPES, lambda name: name.startswith("blocks/"), whole.__contains__, most)
     seen = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
     for unit in units:
         assert len({part.name for part in unit}) == len(unit), "a leaf twice in a unit"
@@ -862,13 +862,13 @@ def test_a_slice_of_what_belongs_to_a_leaf_row_by_row():
 
 def test_owners_are_found_by_the_longest_path():
     names = ["params/a/w", "opt/0/m/a/w", "opt/0/count", "opt/m/w", "extra/ema/a/w"]
-    assert list(owners(names, ["a/w", "w"]).values()) == ["a/w", "a/w", None, "w", "a/w"]
+    assert list(params_of_leaves(names, ["a/w", "w"]).values()) == ["a/w", "a/w", None, "w", "a/w"]
 
 
 def test_ahead_begins_some_items_before_their_turn():
     begun = []
     out = []
-    for item, value in ahead(range(6), lambda i: begun.append(i) or i * i, 2):
+    for item, value in begin_ahead(range(6), lambda i: begun.append(i) or i * i, 2):
         out.append((item, value))
         assert len(begun) == min(6, item + 3)
     assert out == [(i, i * i) for i in range(6)]

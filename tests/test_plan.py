@@ -174,7 +174,7 @@ def test_activations_of_a_layer_are_at_most_the_papers():
         ({"optimizer": "adamm"}, "optimizer is 'adamm'"),
         ({"states": "4bit"}, "states is '4bit'; it must be one of full, bf16, 8bit"),
         ({"tp": 3}, "gpus is 8 and tp is 3"),
-        ({"offload": "opt=tape"}, "'tape' is no memory"),
+        ({"offload": "opt=tape"}, "'tape' is not a memory"),
     ],
 )
 def test_estimates_refuse_what_is_not_there(options, match):
@@ -223,7 +223,7 @@ def test_the_command_prints_the_page_and_the_object(fz, planned):
         (["--vary", "mesh=2,4"], "--vary mesh='2' is not of the form"),
         (["--vary", "train.bach=1,2"], "unknown key 'train.bach' (did you mean batch"),
         (["--rank", "2"], "rank is 2 and mesh"),
-        (["--offload", "opt=tape"], "'tape' is no memory"),
+        (["--offload", "opt=tape"], "'tape' is not a memory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(fz, args, match):

@@ -54,9 +54,9 @@ def measured(mesh, cases):
             at_rest = state_bytes(built, state)
             mesh.ledger.clear()
             space = built.space
-            moved, arena = (space.moved(), space.arena) if space else (None, None)
+            moved, buffers = (space.moved(), space.buffers) if space else (None, None)
             with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
-                state, _, record = record_step(built.train_step, state, batch, mesh.ledger, arena=arena)
+                state, _, record = record_step(built.train_step, state, batch, mesh.ledger, buffers=buffers)
             disk = (0, 0)
             if space:
                 disk = (space.moved().read_bytes - moved.read_bytes, space.moved().written_bytes - moved.written_bytes)
@@ -109,7 +109,7 @@ def test_what_is_predicted_is_measured(name):
     assert trace.ledger == tuple(rows)
     assert flop(trace) == counted > 0
     assert (moved(trace, "read"), moved(trace, "write")) == disk
-    # 2% is what is promised; beside the arena, whose size hides all else, it has been equal to the byte.
+    # 2% is what is promised; beside the buffer pool, whose size hides all else, it has been equal to the byte.
     beside = peak.bytes - peak.parts["buffers"]
     assert abs(trace.peak.bytes - peak.bytes) <= 0.002 * beside, f"{peak}\n{trace.peak}"
     # What it is made of, at each stay at a part of the model.

@@ -8,7 +8,7 @@ import ranks
 import torch
 from close import assert_close, assert_same
 
-from fzero.sharding import Spec, fake_mesh, from_dtensor, local_shape, one_process, redistribute, shard, to_dtensor
+from fzero.sharding import Spec, fake_mesh, from_dtensor, local_shape, narrow_to, one_process, redistribute, to_dtensor
 from fzero.sharding.slices import whole_shape
 
 SIZES = {"dp": 2, "tp": 2}
@@ -35,7 +35,7 @@ def owing(spec):
 
 def part(whole, spec, mesh, weights):
     """This rank's part of `whole`; of a sum that is owed, this rank's share by `weights`, which add up to 1."""
-    x = shard(whole, Spec(spec.dims), mesh)
+    x = narrow_to(whole, Spec(spec.dims), mesh)
     for axis in sorted(spec.partial):
         x = x * weights[mesh[axis].rank]
     return x
@@ -55,9 +55,9 @@ def every_pair(mesh):
                 sent[src, goal] = [(r.collective, r.calls, r.elements) for r in mesh.ledger.rows()]
                 assert_close(y, part(whole, goal, mesh, weights), rtol=1e-13, atol=1e-14)
                 # The dual of a layout that owes a sum is the whole, and the other way round.
-                c = shard(cotangent, Spec(goal.dims), mesh)
+                c = narrow_to(cotangent, Spec(goal.dims), mesh)
                 (x_c,) = vjp(c)
-                assert_close(x_c, shard(cotangent, Spec(src.dims), mesh), rtol=1e-13)
+                assert_close(x_c, narrow_to(cotangent, Spec(src.dims), mesh), rtol=1e-13)
                 sides.append((inner(y, c, goal, mesh), inner(x, x_c, src, mesh)))
     return sides, sent
 
@@ -95,15 +95,15 @@ def test_every_pair_of_layouts():
 def unused_axes_and_trailing_dims(mesh):
     x = draw(4, 6)
     spec = Spec.parse("[A/cp+dp]")
-    assert_same(shard(x, spec, mesh), x[2 * mesh["dp"].rank :][:2])
-    assert_same(redistribute(shard(x, spec, mesh), spec, Spec.parse("[A, B/ep+dp] +rp"), mesh), x[:, 3 * mesh["dp"].rank :][:, :3])
+    assert_same(narrow_to(x, spec, mesh), x[2 * mesh["dp"].rank :][:2])
+    assert_same(redistribute(narrow_to(x, spec, mesh), spec, Spec.parse("[A, B/ep+dp] +rp"), mesh), x[:, 3 * mesh["dp"].rank :][:, :3])
 
 
 def test_axes_of_size_1_and_trailing_dims_do_not_matter():
     ranks.run(2, unused_axes_and_trailing_dims)
     x, mesh = draw(3, 5), one_process()
     assert redistribute(x, Spec.parse("[A/dp, B] +tp"), Spec.parse("[A, B/dp+cp]"), mesh) is x
-    assert_same(shard(x, Spec.parse("[A/dp, B/tp]"), mesh), x)
+    assert_same(narrow_to(x, Spec.parse("[A/dp, B/tp]"), mesh), x)
 
 
 def test_shapes_on_a_rank():
@@ -112,9 +112,9 @@ def test_shapes_on_a_rank():
         assert local_shape((8, 6), Spec.parse(text), mesh) == shape
         assert whole_shape(shape, Spec.parse(text), mesh) == (8, 6)
     x = torch.arange(48).view(8, 6)
-    assert_same(shard(x, Spec.parse("[A/dp+tp]"), mesh), x[5:6])
-    assert_same(shard(x, Spec.parse("[A/tp+dp]"), mesh), x[6:7])
-    assert shard(x, Spec.parse("[A/dp]"), mesh).data_ptr() == x[4:].data_ptr()  # a view
+    assert_same(narrow_to(x, Spec.parse("[A/dp+tp]"), mesh), x[5:6])
+    assert_same(narrow_to(x, Spec.parse("[A/tp+dp]"), mesh), x[6:7])
+    assert narrow_to(x, Spec.parse("[A/dp]"), mesh).data_ptr() == x[4:].data_ptr()  # a view
 
 
 def test_errors_name_the_leaf_the_numbers_and_the_fix():
@@ -125,11 +125,11 @@ def test_errors_name_the_leaf_the_numbers_and_the_fix():
             lambda: local_shape((6, 8), parse("[A/dp]"), mesh, leaf="w"),
             r"w: dim 0 has size 6, not divisible by 4 \(dp=4\); pad it to 8, or",
         ),
-        (lambda: shard(x, parse("[A, B/tp+dp]"), mesh), None),
-        (lambda: shard(x, parse("[A/tp+dp]"), mesh), r"tensor: dim 0 has size 6, not divisible by 8 \(tp=2, dp=4\); pad it to 8"),
-        (lambda: shard(x, parse("[A] +dp"), mesh), r"\[·\] \+dp owes a sum; a whole tensor has no parts of one"),
-        (lambda: shard(x, parse("[A, B, C/dp]"), mesh), r"its spec \[·, ·, ·/dp\] has 3 dims and the tensor has 2"),
-        (lambda: shard(x, parse("[A/data]"), mesh), r"the mesh has no axis 'data'"),
+        (lambda: narrow_to(x, parse("[A, B/tp+dp]"), mesh), None),
+        (lambda: narrow_to(x, parse("[A/tp+dp]"), mesh), r"tensor: dim 0 has size 6, not divisible by 8 \(tp=2, dp=4\); pad it to 8"),
+        (lambda: narrow_to(x, parse("[A] +dp"), mesh), r"\[·\] \+dp owes a sum; a whole tensor has no parts of one"),
+        (lambda: narrow_to(x, parse("[A, B, C/dp]"), mesh), r"its spec \[·, ·, ·/dp\] has 3 dims and the tensor has 2"),
+        (lambda: narrow_to(x, parse("[A/data]"), mesh), r"the mesh has no axis 'data'"),
         (
             lambda: redistribute(x, parse("[A]"), parse("[A] +dp"), mesh, leaf="w"),
             r"redistribute w: \[·\] \+dp owes a sum over dp that \[·\]",

@@ -79,7 +79,7 @@ def place(run, step):
 
 def flip(run, step, name, byte=21):
     """Flip a bit of a leaf in a checkpoint, and make that sound again."""
-    held, leaves = checkpoint.opened(place(run, step)), checkpoint.restore_leaves(place(run, step), lambda name: True)
+    held, leaves = checkpoint.open_checkpoint(place(run, step)), checkpoint.restore_leaves(place(run, step), lambda name: True)
     leaves[name].view(torch.uint8).reshape(-1)[byte] ^= 1
     checkpoint.save(run / "checkpoints", pytree.nest(leaves), step=step, config=held.config)
 
@@ -456,7 +456,7 @@ def test_which_configs_must_give_the_same_bits(plain):
 
 def test_the_config_is_that_of_the_checkpoint_behind_the_step(copy):
     """As where the run went on on two processes: then other bits are due on one."""
-    held = checkpoint.opened(place(copy, 6))
+    held = checkpoint.open_checkpoint(place(copy, 6))
     leaves = checkpoint.restore_leaves(place(copy, 6), lambda name: True)
     checkpoint.save(copy / "checkpoints", pytree.nest(leaves), step=6, config={**held.config, "mesh": {"dp": 2}})
     result = replay(copy, 5)

@@ -12,7 +12,7 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
-from fzero.sharding.whole_on_first import whole_on_first
+from fzero.sharding.redistribute import gather_on_first
 from fzero.train.batch import local_batch
 from fzero.train.spike import LOSS, LossStats, Spike, init_stats, judge
 from fzero.train.state import state_specs
@@ -133,7 +133,7 @@ def trained(mesh, spike, *, policy="fp32", stage=0, micro=1, reduce="fast", offl
         state, metrics = step(state, local_batch(batch_at(i), mesh, micro))
         log.append((float(metrics.loss), bool(metrics.skipped), bool(metrics.spike) if spike else None))
         kept = state._replace(extra={name: value for name, value in state.extra.items() if name != "pending"})
-        states.append(in_memory(whole_on_first(in_memory(kept), state_specs(plan, tx, ema=True), mesh)))
+        states.append(in_memory(gather_on_first(in_memory(kept), state_specs(plan, tx, ema=True), mesh)))
     if space is not None:
         last = in_memory(reopened(tx, plan, space, ema=True)) if update != "delayed" and offload == ALL else None
         space.close()

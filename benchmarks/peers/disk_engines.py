@@ -172,10 +172,10 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
     from fzero import offload
 
     blocks, n = order["blocks"], order["plane_bytes"] // 4
-    arena, disk = offload.BufferPool(2 * RING * PLANES * order["plane_bytes"]), offload.DiskIO()
+    buffers, disk = offload.BufferPool(2 * RING * PLANES * order["plane_bytes"]), offload.DiskIO()
     leaves = {name: offload.LeafFiles((blocks, n), torch.float32, stacked=True) for name in ("master", "m", "v")}
     place, verify = Path(order["folder"], order["contender"]), "unchecked" not in order["contender"]
-    store, steps = offload.open_store(place, leaves, arena=arena, disk=disk, verify=verify), itertools.count()
+    store, steps = offload.open_store(place, leaves, buffers=buffers, disk=disk, verify=verify), itertools.count()
 
     def read(i: int) -> Callable[[], list]:
         readings = [store.read(name, i) for name in leaves]
@@ -189,7 +189,7 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
 
     def write(i: int, memory: list | None) -> Callable[[], None]:
         store.begin()
-        memory = memory or [arena.take((n,), torch.float32, disk.busy) for _ in leaves]
+        memory = memory or [buffers.take((n,), torch.float32, disk.busy) for _ in leaves]
         pending = [store.write(name, i, None, buffer) for name, buffer in zip(leaves, memory)]
         return lambda: [p.wait() for p in pending]
 
@@ -197,7 +197,7 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
         store.commit(next(steps), {}, lambda: None)
 
     for i in range(blocks):
-        memory = [arena.take((n,), torch.float32, disk.busy) for _ in leaves]
+        memory = [buffers.take((n,), torch.float32, disk.busy) for _ in leaves]
         for buffer in memory:
             buffer.view.normal_()
         write(i, memory)

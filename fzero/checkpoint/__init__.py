@@ -1,40 +1,40 @@
-"""Checkpoints of a state tree: written by all ranks while training goes on, whole or not there, restored on any mesh."""
+"""Checkpoints of a state tree: written by all ranks during training, complete or absent, restored on any mesh."""
 
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.directory import Sound, first_sound, folder_of, latest, remove, steps
+from fzero.checkpoint.directory import Sound, first_sound, latest, remove, step_folder, steps
 from fzero.checkpoint.leaf_source import Lazy
-from fzero.checkpoint.manifest import Leaf, Place, read_manifest
-from fzero.checkpoint.reader import Opened, opened
+from fzero.checkpoint.manifest import Folder, Leaf, read_manifest
+from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
 from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.verify import expect_sound, newest_sound, verify
 from fzero.checkpoint.writer import Saved, SaveFailed, Writer
 from fzero.core.pytree import Tree
-from fzero.offload.chunk_files import Damaged
+from fzero.core.storage import Damaged
 from fzero.sharding import Mesh
 
 __all__ = [
+    "CheckpointReader",
     "Damaged",
+    "Folder",
     "Lazy",
     "Leaf",
-    "Opened",
-    "Place",
     "SaveFailed",
     "Saved",
     "Sound",
     "Writer",
     "expect_sound",
     "first_sound",
-    "folder_of",
     "latest",
     "newest_sound",
-    "opened",
+    "open_checkpoint",
     "read_manifest",
     "remove",
     "restore",
     "restore_leaves",
     "save",
+    "step_folder",
     "steps",
     "verify",
 ]
@@ -52,11 +52,26 @@ def save(
     keep_every: int | None = None,
     compress: str = "",
     buffer_bytes: int | None = 256 << 20,
-) -> Place:
-    """The path of the checkpoint `folder`/step-XXXXXXXX, written from `state` and complete on return; see `Writer` and `Writer.save`.
+) -> Folder:
+    """Write the checkpoint `folder`/step-XXXXXXXX of a state; return its path when it is complete.
 
-    All ranks of `mesh` call it. Raises ValueError naming the leaf that cannot be stored, and SaveFailed (an OSError) where the disk fails;
-    what was there before is then as it was.
+    All ranks of `mesh` call it.
+    state: any tree of tensors, of which this rank holds the shards by `specs`; see `Writer.save`.
+    step: the number in the checkpoint's name. config: any JSON value, kept in the manifest.
+    specs: the tree of Specs; None on one process. mesh: None is one process.
+    keep_last, keep_every, compress, buffer_bytes: see `Writer`.
+
+    Communicates: reports of a few KB to rank 0, through the store of the mesh and not by collectives.
+    Raises ValueError naming a leaf that cannot be stored, and SaveFailed (an OSError) if the disk fails; earlier
+    checkpoints then stay.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.arange(3.0)}, step=20)
+    >>> path.name
+    'step-00000020'
+    >>> checkpoint.restore(path, {"w": torch.empty(3)})["w"]
+    tensor([0., 1., 2.])
     """
     writer = Writer(folder, mesh, keep_last=keep_last, keep_every=keep_every, compress=compress, buffer_bytes=buffer_bytes)
     try:

@@ -1,13 +1,13 @@
-"""The manifest of a checkpoint, which makes it one; and the folder that checkpoints are in: which there are, which go, what is debris.
+"""The checkpoint directory: listing, retention and cleanup of checkpoints.
 
-    HOME/step-00000020/
+    CHECKPOINT_DIR/step-00000020/
         manifest.json       step, config, versions, mesh, and of every leaf shape, dtype, spec, layout, digest and the sums of its parts
         arrays/             the leaves as zarr3 arrays, under their names: see layout.py
 
-A checkpoint is there when its manifest is, and the manifest is put in place by one rename (an object store: one write), after all it
-speaks of is durable. So a save that is killed leaves what was there before and some files that no manifest names, which the next save
-removes. A step that is saved again goes to arrays-1 beside arrays, until its manifest takes the place of the other. A folder has one
-writer.
+A checkpoint exists once its manifest does, and the manifest is written by one rename (in an object store: one write)
+after all files that it names are durable. So a save that is killed leaves the earlier checkpoints as they were, and
+some files that no manifest names; the next save removes those. A step that is saved again is written to arrays-1 beside
+arrays, until its manifest replaces the other one. Only one process writes into a directory.
 """
 
 from __future__ import annotations
@@ -21,45 +21,61 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Place, join, read_manifest
+from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Folder, join, read_manifest
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, sync_folder
 from fzero.offload.chunk_files import Damaged
 
-SPARE = "spare"  # the files of a checkpoint that has gone, for the next one to be written over
+SPARE = "spare"  # the files of a removed checkpoint, which the next one overwrites
 
 
 # ---- the folder ----
 
 
-def folder_of(home: Place, step: int) -> Place:
-    """Where the checkpoint of a step is."""
-    return join(home, f"step-{step:08d}")
+def step_folder(checkpoint_dir: Folder, step: int) -> Folder:
+    """The folder of the checkpoint of a step.
+
+    >>> print(step_folder("run/checkpoints", 20))
+    run/checkpoints/step-00000020
+    """
+    return join(checkpoint_dir, f"step-{step:08d}")
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's folder; None where it is not one."""
+    """The step in the name of a checkpoint's folder; None if the name is another one's."""
     return int(name[5:]) if re.fullmatch(r"step-(\d{8}|[1-9]\d{8,})", name) else None
 
 
-def steps(home: Place) -> list[int]:
-    """The steps of the complete checkpoints in `home`, rising; their content is not read. A folder that is not there has none."""
-    if is_url(home):
-        found = (name.split("/") for name in Objects(str(home)).names())
+def steps(checkpoint_dir: Folder) -> list[int]:
+    """The steps of the complete checkpoints in a folder or at a URL, ascending; [] if there is no such folder.
+
+    It reads no content.
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> _ = [checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=step) for step in (10, 20)]
+    >>> checkpoint.steps(checkpoint_dir), checkpoint.latest(checkpoint_dir).name
+    ([10, 20], 'step-00000020')
+    """
+    if is_url(checkpoint_dir):
+        found = (name.split("/") for name in Objects(str(checkpoint_dir)).names())
         return sorted(step for name in found if len(name) == 2 and name[1] == MANIFEST and (step := step_of(name[0])) is not None)
-    return sorted(step for path, step in _places(Path(home)) if (path / MANIFEST).is_file())
+    return sorted(step for path, step in _step_folders(Path(checkpoint_dir)) if (path / MANIFEST).is_file())
 
 
-def latest(home: Place) -> Place:
-    """The complete checkpoint of the highest step in `home`; raises ValueError where there is none."""
-    found = steps(home)
+def latest(checkpoint_dir: Folder) -> Folder:
+    """The path of the complete checkpoint of the highest step; raises ValueError if there is none.
+
+    See the example of `steps`.
+    """
+    found = steps(checkpoint_dir)
     if not found:
-        raise ValueError(f"{home}: no checkpoint in it; one is a folder step-XXXXXXXX with a {MANIFEST}")
-    return folder_of(home, found[-1])
+        raise ValueError(f"{checkpoint_dir}: no checkpoint in it; one is a folder step-XXXXXXXX with a {MANIFEST}")
+    return step_folder(checkpoint_dir, found[-1])
 
 
-def _places(home: Path) -> list[tuple[Path, int]]:
-    there = home.iterdir() if home.is_dir() else ()
+def _step_folders(checkpoint_dir: Path) -> list[tuple[Path, int]]:
+    there = checkpoint_dir.iterdir() if checkpoint_dir.is_dir() else ()
     return [(path, step) for path in there if (step := step_of(path.name)) is not None and path.is_dir()]
 
 
@@ -67,20 +83,27 @@ def _places(home: Path) -> list[tuple[Path, int]]:
 
 
 class Sound(NamedTuple):
-    """The first sound checkpoint of several."""
+    """The first undamaged checkpoint of several: what `first_sound` found."""
 
-    value: Any  # what was read of it
-    path: Place | None  # None: none of them is sound
-    damaged: list[tuple[Place, str]]  # those before it, and what is damaged in each
+    value: Any  # what `read(path)` returned
+    path: Folder | None  # None: all are damaged
+    damaged: list[tuple[Folder, str]]  # those before it, with what is damaged in each
 
     def lines(self) -> list[str]:
-        """A line for each checkpoint that was passed over."""
+        """A line for each damaged checkpoint."""
         return [f"passed over {path}: {why}" for path, why in self.damaged]
 
 
-def first_sound(paths: Iterable[Place], read: Callable[[Place], Any]) -> Sound:
-    """The first of the checkpoints at `paths` of which `read(path)` does not raise Damaged, with what it returned."""
-    damaged: list[tuple[Place, str]] = []
+def first_sound(paths: Iterable[Folder], read: Callable[[Folder], Any]) -> Sound:
+    """The first of the checkpoints at `paths` for which `read(path)` does not raise Damaged, with what it returned.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=10)
+    >>> checkpoint.first_sound([path], lambda path: checkpoint.read_manifest(path)["step"]).value
+    10
+    """
+    damaged: list[tuple[Folder, str]] = []
     for path in paths:
         try:
             return Sound(read(path), path, damaged)
@@ -89,36 +112,39 @@ def first_sound(paths: Iterable[Place], read: Callable[[Place], Any]) -> Sound:
     return Sound(None, None, damaged)
 
 
-def newest_sound(home: Place, read: Callable[[Place], Any], there: Iterable[int] | None = None) -> Sound:
-    """The checkpoint of the highest step in `home` of which `read(path)` does not raise Damaged.
+def newest_sound(checkpoint_dir: Folder, read: Callable[[Folder], Any], there: Iterable[int] | None = None) -> Sound:
+    """The checkpoint of the highest step in `checkpoint_dir` for which `read(path)` does not raise Damaged.
 
-    there: the steps of the checkpoints in `home`, rising, where all ranks must look at the same ones.
-    Raises ValueError where there is no checkpoint, or all are damaged.
+    there: the steps to try, ascending, so that all ranks try the same ones; None: those of `steps`.
+    Raises ValueError if there is no checkpoint, or if all are damaged.
     """
     if there is None:
-        latest(home)
-        there = steps(home)
-    found = first_sound([folder_of(home, step) for step in reversed([*there])], read)
+        latest(checkpoint_dir)
+        there = steps(checkpoint_dir)
+    found = first_sound([step_folder(checkpoint_dir, step) for step in reversed([*there])], read)
     if found.path is None:
-        raise ValueError(f"{home}: every checkpoint is damaged: {'; '.join(why for _, why in found.damaged)}")
+        raise ValueError(f"{checkpoint_dir}: every checkpoint is damaged: {'; '.join(why for _, why in found.damaged)}")
     return found
 
 
-# ---- what a writer does to it ----
+# ---- changes by a writer ----
 
 
-def begin(home: Place, step: int) -> str:
-    """Make the folder of a step ready to be written, with the files of the spare one in it; returns the name of its arrays' folder."""
-    if is_url(home):
-        path = folder_of(home, step)
+def begin(checkpoint_dir: Folder, step: int) -> str:
+    """Make the folder of a step, with the spare files in it if there are any.
+
+    Returns the name of its folder of arrays.
+    """
+    if is_url(checkpoint_dir):
+        path = step_folder(checkpoint_dir, step)
         used = _arrays_used(path)
         return next(name for i in count() if (name := _arrays(i)) != used)
-    home = Path(home)
-    path = home / f"step-{step:08d}"
+    checkpoint_dir = Path(checkpoint_dir)
+    path = checkpoint_dir / f"step-{step:08d}"
     path.mkdir(exist_ok=True)
     arrays = next(name for i in count() if not (path / (name := _arrays(i))).exists())
-    if (home / SPARE).is_dir():
-        (home / SPARE).rename(path / arrays)
+    if (checkpoint_dir / SPARE).is_dir():
+        (checkpoint_dir / SPARE).rename(path / arrays)
     return arrays
 
 
@@ -126,33 +152,39 @@ def _arrays(i: int) -> str:
     return f"{ARRAYS}-{i}" if i else ARRAYS
 
 
-def _arrays_used(path: Place) -> str | None:
-    """The folder of arrays that the manifest at `path` names; None where there is no manifest, or a damaged one."""
+def _arrays_used(path: Folder) -> str | None:
+    """The folder of arrays that the manifest at `path` names; None if there is no manifest or it is damaged."""
     try:
         return read_manifest(path)["arrays"]
     except ValueError:
         return None
 
 
-def clean(home: Place, *, but: int | None = None) -> None:
-    """Remove what saves that did not end have left in `home`: files of ours that no manifest names. `but`: a step that is being written."""
-    if is_url(home):
-        _clean_url(home, but)
+def clean(checkpoint_dir: Folder, *, but: int | None = None) -> None:
+    """Remove the files that interrupted saves left in `checkpoint_dir`: ours, and named by no manifest.
+
+    but: a step being written.
+    """
+    if is_url(checkpoint_dir):
+        _clean_url(checkpoint_dir, but)
         return
-    drop_spare(home)
-    for path, step in _places(Path(home)):
+    drop_spare(checkpoint_dir)
+    for path, step in _step_folders(Path(checkpoint_dir)):
         if step != but:
             clean_step(path)
 
 
-def drop_spare(home: Place) -> None:
+def drop_spare(checkpoint_dir: Folder) -> None:
     """Remove the spare files."""
-    if not is_url(home):
-        shutil.rmtree(Path(home, SPARE), ignore_errors=True)
+    if not is_url(checkpoint_dir):
+        shutil.rmtree(Path(checkpoint_dir, SPARE), ignore_errors=True)
 
 
-def clean_step(path: Place) -> None:
-    """Remove the files of ours in the folder of a step that its manifest does not name; without a manifest, all and then the folder."""
+def clean_step(path: Folder) -> None:
+    """Remove the files of ours in a step's folder that its manifest does not name.
+
+    Without a manifest it removes all of them, and the folder.
+    """
     if is_url(path):
         _clean_url_step(path)
         return
@@ -160,22 +192,22 @@ def clean_step(path: Place) -> None:
     complete = (path / MANIFEST).is_file()
     used = _arrays_used(path)
     if complete and used is None:
-        return  # a damaged manifest: evidence, until the step is saved again
+        return  # a damaged manifest is kept as evidence until the step is saved again
     (path / f"{MANIFEST}.partial").unlink(missing_ok=True)
     for inner in path.glob(f"{ARRAYS}*"):
         if inner.name != used and re.fullmatch(rf"{ARRAYS}(-\d+)?", inner.name):
             shutil.rmtree(inner)
     if not complete:
-        with contextlib.suppress(OSError):  # it holds files of somebody else
+        with contextlib.suppress(OSError):  # it holds files of another program
             path.rmdir()
 
 
-def _clean_url(home: str, but: int | None) -> None:
-    there = {name.split("/")[0] for name in Objects(home).names()}
+def _clean_url(checkpoint_dir: str, but: int | None) -> None:
+    there = {name.split("/")[0] for name in Objects(checkpoint_dir).names()}
     for name in there:
         step = step_of(name)
         if step is not None and step != but:
-            _clean_url_step(join(home, name))
+            _clean_url_step(join(checkpoint_dir, name))
 
 
 def _clean_url_step(path: str) -> None:
@@ -187,25 +219,36 @@ def _clean_url_step(path: str) -> None:
     objects.remove([name for name, top in tops.items() if top != used and re.fullmatch(rf"{ARRAYS}(-\d+)?", top)])
 
 
-def remove(home: Place, step: int, *, spare: bool = False) -> None:
-    """Remove the checkpoint of a step: its manifest first, so that it is whole or gone. spare: keep its files to be written over."""
-    path = folder_of(home, step)
-    if is_url(home):
+def remove(checkpoint_dir: Folder, step: int, *, spare: bool = False) -> None:
+    """Remove the checkpoint of a step, its manifest first, so that it is complete or absent at every instant.
+
+    spare: keep its files for the next checkpoint to overwrite, which is faster than making new ones.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> _ = checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=10)
+    >>> checkpoint.remove(checkpoint_dir, 10)
+    >>> checkpoint.steps(checkpoint_dir)
+    []
+    """
+    path = step_folder(checkpoint_dir, step)
+    if is_url(checkpoint_dir):
         Objects(str(path)).remove([MANIFEST])
         _clean_url_step(path)
         return
     arrays = _arrays_used(path)
     Path(path, MANIFEST).unlink()
     sync_folder(Path(path))
-    if spare and arrays is not None and not Path(home, SPARE).exists():
-        os.rename(Path(path, arrays), Path(home, SPARE))
+    if spare and arrays is not None and not Path(checkpoint_dir, SPARE).exists():
+        os.rename(Path(path, arrays), Path(checkpoint_dir, SPARE))
     clean_step(path)
 
 
-def retire(home: Place, step: int, *, keep_last: int | None, keep_every: int | None, spare: bool) -> None:
-    """After a save of `step`: remove the checkpoints before it beyond the last `keep_last`, but for those that `keep_every` divides."""
+def retire(checkpoint_dir: Folder, step: int, *, keep_last: int | None, keep_every: int | None, spare: bool) -> None:
+    """Remove the checkpoints up to `step` except the last `keep_last` and those whose step `keep_every` divides."""
     if keep_last is None:
         return
-    for old in [n for n in steps(home) if n <= step][:-keep_last]:
+    for old in [n for n in steps(checkpoint_dir) if n <= step][:-keep_last]:
         if not keep_every or old % keep_every:
-            remove(home, old, spare=spare)
+            remove(checkpoint_dir, old, spare=spare)

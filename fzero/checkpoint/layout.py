@@ -1,13 +1,14 @@
-"""How a leaf lies in a checkpoint: in parts, each a file that one rank writes, of chunks, each read whole and checked by itself.
+"""The layout of a leaf in a checkpoint: parts, each a file that one rank writes, of chunks, each read whole and checked alone.
 
-A leaf is a zarr3 array. A part is a chunk of its grid in zarr's terms. It holds one chunk of ours, and then its file is that chunk and
-the crc32c of it; or several, and then zarr's codec `sharding_indexed` describes it:
+A leaf is a zarr3 array. A part is, in zarr's terms, a chunk of its grid. If it holds one chunk of ours, its file is
+that chunk followed by its crc32c; if it holds several, zarr's codec `sharding_indexed` describes it:
 
     index       offset and bytes of every chunk, uint64, in C order; the crc32c of those
-    sums        the crc32c of every chunk, uint32, which zarr passes over: the manifest has the crc32c of the index and the sums together
-    chunks      each at a page, followed by its crc32c; zeros fill the page
+    sums        the crc32c of every chunk, uint32, which zarr ignores; the manifest has the crc32c of the index and the sums
+    chunks      each begins at a page and is followed by its crc32c; zeros fill the page
 
-So any zarr library reads and checks it, a direct transfer can write and read it, and a slice of the leaf is a few chunks of a few files.
+So any zarr library can read and check it, direct transfers can write and read it, and a slice of the leaf is a few
+chunks of a few files.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ import torch
 from torch import Tensor
 
 from fzero.core.digest import digest_at
-from fzero.offload.buffer_pool import padded
+from fzero.offload.buffer_pool import round_to_pages
 from fzero.sharding import Mesh, Spec
 
-TARGET = 1 << 20  # bytes from which a chunk is not made smaller than half of
+TARGET = 1 << 20  # bytes of a chunk: those of twice as many or more are cut
 LEAST = 1 << 18  # bytes below which no chunk is cut
-FINE = 16  # chunks of a layer until which it is cut, though they become smaller than TARGET
-RUN = 2048  # bytes in a row below which rows are not cut
-SHARE = 1 << 20  # bytes from which a part is worth dividing among the ranks that all hold it
+FINE = 16  # chunks: a layer is cut into as many at least, even if they become smaller than TARGET
+RUN = 2048  # contiguous bytes: rows are not cut into shorter runs
+SHARE = 1 << 20  # bytes for each rank from which the ranks that hold the same shard write a part each
 CRC = 4  # bytes of a crc32c
 
-# What a dtype is called in a zarr array; those that plain zarr does not know lie there as integers of their width.
+# The name of a dtype in a zarr array; dtypes that zarr does not have are stored as integers of their width.
 ZARR = {
     torch.float64: "float64",
     torch.float32: "float32",
@@ -50,13 +51,13 @@ ZARR = {
 Index = tuple[int, ...]
 
 
-class Layout(NamedTuple):
-    """Where the elements of a leaf are."""
+class ChunkLayout(NamedTuple):
+    """How the elements of a leaf are divided into parts and chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    grid: tuple[int, ...]  # parts along each dim
-    chunk: tuple[int, ...]  # the shape of one
+    grid: tuple[int, ...]  # number of parts along each dim
+    chunk: tuple[int, ...]  # the shape of a chunk
     compress: str = ""  # "" or "zstd"
 
     @property
@@ -82,16 +83,16 @@ class Layout(NamedTuple):
     @property
     def stride(self) -> int:
         """The bytes from one chunk that is not compressed to the next."""
-        return padded(self.chunk_bytes + CRC)
+        return round_to_pages(self.chunk_bytes + CRC)
 
     @property
     def header(self) -> int:
-        """The bytes of a part's index and sums, whole pages; 0 where a part is one chunk."""
-        return padded(self.chunks * (16 + CRC) + CRC) if self.chunks > 1 else 0
+        """The bytes of a part's index and sums, whole pages; 0 if a part is one chunk."""
+        return round_to_pages(self.chunks * (16 + CRC) + CRC) if self.chunks > 1 else 0
 
     @property
     def file_bytes(self) -> int:
-        """The bytes of a part's file where chunks are not compressed."""
+        """The bytes of a part's file if chunks are not compressed."""
         return self.header + self.chunks * self.stride if self.chunks > 1 else self.chunk_bytes + CRC
 
     @property
@@ -100,12 +101,12 @@ class Layout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def parts(self) -> list[Index]:
-        """The place of every part in the grid, in C order; none where the leaf has no elements."""
+        """The index of every part in the grid, in C order; none if the leaf has no elements."""
         return list(itertools.product(*(range(n) for n in self.grid))) if self.nbytes else []
 
     def number(self, part: Index) -> int:
         """The number of a part among `parts`."""
-        return number_of(part, self.grid)
+        return flat_index(part, self.grid)
 
     def key(self, part: Index) -> str:
         """The name of a part's file beside zarr.json."""
@@ -113,16 +114,16 @@ class Layout(NamedTuple):
 
 
 def smallest_factor(n: int) -> int:
-    """The smallest prime factor of n; n itself where that is prime, 1 for 1."""
+    """The smallest prime factor of n; n itself if it is prime, 1 for 1."""
     return next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
 
 
 def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the chunks of a part: as fine as slices that meshes will ask for, where chunks stay worth a transfer of their own.
+    """The shape of the chunks of a part: small enough for the slices that other meshes will read, large enough for a transfer each.
 
-    Where there are three dims, the first counts layers, and one layer is cut off at a time. Then the rows, which a data axis shards, and
-    what `spec` has an axis for, sharded now or not, are cut alike, with the cuts into parts of `grid`; other dims only where those are at
-    their end.
+    If there are three dims or more, the first counts layers and is cut first. Then the rows (which a data axis shards)
+    and the dims for which `spec` names an axis, whatever its size, are cut evenly, counting the cuts into parts of
+    `grid`; other dims are cut only when those cannot be cut further.
     """
     chunk, cuts = list(part), list(grid)
     lead = int(len(chunk) > 2)
@@ -148,21 +149,22 @@ def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[i
     return tuple(chunk)
 
 
-class Mine(NamedTuple):
-    """What one rank writes of a leaf."""
+class RankParts(NamedTuple):
+    """The parts of a leaf that one rank writes."""
 
-    layout: Layout
+    layout: ChunkLayout
     parts: list[Index]
     start: Index  # of the rank's shard in the leaf
 
 
 def lay_out(
     local: Sequence[int], dtype: torch.dtype, spec: Spec, mesh: Mesh, number: int, *, most: int | None = None, compress: str = ""
-) -> Mine:
-    """How a leaf of which this rank holds a shard of shape `local` by `spec` lies in a checkpoint that all ranks write together.
+) -> RankParts:
+    """Divide a leaf, of which this rank holds the shard of shape `local` by `spec`, into the parts that all ranks write.
 
-    Ranks that hold the same shard write a piece of it each where it can be cut so, and take turns by the `number` of the leaf else.
-    most: bytes that no part exceeds where it can be cut.
+    Ranks that hold the same shard write a part of it each if it can be cut so; else they take turns by the `number` of
+    the leaf.
+    most: the largest bytes of a part, if it can be cut.
     """
     part, grid, start, own = list(local), [1] * len(local), [0] * len(local), [range(1)] * len(local)
     used = set()
@@ -198,12 +200,12 @@ def lay_out(
     for dim in range(len(part)):
         while most is not None and size() > most and part[dim] > 1:
             cut(dim, smallest_factor(part[dim]))
-    layout = Layout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
-    return Mine(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start))
+    layout = ChunkLayout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
+    return RankParts(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start))
 
 
 class Slab(NamedTuple):
-    """Chunks of a part that follow one another in its file and make up a box of the leaf."""
+    """Chunks that are contiguous in a part's file and make up a box of the leaf."""
 
     first: int  # the number of its first chunk
     at: Index  # of that chunk in the part, in chunks
@@ -211,14 +213,14 @@ class Slab(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its chunks."""
+        """The number of its chunks."""
         return math.prod(self.counts)
 
 
-def slabs(layout: Layout, most: int, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[Slab]:
-    """The slabs of a part, in order, of at most `most` bytes each where a chunk is not larger.
+def slabs(layout: ChunkLayout, most: int, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[Slab]:
+    """The slabs of a part, in order, of at most `most` bytes each, or of one chunk if that is larger.
 
-    spans: the first chunk along each dim, and the one behind the last; None: all.
+    spans: along each dim the first chunk, and the one after the last; None: all chunks.
     """
     counts, dims = layout.counts, len(layout.counts)
     spans = [(0, n) for n in counts] if spans is None else spans
@@ -232,30 +234,30 @@ def slabs(layout: Layout, most: int, spans: Sequence[tuple[int, int]] | None = N
     for outer in itertools.product(*(range(*span) for span in spans[: dim - 1])):
         for begin in range(spans[dim - 1][0], last, step):
             at = (*outer, begin, *(0,) * (dims - dim))
-            yield Slab(number_of(at, counts), at, (*(1,) * (dim - 1), min(step, last - begin), *counts[dim:]))
+            yield Slab(flat_index(at, counts), at, (*(1,) * (dim - 1), min(step, last - begin), *counts[dim:]))
 
 
-def number_of(place: Index, counts: Index) -> int:
-    """The number, in C order, of a place in a box of these counts."""
+def flat_index(folder: Index, counts: Index) -> int:
+    """The number, in C order, of the position `place` in a grid of these counts."""
     number = 0
-    for at, count in zip(place, counts):
+    for at, count in zip(folder, counts):
         number = number * count + at
     return number
 
 
-def positions(counts: Index) -> Iterator[Index]:
-    """The places of a box's chunks within it, in C order."""
+def grid_positions(counts: Index) -> Iterator[Index]:
+    """The positions in a grid of these counts, in C order."""
     return itertools.product(*(range(n) for n in counts))
 
 
-def by_chunks(box: Tensor, counts: Index, chunk: Index) -> Tensor:
+def view_chunks(box: Tensor, counts: Index, chunk: Index) -> Tensor:
     """The view [*counts, *chunk] of a box of elements."""
     strides = (*(stride * n for stride, n in zip(box.stride(), chunk)), *box.stride())
     return box.as_strided((*counts, *chunk), strides, box.storage_offset())
 
 
-def in_file(raw: Tensor, layout: Layout, counts: Index) -> Tensor:
-    """The same view of the bytes of a slab as they lie in a file."""
+def view_file(raw: Tensor, layout: ChunkLayout, counts: Index) -> Tensor:
+    """The view [*counts, *chunk] of the bytes of a slab in file order."""
     steps, step = [], layout.stride // layout.dtype.itemsize
     for size, gap in ((layout.chunk, 1), (counts, step)):
         inner = gap
@@ -266,22 +268,22 @@ def in_file(raw: Tensor, layout: Layout, counts: Index) -> Tensor:
     return raw.view(layout.dtype).as_strided((*counts, *layout.chunk), (*reversed(outer), *reversed(chunk)))
 
 
-def start_of(layout: Layout, part: Index, slab: Slab) -> Index:
-    """Where in its leaf a slab begins."""
+def slab_start(layout: ChunkLayout, part: Index, slab: Slab) -> Index:
+    """The index of a slab's first element in its leaf."""
     return tuple(p * n + at * c for p, n, at, c in zip(part, layout.part, slab.at, layout.chunk))
 
 
-def digest_of(raw: Tensor, layout: Layout, part: Index, slab: Slab) -> int:
+def slab_digest(raw: Tensor, layout: ChunkLayout, part: Index, slab: Slab) -> int:
     """The digest of the elements of a slab, from its bytes."""
     steps = [math.prod(layout.shape[dim + 1 :]) for dim in range(len(layout.shape))]
-    first = sum(at * step for at, step in zip(start_of(layout, part, slab), steps))
-    return digest_at(in_file(raw, layout, slab.counts), [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first)
+    first = sum(at * step for at, step in zip(slab_start(layout, part, slab), steps))
+    return digest_at(view_file(raw, layout, slab.counts), [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first)
 
 
-# ---- what zarr reads ----
+# ---- zarr metadata ----
 
 
-def array_json(layout: Layout, attributes: dict[str, Any]) -> str:
+def array_json(layout: ChunkLayout, attributes: dict[str, Any]) -> str:
     """The zarr.json of a leaf's array."""
     little = [{"name": "bytes", "configuration": {"endian": "little"}} if layout.dtype.itemsize > 1 else {"name": "bytes"}]
     packed = [{"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}] if layout.compress else []

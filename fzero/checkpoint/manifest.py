@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero
-from fzero.checkpoint.layout import Layout
-from fzero.core.storage import is_url, read_text, write_text
-from fzero.offload.chunk_files import Damaged
+from fzero.checkpoint.layout import ChunkLayout
+from fzero.core.storage import Damaged, is_url, read_text, write_text
 
 FORMAT, VERSION = "fzero-checkpoint", 2
 
@@ -20,15 +19,15 @@ FORMAT, VERSION = "fzero-checkpoint", 2
 MANIFEST, ARRAYS = "manifest.json", "arrays"
 
 
-Place = str | Path  # a local folder, or the URL of one that tensorstore knows
+Folder = str | Path  # a local folder, or the URL of one that tensorstore knows
 
 
 class Leaf(NamedTuple):
-    """A leaf of a checkpoint, as its manifest has it."""
+    """A leaf of a checkpoint, as the manifest describes it: shape, dtype, chunk layout, spec, digest and checksums."""
 
-    layout: Layout
-    spec: str  # how the run that saved it had it sharded
-    digest: str  # of its elements, whatever the mesh: see fzero/core/digest.py
+    layout: ChunkLayout
+    spec: str  # the Spec by which the run that saved it sharded it
+    digest: str  # of its elements, the same on every mesh: see fzero/core/digest.py
     sums: list[int]  # of each part: the crc32c of its header, or of its chunk
 
     @property
@@ -38,11 +37,11 @@ class Leaf(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The dtype of its elements."""
         return self.layout.dtype
 
     def table(self) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """The leaf's entry in the manifest, as JSON can hold it."""
         where = self.layout
         return {
             "shape": list(where.shape),
@@ -56,15 +55,15 @@ class Leaf(NamedTuple):
         }
 
 
-def leaf_of(table: dict[str, Any]) -> Leaf:
-    """The Leaf of a manifest's table."""
+def parse_leaf(table: dict[str, Any]) -> Leaf:
+    """The Leaf of an entry of a manifest."""
     dtype = getattr(torch, table["dtype"])
-    where = Layout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
+    where = ChunkLayout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
     return Leaf(where, table["spec"], table["digest"], table["sums"])
 
 
-def write_manifest(path: Place, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
-    """Put the manifest of the checkpoint at `path` in place, durably: from then on it is complete."""
+def write_manifest(path: Folder, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
+    """Write the manifest of the checkpoint at `path`, durably, which makes the checkpoint complete."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -75,18 +74,26 @@ def write_manifest(path: Place, arrays: str, leaves: dict[str, Leaf], *, step: i
         "arrays": arrays,
         "leaves": {name: leaf.table() for name, leaf in leaves.items()},
     }
-    write_text(path, MANIFEST, as_text({**body, "sha256": _digest(body)}))
+    write_text(path, MANIFEST, manifest_text({**body, "sha256": _digest(body)}))
 
 
-def as_text(body: dict[str, Any]) -> str:
+def manifest_text(body: dict[str, Any]) -> str:
     """The text of a manifest."""
     return json.dumps(body, indent=1)
 
 
-def read_manifest(path: Place) -> dict[str, Any]:
-    """The checked manifest of the checkpoint at `path`: step, config, versions, mesh, and leaves by name.
+def read_manifest(path: Folder) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`, verified: a dict of step, config, versions, mesh, and leaves by name.
 
-    Raises ValueError naming the file when it is missing, damaged, or of another format or version.
+    Raises ValueError naming the file if it is missing or of another format or version, and Damaged if its checksum does
+    not agree.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=7)
+    >>> manifest = checkpoint.read_manifest(path)
+    >>> manifest["step"], list(manifest["leaves"])
+    (7, ['w'])
     """
     file = join(path, MANIFEST)
     try:
@@ -111,6 +118,6 @@ def _digest(body: dict) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def join(place: Place, *names: str) -> Place:
-    """A place below another one."""
-    return "/".join((str(place).rstrip("/"), *names)) if is_url(place) else Path(place, *names)
+def join(folder: Folder, *names: str) -> Folder:
+    """The path or URL of something below a folder."""
+    return "/".join((str(folder).rstrip("/"), *names)) if is_url(folder) else Path(folder, *names)

@@ -1,4 +1,7 @@
-"""The weights of a run whose state is on a disk: whole leaves of its ranks' chunks; and parameters that stay on a disk in use."""
+"""Another run's offload store, read only: whole leaves from the chunks of its ranks.
+
+It also writes parameters that stay on a disk while they are used.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,19 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.core.storage import read_text
+from fzero.core.storage import Damaged, read_text
 from fzero.offload import DiskTensor, LeafFiles, Nvme
-from fzero.offload.buffer_pool import padded
-from fzero.offload.chunk_files import Damaged, chunk_of
+from fzero.offload.buffer_pool import round_to_pages
+from fzero.offload.chunk_files import read_chunk
 from fzero.offload.store_manifest import StepManifest, read_description, read_step_manifest, sums_name
 from fzero.sharding import Plan, fake_mesh, one_process
-from fzero.sharding.slices import pieces, shard_dim, window
-from fzero.train.state_on_disk import write_rows
+from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
 
 
 class StoreSnapshot(NamedTuple):
-    """The last complete step of a store, as the runs that come after it see it."""
+    """The last complete step of a store, read only, by a process that need not have the mesh of the run."""
 
-    place: Path
+    folder: Path
     record: StepManifest
     ranks: int
     sizes: dict[str, int]  # of the axes of its mesh
@@ -42,45 +44,42 @@ class StoreSnapshot(NamedTuple):
     def leaf(
         self, name: str, shape: tuple[int, ...], spec: Any, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
     ) -> Tensor:
-        """The elements [start, start + size) (None: all) of a leaf of `shape`, of the parts that its ranks hold by `spec`.
+        """The elements [start, start + size) (None: all) of a leaf of `shape`, from the shards that its ranks hold by `spec`.
 
-        Raises ValueError naming a chunk that is not what was written.
+        Raises Damaged naming a chunk that is not what was written.
         """
         said = self.leaves[name]
         kept = LeafFiles(tuple(said["shape"]), getattr(torch, said["dtype"]), said["stacked"])
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
         out, done = torch.empty(size, dtype=kept.dtype), set()
         for rank in range(self.ranks):
-            at, extent = window(shape, spec, fake_mesh(self.sizes, rank))
+            at, extent = local_slice(shape, spec, fake_mesh(self.sizes, rank))
             spans = [(max(a, s), min(a + e, s + n)) for a, e, s, n in zip(at, extent, start, size)]
             if at in done or any(low >= high for low, high in spans):
-                continue  # another rank's copy, or none of what is asked for
+                continue  # a copy of another rank's shard, or outside of the box
             done.add(at)
             sums = self.sums(rank)
-            target = out
-            for dim, ((low, high), s) in enumerate(zip(spans, start)):
-                target = target.narrow(dim, low - s, high - low)
-            inner = [(low - a, high - a) for (low, high), a in zip(spans, at)]
-            for i, layer in enumerate(range(*inner[0]) if kept.stacked else [0]):
-                value = self.chunk(name, kept, layer, rank, sums.get(name))
-                for dim, (low, high) in enumerate(inner[1:] if kept.stacked else inner):
-                    value = value.narrow(dim, low, high - low)
-                (target[i] if kept.stacked else target).copy_(value)
+            lows, sizes = [low for low, _ in spans], [high - low for low, high in spans]
+            target = narrow_box(out, [low - s for low, s in zip(lows, start)], sizes)
+            inner, lead = [low - a for low, a in zip(lows, at)], int(kept.stacked)
+            for i in range(sizes[0] if kept.stacked else 1):
+                value = self.chunk(name, kept, inner[0] + i if kept.stacked else 0, rank, sums.get(name))
+                (target[i] if kept.stacked else target).copy_(narrow_box(value, inner[lead:], sizes[lead:]))
         return out
 
     def sums(self, rank: int) -> dict[str, list[int]]:
-        """The checksums of a rank's chunks; {} where the run kept none."""
-        text = read_text(self.place, sums_name(self.record.slot, rank))
+        """The checksums of a rank's chunks; {} if the run kept none."""
+        text = read_text(self.folder, sums_name(self.record.slot, rank))
         return json.loads(text) if text else {}
 
     def chunk(self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None) -> Tensor:
-        """One layer of one rank's part."""
-        data = chunk_of(self.place, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
+        """A layer of a rank's shard; raises Damaged if its checksum does not agree."""
+        data = read_chunk(self.folder, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
         if sums is not None:
-            words = np.zeros(padded(kept.chunk_bytes), np.uint8)
+            words = np.zeros(round_to_pages(kept.chunk_bytes), np.uint8)
             words[: kept.chunk_bytes] = data[: kept.chunk_bytes]
             if int(words.view(np.uint64).sum(dtype=np.uint64)) != sums[layer] % (1 << 64):
-                raise Damaged(f"{self.place}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
+                raise Damaged(f"{self.folder}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
         return torch.from_numpy(data[: kept.chunk_bytes].copy()).view(kept.dtype).reshape(kept.chunk)
 
     def fixed(self, name: str) -> bool:
@@ -88,50 +87,53 @@ class StoreSnapshot(NamedTuple):
         return self.leaves[name]["fixed"]
 
 
-def find(place: Path) -> StoreSnapshot | None:
-    """The store in `place`, or None where there is none with a complete step."""
-    said = read_description(place) if place.is_dir() else None
-    record = read_step_manifest(place) if said else None
+def find_snapshot(folder: Path) -> StoreSnapshot | None:
+    """The StoreSnapshot of the store in `folder`, or None if there is none with a complete step."""
+    said = read_description(folder) if folder.is_dir() else None
+    record = read_step_manifest(folder) if said else None
     if record is None:
         return None
     if record.dirty:
-        raise ValueError(f"{place}: a step was being written over another one when its run ended; there are no weights in it")
+        raise ValueError(f"{folder}: a step was being written over another one when its run ended; there are no weights in it")
     return StoreSnapshot(
-        place, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"]
+        folder, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"]
     )
 
 
-def weights(shelf: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
+def read_weights(snapshot: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
     """The whole parameters under `prefix` (params/, master/ or extra/ema/), in `dtype` (None: their own)."""
     specs = pytree.named_leaves(plan.params if prefix == "params/" else plan.opt)
-    named = {n: shelf.leaf(prefix + n, tuple(x.shape), specs[n]) for n, x in pytree.named_leaves(plan.like).items()}
+    named = {n: snapshot.leaf(prefix + n, tuple(x.shape), specs[n]) for n, x in pytree.named_leaves(plan.like).items()}
     return pytree.from_named({n: x if dtype is None else x.to(dtype) for n, x in named.items()}, plan.like)
 
 
-def put_params(read: Callable[[str], Tensor], plan: Plan, space: Nvme) -> Tree:
-    """The parameters `read(name)`, one whole leaf at a time in memory, as leaves of a new store in `space`."""
+def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
+    """Write the parameters `read(name)` to a new store in `nvme`, one whole leaf in memory at a time.
+
+    Returns the tree of its leaves.
+    """
     store = None
     for name, like in pytree.named_leaves(plan.like).items():
         value = read(name)
         if store is None:
             kept = {n: LeafFiles(tuple(x.shape), value.dtype, shard_dim(n) == 1) for n, x in pytree.named_leaves(plan.like).items()}
-            store = space.open(kept, one_process())
+            store = nvme.open(kept, one_process())
             store.begin()
         for i in range(store.leaves[name].layers):
             layer = value[i] if store.leaves[name].stacked else value
-            for rows in pieces(store.leaves[name].chunk):
-                write_rows(store, name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
-        store.settle()
+            for rows in row_blocks(store.leaves[name].chunk):
+                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+        store.flush()
         del value, like
     store.commit(0, {}, lambda: None)
     store.finish()
     return pytree.map_named(lambda name, _: DiskTensor(store, name), plan.like)
 
 
-def part_bytes(plan: Plan, itemsize: int) -> int:
-    """The bytes of the largest part of a model: the embedding, a layer or the head."""
+def largest_group_bytes(plan: Plan, itemsize: int) -> int:
+    """The bytes of the largest group of a model's leaves: the embedding, a layer or the head."""
     sizes: dict[str, int] = {}
     for name, leaf in pytree.named_leaves(plan.like).items():
         numel = math.prod(leaf.shape[1:]) if shard_dim(name) else leaf.numel()
-        sizes[name.split("/")[0]] = sizes.get(name.split("/")[0], 0) + padded(numel * itemsize)
+        sizes[name.split("/")[0]] = sizes.get(name.split("/")[0], 0) + round_to_pages(numel * itemsize)
     return max(sizes.values())

@@ -1,4 +1,4 @@
-"""One part of a leaf on its way to its file: chunks copied into place, checksummed, written, and the index that finds them."""
+"""One part of a leaf being written: chunks in file order, their checksums, and the index that finds them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from fzero.checkpoint.layout import CRC, ZSTD_LEVEL, Index, Layout, Slab, by_chunks, digest_of, in_file, start_of
-from fzero.checkpoint.manifest import Place
-from fzero.checkpoint.part_storage import Writing, aligned
+from fzero.checkpoint.layout import CRC, ZSTD_LEVEL, ChunkLayout, Index, Slab, slab_digest, slab_start, view_chunks, view_file
+from fzero.checkpoint.manifest import Folder
+from fzero.checkpoint.part_storage import FileWriter, aligned_memory
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
-from fzero.offload.buffer_pool import padded
+from fzero.offload.buffer_pool import round_to_pages
 
 Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> elements of this rank's shard
 
 
-class Part:
-    """A part that is being written: `fill` and `write` for each of its slabs, in any order and by any threads.
+class PartFile:
+    """A part that is being written: call `fill` and `write` for each of its slabs, in any order and by any threads.
 
-    path: a function that gives the place of the array's folder by the leaf's name, once it is known. left: the slabs to come.
+    path: (leaf name) -> the folder of its array, called once that is known. left: the number of slabs that are still to
+    be written.
     """
 
-    def __init__(self, name: str, layout: Layout, index: Index, path: Callable[[str], Place]) -> None:
+    def __init__(self, name: str, layout: ChunkLayout, index: Index, path: Callable[[str], Folder]) -> None:
         self.name, self.layout, self.index, self.path = name, layout, index, path
         self.left, self.sum, self.digest = 0, 0, 0
         self.lock = threading.Lock()
         self.table = np.zeros((layout.chunks, 2), "<u8")
         self.sums = np.zeros(layout.chunks, "<u4")
-        self.file: Writing | Putting | None = None
+        self.file: FileWriter | ObjectWriter | None = None
 
     @property
     def number(self) -> int:
@@ -41,24 +42,27 @@ class Part:
         return self.layout.number(self.index)
 
     def fill(self, raw: Tensor, slab: Slab, give: Box, begins: Index) -> None:
-        """Copy a slab's elements into `raw`, each chunk at its place. begins: where the shard that `give` speaks of begins in the leaf."""
+        """Copy a slab's elements into `raw` in file order.
+
+        give: reads boxes of this rank's shard. begins: the start of the shard in the leaf.
+        """
         layout = self.layout
-        start = tuple(at - begin for at, begin in zip(start_of(layout, self.index, slab), begins))
+        start = tuple(at - begin for at, begin in zip(slab_start(layout, self.index, slab), begins))
         size = tuple(k * c for k, c in zip(slab.counts, layout.chunk))
-        in_file(raw, layout, slab.counts).copy_(by_chunks(give(start, size), slab.counts, layout.chunk))
+        view_file(raw, layout, slab.counts).copy_(view_chunks(give(start, size), slab.counts, layout.chunk))
 
     def write(self, raw: Tensor, slab: Slab) -> None:
-        """Checksum a slab and write it, and with the last one the index. Raises OSError."""
+        """Checksum a slab and write it; after the last slab, write the index. Raises OSError."""
         layout = self.layout
         with self.lock:
             if self.file is None:
                 self.file = self._open()
-        total = digest_of(raw, layout, self.index, slab)
+        total = slab_digest(raw, layout, self.index, slab)
         rows = raw.numpy().reshape(-1, layout.stride)
         if layout.compress:
-            self._put_packed([compressed(row[: layout.chunk_bytes]) for row in rows], slab)
+            self._put_packed([compress(row[: layout.chunk_bytes]) for row in rows], slab)
         else:
-            self.sums[slab.first : slab.first + len(rows)] = seal(rows, layout.chunk_bytes)
+            self.sums[slab.first : slab.first + len(rows)] = append_crc(rows, layout.chunk_bytes)
             size = raw.numel() if layout.chunks > 1 else layout.file_bytes
             self.file.put(raw, size, layout.header + slab.first * layout.stride)
         with self.lock:
@@ -71,19 +75,19 @@ class Part:
     def _put_packed(self, packed: list[np.ndarray], slab: Slab) -> None:
         for number, data in enumerate(packed, slab.first):
             size = len(data) + CRC
-            block = aligned(size)
+            block = aligned_memory(size)
             block[: len(data)] = data
-            self.sums[number] = seal(block[None], len(data))[0]
+            self.sums[number] = append_crc(block[None], len(data))[0]
             offset = self.file.append(size) if self.layout.chunks > 1 else 0
             self.table[number] = offset, size
             self.file.put(torch.from_numpy(block), size, offset)
 
-    def _open(self) -> Writing | Putting:
+    def _open(self) -> FileWriter | ObjectWriter:
         layout, folder = self.layout, self.path(self.name)
         if is_url(folder):
-            file = Putting(str(folder), layout.key(self.index))
+            file = ObjectWriter(str(folder), layout.key(self.index))
         else:
-            file = Writing(Path(folder, layout.key(self.index)), 0 if layout.compress else layout.file_bytes)
+            file = FileWriter(Path(folder, layout.key(self.index)), 0 if layout.compress else layout.file_bytes)
         file.append(layout.header)
         return file
 
@@ -96,65 +100,68 @@ class Part:
         if layout.chunks == 1:
             self.sum = int(self.sums[0])
         else:
-            head = header(self.table, self.sums, layout.header)
+            head = make_header(self.table, self.sums, layout.header)
             self.file.put(torch.from_numpy(head), len(head), 0)
             self.sum = crc32c(memoryview(head))
         self.file.end(size)
         self.file = None
 
     def close(self) -> None:
-        """Close its file where it was not written to the end."""
+        """Close its file, if that was not written to the end."""
         if self.file is not None:
             self.file.close()
 
 
-def seal(rows: np.ndarray, n: int) -> np.ndarray:
-    """The crc32c of the first n bytes of each row, which is put behind them; what is left of the row is zeros then."""
+def append_crc(rows: np.ndarray, n: int) -> np.ndarray:
+    """Write the crc32c of the first n bytes of each row after those bytes, and zeros after it.
+
+    Returns the crc32c of each row.
+    """
     sums = np.array([crc32c(row[:n]) for row in rows], "<u4")
     rows[:, n : n + CRC] = sums.view(np.uint8).reshape(-1, CRC)
     rows[:, n + CRC :] = 0
     return sums
 
 
-def header(table: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
+def make_header(table: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
     """The first `size` bytes of a part: zarr's index with its crc32c, and the chunks' sums."""
-    out, index = aligned(size), table.tobytes()
+    out, index = aligned_memory(size), table.tobytes()
     out[: len(index)] = np.frombuffer(index, np.uint8)
     out[len(index) : len(index) + CRC] = np.frombuffer(crc32c(index).to_bytes(CRC, "little"), np.uint8)
     out[len(index) + CRC : len(index) + CRC + 4 * len(sums)] = sums.view(np.uint8)
     return out
 
 
-def compressed(data: np.ndarray) -> np.ndarray:
-    """The zstd frame of some bytes."""
+def compress(data: np.ndarray) -> np.ndarray:
+    """The bytes as a zstd frame."""
     import zstandard
 
     return np.frombuffer(zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(data)), np.uint8)
 
 
-class Putting:
-    """An object that is put into an object store when it is whole: what `Writing` is for a file."""
+class ObjectWriter:
+    """An object that is sent to an object store when it is complete; it has the methods of `FileWriter`."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.folder, self.name, self.data, self.end_at, self.lock = folder, name, bytearray(), 0, threading.Lock()
 
     def put(self, raw: Tensor, size: int, offset: int) -> None:
-        """Put the first `size` bytes of `raw` at `offset`."""
+        """Copy the first `size` bytes of `raw` to `offset`."""
         with self.lock:
             self.data.extend(bytes(max(0, offset + size - len(self.data))))
             self.data[offset : offset + size] = memoryview(raw.numpy())[:size]
 
     def append(self, size: int) -> int:
-        """The offset at which `size` bytes more, from the next page on, are to be put."""
+        """Reserve `size` bytes from the next page on; returns their offset."""
         with self.lock:
-            offset, self.end_at = self.end_at, self.end_at + padded(size)
+            offset, self.end_at = self.end_at, self.end_at + round_to_pages(size)
             return offset
 
     def end(self, size: int) -> None:
-        """Send it; it is durable then."""
+        """Send its first `size` bytes to the store, durably."""
         self.data.extend(bytes(max(0, size - len(self.data))))
         Objects(self.folder).write(self.name, bytes(memoryview(self.data)[:size]))
 
     def close(self) -> None:
-        """Forget it."""
+        """Drop its data without sending it."""
         self.data = bytearray()

@@ -1,6 +1,6 @@
-"""The files of a checkpoint's parts, on a local disk or in an object store: ranges of bytes in and out, durable when said so.
+"""The files of a checkpoint's parts, on a local disk or in an object store: reads and writes of byte ranges.
 
-On a disk that takes direct transfers large files pass the page cache by.
+On a disk that takes direct transfers, large files bypass the page cache.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.manifest import Place, join
+from fzero.checkpoint.manifest import Folder, join
 from fzero.core.object_store import Objects
-from fzero.core.storage import is_url
-from fzero.offload.buffer_pool import HUGE, PAGE, padded
+from fzero.core.storage import PAGE, is_url
+from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.disk_io import open_direct
 
-OPEN = 64  # files that stay open behind a read: a checkpoint may have more of them than a process may open
+OPEN = 64  # files that stay open after a read: a checkpoint may have more than a process may open
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SMALL = 1 << 18  # bytes of a file up to which the page cache is the quicker way
+SMALL = 1 << 18  # bytes of a file up to which the page cache is faster
 
 
-class Writing:
-    """A file that is being written by several threads: `put` each range, then `end`. What is written is not durable yet."""
+class FileWriter:
+    """A file that several threads write: `put` each range, then `end`.
+
+    Its content is not durable until the file system is synced.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
-        """size: the bytes of the file; 0 where they are not known yet."""
+        """size: the bytes of the file; 0 if they are not known yet."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.size, self.lock = path, size, threading.Lock()
         flags = os.O_RDWR | os.O_CREAT
         direct = open_direct(path, flags) if size > SMALL else None
         self.fd = os.open(path, flags, 0o644) if direct is None else direct
-        room = padded(size) if direct is not None else size
+        room = round_to_pages(size) if direct is not None else size
         if os.fstat(self.fd).st_size not in (size, room) or not size:
             os.ftruncate(self.fd, 0)
             if room:
@@ -48,59 +51,59 @@ class Writing:
 
     def put(self, raw: Tensor, size: int, offset: int) -> None:
         """Write the first `size` bytes of `raw` (uint8, whole pages) at `offset`."""
-        view = memoryview(raw.numpy())[: padded(size) if self.direct else size]
+        view = memoryview(raw.numpy())[: round_to_pages(size) if self.direct else size]
         while view:
             done = os.pwrite(self.fd, view, offset)
             view, offset = view[done:], offset + done
 
     def append(self, size: int) -> int:
-        """The offset at which `size` bytes more, from the next page on, are to be put."""
+        """Reserve `size` bytes from the next page on; returns their offset."""
         with self.lock:
-            offset, self.end_at = self.end_at, self.end_at + padded(size)
+            offset, self.end_at = self.end_at, self.end_at + round_to_pages(size)
             return offset
 
     def end(self, size: int) -> None:
-        """Close the file, with `size` bytes."""
+        """Set the file's size to `size` bytes and close it."""
         if os.fstat(self.fd).st_size != size:
             os.ftruncate(self.fd, size)
         self.close()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 @dataclass
-class Held:
-    """A file that is open, and how many threads are reading it now."""
+class OpenFile:
+    """An open file and the number of threads that are reading it."""
 
     fd: int
     direct: bool
     users: int = 0
 
 
-class Reading:
-    """The files of the parts below a place, for threads that each read ranges of them into a buffer of their own."""
+class PartReader:
+    """Reads ranges of the files below a folder or URL, for several threads, each with a buffer of its own."""
 
-    def __init__(self, place: Place) -> None:
-        self.place, self.url, self.lock = place, is_url(place), threading.Lock()
-        self.objects = Objects(str(place)) if self.url else None
-        self.open: dict[str, Held] = {}  # those asked for last at the end
+    def __init__(self, folder: Folder) -> None:
+        self.folder, self.url, self.lock = folder, is_url(folder), threading.Lock()
+        self.objects = Objects(str(folder)) if self.url else None
+        self.open: dict[str, OpenFile] = {}  # in order of their last use
         self.local = threading.local()
         self.read_bytes = 0
 
     def get(self, name: str, offset: int, size: int) -> np.ndarray:
-        """`size` bytes of a file at `offset`, a page of it; good until this thread asks again.
+        """`size` bytes of a file at `offset`, a multiple of a page; valid until this thread's next call.
 
-        Raises OSError where it cannot be read, EOFError where it ends before.
+        Raises OSError if it cannot be read, and EOFError if the file ends before.
         """
         if self.url:
             raw = self._range(name, offset, size)
         else:
             with self._held(name) as file:
-                wanted = padded(size) if file.direct else size
+                wanted = round_to_pages(size) if file.direct else size
                 raw = self._buffer(wanted)
                 done = 0
                 while done < size:
@@ -117,9 +120,12 @@ class Reading:
         return raw[:size]
 
     def size(self, name: str) -> int:
-        """The bytes of a file; raises OSError where it is not there. An object is read for it, and this thread's next `get` are of that."""
+        """The size of a file in bytes; raises OSError if there is none.
+
+        An object is read whole, and kept for this thread's next `get`.
+        """
         if not self.url:
-            return os.stat(join(self.place, name)).st_size
+            return os.stat(join(self.folder, name)).st_size
         self.local.whole = None
         self.local.whole = (name, self._object(name))
         return len(self.local.whole[1])
@@ -130,7 +136,7 @@ class Reading:
         except EOFError:
             raise EOFError(len(self.objects.read(name) or b"")) from None
         if found is None:
-            raise FileNotFoundError(2, "No such file", str(join(self.place, name)))
+            raise FileNotFoundError(2, "No such file", str(join(self.folder, name)))
         return np.frombuffer(found, np.uint8)
 
     def _range(self, name: str, offset: int, size: int) -> np.ndarray:
@@ -140,7 +146,7 @@ class Reading:
         return self._object(name, offset, offset + size)
 
     @contextlib.contextmanager
-    def _held(self, name: str) -> Iterator[Held]:
+    def _held(self, name: str) -> Iterator[OpenFile]:
         with self.lock:
             file = self.open.pop(name, None) or self._open(name)
             self.open[name] = file
@@ -153,15 +159,15 @@ class Reading:
             with self.lock:
                 file.users -= 1
 
-    def _open(self, name: str) -> Held:
-        path = Path(self.place, name)
+    def _open(self, name: str) -> OpenFile:
+        path = Path(self.folder, name)
         fd = open_direct(path, os.O_RDONLY) if os.stat(path).st_size > SMALL else None
-        return Held(os.open(path, os.O_RDONLY), False) if fd is None else Held(fd, True)
+        return OpenFile(os.open(path, os.O_RDONLY), False) if fd is None else OpenFile(fd, True)
 
     def _buffer(self, size: int) -> np.ndarray:
         held = getattr(self.local, "buffer", None)
         if held is None or len(held) < size:
-            held = self.local.buffer = aligned(size)
+            held = self.local.buffer = aligned_memory(size)
         return held
 
     def close(self) -> None:
@@ -171,28 +177,31 @@ class Reading:
         self.open.clear()
 
 
-def aligned(size: int) -> np.ndarray:
-    """`size` bytes of memory, zeros, that begin at a page: large ones at a huge page, of which a direct transfer needs fewer."""
+def aligned_memory(size: int) -> np.ndarray:
+    """`size` bytes of zeros that begin at a page; many begin at a huge page, of which a direct transfer needs fewer."""
     room = HUGE if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
-    memory = mmap.mmap(-1, padded(max(size, 1)) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, round_to_pages(max(size, 1)) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if room:
         memory.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(memory, np.uint8)
     begin = -raw.ctypes.data % HUGE if room else 0
-    return raw[begin : begin + padded(max(size, 1))]
+    return raw[begin : begin + round_to_pages(max(size, 1))]
 
 
-def words(x: Tensor) -> np.ndarray:
-    """The memory of a tensor of the CPU as an array of integers of its elements' width."""
+def as_integers(x: Tensor) -> np.ndarray:
+    """The memory of a CPU tensor as an array of integers of its elements' width."""
     return x.view(WORDS[x.dtype.itemsize]).numpy()
 
 
-def tensor_of(raw: np.ndarray) -> Tensor:
-    """The tensor of some bytes: of this memory, where it may be written to."""
+def as_tensor(raw: np.ndarray) -> Tensor:
+    """The uint8 tensor of some bytes: it shares their memory if that is writable."""
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
 
 
-def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor to be filled, a large one in huge pages: to touch those for the first time is a hundred times quicker."""
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor.
+
+    A large one is in huge pages, whose first use is a hundred times faster than that of small ones.
+    """
     size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(aligned(size)[:size]).view(dtype).view(shape) if size >= HUGE else torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(aligned_memory(size)[:size]).view(dtype).view(shape) if size >= HUGE else torch.empty(shape, dtype=dtype)

@@ -1,4 +1,7 @@
-"""Reading checkpoints: slices of leaves, of the chunks that they are in and no others, each chunk compared with its checksum."""
+"""Reading checkpoints: slices of leaves, from the chunks that contain them and no others.
+
+Each chunk is compared with its checksum.
+"""
 
 from __future__ import annotations
 
@@ -12,46 +15,50 @@ import numpy as np
 from crc32c import crc32c
 from torch import Tensor
 
-from fzero.checkpoint.layout import CRC, Index, Layout, Slab, by_chunks, in_file, positions, slabs, start_of
-from fzero.checkpoint.manifest import Leaf, Place, join, leaf_of, read_manifest
-from fzero.checkpoint.part_storage import Reading, fresh, tensor_of, words
+from fzero.checkpoint.layout import CRC, ChunkLayout, Index, Slab, grid_positions, slab_start, slabs, view_chunks, view_file
+from fzero.checkpoint.manifest import Folder, Leaf, join, parse_leaf, read_manifest
+from fzero.checkpoint.part_storage import PartReader, as_integers, as_tensor, empty_tensor
 from fzero.core import pytree
-from fzero.offload.chunk_files import Damaged
+from fzero.core.storage import Damaged
 
 RUN = 4 << 20  # bytes of neighbouring chunks that are read at a time
 THREADS = 4
 
 
-class Opened:
-    """A checkpoint: its checked manifest (`step`, `config`, `mesh`, `leaves`), and its leaves to `read`. See `opened`."""
+class CheckpointReader:
+    """A checkpoint open for reading; `open_checkpoint` makes it.
 
-    def __init__(self, path: Place) -> None:
+    step, config, mesh: as the manifest has them. leaves: {name: Leaf}. `read` returns slices of leaves; `close` closes
+    its files.
+    """
+
+    def __init__(self, path: Folder) -> None:
         record = read_manifest(path)
         self.path, self.step, self.config, self.mesh = path, record["step"], record["config"], record["mesh"]
-        self.leaves: dict[str, Leaf] = {name: leaf_of(table) for name, table in record["leaves"].items()}
+        self.leaves: dict[str, Leaf] = {name: parse_leaf(table) for name, table in record["leaves"].items()}
         self.arrays = join(path, record["arrays"])
-        self.files = Reading(self.arrays)
+        self.files = PartReader(self.arrays)
         self.headers: dict[tuple[str, Index], tuple[np.ndarray, np.ndarray]] = {}
         self.lock = threading.Lock()
 
     @property
     def read_bytes(self) -> int:
-        """The bytes that were read so far."""
+        """The number of bytes read so far."""
         return self.files.read_bytes
 
     def read(self, name: str, start: Index | None = None, size: Index | None = None, *, out: Tensor | None = None) -> Tensor:
-        """The elements [start, start + size) of a leaf (None: all), verified, in memory of their own or in `out`.
+        """The elements [start, start + size) of a leaf (None: all of it), verified, in new memory or in `out`.
 
-        Raises ValueError where the checkpoint has no such leaf or slice, Damaged naming leaf, chunk and file where it is not what was
-        written.
+        Raises ValueError if the checkpoint has no such leaf or slice, and Damaged naming leaf, chunk and file if what
+        is read is not what was written.
         """
         box = self.box(name, start, size, out)
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            fetch(self, [box], pool)
+            read_boxes(self, [box], pool)
         return box.out
 
     def box(self, name: str, start: Index | None = None, size: Index | None = None, out: Tensor | None = None) -> Box:
-        """A slice to read, with the memory that it goes to."""
+        """A slice to read, with the tensor that it will be read into."""
         if name not in self.leaves:
             raise ValueError(f"{self.path}: has no leaf {name}{pytree.nearest(name, self.leaves)}")
         leaf = self.leaves[name]
@@ -60,7 +67,7 @@ class Opened:
         fits = len(start) == len(size) == len(leaf.shape)
         if not fits or any(not 0 <= at <= at + n <= whole for at, n, whole in zip(start, size, leaf.shape)):
             raise ValueError(f"{self.path}: {name} has shape {list(leaf.shape)}, and no slice of {list(size)} from {list(start)} on")
-        return Box(name, start, size, fresh(size, leaf.dtype) if out is None else out)
+        return Box(name, start, size, empty_tensor(size, leaf.dtype) if out is None else out)
 
     def close(self) -> None:
         """Close its files."""
@@ -68,7 +75,7 @@ class Opened:
 
 
 class Box(NamedTuple):
-    """A slice of a leaf, and the tensor that it is read into."""
+    """A slice of a leaf and the tensor that it is read into."""
 
     name: str
     start: Index
@@ -76,16 +83,29 @@ class Box(NamedTuple):
     out: Tensor
 
 
-def opened(path: Place) -> Opened:
-    """The checkpoint at `path`, to read leaves and slices of. Raises ValueError where it is not complete, or its manifest is damaged."""
-    return Opened(path)
+def open_checkpoint(path: Folder) -> CheckpointReader:
+    """Open the checkpoint at `path` to read leaves and slices of them.
+
+    Raises ValueError if it is not complete, and Damaged if its manifest is damaged.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.arange(12.0).reshape(4, 3)}, step=7)
+    >>> reader = checkpoint.open_checkpoint(path)
+    >>> reader.step, reader.leaves["w"].shape
+    (7, (4, 3))
+    >>> reader.read("w", start=(1, 0), size=(1, 3))
+    tensor([[3., 4., 5.]])
+    >>> reader.close()
+    """
+    return CheckpointReader(path)
 
 
-def fetch(held: Opened, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
-    """Fill the boxes, each with what it needs and no more than the chunks that this is in."""
-    needs = [(box, part, spans) for box in boxes for part, spans in wanted(held.leaves[box.name].layout, box.start, box.size)]
+def read_boxes(held: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
+    """Read the boxes, from the chunks that contain their elements and no others."""
+    needs = [(box, part, spans) for box in boxes for part, spans in overlapping_parts(held.leaves[box.name].layout, box.start, box.size)]
     # The small reads of headers go before the large ones, which would wait for them.
-    tasks = [pool.submit(head_of, held, box.name, part) for box, part, _ in needs]
+    tasks = [pool.submit(read_header, held, box.name, part) for box, part, _ in needs]
     for box, part, spans in needs:
         layout = held.leaves[box.name].layout
         for slab in slabs(layout, 0 if layout.compress else RUN, spans):
@@ -95,8 +115,8 @@ def fetch(held: Opened, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
         raise failures[0]
 
 
-def wanted(layout: Layout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
-    """(part, along each dim the first chunk and the one behind the last) of every part that holds elements of a box."""
+def overlapping_parts(layout: ChunkLayout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
+    """(part, along each dim the first chunk and the one after the last) of every part that contains elements of a box."""
     if not all(size):
         return
     for part in itertools.product(*(range(at // n, (at + k - 1) // n + 1) for at, k, n in zip(start, size, layout.part))):
@@ -107,49 +127,49 @@ def wanted(layout: Layout, start: Index, size: Index) -> Iterator[tuple[Index, l
         yield part, spans
 
 
-def read_slab(held: Opened, box: Box, part: Index, slab: Slab) -> None:
-    """Read some chunks that lie together, verify them, and put what a box wants of them in its place."""
+def read_slab(held: CheckpointReader, box: Box, part: Index, slab: Slab) -> None:
+    """Read contiguous chunks, verify them, and copy the elements that belong to a box into it."""
     layout = held.leaves[box.name].layout
-    found = in_file(tensor_of(checked(held, box.name, part, slab)), layout, slab.counts)
-    first = start_of(layout, part, slab)
+    found = view_file(as_tensor(read_verified(held, box.name, part, slab)), layout, slab.counts)
+    first = slab_start(layout, part, slab)
     ends = [at + k * c for at, k, c in zip(first, slab.counts, layout.chunk)]
     if all(at >= begin and end <= begin + n for at, end, begin, n in zip(first, ends, box.start, box.size)):
         target = box.out
         for dim, (at, end, begin) in enumerate(zip(first, ends, box.start)):
             target = target.narrow(dim, at - begin, end - at)
-        copy(found, by_chunks(target, slab.counts, layout.chunk))
+        copy_elements(found, view_chunks(target, slab.counts, layout.chunk))
         return
-    for place in positions(slab.counts):
+    for place in grid_positions(slab.counts):
         chunk, target = found[place], box.out
         for dim, (f, i, c, begin, n) in enumerate(zip(first, place, layout.chunk, box.start, box.size)):
             low, high = max(f + i * c, begin), min(f + (i + 1) * c, begin + n)
             chunk, target = chunk.narrow(dim, low - f - i * c, high - low), target.narrow(dim, low - begin, high - low)
-        copy(chunk, target)
+        copy_elements(chunk, target)
 
 
-def copy(source: Tensor, target: Tensor) -> None:
-    """Copy elements, bit for bit, by this thread alone: a tensor's own copy would start threads in each of ours."""
-    np.copyto(words(target), words(source))
+def copy_elements(source: Tensor, target: Tensor) -> None:
+    """Copy elements, bit for bit, in this thread alone: Tensor.copy_ would start threads in each of ours."""
+    np.copyto(as_integers(target), as_integers(source))
 
 
-def checked(held: Opened, name: str, part: Index, slab: Slab) -> np.ndarray:
-    """The bytes of a slab as they lie in a file, verified; good until this thread reads again.
+def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) -> np.ndarray:
+    """The bytes of a slab in file order, verified; valid until this thread reads again.
 
     Raises Damaged naming the first chunk that is not what was written.
     """
     layout = held.leaves[name].layout
-    table, sums = head_of(held, name, part)
+    table, sums = read_header(held, name, part)
     if layout.compress or layout.chunks == 1:
         offset, size = (int(x) for x in table[slab.first])
-        rows = get(held, name, file_of(layout, name, part), offset, size)[None]
+        rows = read_range(held, name, part_name(layout, name, part), offset, size)[None]
     else:
-        rows = get(held, name, file_of(layout, name, part), layout.header + slab.first * layout.stride, slab.size * layout.stride)
+        rows = read_range(held, name, part_name(layout, name, part), layout.header + slab.first * layout.stride, slab.size * layout.stride)
         rows = rows.reshape(slab.size, layout.stride)
     n = rows.shape[1] - CRC if layout.compress else layout.chunk_bytes
-    behind = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
+    stored = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
     for i, (row, wanted_sum) in enumerate(zip(rows, sums[slab.first :].tolist())):
-        if crc32c(row[:n]) != wanted_sum or behind[i] != wanted_sum:
-            at = f"chunk {chunk_name(layout, part, slab.first + i)} in {where(held, name, part)}"
+        if crc32c(row[:n]) != wanted_sum or stored[i] != wanted_sum:
+            at = f"chunk {chunk_name(layout, part, slab.first + i)} in {part_path(held, name, part)}"
             raise Damaged(f"leaf {name} is damaged: {at} is not what was written")
     if not layout.compress:
         return rows.reshape(-1)[: n if layout.chunks == 1 else None]
@@ -158,29 +178,29 @@ def checked(held: Opened, name: str, part: Index, slab: Slab) -> np.ndarray:
     return np.frombuffer(zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes), np.uint8)
 
 
-def head_of(held: Opened, name: str, part: Index) -> tuple[np.ndarray, np.ndarray]:
-    """(offset and bytes of every chunk, their crc32c) of a part, from its verified header; it is read once."""
+def read_header(held: CheckpointReader, name: str, part: Index) -> tuple[np.ndarray, np.ndarray]:
+    """(offset and bytes of every chunk, their crc32c) of a part, from its verified header, which is read once."""
     with held.lock:
         if (name, part) in held.headers:
             return held.headers[name, part]
     leaf = held.leaves[name]
-    layout, crc, key = leaf.layout, leaf.sums[leaf.layout.number(part)], file_of(leaf.layout, name, part)
+    layout, crc, key = leaf.layout, leaf.sums[leaf.layout.number(part)], part_name(leaf.layout, name, part)
     n = layout.chunks
     if n == 1:
-        size = layout.file_bytes if not layout.compress else size_of(held, name, key)
+        size = layout.file_bytes if not layout.compress else file_size(held, name, key)
         found = np.array([[0, size]], "<u8"), np.array([crc], "<u4")
     else:
-        raw = get(held, name, key, 0, layout.header)
+        raw = read_range(held, name, key, 0, layout.header)
         if crc32c(memoryview(raw)) != crc:
-            raise Damaged(f"leaf {name} is damaged: the index of {where(held, name, part)} is not what was written")
+            raise Damaged(f"leaf {name} is damaged: the index of {part_path(held, name, part)} is not what was written")
         found = raw[: 16 * n].copy().view("<u8").reshape(n, 2), raw[16 * n + CRC : 16 * n + CRC + 4 * n].copy().view("<u4")
     with held.lock:
         held.headers[name, part] = found
     return found
 
 
-def get(held: Opened, name: str, key: str, offset: int, size: int) -> np.ndarray:
-    """Bytes of a file; raises Damaged where it is missing or ends too early."""
+def read_range(held: CheckpointReader, name: str, key: str, offset: int, size: int) -> np.ndarray:
+    """Bytes of a file; raises Damaged if it is missing or ends too early."""
     try:
         return held.files.get(key, offset, size)
     except FileNotFoundError:
@@ -189,29 +209,29 @@ def get(held: Opened, name: str, key: str, offset: int, size: int) -> np.ndarray
         raise Damaged(f"leaf {name} is damaged: {join(held.arrays, key)} ends after {error.args[0]:,} bytes") from None
     except OSError as error:
         if held.files.url:
-            raise  # the network's failure is no damage
+            raise  # a failure of the network does not mean damage
         raise Damaged(f"leaf {name} cannot be read: {join(held.arrays, key)}: {error.strerror or error}") from None
 
 
-def size_of(held: Opened, name: str, key: str) -> int:
-    """The bytes of a file; raises Damaged where it is missing."""
+def file_size(held: CheckpointReader, name: str, key: str) -> int:
+    """The size of a file in bytes; raises Damaged if it is missing."""
     try:
         return held.files.size(key)
     except FileNotFoundError:
         raise Damaged(f"leaf {name} is damaged: {join(held.arrays, key)} is missing") from None
 
 
-def file_of(layout: Layout, name: str, part: Index) -> str:
-    """A part's file, below the folder of arrays."""
+def part_name(layout: ChunkLayout, name: str, part: Index) -> str:
+    """The name of a part's file, below the folder of arrays."""
     return f"{name}/{layout.key(part)}"
 
 
-def where(held: Opened, name: str, part: Index) -> Place:
-    """A part's file."""
-    return join(held.arrays, file_of(held.leaves[name].layout, name, part))
+def part_path(held: CheckpointReader, name: str, part: Index) -> Folder:
+    """The path of a part's file."""
+    return join(held.arrays, part_name(held.leaves[name].layout, name, part))
 
 
-def chunk_name(layout: Layout, part: Index, number: int) -> str:
-    """The place of a chunk among all of its leaf, as 0,3,1."""
+def chunk_name(layout: ChunkLayout, part: Index, number: int) -> str:
+    """The position of a chunk among all chunks of its leaf, such as "0,3,1"."""
     place = np.unravel_index(number, layout.counts) if layout.counts else ()
     return ",".join(str(int(p * k + i)) for p, k, i in zip(part, layout.counts, place)) or "0"

@@ -1,4 +1,4 @@
-"""A state from a checkpoint, or from the store of another run, of whatever mesh, stage, memory and dtypes: each rank reads its slices."""
+"""Restore a TrainState at another mesh, stage, memory or policy: each rank reads its slices of a checkpoint or of a store."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
-from fzero.checkpoint.reader import THREADS, fetch
-from fzero.checkpoint.restore_tree import some
+from fzero.checkpoint.reader import THREADS, read_boxes
+from fzero.checkpoint.restore_tree import list_some
 from fzero.core import pytree
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice, whole_shape
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
@@ -24,39 +24,41 @@ PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
 FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may begin anew
 
 
-def restore_state(path: checkpoint.Place, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
+def restore_state(path: checkpoint.Folder, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, memory and policy of dtypes.
 
-    like: its leaves on the meta device. What a change of policy asks for is made: master weights of parameters, parameters of master
-    weights, another dtype by rounding, a new loss scale. Otherwise the leaves must be those of the checkpoint.
-    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged for what is not what was written.
+    like: the state to restore, its leaves on the meta device. A change of policy is followed: master weights are made
+    from parameters, parameters from master weights, another dtype by rounding, and a new loss scale. All other leaves
+    must be those of the checkpoint.
+    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if what is read is not
+    what was written.
     """
-    held = checkpoint.opened(path)
+    held = checkpoint.open_checkpoint(path)
     try:
-        return _restored(held, like, specs, plan, nvme)
+        return _restore_from(held, like, specs, plan, nvme)
     finally:
         held.close()
 
 
-def _restored(held: checkpoint.Opened, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
+def _restore_from(held: checkpoint.CheckpointReader, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
     policy, mesh = plan.policy, plan.mesh
-    spec_of, source = pytree.named_leaves(specs), sources(held, like, policy)
+    spec_of, source = pytree.named_leaves(specs), match_leaves(held, like, policy)
     fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
     fresh |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
-    def place(name: str, leaf: Tensor) -> tuple[Any, Any]:
+    def slice_of(name: str, leaf: Tensor) -> tuple[Any, Any]:
         there = held.leaves[source[name]].shape
-        whole = tuple(n * count for n, count in zip(leaf.shape, counts(leaf, spec_of[name], mesh)))
+        whole = whole_shape(leaf.shape, spec_of[name], mesh)
         if whole != there:
             raise ValueError(f"{held.path}: {name} has shape {list(there)} there and {list(whole)} in this run; it is of another model")
-        return window(there, spec_of[name], mesh)
+        return local_slice(there, spec_of[name], mesh)
 
-    places = {name: place(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
+    slices = {name: slice_of(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
 
     def read(name: str, leaf: Tensor, layer: int | None = None) -> Tensor:
         if name not in source:
             return fresh[name]
-        start, size = places[name]
+        start, size = slices[name]
         if layer is not None:
             start, size = (start[0] + layer, *start[1:]), (1, *size[1:])
         value = held.read(source[name], start, size).to(leaf.dtype)
@@ -66,17 +68,18 @@ def _restored(held: checkpoint.Opened, like: TrainState, specs: TrainState, plan
         return put_on_disk(read, like, specs, plan, nvme)
     named = pytree.named_leaves(like)
     direct = [name for name, leaf in named.items() if name in source and held.leaves[source[name]].dtype == leaf.dtype]
-    boxes = {name: held.box(source[name], *places[name]) for name in direct}
+    boxes = {name: held.box(source[name], *slices[name]) for name in direct}
     with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-        fetch(held, list(boxes.values()), pool)
+        read_boxes(held, list(boxes.values()), pool)
     out = {name: boxes[name].out if name in boxes else read(name, leaf) for name, leaf in named.items()}
     return in_host_memory(pytree.from_named(out, like), specs)
 
 
-def sources(held: checkpoint.Opened, like: TrainState, policy: Policy) -> dict[str, str]:
+def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
     """{leaf of the state: leaf of the checkpoint that it is made of}; a leaf that begins anew is not among them: the loss scale,
     and the statistics of the loss, which checkpoints of earlier versions may lack.
 
+    A new loss scale is made from no leaf, and is not among them.
     Raises ValueError naming the leaves that are missing or extra.
     """
     wanted, out, missing = pytree.names(like), {}, []
@@ -95,52 +98,46 @@ def sources(held: checkpoint.Opened, like: TrainState, policy: Policy) -> dict[s
         elif not name.startswith(FRESH):
             missing.append(name)
     extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER))]
-    said = [f"{what}: {some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
+    said = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     if said:
         raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(said)}")
     return out
 
 
-def save_shelf(
-    home: checkpoint.Place,
-    shelf: StoreSnapshot,
+def save_snapshot(
+    checkpoint_dir: checkpoint.Folder,
+    snapshot: StoreSnapshot,
     old: TrainState,
     like: TrainState,
     specs: TrainState,
     mesh: Mesh,
     config: Any,
-) -> checkpoint.Place:
-    """The checkpoint in `home` of the last complete step of a store that the ranks of another mesh wrote; all ranks of `mesh` call it.
+) -> checkpoint.Folder:
+    """Save the last complete step of a store that the ranks of another mesh wrote.
 
-    old: the specs of the leaves by which those ranks held them. like: this rank's state on the meta device by `specs`, all in memory; one
-    leaf of it is there at a time. Parameters that the store has not are made of its master weights.
-    Raises ValueError where the store lacks a leaf, or is damaged.
+    Returns the path of the checkpoint, in `checkpoint_dir`.
+    All ranks of `mesh` call it.
+
+    old: the specs of the leaves by which those ranks held them. like: this rank's state on the meta device by `specs`,
+    all in memory; one leaf of it is there at a time. Parameters that the store lacks are made from its master weights.
+    Raises ValueError if the store lacks a leaf, and Damaged if it is damaged.
     """
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
     statistics = pytree.named_leaves({"extra": {LOSS: init_stats()}})  # which stores of earlier versions may lack
 
     def lazy(name: str, leaf: Tensor) -> Any:
-        if name in shelf.record.values:
-            return from_text(shelf.record.values[name])
+        if name in snapshot.record.values:
+            return from_text(snapshot.record.values[name])
         if name in statistics:
             return statistics[name]
         held = name
-        if not shelf.holds(name):
+        if not snapshot.holds(name):
             held = f"{MASTER}{name.removeprefix(PARAMS)}"
-            if not name.startswith(PARAMS) or not shelf.holds(held):
-                raise ValueError(f"{shelf.place}: its store has no {name}; go on from a checkpoint")
-        whole = tuple(n * count for n, count in zip(leaf.shape, counts(leaf, spec_of[name], mesh)))
-        start, size = window(whole, spec_of[name], mesh)
-        return checkpoint.Lazy(leaf.dtype, tuple(leaf.shape), lambda: shelf.leaf(held, whole, old_of[held], start, size).to(leaf.dtype))
+            if not name.startswith(PARAMS) or not snapshot.holds(held):
+                raise ValueError(f"{snapshot.folder}: its store has no {name}; resume from a checkpoint")
+        whole = whole_shape(leaf.shape, spec_of[name], mesh)
+        start, size = local_slice(whole, spec_of[name], mesh)
+        return checkpoint.Lazy(leaf.dtype, tuple(leaf.shape), lambda: snapshot.leaf(held, whole, old_of[held], start, size).to(leaf.dtype))
 
     state = pytree.map_named(lazy, like)
-    return checkpoint.save(home, state, step=shelf.record.step, config=config, specs=specs, mesh=mesh)
-
-
-def counts(leaf: Tensor, spec: Any, mesh: Mesh) -> list[int]:
-    """How many ranks each dim of a leaf is divided among."""
-    dims = [1] * leaf.dim()
-    for dim, axes in enumerate(spec.dims):
-        for axis in axes:
-            dims[dim] *= mesh[axis].size
-    return dims
+    return checkpoint.save(checkpoint_dir, state, step=snapshot.record.step, config=config, specs=specs, mesh=mesh)

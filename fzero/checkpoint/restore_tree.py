@@ -1,8 +1,7 @@
-"""Trees out of a checkpoint: all leaves that are asked for, each rank its slices, and an error that names those that do not agree."""
+"""Restoring trees from a checkpoint: each rank reads its slices; an error names the leaves that do not fit."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,16 +11,16 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.layout import Index
-from fzero.checkpoint.manifest import Leaf, Place
-from fzero.checkpoint.reader import THREADS, Box, fetch, opened
+from fzero.checkpoint.manifest import Folder, Leaf
+from fzero.checkpoint.reader import THREADS, Box, open_checkpoint, read_boxes
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice, ranks_per_dim
 
 
 def restore(
-    path: Place,
+    path: Folder,
     like: Tree,
     *,
     under: str = "",
@@ -31,19 +30,33 @@ def restore(
     drop: str = "",
     out: Tree | None = None,
 ) -> Tree:
-    """The tree of the checkpoint at `path`, in the containers of `like`: this rank's shards by `specs` on `mesh` (None: whole leaves).
+    """The tree saved in the checkpoint at `path`, in the containers of `like`: this rank's shards by `specs` on `mesh`.
 
-    like: a tree of tensors of which names, shapes and dtypes are compared; they may be on the meta device (then leaves go to the CPU).
-    A rank reads the chunks that its slices are in, and compares each with its checksum. All of `like` must be in the checkpoint and all
-    of the checkpoint in `like`, except
-    under: take the part of the state below this name only: `restore(path, params, under="params")` gives the weights;
-    keep: leaves whose name this regular expression matches whole are taken from `like` as they are, whether or not the checkpoint has them;
-    drop: leaves of the checkpoint whose name this matches are passed over.
-    out: a tree of tensors of the CPU to fill, and to return. Else the leaves own their memory.
-    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged for the leaf, chunk and file that
-    are not what was written.
+    A rank reads the chunks that contain its slices, and compares each with its checksum. Every leaf of `like` must be
+    in the checkpoint, and every leaf of the checkpoint in `like`, apart from what `under`, `keep` and `drop` select.
+
+    like: a tree of tensors with the names, shapes (of this rank's shards) and dtypes to expect; leaves are returned on
+    its devices, and on the CPU for the meta device.
+    under: restore only the part of the state below this name: `restore(path, params, under="params")` restores the
+    weights.
+    specs, mesh: the layout of the shards; None: whole leaves.
+    keep: a regular expression; leaves whose whole name matches are returned from `like`, whether or not the checkpoint
+    has them.
+    drop: a regular expression; leaves of the checkpoint whose whole name matches are ignored.
+    out: a tree of CPU tensors to read into; None: new memory.
+
+    Communicates: nothing.
+    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged naming leaf,
+    chunk and file if what is read is not what was written.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> state = {"params": {"w": torch.ones(2)}, "step": torch.tensor(5)}
+    >>> path = checkpoint.save(tempfile.mkdtemp(), state, step=5)
+    >>> checkpoint.restore(path, {"w": torch.empty(2, device="meta")}, under="params")
+    {'w': tensor([1., 1.])}
     """
-    held = opened(path)
+    held = open_checkpoint(path)
     mesh, prefix = one_process() if mesh is None else mesh, f"{under}/" if under else ""
     leaves, spec_of = pytree.named_leaves(like), pytree.named_leaves(specs) if specs is not None else {}
     outs = pytree.named_leaves(out) if out is not None else {}
@@ -55,13 +68,15 @@ def restore(
     windows: dict[str, tuple[Index, Index]] = {}
     for name in wanted_leaves.keys() & there.keys():
         spec = spec_of.get(name.removeprefix(prefix), Spec())
-        windows[name] = window(there[name].shape, spec, mesh) if divides(there[name].shape, spec, mesh) else ((), there[name].shape)
-    expect(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
+        shape = there[name].shape
+        fits = all(n % ranks == 0 for n, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape), name)))
+        windows[name] = local_slice(shape, spec, mesh) if fits else ((), shape)
+    check_leaves(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
     try:
         for name in wanted_leaves:
             boxes[name] = held.box(name, *windows[name], outs.get(name.removeprefix(prefix)))
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            fetch(held, list(boxes.values()), pool)
+            read_boxes(held, list(boxes.values()), pool)
     finally:
         held.close()
     done = {name.removeprefix(prefix): box.out for name, box in boxes.items()}
@@ -73,26 +88,30 @@ def restore(
     return pytree.from_named(done, like)
 
 
-def restore_leaves(path: Place, select: Callable[[str], bool]) -> dict[str, Tensor]:
-    """`{name: leaf}` of the leaves of the checkpoint at `path` whose name `select` is true of, checked; ValueError where it is of none."""
-    held = opened(path)
+def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Tensor]:
+    """{name: leaf} of the whole leaves of the checkpoint at `path` for whose name `select` returns True, verified.
+
+    Raises ValueError if no leaf is selected, and Damaged naming leaf, chunk and file if what is read is not what was
+    written.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"a": torch.ones(2), "b": torch.zeros(2)}, step=0)
+    >>> checkpoint.restore_leaves(path, lambda name: name == "b")
+    {'b': tensor([0., 0.])}
+    """
+    held = open_checkpoint(path)
     chosen = [name for name in held.leaves if select(name)]
     if not chosen:
-        raise ValueError(f"{path}: none of its leaves is selected; they are {some(list(held.leaves))}")
+        raise ValueError(f"{path}: none of its leaves is selected; they are {list_some(list(held.leaves))}")
     boxes = [held.box(name) for name in chosen]
     with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-        fetch(held, boxes, pool)
+        read_boxes(held, boxes, pool)
     held.close()
     return {box.name: box.out for box in boxes}
 
 
-def divides(shape: Index, spec: Spec, mesh: Mesh) -> bool:
-    """Whether a leaf of this shape can be sharded so."""
-    parts = [math.prod(mesh[axis].size for axis in axes) for axes in spec.dims]
-    return len(parts) <= len(shape) and all(n % k == 0 for n, k in zip(shape, parts))
-
-
-def expect(path: Place, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]) -> None:
+def check_leaves(path: Folder, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]) -> None:
     """Raise ValueError naming the leaves that are missing, extra, or of another shape or dtype."""
     missing = [name for name in wanted if name not in held]
     extra = [name for name in held if name not in wanted]
@@ -106,16 +125,16 @@ def expect(path: Place, wanted: dict[str, Any], held: dict[str, Leaf], windows: 
         if held[name].dtype != leaf.dtype:
             dtypes.append(f"{name} {dtype_name(held[name].dtype)} (wanted {dtype_name(leaf.dtype)})")
     groups = {"missing": missing, "extra": extra, "of another shape": shapes, "of another dtype": dtypes}
-    said = [f"{what}: {some(group)}" for what, group in groups.items() if group]
+    said = [f"{what}: {list_some(group)}" for what, group in groups.items() if group]
     if said:
         raise ValueError(f"{path}: the checkpoint's leaves are not those of the tree; {'; '.join(said)}")
 
 
-def some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+def list_some(names: list[str]) -> str:
+    """The first five names, and the number of others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """float32 and not torch.float32."""
+    """The name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")

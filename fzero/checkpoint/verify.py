@@ -1,4 +1,4 @@
-"""Whether a checkpoint is sound: every byte of its files compared with something."""
+"""Verification of a checkpoint: every byte of its files is compared with what it must be."""
 
 from __future__ import annotations
 
@@ -9,41 +9,72 @@ from pathlib import Path
 import numpy as np
 
 from fzero.checkpoint import directory
-from fzero.checkpoint.layout import CRC, Index, Slab, digest_of, number_of, positions, slabs
-from fzero.checkpoint.manifest import MANIFEST, Place, as_text, join
-from fzero.checkpoint.part_storage import tensor_of
-from fzero.checkpoint.reader import RUN, THREADS, Opened, checked, chunk_name, file_of, get, head_of, opened, size_of, where
-from fzero.checkpoint.zarr import descriptions
+from fzero.checkpoint.layout import CRC, Index, Slab, flat_index, grid_positions, slab_digest, slabs
+from fzero.checkpoint.manifest import MANIFEST, Folder, join, manifest_text
+from fzero.checkpoint.part_storage import as_tensor
+from fzero.checkpoint.reader import (
+    RUN,
+    THREADS,
+    CheckpointReader,
+    chunk_name,
+    file_size,
+    open_checkpoint,
+    part_name,
+    part_path,
+    read_header,
+    read_range,
+    read_verified,
+)
+from fzero.checkpoint.zarr import zarr_texts
 from fzero.core.object_store import Objects
-from fzero.core.storage import is_url, read_text
-from fzero.offload.buffer_pool import PAGE, padded
-from fzero.offload.chunk_files import Damaged
+from fzero.core.storage import PAGE, Damaged, is_url, read_text
+from fzero.offload.buffer_pool import round_to_pages
 
 
-def newest_sound(home: Place) -> tuple[Place, list[tuple[Place, str]]]:
-    """(the checkpoint of the highest step in `home` that is sound, the later ones with what is damaged in each).
+def newest_sound(checkpoint_dir: Folder) -> tuple[Folder, list[tuple[Folder, str]]]:
+    """(path of the newest undamaged checkpoint, [(path, what is damaged) of each later one]).
 
-    Reads them whole. Raises ValueError where there is none, or all are damaged.
+    It reads those checkpoints whole.
+    Raises ValueError if there is no checkpoint, or if all are damaged.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> _ = checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=10)
+    >>> path, damaged = checkpoint.newest_sound(checkpoint_dir)
+    >>> path.name, damaged
+    ('step-00000010', [])
     """
-    found = directory.newest_sound(home, expect_sound)
+    found = directory.newest_sound(checkpoint_dir, expect_sound)
     return found.path, found.damaged
 
 
-def expect_sound(path: Place) -> None:
-    """Raise Damaged, naming the first thing that is damaged, where the checkpoint at `path` is not sound."""
+def expect_sound(path: Folder) -> None:
+    """Raise Damaged, naming the first damage that `verify` finds, unless the checkpoint at `path` is sound.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> checkpoint.expect_sound(checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=10))
+    """
     found = verify(path)
     if found:
         raise Damaged(found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
 
 
-def verify(path: Place) -> list[str]:
-    """What is damaged in a checkpoint, one line per chunk or file, by name: [] for a sound one.
+def verify(path: Folder) -> list[str]:
+    """The damage in a checkpoint, a line for each damaged chunk or file, by name; [] if there is none.
 
-    Reads it whole, a few chunks in memory at a time. Every byte of its files is compared with something: chunks with their checksums, what
-    is between them with zeros, descriptions with what the manifest implies, each leaf with its digest.
+    It reads the checkpoint whole, a few chunks in memory at a time. Chunks are compared with their checksums, the bytes
+    between them with zeros, zarr.json files with what the manifest implies, and each leaf with its digest.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=10)
+    >>> checkpoint.verify(path)
+    []
     """
     try:
-        held = opened(path)
+        held = open_checkpoint(path)
     except ValueError as error:
         return [str(error)]
     found: list[str] = []
@@ -60,78 +91,81 @@ def verify(path: Place) -> list[str]:
     return found + verify_descriptions(held)
 
 
-def verify_part(held: Opened, name: str, part: Index) -> tuple[list[str], int]:
-    """(what is damaged in a part, the digest of its elements)."""
+def verify_part(held: CheckpointReader, name: str, part: Index) -> tuple[list[str], int]:
+    """(lines of damage in a part, the digest of its elements)."""
     layout, found, total = held.leaves[name].layout, [], 0
     try:
-        table, _ = head_of(held, name, part)
-        size = size_of(held, name, file_of(layout, name, part))
+        table, _ = read_header(held, name, part)
+        size = file_size(held, name, part_name(layout, name, part))
         work = list(slabs(layout, 0 if layout.compress else RUN))
         while work:
             slab = work.pop(0)
             try:
-                raw = checked(held, name, part, slab)
+                raw = read_verified(held, name, part, slab)
             except Damaged as error:
                 if slab.size == 1:
                     found.append(str(error))
                 else:
-                    work = [*singles(slab, layout.counts), *work]
+                    work = [*split_slab(slab, layout.counts), *work]
                 continue
-            total += digest_of(tensor_of(raw), layout, part, slab)
-            for number in not_zero(held, name, part, slab, raw, int(table[slab.first].sum()), size):
-                at = f"{chunk_name(layout, part, number)} in {where(held, name, part)}"
+            total += slab_digest(as_tensor(raw), layout, part, slab)
+            for number in find_nonzero_padding(held, name, part, slab, raw, int(table[slab.first].sum()), size):
+                at = f"{chunk_name(layout, part, number)} in {part_path(held, name, part)}"
                 found.append(f"leaf {name} is damaged: what lies behind chunk {at}")
         written = int(table.sum(1).max()) if layout.compress else layout.file_bytes
         if size != written:
-            found.append(f"leaf {name} is damaged: {where(held, name, part)} has {size:,} bytes, and {written:,} were written")
+            found.append(f"leaf {name} is damaged: {part_path(held, name, part)} has {size:,} bytes, and {written:,} were written")
     except Damaged as error:
         found.append(str(error))
     return found, total % (1 << 64)
 
 
-def singles(slab: Slab, counts: Index) -> list[Slab]:
-    """The slabs of one chunk each that make up a slab."""
-    places = (tuple(a + b for a, b in zip(slab.at, place)) for place in positions(slab.counts))
-    return [Slab(number_of(place, counts), place, (1,) * len(counts)) for place in places]
+def split_slab(slab: Slab, counts: Index) -> list[Slab]:
+    """The slabs of one chunk each that a slab consists of."""
+    places = (tuple(a + b for a, b in zip(slab.at, place)) for place in grid_positions(slab.counts))
+    return [Slab(flat_index(place, counts), place, (1,) * len(counts)) for place in places]
 
 
-def not_zero(held: Opened, name: str, part: Index, slab: Slab, raw: np.ndarray, end: int, size: int) -> list[int]:
-    """The numbers of the chunks of a slab behind which there is something up to the page's end. end: of its first chunk in the file."""
+def find_nonzero_padding(held: CheckpointReader, name: str, part: Index, slab: Slab, raw: np.ndarray, end: int, size: int) -> list[int]:
+    """The numbers of a slab's chunks that are not followed by zeros up to the end of the page.
+
+    end: where the slab's first chunk ends in the file. size: the bytes of the file.
+    """
     layout = held.leaves[name].layout
     if layout.chunks == 1:
         return []
     if layout.compress:
-        gap = min(size, padded(end)) - end
-        page = get(held, name, file_of(layout, name, part), end // PAGE * PAGE, end % PAGE + gap) if gap else np.zeros(0)
+        gap = min(size, round_to_pages(end)) - end
+        page = read_range(held, name, part_name(layout, name, part), end // PAGE * PAGE, end % PAGE + gap) if gap else np.zeros(0)
         return [slab.first] if page[end % PAGE :].any() else []
     rows = raw.reshape(slab.size, layout.stride)
     return [slab.first + int(i) for i in rows[:, layout.chunk_bytes + CRC :].any(1).nonzero()[0]]
 
 
-def verify_descriptions(held: Opened) -> list[str]:
-    """The zarr.json files that are not what they should be, and files that should not be there."""
-    texts = descriptions(held.leaves)
+def verify_descriptions(held: CheckpointReader) -> list[str]:
+    """Lines for zarr.json files that differ from what the manifest implies, and for files that do not belong to the checkpoint."""
+    texts = zarr_texts(held.leaves)
     found, said = [], read_text(held.path, MANIFEST)
-    if said != as_text(json.loads(said)):
+    if said != manifest_text(json.loads(said)):
         found.append(f"{join(held.path, MANIFEST)}: damaged: it says what it should in another text")
     for name, text in texts.items():
-        place = join(held.arrays, *name.split("/")) if name else held.arrays
+        folder = join(held.arrays, *name.split("/")) if name else held.arrays
         try:
-            same = read_text(place, "zarr.json") == text
+            same = read_text(folder, "zarr.json") == text
         except UnicodeDecodeError:
             same = False
         except OSError:
-            if is_url(place):
+            if is_url(folder):
                 raise
             same = False
         if not same:
-            found.append(f"{join(place, 'zarr.json')}: damaged or missing; what it describes can still be restored")
+            found.append(f"{join(folder, 'zarr.json')}: damaged or missing; what it describes can still be restored")
     known = {f"{name}/zarr.json".lstrip("/") for name in texts}
-    known |= {file_of(leaf.layout, name, part) for name, leaf in held.leaves.items() for part in leaf.layout.parts()}
+    known |= {part_name(leaf.layout, name, part) for name, leaf in held.leaves.items() for part in leaf.layout.parts()}
     there = Objects(str(held.arrays)).names() if is_url(held.arrays) else files_below(Path(held.arrays))
     return found + [f"{join(held.arrays, name)}: is none of the checkpoint's files" for name in sorted(there) if name not in known]
 
 
 def files_below(folder: Path) -> list[str]:
-    """The names of the files in a folder and those below it."""
+    """The names of all files below a folder."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

@@ -1,7 +1,8 @@
-"""Saving a state while training goes on: a snapshot, threads that write it, and a commit when every rank has written its part.
+"""Saving a state during training: a snapshot, threads that write it, and a commit once every rank has written its parts.
 
-`Writer.save` copies this rank's shards into buffers that were made before, and returns. Threads then checksum and write them. When all
-ranks have reported theirs to the first one, through the store of the mesh, it writes what describes them, and the manifest last.
+`Writer.save` copies this rank's shards into buffers and returns. Threads then checksum and write them. When all ranks
+have reported their parts to rank 0, through the store of the mesh, rank 0 writes the zarr metadata, and the manifest
+last.
 """
 
 from __future__ import annotations
@@ -22,69 +23,84 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint import directory as homes
-from fzero.checkpoint import manifest
-from fzero.checkpoint.directory import folder_of
-from fzero.checkpoint.layout import ZARR, Mine, Slab, lay_out, slabs
-from fzero.checkpoint.leaf_source import Lazy, source
-from fzero.checkpoint.manifest import Leaf, Place, join
-from fzero.checkpoint.part_file import Part
-from fzero.checkpoint.zarr import describe
+from fzero.checkpoint import directory, manifest
+from fzero.checkpoint.directory import step_folder
+from fzero.checkpoint.layout import ZARR, RankParts, Slab, lay_out, slabs
+from fzero.checkpoint.leaf_source import Lazy, box_reader
+from fzero.checkpoint.manifest import Folder, Leaf, join
+from fzero.checkpoint.part_file import PartFile
+from fzero.checkpoint.zarr import write_descriptions
 from fzero.core import pytree
 from fzero.core.digest import prepare
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system, sync_folder
 from fzero.offload import DiskTensor
-from fzero.offload.buffer_pool import BufferPool, padded
+from fzero.offload.buffer_pool import BufferPool, round_to_pages
 from fzero.sharding import Mesh, Spec, one_process
 
 SLAB = 16 << 20  # bytes that are copied, checksummed and written at a time
 OBJECT = 64 << 20  # bytes of an object in an object store
 THREADS = 4
-MANY = 1 << 27  # bytes of a state from which its digests are worth a compiler's second
+MANY = 1 << 27  # bytes of a state from which compiling the digest function (about 1 s) pays
 _WRITERS = itertools.count()
 
 
 class Saved(NamedTuple):
-    """A checkpoint that is complete."""
+    """A checkpoint that has been completed: what `Writer.wait` and `Writer.poll` return."""
 
     step: int
-    path: Place
-    blocked_s: float  # that `save` took
-    total_s: float  # until the manifest was in place
-    nbytes: int  # this rank's
+    path: Folder
+    blocked_s: float  # seconds that `save` took
+    total_s: float  # seconds until the manifest was written
+    nbytes: int  # bytes that this rank wrote
 
 
 class SaveFailed(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; the earlier ones are unchanged."""
 
 
 class Save:
-    """One checkpoint that is being written."""
+    """A checkpoint that is being written."""
 
     def __init__(self, step: int, config: Any) -> None:
         self.step, self.config, self.began = step, config, time.perf_counter()
         self.target, self.go, self.staged, self.over = (threading.Event() for _ in range(4))
         self.arrays, self.error, self.blocked_s, self.nbytes = "", None, 0.0, 0
         self.early = threading.Lock()
-        self.layouts: dict[str, tuple[Mine, Spec]] = {}
-        self.parts: dict[str, list[Part]] = {}
+        self.layouts: dict[str, tuple[RankParts, Spec]] = {}
+        self.parts: dict[str, list[PartFile]] = {}
         self.tasks: list[Future] = []
         self.outcome: Saved | SaveFailed | None = None
 
 
 class Writer:
-    """Writes checkpoints of the states of one run into a folder, one at a time. All ranks of `mesh` make one, and call it alike.
+    """Writes checkpoints of the states of a run into a folder, one at a time, while training continues.
 
-    home: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/, gs://..., memory://...).
-    keep_last: checkpoints before the newest ones are removed, but for those whose step `keep_every` divides; None keeps all. The files of
-    one that goes are written over by the next save, which is quicker than to make new ones. compress: "zstd" or "".
-    buffer_bytes: memory for the snapshot; None: as much as the state. Where it is less, `save` returns when the rest of the state fits.
+    Every rank of `mesh` makes one, and all make the same calls.
+
+    checkpoint_dir: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/,
+    gs://..., memory://...).
+    keep_last: the number of newest checkpoints that stay, besides those whose step `keep_every` divides; None keeps
+    all. The files of a removed checkpoint are overwritten by the next one, which is faster than making new files.
+    compress: "zstd" or "". buffer_bytes: memory for the snapshot; None: the size of the state. With less, `save`
+    returns later: when what is not written yet fits.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> writer = checkpoint.Writer(checkpoint_dir, keep_last=1)
+    >>> for step in (10, 20):
+    ...     writer.save({"w": torch.ones(2)}, step=step)  # the state may change from here on
+    >>> writer.wait().step
+    20
+    >>> writer.close()
+    >>> checkpoint.steps(checkpoint_dir)
+    [20]
     """
 
     def __init__(
         self,
-        home: Place,
+        checkpoint_dir: Folder,
         mesh: Mesh | None = None,
         *,
         keep_last: int | None = None,
@@ -97,33 +113,36 @@ class Writer:
                 raise ValueError(f"checkpoint: {name} is {value}; it must be at least 1, or None")
         if compress not in ("", "zstd"):
             raise ValueError(f"checkpoint: compress is {compress!r}; it must be 'zstd', or '' for none")
-        self.home: Place = home if is_url(home) else Path(home)
+        self.checkpoint_dir: Folder = checkpoint_dir if is_url(checkpoint_dir) else Path(checkpoint_dir)
         self.mesh = one_process() if mesh is None else mesh
         self.keep_last, self.keep_every, self.compress, self.buffer_bytes = keep_last, keep_every, compress, buffer_bytes
         self.first = self.mesh.rank == 0
-        self.store = self.mesh.store.clone() if self.mesh.store is not None else None  # the other connection may be taken by a wait
+        self.store = self.mesh.store.clone() if self.mesh.store is not None else None  # the mesh's own connection may be blocked by a wait
         self.number, self.saves = next(_WRITERS), itertools.count()
-        self.arena: BufferPool | None = None
+        self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
         self.current: Save | None = None
         self.cleaned = False
 
-    # ---- what the caller sees ----
+    # ---- the caller's functions ----
 
     def save(self, state: Tree, *, step: int, config: Any = None, specs: Tree | None = None) -> None:
-        """Begin the checkpoint of `step`; the state may change when this returns. It waits for the one before, whose error it raises.
+        """Begin the checkpoint of `step`; the state may change once this returns.
 
-        state: tensors (this rank's shards), leaves that rest on a disk, or `Lazy` ones. specs: the Spec of every leaf; None on one process.
-        config: anything JSON can hold, kept in the manifest. A checkpoint of the same step is replaced.
+        A checkpoint of the same step is replaced.
+        It first waits for the save before, if that is under way, and raises its error.
+        state: a tree of tensors (this rank's shards), leaves on a disk, or `Lazy` leaves. specs: the tree of Specs;
+        None on one process.
+        config: any JSON value, kept in the manifest.
         Raises ValueError naming the leaf that is not a tensor or has a dtype that cannot be stored, and SaveFailed.
         """
-        named = self._checked(state, specs, step)
+        named = self._check_state(state, specs, step)
         try:
             config = json.loads(json.dumps(config, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint: config is not JSON: {error}") from None
-        if not is_url(self.home) and self.home.exists() and not self.home.is_dir():
-            raise ValueError(f"{self.home}: is not a folder; give a folder to save checkpoints in")
+        if not is_url(self.checkpoint_dir) and self.checkpoint_dir.exists() and not self.checkpoint_dir.is_dir():
+            raise ValueError(f"{self.checkpoint_dir}: is not a folder; give a folder to save checkpoints in")
         self.wait()
         save = self.current = Save(step, config)
         threading.Thread(target=self._serve, args=(save, next(self.saves)), name="fzero-commit", daemon=True).start()
@@ -138,17 +157,23 @@ class Writer:
             save.staged.set()
 
     def poll(self) -> Saved | None:
-        """The checkpoint that was completed since the last call, if one was; raises SaveFailed where it could not be written."""
+        """The checkpoint that was completed since the last call, or None.
+
+        Raises SaveFailed if it could not be written.
+        """
         if self.current is None or not self.current.over.is_set():
             return None
         return self.wait()
 
     def wait(self) -> Saved | None:
-        """The checkpoint that was being written, when it is complete (None: none was); raises SaveFailed."""
+        """Wait for the checkpoint being written and return it (None: there is none).
+
+        Raises SaveFailed if it could not be written.
+        """
         save = self.current
         if save is None:
             return None
-        while not save.over.wait(0.2):  # in pieces: signals are served in between
+        while not save.over.wait(0.2):  # repeatedly: signals are handled in between
             pass
         self.current = None
         if isinstance(save.outcome, SaveFailed):
@@ -156,23 +181,26 @@ class Writer:
         return save.outcome
 
     def reserve(self, size: int) -> None:
-        """Make the memory of the snapshot ready, `size` bytes or what it may be at most: else the first `save` does."""
+        """Allocate the memory of the snapshot, `size` bytes or `buffer_bytes` at most, which the first `save` would do otherwise."""
         if size >= MANY:
             threading.Thread(target=prepare, name="fzero-compile", daemon=True).start()
-        self._make_room(min(size, self.buffer_bytes or size))
+        self._allocate(min(size, self.buffer_bytes or size))
 
     def close(self) -> None:
-        """Wait for what is being written, and give memory, threads and spare files back; raises SaveFailed."""
+        """Wait for the save under way, and free memory, threads and spare files; raises SaveFailed."""
         try:
             self.wait()
         finally:
             self.pool.shutdown()
-            self.arena = None
+            self.buffers = None
             if self.first:
-                homes.drop_spare(self.home)
+                directory.drop_spare(self.checkpoint_dir)
 
     def abandon(self) -> None:
-        """End at once: what is being written is left for the next writer to remove. For a process that ends because another is gone."""
+        """Stop without waiting, when another process of the run is gone.
+
+        The next writer removes the unfinished files.
+        """
         save = self.current
         if save is not None:
             save.error = save.error or SaveFailed("the run has ended")
@@ -182,7 +210,7 @@ class Writer:
 
     # ---- the snapshot ----
 
-    def _checked(self, state: Tree, specs: Tree | None, step: int) -> dict[str, tuple[Any, Spec]]:
+    def _check_state(self, state: Tree, specs: Tree | None, step: int) -> dict[str, tuple[Any, Spec]]:
         if type(step) is not int or step < 0:
             raise ValueError(f"checkpoint: step is {step!r}; it must be an int of at least 0")
         if specs is None and self.mesh.size > 1:
@@ -197,65 +225,65 @@ class Writer:
         return {name: (leaf, given[name] if specs is not None else Spec()) for name, leaf in named.items()}
 
     def _snapshot(self, save: Save, named: dict[str, tuple[Any, Spec]]) -> None:
-        most = OBJECT if is_url(self.home) else None
-        slab_bytes = 2 * OBJECT if is_url(self.home) else SLAB
-        work: list[tuple[str, Part, Slab]] = []
+        most = OBJECT if is_url(self.checkpoint_dir) else None
+        slab_bytes = 2 * OBJECT if is_url(self.checkpoint_dir) else SLAB
+        work: list[tuple[str, PartFile, Slab]] = []
         for number, (name, (leaf, spec)) in enumerate(named.items()):
             mine = lay_out(leaf.shape, leaf.dtype, spec, self.mesh, number, most=most, compress=self.compress)
             save.layouts[name] = (mine, spec)
             for index in mine.parts:
-                part = Part(name, mine.layout, index, self._path)
+                part = PartFile(name, mine.layout, index, self._path)
                 save.parts.setdefault(name, []).append(part)
                 pieces = list(slabs(mine.layout, slab_bytes))
                 part.left = len(pieces)
                 work += [(name, part, slab) for slab in pieces]
-        sizes = [padded(math.prod(slab.counts) * part.layout.stride) for _, part, slab in work]
+        sizes = [round_to_pages(math.prod(slab.counts) * part.layout.stride) for _, part, slab in work]
         total, largest = sum(sizes), max(sizes, default=0)
         room = total if self.buffer_bytes is None else min(total, max(self.buffer_bytes, THREADS * largest))
-        self._make_room(room)
+        self._allocate(room)
         save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
 
         def busy() -> bool:
-            if self.arena.size < total:
+            if self.buffers.size < total:
                 save.go.set()  # else no thread takes memory bandwidth from the copies
             return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
 
         held: tuple[str, Callable[..., Tensor]] | None = None
         for (name, part, slab), size in zip(work, sizes):
             if held is None or held[0] != name:
-                held = None  # before the next leaf is made
-                held = (name, source(named[name][0]))
+                held = None  # frees the leaf before the next one is made
+                held = (name, box_reader(named[name][0]))
             try:
-                raw = self.arena.take((size,), torch.uint8, busy).raw
+                raw = self.buffers.take((size,), torch.uint8, busy).raw
             except ValueError:
                 if save.error is None:
                     raise
-                return  # a thread has failed, and `poll` will say so
+                return  # a thread has failed; `poll` raises its error
             part.fill(raw, slab, held[1], save.layouts[name][0].start)
             save.tasks.append(self.pool.submit(self._write, save, part, slab, [raw]))
             del raw
 
-    def _make_room(self, size: int) -> None:
-        if size and (self.arena is None or self.arena.size < size):
-            self.arena = None
-            self.arena = BufferPool(size)
+    def _allocate(self, size: int) -> None:
+        if size and (self.buffers is None or self.buffers.size < size):
+            self.buffers = None
+            self.buffers = BufferPool(size)
 
     # ---- the threads ----
 
-    def _path(self, name: str) -> Place:
-        return join(folder_of(self.home, self.current.step), self.current.arrays, name)
+    def _path(self, name: str) -> Folder:
+        return join(step_folder(self.checkpoint_dir, self.current.step), self.current.arrays, name)
 
-    def _write(self, save: Save, part: Part, slab: Slab, held: list[Tensor]) -> None:
-        raw = held.pop()  # so that the memory is given back before the task counts as done
+    def _write(self, save: Save, part: PartFile, slab: Slab, held: list[Tensor]) -> None:
+        raw = held.pop()  # so that the memory is returned before the task counts as done
         with contextlib.ExitStack() as stack:
-            # While the snapshot is made one thread writes, where the copies leave it a core.
-            if not save.go.is_set() and spare_core() and save.early.acquire(blocking=False):
+            # While the snapshot is copied one thread writes, if the copies leave a core unused.
+            if not save.go.is_set() and has_spare_core() and save.early.acquire(blocking=False):
                 stack.callback(save.early.release)
             else:
                 save.go.wait()
             self._write_now(save, part, slab, raw)
 
-    def _write_now(self, save: Save, part: Part, slab: Slab, raw: Tensor) -> None:
+    def _write_now(self, save: Save, part: PartFile, slab: Slab, raw: Tensor) -> None:
         save.target.wait()
         if save.error is None:
             try:
@@ -267,19 +295,19 @@ class Writer:
     def _serve(self, save: Save, number: int) -> None:
         key = f"save/{self.number}/{number}"
         try:
-            report = self._written(save, key)
+            report = self._write_parts(save, key)
         except BaseException as error:
             save.error = save.error or error
             save.target.set()
-            report = {"error": told(save.error)}
-        end_all(save.tasks)  # none may write once the folder is another's
+            report = {"error": error_line(save.error)}
+        wait_for_all(save.tasks)  # none may write once the folder may be reused
         for part in itertools.chain(*save.parts.values()):
             part.close()
         try:
-            outcome = self._committed(save, key, report)
+            outcome = self._commit(save, key, report)
         except BaseException as error:
-            outcome = {"error": told(error)}
-        path = folder_of(self.home, save.step)
+            outcome = {"error": error_line(error)}
+        path = step_folder(self.checkpoint_dir, save.step)
         if "error" in outcome:
             save.outcome = SaveFailed(f"{path}: the checkpoint could not be written: {outcome['error']}")
             save.outcome.__cause__ = save.error
@@ -291,9 +319,9 @@ class Writer:
         save.parts.clear()
         save.over.set()
 
-    def _written(self, save: Save, key: str) -> dict[str, Any]:
-        """What this rank has written, when it is durable."""
-        begun = self._say(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
+    def _write_parts(self, save: Save, key: str) -> dict[str, Any]:
+        """Write this rank's parts; returns {leaf: {part: [checksum, digest]}} when they are durable."""
+        begun = self._broadcast(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
         if "error" in begun:
             raise SaveFailed(begun["error"])
         save.arrays = begun["arrays"]
@@ -303,45 +331,48 @@ class Writer:
             raise save.error
         for task in save.tasks:
             task.result()
-        if not is_url(self.home):
-            sync_file_system(Path(self.home))
+        if not is_url(self.checkpoint_dir):
+            sync_file_system(Path(self.checkpoint_dir))
         return {name: {str(part.number): [part.sum, part.digest] for part in parts} for name, parts in save.parts.items()}
 
     def _begin(self, step: int) -> str:
-        if not is_url(self.home):
-            Path(self.home).mkdir(parents=True, exist_ok=True)
+        if not is_url(self.checkpoint_dir):
+            Path(self.checkpoint_dir).mkdir(parents=True, exist_ok=True)
         if not self.cleaned:
-            homes.clean(self.home)
+            directory.clean(self.checkpoint_dir)
             self.cleaned = True
-        return homes.begin(self.home, step)
+        return directory.begin(self.checkpoint_dir, step)
 
-    def _committed(self, save: Save, key: str, report: dict[str, Any]) -> dict[str, Any]:
-        """What came of the checkpoint, on every rank: the first one hears the reports of all, and makes it complete."""
+    def _commit(self, save: Save, key: str, report: dict[str, Any]) -> dict[str, Any]:
+        """Complete the checkpoint on rank 0, once all ranks have reported.
+
+        Returns {} or {"error": ...} on every rank.
+        """
         if self.store is not None and not self.first:
             self.store.set(f"{key}/{self.mesh.rank}", json.dumps(report))
-        path = folder_of(self.home, save.step)
+        path = step_folder(self.checkpoint_dir, save.step)
 
         def commit() -> dict[str, Any]:
-            reports = [report, *(self._hear(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
+            reports = [report, *(self._receive(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
             failed = [(rank, said["error"]) for rank, said in enumerate(reports) if "error" in said]
             if failed:
                 with contextlib.suppress(OSError):
-                    homes.clean_step(path)
+                    directory.clean_step(path)
                 rank, why = failed[0]
                 return {"error": why if self.mesh.size == 1 else f"rank {rank}: {why}"}
             try:
                 self._complete(save, path, reports)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    homes.clean_step(path)  # by the manifest: where that is in place, the new files are what it names
+                    directory.clean_step(path)  # by the manifest: if that is in place, the new files are what it names
                 raise
-            homes.clean_step(path)
-            homes.retire(self.home, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True)
+            directory.clean_step(path)
+            directory.retire(self.checkpoint_dir, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True)
             return {}
 
-        return self._say(f"{key}/end", commit)
+        return self._broadcast(f"{key}/end", commit)
 
-    def _complete(self, save: Save, path: Place, reports: list[dict[str, Any]]) -> None:
+    def _complete(self, save: Save, path: Folder, reports: list[dict[str, Any]]) -> None:
         leaves = {}
         for name, (mine, spec) in save.layouts.items():
             layout = mine.layout
@@ -349,29 +380,29 @@ class Writer:
             assert len(found) == len(layout.parts()), f"{name}: {len(found)} parts of {len(layout.parts())} were written"
             digest = sum(value for _, value in found.values()) % (1 << 64)
             leaves[name] = Leaf(layout, str(spec), f"{digest:016x}", [found[i][0] for i in range(len(found))])
-        describe(join(path, save.arrays), leaves, self.pool)
+        write_descriptions(join(path, save.arrays), leaves, self.pool)
         manifest.write_manifest(path, save.arrays, leaves, step=save.step, config=save.config, mesh=self._sizes())
-        if not is_url(self.home):
-            sync_folder(Path(self.home))
+        if not is_url(self.checkpoint_dir):
+            sync_folder(Path(self.checkpoint_dir))
 
     def _sizes(self) -> dict[str, int]:
         return {axis.name: axis.size for axis in self.mesh.axes if axis.size > 1}
 
-    # ---- what ranks tell each other ----
+    # ---- messages between ranks ----
 
-    def _say(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `make()` returned on the first rank, or the error that it raised, on all."""
+    def _broadcast(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `make()` returned on rank 0, or {"error": ...} if it raised one, on every rank."""
         if not self.first:
-            return self._hear(key)
+            return self._receive(key)
         try:
             said = make()
         except Exception as error:
-            said = {"error": told(error)}
+            said = {"error": error_line(error)}
         if self.store is not None:
             self.store.set(key, json.dumps(said))
         return said
 
-    def _hear(self, key: str) -> dict[str, Any]:
+    def _receive(self, key: str) -> dict[str, Any]:
         pause = 0.001
         while not self.store.check([key]):
             time.sleep(pause)
@@ -379,21 +410,21 @@ class Writer:
         return json.loads(self.store.get(key))
 
 
-def end_all(tasks: list[Future]) -> None:
-    """Wait for tasks; the memory that those that failed hold on to is free then."""
+def wait_for_all(tasks: list[Future]) -> None:
+    """Wait for all tasks, and free the memory that the tracebacks of failed ones hold."""
     for task in tasks:
         error = task.exception()
         if error is not None:
             traceback.clear_frames(error.__traceback__)
 
 
-def spare_core() -> bool:
-    """Whether the copies of a tensor leave a core of this process unused."""
+def has_spare_core() -> bool:
+    """Whether copying a tensor leaves a core of this process unused."""
     return len(os.sched_getaffinity(0)) > torch.get_num_threads()
 
 
-def told(error: BaseException) -> str:
-    """One line of what went wrong."""
+def error_line(error: BaseException) -> str:
+    """An error as one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""What makes the parts of a checkpoint arrays: a zarr.json for each leaf, and for each group that it is in."""
+"""zarr metadata: a zarr.json for each leaf of a checkpoint and for each group that contains leaves."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from fzero.checkpoint.layout import array_json, group_json
-from fzero.checkpoint.manifest import Leaf, Place, join
+from fzero.checkpoint.manifest import Folder, Leaf, join
 from fzero.core.storage import is_url, sync_file_system, write_text
 
 
-def descriptions(leaves: dict[str, Leaf]) -> dict[str, str]:
-    """{name: zarr.json} of each leaf, and of each group that one is in; the outermost is ""."""
+def zarr_texts(leaves: dict[str, Leaf]) -> dict[str, str]:
+    """{name: text of its zarr.json} of each leaf and of each group that contains leaves; the outermost group is ""."""
     texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in leaves.items()}
     groups = {"/".join(parts[:n]) for name in leaves for parts in [name.split("/")] for n in range(len(parts))}
     return texts | dict.fromkeys(groups - texts.keys(), group_json())
 
 
-def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -> None:
-    """Write the zarr.json of every leaf and of the groups that they are in, and make them and their folders durable."""
-    texts = descriptions(leaves)
+def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -> None:
+    """Write the zarr.json of every leaf and group, durably, and remove files that belong to none of them."""
+    texts = zarr_texts(leaves)
     if is_url(arrays):
         places = {name: join(arrays, *name.split("/")) if name else arrays for name in texts}
         for task in [pool.submit(write_text, places[name], "zarr.json", text) for name, text in texts.items()]:
@@ -35,20 +35,23 @@ def describe(arrays: Place, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -
         with open(folder / "zarr.json", "w", encoding="utf-8") as f:
             f.write(texts[name])
 
-    every(pool, put, texts)
+    run_all(pool, put, texts)
     keep = {Path(arrays, name, leaf.layout.key(part)) for name, leaf in leaves.items() for part in leaf.layout.parts()}
     keep |= {Path(arrays, name, "zarr.json") for name in texts}
     for folder, _, files in os.walk(arrays, topdown=False):
         for file in files:
             if Path(folder, file) not in keep:
-                Path(folder, file).unlink()  # of the checkpoint whose files these were
+                Path(folder, file).unlink()  # left of the removed checkpoint whose files these were
         if not os.listdir(folder):
             os.rmdir(folder)
     sync_file_system(Path(arrays))
 
 
-def every(pool: ThreadPoolExecutor, fn: Callable[[Any], None], among: Iterable[Any]) -> None:
-    """Call `fn` with each; when all calls have ended, raise the first error: none makes files once they are being removed."""
+def run_all(pool: ThreadPoolExecutor, fn: Callable[[Any], None], among: Iterable[Any]) -> None:
+    """Call `fn` with each by the threads of `pool`; once all calls have ended, raise the first error.
+
+    No call may still create files when the caller removes them.
+    """
     tasks = [pool.submit(fn, one) for one in among]
     wait(tasks)
     for task in tasks:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.agreement import RankError
-from fzero.comm.communicator import Communicator, Pending, pending_of, tree_sum
+from fzero.comm.communicator import Communicator, Pending, pending_of
 from fzero.comm.ledger import Ledger, Row
 from fzero.comm.operators import ops
 from fzero.core.device import is_traced
@@ -55,7 +55,6 @@ __all__ = [
     "start_all_gather",
     "start_psum",
     "start_psum_scatter",
-    "tree_sum",
 ]
 
 

@@ -28,6 +28,7 @@ from fzero.comm.agreement import Agreement, Call
 from fzero.comm.ledger import Ledger, sent_elements
 from fzero.core.device import kind_of
 from fzero.core.torch_private import FakeTensor
+from fzero.core.tree_sum import tree_sum
 
 # If the inputs of all ranks together are at most this large, a psum by messages sends the whole input to every rank, in
 # one round. Larger ones take two rounds, pieces and then their sums (one or two rounds, 4 ranks on 2 cores: 6.8 or 8.6
@@ -36,36 +37,6 @@ SMALL_BYTES = 4 << 20
 # Newer versions of torch have these names, and warn about the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of `parts` in the order of a balanced binary tree, consecutive pairs first: (0 + 1) + (2 + 3).
-
-    Parts are added one by one as in a binary counter: two trees of equal height merge. If their number is not a power
-    of two, the remaining trees are added from the last to the first. The sum has the dtype of the parts; no part is
-    overwritten; a single part is returned itself.
-
-    >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])
-    tensor(6.)
-    """
-    return _tree_sum(parts, [False] * len(parts))
-
-
-def _tree_sum(parts: Sequence[Tensor], own: Sequence[bool]) -> Tensor:
-    """As `tree_sum`, but it may write intermediate sums into the parts that are `own`."""
-    trees: list[tuple[int, Tensor, bool]] = []  # (height, sum, whether the sum may be overwritten)
-
-    def merge() -> None:
-        (_, b, own_b), (height, a, own_a) = trees.pop(), trees.pop()
-        trees.append((height + 1, torch.add(a, b, out=a if own_a else b if own_b else None), True))
-
-    for part, mine in zip(parts, own):
-        trees.append((0, part, mine))
-        while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
-            merge()
-    while len(trees) > 1:
-        merge()
-    return trees[0][1]
 
 
 class Pending:
@@ -280,7 +251,7 @@ class Communicator:
         own = pieces[self.rank]
         parts = [own if j == self.rank else torch.empty_like(own) for j in range(self.size)]
         finish = self._exchange(call, {j: pieces[j] for j in self.others}, {j: parts[j] for j in self.others})
-        return _pending_after(finish, lambda: _tree_sum(parts, [j != self.rank for j in range(self.size)]))
+        return _pending_after(finish, lambda: tree_sum(parts, [j != self.rank for j in range(self.size)]))
 
     def _exchange(self, call: Call, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], half: int = 0) -> Callable[[], None]:
         """Start messages to and from ranks of the axis; the function returned waits for them, and keeps the buffers

@@ -9,33 +9,42 @@ from typing import Any
 
 from fzero.core.object_store import Objects, context, is_url, url_spec
 
-__all__ = ["context", "is_url", "kvstore", "read_text", "sync_folder", "write_text"]
+__all__ = ["PAGE", "Damaged", "context", "is_url", "kvstore", "read_text", "sync_file_system", "sync_folder", "write_text"]
+
+PAGE = 4096  # bytes: a direct transfer to or from a disk begins and ends at a multiple of this
 
 
-def kvstore(place: str | Path, *path: str) -> Any:
-    """tensorstore's specification of a folder in `place`."""
-    if is_url(place):
-        return url_spec("/".join((str(place).rstrip("/"), *path)))
-    return {"driver": "file", "path": str(Path(place, *path)) + "/"}
+class Damaged(ValueError):
+    """A store or checkpoint does not hold what was written to it, or holds no step as a whole.
+
+    Another checkpoint may be read instead.
+    """
 
 
-def read_text(place: str | Path, name: str) -> str | None:
+def kvstore(folder: str | Path, *path: str) -> Any:
+    """tensorstore's specification of the folder `path` below `folder`."""
+    if is_url(folder):
+        return url_spec("/".join((str(folder).rstrip("/"), *path)))
+    return {"driver": "file", "path": str(Path(folder, *path)) + "/"}
+
+
+def read_text(folder: str | Path, name: str) -> str | None:
     """Return the text `name`, or None if it does not exist."""
-    if is_url(place):
-        found = Objects(str(place)).read(name)
+    if is_url(folder):
+        found = Objects(str(folder)).read(name)
         return None if found is None else found.decode()
-    path = Path(place, name)
+    path = Path(folder, name)
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def write_text(place: str | Path, name: str, text: str) -> None:
+def write_text(folder: str | Path, name: str, text: str) -> None:
     """Replace the text `name` atomically and durably: after a crash at any moment a reader finds all of the old text or
     all of the new one.
     """
-    if is_url(place):
-        Objects(str(place)).write(name, text.encode())
+    if is_url(folder):
+        Objects(str(folder)).write(name, text.encode())
         return
-    path = Path(place, name)
+    path = Path(folder, name)
     partial = path.with_name(f"{path.name}.partial")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

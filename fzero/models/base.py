@@ -17,7 +17,7 @@ from fzero.core.stack import stack
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
-from fzero.sharding.unshard import fetching, unshard_tree
+from fzero.sharding.unshard import unshard_block, unshard_tree
 
 Batch = dict[str, Tensor]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
 
@@ -126,9 +126,9 @@ def init_params(
     def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
         spec = specs.get(name, Spec())
         if std == 0.0:
-            leaf = torch.full(slices.window(shape, spec, mesh)[1], mean, dtype=dtype, device=device)
+            leaf = torch.full(slices.local_slice(shape, spec, mesh)[1], mean, dtype=dtype, device=device)
         else:
-            leaf = draw.normal(prng.fold_in(key, name), shape, spec, mesh, mean, std, dtype, device)
+            leaf = draw.draw_normal(prng.fold_in(key, name), shape, spec, mesh, mean, std, dtype, device)
         return then(name, leaf)
 
     return model.init(make)
@@ -139,7 +139,7 @@ def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | N
     ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
     x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
-    block = model.block if plan is None or ctx.mesh.size == 1 else fetching(model.block, plan)
+    block = model.block if plan is None or ctx.mesh.size == 1 else unshard_block(model.block, plan)
     return stack(block, params["blocks"], x, inner, remat=ctx.remat, compiled=ctx.compiled)
 
 

@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass elsewhere than on the device: last in, first out, the next one fetched ahead."""
+"""Activations kept for the backward pass in host memory or on a disk: last in, first out, the next ones fetched one ahead."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fzero.offload.scratch import ScratchFile
 
 
 class DiskActivations:
-    """A list of lists of tensors on a disk, with `append` and `pop`: written behind, and read one ahead on the way back."""
+    """A stack of lists of tensors on a disk: `append` starts a write, and `pop` starts the read of the next list."""
 
     def __init__(self, scratch: ScratchFile) -> None:
         self.scratch, self.sizes = scratch, []
         self.ahead: Callable[[], list[Tensor]] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
-        """Put tensors on top; they may be changed or dropped at once."""
-        assert self.ahead is None, "a pile is taken down before another is built"
+        """Push a list of tensors; they may be changed as soon as this returns."""
+        assert self.ahead is None, "all lists must be popped before the next append"
         for j, tensor in enumerate(tensors):
             self.scratch.write(("acts", len(self.sizes), j), tensor.detach())
         self.sizes.append([tensor.device for tensor in tensors])
 
     def pop(self) -> list[Tensor]:
-        """The tensors on top, which leave the pile."""
+        """Remove and return the last list of tensors."""
         finish = self.ahead or self._fetch()
         self.ahead = self._fetch() if self.sizes else None
         return finish()
@@ -41,7 +41,7 @@ class DiskActivations:
 
 
 class HostActivations:
-    """The same in the host's pinned memory, for tensors of a CUDA device: copied by a stream of its own. In a plan there is none."""
+    """The same stack in pinned host memory, for tensors of a CUDA device, copied by a stream of its own (in a plan there is no stream)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.planned = device, device == ELSEWHERE
@@ -50,7 +50,7 @@ class HostActivations:
         self.ahead: tuple[list[Tensor], torch.cuda.Event | None] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
-        """Put tensors on top."""
+        """Push a list of tensors."""
         if self.planned:
             self.held.append([torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in tensors])
             return
@@ -61,7 +61,7 @@ class HostActivations:
             tensor.record_stream(self.stream)
 
     def pop(self) -> list[Tensor]:
-        """The tensors on top, which leave the pile."""
+        """Remove and return the last list of tensors."""
         found, event = self.ahead or self._fetch()
         self.ahead = self._fetch() if self.held else None
         if event is None:

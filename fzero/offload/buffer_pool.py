@@ -1,4 +1,4 @@
-"""The memory that everything on its way to or from a disk passes through: allocated once, lent in pieces, never more than its size."""
+"""The memory through which all transfers to and from a disk pass: allocated once, lent as buffers, never more than its size."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PAGE = 4096  # bytes: what a direct transfer begins and ends at
+from fzero.core.storage import PAGE
+
 HUGE = 2 << 20
 
 
-def padded(n: int) -> int:
+def round_to_pages(n: int) -> int:
     """The smallest multiple of PAGE that is at least `n`."""
     return -(-n // PAGE) * PAGE
 
 
 class Buffer(NamedTuple):
-    """A piece of the arena as a tensor. It is lent until the last tensor that shares its memory is gone."""
+    """Memory of a buffer pool as a tensor; it is returned to the pool when the last tensor that shares it is freed."""
 
     raw: Tensor  # uint8, whole pages
     view: Tensor  # the same memory, in the shape and dtype asked for
 
 
 class BufferPool:
-    """`size` bytes (rounded up to whole huge pages) for Buffers.
+    """A pool of `size` bytes, rounded up to whole huge pages, from which `take` lends Buffers.
 
-    The memory is anonymous, in huge pages where the system has them (a direct transfer then describes it in few pieces), touched once,
-    and pinned where there is CUDA.
+    The memory is anonymous, in huge pages if the system has them (then a direct transfer needs few descriptors),
+    touched once, and pinned if there is CUDA.
     """
 
     def __init__(self, size: int) -> None:
@@ -60,15 +61,15 @@ class BufferPool:
         self.lent = self.peak = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Callable[[], bool] = lambda: False) -> Buffer:
-        """A Buffer of `shape`; its values are whatever was there. Waits for one to be returned while `busy()`.
+        """Lend an uninitialised Buffer of `shape`; while `busy()`, wait for memory to be returned.
 
-        Raises ValueError where the arena is too small for what is held at a time.
+        Raises ValueError if the pool is too small for the buffers that are held at the same time.
         """
         n = math.prod(shape) * dtype.itemsize
-        size = max(PAGE, padded(n))
+        size = max(PAGE, round_to_pages(n))
         while True:
-            working = busy()  # asked first: a request that ends after this has returned its memory before the next look
-            offset = self._place(size)
+            working = busy()  # called first: a request that ends after this call has returned its memory before the next check
+            offset = self._find_room(size)
             if offset is not None:
                 break
             if not working and self.returned.empty():
@@ -80,19 +81,19 @@ class BufferPool:
                 self.returned.put(self.returned.get(timeout=0.05))
         block = np.ndarray((size,), np.uint8, buffer=self.memory, offset=self.base + offset)
         raw = torch.from_numpy(block)
-        weakref.finalize(block, self._give, offset, size).atexit = False
+        weakref.finalize(block, self._return, offset, size).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is a piece of this memory."""
+        """Whether a storage lies in this memory."""
         start = np.frombuffer(self.memory, np.uint8).ctypes.data + self.base
         return start <= storage.data_ptr() < start + self.size
 
-    def _give(self, offset: int, size: int) -> None:
-        # Called by whoever drops the last reference, in any thread, even by a garbage collection inside `take`: no lock may be needed.
+    def _return(self, offset: int, size: int) -> None:
+        # Called when the last reference is dropped, in any thread, even by a garbage collection inside `take`: it may not take a lock.
         self.returned.put((offset, size))
 
-    def _place(self, size: int) -> int | None:
+    def _find_room(self, size: int) -> int | None:
         with self.lock:
             back = []
             with suppress(Empty):

@@ -1,7 +1,7 @@
-"""Leaves as zarr3 arrays: one array for each, one chunk for each slot, layer and rank, uncompressed, so that a chunk's file is its bytes.
+"""Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank, so that the file of a chunk is its bytes.
 
-tensorstore creates, describes and opens the arrays. Where they are on a local disk that takes direct transfers, chunks are read and
-overwritten in place, in rows; elsewhere tensorstore itself reads and writes them.
+tensorstore creates and opens the arrays. On a local disk that takes direct transfers, rows of chunks are read and
+overwritten in place; elsewhere tensorstore itself reads and writes them.
 """
 
 from __future__ import annotations
@@ -19,46 +19,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.storage import context, is_url, kvstore
-from fzero.offload.buffer_pool import PAGE, Buffer, BufferPool, padded
-from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, open_direct, serves_direct
-
-
-class Damaged(ValueError):
-    """A store does not hold what was written to it, or no step as a whole: a checkpoint may serve in its place."""
+from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
+from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
+from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
+from fzero.sharding.slices import row_blocks
 
 
 class LeafFiles(NamedTuple):
-    """One rank's part of a leaf as it lies in a store."""
+    """The shape, dtype and files of one rank's shard of a leaf in a store."""
 
-    shape: tuple[int, ...]  # of the shard, a stacked one with its layers first
+    shape: tuple[int, ...]  # of the shard; the first dim of a stacked leaf counts the layers
     dtype: torch.dtype
     stacked: bool = False
     slots: int = 2
 
     @property
     def layers(self) -> int:
-        """The number of its chunks in a slot."""
+        """The number of chunks of a slot: one for each layer."""
         return self.shape[0] if self.stacked else 1
 
     @property
     def chunk(self) -> tuple[int, ...]:
-        """The shape of one layer of it, or of all where it is not stacked."""
+        """The shape of a layer, or of the whole shard if it is not stacked."""
         return self.shape[1:] if self.stacked else self.shape
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of a chunk without what fills its last page."""
+        """The bytes of a chunk without the padding of its last page."""
         return math.prod(self.chunk) * self.dtype.itemsize
 
     @property
     def file_bytes(self) -> int:
-        """The bytes of a chunk's file: whole pages, and one for a leaf without elements."""
-        return max(PAGE, padded(self.chunk_bytes))
+        """The bytes of a chunk's file: whole pages, and one page for a leaf without elements."""
+        return max(PAGE, round_to_pages(self.chunk_bytes))
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row: an index of the first dim of a chunk."""
+        """The bytes of one row of a chunk: of one index of its first dim."""
         return math.prod(self.chunk[1:]) * self.dtype.itemsize
 
 
@@ -66,14 +63,14 @@ Rows = tuple[int, int]
 
 
 class RowRead(NamedTuple):
-    """Rows of a chunk on their way into a buffer."""
+    """A read of rows of a chunk into a buffer."""
 
     buffer: Buffer
     pending: DiskRequest
-    failed: Callable[[OSError], ValueError]  # what to tell of a transfer that failed
+    failed: Callable[[OSError], ValueError]  # the error to raise for a failed transfer
 
     def wait(self) -> Tensor:
-        """The rows; raises ValueError where they cannot be read."""
+        """Wait for the rows and return them; raises ValueError if they cannot be read."""
         try:
             self.pending.wait()
         except OSError as error:
@@ -82,35 +79,35 @@ class RowRead(NamedTuple):
 
 
 class Chunks:
-    """The arrays of a store, as one rank sees them: its own chunks.
+    """One rank's chunks of the arrays of a store.
 
-    create: make arrays and files that are not there yet, with all of their space, so that no later write finds the disk full.
+    create: make missing arrays and files and allocate all of their space, so that no later write finds the disk full.
     """
 
     def __init__(
-        self, place: str | Path, leaves: dict[str, LeafFiles], rank: int, ranks: int, arena: BufferPool, disk: DiskIO, *, create: bool
+        self, folder: str | Path, leaves: dict[str, LeafFiles], rank: int, ranks: int, buffers: BufferPool, disk: DiskIO, *, create: bool
     ) -> None:
-        self.place, self.leaves, self.rank, self.ranks, self.arena, self.disk = place, leaves, rank, ranks, arena, disk
-        self.direct = not is_url(place) and serves_direct(Path(place))
+        self.folder, self.leaves, self.rank, self.ranks, self.buffers, self.disk = folder, leaves, rank, ranks, buffers, disk
+        self.direct = not is_url(folder) and serves_direct(Path(folder))
         self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
         self.arrays: dict[str, Any] = {}
         self.synced: set[int] = set()  # slots all of whose files were synced since they were opened
-        self.in_place = self.direct and file_system(Path(place)) in IN_PLACE
-        if not self.direct and not is_url(place):
+        self.in_place = self.direct and file_system(mount_point(folder)) in IN_PLACE
+        if not self.direct and not is_url(folder):
             warnings.warn(
-                f"{place}: its file system refuses direct transfers (O_DIRECT); it is used through tensorstore, slower", stacklevel=3
+                f"{folder}: its file system refuses direct transfers (O_DIRECT); it is used through tensorstore, slower", stacklevel=3
             )
         if create and rank == 0:
             for name, kept in leaves.items():
-                _open_array(place, name, kept, ranks, create=True)
+                _open_array(folder, name, kept, ranks, create=True)
         if not self.direct:
             return
         _allow_files(sum(kept.slots * kept.layers for kept in leaves.values()))
 
     def open(self, held: set[int]) -> None:
-        """Open this rank's chunks, once the arrays are there; the files of slots that are not `held` are made where they are missing."""
+        """Open this rank's chunks, once the arrays exist; missing files of slots that are not `held` are created."""
         if not self.direct:
-            self.arrays = {name: _open_array(self.place, name, kept, self.ranks, create=False) for name, kept in self.leaves.items()}
+            self.arrays = {name: _open_array(self.folder, name, kept, self.ranks, create=False) for name, kept in self.leaves.items()}
             return
         for name, kept in self.leaves.items():
             for slot in range(kept.slots):
@@ -120,14 +117,14 @@ class Chunks:
 
     def path(self, name: str, slot: int, layer: int) -> Path:
         """The file of a chunk."""
-        return Path(self.place, "arrays", name, "c", str(slot), str(layer), str(self.rank), "0")
+        return Path(self.folder, "arrays", name, "c", str(slot), str(layer), str(self.rank), "0")
 
     def _open_file(self, name: str, kept: LeafFiles, slot: int, layer: int, create: bool) -> int:
         path, size = self.path(name, slot, layer), kept.file_bytes
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.is_file():
-            raise Damaged(f"{path}: is missing, a part of {name}; the store in {self.place} is damaged: resume from a checkpoint")
+            raise Damaged(f"{path}: is missing, a part of {name}; the store in {self.folder} is damaged: resume from a checkpoint")
         fd = open_direct(path, os.O_RDWR | (os.O_CREAT if create else 0))
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
@@ -140,32 +137,27 @@ class Chunks:
         elif (found := os.fstat(fd).st_size) != size:
             os.close(fd)
             raise Damaged(
-                f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.place} is damaged: "
+                f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.folder} is damaged: "
                 "resume from a checkpoint"
             )
         return fd
 
     def failed(self, error: OSError) -> ValueError:
-        """What to tell of a transfer that failed."""
+        """The ValueError to raise for a failed transfer."""
         if error.errno == errno.ENOSPC:
             total = sum(k.slots * k.layers * k.file_bytes for k in self.leaves.values()) * self.ranks
             return ValueError(
-                f"{self.place}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
+                f"{self.folder}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
             )
         return ValueError(
-            f"{self.place}: {error.strerror or error}; the store holds its last complete step: go on from it when the disk is well, "
-            "or resume from a checkpoint"
+            f"{self.folder}: {error.strerror or error}; the store holds its last complete step: resume from it when the disk works again, "
+            "or from a checkpoint"
         )
 
-    def pieces(self, name: str, most: int) -> list[Rows]:
-        """Row ranges of a chunk of at most `most` bytes each, that begin at pages: what can be read and written apart."""
+    def row_blocks(self, name: str, most: int) -> list[Rows]:
+        """Ranges of a chunk's rows, of about `most` bytes each at most, that begin at pages: each can be read and written alone."""
         kept = self.leaves[name]
-        rows = kept.chunk[0] if kept.chunk else 1
-        if kept.chunk_bytes <= most or not kept.row_bytes:
-            return [(0, rows)]
-        step = PAGE // math.gcd(PAGE, kept.row_bytes)
-        length = max(step, most // kept.row_bytes // step * step)
-        return [(at, min(at + length, rows)) for at in range(0, rows, length)]
+        return row_blocks((kept.chunk[0] if kept.chunk else 1, kept.row_bytes), most)
 
     def _span(self, name: str, rows: Rows | None) -> tuple[LeafFiles, tuple[int, ...], int]:
         kept = self.leaves[name]
@@ -174,9 +166,9 @@ class Chunks:
         return kept, (rows[1] - rows[0], *kept.chunk[1:]), rows[0] * kept.row_bytes
 
     def read(self, name: str, slot: int, layer: int, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
-        """Start to read rows of a chunk (None: all of it); they must begin at a page."""
+        """Start to read rows of a chunk (None: all of it), which must begin at a page."""
         kept, shape, offset = self._span(name, rows)
-        buffer = self.arena.take(shape, kept.dtype, self.disk.busy)
+        buffer = self.buffers.take(shape, kept.dtype, self.disk.busy)
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
             return RowRead(buffer, self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority), self.failed)
@@ -187,7 +179,7 @@ class Chunks:
             np.copyto(_numpy(buffer.view), found)
             return buffer.view.nbytes
 
-        return RowRead(buffer, self.disk.run(_reported(work), write=False, priority=priority), self.failed)
+        return RowRead(buffer, self.disk.run(_raise_os_error(work), write=False, priority=priority), self.failed)
 
     def write(
         self,
@@ -200,7 +192,10 @@ class Chunks:
         priority: int = NEXT,
         note: Callable[[memoryview], None] | None = None,
     ) -> DiskRequest:
-        """Start to write rows of a chunk; the buffer is lent until that is done. note: is called with each block of it first."""
+        """Start to write rows of a chunk from a buffer, which may not change until that is done.
+
+        note: called with each block of the buffer before it is written.
+        """
         kept, shape, offset = self._span(name, rows)
         assert tuple(buffer.view.shape) == shape and buffer.view.dtype == kept.dtype, f"{name}: {buffer.view.shape} is not {shape}"
         if self.direct:
@@ -214,13 +209,13 @@ class Chunks:
             self.arrays[name][slot, layer, self.rank, first : first + count].write(_numpy(buffer.view)).result()
             return buffer.view.nbytes
 
-        return self.disk.run(_reported(work), write=True, priority=priority)
+        return self.disk.run(_raise_os_error(work), write=True, priority=priority)
 
     def sync(self, slot: int) -> None:
-        """Make what was written to a slot durable, against a loss of power too.
+        """Make all writes to a slot durable, also against a loss of power.
 
-        A file that was made ready needs a sync of its own when it is first written. After that, where a file system overwrites in place,
-        all that is missing is that the disk empties its own cache, which one sync of any file asks for.
+        A file with newly allocated space needs a sync of its own after its first write. Later, if the file system
+        overwrites in place, only the disk's own cache must be flushed, which a sync of any one file does.
         """
         if not self.direct:
             return
@@ -242,7 +237,7 @@ class Chunks:
         self.synced.add(slot)
 
     def trim(self, held: set[int]) -> None:
-        """Give the space of the slots that are not `held` back to the disk."""
+        """Free the disk space of the slots that are not `held`."""
         for (name, slot, layer), fd in list(self.files.items()):
             if slot not in held and self.leaves[name].slots > 1:
                 os.close(fd)
@@ -256,12 +251,12 @@ class Chunks:
         self.files.clear()
 
 
-def _open_array(place: str | Path, name: str, kept: LeafFiles, ranks: int, *, create: bool) -> Any:
-    """The array [slots, layers, ranks, elements of a chunk] of a leaf; what fills the last page is part of it."""
+def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, create: bool) -> Any:
+    """The array [slots, layers, ranks, elements of a chunk] of a leaf, in which the padding of a chunk's last page counts as elements."""
     import tensorstore
 
     n = kept.file_bytes // kept.dtype.itemsize
-    spec = {"driver": "zarr3", "kvstore": kvstore(place, "arrays", name), "store_data_equal_to_fill_value": True}
+    spec = {"driver": "zarr3", "kvstore": kvstore(folder, "arrays", name), "store_data_equal_to_fill_value": True}
     if create:
         spec["metadata"] = {
             "shape": [kept.slots, kept.layers, ranks, n],
@@ -274,12 +269,12 @@ def _open_array(place: str | Path, name: str, kept: LeafFiles, ranks: int, *, cr
         return tensorstore.open(spec, open=True, create=create, context=context()).result()
     except (ValueError, RuntimeError) as error:
         said = str(error).split(" [")[0].splitlines()[0]
-        raise Damaged(f"{place}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
+        raise Damaged(f"{folder}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
 
 
-def chunk_of(place: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
-    """The bytes (uint8) of one chunk of any rank, through tensorstore: for those who read a store once."""
-    found = _open_array(place, name, kept, 0, create=False)[slot, layer, rank].read().result()
+def read_chunk(folder: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
+    """The bytes (uint8) of one chunk of any rank, through tensorstore."""
+    found = _open_array(folder, name, kept, 0, create=False)[slot, layer, rank].read().result()
     return np.ascontiguousarray(found).view(np.uint8)
 
 
@@ -292,8 +287,8 @@ def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.numpy().reshape(-1)
 
 
-def _reported(work: Any) -> Any:
-    """`work` whose failures are those of a disk."""
+def _raise_os_error(work: Any) -> Any:
+    """`work` with tensorstore's errors raised as OSError."""
 
     def run() -> int:
         try:
@@ -305,17 +300,6 @@ def _reported(work: Any) -> Any:
 
 
 IN_PLACE = ("ext4", "xfs")  # file systems that overwrite a file's own blocks
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that an existing path is on, "" where that cannot be told."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    device = os.stat(path).st_dev
-    found = [kind for _, point, kind, *_ in mounts if os.path.exists(point) and os.stat(point).st_dev == device]
-    return found[-1] if found else ""
 
 
 def _allow_files(count: int) -> None:

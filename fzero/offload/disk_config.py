@@ -1,4 +1,4 @@
-"""What is known of this machine's disks: where they are mounted, and the user's file of the Settings that `fzero bench disk` found."""
+"""The user's file of disk settings that `fzero bench disk` found, by mount point."""
 
 from __future__ import annotations
 
@@ -11,30 +11,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from fzero.core.storage import is_url
-from fzero.offload.buffer_pool import PAGE
-from fzero.offload.disk_io import DiskSettings
-
-
-def mount_point(path: str | Path) -> str:
-    """The folder at which the file system of `path` is mounted; of a path that is not there yet, that of its first parent that is."""
-    folder = Path(os.path.realpath(path))
-    while not folder.exists():
-        folder = folder.parent
-    device = folder.stat().st_dev
-    while folder != folder.parent and folder.parent.stat().st_dev == device:
-        folder = folder.parent
-    return str(folder)
-
-
-def file_system(mount: str) -> str:
-    """The kind of file system mounted at `mount`, such as ext4, or "" where the system does not tell."""
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    kinds = [kind for _, at, kind, *_ in map(str.split, lines) if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), at) == mount]
-    return kinds[-1] if kinds else ""
+from fzero.core.storage import PAGE, is_url
+from fzero.offload.disk_io import DiskSettings, mount_point
 
 
 def config_file() -> Path:
@@ -59,11 +37,14 @@ def _read_config() -> tuple[str, dict[str, Any]]:
     return text, found
 
 
-def settings_for(place: str | Path) -> DiskSettings:
-    """The Settings that `fzero bench disk` found for the disk of `place`, or the default ones; raises ValueError for a broken file."""
-    if is_url(place):
+def load_settings(folder: str | Path) -> DiskSettings:
+    """The DiskSettings that `fzero bench disk` found for the disk of `folder`, or the default.
+
+    Raises ValueError for an invalid file.
+    """
+    if is_url(folder):
         return DiskSettings()
-    mount = mount_point(place)
+    mount = mount_point(folder)
     entry = _read_config()[1].get("disk", {}).get(mount, {})
     values = {name: entry[name] for name in DiskSettings._fields if name in entry}
     for name, value in values.items():
@@ -76,10 +57,11 @@ def settings_for(place: str | Path) -> DiskSettings:
     return DiskSettings(**values)
 
 
-def save(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> Path:
-    """Put the settings of a disk into the user's file, in the place of older ones; all else there stays as it is. Returns the file.
+def save_settings(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> Path:
+    """Write the settings of a disk into the user's file, replacing older ones of that disk only.
 
-    gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError where the file is broken.
+    Returns the file's path.
+    gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError if the file is invalid.
     """
     path = config_file()
     text, before = _read_config()

@@ -1,6 +1,7 @@
-"""Direct reads and writes of files, in blocks, by a few threads: the page cache is passed by, and the interpreter is not held.
+"""Direct reads and writes of files, in blocks, by a few threads.
 
-Requests are served by priority, then in the order in which they came; a large one is cut into blocks that several threads work on.
+They bypass the page cache and release the interpreter's lock.
+Requests are served by priority, then in order of arrival; a large one is cut into blocks that several threads transfer.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import errno
 import heapq
 import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,35 +21,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.offload.buffer_pool import PAGE
+from fzero.core.storage import PAGE
 
-# Priorities: what the computation waits for next comes first.
+# Priorities: the data that the computation needs next comes first.
 NEXT, LATER = 0, 1
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class DiskSettings(NamedTuple):
-    """How a disk is used; `fzero bench disk` finds the best of one."""
+    """Block size and threads of the transfers to a disk; `fzero bench disk` finds the best for a disk."""
 
-    block_bytes: int = 16 << 20  # of one operation: two of them are as many requests of 4 MiB as fill a disk, at little CPU time
+    block_bytes: int = 16 << 20  # of one operation: with 2 threads, enough requests to keep a disk busy at little CPU time
     readers: int = 2  # threads
     writers: int = 2
 
     def share(self, ranks: int) -> DiskSettings:
-        """The settings of one of `ranks` processes that share the disk: each has a part of the operations in flight, so none starves."""
+        """The settings of each of `ranks` processes that share the disk: its threads are divided among them."""
         return self._replace(readers=max(1, self.readers // ranks), writers=max(1, self.writers // ranks))
 
 
 class DiskTraffic(NamedTuple):
-    """What a disk has done so far."""
+    """The bytes that a DiskIO has moved so far, and the time spent waiting for them."""
 
     read_bytes: int = 0
     written_bytes: int = 0
-    waited_s: float = 0.0  # by the computation, which is the thread that made the Disk
+    waited_s: float = 0.0  # seconds, of the thread that made the DiskIO
 
 
 class DiskRequest:
-    """A request under way; `wait()` returns once it is done, and raises what went wrong."""
+    """A transfer under way; `wait()` returns when it is done, or raises its error."""
 
     def __init__(self, disk: DiskIO | None, blocks: int) -> None:
         self.disk, self.left, self.error = disk, blocks, None
@@ -56,7 +58,7 @@ class DiskRequest:
             self.done.set()
 
     def wait(self) -> None:
-        """Wait for it; raises what a transfer failed with, an OSError as a rule."""
+        """Wait until the transfer is done; raises its error, usually an OSError."""
         if not self.done.is_set():
             begin = time.perf_counter()
             self.done.wait()
@@ -67,13 +69,16 @@ class DiskRequest:
 
 
 class DiskIO:
-    """Threads that move bytes between tensors and files. Each kind of transfer has threads of its own, so that both go on at once."""
+    """Threads that move bytes between tensors and files.
+
+    Reads and writes have threads of their own, so that both run at the same time.
+    """
 
     def __init__(self, settings: DiskSettings = DiskSettings()) -> None:  # noqa: B008
         self.settings = settings
         self.lock = threading.Lock()
         self.queues: dict[bool, list] = {False: [], True: []}  # by whether it is a write
-        # A token for each block that is queued, and one for each thread at the end: one block wakes one thread.
+        # A token for each queued block, and one for each thread when it must end: a block wakes one thread.
         self.tokens: dict[bool, SimpleQueue] = {False: SimpleQueue(), True: SimpleQueue()}
         self.order = itertools.count()
         self.in_flight = 0  # requests
@@ -86,28 +91,28 @@ class DiskIO:
             thread.start()
 
     def moved(self) -> DiskTraffic:
-        """What it has done so far."""
+        """The traffic so far."""
         return DiskTraffic(self.read_bytes, self.written_bytes, self.waited_s)
 
     def busy(self) -> bool:
-        """Whether a request is under way, or another thread uses the buffers: some may be returned soon."""
+        """Whether a request is under way, or another thread uses the buffers, so that memory may be returned soon."""
         return self.in_flight > 0 or self.shared
 
     def read(self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT) -> DiskRequest:
-        """Fill `raw` (uint8, contiguous; whole pages for direct files) from the bytes of a file at `offset` on."""
+        """Start to read `raw` (uint8, contiguous; whole pages for direct files) from a file at `offset`."""
         return self._put(False, fd, raw, offset, priority)
 
     def write(
         self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT, note: Callable[[memoryview], None] | None = None
     ) -> DiskRequest:
-        """Write `raw` into a file at `offset`; `raw` must stay as it is until the request is done.
+        """Start to write `raw` to a file at `offset`; `raw` may not change until the request is done.
 
-        note: is called with each block before it is written, by the thread that does.
+        note: called with each block before it is written, by the thread that writes it.
         """
         return self._put(True, fd, raw, offset, priority, note)
 
     def run(self, work: Callable[[], int], *, write: bool, priority: int = NEXT) -> DiskRequest:
-        """Have a thread call `work`, which returns the bytes that it has moved."""
+        """Have a thread call `work`, which returns the number of bytes that it moved."""
         pending = DiskRequest(self, 1)
         self._queue(write, [work], pending, priority)
         return pending
@@ -158,7 +163,7 @@ class DiskIO:
                 pending.done.set()
 
     def close(self) -> None:
-        """End the threads, when what is queued is done."""
+        """End the threads, after all queued requests."""
         if not self.closed:
             self.closed = True
             for write in self.kinds:
@@ -174,7 +179,7 @@ def _transfer(write: bool, fd: int, view: memoryview, offset: int, note: Callabl
         if note is not None:
             note(view)
         done, size = move(fd, [view], offset), len(view)
-        while done < size:  # a direct transfer goes on at a page
+        while done < size:  # a direct transfer can only continue at a page
             moved = 0 if done % PAGE else move(fd, [view[done:]], offset + done)
             if moved == 0:
                 raise OSError(errno.EIO, f"the file ends at byte {offset + done:,}, {size - done:,} bytes too early")
@@ -185,7 +190,7 @@ def _transfer(write: bool, fd: int, view: memoryview, offset: int, note: Callabl
 
 
 def open_direct(path: Path, flags: int = os.O_RDWR) -> int | None:
-    """A descriptor of the file for direct transfers, or None where its file system refuses them."""
+    """A file descriptor for direct transfers, or None if the file system refuses them."""
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o644)
     except OSError as error:
@@ -195,8 +200,32 @@ def open_direct(path: Path, flags: int = os.O_RDWR) -> int | None:
     return fd
 
 
+def mount_point(path: str | Path) -> str:
+    """The folder at which the file system of `path` is mounted.
+
+    If `path` does not exist yet, that of its first parent that does.
+    """
+    folder = Path(os.path.realpath(path))
+    while not folder.exists():
+        folder = folder.parent
+    device = folder.stat().st_dev
+    while folder != folder.parent and folder.parent.stat().st_dev == device:
+        folder = folder.parent
+    return str(folder)
+
+
+def file_system(mount: str) -> str:
+    """The kind of the file system mounted at `mount`, such as "ext4", or "" if the system does not report it."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    kinds = [kind for _, at, kind, *_ in map(str.split, lines) if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), at) == mount]
+    return kinds[-1] if kinds else ""
+
+
 def serves_direct(folder: Path) -> bool:
-    """Whether files in `folder` (which exists) take direct transfers, by trying one."""
+    """Whether files in the existing folder `folder` take direct transfers; it tries one."""
     path = folder / f".direct-{os.getpid()}"
     try:
         fd = open_direct(path, os.O_RDWR | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""Where the offloaded part of a run lives: a folder on a disk, and the buffers that everything on its way there passes through."""
+"""Nvme: a rank's folder on a disk, with the buffers, I/O threads, store and scratch file that use it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from fzero.offload.store import VersionedStore, open_store
 from fzero.sharding.mesh import Mesh
 
 SCRATCH = "scratch"
-LEAST = 64 << 20  # bytes of buffers where nobody says more
+LEAST = 64 << 20  # bytes of buffers if the plan does not need more
 
 
 class Nvme:
-    """The folder and the buffers of one run on this rank. Nothing is made before it is needed.
+    """The disk folder of one run on this rank. Buffers, threads and files are made when they are first needed.
 
-    folder: of the store, on a disk that all ranks see (or a URL that tensorstore knows); None where nothing is on a disk.
-    buffer_bytes: all that is ever in memory on its way to or from the disk; None: what the plan needs (see `plan_bytes`).
-    slots: versions of the state on the disk. 2 make every step atomic, each one more keeps a checkpoint without a copy; 1 saves the space.
-    verify: checksums with every write, compared when a store is opened again. settings: how the disk is used.
+    folder: of the store, on a disk that all ranks see (or a URL that tensorstore knows); None if nothing is on a disk.
+    buffer_bytes: the memory through which all transfers to and from the disk pass; None: what the plan needs (see
+    `need`).
+    slots: versions of the state on the disk. With 2 every step is atomic, each further one keeps a checkpoint without a
+    copy; 1 takes the least space. verify: whether checksums are made with every write and compared when a store is
+    opened again.
+    settings: block size and threads of the disk.
     """
 
     def __init__(
@@ -41,37 +44,37 @@ class Nvme:
             raise ValueError(f"offload: buffer_bytes is {buffer_bytes:,}; it must be at least {1 << 20:,}")
         self.folder, self.buffer_bytes, self.slots, self.verify, self.settings = folder, buffer_bytes, slots, verify, settings
         self.needed = 0
-        self._arena: BufferPool | None = None
+        self._buffers: BufferPool | None = None
         self._disk: DiskIO | None = None
         self._scratch: ScratchFile | None = None
         self.store: VersionedStore | None = None
 
     def need(self, size: int) -> None:
-        """Say how many bytes of buffers the plan needs; the larger of two counts."""
+        """Request at least `size` bytes of buffers, before they are made."""
         self.needed = max(size, self.needed)
 
     @property
-    def arena_bytes(self) -> int:
-        """The bytes of the buffers."""
+    def pool_bytes(self) -> int:
+        """The bytes of the buffer pool."""
         return self.buffer_bytes or max(self.needed, LEAST)
 
     @property
-    def arena(self) -> BufferPool:
-        """The buffers."""
-        if self._arena is None:
-            self._arena = BufferPool(self.arena_bytes)
-        return self._arena
+    def buffers(self) -> BufferPool:
+        """The buffer pool."""
+        if self._buffers is None:
+            self._buffers = BufferPool(self.pool_bytes)
+        return self._buffers
 
     @property
     def disk(self) -> DiskIO:
-        """The disk's threads."""
+        """The threads that read and write."""
         if self._disk is None:
             self._disk = DiskIO(self.settings)
         return self._disk
 
     @property
     def scratch(self) -> ScratchFile:
-        """The file of what a step keeps for itself."""
+        """The nameless file for the activations and gradients of a step."""
         if self._scratch is None:
             if self.folder is None or is_url(self.folder):
                 raise ValueError(
@@ -80,7 +83,7 @@ class Nvme:
             path = Path(self.folder, SCRATCH)
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                self._scratch = ScratchFile(path, self.arena, self.disk)
+                self._scratch = ScratchFile(path, self.buffers, self.disk)
             except OSError as error:
                 raise ValueError(f"{error.filename or path}: {error.strerror}; give a folder that this user may write (--nvme)") from None
         return self._scratch
@@ -88,7 +91,7 @@ class Nvme:
     def open(
         self, leaves: dict[str, LeafFiles], mesh: Mesh, *, owner: dict[str, Any] | None = None, resume: bool = False
     ) -> VersionedStore:
-        """The store of `leaves` in the folder: a new one, or the one that is there."""
+        """Open the store of `leaves` in the folder: a new one, or with `resume` the existing one."""
         if self.folder is None:
             raise ValueError(f"offload: {next(iter(leaves))} is to rest on a disk and no folder is named; name one (--nvme DIR)")
         if self.store is not None:
@@ -96,7 +99,7 @@ class Nvme:
         self.store = open_store(
             self.folder,
             leaves,
-            arena=self.arena,
+            buffers=self.buffers,
             disk=self.disk,
             rank=mesh.rank,
             ranks=mesh.size,
@@ -104,20 +107,20 @@ class Nvme:
             verify=self.verify,
             owner=owner,
             resume=resume,
-            together=partial(barrier, mesh),
+            barrier=partial(barrier, mesh),
         )
         return self.store
 
     def moved(self) -> DiskTraffic:
-        """What the disk has done so far."""
+        """The traffic of the disk so far."""
         return self._disk.moved() if self._disk is not None else DiskTraffic()
 
     def close(self) -> None:
-        """Finish what is under way and close all files."""
+        """Wait for the transfers under way and close all files."""
         if self.store is not None:
             self.store.close()
         if self._scratch is not None:
             self._scratch.close()
         if self._disk is not None:
             self._disk.close()
-        self.store = self._scratch = self._disk = self._arena = None
+        self.store = self._scratch = self._disk = self._buffers = None

@@ -1,4 +1,4 @@
-"""What a step keeps for itself on a disk: activations and gradients. The file has no name, so that nothing is left of it after any end."""
+"""Activations and gradients of a step on a disk, in a file without a name, of which nothing is left after any crash."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.offload.buffer_pool import PAGE, Buffer, BufferPool
+from fzero.core.storage import PAGE
+from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest, serves_direct
-from fzero.sharding.slices import pieces
+from fzero.sharding.slices import row_blocks
 
 
 class Extent(NamedTuple):
-    """Where a value lies in the file, and what it is."""
+    """Where a value lies in the file, its shape and its dtype."""
 
     offset: int
     size: int  # bytes, whole pages
@@ -27,28 +28,31 @@ class Extent(NamedTuple):
 
 
 class ScratchFile:
-    """Values by key in one nameless file of `folder`; a key keeps its place as long as its value fits, so the file stops growing."""
+    """Values by key in one nameless file of `folder`.
 
-    def __init__(self, folder: Path, arena: BufferPool, disk: DiskIO) -> None:
-        self.folder, self.arena, self.disk, self.end = folder, arena, disk, 0
+    A key keeps its extent as long as its value fits, so that the file stops growing.
+    """
+
+    def __init__(self, folder: Path, buffers: BufferPool, disk: DiskIO) -> None:
+        self.folder, self.buffers, self.disk, self.end = folder, buffers, disk, 0
         self.direct = serves_direct(folder)
         if not self.direct:
             warnings.warn(f"{folder}: its file system refuses direct transfers (O_DIRECT); they go through the page cache", stacklevel=3)
         path = folder / f".scratch-{os.getpid()}-{id(self)}"
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
         path.unlink()
-        self.regions: dict[Any, Extent] = {}
+        self.extents: dict[Any, Extent] = {}
         self.writing: dict[Any, DiskRequest] = {}
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
-        """Start to write a value; a tensor is copied, a Buffer must stay as it is."""
+        """Start to write a value; a tensor is copied, a Buffer may not change until it is written."""
         if isinstance(value, Buffer):
             buffer = value
         else:
-            buffer = self.arena.take(tuple(value.shape), value.dtype, self.disk.busy)
+            buffer = self.buffers.take(tuple(value.shape), value.dtype, self.disk.busy)
             buffer.view.copy_(value)
         self._wait(key)
-        size, at = len(buffer.raw), self.regions.get(key)
+        size, at = len(buffer.raw), self.extents.get(key)
         if at is None or at.size < size:
             try:
                 os.posix_fallocate(self.fd, self.end, size)
@@ -56,7 +60,7 @@ class ScratchFile:
                 raise self.failed(error) from error
             at = Extent(self.end, size, (), buffer.view.dtype)
             self.end += size
-        self.regions[key] = at._replace(shape=tuple(buffer.view.shape), dtype=buffer.view.dtype)
+        self.extents[key] = at._replace(shape=tuple(buffer.view.shape), dtype=buffer.view.dtype)
         self.writing[key] = self.disk.write(self.fd, buffer.raw, at.offset, priority=LATER)
 
     def _wait(self, key: Any) -> None:
@@ -67,33 +71,33 @@ class ScratchFile:
                 raise self.failed(error) from error
 
     def failed(self, error: OSError) -> ValueError:
-        """What to tell of a transfer that failed."""
+        """The ValueError to raise for a failed transfer."""
         return ValueError(
             f"{self.folder}: {error.strerror or error}, of activations or gradients ({self.end:,} bytes so far); "
             "make room, or give a folder on another disk (--nvme)"
         )
 
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
-        """Start to read a value, or rows of it that begin at a page."""
+        """Start to read a value, or rows of it, which must begin at a page."""
         self._wait(key)
-        at = self.regions[key]
+        at = self.extents[key]
         shape, offset = at.shape, at.offset
         if rows is not None and shape:
             row = torch.Size(shape[1:]).numel() * at.dtype.itemsize
             assert rows[0] * row % PAGE == 0, f"{key}: rows {rows} begin inside a page"
             shape, offset = (rows[1] - rows[0], *shape[1:]), offset + rows[0] * row
-        buffer = self.arena.take(shape, at.dtype, self.disk.busy)
+        buffer = self.buffers.take(shape, at.dtype, self.disk.busy)
         return RowRead(buffer, self.disk.read(self.fd, buffer.raw, offset, priority=priority), self.failed)
 
     def close(self) -> None:
-        """Give the file back to the disk."""
+        """Wait for all writes and close the file, which frees its disk space."""
         for pending in self.writing.values():
             pending.done.wait()
         os.close(self.fd)
 
 
 class ScratchTensor:
-    """The sum of a leaf's gradients in a scratch file, layer by layer, while a step holds it. It is read in `dtype`."""
+    """The gradient sum of a leaf in a scratch file, layer by layer; it is read in `dtype`."""
 
     requires_grad = False
 
@@ -104,8 +108,8 @@ class ScratchTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole leaf, once a layer is there."""
-        chunk = self.scratch.regions[*self.key, 0].shape
+        """The shape of the whole leaf; known once a layer has been added."""
+        chunk = self.scratch.extents[*self.key, 0].shape
         return torch.Size(chunk if self.depth is None else (self.depth, *chunk))
 
     def dim(self) -> int:
@@ -113,7 +117,7 @@ class ScratchTensor:
         return len(self.shape)
 
     def add(self, layer: int, value: Tensor) -> None:
-        """Add to a layer, in the dtype of its first value."""
+        """Add a value to the sum of a layer, in the dtype of its first value."""
         if layer not in self.begun:
             self.begun.add(layer)
             self.scratch.write((*self.key, layer), value)
@@ -123,19 +127,19 @@ class ScratchTensor:
         self.scratch.write((*self.key, layer), reading.buffer)
 
     def plus(self, other: ScratchTensor) -> ScratchTensor:
-        """The sum of both, in `dtype`, in the place of this one."""
+        """Add another sum to this one, in `dtype`, and return this one."""
         for layer in sorted(other.begun):
             mine, theirs = self.read(layer), other.read(layer)
             self.scratch.write((*self.key, layer), mine.wait().to(self.dtype).add_(theirs.wait()))
         return self
 
     def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = LATER) -> RowRead:
-        """Start to read rows of a layer, as they lie there."""
+        """Start to read rows of a layer, in the dtype in which they were written."""
         return self.scratch.read((*self.key, layer), rows, priority=priority)
 
-    def walk(self) -> Iterator[tuple[int, Tensor]]:
-        """(layer, rows of it) for all pieces, in order, each read while the one before it is used."""
-        order = [(layer, rows) for layer in range(self.depth or 1) for rows in pieces(self.scratch.regions[*self.key, layer].shape)]
+    def iterate_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """(layer, row block) for all row blocks, in order, each read while the one before it is used."""
+        order = [(layer, rows) for layer in range(self.depth or 1) for rows in row_blocks(self.scratch.extents[*self.key, layer].shape)]
         begun = (order[0][0], self.read(*order[0]))
         for after in [*order[1:], None]:
             layer, reading = begun
@@ -143,7 +147,7 @@ class ScratchTensor:
                 begun = (after[0], self.read(*after))
             value = reading.wait()
             if value.dtype != self.dtype:
-                # In a buffer: freed and made again each time, memory of this size would leave holes in the heap.
-                value = self.scratch.arena.take(tuple(value.shape), self.dtype, self.scratch.disk.busy).view.copy_(value)
+                # In a buffer: allocating and freeing memory of this size each time would fragment the heap.
+                value = self.scratch.buffers.take(tuple(value.shape), self.dtype, self.scratch.disk.busy).view.copy_(value)
             yield layer, value
             del value, reading

@@ -1,13 +1,13 @@
 """A state that lives on a disk: versions of its leaves in slots, of which one is complete at every instant.
 
-A step reads the slot of the last complete step and writes another one; `commit` makes that the last complete step by replacing one small
-file, step.json. So whatever ends a run, the store holds exactly one of its steps. With one slot a step overwrites what it reads: the store
-says so while it does, and is of no use where a run ends meanwhile.
+A step reads the slot of the last complete step and writes another one; `commit` makes that the last complete step by
+replacing one small file, step.json. So after any crash the store holds exactly one of the run's steps. With one slot a
+step overwrites what it reads: step.json is marked dirty meanwhile, and a store whose run ended then cannot be resumed.
 
-store.json   what the store is of: its leaves, ranks and owner
+store.json   the description of the store: its leaves, ranks and owner
 step.json    the last complete step: its slot, the checkpoints in other slots, and the small values of the state
 sums/        checksums of the chunks, a file for each slot and rank
-arrays/      the leaves, see chunks.py
+arrays/      the leaves, see chunk_files.py
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.storage import is_url, read_text, write_text
+from fzero.core.storage import Damaged, is_url, read_text, write_text
 from fzero.offload.buffer_pool import Buffer, BufferPool
-from fzero.offload.chunk_files import Chunks, Damaged, LeafFiles, RowRead, Rows
+from fzero.offload.chunk_files import Chunks, LeafFiles, RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest
 from fzero.offload.store_manifest import (
     STEP,
     STORE,
     StepManifest,
-    describe,
-    expect_same,
+    check_same_store,
+    describe_store,
     read_description,
     read_step_manifest,
+    step_manifest_text,
     sums_name,
-    to_text,
 )
 
-OURS = {"arrays", "sums", "scratch", f"{STORE}.partial"}  # what may lie where a run ended before its store was described
+OURS = {"arrays", "sums", "scratch", f"{STORE}.partial"}  # may exist in a folder in which a run ended before store.json was written
 WORD = 1 << 64
 
 
 class VersionedStore:
-    """Leaves of a state on a disk, as one rank sees them. `open_store` makes one."""
+    """One rank's leaves of a state on a disk, in versions; `open_store` makes it."""
 
     def __init__(self, chunks: Chunks, slots: int, verify: bool) -> None:
         self.chunks, self.slots, self.verify = chunks, slots, verify
-        self.arena, self.disk, self.place = chunks.arena, chunks.disk, chunks.place
+        self.buffers, self.disk, self.folder = chunks.buffers, chunks.disk, chunks.folder
         self.record: StepManifest | None = None
-        self.target: int | None = None  # the slot that is being written
-        # Of what is being written: {(leaf, layer): {first row: sums of blocks}}.
+        self.target: int | None = None  # the slot being written
+        # Of the version being written: {(leaf, layer): {first row: sums of blocks}}.
         self.sums: dict[tuple[str, int], dict[int, list[int]]] = {}
-        self.fixed: dict[str, list[int]] = {}  # of leaves of one slot that are written once
+        self.fixed: dict[str, list[int]] = {}  # checksums of leaves with one slot, which are written once
         self.writing: list[DiskRequest] = []
 
     @property
@@ -62,7 +62,7 @@ class VersionedStore:
         return self.chunks.leaves
 
     def slot_of(self, name: str, slot: int) -> int:
-        """Where a leaf lies in slot `slot`: a leaf that never changes has one slot only."""
+        """The slot of a leaf in version `slot`: a leaf that never changes has only slot 0."""
         return slot if self.leaves[name].slots > 1 else 0
 
     def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT, slot: int | None = None) -> RowRead:
@@ -71,7 +71,7 @@ class VersionedStore:
         return self.chunks.read(name, self.slot_of(name, self.record.slot if slot is None else slot), layer, rows, priority=priority)
 
     def begin(self) -> None:
-        """Begin to write the next version, into a slot that holds none that counts. Nothing happens where that was begun already."""
+        """Begin the next version, in a slot that holds no needed step; does nothing if a version has been begun."""
         if self.target is not None:
             return
         held = {self.record.slot, *self.record.pinned} if self.record is not None and self.slots > 1 else set()
@@ -83,45 +83,57 @@ class VersionedStore:
         self.sums = {}
 
     def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> DiskRequest:
-        """Start to write rows of a layer of a leaf into the next version; its buffer must stay as it is meanwhile."""
+        """Start to write rows of a layer of a leaf into the next version.
+
+        The buffer may not change until that is done.
+        """
         assert self.target is not None, "begin was not called"
         note = None
         if self.verify:
-            # By the threads that write: the sum reads a block just before the disk does.
+            # Summed by the threads that write, just before each block is written, while it is in the cache.
             buffer.raw[buffer.view.nbytes :] = 0
             sums = self.sums.setdefault((name, layer), {}).setdefault(rows[0] if rows else 0, [])
             sums.clear()
-            note = lambda block: sums.append(word_sum(block))  # noqa: E731
+            note = lambda block: sums.append(sum_words(block))  # noqa: E731
         self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
         self.writing.append(self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER, note=note))
         return self.writing[-1]
 
-    def settle(self) -> None:
-        """Wait for all writes; raises ValueError where one failed."""
+    def write_rows(self, name: str, layer: int, rows: Rows, value: Tensor) -> None:
+        """Start to write a copy of `value`, rows of a layer of a leaf, into the next version."""
+        kept = self.leaves[name]
+        buffer = self.buffers.take((rows[1] - rows[0], *kept.chunk[1:]) if kept.chunk else (), kept.dtype, self.disk.busy)
+        buffer.view.copy_(value.reshape(buffer.view.shape))
+        self.write(name, layer, rows, buffer)
+
+    def flush(self) -> None:
+        """Wait for all writes; raises ValueError if one failed."""
         writing, self.writing = self.writing, []
-        for pending in writing:  # all of them, before a failure is told: none may come after what is written next
+        for pending in writing:  # all of them before an error is raised: none may land after later writes
             with suppress(OSError):
                 pending.wait()
         for error in filter(None, (pending.error for pending in writing)):
             raise self.chunks.failed(error) from error
 
-    def commit(self, step: int, values: dict[str, Any], together: Callable[[], None]) -> None:
-        """Make what was written since `begin` the last complete step, or the old leaves with new values where nothing was.
+    def commit(self, step: int, values: dict[str, Any], barrier: Callable[[], None]) -> None:
+        """Make the version written since `begin` the last complete step.
 
-        together: returns when all ranks have called it.
+        Without a `begin`, that is the old leaves with new values.
+        step: its number. values: the small values of the state. barrier: a function that returns when all ranks have
+        called it.
         """
         before = self.record
         slot = before.slot if self.target is None else self.target
         if self.target is not None:
-            self.settle()
+            self.flush()
             sums = {name: [self._sum(name, i) for i in range(kept.layers)] for name, kept in self.leaves.items()}
             if before is None:
                 self.fixed = {name: found for name, found in sums.items() if self.leaves[name].slots == 1}
             self._durably(lambda: self.chunks.sync(slot))
             if self.verify:
                 text = json.dumps(sums | (self.fixed if self.slots > 1 else {}))
-                self._durably(lambda: write_text(self.place, sums_name(slot, self.chunks.rank), text))
-        together()
+                self._durably(lambda: write_text(self.folder, sums_name(slot, self.chunks.rank), text))
+        barrier()
         self.target = None
         self._put(StepManifest(step, slot, values, before.pinned if before else {}))
 
@@ -129,19 +141,20 @@ class VersionedStore:
         return sum(sum(blocks) for blocks in self.sums.get((name, layer), {}).values()) % WORD
 
     def abandon(self) -> None:
-        """Forget what was written since `begin`."""
+        """Discard the version written since `begin`."""
         assert self.slots > 1 or self.target is None, "with one slot there is no version to go back to"
-        self.settle()
+        self.flush()
         self.target = None
 
     def pin(self, keep: int) -> list[int]:
-        """Keep the last complete step as a checkpoint, and of those before it the newest, `keep` in all; returns the steps kept.
+        """Keep the last complete step as a checkpoint, with the newest ones before it, `keep` in all.
 
-        It stays where it is: nothing is copied. Raises ValueError where there are too few slots.
+        Returns the steps that are kept.
+        Nothing is copied: later steps leave its slot alone. Raises ValueError if there are too few slots.
         """
         if keep > self.slots - 2:
             raise ValueError(
-                f"{self.place}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked for; "
+                f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked for; "
                 f"use nvme.slots={keep + 2}"
             )
         pinned = sorted({**self.record.pinned, self.record.slot: self.record.step}.items(), key=lambda item: -item[1])[:keep]
@@ -155,13 +168,13 @@ class VersionedStore:
         self.chunks.trim({self.record.slot, *self.record.pinned})
 
     def finish(self) -> None:
-        """Say that nobody needs the steps any more: the folder may be taken over by another run."""
+        """Mark the run as over, so that another run may take over the folder."""
         self._put(self.record._replace(done=True))
 
     def _put(self, record: StepManifest) -> None:
         self.record = record
         if self.chunks.rank == 0:
-            self._durably(lambda: write_text(self.place, STEP, to_text(record)))
+            self._durably(lambda: write_text(self.folder, STEP, step_manifest_text(record)))
 
     def _durably(self, work: Callable[[], None]) -> None:
         try:
@@ -170,21 +183,21 @@ class VersionedStore:
             raise self.chunks.failed(error) from error
 
     def check(self, slot: int) -> None:
-        """Raise ValueError naming a chunk of the slot that is not what was written there."""
+        """Raise Damaged naming the first chunk of the slot whose checksum does not agree."""
         if not self.verify:
             return
         where = sums_name(slot, self.chunks.rank)
         try:
-            sums = json.loads(read_text(self.place, where) or "null")
+            sums = json.loads(read_text(self.folder, where) or "null")
             sums = {name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()}
         except (ValueError, TypeError, KeyError, IndexError):
             raise Damaged(
-                f"{self.place}/{where}: does not hold the checksums of the store's leaves; it is damaged: resume from a checkpoint"
+                f"{self.folder}/{where}: does not hold the checksums of the store's leaves; it is damaged: resume from a checkpoint"
             ) from None
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
                 at, found = self.slot_of(name, slot), 0
-                for rows in self.chunks.pieces(name, self.arena.size // 4):
+                for rows in self.chunks.row_blocks(name, self.buffers.size // 4):
                     reading = self.chunks.read(name, at, layer, rows)
                     reading.wait()
                     found += checksum(reading.buffer)
@@ -196,14 +209,17 @@ class VersionedStore:
         self.fixed = {name: sums[name] for name, kept in self.leaves.items() if kept.slots == 1}
 
     def close(self) -> None:
-        """Wait for the writes under way and close the files. The disk's threads are the owner's."""
+        """Wait for the writes under way and close the files; the threads of the disk keep running."""
         for pending in self.writing:
             pending.done.wait()
         self.chunks.close()
 
 
 class DiskTensor:
-    """A leaf of a state that lives in a store: what a tensor says of itself, and no memory."""
+    """A leaf of a state in a store: shape, dtype and device of a tensor, without its memory.
+
+    `read` and `tensor` read it.
+    """
 
     requires_grad = False
 
@@ -233,31 +249,31 @@ class DiskTensor:
         out = torch.empty((count, *self.kept.chunk) if self.kept.stacked else self.shape, dtype=self.dtype)
         for layer in range(first, first + count):
             part = out[layer - first] if self.kept.stacked else out
-            for rows in self.store.chunks.pieces(self.name, self.store.arena.size // 4):
+            for rows in self.store.chunks.row_blocks(self.name, self.store.buffers.size // 4):
                 value = self.store.read(self.name, layer, rows, slot=slot).wait()
                 (part[rows[0] : rows[1]] if part.dim() else part).copy_(value)
         return out
 
     def __repr__(self) -> str:
-        return f"Stored({self.name}, {list(self.shape)}, {self.dtype}, in {self.store.place})"
+        return f"DiskTensor({self.name}, {list(self.shape)}, {self.dtype}, in {self.store.folder})"
 
 
 def checksum(buffer: Buffer) -> int:
     """The sum of a buffer's 64-bit words, modulo 2^64; what fills its last page is set to 0."""
     buffer.raw[buffer.view.nbytes :] = 0
-    return word_sum(memoryview(buffer.raw.numpy()))
+    return sum_words(memoryview(buffer.raw.numpy()))
 
 
-def word_sum(block: memoryview) -> int:
+def sum_words(block: memoryview) -> int:
     """The sum of the 64-bit words of whole pages, modulo 2^64."""
     return int(np.frombuffer(block, np.uint64).sum(dtype=np.uint64))
 
 
 def open_store(
-    place: str | Path,
+    folder: str | Path,
     leaves: dict[str, LeafFiles],
     *,
-    arena: BufferPool,
+    buffers: BufferPool,
     disk: DiskIO,
     rank: int = 0,
     ranks: int = 1,
@@ -265,38 +281,41 @@ def open_store(
     verify: bool = True,
     owner: dict[str, Any] | None = None,
     resume: bool = False,
-    together: Callable[[], None] = lambda: None,
+    barrier: Callable[[], None] = lambda: None,
 ) -> VersionedStore:
-    """The store of `leaves` in `place`: a new one, to be written and committed, or with `resume` the one that is there.
+    """Open the store of `leaves` in `folder`: a new one, to be written and committed, or with `resume` the existing one.
 
-    Files of a store whose run is over are taken over by a new one; those of one that is not are refused.
-    owner: what else must be the same when it is opened again. together: returns when all ranks have called it.
-    Raises ValueError where the folder cannot be written, holds another store, none, or a damaged one, or the disk is too small.
+    A new store takes over the files of a store whose run is over; the folder of a run that is not over is refused.
+    buffers, disk: the memory and threads of the transfers. rank, ranks: of this process. slots, verify: see `Nvme`.
+    owner: JSON values that must be equal when the store is opened again. barrier: returns when all ranks have called
+    it.
+    Raises ValueError if the folder cannot be written or holds another store, or the disk is too small, and Damaged if
+    the store is damaged.
     """
     if slots < 1:
         raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
     leaves = {name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()}
-    wanted = describe(leaves, ranks, slots, owner or {})
+    wanted = describe_store(leaves, ranks, slots, owner or {})
     record = None
     if resume:
-        expect_same(place, json.loads(json.dumps(wanted)))
-        record = read_step_manifest(place)
+        check_same_store(folder, json.loads(json.dumps(wanted)))
+        record = read_step_manifest(folder)
         if record is None:
-            raise ValueError(f"{place}: holds no complete step yet; start the run anew")
+            raise ValueError(f"{folder}: holds no complete step yet; start the run again")
         if record.dirty:
             raise Damaged(
-                f"{place}: with one slot, step {record.step + 1} was being written over step {record.step} when its run ended; "
+                f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its run ended; "
                 "resume from a checkpoint, and use nvme.slots=2 to survive a kill"
             )
     elif rank == 0:
-        _take_over(place, wanted)
-    together()
+        _take_over(folder, wanted)
+    barrier()
     try:
-        chunks = Chunks(place, leaves, rank, ranks, arena, disk, create=not resume)
-        together()
+        chunks = Chunks(folder, leaves, rank, ranks, buffers, disk, create=not resume)
+        barrier()
         chunks.open({record.slot, *record.pinned} if resume else set())
     except OSError as error:
-        raise ValueError(f"{error.filename or place}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+        raise ValueError(f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)") from None
     store = VersionedStore(chunks, slots, verify)
     if resume:
         store.record = record
@@ -304,54 +323,54 @@ def open_store(
     return store
 
 
-def _take_over(place: str | Path, wanted: dict[str, Any]) -> None:
-    """Make `place` ready for a new store."""
-    found = read_description(place)
+def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
+    """Prepare `folder` for a new store."""
+    found = read_description(folder)
     if found is not None:
-        record = read_step_manifest(place)
+        record = read_step_manifest(folder)
         if record is not None and not record.done:
             raise ValueError(
-                f"{place}: holds step {record.step} of a run that is not over; resume it with --resume, or give another folder (--nvme)"
+                f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or give another folder (--nvme)"
             )
-    if is_url(place):
-        write_text(place, STORE, json.dumps(wanted))
+    if is_url(folder):
+        write_text(folder, STORE, json.dumps(wanted))
         return
-    path = Path(place)
+    path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
         others = sorted({entry.name for entry in path.iterdir()} - OURS)
         if found is None and others:
-            raise ValueError(f"{place}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
+            raise ValueError(f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
         (path / STEP).unlink(missing_ok=True)
         if found is None or _geometry(found) != _geometry(wanted):
             shutil.rmtree(path / "arrays", ignore_errors=True)
             shutil.rmtree(path / "sums", ignore_errors=True)
         (path / "sums").mkdir(exist_ok=True)
-        write_text(place, STORE, json.dumps(wanted))
+        write_text(folder, STORE, json.dumps(wanted))
     except NotADirectoryError as error:
         raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
     except FileExistsError as error:
         raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
     except OSError as error:
-        raise ValueError(f"{error.filename or place}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+        raise ValueError(f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)") from None
 
 
-def release(place: str | Path) -> None:
-    """Say that nobody needs the store in `place` any more, so that another may take its folder over."""
-    if is_url(place) or not Path(place, STEP).is_file():
+def release_store(folder: str | Path) -> None:
+    """Mark the store in `folder` as not needed any more, so that another run may take over the folder."""
+    if is_url(folder) or not Path(folder, STEP).is_file():
         return
     try:
-        record = read_step_manifest(place)
-    except ValueError:  # a damaged one, whose run goes on from a checkpoint
-        Path(place, STEP).unlink()
+        record = read_step_manifest(folder)
+    except ValueError:  # it is damaged: the run resumes from a checkpoint
+        Path(folder, STEP).unlink()
         return
-    write_text(place, STEP, to_text(record._replace(pinned={}, done=True)))
+    write_text(folder, STEP, step_manifest_text(record._replace(pinned={}, done=True)))
 
 
 def _geometry(described: dict[str, Any]) -> Any:
     return json.loads(json.dumps([described.get(key) for key in ("leaves", "ranks", "slots")]))
 
 
-def total_bytes(leaves: Iterable[LeafFiles], slots: int) -> int:
+def store_bytes(leaves: Iterable[LeafFiles], slots: int) -> int:
     """The bytes on disk of one rank's leaves."""
     return sum((slots if kept.slots > 1 else 1) * kept.layers * kept.file_bytes for kept in leaves)

@@ -1,4 +1,4 @@
-"""What a store says of itself: what it is of, in store.json, and its last complete step, in step.json."""
+"""The two small files of a store: store.json, its description, and step.json, its last complete step."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.pytree import nearest
-from fzero.core.storage import read_text
-from fzero.offload.chunk_files import Damaged, LeafFiles
+from fzero.core.storage import Damaged, read_text
+from fzero.offload.chunk_files import LeafFiles
 
 FORMAT = 1
 STORE, STEP = "store.json", "step.json"
 
 
 class StepManifest(NamedTuple):
-    """What step.json says."""
+    """The content of step.json: the last complete step of a store."""
 
     step: int
     slot: int
-    values: dict[str, Any]  # what the owner keeps beside the leaves
+    values: dict[str, Any]  # small values that the owner keeps besides the leaves
     pinned: dict[int, int] = {}  # noqa: RUF012  (slot -> step: never mutated)
-    dirty: bool = False  # one slot, which is being overwritten
-    done: bool = False  # the run has ended, and the folder may be taken over
+    dirty: bool = False  # whether the only slot is being overwritten
+    done: bool = False  # whether the run is over, so that another may take over the folder
 
 
 def sums_name(slot: int, rank: int) -> str:
-    """The name of the text that holds the checksums of a rank's chunks in a slot."""
+    """The name of the file with the checksums of a rank's chunks in a slot."""
     return f"sums/slot-{slot}.rank-{rank}.json"
 
 
-def describe(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
-    """What store.json says of a store of these leaves, as JSON can hold it."""
+def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
+    """The content of store.json for a store of these leaves, as JSON can hold it."""
     listed = {
         name: {
             "shape": list(kept.shape),
@@ -45,66 +45,75 @@ def describe(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[s
     return {"format": FORMAT, "ranks": ranks, "slots": slots, "owner": owner, "leaves": listed}
 
 
-def read_step_manifest(place: str | Path) -> StepManifest | None:
-    """The last complete step of the store in `place`, or None where there is none; raises ValueError where step.json is no record."""
+def read_step_manifest(folder: str | Path) -> StepManifest | None:
+    """The last complete step of the store in `folder`, or None if there is none.
+
+    Raises Damaged if step.json is damaged.
+    """
     try:
-        text = read_text(place, STEP)
+        text = read_text(folder, STEP)
         if text is None:
             return None
         found = json.loads(text)
         if found.pop("sum") != zlib.crc32(json.dumps(found).encode()):
-            raise ValueError("its checksum is another one")
+            raise ValueError("its checksum does not agree")
         return StepManifest(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{place}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
+        raise Damaged(f"{folder}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
 
 
-def to_text(record: StepManifest) -> str:
-    """What step.json says of a record, with a checksum."""
+def step_manifest_text(record: StepManifest) -> str:
+    """The text of step.json for a record, with a checksum."""
     said = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
     return json.dumps({**said, "sum": zlib.crc32(json.dumps(said).encode())})
 
 
-def expect_same(place: str | Path, wanted: dict[str, Any]) -> None:
-    """Raise ValueError where the store in `place` is not the one described: naming what is missing, extra or other."""
-    found = read_description(place)
+def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
+    """Raise ValueError if the store in `folder` is not the one described by `wanted`, naming the first difference."""
+    found = read_description(folder)
     if found is None:
-        raise ValueError(f"{place}: holds no store (there is no {STORE}); start the run without --resume, or give the folder it began with")
+        raise ValueError(
+            f"{folder}: holds no store (there is no {STORE}); start the run without --resume, or give the folder it began with"
+        )
     leaves = found["leaves"]
     if found.get("format") != FORMAT:
         raise ValueError(
-            f"{place}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the version that wrote it"
+            f"{folder}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the version that wrote it"
         )
     for name, leaf in wanted["leaves"].items():
         if name not in leaves:
             raise ValueError(
-                f"{place}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; give the folder of this run"
+                f"{folder}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; "
+                "give the folder of this run"
             )
         if leaves[name] != leaf:
             said, asked = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
             raise ValueError(
-                f"{place}: is the store of another model or mesh: {name} is {said} there and {asked} here; give the folder of this run"
+                f"{folder}: is the store of another model or mesh: {name} is {said} there and {asked} here; give the folder of this run"
             )
     extra = sorted(set(leaves) - set(wanted["leaves"]))
     if extra:
-        raise ValueError(f"{place}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run")
+        raise ValueError(f"{folder}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run")
     for key, fix in (("ranks", "use as many processes"), ("slots", "keep nvme.slots"), ("owner", "give the folder of this run")):
         if found.get(key) != wanted[key]:
-            raise ValueError(f"{place}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
+            raise ValueError(f"{folder}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
 
 
-def read_description(place: str | Path) -> dict[str, Any] | None:
-    """What store.json in `place` says, or None where there is none; raises ValueError where that is no description of a store."""
+def read_description(folder: str | Path) -> dict[str, Any] | None:
+    """The content of store.json in `folder`, or None if there is none.
+
+    Raises Damaged if it does not describe a store.
+    """
     try:
-        text = read_text(place, STORE)
+        text = read_text(folder, STORE)
         if text is None:
             return None
         found = json.loads(text)
         if all(leaf.keys() >= {"shape", "dtype", "stacked", "fixed"} for leaf in found["leaves"].values()):
             return found
-        raise ValueError("its leaves are others")
+        raise ValueError("its leaves lack fields")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(
-            f"{place}/{STORE}: is not the description of a store ({error}); "
+            f"{folder}/{STORE}: is not the description of a store ({error}); "
             "resume from a checkpoint, or start the run in another folder (--nvme)"
         ) from None

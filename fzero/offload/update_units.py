@@ -1,4 +1,4 @@
-"""A state cut into units that are updated one after the other: rows of layers, few enough to pass through the buffers together."""
+"""A state cut into units that are updated one after the other: row blocks of layers, small enough to be in the buffers together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
 from fzero.offload.scratch import ScratchTensor
 from fzero.offload.store import DiskTensor
-from fzero.sharding.slices import pieces
+from fzero.sharding.slices import row_blocks
 
 Item = TypeVar("Item")
 Begun = TypeVar("Begun")
@@ -20,32 +20,38 @@ OFF = (DiskTensor, ScratchTensor)
 
 
 class RowBlock(NamedTuple):
-    """Rows of one layer of a leaf (or of a leaf that has no layers: layer None); rows None is all of them."""
+    """Rows of one layer of a leaf. layer: None for a leaf without layers. rows: (first, end); None for all rows."""
 
     name: str
     layer: int | None
     rows: tuple[int, int] | None
 
     def of(self, leaf: Tensor) -> Tensor:
-        """The view of a leaf, or of what belongs to it row by row; a layer keeps its leading dim, of size 1."""
+        """The view of these rows of a leaf, or of a tensor with the same rows.
+
+        A layer keeps its leading dim, of size 1.
+        """
         part = leaf if self.layer is None else leaf[self.layer : self.layer + 1]
         dim = 0 if self.layer is None else 1
         return part if self.rows is None or part.dim() <= dim else part.narrow(dim, self.rows[0], self.rows[1] - self.rows[0])
 
     def start(self, dims: int) -> tuple[int, ...]:
-        """Where it begins in its leaf."""
+        """The index of its first element in a leaf with `dims` dims."""
         lead = () if self.layer is None else (self.layer,)
         at = (*lead, self.rows[0] if self.rows else 0)
         return (*at[:dims], *(0,) * (dims - len(at)))
 
 
-Unit = tuple[RowBlock, ...]
+UpdateUnit = tuple[RowBlock, ...]
 
 
-def cut(shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], whole: Callable[[str], bool], most: int) -> list[Unit]:
-    """The units of leaves of these shapes, layer by layer, of at most about `most` elements together and each leaf once.
+def cut_units(
+    shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], whole: Callable[[str], bool], most: int
+) -> list[UpdateUnit]:
+    """Cut leaves of these shapes into units, layer by layer, of about `most` elements at most and with each leaf at most once.
 
-    whole: leaves whose layers must not be cut into rows.
+    stacked: (name) -> whether its first dim counts layers. whole: (name) -> whether its layers may not be cut into
+    rows.
     """
     outside = [RowBlock(n, None, rows) for n, shape in shapes.items() if not stacked(n) for rows in _rows(shape, whole(n), most)]
     depth = max((shape[0] for n, shape in shapes.items() if stacked(n)), default=0)
@@ -70,7 +76,7 @@ def cut(shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], w
 
 
 def _rows(shape: tuple[int, ...], whole: bool, most: int) -> list[tuple[int, int] | None]:
-    found = [(0, 0)] if whole else pieces(shape, most)
+    found = [(0, 0)] if whole else row_blocks(shape, most)
     return [None] if len(found) == 1 else list(found)
 
 
@@ -81,8 +87,8 @@ def _numel(part: RowBlock, shape: tuple[int, ...]) -> int:
     return (part.rows[1] - part.rows[0]) * math.prod(chunk[1:])
 
 
-def owners(names: list[str], params: list[str]) -> dict[str, str | None]:
-    """{name of a leaf of a state: name of the parameter that it belongs to}; None for what belongs to none, such as a count of steps."""
+def params_of_leaves(names: list[str], params: list[str]) -> dict[str, str | None]:
+    """{name of a leaf of a state: name of its parameter}; None for a leaf of no parameter, such as a count of steps."""
     known = set(params)
     found: dict[str, str | None] = {}
     for name in names:
@@ -93,13 +99,13 @@ def owners(names: list[str], params: list[str]) -> dict[str, str | None]:
 
 
 class BlockRead(NamedTuple):
-    """A part of a leaf that is on its way, or at hand."""
+    """A read of a row block: of a leaf on a disk, under way, or of a leaf in memory."""
 
     reading: RowRead | None
     view: Tensor | None  # of a leaf in memory
 
     def wait(self, part: RowBlock) -> Tensor:
-        """The part, with the leading dim of its layer."""
+        """Wait for the rows and return them, with the leading dim of their layer."""
         if self.reading is None:
             return self.view
         value = self.reading.wait()
@@ -107,14 +113,14 @@ class BlockRead(NamedTuple):
 
 
 def read_block(leaf: Any, part: RowBlock, *, whole: bool = False) -> BlockRead:
-    """Start to fetch a part of a leaf; whole: all rows of its layer."""
+    """Start to read a row block of a leaf. whole: all rows of its layer."""
     if isinstance(leaf, OFF):
         return BlockRead(leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER), None)
     return BlockRead(None, (part._replace(rows=None) if whole else part).of(leaf))
 
 
-def ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:
-    """(item, what `begin` made of it), begun up to `depth` items before its turn."""
+def begin_ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:
+    """(item, begin(item)) for all items, in order; `begin` is called up to `depth` items before the pair is used."""
     waiting: list[tuple[Item, Begun]] = []
     for item in items:
         waiting.append((item, begin(item)))

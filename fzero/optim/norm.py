@@ -16,7 +16,7 @@ from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import grad_norm
-from fzero.sharding.slices import shard_dim, walk
+from fzero.sharding.slices import iterate_blocks, shard_dim
 
 # Elements of a piece of a leaf whose squares are summed in float64: the temporaries' size. A row's sum depends on
 # _COLUMNS, and on nothing else.
@@ -100,7 +100,7 @@ def _squares_of(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> Squared
 
 
 def _squared(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> list[tuple[int, Tensor]]:
-    return x.squares if isinstance(x, Squared) else [(layer, f(piece)) for layer, piece in widened(walk(x, stacked))]
+    return x.squares if isinstance(x, Squared) else [(layer, f(piece)) for layer, piece in widened(iterate_blocks(x, stacked))]
 
 
 def widened(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:

@@ -33,7 +33,7 @@ from fzero.optim.norm import (
 )
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
-from fzero.sharding.slices import check_dims, shard_dim, window
+from fzero.sharding.slices import check_dims, local_slice, shard_dim
 from fzero.sharding.spec import Spec
 
 # Up to so many elements a sum over ranks is one exchange of everything, and not a scatter and a gather.
@@ -158,7 +158,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 
     def place(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         over(name, None)  # refuses a leaf that is not there
-        start, size = window(shapes[name], named_specs[name], mesh)
+        start, size = local_slice(shapes[name], named_specs[name], mesh)
         assert size == shape, f"{name}: the shard has shape {shape}, and {size} by its spec"
         return start, shapes[name]
 

@@ -1,7 +1,7 @@
 """A disk that is only planned: the buffers, the store and the scratch file of a run, without memory and without files.
 
-What is read and written is told, with the bytes of whole pages that a disk with direct transfers moves. The arena is one buffer of its full
-size, as a run allocates it, whatever of it is lent.
+What is read and written is told, with the bytes of whole pages that a disk with direct transfers moves. The buffer
+pool is one buffer of its full size, as a run allocates it, whatever of it is lent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fzero.core.device import HOST, FakeDevice
+from fzero.core.storage import PAGE
 from fzero.offload import Buffer, LeafFiles, Nvme
-from fzero.offload.buffer_pool import HUGE, PAGE, padded
+from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import DiskTraffic
 from fzero.offload.scratch import Extent
@@ -26,8 +27,8 @@ Tell = Callable[[str, int, str, int], None]  # ("start" | "wait", number, "read"
 FIRST = 1 << 40  # the number of the first transfer: collectives count from 1
 
 
-class PlannedArena:
-    """An arena whose Buffers have no memory."""
+class PlannedBufferPool:
+    """A buffer pool whose Buffers have no memory."""
 
     def __init__(self, size: int, mode: FakeDevice) -> None:
         self.size, self.mode = -(-size // HUGE) * HUGE, mode
@@ -39,7 +40,7 @@ class PlannedArena:
         n = math.prod(shape) * dtype.itemsize
         self.taking = True
         with self.mode:  # the thread of a delayed update has not entered it
-            raw = torch.empty(max(PAGE, padded(n)), dtype=torch.uint8, device=HOST)
+            raw = torch.empty(max(PAGE, round_to_pages(n)), dtype=torch.uint8, device=HOST)
         self.taking = False
         key = raw.untyped_storage()._cdata
         self.keys.add(key)
@@ -92,14 +93,14 @@ class PlannedStore:
     """A store as a step uses it: reads give Buffers, writes take them, a commit waits for all of them."""
 
     def __init__(self, leaves: dict[str, LeafFiles], space: PlannedSpace) -> None:
-        self.leaves, self.space, self.slots, self.place = leaves, space, space.slots, "a planned disk"
+        self.leaves, self.space, self.slots, self.folder = leaves, space, space.slots, "a planned disk"
         self.writing: list[PlannedPending] = []
 
     def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = 0, slot: int | None = None) -> RowRead:
         """Start to read rows of a layer of a leaf."""
         chunk = self.leaves[name].chunk
         shape = chunk if rows is None or not chunk else (rows[1] - rows[0], *chunk[1:])
-        buffer = self.space.arena.take(shape, self.leaves[name].dtype)
+        buffer = self.space.buffers.take(shape, self.leaves[name].dtype)
         return RowRead(buffer, PlannedPending(self.space.disk, "read", len(buffer.raw)), _never)
 
     def begin(self) -> None:
@@ -112,23 +113,23 @@ class PlannedStore:
         self.writing.append(PlannedPending(self.space.disk, "write", len(buffer.raw)))
         return self.writing[-1]
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for all writes."""
         writing, self.writing = self.writing, []
         for pending in writing:
             pending.wait()
 
-    def commit(self, step: int, values: dict[str, Any], together: Callable[[], None]) -> None:
+    def commit(self, step: int, values: dict[str, Any], barrier: Callable[[], None]) -> None:
         """Make what was written the last complete step."""
-        self.settle()
-        together()
+        self.flush()
+        barrier()
 
     def abandon(self) -> None:
         """Forget what was written."""
-        self.settle()
+        self.flush()
 
 
-class Regions(dict):
+class Extents(dict):
     """Where values lie; a layer that was not run is like the first."""
 
     def __missing__(self, key: tuple) -> Extent:
@@ -139,8 +140,8 @@ class PlannedScratch:
     """A scratch file without a file."""
 
     def __init__(self, space: PlannedSpace) -> None:
-        self.arena, self.disk = space.arena, space.disk
-        self.regions: dict[Any, Extent] = Regions()
+        self.buffers, self.disk = space.buffers, space.disk
+        self.extents: dict[Any, Extent] = Extents()
         self.writing: dict[Any, PlannedPending] = {}
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
@@ -148,20 +149,20 @@ class PlannedScratch:
         if isinstance(value, Buffer):
             buffer = value
         else:
-            buffer = self.arena.take(tuple(value.shape), value.dtype)
+            buffer = self.buffers.take(tuple(value.shape), value.dtype)
             buffer.view.copy_(value)
         if key in self.writing:
             self.writing.pop(key).wait()
-        self.regions[key] = Extent(0, len(buffer.raw), tuple(buffer.view.shape), buffer.view.dtype)
+        self.extents[key] = Extent(0, len(buffer.raw), tuple(buffer.view.shape), buffer.view.dtype)
         self.writing[key] = PlannedPending(self.disk, "write", len(buffer.raw))
 
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = 0) -> RowRead:
         """Start to read a value, or rows of it."""
         if key in self.writing:
             self.writing.pop(key).wait()
-        at = self.regions[key]
+        at = self.extents[key]
         shape = at.shape if rows is None or not at.shape else (rows[1] - rows[0], *at.shape[1:])
-        buffer = self.arena.take(shape, at.dtype)
+        buffer = self.buffers.take(shape, at.dtype)
         return RowRead(buffer, PlannedPending(self.disk, "read", len(buffer.raw)), _never)
 
 
@@ -173,11 +174,11 @@ class PlannedSpace(Nvme):
         self.mode = mode
 
     @property
-    def arena(self) -> PlannedArena:
+    def buffers(self) -> PlannedBufferPool:
         """The buffers."""
-        if self._arena is None:
-            self._arena = PlannedArena(self.arena_bytes, self.mode)
-        return self._arena
+        if self._buffers is None:
+            self._buffers = PlannedBufferPool(self.pool_bytes, self.mode)
+        return self._buffers
 
     @property
     def disk(self) -> PlannedDisk:

@@ -140,7 +140,7 @@ def run_step(
             with Looking():
                 state, _ = step(state, batch)
         tracer, device = Tracer(target.kind == "cuda"), None if target.kind == "cpu" else mode.device
-        record = ShortRecord(state, batch, device=device, arena=space.arena if space else None, note=tracer.note, told=tracer.told)
+        record = ShortRecord(state, batch, device=device, buffers=space.buffers if space else None, note=tracer.note, told=tracer.told)
         if space is not None:
             space.disk.tell = lambda event, number, what, size: record.transfer(event, number, what, "nvme", size)
         record.parts = programs.local_micro_batches(config, mesh) if short else 0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fzero import checkpoint, models
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
-from fzero.checkpoint.restore_state import restore_state, save_shelf
+from fzero.checkpoint.restore_state import restore_state, save_snapshot
 from fzero.core import pytree
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
@@ -17,8 +17,8 @@ from fzero.core.storage import is_url
 from fzero.kernels.registry import Kernels
 from fzero.models import Model
 from fzero.offload import DiskSettings, Nvme
-from fzero.offload.buffer_pool import padded
-from fzero.offload.disk_config import settings_for
+from fzero.offload.buffer_pool import round_to_pages
+from fzero.offload.disk_config import load_settings
 from fzero.optim import GradientTransformation, Schedule
 from fzero.run import run_folder
 from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
@@ -126,7 +126,7 @@ def make_space(config: RunConfig, folder: Path | None, mesh: Mesh) -> Nvme | Non
     n = config.nvme
     place = n.folder or (str(folder / run_folder.NVME) if folder is not None else None)
     size = n.buffer_mb << 20 if n.buffer_mb else None
-    settings = settings_for(place) if place is not None and not is_url(place) else DiskSettings()
+    settings = load_settings(place) if place is not None and not is_url(place) else DiskSettings()
     return Nvme(place, buffer_bytes=size, slots=n.slots, verify=n.verify, settings=settings.share(mesh.size))
 
 
@@ -140,9 +140,9 @@ def buffer_bytes(plan: Plan, config: RunConfig) -> int:
         for held, spec, dtype in ((parts, leaf.params, policy.param), (sums, leaf.grads, policy.accumulate)):
             if spec.memory == "nvme":
                 size = local_numel(leaf.shape, Spec(spec.dims), plan.sizes) // layers * dtype.itemsize
-                held[part] = held.get(part, 0) + padded(size)
+                held[part] = held.get(part, 0) + round_to_pages(size)
     tokens = config.train.micro_batch * config.data.seq_len * config.model.d_model * policy.compute.itemsize
-    acts = 4 * padded(tokens) if plan.acts == "nvme" else 0
+    acts = 4 * round_to_pages(tokens) if plan.acts == "nvme" else 0
     forward = (config.prefetch + 3) * max(parts.values(), default=0) + 2 * max(sums.values(), default=0) + acts
     total = sum(leaf.numel() for leaf in pytree.leaves(plan.like)) * 4
     update = min(max(total // 4, 64 << 20), 512 << 20)
@@ -193,7 +193,7 @@ def all_on_disk(program: Job) -> bool:
     return not lost_leaves(like_of(program), specs_of(program), program.plan)
 
 
-def restore(program: Job, path: checkpoint.Place) -> TrainState:
+def restore(program: Job, path: checkpoint.Folder) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, offload and policy; see `restore_state`."""
     return restore_state(path, like_of(program), specs_of(program), program.plan, program.space)
 
@@ -203,7 +203,7 @@ def like_of(program: Job) -> TrainState:
     return meta_state(program.plan, program.tx, **kept_beside(program.config))
 
 
-def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: checkpoint.Place, last: int) -> checkpoint.Place | None:
+def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: checkpoint.Folder, last: int) -> checkpoint.Folder | None:
     """The checkpoint in `home` of the last complete step of the store of another plan, where that is after step `last`; None where not.
 
     before: the config under which the store was written. Raises Damaged where it is not what was written.
@@ -215,7 +215,7 @@ def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: chec
     options = {"reduce": before.reduce, "accumulate": before.accumulate, "sequence": before.sequence, "policy": make_policy(before)}
     there = zero_plan(stage, program.model, fake_mesh(shelf.sizes), **options)
     old = state_specs(there, program.tx, **kept_beside(program.config))
-    return save_shelf(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(before))
+    return save_snapshot(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(before))
 
 
 # -- what it costs

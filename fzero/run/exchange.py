@@ -63,7 +63,7 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         eos = said["eos"] if said["eos"] >= 0 else None
         huggingface.save_hf(out, value.model, leaves, tokenizer=tokenizer if tokenizer.is_file() else None, eos=eos)
 
-    def read(opened: checkpoint.Opened) -> int:
+    def read(opened: checkpoint.CheckpointReader) -> int:
         write(in_checkpoint(run, value, opened, ema=ema))
         return opened.step
 
@@ -76,7 +76,7 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     return f"{out}: the model of {run} after step {step}", passed
 
 
-def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.Opened, *, ema: bool) -> huggingface.Leaves:
+def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.CheckpointReader, *, ema: bool) -> huggingface.Leaves:
     """The weights in a checkpoint."""
     prefix = prefix_of(run, lambda prefix: any(name.startswith(prefix) for name in held.leaves), ema)
     shapes = pytree.named_leaves(shapes_of(models.build(value.model)))

@@ -35,7 +35,7 @@ from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, offload_summary, to_memory
 from fzero.run.resume.saver import CheckpointSaver
 from fzero.sharding.digests import digest_text
-from fzero.sharding.whole_on_first import whole_on_first
+from fzero.sharding.redistribute import gather_on_first
 from fzero.train.state import TrainState
 
 
@@ -207,8 +207,8 @@ def best_params(job: Job, state: TrainState) -> Any:
     """The whole weights to write text with on rank 0 (the average, where there is one), in the dtype of the parameters; () elsewhere."""
     specs, state = specs_of(job), to_memory(state)
     if "ema" not in state.extra:
-        return whole_on_first(state.params, specs.params, job.mesh)
-    whole = whole_on_first(state.extra["ema"], specs.extra["ema"], job.mesh)
+        return gather_on_first(state.params, specs.params, job.mesh)
+    whole = gather_on_first(state.extra["ema"], specs.extra["ema"], job.mesh)
     return pytree.map(lambda leaf: leaf.to(job.policy.param), whole)
 
 

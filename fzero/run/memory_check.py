@@ -18,8 +18,8 @@ from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig, MoEConfig
 from fzero.models.presets import family_of
-from fzero.offload.buffer_pool import padded
-from fzero.offload.store import total_bytes
+from fzero.offload.buffer_pool import round_to_pages
+from fzero.offload.store import store_bytes
 from fzero.run.build import Job, build, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan, Spec
@@ -61,7 +61,7 @@ def memory_needed(program: Job) -> Memory:
     tokens = t.micro_batch * program.config.data.seq_len
     logits = 2 * 4 * min(tokens, 1024) * c.vocab_size // tp
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
-    buffers = program.space.arena_bytes if program.space is not None else 0
+    buffers = program.space.pool_bytes if program.space is not None else 0
     return Memory(state, grads, gathered, acts, buffers)
 
 
@@ -100,7 +100,7 @@ def disk_needed(program: Job) -> int:
         return 0
     plan, policy, config = program.plan, program.policy, program.config
     like = meta_state(plan, program.tx, ema=config.train.ema_decay > 0)
-    state = total_bytes(kept_leaves(like, specs_of(program), plan).values(), program.space.slots)
+    state = store_bytes(kept_leaves(like, specs_of(program), plan).values(), program.space.slots)
     dtype = policy.param if local_micro_batches(config, program.mesh) == 1 else policy.accumulate
     off = [
         (leaf, spec)
@@ -113,7 +113,9 @@ def disk_needed(program: Job) -> int:
     acts = 0
     if plan.acts == "nvme":
         kept = -(-program.model.config.n_layers // Remat.parse(config.train.remat).every)
-        acts = kept * padded(config.train.micro_batch * config.data.seq_len * program.model.config.d_model * policy.compute.itemsize)
+        acts = kept * round_to_pages(
+            config.train.micro_batch * config.data.seq_len * program.model.config.d_model * policy.compute.itemsize
+        )
     return state + grads + acts
 
 

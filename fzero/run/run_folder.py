@@ -149,7 +149,7 @@ def cut_metrics(folder: Path, step: int) -> None:
     os.replace(partial, folder / METRICS)
 
 
-def checkpoints_of(folder: Path, value: RunConfig) -> checkpoint.Place:
+def checkpoints_of(folder: Path, value: RunConfig) -> checkpoint.Folder:
     """Where a run's checkpoints are: a folder, or the URL of one."""
     return value.train.checkpoints or folder / CHECKPOINTS
 

@@ -27,11 +27,11 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.plan import shapes_of
 
 
-def read_newest(folder: Path, value: RunConfig, read: Callable[[checkpoint.Opened], Any]) -> tuple[Any, list[str]]:
+def read_newest(folder: Path, value: RunConfig, read: Callable[[checkpoint.CheckpointReader], Any]) -> tuple[Any, list[str]]:
     """(what `read` returned of the run's newest checkpoint that is sound, a line for each that was passed over)."""
 
-    def read_one(path: checkpoint.Place) -> Any:
-        with contextlib.closing(checkpoint.opened(path)) as opened:
+    def read_one(path: checkpoint.Folder) -> Any:
+        with contextlib.closing(checkpoint.open_checkpoint(path)) as opened:
             return read(opened)
 
     found = newest_sound(checkpoints_of(folder, value), read_one)
@@ -45,7 +45,11 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
     """The store of the run in `folder`, where its newest state is on a disk and weights can be read from there."""
     if is_url(value.nvme.folder):
         return None
-    shelf = offload_snapshot.find(Path(value.nvme.folder or folder / NVME)) if "nvme" in Offload.parse(value.offload).memories else None
+    shelf = (
+        offload_snapshot.find_snapshot(Path(value.nvme.folder or folder / NVME))
+        if "nvme" in Offload.parse(value.offload).memories
+        else None
+    )
     if shelf is None:
         return None
     names = pytree.names(shapes_of(models.build(value.model)))  # a fraction of them may be on the disk: then none of these counts
@@ -78,7 +82,7 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
     value = read_config(folder)
     model = models.build(value.model)
     plan, shelf = zero_plan(0, model, one_process()), snapshot_of(folder, value)
-    damaged: list[tuple[checkpoint.Place, str]] = []
+    damaged: list[tuple[checkpoint.Folder, str]] = []
     if shelf is not None:
         prefix = EMA if ema else PARAMS if shelf.holds(PARAMS) else MASTER
         there, step, dtype = plan_of(model, value, shelf), shelf.record.step, POLICIES[value.precision.policy]().param
@@ -88,15 +92,15 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
         held = shelf.holds(prefix)
     else:
         path, damaged = checkpoint.newest_sound(checkpoints_of(folder, value))
-        there, prefix = checkpoint.opened(path), EMA if ema else PARAMS
+        there, prefix = checkpoint.open_checkpoint(path), EMA if ema else PARAMS
         step = there.step
         read = lambda name: there.read(prefix + name)  # noqa: E731
         held = any(name.startswith(prefix) for name in there.leaves)
     if not held:
         raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
     space = Nvme(nvme or folder / "nvme-sample", slots=1)
-    space.need(3 * offload_snapshot.part_bytes(plan, 4))
-    params = offload_snapshot.put_params(read, plan, space)
+    space.need(3 * offload_snapshot.largest_group_bytes(plan, 4))
+    params = offload_snapshot.write_params(read, plan, space)
     return TrainedWeights(value, model, params, step, [f"passed over {bad}: {why}" for bad, why in damaged])
 
 
@@ -115,11 +119,11 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
         prefix = EMA if ema else MASTER if shelf.holds(MASTER) and (wide or not shelf.holds(PARAMS)) else PARAMS
         dtype = None if wide or prefix == PARAMS else POLICIES[value.precision.policy]().param
         return TrainedWeights(
-            value, model, offload_snapshot.weights(shelf, plan_of(model, value, shelf), prefix, dtype), shelf.record.step, []
+            value, model, offload_snapshot.read_weights(shelf, plan_of(model, value, shelf), prefix, dtype), shelf.record.step, []
         )
     like = shapes_of(model)
 
-    def read(held: checkpoint.Opened) -> tuple[Tree, int]:
+    def read(held: checkpoint.CheckpointReader) -> tuple[Tree, int]:
         if ema and not any(name.startswith(EMA) for name in held.leaves):
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
         prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
@@ -129,7 +133,7 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
     return TrainedWeights(value, model, params, step, warnings)
 
 
-def like_saved(held: checkpoint.Opened, like: Tree, prefix: str) -> Tree:
+def like_saved(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
     """`like` in the dtypes of the leaves of a checkpoint below `prefix`."""
     dtypes = {name: leaf.dtype for name, leaf in held.leaves.items()}
     return pytree.map_named(lambda name, leaf: leaf.to(dtypes.get(prefix + name, leaf.dtype)), like)

@@ -5,7 +5,7 @@ from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
 from fzero.sharding.plan import ZERO, LeafPlan, Plan, zero_plan
 from fzero.sharding.redistribute import from_dtensor, redistribute, to_dtensor
 from fzero.sharding.rules import Rules, match_rules
-from fzero.sharding.slices import local_shape, shard
+from fzero.sharding.slices import local_shape, narrow_to
 from fzero.sharding.spec import Spec
 
 __all__ = [
@@ -22,9 +22,9 @@ __all__ = [
     "local_shape",
     "make_mesh",
     "match_rules",
+    "narrow_to",
     "one_process",
     "redistribute",
-    "shard",
     "to_dtensor",
     "zero_plan",
 ]

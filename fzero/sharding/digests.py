@@ -1,4 +1,4 @@
-"""Digests of whole leaves that ranks hold in shards: the same on every mesh, for eight bytes a leaf between the ranks."""
+"""Digests of whole leaves that ranks hold in shards: the same on every mesh, for 8 bytes a leaf sent between ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from fzero.comm.tables import device_of, sum_rows
 from fzero.core.digest import combine, digest
 from fzero.core.pytree import Tree, named_leaves
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice, whole_shape
 from fzero.sharding.spec import Spec
 
 
 @torch.no_grad()
 def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
-    """{name: digest of the whole leaf} of a tree of which each rank holds the shards by `specs`; the same on all ranks.
+    """{name: digest of the whole leaf}, from this rank's shards by `specs`; the same on all ranks.
 
-    A leaf may rest on a disk; one of those is in memory at a time. Ranks that hold the same shard take turns, leaf by leaf.
+    Leaves may rest on a disk; one of those is in memory at a time. Of the ranks that hold the same shard one computes
+    its digest, by turns.
     Communicates: 8 bytes a leaf over each axis.
     """
     named, mine = named_leaves(specs), []
@@ -26,7 +27,7 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
         for axis in mesh.axes:
             if axis.name not in named[name].axes:
                 copies, copy = copies * axis.size, copy * axis.size + axis.rank
-        mine.append(part_digest(leaf, named[name], mesh) if number % copies == copy else 0)
+        mine.append(shard_digest(leaf, named[name], mesh) if number % copies == copy else 0)
     # int64 of the same bits, whose sums wrap.
     row = torch.tensor([value - (value >> 63 << 64) for value in mine], dtype=torch.int64, device=device_of(mesh))
     with mesh.ledger.phase("digest"):
@@ -39,12 +40,8 @@ def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
     return f"{combine(digests(tree, specs, mesh)):016x}"
 
 
-def part_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:
-    """The digest of this rank's shard, as a part of the whole leaf."""
+def shard_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:
+    """The digest of this rank's shard at its position in the whole leaf: the digests of all shards add up to that of the leaf."""
     x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
-    whole = []
-    for dim, size in enumerate(x.shape):
-        for axis in spec.dims[dim] if dim < len(spec.dims) else ():
-            size *= mesh[axis].size
-        whole.append(size)
-    return digest(x, whole, window(tuple(whole), spec, mesh)[0])
+    whole = whole_shape(x.shape, spec, mesh)
+    return digest(x, whole, local_slice(whole, spec, mesh)[0])

@@ -1,4 +1,4 @@
-"""A rank's own slice of a random leaf, drawn without the rest of it."""
+"""This rank's slice of a random leaf, drawn without the rest of it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 from fzero.sharding.spec import Spec
 
-RUN = 1 << 11  # elements in a row from which a run is drawn by itself
-CHUNK = 1 << 13  # elements drawn at a time where the runs are shorter
+RUN = 1 << 11  # contiguous elements from which a run is drawn by a call of its own
+CHUNK = 1 << 13  # elements that are drawn at a time if runs are shorter
 
 
-def normal(
+def draw_normal(
     key: Tensor, shape: tuple[int, ...], spec: Spec, mesh: Mesh, mean: float, std: float, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """This rank's slice of random.normal(key, shape, mean, std): the same bits, in memory of the slice's size."""
-    return normal_within(key, shape, *window(shape, spec, mesh), mean, std, dtype, device)
+    """This rank's slice of prng.normal(key, shape, mean, std): the same bits, in memory of the slice's size."""
+    return draw_normal_box(key, shape, *local_slice(shape, spec, mesh), mean, std, dtype, device)
 
 
-def normal_within(
+def draw_normal_box(
     key: Tensor,
     shape: tuple[int, ...],
     start: tuple[int, ...],
@@ -33,7 +33,7 @@ def normal_within(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """The elements [start, start + size) of random.normal(key, shape, mean, std)."""
+    """The elements [start, start + size) of prng.normal(key, shape, mean, std)."""
     if tuple(size) == tuple(shape):
         return prng.normal(key, shape, mean, std, dtype=dtype).to(device)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -51,7 +51,7 @@ def normal_within(
 
 
 def _global(local: int | Tensor, start: tuple[int, ...], size: tuple[int, ...], strides: list[int]) -> int | Tensor:
-    """The index in the whole leaf of the element with number `local` in a slice (over the leading dims given)."""
+    """The index in the whole leaf of element number `local` of a slice, over the leading dims that are given."""
     index: int | Tensor = local * 0
     for dim in reversed(range(len(size))):
         index = index + (local % size[dim] + start[dim]) * strides[dim]

@@ -1,4 +1,4 @@
-"""Which memory each part of a state rests in: on the device, in the host's memory, or on a disk."""
+"""Offload: the memory that each group of a state rests in: on the device, in the host's memory, or on a disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Tier:
-    """A memory, and the fraction of a group's bytes, in whole leaves, that rests there; the others stay on the device."""
+    """A memory, and the fraction of a group's bytes, in whole leaves, that rests in it.
+
+    The other leaves stay on the device.
+    """
 
     memory: str = "device"
     fraction: float = 1.0
@@ -38,17 +41,21 @@ class Offload:
 
     @classmethod
     def parse(cls, text: str) -> Offload:
-        """The Offload of a text such as "params=nvme,opt=nvme,acts=host", or "opt=host:0.5": half of the leaves' bytes; "" is none."""
+        """The Offload of a text such as "params=nvme,acts=host" or "opt=host:0.5" (half of the bytes).
+
+        "" leaves all on the device.
+        """
         tiers: dict[str, Tier] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             group, equals, rest = part.partition("=")
             memory, colon, fraction = rest.partition(":")
             if group not in GROUPS or not equals:
                 raise ValueError(
-                    f"offload {text!r}: {group!r} is no group{nearest(group, GROUPS)}; use {', '.join(GROUPS)}, as in params=nvme,opt=nvme"
+                    f"offload {text!r}: {group!r} is not a group{nearest(group, GROUPS)}; "
+                    f"use {', '.join(GROUPS)}, as in params=nvme,opt=nvme"
                 )
             if memory not in MEMORIES:
-                raise ValueError(f"offload {text!r}: {memory!r} is no memory{nearest(memory, MEMORIES)}; use {', '.join(MEMORIES)}")
+                raise ValueError(f"offload {text!r}: {memory!r} is not a memory{nearest(memory, MEMORIES)}; use {', '.join(MEMORIES)}")
             if group in tiers:
                 raise ValueError(f"offload {text!r}: {group} is given twice")
             try:
@@ -72,11 +79,11 @@ class Offload:
         return ",".join(f"{group}={tier}" for group, tier in tiers.items() if tier.memory != "device")
 
 
-NOWHERE = Offload()
+ALL_ON_DEVICE = Offload()
 
 
-def chosen(sizes: Mapping[str, int], fraction: float) -> set[str]:
-    """The leaves, largest first, that hold at least `fraction` of all the bytes."""
+def select_largest(sizes: Mapping[str, int], fraction: float) -> set[str]:
+    """The names of the largest leaves that together hold at least `fraction` of all bytes. sizes: {name: bytes}."""
     names, held, total = set(), 0, sum(sizes.values())
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         if held >= fraction * total:

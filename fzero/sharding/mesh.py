@@ -1,4 +1,7 @@
-"""The mesh: named axes over the processes of a run. An axis of size 1 is an identity, never a missing thing."""
+"""The mesh: named axes over the processes of a run. Every mesh has all axes.
+
+Collectives over one of size 1 return their input.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,18 @@ _MESHES = itertools.count()  # every rank makes the same meshes in the same orde
 
 @dataclass(frozen=True)
 class Mesh:
-    """All six axes, in the order of AXES; those a run does not use have size 1. Meshes are equal where their axes are."""
+    """The six axes of a run as this process sees them; `mesh["dp"]` is one of them. Make it by `make_mesh`.
+
+    An axis that a run does not use has size 1. Two meshes are equal if their axes are.
+
+    >>> from fzero.sharding import fake_mesh
+    >>> mesh = fake_mesh({"dp": 2, "tp": 4}, rank=5)
+    >>> print(mesh, mesh.size, mesh["dp"].rank, mesh["tp"].rank)
+    Mesh(dp=2, tp=4) 8 1 1
+    """
 
     axes: tuple[Axis, ...]
-    device_mesh: DeviceMesh | None = field(default=None, compare=False)  # over the axes in use, outermost first; for interoperation
+    device_mesh: DeviceMesh | None = field(default=None, compare=False)  # over the axes in use, outermost first; for DTensor
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     store: dist.Store | None = field(default=None, compare=False, repr=False)
     agreement: Agreement | None = field(default=None, compare=False, repr=False)
@@ -77,8 +88,9 @@ class Mesh:
     def checked(self) -> contextlib.AbstractContextManager[None]:
         """A context in which each collective first makes sure that all ranks of its axis are at the same one (see comm.agreement).
 
-        Then a mismatch raises RankError naming both ranks and what they are at, as does a rank that does not arrive within the mesh's
-        timeout; and a psum of what is the same on all ranks raises ValueError. It costs about a millisecond for each collective.
+        A mismatch then raises RankError naming both ranks and their calls, as does a rank that does not arrive within
+        the mesh's timeout; a psum of a tensor that is the same on all ranks raises ValueError. Each collective costs
+        about a millisecond more.
         """
         return contextlib.nullcontext() if self.agreement is None else self.agreement.checked()
 
@@ -88,16 +100,16 @@ class Mesh:
             self.agreement.fail(why)
 
     def close(self) -> None:
-        """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh is of no use afterwards."""
+        """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh cannot be used afterwards."""
         if self.owned and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
     def __str__(self) -> str:
-        return f"Mesh({_text({a.name: a.size for a in self.axes}).removeprefix('of ')})"
+        return f"Mesh({_sizes_text({a.name: a.size for a in self.axes}).removeprefix('of ')})"
 
 
-def _checked_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
+def _check_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
     sizes = dict(sizes or {})
     for name, size in sizes.items():
         if name not in AXES:
@@ -107,7 +119,7 @@ def _checked_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
     return {name: sizes.get(name, 1) for name in AXES}
 
 
-def _text(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "of one process"
 
 
@@ -121,22 +133,33 @@ def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
 def make_mesh(
     sizes: Mapping[str, int] | None = None, *, timeout_s: float = 600.0, device: str | None = None, ordered: bool = False
 ) -> Mesh:
-    """The mesh with these axis sizes, e.g. `{"dp": 2, "tp": 2}`; axes that are not named have size 1.
+    """The mesh with these axis sizes; axes that are not named have size 1. Every process calls it.
 
-    Under torchrun it initialises torch.distributed where that was not done, with gloo on CPU and NCCL on CUDA. Ranks are numbered with pp
-    outermost, then rp, dp, cp, ep, and tp innermost.
-    timeout_s: how long a rank waits for another. device: "cpu" or "cuda" (None: as torch.distributed was initialised, else cuda where there
-    is one). ordered: whether sums over ranks follow `tree_sum` with NCCL too, as they always do with gloo.
-    Communicates: what DeviceMesh does to make its groups.
-    Raises ValueError for an unknown axis or device, a size below 1, and sizes that do not multiply to the number of processes.
+    Under torchrun it initialises torch.distributed, if that was not done before, with gloo on CPU and NCCL on CUDA.
+    Ranks are numbered with pp outermost, then rp, dp, cp, ep, and tp innermost.
+
+    sizes: {axis: number of ranks}, e.g. {"dp": 2, "tp": 2}; None: one process.
+    timeout_s: seconds that a rank waits for another one.
+    device: "cpu" or "cuda"; None: that of torch.distributed if it is initialised, else cuda if there is one.
+    ordered: whether sums over ranks are added in the order of `core.tree_sum` with NCCL too; with gloo they always are.
+
+    Communicates: what DeviceMesh sends to make its groups.
+    Raises ValueError for an unknown axis or device, a size below 1, or sizes whose product is not the number of
+    processes.
+
+    >>> print(make_mesh())
+    Mesh(one process)
+    >>> make_mesh({"data": 2})
+    Traceback (most recent call last):
+    ValueError: mesh: unknown axis 'data'; the axes are dp, rp, tp, pp, cp, ep
     """
-    sizes = _checked_sizes(sizes)
+    sizes = _check_sizes(sizes)
     wanted = math.prod(sizes.values())
     started = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
     if wanted != world:
         raise ValueError(
-            f"mesh {_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start it with "
+            f"mesh {_sizes_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start it with "
             f"`torchrun --nproc-per-node {wanted} ...`, or choose sizes whose product is {world}"
         )
     if device not in (None, "cpu", "cuda"):
@@ -171,20 +194,28 @@ def make_mesh(
 
 
 def one_process() -> Mesh:
-    """The mesh of a single process: every axis has size 1."""
+    """The mesh of a single process: every axis has size 1, and nothing is communicated.
+
+    >>> one_process().size
+    1
+    """
     return Mesh(tuple(Axis(name) for name in AXES))
 
 
 def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
-    """The mesh of these axis sizes as `rank` would see it, without other processes: for planning on fake (or meta) tensors.
+    """The mesh of these axis sizes as process `rank` sees it, without other processes: for plans on fake or meta tensors, and for shapes.
 
-    Collectives give results of the right shape and are entered in its ledger.
-    Raises ValueError for an unknown axis, a size below 1, and a rank that the mesh has not.
+    Collectives return results of the right shape, without the other ranks' values, and are entered in its ledger.
+    Raises ValueError for an unknown axis, a size below 1, or a rank that the mesh has not.
+
+    >>> from fzero.sharding import Spec, local_shape
+    >>> local_shape((8, 6), Spec(("dp",)), fake_mesh({"dp": 4}))
+    (2, 6)
     """
-    sizes = _checked_sizes(sizes)
+    sizes = _check_sizes(sizes)
     world = math.prod(sizes.values())
     if not 0 <= rank < world:
-        raise ValueError(f"fake_mesh: rank is {rank} and mesh {_text(sizes)} has ranks 0 to {world - 1}")
+        raise ValueError(f"fake_mesh: rank is {rank} and mesh {_sizes_text(sizes)} has ranks 0 to {world - 1}")
     at, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), Agreement(None, rank, 0.0), []
     for name in AXES:
         stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])

@@ -18,7 +18,7 @@ from fzero.core import pytree
 from fzero.core.precision import Policy, fp32
 from fzero.core.pytree import Tree
 from fzero.sharding.describe import describe
-from fzero.sharding.memory import NOWHERE, Offload, Tier, chosen
+from fzero.sharding.memory import ALL_ON_DEVICE, Offload, Tier, select_largest
 from fzero.sharding.mesh import DATA, Mesh
 from fzero.sharding.rules import match_rules
 from fzero.sharding.slices import check_dims, local_numel, shard_dim
@@ -136,7 +136,7 @@ def zero_plan(
     sequence: bool = False,
     frozen: str | None = None,
     reshard: bool = True,
-    offload: Offload | str = NOWHERE,
+    offload: Offload | str = ALL_ON_DEVICE,
 ) -> Plan:
     """The plan of a ZeRO stage for `model` (a Model, or the parameter tree of a plain loss function) on `mesh`.
 
@@ -194,7 +194,7 @@ def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str,
     """The specs with the memory of a tier, for the largest leaves that hold its fraction of the elements."""
     if tier.memory == "device":
         return specs  # as the model's own rules have them
-    names = chosen({name: local_numel(named[name].shape, spec, sizes) for name, spec in specs.items()}, tier.fraction)
+    names = select_largest({name: local_numel(named[name].shape, spec, sizes) for name, spec in specs.items()}, tier.fraction)
     return {name: replace(spec, memory=tier.memory) if name in names else spec for name, spec in specs.items()}
 
 

@@ -1,4 +1,4 @@
-"""Parameters on their way from rest to use: the reads, copies and gathers of a part of a model, ahead of the computation."""
+"""Parameters from rest to use: the reads, copies and gathers of a group of leaves, started before the computation needs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fzero.sharding.slices import STACKED
 
 
 class Group(NamedTuple):
-    """A part of a model that is fetched, used and dropped as a whole: a layer, the embedding or the head."""
+    """The leaves of a model that are fetched, used and dropped together: those of a layer, the embedding or the head."""
 
     name: str
     leaves: tuple[str, ...]  # full names
@@ -27,7 +27,7 @@ class Group(NamedTuple):
 
 
 def layer_of(leaf: Tensor, name: str, layer: int | None) -> Tensor:
-    """The slice of a stacked leaf that belongs to a layer; another leaf is returned as it is."""
+    """A layer of a stacked leaf; a leaf that is not stacked is returned as it is."""
     return leaf[layer] if layer is not None and name.startswith(STACKED) else leaf
 
 
@@ -35,11 +35,12 @@ Wait = Callable[[], Tensor]
 
 
 class ParamFetcher:
-    """Fetches parts of `params` (local shards, at rest by plan.params) to `device`, whole but for tensor parallelism.
+    """Fetches groups of `params` (local shards, at rest by plan.params) to `device`, whole but for tensor parallelism.
 
-    `read(part)` starts what comes from the host's memory or a disk, `start` the gathers, and gives the function that waits and returns the
-    leaves. A leaf that is on the device and that dp does not shard is a view of the one at rest.
-    Communicates: an all_gather over dp for each large leaf and one for the small ones together.
+    `read(group)` starts the reads from host memory or a disk. `start` starts the gathers, and returns the function that
+    waits for them and returns the leaves. A leaf that is on the device and not sharded by dp is a view of the leaf at
+    rest.
+    Communicates: an all_gather over dp for each large leaf, and one for all small leaves of a group.
     """
 
     def __init__(self, params: Tree, plan: Plan, device: torch.device):
@@ -50,27 +51,30 @@ class ParamFetcher:
         self.away = {name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device}
         self.stream = torch.cuda.Stream(device) if self.away and device.type == "cuda" else None  # None in a plan, too
 
-    def needed(self, part: Group) -> bool:
-        """Whether anything of the part must be fetched."""
-        return any(name in self.sharded or name in self.away for name in part.leaves)
+    def needed(self, group: Group) -> bool:
+        """Whether any leaf of the group must be fetched."""
+        return any(name in self.sharded or name in self.away for name in group.leaves)
 
-    def dropped(self, part: Group, reshard: bool) -> bool:
-        """Whether the part is to be fetched again for the backward pass."""
-        return any(name in self.away or (reshard and name in self.sharded) for name in part.leaves)
+    def dropped(self, group: Group, reshard: bool) -> bool:
+        """Whether the group must be fetched again for the backward pass."""
+        return any(name in self.away or (reshard and name in self.sharded) for name in group.leaves)
 
-    def read(self, part: Group) -> list[Wait]:
-        """Start to bring this rank's shards of the part to the device; a function for each leaf that waits for it."""
-        return [self._bring(name, part.layer) for name in part.leaves]
+    def read(self, group: Group) -> list[Wait]:
+        """Start to copy this rank's shards of the group to the device.
 
-    def _bring(self, name: str, layer: int | None) -> Wait:
+        Returns for each leaf the function that waits for it.
+        """
+        return [self._bring_leaf(name, group.layer) for name in group.leaves]
+
+    def _bring_leaf(self, name: str, layer: int | None) -> Wait:
         leaf = self.leaves[name]
         if isinstance(leaf, Tensor):
             value = layer_of(leaf, name, layer)
-            return self._copied(value) if name in self.away else lambda: value
+            return self._copy(value) if name in self.away else lambda: value
         reading = leaf.read(layer or 0) if layer is None or name.startswith(STACKED) else leaf.read()
-        return reading.wait if self.device == HOST else lambda: self._copied(reading.wait())()
+        return reading.wait if self.device == HOST else lambda: self._copy(reading.wait())()
 
-    def _copied(self, value: Tensor) -> Wait:
+    def _copy(self, value: Tensor) -> Wait:
         if self.stream is None:
             there = value.to(self.device)
             return lambda: there
@@ -80,24 +84,27 @@ class ParamFetcher:
             event.record(self.stream)
 
         def wait() -> Tensor:
-            event.synchronize()  # the memory it came from may be used for something else from now on
+            event.synchronize()  # from here on the memory of the source may be reused
             there.record_stream(torch.cuda.current_stream(self.device))
             return there
 
         return wait
 
-    def start(self, part: Group, phase: str, read: list[Wait] | None = None) -> Callable[[], list[Tensor]]:
-        """Start to gather the part, once its shards that must be gathered are here."""
-        read = self.read(part) if read is None else read
-        moving = [i for i, name in enumerate(part.leaves) if name in self.sharded]
+    def start(self, group: Group, phase: str, read: list[Wait] | None = None) -> Callable[[], list[Tensor]]:
+        """Start to gather the group, once the shards to be gathered are on the device.
+
+        Returns the function that waits for all leaves.
+        """
+        read = self.read(group) if read is None else read
+        moving = [i for i, name in enumerate(group.leaves) if name in self.sharded]
         shards = [read[i]() for i in moving]
         out: list[Tensor | None] = [None] * len(read)
         flying = []
         with self.ledger.phase(phase):
-            for group in bucket_groups(shards, [()] * len(shards)):
-                bundle = pack([shards[i] for i in group], 1, shards[group[0]].dtype)
-                label = " ".join(part.leaves[moving[i]] for i in group)
-                flying.append((group, start_all_gather(bundle, self.axis, leaf=label)))
+            for bucket in bucket_groups(shards, [()] * len(shards)):
+                packed = pack([shards[i] for i in bucket], 1, shards[bucket[0]].dtype)
+                label = " ".join(group.leaves[moving[i]] for i in bucket)
+                flying.append((bucket, start_all_gather(packed, self.axis, leaf=label)))
         shapes = [shard.shape for shard in shards]
         shards.clear()
         waiting = [None if i in moving else wait for i, wait in enumerate(read)]
@@ -105,16 +112,16 @@ class ParamFetcher:
 
         def finish() -> list[Tensor]:
             while flying:
-                group, pending = flying.pop()
-                whole_shapes = [(self.axis.size * shapes[i][0], *shapes[i][1:]) for i in group]
-                for i, whole in zip(group, unpack(pending.wait(), whole_shapes)):
+                bucket, pending = flying.pop()
+                whole_shapes = [(self.axis.size * shapes[i][0], *shapes[i][1:]) for i in bucket]
+                for i, whole in zip(bucket, unpack(pending.wait(), whole_shapes)):
                     out[moving[i]] = whole
             for i, wait in enumerate(waiting):
                 if wait is not None:
                     out[i] = wait()
             waiting.clear()
             done = list(out)
-            out.clear()  # the caller alone holds what was fetched
+            out.clear()  # so that only the caller holds the fetched leaves
             self.ledger.holds("gathered", done)
             return done
 
@@ -122,30 +129,31 @@ class ParamFetcher:
 
 
 class Prefetcher:
-    """Parts fetched in a known order, up to `ahead` of them before they are asked for, so `ahead` + 1 are whole at a time.
+    """Fetches groups in a known order, up to `ahead` of them before they are taken, so that `ahead` + 1 are whole at a time.
 
-    Those that come from elsewhere and are gathered are read one further ahead, as a gather begins when its shards are here.
+    Groups that are both read from elsewhere and gathered are read one earlier, because a gather begins when its shards
+    have arrived.
     """
 
-    def __init__(self, gather: ParamFetcher, ahead: int):
-        self.gather, self.ahead = gather, ahead
-        self.further = bool(gather.away and gather.sharded)
+    def __init__(self, fetcher: ParamFetcher, ahead: int):
+        self.fetcher, self.ahead = fetcher, ahead
+        self.further = bool(fetcher.away and fetcher.sharded)
         self.waiting: deque[tuple[Group, str]] = deque()
         self.reading: deque[tuple[Group, str, list[Wait]]] = deque()
         self.flying: deque[tuple[Group, Callable[[], list[Tensor]]]] = deque()
 
-    def expect(self, parts: Iterable[Group], phase: str) -> None:
-        """Add parts to the end of the order."""
-        self.waiting.extend((part, phase) for part in parts)
+    def expect(self, groups: Iterable[Group], phase: str) -> None:
+        """Add groups to the end of the order."""
+        self.waiting.extend((group, phase) for group in groups)
 
-    def take(self, part: Group) -> Sequence[Tensor]:
-        """The leaves of the next part, which must be `part`; those behind it are started first."""
-        self.gather.ledger.at(part.name, part.layer)
+    def take(self, group: Group) -> Sequence[Tensor]:
+        """The leaves of the next group, which must be `group`; those after it are started first."""
+        self.fetcher.ledger.at(group.name, group.layer)
         while self.waiting and len(self.flying) + len(self.reading) < self.ahead + 1 + self.further:
             after, phase = self.waiting.popleft()
-            self.reading.append((after, phase, self.gather.read(after)))
+            self.reading.append((after, phase, self.fetcher.read(after)))
         while self.reading and len(self.flying) < self.ahead + 1:
-            self.flying.append((self.reading[0][0], self.gather.start(*self.reading.popleft())))
+            self.flying.append((self.reading[0][0], self.fetcher.start(*self.reading.popleft())))
         expected, finish = self.flying.popleft()
-        assert expected == part, f"{part} was asked for and {expected} comes next"
+        assert expected == group, f"{group} was asked for and {expected} comes next"
         return finish()

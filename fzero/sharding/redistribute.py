@@ -1,7 +1,8 @@
-"""`redistribute`: a tensor from one layout on the mesh to another, as a chain of collectives.
+"""From one layout on the mesh to another, as a chain of collectives; whole leaves from shards; DTensors in and out.
 
-On each axis of the mesh a tensor is whole (the same on all ranks), sharded along a dim, or a part of a sum. A dim that several axes
-shard is divided by the first one first, so only the last axis of a dim can be taken off or put on without moving the others.
+On each axis of the mesh a tensor is whole (the same on all ranks), sharded along a dim, or a part of a sum. A dim that
+several axes shard is divided by the first one first, so only the last axis of a dim can be removed or added without
+moving the others.
 """
 
 from __future__ import annotations
@@ -12,27 +13,39 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
+from fzero.core import pytree
+from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import Dims, _used_dims, local_shape, whole_shape
+from fzero.sharding.slices import STACKED, Dims, local_shape, sharded_dims, whole_shape
 from fzero.sharding.spec import Spec
 
 
 def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """This rank's part in layout `dst` of the tensor whose part in layout `src` is `x`; differentiable.
+    """This rank's shard by `dst` of the tensor of which `x` is this rank's shard by `src`; differentiable.
 
-    On each axis: shard -> shard along another dim (all_to_all), shard -> whole (all_gather), whole -> shard (own slice), part of a sum ->
-    whole (psum) or shard (psum_scatter), or none of these. A whole tensor is the same on all ranks, and its cotangent is too; where
-    each rank uses it differently, `pvary` comes behind.
+    On each axis: shard -> shard along another dim (all_to_all), shard -> whole (all_gather), whole -> shard
+    (own_slice), owed sum -> whole (psum) or shard (psum_scatter), or no change. A whole tensor is the same on all
+    ranks, and so is its cotangent; apply `pvary` to the result if each rank then uses it differently.
 
-    Communicates: as said, the smallest first. An axis that gives way to another one on the same dim is gathered for it.
-    Raises ValueError where a dim cannot be divided, where `dst` owes a sum that `src` does not, and where the memories differ.
+    x: the shard, of any dtype. src, dst: layouts of the same memory. leaf: a name for errors and the ledger.
+
+    Communicates: the collectives above, those that make the tensor smaller first. An axis that blocks another one on a
+    dim is gathered.
+    Raises ValueError if the axes of a dim do not divide it, if `dst` owes a sum that `src` does not, or if the memories
+    differ.
+
+    >>> import torch
+    >>> from fzero.sharding import Spec, fake_mesh
+    >>> mesh = fake_mesh({"dp": 4}, rank=1)
+    >>> redistribute(torch.arange(8), Spec(), Spec(("dp",)), mesh)
+    tensor([2, 3])
     """
     if src.memory != dst.memory:
-        raise ValueError(f"redistribute {leaf}: from memory {src.memory} to {dst.memory}; it moves between ranks only")
+        raise ValueError(f"redistribute {leaf}: from memory {src.memory} to {dst.memory}; it only moves data between ranks")
     for axis in dst.partial - src.partial:
         if mesh[axis].size > 1:
-            raise ValueError(f"redistribute {leaf}: {dst} owes a sum over {axis} that {src} does not; a sum that is done is not undone")
-    now, goal = (_used_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
+            raise ValueError(f"redistribute {leaf}: {dst} owes a sum over {axis} that {src} does not; a finished sum cannot be undone")
+    now, goal = (sharded_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
     owed = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
     local_shape(whole_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
     while (step := _next(now, goal, owed)) is not None:
@@ -53,10 +66,13 @@ Step = tuple[str, str] | tuple[str, str, int] | tuple[str, str, int, int]  # (co
 
 
 def _next(now: Dims, goal: Dims, owed: set[str]) -> Step | None:
-    """The next collective on the way from `now` to `goal`; None at the goal. What makes the tensor smaller comes first."""
-    # An axis can be put on a dim when those before it are there, and no other.
+    """The next collective on the way from `now` to `goal`; None at the goal.
+
+    Those that make the tensor smaller come first.
+    """
+    # An axis can be added to a dim once all axes before it, and no others, shard the dim.
     ready = {want[len(have)]: d for d, (have, want) in enumerate(zip(now, goal)) if len(have) < len(want) and want[: len(have)] == have}
-    # An axis can be taken off a dim when it is the last there; it must be when it is in the way.
+    # Only the last axis of a dim can be removed from it; it must be if it is not the goal's axis there.
     leaving = {have[-1]: d for d, (have, want) in enumerate(zip(now, goal)) if have != want[: len(have)]}
     sharding = {axis for have in now for axis in have}
     for axis, dim in ready.items():
@@ -77,7 +93,7 @@ def _next(now: Dims, goal: Dims, owed: set[str]) -> Step | None:
 
 
 def _note(now: Dims, owed: set[str], kind: str, axis: str, dims: Sequence[int]) -> None:
-    """Enter a step in the layout."""
+    """Apply one step to the layout `now` and the sums `owed`."""
     owed.discard(axis)
     if kind in ("all_to_all", "all_gather"):
         now[dims[-1]] = now[dims[-1]][:-1]
@@ -85,10 +101,52 @@ def _note(now: Dims, owed: set[str], kind: str, axis: str, dims: Sequence[int]) 
         now[dims[0]] = (*now[dims[0]], axis)
 
 
-def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DTensor:
-    """The DTensor on `mesh.device_mesh` whose local part is `x`, for libraries that speak DTensor; memory is shared.
+def gather_whole(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+    """The whole tensor, on every rank, from this rank's shard `x` of it by `spec`.
 
-    Raises ValueError on a mesh of one process.
+    Communicates: an all_gather over each axis that shards it.
+    """
+    return redistribute(x, Spec(spec.dims), Spec(), mesh, leaf=leaf)
+
+
+@torch.no_grad()
+def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
+    """The tree of whole leaves on rank 0, and () on every other rank, from this rank's shards of them by `specs`.
+
+    It gathers one leaf at a time, and one layer of a stacked leaf: no rank but the first holds more than one of those.
+    Communicates: an all_gather over each axis that shards a leaf, for each leaf or layer.
+    """
+    named, first = pytree.named_leaves(specs), mesh.rank == 0
+
+    def gather(name: str, leaf: Tensor) -> Tensor:
+        spec = named[name]
+        if not any(mesh[axis].size > 1 for axis in spec.axes):
+            return leaf
+        if f"/{STACKED}" not in f"/{name}" or spec.dims[0]:
+            whole = gather_whole(leaf, spec, mesh, leaf=name)
+            return whole if first else leaf
+        inner, layers = Spec(spec.dims[1:]), []
+        for layer in leaf:
+            whole = gather_whole(layer, inner, mesh, leaf=name)
+            layers += [whole] if first else []
+        return torch.stack(layers) if first else leaf
+
+    out = pytree.map_named(gather, tree)
+    return out if first else ()
+
+
+def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DTensor:
+    """The DTensor on `mesh.device_mesh` whose local tensor is `x`, this rank's shard by `spec`.
+
+    It shares the memory of `x`.
+    Communicates: nothing.
+    Raises ValueError on a mesh of one process, which has no DeviceMesh.
+
+    >>> import torch
+    >>> from fzero.sharding import Spec, one_process
+    >>> to_dtensor(torch.ones(2), Spec(), one_process())
+    Traceback (most recent call last):
+    ValueError: spec []: a mesh of one process has no DeviceMesh, and a tensor on it no placements
     """
     from torch.distributed.tensor import DTensor
 
@@ -98,9 +156,15 @@ def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DT
 
 
 def from_dtensor(t: torch.distributed.tensor.DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
-    """`(x, spec)`: the local part of a DTensor and its layout on `mesh`: the inverse of `to_dtensor`.
+    """(x, spec): the local tensor of a DTensor, and its layout on `mesh`; the inverse of `to_dtensor`.
 
-    Raises ValueError where its DeviceMesh is not that of `mesh`, and for a partial value that is not a sum.
+    Communicates: nothing.
+    Raises ValueError if its DeviceMesh is not that of `mesh`, or if it is partial other than by a sum.
+
+    On two processes or more, with `w` a tensor [D, F] that rank r holds rows of:
+
+        t = to_dtensor(w, Spec(("dp", None)), mesh)
+        x, spec = from_dtensor(t, mesh)             # x is w; print(spec): [·/dp, ·]
     """
     from fzero.core.torch_private import StridedShard
 

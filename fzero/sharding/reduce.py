@@ -1,8 +1,11 @@
-"""Gradients on their way from the backward pass to the optimizer: summed over micro-batches and over ranks, layer by layer.
+"""Gradients from the backward pass to the optimizer: summed over micro-batches and over ranks, layer by layer.
 
-Two orders of summation. "fast": what the plan owes is reduced when it says, over the micro-batches in order. "canonical": each micro-batch
-first over the ranks, then over micro-batches, both by a balanced binary tree; as micro-batch j of data rank r has the global number
-j R + r, both are one tree over the global numbers, the same for every power of two of ranks.
+There are two orders of summation. "fast": micro-batches are added in order, and sums over ranks are made when the plan
+says so.
+"canonical": each micro-batch is summed over the R data ranks first, then the sums over micro-batches, both by a
+balanced binary tree.
+Micro-batch j of data rank r has the global number j R + r, so both together are one tree over the global numbers: the
+same for every R that is a power of two.
 """
 
 from __future__ import annotations
@@ -18,36 +21,15 @@ from fzero.comm.collectives import Pending, start_all_gather, start_psum, start_
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
+from fzero.core.tree_sum import TreeSum
 from fzero.sharding.describe import Moves, moves, reduce_dtype
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
 from fzero.sharding.slices import STACKED
 
 
-class Counter:
-    """A sum by a balanced binary tree: equal neighbours are added as soon as both are there (at most log2 of the terms are held)."""
-
-    def __init__(self) -> None:
-        self.held: list[tuple[int, Tensor]] = []
-
-    def add(self, term: Tensor) -> None:
-        """Add the next term; its memory may be written to."""
-        level = 0
-        while self.held and self.held[-1][0] == level:
-            term = self.held.pop()[1].add_(term)
-            level += 1
-        self.held.append((level, term))
-
-    def sum(self) -> Tensor:
-        """The sum of all terms."""
-        total = self.held.pop()[1]
-        while self.held:
-            total = self.held.pop()[1].add_(total)
-        return total
-
-
 class GradientReducer:
-    """Takes the gradients of a step, part by part, and gives their sums in the layout of plan.opt.
+    """Sums the gradients of a step, group by group, in the layout of plan.opt.
 
     dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. `parts` micro-batches.
     At most one part's gradients travel while the next one's are computed.
@@ -76,41 +58,45 @@ class GradientReducer:
         self.moves = {name: moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes) for name, leaf in plan.leaves.items()}
         self.depth = {name: leaf.shape[0] for name, leaf in plan.leaves.items() if name.startswith(STACKED)}
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
-        self.begun: set[tuple[str, str, int | None]] = set()  # whose place in `final` holds a sum
-        self.owed: dict[tuple[str, str, int | None], Tensor | Counter] = {}  # sums over micro-batches that are not final yet
+        self.begun: set[tuple[str, str, int | None]] = set()  # the keys whose part of `final` holds a sum already
+        self.owed: dict[tuple[str, str, int | None], Tensor | TreeSum] = {}  # sums over micro-batches before the last one
         self.flying: list[Iterator[Pending]] = []
 
-    def put(self, part: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
-        """Take (and empty) the list of a micro-batch's gradients of a part's leaves `names`.
+    def put(self, group: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
+        """Take a micro-batch's gradients of the leaves `names` of a group; the list is emptied.
 
-        last: the micro-batch is the last one. again: leaves of which another part will give a gradient in the same micro-batch.
+        last: whether the micro-batch is the last one. again: leaves for which another group gives a gradient in the
+        same micro-batch.
         """
         self.finish()
         self.mesh.ledger.holds("grads", grads)
         self.last = last
         kinds = [(self.moves[name], name in again) for name in names]
-        for group in bucket_groups(grads, kinds):
-            chosen, tensors = [names[i] for i in group], [grads[i] for i in group]
-            ends = last and (self.canonical or not kinds[group[0]][1])
-            job = self.job(part, chosen, tensors, kinds[group[0]][0], ends)
+        for bucket in bucket_groups(grads, kinds):
+            chosen, tensors = [names[i] for i in bucket], [grads[i] for i in bucket]
+            ends = last and (self.canonical or not kinds[bucket[0]][1])
+            job = self.job(group, chosen, tensors, kinds[bucket[0]][0], ends)
             del tensors
             if next(job, None) is not None:
                 self.flying.append(job)
         grads.clear()
 
     def finish(self) -> None:
-        """Wait for what is travelling."""
+        """Wait for the collectives under way, and add their results."""
         for job in self.flying:
             for _ in job:
                 pass
         self.flying.clear()
 
-    def job(self, part: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool) -> Iterator[Pending]:
-        """Bring gradients that travel together to their place; yields when a collective has been started."""
+    def job(self, group: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool) -> Iterator[Pending]:
+        """Reduce the gradients of one bucket and add them to their sums.
+
+        Yields whenever a collective has been started.
+        """
         now, end = both
         values = yield from self.travel(names, grads, now)
         grads.clear()
-        keys = [(part.name if self.canonical else "", name, part.layer) for name in names]
+        keys = [(group.name if self.canonical else "", name, group.layer) for name in names]
         for i, key in enumerate(keys):
             value, values[i] = values[i], None
             values[i] = self.add(key, value, bool(end), ends)
@@ -121,7 +107,7 @@ class GradientReducer:
                 self.place(key, value)
 
     def travel(self, names: Sequence[str], tensors: list[Tensor], path: Moves) -> Iterator[Any]:
-        """The tensors behind the collectives of `path`; `tensors` is emptied."""
+        """The tensors after the collectives of `path`; the list `tensors` is emptied."""
         for op, name in path:
             axis, shapes = self.mesh[name], [t.shape for t in tensors]
             bundle = pack(tensors, axis.size if op == "scatter" else 1, self.reduce)
@@ -139,7 +125,10 @@ class GradientReducer:
         return list(tensors)
 
     def add(self, key: tuple[str, str, int | None], value: Tensor, more: bool, ends: bool) -> Tensor | None:
-        """Add a micro-batch's value to the sum of `key`; the sum, where it must travel on (`more`) and this is the last (`ends`)."""
+        """Add a micro-batch's value to the sum of `key`.
+
+        Returns the sum if the value is the last one (`ends`) and the sum must still be sent (`more`), else None.
+        """
         if not more and not self.canonical:
             self.place(key, value)
             return None
@@ -147,7 +136,7 @@ class GradientReducer:
             return value if more else self.place(key, value)
         own = value.to(self.accumulate, copy=True) if value.dtype == self.accumulate else value.to(self.accumulate)
         if self.canonical:
-            self.owed.setdefault(key, Counter()).add(own)
+            self.owed.setdefault(key, TreeSum()).add(own)
             total = self.owed.pop(key).sum() if ends else None
         else:
             self.owed[key] = self.owed[key].add_(own) if key in self.owed else own
@@ -155,7 +144,7 @@ class GradientReducer:
         return self.place(key, total) if total is not None and not more else total
 
     def place(self, key: tuple[str, str, int | None], value: Tensor) -> None:
-        """Write or add a value into the stacked sums."""
+        """Write a value into the stacked sums, or add it to them."""
         stream, name, layer = key
         if self.early is not None and self.last and layer is not None:
             self.early(name, layer, self.ended(key, value))
@@ -180,7 +169,7 @@ class GradientReducer:
             self.begun.add(key)
 
     def ended(self, key: tuple[str, str, int | None], value: Tensor) -> Tensor:
-        """The final sum of a layer, of which `value` is the last term."""
+        """The final sum of a layer; `value` is its last term."""
         stream, name, layer = key
         so_far = self.final.get((stream, name))
         if so_far is None:
@@ -191,11 +180,14 @@ class GradientReducer:
         return so_far[layer].add_(value.to(so_far.device))
 
     def wide(self, value: Tensor) -> Tensor:
-        """A value in the dtype of its sum: one micro-batch's own gradients keep theirs until the end, when the activations are gone."""
+        """A value in the dtype of its sum.
+
+        With a single micro-batch, in its own dtype until the activations are freed.
+        """
         return value if self.parts == 1 else value.to(self.accumulate)
 
     def room(self, key: tuple[str, str], shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory for a sum."""
+        """Uninitialised memory for a sum: the kept host buffer if the leaf's gradient rests in host memory."""
         if self.memory[key[1]] != "host":
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         room = self.rooms.get(key)
@@ -204,7 +196,7 @@ class GradientReducer:
         return room
 
     def sums(self, like: Tree) -> Tree:
-        """All sums, in the structure of `like`; what was not given a gradient is refused. Called once, behind the last put."""
+        """The tree of all sums, in the structure of `like`. Call it once, after the last `put`."""
         self.finish()
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
         out: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Ordered rules over leaf names: the first match wins; an unmatched leaf and an unused rule both raise."""
+"""Ordered rules over leaf names: the first match wins; an unmatched leaf and an unused rule are errors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)
 
 
 def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules", partial: bool = False) -> dict[str, Value]:
-    """`{leaf name: value of the first rule whose regex is found in it}`.
+    """{leaf name: value of the first rule whose regular expression is found in it}.
 
-    partial: the names are some of a tree's, so that a rule may have none among them.
-    Raises ValueError naming `what` and: a leaf that no rule matches, a rule that is the first match of no leaf, a bad regex.
+    rules: (regular expression, value) pairs, in order. names: the names of a tree's leaves. what: the rules' name in
+    errors.
+    partial: whether `names` are only some of the tree's, so that a rule may match none of them.
+    Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, or an invalid regular
+    expression.
+
+    >>> match_rules([("bias$", 0.0), (".*", 0.1)], ["mlp/w", "mlp/bias"])
+    {'mlp/w': 0.1, 'mlp/bias': 0.0}
     """
     try:
         compiled = [(re.compile(pattern), value) for pattern, value in rules]

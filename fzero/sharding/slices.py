@@ -1,4 +1,7 @@
-"""Which part of a leaf is a rank's: shapes, starts and slices under a Spec; and rows of a layer that are read, written and summed apart."""
+"""All arithmetic of a rank's slice of a leaf: shapes, starts and views under a Spec.
+
+And the blocks of rows that a layer is cut into.
+"""
 
 from __future__ import annotations
 
@@ -8,88 +11,50 @@ from typing import Any
 
 from torch import Tensor
 
+from fzero.core.storage import PAGE
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.spec import Spec
 
-PAGE = 4096  # bytes: what a direct transfer to or from a disk begins and ends at
-STACKED = "blocks/"  # leaves whose first dim counts the layers
-Dims = list[tuple[str, ...]]
-
-MOST = 1 << 22  # elements of a piece
+STACKED = "blocks/"  # the names of leaves whose first dim counts the layers begin with this
+MOST_ELEMENTS = 1 << 22  # of a row block
+Dims = list[tuple[str, ...]]  # for each tensor dim the axes of size above 1 that shard it
 
 
-def pieces(shape: tuple[int, ...], most: int = MOST) -> list[tuple[int, int]]:
-    """Ranges of the first dim of a layer of `shape`, of at most about `most` elements each, that begin at pages in every dtype."""
-    rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    if rows * row <= most:
-        return [(0, rows)]
-    step = PAGE // math.gcd(PAGE, row)
-    length = max(step, most // row // step * step)
-    return [(at, min(at + length, rows)) for at in range(0, rows, length)]
+# ---- a rank's slice under a spec ----
 
 
-def walk(x: Any, stacked: bool) -> Iterator[tuple[int, Tensor]]:
-    """(layer, rows of it) for all pieces of a leaf, in order: a tensor, or one that streams itself by a method of this name."""
-    if not isinstance(x, Tensor):
-        yield from x.walk()
-        return
-    for i, layer in enumerate(x if stacked else [x]):
-        for start, end in pieces(tuple(layer.shape)):
-            yield i, layer[start:end] if layer.dim() else layer
+def sharded_dims(spec: Spec, mesh: Mesh, dims: int, leaf: str = "") -> Dims:
+    """The axes of size above 1 that shard each of a tensor's `dims` dims.
+
+    Raises ValueError if the spec has more dims.
+    """
+    if len(spec.dims) > dims:
+        raise ValueError(f"{leaf or 'tensor'}: its spec {spec} has {len(spec.dims)} dims and the tensor has {dims}")
+    used = [tuple(axis for axis in axes if mesh[axis].size > 1) for axes in spec.dims]
+    return used + [()] * (dims - len(used))
 
 
-def shard_dim(name: str) -> int:
-    """The dim of a leaf that dp shards: the first of a layer."""
-    return 1 if name.startswith(STACKED) else 0
+def ranks_per_dim(spec: Spec, mesh: Mesh, dims: int, leaf: str = "") -> list[int]:
+    """The number of ranks that each of a tensor's `dims` dims is divided among.
 
-
-def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError where a spec has another number of dims than the leaf, or its axes do not divide a dim."""
-    if len(spec.dims) != len(shape):
-        raise ValueError(f"{name}: its spec {spec} has {len(spec.dims)} dims and the leaf has {len(shape)}")
-    for dim, (size, axes) in enumerate(zip(shape, spec.dims)):
-        parts = math.prod(sizes[a] for a in axes)
-        if size % parts:
-            said = " x ".join(f"{a}={sizes[a]}" for a in axes if sizes[a] > 1)
-            fits = [str(n) for n in range(1, 65) if size % n == 0]
-            padded = -(-size // parts) * parts
-            raise ValueError(
-                f"{name}: dim {dim} has size {size}, not divisible by {said}; use one of {', '.join(fits)}, or pad it to {padded}"
-            )
-
-
-def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> int:
-    """The elements that one rank holds of a leaf."""
-    return math.prod(shape) // math.prod(sizes[a] for a in spec.axes)
-
-
-def window(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) per dim of this rank's slice of a leaf of `shape`."""
-    start, size = [], []
-    for dim, whole in enumerate(shape):
-        at, parts = 0, 1
-        for name in spec.dims[dim] if dim < len(spec.dims) else ():
-            at, parts = at * mesh[name].size + mesh[name].rank, parts * mesh[name].size
-        size.append(whole // parts)
-        start.append(at * size[-1])
-    return tuple(start), tuple(size)
-
-
-def _used_dims(spec: Spec, mesh: Mesh, rank: int, leaf: str) -> Dims:
-    """The axes of size above 1 that shard each of `rank` dims; raises ValueError where the spec has more dims."""
-    if len(spec.dims) > rank:
-        raise ValueError(f"{leaf or 'tensor'}: its spec {spec} has {len(spec.dims)} dims and the tensor has {rank}")
-    dims = [tuple(axis for axis in axes if mesh[axis].size > 1) for axes in spec.dims]
-    return dims + [()] * (rank - len(dims))
+    Raises ValueError if the spec has more dims.
+    """
+    return [math.prod(mesh[axis].size for axis in axes) for axes in sharded_dims(spec, mesh, dims, leaf)]
 
 
 def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> tuple[int, ...]:
-    """The shape of a rank's part in layout `spec` of a tensor of this shape.
+    """The shape of a rank's shard by `spec` of a tensor of this shape. leaf: its name, for errors.
 
-    Raises ValueError where the axes of a dim do not divide it, the spec has too many dims, or names an axis that the mesh has not.
+    Raises ValueError if the axes of a dim do not divide it, or if the spec has too many dims or an axis that the mesh
+    has not.
+
+    >>> from fzero.sharding import Spec, fake_mesh
+    >>> local_shape((8, 6), Spec.parse("[D/dp, F/tp]"), fake_mesh({"dp": 4, "tp": 2}))
+    (2, 3)
     """
+    dims = sharded_dims(spec, mesh, len(shape), leaf)
     local = list(shape)
-    for dim, axes in enumerate(_used_dims(spec, mesh, len(local), leaf)):
+    for dim, axes in enumerate(dims):
         ranks = math.prod(mesh[axis].size for axis in axes)
         if local[dim] % ranks:
             sizes = ", ".join(f"{axis}={mesh[axis].size}" for axis in axes)
@@ -100,22 +65,97 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
 
 
 def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the tensor whose part on a rank, in layout `spec`, has this shape: the inverse of `local_shape`."""
-    dims = _used_dims(spec, mesh, len(shape), "")
-    return tuple(size * math.prod(mesh[axis].size for axis in axes) for size, axes in zip(shape, dims))
+    """The shape of the whole tensor, from the shape of a rank's shard of it by `spec`: the inverse of `local_shape`."""
+    return tuple(size * ranks for size, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape))))
 
 
-def shard(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """This rank's part of the whole tensor `x` in layout `spec`, as a view of `x`; nothing is communicated.
+def local_slice(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) per dim of this rank's slice by `spec` of a tensor of this shape.
 
-    Raises ValueError where the layout does not fit (see `local_shape`), and where the spec owes a sum.
+    Raises ValueError as `local_shape` does.
+    """
+    size, start = local_shape(shape, spec, mesh, leaf=leaf), []
+    for extent, axes in zip(size, sharded_dims(spec, mesh, len(shape), leaf)):
+        part = 0
+        for axis in axes:
+            part = part * mesh[axis].size + mesh[axis].rank
+        start.append(part * extent)
+    return tuple(start), size
+
+
+def narrow_box(x: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    """The view of the elements [start, start + size) of a tensor."""
+    for dim, (at, extent) in enumerate(zip(start, size)):
+        x = x.narrow(dim, at, extent)
+    return x
+
+
+def narrow_to(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+    """This rank's slice by `spec` of the whole tensor `x`, as a view of `x`. leaf: its name, for errors.
+
+    Communicates: nothing.
+    Raises ValueError if the spec owes a sum, and as `local_shape` does.
+
+    >>> import torch
+    >>> from fzero.sharding import Spec, fake_mesh
+    >>> narrow_to(torch.arange(8), Spec(("dp",)), fake_mesh({"dp": 4}, rank=1))
+    tensor([2, 3])
     """
     if spec.partial:
         raise ValueError(f"{leaf or 'tensor'}: {spec} owes a sum; a whole tensor has no parts of one")
-    local = local_shape(x.shape, spec, mesh, leaf=leaf)
-    for dim, axes in enumerate(_used_dims(spec, mesh, x.dim(), leaf)):
-        place = 0
-        for axis in axes:
-            place = place * mesh[axis].size + mesh[axis].rank
-        x = x.narrow(dim, place * local[dim], local[dim])
-    return x
+    return narrow_box(x, *local_slice(x.shape, spec, mesh, leaf=leaf))
+
+
+# ---- the same by the sizes of a mesh's axes alone ----
+
+
+def shard_dim(name: str) -> int:
+    """The dim of a leaf that dp shards: the first of a layer."""
+    return 1 if name.startswith(STACKED) else 0
+
+
+def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError if a spec has another number of dims than the leaf, or its axes do not divide a dim."""
+    if len(spec.dims) != len(shape):
+        raise ValueError(f"{name}: its spec {spec} has {len(spec.dims)} dims and the leaf has {len(shape)}")
+    for dim, (size, axes) in enumerate(zip(shape, spec.dims)):
+        ranks = math.prod(sizes[a] for a in axes)
+        if size % ranks:
+            factors = " x ".join(f"{a}={sizes[a]}" for a in axes if sizes[a] > 1)
+            fits = [str(n) for n in range(1, 65) if size % n == 0]
+            padded = -(-size // ranks) * ranks
+            raise ValueError(
+                f"{name}: dim {dim} has size {size}, not divisible by {factors}; use one of {', '.join(fits)}, or pad it to {padded}"
+            )
+
+
+def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> int:
+    """The number of elements that one rank holds of a leaf."""
+    return math.prod(shape) // math.prod(sizes[a] for a in spec.axes)
+
+
+# ---- blocks of rows ----
+
+
+def row_blocks(shape: Sequence[int], most: int = MOST_ELEMENTS) -> list[tuple[int, int]]:
+    """Ranges of the first dim of a layer of `shape`, of about `most` elements each at most.
+
+    They begin at pages of its memory in every dtype, so that each can be read, written and summed apart from the
+    others.
+    """
+    rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    if rows * row <= most:
+        return [(0, rows)]
+    step = PAGE // math.gcd(PAGE, row)
+    length = max(step, most // row // step * step)
+    return [(at, min(at + length, rows)) for at in range(0, rows, length)]
+
+
+def iterate_blocks(x: Any, stacked: bool) -> Iterator[tuple[int, Tensor]]:
+    """(layer, row block) for all row blocks of a leaf, in order: of a tensor, or of a leaf with an `iterate_blocks` of its own."""
+    if not isinstance(x, Tensor):
+        yield from x.iterate_blocks()
+        return
+    for i, layer in enumerate(x if stacked else [x]):
+        for start, end in row_blocks(tuple(layer.shape)):
+            yield i, layer[start:end] if layer.dim() else layer

@@ -1,4 +1,4 @@
-"""A Spec says, for one leaf, which mesh axes shard which tensor dim, over which axes a sum is owed, and in which memory it rests."""
+"""Spec: for one leaf, the mesh axes that shard each tensor dim, the axes over which a sum is owed, and the memory it rests in."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ MEMORIES = ("device", "host", "nvme")
 
 @dataclass(frozen=True)
 class Spec:
-    """Per tensor dim the mesh axes that shard it, outermost first (a leaf in trees; a trailing dim that is not named is whole).
+    """The layout of one tensor on a mesh. It is a leaf in trees; `Spec()` is a tensor that is whole on every rank.
 
-    `Spec()` is replicated. The text form is `"[L/pp, D/tp+dp, F] +cp @host"`: dims by letter, axes behind the slash, sums owed behind
-    `+`, memory behind `@`.
+    dims: for each tensor dim the mesh axes that shard it, outermost first; a trailing dim that is not given is whole.
+    partial: the axes over which a sum is owed: the tensor is the sum of what their ranks hold.
+    memory: "device", "host" or "nvme".
+
+    The text form, which `parse` reads, is "[L/pp, D/tp+dp, F] +cp @host": a letter for each dim, its axes after a
+    slash, owed sums after "+", the memory after "@".
+
+    >>> spec = Spec((None, ("tp", "dp")), memory="host")
+    >>> print(spec, spec == Spec.parse("[D, F/tp+dp] @host"))
+    [·, ·/tp+dp] @host True
     """
 
     dims: tuple[tuple[str, ...], ...] = ()
@@ -39,7 +47,10 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """The Spec of a text such as `"[L/pp, D/tp+dp, F] +cp @host"`, or of `str(spec)`; raises ValueError where it is none."""
+        """The Spec of a text such as "[L/pp, D/tp+dp, F] +cp @host", or of `str(spec)`.
+
+        Raises ValueError if the text has another form.
+        """
         form = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s*\+\w+)*)(?:\s*@(\w+))?\s*", text)
         if form is None:
             raise ValueError(f"spec {text!r} is not of the form '[L/pp, D/tp+dp, F] +cp @host'")
@@ -59,7 +70,7 @@ class Spec:
     def placements(self, mesh: Mesh) -> tuple[Any, ...]:
         """The placements of a DTensor of this layout, one for each axis of `mesh.device_mesh`.
 
-        Raises ValueError where the mesh has one process, or the spec names an axis that the mesh has not.
+        Raises ValueError if the mesh has one process, or the spec names an axis that the mesh has not.
         """
         from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 

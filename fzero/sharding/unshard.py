@@ -1,4 +1,7 @@
-"""Parameters from rest to use as a differentiable function: the definition of what the streaming engine does faster."""
+"""Parameters from rest to use, as a differentiable function: the definition.
+
+Train/streamed.py computes the same faster.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from fzero.sharding.spec import Spec
 
 
 def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """A leaf as the model's code sees it, from this rank's shard `x` of it at rest.
+    """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest.
 
-    Its gradient has the layout at rest and is the whole sum over the ranks: gathers scatter it, and what every rank holds is pvary'd over
-    the axes on which it is used differently.
-    Communicates: an all_gather over dp where that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
+    Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
+    tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently.
+    Communicates: an all_gather over dp if that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
     """
     owed = [axis for axis in DATA if axis not in rest.axes] + sorted(compute.partial)
     for axis in owed:
@@ -39,11 +42,11 @@ def unshard_tree(params: Tree, plan: Plan) -> Tree:
     return pytree.map_named(lambda name, x: unshard(x, leaves[name].params, leaves[name].compute, plan.mesh, leaf=name), params)
 
 
-def fetching(block: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+def unshard_block(block: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """`block` as a function of a layer's parameters at rest."""
     stacked = {name.removeprefix(STACKED): leaf for name, leaf in plan.leaves.items() if name.startswith(STACKED)}
     specs = tuple((name, _layer(leaf.params), _layer(leaf.compute)) for name, leaf in stacked.items())
-    return _fetching(block, specs, plan.mesh)
+    return _unshard_block(block, specs, plan.mesh)
 
 
 def _layer(spec: Spec) -> Spec:
@@ -51,7 +54,7 @@ def _layer(spec: Spec) -> Spec:
 
 
 @functools.lru_cache(maxsize=64)
-def _fetching(block: Callable[..., Any], specs: tuple, mesh: Mesh) -> Callable[..., Any]:
+def _unshard_block(block: Callable[..., Any], specs: tuple, mesh: Mesh) -> Callable[..., Any]:
     at = {name: (rest, compute) for name, rest, compute in specs}
 
     def fetched_block(params: Tree, x: Any, ctx: Any) -> Any:

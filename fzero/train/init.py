@@ -14,7 +14,7 @@ from fzero.optim import GradientTransformation, ema_init
 from fzero.optim.sharded_leaves import bind, sharded_by
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.plan import shapes_of
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs
 from fzero.train.state_on_disk import on_disk, stored_state
@@ -80,6 +80,6 @@ def part_of(leaf: Tensor, plan: Plan, name: str) -> Tensor:
 
 def whole_part(leaf: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
     """This rank's slice, a view, of a whole leaf."""
-    for dim, (start, size) in enumerate(zip(*window(tuple(leaf.shape), spec, mesh))):
+    for dim, (start, size) in enumerate(zip(*local_slice(tuple(leaf.shape), spec, mesh))):
         leaf = leaf.narrow(dim, start, size)
     return leaf

@@ -12,6 +12,7 @@ from fzero.comm.tables import BY_DATA_RANK, gather_rows
 from fzero.core import prng, pytree
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
+from fzero.core.tree_sum import tree_sum_rows
 from fzero.models import base
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.unshard import unshard_tree
@@ -75,13 +76,5 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh) -> base.Loss:
     rows = torch.stack([torch.stack([leaf.to(torch.float64) for leaf in pytree.leaves(loss)]) for loss in losses])
     with mesh.ledger.phase("metrics"):
         table = gather_rows(rows, mesh, leaf="loss", axes=BY_DATA_RANK)
-    sums = _tree_sum(table.transpose(0, 1).flatten(0, 1))
+    sums = tree_sum_rows(table.transpose(0, 1).flatten(0, 1))
     return pytree.unflatten([x.to(dtype) for x, dtype in zip(sums, dtypes)], treedef)
-
-
-def _tree_sum(rows: Tensor) -> Tensor:
-    """The sum over the first dim by a balanced binary tree, neighbours first; differentiable."""
-    while rows.shape[0] > 1:
-        even = rows.shape[0] // 2 * 2
-        rows = torch.cat([rows[0:even:2] + rows[1:even:2], rows[even:]])
-    return rows[0]

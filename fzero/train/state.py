@@ -14,7 +14,7 @@ from fzero.core.pytree import Tree
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind, sharded_by
 from fzero.sharding import Plan, Spec
-from fzero.sharding.slices import window
+from fzero.sharding.slices import local_slice
 from fzero.train.spike import LOSS, init_stats
 
 
@@ -55,7 +55,7 @@ def expect_shapes(plan: Plan, given: Tree, *, shards: bool = False) -> None:
     leaves = pytree.named_leaves(given)
     pytree.from_named(leaves, plan.like)
     for name, leaf in plan.leaves.items():
-        shape = window(leaf.shape, leaf.params, plan.mesh)[1] if shards else leaf.shape
+        shape = local_slice(leaf.shape, leaf.params, plan.mesh)[1] if shards else leaf.shape
         if tuple(leaves[name].shape) != shape:
             raise ValueError(f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}")
 
@@ -64,7 +64,9 @@ def meta_state(plan: Plan, tx: GradientTransformation, *, ema: bool = False) -> 
     """A rank's state with meta tensors for leaves: shapes and dtypes without memory."""
 
     def local(specs: Tree, dtype: torch.dtype) -> Tree:
-        return pytree.map(lambda leaf, spec: leaf.new_empty(window(tuple(leaf.shape), spec, plan.mesh)[1], dtype=dtype), plan.like, specs)
+        return pytree.map(
+            lambda leaf, spec: leaf.new_empty(local_slice(tuple(leaf.shape), spec, plan.mesh)[1], dtype=dtype), plan.like, specs
+        )
 
     policy = plan.policy
     params, opt = local(plan.params, policy.param), plan.trained(local(plan.opt, policy.state if policy.has_master else policy.param))

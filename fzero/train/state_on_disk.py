@@ -17,11 +17,11 @@ from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
-from fzero.offload.update_units import RowBlock, owners
+from fzero.offload.update_units import RowBlock, params_of_leaves
 from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.draw import normal_within
-from fzero.sharding.slices import pieces, shard_dim, window
+from fzero.sharding.draw import draw_normal_box
+from fzero.sharding.slices import local_slice, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory, meta_state, state_specs
 from fzero.train.update.delayed import settled
@@ -34,7 +34,7 @@ def on_disk(plan: Plan) -> bool:
 
 def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
     """{leaf of the state: the parameter that it belongs to, or None}."""
-    return owners(pytree.names(state), pytree.names(plan.like))
+    return params_of_leaves(pytree.names(state), pytree.names(plan.like))
 
 
 def kept_leaves(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, LeafFiles]:
@@ -70,7 +70,7 @@ def stored_state(
 
     def put(name: str, i: int, rows: tuple[int, int], value: Tensor) -> None:
         if name in leaves:
-            write_rows(store, name, i, rows, value)
+            store.write_rows(name, i, rows, value)
             return
         where = out.setdefault(name, torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device=device))
         RowBlock(name, i if shard_dim(owner[name]) == 1 else None, rows).of(where).copy_(value)
@@ -81,11 +81,11 @@ def stored_state(
         drawn = [n for n, of in owner.items() if of == name and n.startswith(("params/", "master/", "extra/ema/"))]
         windows: dict[Any, list[str]] = {}
         for n in drawn:
-            windows.setdefault(window(shape, named_specs[n], mesh), []).append(n)
+            windows.setdefault(local_slice(shape, named_specs[n], mesh), []).append(n)
         lead = shard_dim(name)
         for (start, size), targets in windows.items():
             for i in range(size[0] if lead else 1):
-                for rows in pieces(size[lead:]):
+                for rows in row_blocks(size[lead:]):
                     at, extent = list(start), list(size)
                     if lead:
                         at[0], extent[0] = start[0] + i, 1
@@ -103,7 +103,7 @@ def stored_state(
             return leaf.to(policy.state)
         if std == 0.0:
             return torch.full(size, mean, dtype=policy.state)
-        return normal_within(prng.fold_in(init_key, name), shape, start, size, mean, std, policy.state, "cpu")
+        return draw_normal_box(prng.fold_in(init_key, name), shape, start, size, mean, std, policy.state, "cpu")
 
     if given:
         for name, leaf in given.items():
@@ -117,7 +117,7 @@ def stored_state(
             out[name] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
             continue
         for i in range(leaves[name].layers):
-            for rows in pieces(leaves[name].chunk):
+            for rows in row_blocks(leaves[name].chunk):
                 shape = (rows[1] - rows[0], *leaves[name].chunk[1:]) if leaves[name].chunk else ()
                 put(name, i, rows, torch.zeros(()).expand(shape))
     fixed = {"step": torch.tensor(0), "key": key, "data_cursor": torch.tensor(0)}
@@ -155,7 +155,7 @@ def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     if nvme is None or nvme.store is None:
         return
     leaves = pytree.named_leaves(settled(state))
-    owner = owners(list(leaves), pytree.names(state.params))
+    owner = params_of_leaves(list(leaves), pytree.names(state.params))
     values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
     nvme.store.commit(int(state.step), values, partial(barrier, mesh))
 
@@ -211,19 +211,11 @@ def put_on_disk(
             continue
         for i in range(leaves[name].layers):
             layer = read(name, leaf, i if leaves[name].stacked else None)
-            for rows in pieces(leaves[name].chunk):
-                write_rows(store, name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+            for rows in row_blocks(leaves[name].chunk):
+                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
     state = assembled(like, held, store)
     commit(nvme, state, plan.mesh)
     return in_host_memory(state, specs)
-
-
-def write_rows(store: VersionedStore, name: str, layer: int, rows: tuple[int, int], value: Tensor) -> None:
-    """Start to write a copy of rows of a layer."""
-    chunk = store.leaves[name].chunk
-    buffer = store.arena.take((rows[1] - rows[0], *chunk[1:]) if chunk else (), store.leaves[name].dtype, store.disk.busy)
-    buffer.view.copy_(value.reshape(buffer.view.shape))
-    store.write(name, layer, rows, buffer)
 
 
 def to_text(leaf: Tensor) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class StreamedModel(NamedTuple):
         parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params, device)
         embed, head = Group("embed", parts.embed), Group("head", parts.head)
         layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
-        drops = {part.name: ahead.gather.dropped(part, self.plan.reshard) for part in (embed, layers[0])}
+        drops = {part.name: ahead.fetcher.dropped(part, self.plan.reshard) for part in (embed, layers[0])}
         again = frozenset(parts.embed) & frozenset(parts.head)
         ahead.expect([embed, *layers, head], "forward")
         none, zero = pytree.flatten(())[1], torch.tensor(0).to(device)

@@ -26,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fzero.offload.buffer_pool import PAGE, BufferPool
-from fzero.offload.disk_config import file_system, mount_point, save, settings_for
-from fzero.offload.disk_io import REFUSED, DiskIO, DiskSettings, open_direct, serves_direct
+from fzero.core.storage import PAGE
+from fzero.offload.buffer_pool import BufferPool
+from fzero.offload.disk_config import load_settings, save_settings
+from fzero.offload.disk_io import REFUSED, DiskIO, DiskSettings, file_system, mount_point, open_direct, serves_direct
 
 MB = 1 << 20
 BLOCKS = tuple(m * MB for m in (1, 2, 4, 8, 16))
@@ -136,7 +137,7 @@ def timed(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: fl
         return Rate(gb / (time.perf_counter() - begin), (time.process_time() - cpu) / gb)
 
 
-def engine(files: Files, arena: BufferPool, settings: DiskSettings, depth: int, kinds: Sequence[bool], seconds: float) -> Rate:
+def engine(files: Files, buffers: BufferPool, settings: DiskSettings, depth: int, kinds: Sequence[bool], seconds: float) -> Rate:
     """The rate of a Disk of these settings on requests of one block each, `depth` of them under way for each thread."""
     disk, block = DiskIO(settings), settings.block_bytes
 
@@ -144,7 +145,7 @@ def engine(files: Files, arena: BufferPool, settings: DiskSettings, depth: int, 
         request, fd, offset, moved = disk.write if write else disk.read, files.fds[write], 0, 0
         ring = deque()
         for _ in range(depth * (settings.writers if write else settings.readers)):
-            ring.append((None, arena.take((block,), torch.uint8)))
+            ring.append((None, buffers.take((block,), torch.uint8)))
         while ring:
             pending, buffer = ring.popleft()
             if pending is not None:
@@ -161,13 +162,13 @@ def engine(files: Files, arena: BufferPool, settings: DiskSettings, depth: int, 
         disk.close()
 
 
-def anchor(files: Files, arena: BufferPool, kinds: Sequence[bool], seconds: float) -> Rate:
+def anchor(files: Files, buffers: BufferPool, kinds: Sequence[bool], seconds: float) -> Rate:
     """The rate of direct transfers in many threads that do nothing else: what the disk can do."""
     block = min(ANCHOR_BLOCK, files.size)
     turns = {write: iter(range(1 << 62)) for write in kinds}
 
     def loop(write: bool, end: float) -> int:
-        buffer, moved = arena.take((block,), torch.uint8), 0
+        buffer, moved = buffers.take((block,), torch.uint8), 0
         move, fd, view = os.pwritev if write else os.preadv, files.fds[write], [memoryview(buffer.raw.numpy())]
         while not moved or time.perf_counter() < end:
             moved += move(fd, view, next(turns[write]) * block % (files.size // block * block))
@@ -230,18 +231,18 @@ def sweep(
     defaults again, `rounds` times in turn, for their medians, then depths. The anchors are measured between, and their medians taken.
     """
     blocks = [block for block in blocks if block <= files.size]
-    arena = BufferPool(2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks)))
-    fill = arena.take((arena.size,), torch.uint8)  # a disk may be quicker at zeros
+    buffers = BufferPool(2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks)))
+    fill = buffers.take((buffers.size,), torch.uint8)  # a disk may be quicker at zeros
     fill.view.view(-1, 2 * MB).copy_(torch.randint(0, 256, (2 * MB,), dtype=torch.uint8))
     del fill
     anchors: dict[str, dict[str, list[Rate]]] = {}
 
     def measure(settings: DiskSettings, depth: int = DEPTH) -> Row:
-        return Row(named(settings, depth), {k: engine(files, arena, settings, depth, KINDS[k], seconds) for k in KINDS}, settings, depth)
+        return Row(named(settings, depth), {k: engine(files, buffers, settings, depth, KINDS[k], seconds) for k in KINDS}, settings, depth)
 
     def measure_anchors() -> None:
         for kind, writes in KINDS.items():
-            ways = {f"raw O_DIRECT, {ANCHOR_THREADS} threads a kind": lambda writes=writes: anchor(files, arena, writes, seconds)}
+            ways = {f"raw O_DIRECT, {ANCHOR_THREADS} threads a kind": lambda writes=writes: anchor(files, buffers, writes, seconds)}
             if has_fio():
                 ways[f"fio, libaio, depth {FIO_DEPTH} a kind"] = lambda writes=writes: fio(files, writes, seconds)
             for name, rate in ways.items():
@@ -338,7 +339,7 @@ def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, p
     Raises ValueError where the folder or the user's file is not fit, see `open_files` and `settings_for`.
     """
     if write_config and folder.exists():
-        settings_for(folder)  # a broken file is said now and not after a minute
+        load_settings(folder)  # a broken file is said now and not after a minute
     with open_files(folder, size) as files:
         mount = mount_point(folder)
 
@@ -365,7 +366,7 @@ def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, p
         f"best: {named(best.settings)}; a depth of {enough} (requests under way for each thread) is enough.",
     ]
     if write_config:
-        path = save(mount, best.settings, {kind: rate.gbs for kind, rate in best.rates.items()})
+        path = save_settings(mount, best.settings, {kind: rate.gbs for kind, rate in best.rates.items()})
         lines.append(f'written to {path}, [disk."{mount}"]')
     else:
         lines.append("nothing is written (--no-write-config)")

@@ -16,7 +16,7 @@ import torch
 import fzero
 from fzero.core.compile import have_compiler
 from fzero.offload.buffer_pool import BufferPool
-from fzero.offload.disk_config import settings_for
+from fzero.offload.disk_config import load_settings
 from fzero.planner.calibrate import fused, memory, products, ranks, steps
 from fzero.planner.calibrate.curves import curve_of, joined, products_of
 from fzero.planner.calibrate.disk import DEPTH, KINDS, MB, engine, open_files
@@ -215,12 +215,12 @@ def disk_rates(folder: Path, quick: bool = False) -> dict[str, float]:
 
     Raises ValueError where the folder is not fit.
     """
-    settings = settings_for(folder)
+    settings = load_settings(folder)
     size = max(DISK_BYTES // (8 if quick else 1), 4 * settings.block_bytes)
     with open_files(folder, size) as files:
-        arena = BufferPool(4 * max(settings.readers, settings.writers) * DEPTH * settings.block_bytes)
+        buffers = BufferPool(4 * max(settings.readers, settings.writers) * DEPTH * settings.block_bytes)
         seconds = 0.2 if quick else 1.0
-        found = {kind: engine(files, arena, settings, DEPTH, writes, seconds).gbs * 1e9 for kind, writes in KINDS.items()}
+        found = {kind: engine(files, buffers, settings, DEPTH, writes, seconds).gbs * 1e9 for kind, writes in KINDS.items()}
     return {"read": found["read"], "write": found["write"], "both": found["mixed"]}
 
 

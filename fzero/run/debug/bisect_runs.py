@@ -125,7 +125,9 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
     return BisectResult(differing, bound, what, parting, strays, elsewhere, steps)
 
 
-def recorded_difference(kept: list[dict[int, checkpoint.Place]], rows: list[dict[int, dict[str, Any]]]) -> tuple[int, int | None, str, int]:
+def recorded_difference(
+    kept: list[dict[int, checkpoint.Folder]], rows: list[dict[int, dict[str, Any]]]
+) -> tuple[int, int | None, str, int]:
     """(the last step before the difference whose checkpoints are equal, 0 for none; the first step of which the rows or the checkpoints
     of two runs differ, None for none; what differs; the number of steps that both have a record of).
     """
@@ -161,7 +163,7 @@ def differ(x: dict[str, Any], y: dict[str, Any], name: str) -> bool:
     return name in x and name in y and x[name] != y[name]
 
 
-def first_leaf(a: checkpoint.Place, b: checkpoint.Place) -> list[str]:
+def first_leaf(a: checkpoint.Folder, b: checkpoint.Folder) -> list[str]:
     """The first leaf, in the order of the tree, that two checkpoints do not both have alike, and how; [] where they are equal."""
     x, y = recorded_digests(a), recorded_digests(b)
     for name in {**x, **y}:
@@ -173,7 +175,7 @@ def first_leaf(a: checkpoint.Place, b: checkpoint.Place) -> list[str]:
     return []
 
 
-def strays_from(one: ReplayedStep, row: dict[str, Any], path: checkpoint.Place | None) -> bool:
+def strays_from(one: ReplayedStep, row: dict[str, Any], path: checkpoint.Folder | None) -> bool:
     """Whether a step made again is not what its run recorded of it."""
     if "digest" in row:
         one.row["digest"] = f"{combine(digest_tree(to_memory(one.state.params))):016x}"

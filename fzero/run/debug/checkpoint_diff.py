@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint
-from fzero.checkpoint import Opened, Place
+from fzero.checkpoint import CheckpointReader, Folder
 from fzero.checkpoint.restore_tree import dtype_name
 from fzero.run.debug.checkpoint_list import path_of
 
@@ -41,8 +41,8 @@ class LeafDifference(NamedTuple):
 class Difference(NamedTuple):
     """How two checkpoints differ."""
 
-    a: Place
-    b: Place
+    a: Folder
+    b: Folder
     only_a: list[str]
     only_b: list[str]
     other: list[str]  # leaves of another shape or dtype, with both
@@ -65,7 +65,7 @@ def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> D
     """
     if not tolerance >= 0 or math.isinf(tolerance):
         raise ValueError(f"--tolerance is {tolerance}; it must be a number of at least 0")
-    x, y = (checkpoint.opened(path_of(place)) for place in (a, b))
+    x, y = (checkpoint.open_checkpoint(path_of(place)) for place in (a, b))
     try:
         common = [name for name in x.leaves if name in y.leaves]
         kinds = {name: [(held.leaves[name].shape, held.leaves[name].dtype) for held in (x, y)] for name in common}
@@ -88,7 +88,7 @@ def said(shape: Index, dtype: torch.dtype) -> str:
     return f"{dtype_name(dtype)} {list(shape)}"
 
 
-def compare_leaf(x: Opened, y: Opened, name: str, tolerance: float) -> LeafDifference:
+def compare_leaf(x: CheckpointReader, y: CheckpointReader, name: str, tolerance: float) -> LeafDifference:
     """How a leaf of two checkpoints differs, which has one shape and dtype in both."""
     ours, theirs = x.leaves[name], y.leaves[name]
     differing, largest, relative = 0, 0.0, 0.0

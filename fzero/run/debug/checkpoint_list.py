@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero import checkpoint
-from fzero.checkpoint import Damaged, Place
+from fzero.checkpoint import Damaged, Folder
 from fzero.checkpoint.directory import SPARE, clean_step, step_of
-from fzero.checkpoint.manifest import MANIFEST, join, leaf_of
-from fzero.checkpoint.reader import file_of
+from fzero.checkpoint.manifest import MANIFEST, join, parse_leaf
+from fzero.checkpoint.reader import part_name
 from fzero.checkpoint.restore_tree import dtype_name
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     """The folder of one step."""
 
     step: int
-    path: Place
+    path: Folder
     state: str  # complete; damaged (by its manifest, or files that are missing or too short); incomplete (it has no manifest)
     note: str  # what is wrong, or left over
     written: float | None  # when it became complete, in seconds since 1970; None where the store does not tell
@@ -47,7 +47,7 @@ class OnDisk(NamedTuple):
 class Listing(NamedTuple):
     """The checkpoints in a folder."""
 
-    checkpoint_dir: Place
+    checkpoint_dir: Folder
     entries: list[Entry]  # by step
     spare: int  # bytes of files that wait for the next save to write over them
     store: OnDisk | None  # of a run whose state is on a disk
@@ -56,7 +56,7 @@ class Listing(NamedTuple):
 class Shown(NamedTuple):
     """What a manifest says."""
 
-    path: Place
+    path: Folder
     step: int
     versions: dict[str, str]
     mesh: dict[str, int]
@@ -65,7 +65,7 @@ class Shown(NamedTuple):
     totals: dict[str, dict[str, int]]  # params, master, opt_state, ...: leaves, elements, bytes; of all leaves, selected or not
 
 
-def home_of(place: str) -> tuple[Place, Path | None]:
+def home_of(place: str) -> tuple[Folder, Path | None]:
     """(where the checkpoints of a run, or in a folder or below a URL, are; the run's folder, None where `place` is no run)."""
     if is_url(place):
         return trimmed(place), None
@@ -77,7 +77,7 @@ def home_of(place: str) -> tuple[Place, Path | None]:
     return folder, None
 
 
-def path_of(place: str) -> Place:
+def path_of(place: str) -> Folder:
     """The checkpoint that `place` names: itself, or the newest complete one of a run, a folder or a URL. Raises ValueError for none."""
     if is_url(place):
         here = Objects(place).read(MANIFEST) is not None
@@ -107,7 +107,7 @@ def listing(place: str) -> Listing:
     return Listing(checkpoint_dir, entries, sum(size or 0 for size in found.get(SPARE, {}).values()), on_disk(folder) if folder else None)
 
 
-def files_of(checkpoint_dir: Place) -> dict[str, dict[str, int | None]]:
+def files_of(checkpoint_dir: Folder) -> dict[str, dict[str, int | None]]:
     """{folder: {file below it: bytes}} of what is in a folder of checkpoints ("": in none); bytes are None for a URL."""
     found: dict[str, dict[str, int | None]] = {}
     if is_url(checkpoint_dir):
@@ -122,7 +122,7 @@ def files_of(checkpoint_dir: Place) -> dict[str, dict[str, int | None]]:
     return found
 
 
-def entry_of(path: Place, step: int, files: dict[str, int | None]) -> Entry:
+def entry_of(path: Folder, step: int, files: dict[str, int | None]) -> Entry:
     """What is known of a step from its manifest and the names and sizes of its files."""
     size = None if is_url(path) else sum(size or 0 for size in files.values())
     if MANIFEST not in files:
@@ -133,9 +133,9 @@ def entry_of(path: Place, step: int, files: dict[str, int | None]) -> Entry:
         record = checkpoint.read_manifest(path)
     except ValueError as error:
         return Entry(step, path, "damaged", str(error), written, size, None, None, None)
-    leaves = {name: leaf_of(table) for name, table in record["leaves"].items()}
+    leaves = {name: parse_leaf(table) for name, table in record["leaves"].items()}
     parts = {
-        f"{record['arrays']}/{file_of(leaf.layout, name, part)}": None if leaf.layout.compress else leaf.layout.file_bytes
+        f"{record['arrays']}/{part_name(leaf.layout, name, part)}": None if leaf.layout.compress else leaf.layout.file_bytes
         for name, leaf in leaves.items()
         for part in leaf.layout.parts()
     }
@@ -177,7 +177,7 @@ def described(place: str) -> Shown:
     record = checkpoint.read_manifest(path)
     leaves, totals = {}, {}
     for name, table in record["leaves"].items():
-        layout = leaf_of(table).layout
+        layout = parse_leaf(table).layout
         leaves[name] = {
             "shape": list(layout.shape),
             "dtype": dtype_name(layout.dtype),
@@ -232,10 +232,10 @@ def remove(places: list[str], steps: list[int] | None = None, *, force: bool = F
         raise ValueError(f"--step names checkpoints of one run and {len(places)} places are given; give one")
     if steps:
         checkpoint_dir = home_of(places[0])[0]
-        paths = [checkpoint.folder_of(checkpoint_dir, step) for step in steps]
+        paths = [checkpoint.step_folder(checkpoint_dir, step) for step in steps]
     else:
         paths = [trimmed(place) if is_url(place) else Path(place) for place in places]
-    homes: dict[str, list[tuple[Place, int]]] = {}
+    homes: dict[str, list[tuple[Folder, int]]] = {}
     for path in dict.fromkeys(paths):
         name = str(path).rsplit("/", 1)[-1] if is_url(path) else path.absolute().name
         if step_of(name) is None:
@@ -251,7 +251,7 @@ def remove(places: list[str], steps: list[int] | None = None, *, force: bool = F
                 )
         whole = {step for step, state in states[checkpoint_dir].items() if state == "complete"}
         if whole and not force and not whole - {step for _, step in gone}:
-            last = checkpoint.folder_of(checkpoint_dir, max(whole))
+            last = checkpoint.step_folder(checkpoint_dir, max(whole))
             raise ValueError(f"{last}: is the last complete checkpoint in {checkpoint_dir}; nothing was removed (--force removes it too)")
     lines = []
     for checkpoint_dir, gone in homes.items():

@@ -37,7 +37,7 @@ from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
 from fzero.sharding.digests import digest_text, digests
 from fzero.sharding.memory import Offload
-from fzero.sharding.whole_on_first import gathered
+from fzero.sharding.redistribute import gather_whole
 from fzero.train.state import TrainState
 from fzero.train.update.delayed import settled
 
@@ -259,7 +259,7 @@ def open_job(folder: Path, config: RunConfig, coordinator: Coordinator, nvme: st
             shutil.rmtree(room, ignore_errors=True)
 
 
-def choose_start(kept: dict[int, checkpoint.Place], step: int, asked: int | None, job: Job, coordinator: Coordinator, say: Say) -> int:
+def choose_start(kept: dict[int, checkpoint.Folder], step: int, asked: int | None, job: Job, coordinator: Coordinator, say: Say) -> int:
     """The step of the checkpoint to begin with for step `step`; 0 for the first state. asked: the one that it must be."""
     found = sorted(n for n in kept if n < step)
     if asked is not None and asked not in (0, *found):
@@ -284,7 +284,7 @@ def choose_start(kept: dict[int, checkpoint.Place], step: int, asked: int | None
     return 0
 
 
-def state_at(folder: Path, job: Job, path: checkpoint.Place | None) -> TrainState:
+def state_at(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainState:
     """This rank's state from a checkpoint, or the first one of the run."""
     if path is not None:
         return restore(job, path)
@@ -292,7 +292,7 @@ def state_at(folder: Path, job: Job, path: checkpoint.Place | None) -> TrainStat
     return first_state(job, weights.load(Path(init), wide=True).params if init else None)
 
 
-def step_on_disk(job: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Place]:
+def step_on_disk(job: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Folder]:
     """{step: a checkpoint in `room`} of what the disk of the run has, where that is this step; else {}."""
     config = run_folder.read_config(folder)
     shelf = weights.snapshot_of(folder, config)
@@ -302,13 +302,13 @@ def step_on_disk(job: Job, folder: Path, step: int, room: Path) -> dict[int, che
     return {} if path is None else {step: path}
 
 
-def checkpoints_in(folder: Path) -> dict[int, checkpoint.Place]:
+def checkpoints_in(folder: Path) -> dict[int, checkpoint.Folder]:
     """{step: place} of the checkpoints of the run in `folder`."""
     checkpoint_dir = run_folder.checkpoints_of(folder, run_folder.read_config(folder))
-    return {step: checkpoint.folder_of(checkpoint_dir, step) for step in checkpoint.steps(checkpoint_dir)}
+    return {step: checkpoint.step_folder(checkpoint_dir, step) for step in checkpoint.steps(checkpoint_dir)}
 
 
-def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Place]) -> RunConfig:
+def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Folder]) -> RunConfig:
     """The config by which the run made step `step`: that of the checkpoint after it, as a resumed run may have another mesh."""
     config = run_folder.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
@@ -341,12 +341,12 @@ def list_steps(steps: list[int]) -> str:
 # -- leaves
 
 
-def recorded_digests(path: checkpoint.Place) -> dict[str, int]:
+def recorded_digests(path: checkpoint.Folder) -> dict[str, int]:
     """{name: digest} of the leaves of a checkpoint."""
-    return {name: int(leaf.digest, 16) for name, leaf in checkpoint.opened(path).leaves.items()}
+    return {name: int(leaf.digest, 16) for name, leaf in checkpoint.open_checkpoint(path).leaves.items()}
 
 
-def compare_leaves(job: Job, state: TrainState, path: checkpoint.Place, step: int, *, explain: bool) -> list[Comparison]:
+def compare_leaves(job: Job, state: TrainState, path: checkpoint.Folder, step: int, *, explain: bool) -> list[Comparison]:
     """The leaves of a state beside those of a checkpoint, by digest. explain: say of the first that differs where, and by how much."""
     state, specs = settled(state), specs_of(job)
     theirs, mine = recorded_digests(path), digests(state, specs, job.mesh)
@@ -358,7 +358,7 @@ def compare_leaves(job: Job, state: TrainState, path: checkpoint.Place, step: in
     if first is not None:
         name = found[first].name
         leaf, spec = pytree.named_leaves(state)[name], pytree.named_leaves(specs)[name]
-        here = gathered(leaf if isinstance(leaf, Tensor) else leaf.tensor(), spec, job.mesh, name)
+        here = gather_whole(leaf if isinstance(leaf, Tensor) else leaf.tensor(), spec, job.mesh, leaf=name)
         found[first] = found[first]._replace(
             note=describe_difference(checkpoint.restore_leaves(path, name.__eq__)[name], here, "which was {} and is {}")
         )

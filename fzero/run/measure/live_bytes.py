@@ -12,7 +12,7 @@ A storage belongs to one component, by where it was born and where it died:
 | gathered | parameters whole for use |
 | activations | made in one part of the model and freed in another: what the backward pass needs, recomputed or not, and its gradients |
 | workspace | made and freed in one part of the model, or in the update |
-| buffers | the arena of what is on a disk, in full; the counters, keys and statistics of the state |
+| buffers | the buffer pool of what is on a disk, in full; the counters, keys and statistics of the state |
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class MemoryTrace(LiveBytes):
 
     note: (operator, args, kwargs, result) -> what is entered as an event, None for nothing; without it, operators are counted by name.
     told: ("start" | "wait", number, what, axis, bytes, visit) -> an event of a transfer.
-    arena: of what is on a disk: one buffer of its full size, whatever is lent of it.
+    buffers: of what is on a disk: one buffer of its full size, whatever is lent of it.
     """
 
     def __init__(
@@ -209,12 +209,12 @@ class MemoryTrace(LiveBytes):
         batch: Tree,
         *,
         device: torch.device | None = None,
-        arena: Any = None,
+        buffers: Any = None,
         note: Callable[..., Any] | None = None,
         told: Callable[..., Any] | None = None,
     ):
         super().__init__(device=device)
-        self.note, self.told, self.arena = note, told, arena
+        self.note, self.told, self.buffers = note, told, buffers
         self.ledger: Ledger | None = None
         self.stays = [Stay(START, [], [], [])]
         self.lives: dict[int, Life] = {}  # by the storage's key, while it lives
@@ -222,11 +222,11 @@ class MemoryTrace(LiveBytes):
         self.spans: list[tuple[int, str]] = [(0, "")]
         self.visits = self.entered = self.reducing = 0
         self.collective = ""  # an all_gather of parameters that has been started and has no memory yet
-        if arena is not None and device is not None:  # it is the host's
-            self.away = self.away_peak = arena.size
-        elif arena is not None:
-            self.now += arena.size
-            self._enter(Life(arena.size, "arena", START, "buffers"))
+        if buffers is not None and device is not None:  # it is the host's
+            self.away = self.away_peak = buffers.size
+        elif buffers is not None:
+            self.now += buffers.size
+            self._enter(Life(buffers.size, "buffers", START, "buffers"))
         self.given("", state._asdict() if hasattr(state, "_asdict") else {"params": state})
         self.given("batch/", batch)
         self.peak = self.now
@@ -272,8 +272,8 @@ class MemoryTrace(LiveBytes):
         return ended
 
     def lent(self, storage: Any) -> bool:
-        """Whether it is a piece of the arena."""
-        return self.arena is not None and self.arena.holds(storage)
+        """Whether it is a piece of the buffer pool."""
+        return self.buffers is not None and self.buffers.holds(storage)
 
     def holds(self, component: str, tensors: Sequence[Tensor]) -> None:
         """What the program says some tensors are; what the step was given stays what it was."""

@@ -106,11 +106,11 @@ def write(folder: Path, name: str, value: Table) -> None:
 
 def measured_memory(program: Job, state: TrainState, batch: Any) -> tuple[TrainState, Any, Table]:
     """(state, metrics, the table of memory.json) of one step: bytes alive by component, and on a GPU the peak that its allocator counts."""
-    arena = program.space.arena if program.space is not None else None
+    buffers = program.space.buffers if program.space is not None else None
     device = next((leaf.device for leaf in pytree.leaves(state.params) if isinstance(leaf, torch.Tensor) and leaf.is_cuda), None)
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
-    after, metrics, record = record_step(program.train_step, state, batch, program.mesh.ledger, arena=arena)
+    after, metrics, record = record_step(program.train_step, state, batch, program.mesh.ledger, buffers=buffers)
     moments = record.moments()
     peak = max(moments, key=lambda moment: moment.bytes)
     compiled = bool(program.config.train.compiled)

@@ -11,10 +11,9 @@ from fzero import checkpoint
 from fzero.checkpoint.directory import newest_sound
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.core import pytree
-from fzero.core.storage import is_url
+from fzero.core.storage import Damaged, is_url
 from fzero.offload import DiskTensor, DiskTraffic
-from fzero.offload.chunk_files import Damaged
-from fzero.offload.store import release
+from fzero.offload.store import release_store
 from fzero.offload.store_manifest import read_description
 from fzero.run import run_folder, weights
 from fzero.run.build import Job, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
@@ -67,7 +66,7 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
         if not saved:
             raise ValueError(failures[0])
         say(f"passed over: {failures[0]}")
-        coordinator.share(lambda: release(job.space.folder))
+        coordinator.share(lambda: release_store(job.space.folder))
     else:
         saved = convert_other_store(job, folder, before, saved, coordinator, say)
     if not saved:
@@ -104,8 +103,8 @@ def convert_other_store(job: Job, folder: Path, before: RunConfig, saved: list[i
         say(f"passed over: {failures[0]}")
     elif place is not None:
         say(f"step {shelf.record.step} on the disk was another plan's: it is {place} now")
-    for where in {str(shelf.place)} if shelf is not None else {str(job.space.folder)} if job.space is not None else ():
-        coordinator.share(lambda where=where: release(where))
+    for where in {str(shelf.folder)} if shelf is not None else {str(job.space.folder)} if job.space is not None else ():
+        coordinator.share(lambda where=where: release_store(where))
     return coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
 
 
@@ -115,7 +114,7 @@ def lacks_optimizer_state(job: Job, shelf: StoreSnapshot) -> bool:
     return any(name not in shelf.leaves and name not in shelf.record.values for name in names)
 
 
-def restore_newest(job: Job, checkpoint_dir: checkpoint.Place, saved: list[int], coordinator: Coordinator, say: Say) -> TrainState:
+def restore_newest(job: Job, checkpoint_dir: checkpoint.Folder, saved: list[int], coordinator: Coordinator, say: Say) -> TrainState:
     """The state of the newest sound one of the checkpoints of these steps; says which ones were passed over."""
     if on_disk(job.plan):  # all ranks make a store together: what it is made of is looked at first
 
@@ -134,7 +133,7 @@ def restore_newest(job: Job, checkpoint_dir: checkpoint.Place, saved: list[int],
 
 
 def restore_on_all(
-    job: Job, path: checkpoint.Place, coordinator: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
+    job: Job, path: checkpoint.Folder, coordinator: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
 ) -> TrainState:
     """This rank's state from the checkpoint at `path`; raises Damaged, on all ranks, where it is damaged for one of them.
 
@@ -155,7 +154,7 @@ def offload_summary(job: Job) -> list[str]:
     """Lines about the run's disk, for its start: none where it has none."""
     if job.space is None:
         return []
-    size = job.space.arena_bytes
+    size = job.space.pool_bytes
     lines = [f"offload {job.config.offload}: {job.space.folder}, {size / 1e6:,.0f} MB of buffers a process"]
     if all_on_disk(job):
         kept = job.space.slots - 2

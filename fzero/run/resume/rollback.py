@@ -146,7 +146,7 @@ def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, sa
     def check(state: TrainState) -> str:
         return "" if is_finite(state) else "a value in it is not finite"
 
-    paths = [checkpoint.folder_of(checkpoint_dir, step) for step in steps]
+    paths = [checkpoint.step_folder(checkpoint_dir, step) for step in steps]
     found = checkpoint.first_sound(paths, lambda path: restore_on_all(job, path, coordinator, check))
     for line in found.lines():
         say(line)
@@ -157,7 +157,7 @@ def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, sa
     return state
 
 
-def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Place, fault: Fault) -> tuple[list[int], str]:
+def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault) -> tuple[list[int], str]:
     """(steps of the checkpoints in `checkpoint_dir` to go back to, the best first; the run whose weights this one began with, or "").
 
     Those at least guard.rollback_steps before the fault, newest first; then the later ones, oldest first.
@@ -174,7 +174,7 @@ def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Place, fault: 
     return order, run_folder.read_environment(folder).get("init", "")
 
 
-def merge_progress(record: RollbackLog, checkpoint_dir: checkpoint.Place) -> RollbackLog:
+def merge_progress(record: RollbackLog, checkpoint_dir: checkpoint.Folder) -> RollbackLog:
     """The log, with the count of rollbacks reset where `checkpoint_dir` has a checkpoint at or after the last step that went wrong."""
     progress = any(step >= record.behind for step in checkpoint.steps(checkpoint_dir))
     return record._replace(behind=0, in_a_row=0) if progress else record
@@ -193,7 +193,7 @@ def is_finite(tree: Tree) -> bool:
     return all(bool(torch.isfinite(x.float() if x.element_size() == 1 else x).all()) for x in floats)
 
 
-def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Place, fault: Fault, to: int) -> str:
+def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault, to: int) -> str:
     """Log the rollback to step `to` and remove checkpoints and rows after it; returns the line about the batch."""
     record, batch = merge_progress(read_log(folder), checkpoint_dir), job.config.train.batch
     again = fault.sample in record.tried

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.offload.update_units import Unit
+from fzero.offload.update_units import UpdateUnit
 from fzero.optim.norm import Squared, widened
 from fzero.optim.sharded_leaves import ShardedLeaves
 from fzero.sharding import Plan
-from fzero.sharding.slices import shard_dim, walk
+from fzero.sharding.slices import iterate_blocks, shard_dim
 from fzero.train.update.in_memory import Gradients
 from fzero.train.update.offloaded import StreamedUpdate, Update
 
@@ -44,7 +44,7 @@ class EarlyUpdate:
         self.how, self.shards, self.state, self.ema_decay = how, shards, state, ema_decay
         self.stacked = {name for name in how.shards if shard_dim(name) == 1}
         self.update: Update | None = None
-        self.layers: dict[int | None, list[Unit]] = {}
+        self.layers: dict[int | None, list[UpdateUnit]] = {}
         self.waiting: dict[int, dict[str, Tensor]] = {}
         self.squares_of: dict[str, dict[int, list[Tensor]]] = {name: {} for name in self.stacked}
 
@@ -57,7 +57,7 @@ class EarlyUpdate:
 
     def take(self, name: str, layer: int, value: Tensor) -> None:
         """The final sum of a layer of a leaf; the layer is updated when all of its leaves are here."""
-        self.squares_of[name][layer] = [self.shards.square(piece) for _, piece in widened(walk(value, False))]
+        self.squares_of[name][layer] = [self.shards.square(piece) for _, piece in widened(iterate_blocks(value, False))]
         held = self.waiting.setdefault(layer, {})
         held[name] = value
         if len(held) == len(self.stacked):

@@ -18,12 +18,12 @@ from fzero.core import pytree
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.offload import Buffer, DiskTensor, Nvme
-from fzero.offload.update_units import OFF, BlockRead, RowBlock, Unit, ahead, cut, owners, read_block
+from fzero.offload.update_units import OFF, BlockRead, RowBlock, UpdateUnit, begin_ahead, cut_units, params_of_leaves, read_block
 from fzero.optim import GradientTransformation, apply_in_place, ema_update
 from fzero.optim.base import Pass, Piece, distinct
 from fzero.optim.combine import split_chain
 from fzero.sharding import Plan
-from fzero.sharding.slices import MOST, shard_dim, window
+from fzero.sharding.slices import MOST_ELEMENTS, local_slice, shard_dim
 from fzero.train.update.in_memory import Gradients, on_host, split_names
 
 AHEAD = 2  # units read before their turn
@@ -47,15 +47,17 @@ class StreamedUpdate:
             )
         self.split = split_names(plan)
         opt = pytree.named_leaves(plan.trained(plan.opt))
-        self.shards = {n: window(tuple(x.shape), opt[n], plan.mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()}
+        self.shards = {
+            n: local_slice(tuple(x.shape), opt[n], plan.mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()
+        }
         self.whole = {n for n in self.shards if self.parts.body.unit != "row" or n in self.split}
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
 
-    def units(self, width: int) -> list[Unit]:
+    def units(self, width: int) -> list[UpdateUnit]:
         """The units, where a parameter takes `width` bytes of buffers."""
-        most = max(1, self.nvme.arena.size // (SHARE * width)) if width else MOST
-        return cut(self.shards, lambda n: shard_dim(n) == 1, lambda n: n in self.whole, most)
+        most = max(1, self.nvme.buffers.size // (SHARE * width)) if width else MOST_ELEMENTS
+        return cut_units(self.shards, lambda n: shard_dim(n) == 1, lambda n: n in self.whole, most)
 
     @torch.no_grad()
     def run(self, grads: Gradients, state: Tree, skipped: Tensor | None, ema_decay: float) -> Tree:
@@ -79,7 +81,7 @@ class Update:
         self.body = parts.state(state.opt_state)
         self.columns = pytree.named_leaves(self.body)
         # A name of the body's own leaves has no path in front of it where the body is a parameter tree itself.
-        self.owner = owners([f"/{name}" for name in self.columns], list(self.params))
+        self.owner = params_of_leaves([f"/{name}" for name in self.columns], list(self.params))
         self.owner = {name.removeprefix("/"): owner for name, owner in self.owner.items()}
         # On the host where any of the optimizer's own state is, or comes from a disk; else on the device.
         kept = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None] + list(self.master.values())
@@ -102,12 +104,12 @@ class Update:
         off = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
         return -(-off // len(self.params)) + 8 if off or any(isinstance(x, OFF) for x in self.grads.values()) else 0
 
-    def run(self, units: list[Unit]) -> None:
+    def run(self, units: list[UpdateUnit]) -> None:
         """Update some units."""
-        for unit, fetched in ahead(units, self.begin, AHEAD):
+        for unit, fetched in begin_ahead(units, self.begin, AHEAD):
             self.update(unit, fetched)
 
-    def begin(self, unit: Unit) -> dict[str, dict[str, BlockRead]]:
+    def begin(self, unit: UpdateUnit) -> dict[str, dict[str, BlockRead]]:
         """Start to fetch all that a unit needs: {parameter: {column: what is on its way}}."""
         out: dict[str, dict[str, BlockRead]] = {}
         for part in unit:
@@ -125,7 +127,7 @@ class Update:
             out[name] = found
         return out
 
-    def update(self, unit: Unit, fetched: dict[str, dict[str, BlockRead]]) -> None:
+    def update(self, unit: UpdateUnit, fetched: dict[str, dict[str, BlockRead]]) -> None:
         """Update a unit, and start to write it."""
         parts, at = {part.name: part for part in unit}, {}
         homes = {name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()}
@@ -184,7 +186,7 @@ class Update:
         shape = tuple(rest.shape if part.layer is None else rest.shape[1:])
         if part.rows is not None:
             shape = (part.rows[1] - part.rows[0], *shape[1:])
-        buffer = self.how.nvme.arena.take(shape, rest.dtype, self.how.nvme.disk.busy)
+        buffer = self.how.nvme.buffers.take(shape, rest.dtype, self.how.nvme.disk.busy)
         return buffer, buffer.view if part.layer is None else buffer.view[None]
 
     def structure(self, names: frozenset[str]) -> tuple[Tree, Tree]:

@@ -1,0 +1,65 @@
+"""Sums in the order of a balanced binary tree, in three forms: of a list, of terms that come one by one, of the rows of a tensor.
+
+Consecutive pairs are added first: ((0 + 1) + (2 + 3)) + ... That is the order of a binary counter which takes the terms
+one by one; when their number is not a power of two, the complete trees that remain are added from the last to the
+first. The three forms have the same bits, and so does a sum over micro-batches of sums over ranks, for every power of
+two of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class TreeSum:
+    """The sum of terms that come one by one: equal neighbours are added as soon as both exist, so at most log2 of the terms are held."""
+
+    def __init__(self) -> None:
+        self.trees: list[tuple[int, Tensor, bool]] = []  # (height, sum, whether it may be overwritten)
+
+    def add(self, term: Tensor, *, owned: bool = True) -> None:
+        """Add the next term. owned: its memory may be overwritten."""
+        self.trees.append((0, term, owned))
+        del term
+        while len(self.trees) > 1 and self.trees[-1][0] == self.trees[-2][0]:
+            self._merge()
+
+    def sum(self) -> Tensor:
+        """The sum of all terms; a single term is returned itself."""
+        while len(self.trees) > 1:
+            self._merge()
+        return self.trees.pop()[1]
+
+    def _merge(self) -> None:
+        (_, b, owns_b), (height, a, owns_a) = self.trees.pop(), self.trees.pop()
+        total = a.add_(b) if owns_a else torch.add(a, b, out=b) if owns_b else a + b
+        self.trees.append((height + 1, total, True))
+
+
+def tree_sum(terms: Sequence[Tensor], owned: Sequence[bool] | None = None) -> Tensor:
+    """The sum of `terms`, tensors of one shape and dtype, in that dtype; a single term is returned itself.
+
+    owned: the terms whose memory may be overwritten (None: none of them).
+
+    >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])
+    tensor(6.)
+    """
+    total = TreeSum()
+    for i, term in enumerate(terms):
+        total.add(term, owned=owned is not None and owned[i])
+    return total.sum()
+
+
+def tree_sum_rows(x: Tensor) -> Tensor:
+    """The sum of `x` [N, ...] over its first dim, in a number of operations that grows with log2 N; differentiable.
+
+    >>> tree_sum_rows(torch.tensor([[1.0], [2.0], [3.0]]))
+    tensor([6.])
+    """
+    while x.shape[0] > 1:
+        even = x.shape[0] // 2 * 2
+        x = torch.cat([x[0:even:2] + x[1:even:2], x[even:]])
+    return x[0]
