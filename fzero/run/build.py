@@ -203,19 +203,19 @@ def like_of(program: Job) -> TrainState:
     return meta_state(program.plan, program.tx, **kept_beside(program.config))
 
 
-def save_store(program: Job, before: RunConfig, shelf: StoreSnapshot, home: checkpoint.Folder, last: int) -> checkpoint.Folder | None:
+def save_store(program: Job, before: RunConfig, snapshot: StoreSnapshot, home: checkpoint.Folder, last: int) -> checkpoint.Folder | None:
     """The checkpoint in `home` of the last complete step of the store of another plan, where that is after step `last`; None where not.
 
     before: the config under which the store was written. Raises Damaged where it is not what was written.
     """
-    if shelf.record.step <= last:
+    if snapshot.record.step <= last:
         return None
     program = program._replace(plan=replace(program.plan, policy=make_policy(before)))
-    stage = before.zero if shelf.stage is None else shelf.stage
+    stage = before.zero if snapshot.stage is None else snapshot.stage
     options = {"reduce": before.reduce, "accumulate": before.accumulate, "sequence": before.sequence, "policy": make_policy(before)}
-    there = zero_plan(stage, program.model, fake_mesh(shelf.sizes), **options)
+    there = zero_plan(stage, program.model, fake_mesh(snapshot.sizes), **options)
     old = state_specs(there, program.tx, **kept_beside(program.config))
-    return save_snapshot(home, shelf, old, like_of(program), specs_of(program), program.mesh, to_table(before))
+    return save_snapshot(home, snapshot, old, like_of(program), specs_of(program), program.mesh, to_table(before))
 
 
 # -- what it costs

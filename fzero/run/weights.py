@@ -45,26 +45,26 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
     """The store of the run in `folder`, where its newest state is on a disk and weights can be read from there."""
     if is_url(value.nvme.folder):
         return None
-    shelf = (
+    snapshot = (
         offload_snapshot.find_snapshot(Path(value.nvme.folder or folder / NVME))
         if "nvme" in Offload.parse(value.offload).memories
         else None
     )
-    if shelf is None:
+    if snapshot is None:
         return None
     names = pytree.names(shapes_of(models.build(value.model)))  # a fraction of them may be on the disk: then none of these counts
-    whole = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in shelf.leaves for name in names))
+    whole = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in snapshot.leaves for name in names))
     parts = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if prefix not in whole)
-    shelf = shelf._replace(leaves={name: leaf for name, leaf in shelf.leaves.items() if not name.startswith(parts)})
-    if not (shelf.holds(PARAMS) or shelf.holds(MASTER)):
+    snapshot = snapshot._replace(leaves={name: leaf for name, leaf in snapshot.leaves.items() if not name.startswith(parts)})
+    if not (snapshot.holds(PARAMS) or snapshot.holds(MASTER)):
         return None
-    return shelf if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= shelf.record.step else None
+    return snapshot if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= snapshot.record.step else None
 
 
-def plan_of(model: Model, value: RunConfig, shelf: offload_snapshot.StoreSnapshot) -> Plan:
+def plan_of(model: Model, value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> Plan:
     """The plan by which the ranks of a run hold their parts, as rank 0 has it."""
     options = {"reduce": value.reduce, "accumulate": value.accumulate, "sequence": value.sequence}
-    return zero_plan(value.zero, model, fake_mesh(shelf.sizes), **options)
+    return zero_plan(value.zero, model, fake_mesh(snapshot.sizes), **options)
 
 
 class TrainedWeights(NamedTuple):
@@ -81,15 +81,15 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
     """`load` whose parameters stay on a disk: in `nvme`, or in the run folder; one whole leaf is in memory at a time."""
     value = read_config(folder)
     model = models.build(value.model)
-    plan, shelf = zero_plan(0, model, one_process()), snapshot_of(folder, value)
+    plan, snapshot = zero_plan(0, model, one_process()), snapshot_of(folder, value)
     damaged: list[tuple[checkpoint.Folder, str]] = []
-    if shelf is not None:
-        prefix = EMA if ema else PARAMS if shelf.holds(PARAMS) else MASTER
-        there, step, dtype = plan_of(model, value, shelf), shelf.record.step, POLICIES[value.precision.policy]().param
+    if snapshot is not None:
+        prefix = EMA if ema else PARAMS if snapshot.holds(PARAMS) else MASTER
+        there, step, dtype = plan_of(model, value, snapshot), snapshot.record.step, POLICIES[value.precision.policy]().param
         specs = pytree.named_leaves(there.params if prefix == PARAMS else there.opt)
         shapes = pytree.named_leaves(plan.like)
-        read = lambda name: shelf.leaf(prefix + name, tuple(shapes[name].shape), specs[name]).to(dtype)  # noqa: E731
-        held = shelf.holds(prefix)
+        read = lambda name: snapshot.leaf(prefix + name, tuple(shapes[name].shape), specs[name]).to(dtype)  # noqa: E731
+        held = snapshot.holds(prefix)
     else:
         path, damaged = checkpoint.newest_sound(checkpoints_of(folder, value))
         there, prefix = checkpoint.open_checkpoint(path), EMA if ema else PARAMS
@@ -112,14 +112,14 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
     """
     value = read_config(folder)
     model = models.build(value.model)
-    shelf = snapshot_of(folder, value)
-    if shelf is not None:
-        if ema and not shelf.holds(EMA):
+    snapshot = snapshot_of(folder, value)
+    if snapshot is not None:
+        if ema and not snapshot.holds(EMA):
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
-        prefix = EMA if ema else MASTER if shelf.holds(MASTER) and (wide or not shelf.holds(PARAMS)) else PARAMS
+        prefix = EMA if ema else MASTER if snapshot.holds(MASTER) and (wide or not snapshot.holds(PARAMS)) else PARAMS
         dtype = None if wide or prefix == PARAMS else POLICIES[value.precision.policy]().param
         return TrainedWeights(
-            value, model, offload_snapshot.read_weights(shelf, plan_of(model, value, shelf), prefix, dtype), shelf.record.step, []
+            value, model, offload_snapshot.read_weights(snapshot, plan_of(model, value, snapshot), prefix, dtype), snapshot.record.step, []
         )
     like = shapes_of(model)
 

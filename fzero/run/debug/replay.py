@@ -295,10 +295,10 @@ def state_at(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainSta
 def step_on_disk(job: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Folder]:
     """{step: a checkpoint in `room`} of what the disk of the run has, where that is this step; else {}."""
     config = run_folder.read_config(folder)
-    shelf = weights.snapshot_of(folder, config)
-    if shelf is None or shelf.record.step != step or shelf.record.dirty:
+    snapshot = weights.snapshot_of(folder, config)
+    if snapshot is None or snapshot.record.step != step or snapshot.record.dirty:
         return {}
-    path = save_store(job, config, shelf, room / run_folder.CHECKPOINTS, -1)
+    path = save_store(job, config, snapshot, room / run_folder.CHECKPOINTS, -1)
     return {} if path is None else {step: path}
 
 

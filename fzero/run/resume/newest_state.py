@@ -89,11 +89,11 @@ def is_own_store(job: Job) -> bool:
 
 def convert_other_store(job: Job, folder: Path, before: RunConfig, saved: list[int], coordinator: Coordinator, say: Say) -> list[int]:
     """Convert an offload store written under another plan into a checkpoint, release its folder, and list the checkpoints' steps."""
-    shelf, checkpoint_dir = weights.snapshot_of(folder, before), run_folder.checkpoints_of(folder, job.config)
+    snapshot, checkpoint_dir = weights.snapshot_of(folder, before), run_folder.checkpoints_of(folder, job.config)
     failure, place = "", None
-    if shelf is not None and not shelf.record.done and not lacks_optimizer_state(job, shelf):
+    if snapshot is not None and not snapshot.record.done and not lacks_optimizer_state(job, snapshot):
         try:
-            place = save_store(job, before, shelf, checkpoint_dir, saved[-1] if saved else -1)
+            place = save_store(job, before, snapshot, checkpoint_dir, saved[-1] if saved else -1)
         except (Damaged, checkpoint.SaveFailed) as error:
             failure = str(error)
     failures = [text for text in coordinator.gather(failure) if text]
@@ -102,16 +102,16 @@ def convert_other_store(job: Job, folder: Path, before: RunConfig, saved: list[i
     if failures:
         say(f"passed over: {failures[0]}")
     elif place is not None:
-        say(f"step {shelf.record.step} on the disk was another plan's: it is {place} now")
-    for where in {str(shelf.folder)} if shelf is not None else {str(job.space.folder)} if job.space is not None else ():
+        say(f"step {snapshot.record.step} on the disk was another plan's: it is {place} now")
+    for where in {str(snapshot.folder)} if snapshot is not None else {str(job.space.folder)} if job.space is not None else ():
         coordinator.share(lambda where=where: release_store(where))
     return coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
 
 
-def lacks_optimizer_state(job: Job, shelf: StoreSnapshot) -> bool:
+def lacks_optimizer_state(job: Job, snapshot: StoreSnapshot) -> bool:
     """Whether the store lacks optimizer state (the run kept it in memory), so that it cannot be resumed from alone."""
     names = [name for name in pytree.names(like_of(job)) if name.startswith("opt_state/")]
-    return any(name not in shelf.leaves and name not in shelf.record.values for name in names)
+    return any(name not in snapshot.leaves and name not in snapshot.record.values for name in names)
 
 
 def restore_newest(job: Job, checkpoint_dir: checkpoint.Folder, saved: list[int], coordinator: Coordinator, say: Say) -> TrainState:
