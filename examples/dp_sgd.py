@@ -31,7 +31,7 @@ def loss_of_one(params, tokens, targets, counts):
     return counts * out.total / out.num_tokens, out.total / out.num_tokens
 
 
-shards = optim.sharded_leaves(plan)  # norms that count each element once, over all ranks
+shards = optim.sharded(plan.opt, mesh, like=plan.like)  # norms that count each element once, over all ranks
 per_example = torch.func.vmap(torch.func.grad(loss_of_one, has_aux=True), (None, 0, 0, 0))
 
 for step in range(10):

@@ -1,0 +1,41 @@
+"""The programs of examples/ run as they are, and the list in the README is the folder's."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ON_RANKS = ("zero3_torchrun", "dp_sgd")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def output_of(command, folder):
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, marks=[pytest.mark.slow] * (p.stem != "own_loss")) for p in EXAMPLES], ids=lambda p: p.stem)
+def test_it_runs(path, tmp_path):
+    assert output_of([path], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_two_ranks_print_what_one_process_prints(name, tmp_path):
+    path = ROOT / "examples" / f"{name}.py"
+    one = [float(x) for x in re.findall(r"loss (\d+\.\d+)", output_of([path], tmp_path))]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
+    two = [float(x) for x in re.findall(r"loss (\d+\.\d+)", output_of(launch, tmp_path))]
+    # The noise of DP-SGD is drawn by shard, so only its first step is the same.
+    count = 1 if name == "dp_sgd" else len(one)
+    assert one and two[:count] == pytest.approx(one[:count], abs=2e-4)
+
+
+def test_the_readme_lists_them_all():
+    assert set(re.findall(r"\(examples/(\w+)\.py\)", (ROOT / "README.md").read_text())) == {path.stem for path in EXAMPLES}
