@@ -210,13 +210,6 @@ def test_a_delayed_update_waits_without_the_spike(tmp_path):
     assert states[BAD + 1].extra[LOSS].count == BAD + 2
 
 
-def test_a_state_without_statistics_is_refused():
-    plan, tx = fzero.zero_plan(0, MODEL, MESH), optim.sgd(0.1)
-    step = fzero.make_train_step(MODEL, tx, plan, skip=fzero.Skip(spike=SPIKE))
-    with pytest.raises(ValueError, match="give init_state spike=True"):
-        step(fzero.init_state(MODEL, tx, plan, seed=0), batch_at(0))
-
-
 def test_an_early_update_must_be_able_to_undo(tmp_path):
     plan = fzero.zero_plan(0, MODEL, MESH, offload=ALL)
     with pytest.raises(ValueError, match="two slots"):
