@@ -800,7 +800,7 @@ def test_a_plan_on_a_disk_needs_a_space(direct):
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(0, model, mesh, offload="opt=nvme")
     tx = optim.adamw(1e-2)
-    said(lambda: fzero.init_state(model, tx, plan, seed=0), "rests on a disk", "space=")
+    said(lambda: fzero.init_state(model, tx, plan, seed=0), "rests on a disk", "nvme=")
     said(lambda: fzero.init_state(model, tx, plan, seed=0, nvme=Nvme()), "no folder", "--nvme")
 
 
