@@ -20,7 +20,9 @@ def output_of(command, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, marks=[pytest.mark.slow] * (p.stem != "own_loss")) for p in EXAMPLES], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[pytest.mark.slow] * (p.stem != "own_loss")) for p in EXAMPLES], ids=lambda p: p.stem
+)
 def test_it_runs(path, tmp_path):
     assert output_of([path], tmp_path)
 

@@ -143,7 +143,7 @@ def test_model_states_are_those_of_a_traced_step(stage, micro_batch):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_elements_communicated_are_the_papers(stage):
-    c = config_table.from_table({**SMALL, "zero": stage, "model": {**SMALL["model"], "n_layers": 4}})
+    c = config_table.from_table({**SMALL, "zero": stage, "precision": {"policy": "fp32"}, "model": {**SMALL["model"], "n_layers": 4}})
     plan = build.build(machine.resolve_auto(c, fzero.core.device.CPU), fake_mesh({"dp": 2})).plan
     psi = sum(x.numel() for x in pytree.leaves(plan.like))
     sent = [communicated(plan, name)[1:] for name in pytree.named_leaves(plan.like)]
