@@ -31,7 +31,7 @@ def test_the_tiers_fit_into_their_minutes():
 def test_a_file_far_over_its_budget_fails_the_session_where_ci_is_set(ci):
     plugin = budgets.Budgets({"test_a.py": {"default": 5, "slow": 10}, "test_b.py": {"default": 5}}, fail=ci)
     session = SimpleNamespace(exitstatus=0)
-    for each in (report("test_a.py", 19.0), report("test_a.py", 39.0, "slow"), report("test_b.py", 500.0, "exhaustive")):
+    for each in (report("test_a.py", 79.0), report("test_a.py", 39.0, "slow"), report("test_b.py", 500.0, "exhaustive")):
         plugin.pytest_runtest_logreport(each)
     plugin.pytest_sessionfinish(session)
     assert session.exitstatus == 0 and plugin.over() == []
@@ -41,7 +41,7 @@ def test_a_file_far_over_its_budget_fails_the_session_where_ci_is_set(ci):
     printed = []
     plugin.pytest_terminal_summary(SimpleNamespace(section=printed.append, write_line=printed.append))
     assert [line.split() for line in printed[1::2]] == [
-        ["test_a.py", "21.0", "of", "5", "more", "than", "4", "times", "its", "budget"],
+        ["test_a.py", "81.0", "of", "5", "more", "than", "4", "times", "its", "budget", "and", "60", "s"],
         ["test_a.py", "39.0", "of", "10"],
     ]
     session.exitstatus = 2  # interrupted: stays as it is
