@@ -320,7 +320,7 @@ def test_attention_is_recorded_whichever_form_serves():
 def test_long_sequences_have_a_rate_of_attention_on_every_cpu(quick, monkeypatch):
     """Also where torch has no small products in bfloat16 (AVX2 alone) or in neither dtype: its own attention takes over from the blocks."""
     if not quick:
-        monkeypatch.setattr(attention_tiled, "_quick", lambda dtype: False)
+        monkeypatch.setattr(attention_tiled, "_has_small_products", lambda dtype: False)
     assert steps.LONG in steps.LADDER and steps.LONG in steps.QUICK
     found, forms = rates_of_attention(steps.LONG)
     names = {"tiled": "fzero.tiled_{}", "fused": "aten._scaled_dot_product_flash_attention_for_cpu{}"}

@@ -13,6 +13,7 @@ from close import assert_same
 import fzero
 from fzero import checkpoint
 from fzero.checkpoint import directory, writer
+from fzero.checkpoint import manifest as manifest_module
 from fzero.core import pytree
 from fzero.core.digest import digest
 from fzero.sharding import Spec, fake_mesh
@@ -238,7 +239,7 @@ def test_a_text_is_written_to_its_end(tmp_path, monkeypatch):
 
 
 def test_a_manifest_of_a_later_version_is_refused_by_its_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(directory, "VERSION", 3)
+    monkeypatch.setattr(manifest_module, "VERSION", 3)
     path = checkpoint.save(tmp_path, small(1), step=1)
     monkeypatch.undo()
     refused(["version 3", "reads version 2"], checkpoint.restore, path, small(1))

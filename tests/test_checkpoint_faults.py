@@ -234,7 +234,7 @@ WORKER = """
 import os, signal, sys
 from fzero.checkpoint import part_file
 from fzero.cli.main import main
-write, said = part_file.Part.write, []
+write, said = part_file.PartFile.write, []
 def full(self, raw, slab):
     if os.environ["RANK"] == "1" and len(said) < int(os.environ["FAILS"]):
         said.append(1)
@@ -242,7 +242,7 @@ def full(self, raw, slab):
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(28, "No space left on device")
     return write(self, raw, slab)
-part_file.Part.write = full
+part_file.PartFile.write = full
 main(sys.argv[1:])
 """
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.checkpoint import directory as homes
+from fzero.checkpoint import manifest
 from fzero.checkpoint.part_file import PartFile
 from fzero.core import precision, pytree
 from fzero.train.state import meta_state, state_specs
@@ -34,7 +35,7 @@ POINTS = {
     "a save has begun": (homes, "begin", "after"),
     "a part is written": (PartFile, "_end", "before"),
     "a part is there": (PartFile, "_end", "after"),
-    "all is written": (homes, "write", "before"),
+    "all is written": (manifest, "write_manifest", "before"),
     "the manifest is written": (os, "replace", "before"),
     "the manifest is there": (os, "replace", "after"),
     "old files go": (homes, "retire", "before"),

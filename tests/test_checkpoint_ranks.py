@@ -221,7 +221,7 @@ def test_a_rank_reads_its_slices_and_nothing_else(wide_home, monkeypatch, saved,
     home, specs = wide_home
     path, state, held = checkpoint.step_folder(home, saved), wide(), []
     assert checkpoint.verify(path) == []
-    monkeypatch.setattr(restore_tree, "opened", lambda path: held.append(checkpoint.open_checkpoint(path)) or held[-1])
+    monkeypatch.setattr(restore_tree, "open_checkpoint", lambda path: held.append(checkpoint.open_checkpoint(path)) or held[-1])
     world = 1
     for size in sizes.values():
         world *= size

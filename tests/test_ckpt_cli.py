@@ -113,7 +113,7 @@ def test_a_run(fz, capsys):
     pretrain("--out", "run")
     capsys.readouterr()
     found = checkpoint_list.listing("run")
-    assert str(found.home) == "run/checkpoints" and [entry.step for entry in found.entries] == [2, 4] and found.store is None
+    assert str(found.checkpoint_dir) == "run/checkpoints" and [entry.step for entry in found.entries] == [2, 4] and found.store is None
     shown = checkpoint_list.described("run")
     assert shown.step == 4 and shown.versions["torch"] == torch.__version__
     changed = {name: value for name, value in shown.config.items() if name not in ("data.path", "preset")}

@@ -259,7 +259,7 @@ def losses(policy, steps=30):
     """Of a small Llama on sequences that can be learnt, with a tenth of noise."""
     config = models.LlamaConfig(vocab_size=64, max_len=32, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=128)
     model, mesh, tx = models.build(config), fzero.one_process(), optim.adamw(3e-3)
-    plan, policy = fzero.zero_plan(0, model, mesh, policy=policy), precision.POLICIES[policy]()
+    plan = fzero.zero_plan(0, model, mesh, policy=precision.POLICIES[policy]())
     step = fzero.make_train_step(model, tx, plan)
     state = fzero.init_state(model, tx, plan, seed=0)
     generator, log = torch.Generator().manual_seed(0), []

@@ -56,7 +56,7 @@ MACHINES = {
     ),
     "one core": Machine(
         "len(os.sched_getaffinity(0)) == 1",
-        ("offload_disk", "doctor", "data", "rollcall", "measured_run", "plan_time"),
+        ("offload_disk", "doctor", "data", "agreement", "measured_run", "plan_time"),
         one_core=True,
     ),
     "four threads": Machine(

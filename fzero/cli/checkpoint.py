@@ -28,17 +28,17 @@ def ls(place: str, as_json: bool) -> None:
     if as_json:
         entries = [{**entry._asdict(), "path": str(entry.path)} for entry in found.entries]
         store = found.store and found.store._asdict()
-        click.echo(json.dumps({"home": str(found.home), "entries": entries, "spare": found.spare, "store": store}, indent=1))
+        click.echo(json.dumps({"home": str(found.checkpoint_dir), "entries": entries, "spare": found.spare, "store": store}, indent=1))
         return
     if not found.entries:
-        click.echo(f"{found.home}: no checkpoints")
+        click.echo(f"{found.checkpoint_dir}: no checkpoints")
     rows = []
     for entry in found.entries:
         leaves = "-" if entry.leaves is None else f"{entry.leaves:,}"
         mesh = "-" if entry.mesh is None else mesh_name(entry.mesh)
         rows.append([f"{entry.step}", when(entry.written), size(entry.size), leaves, size(entry.nbytes), mesh, entry.state])
     if rows:
-        click.echo(str(found.home))
+        click.echo(str(found.checkpoint_dir))
         echo_table(["step", "written", "on disk", "leaves", "of bytes", "mesh", "state"], rows, right={0, 2, 3, 4})
     for entry in found.entries:
         if entry.note:

@@ -178,7 +178,10 @@ def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:
 def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransformation:
     """The same transformation on leaves that are cut as `shards` says; `tx` itself where that makes no difference to it.
 
-    >>> bind(clip_by_global_norm(1.0), sharded(plan.opt, mesh, like=plan.like))
+    >>> import torch, fzero
+    >>> from fzero import optim
+    >>> plan = fzero.zero_plan(1, {"w": torch.zeros(4, 2)}, fzero.fake_mesh({"dp": 2}))
+    >>> tx = bind(optim.clip_by_global_norm(1.0), sharded(plan.opt, plan.mesh, like=plan.like))
     """
     return tx if tx.on is None else tx.on(shards)
 
