@@ -27,7 +27,7 @@ plan = fzero.zero_plan(0, model, fzero.one_process(), frozen=r"^(?!.*_lora_)")
 # The factors begin as LoRA draws them, everything else as it was loaded.
 drawn = fzero.pytree.named_leaves(models.init_params(model, fzero.random.key(1)))
 params = fzero.pytree.from_named({**drawn, **fzero.pytree.named_leaves(weights)}, models.init_params(model, fzero.random.key(1)))
-tx = optim.adamw(1e-2)
+tx = optim.adamw(3e-2)
 state = fzero.init_state(params, tx, plan, seed=0)
 step = fzero.make_train_step(model, tx, plan)
 
@@ -40,7 +40,7 @@ for _ in range(40):
 print(
     f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {sum(x.numel() for x in fzero.pytree.leaves(plan.trained(plan.like))):,} trained parameters"
 )
-assert losses[-1] < 0.8 * losses[0]
+assert losses[-1] < losses[0] - 0.1
 
 huggingface.save_hf(folder.with_name("tuned"), config, models.merge(model, state.params))
 print(f"written: {folder.with_name('tuned')}")

@@ -12,8 +12,8 @@ from close import assert_same
 
 import fzero
 from fzero import checkpoint
-from fzero.checkpoint import directory, writer
 from fzero.checkpoint import manifest as manifest_module
+from fzero.checkpoint import writer
 from fzero.core import pytree
 from fzero.core.digest import digest
 from fzero.sharding import Spec, fake_mesh
