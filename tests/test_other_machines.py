@@ -63,7 +63,7 @@ MACHINES = {
         "torch.get_num_threads() == 4", ("doctor", "crosscheck", "mesh"), {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"}
     ),
     "folders in memory": Machine(
-        "disks.file_system(disks.mount_point(sys.argv[1])) in bench.MEMORY",
+        "disk_io.file_system(disk_io.mount_point(sys.argv[1])) in disk.MEMORY",
         ("offload_disk", "offload_store", "bench_disk", "checkpoint", "checkpoint_behind"),
         in_memory=True,
     ),
@@ -73,8 +73,8 @@ MACHINES = {
         refuses_direct=True,
     ),
 }
-IMPORTS = "import os, sys, torch; from pathlib import Path; from fzero.offload import bench, disks; "
-IMPORTS += "from fzero.offload.disk import serves_direct; "
+IMPORTS = "import os, sys, torch; from pathlib import Path; from fzero.offload import disk_io; from fzero.planner.calibrate import disk; "
+IMPORTS += "from fzero.offload.disk_io import serves_direct; "
 
 
 @pytest.mark.parametrize("name", MACHINES)
