@@ -1,6 +1,6 @@
 """Whether a change moved any number: some 60 small runs at a commit and in this working tree, compared bit by bit.
 
-    python benchmarks/same_bits.py 91b3968 --base-cache /tmp/base.json
+    python benchmarks/same_bits.py 91b3968 --base-cache base.json
 
 Each case makes 20 steps (see same_bits_cases.py). Compared are the losses, the gradients' norms, and the SHA-256 of
 every whole leaf of the parameters and of the optimizer state. Some cases are `fzero pretrain` itself, resume included.
