@@ -67,10 +67,10 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         write(in_checkpoint(run, value, opened, ema=ema))
         return opened.step
 
-    shelf = weights.snapshot_of(run, value)
-    if shelf is not None:
-        write(on_disk(run, value, shelf, ema=ema))
-        step, passed = shelf.record.step, []
+    snapshot = weights.snapshot_of(run, value)
+    if snapshot is not None:
+        write(on_disk(run, value, snapshot, ema=ema))
+        step, passed = snapshot.record.step, []
     else:
         step, passed = weights.read_newest(run, value, read)
     return f"{out}: the model of {run} after step {step}", passed
@@ -92,20 +92,20 @@ def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.CheckpointReader
     return huggingface.Leaves(like, read)
 
 
-def on_disk(run: Path, value: RunConfig, shelf: offload_snapshot.StoreSnapshot, *, ema: bool) -> huggingface.Leaves:
+def on_disk(run: Path, value: RunConfig, snapshot: offload_snapshot.StoreSnapshot, *, ema: bool) -> huggingface.Leaves:
     """The weights in the store of a run whose state is on a disk."""
-    prefix = prefix_of(run, shelf.holds, ema)
+    prefix = prefix_of(run, snapshot.holds, ema)
     model = models.build(value.model)
-    plan = weights.plan_of(model, value, shelf)
+    plan = weights.plan_of(model, value, snapshot)
     specs = pytree.named_leaves(plan.params if prefix == weights.PARAMS else plan.opt)
     like = {
-        name: torch.empty(leaf.shape, dtype=getattr(torch, shelf.leaves[prefix + name]["dtype"]), device="meta")
+        name: torch.empty(leaf.shape, dtype=getattr(torch, snapshot.leaves[prefix + name]["dtype"]), device="meta")
         for name, leaf in pytree.named_leaves(plan.like).items()
     }
 
     def read(name: str, index: tuple[int, ...]) -> torch.Tensor:
         shape = tuple(like[name].shape)
-        return shelf.leaf(prefix + name, shape, specs[name], *box_of(shape, index)).reshape(shape[len(index) :])
+        return snapshot.leaf(prefix + name, shape, specs[name], *box_of(shape, index)).reshape(shape[len(index) :])
 
     return huggingface.Leaves(like, read)
 

@@ -29,7 +29,7 @@ def fit_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *, ca
 
 
 def refit_mesh(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tuple[dict[str, int], str]:
-    """(`fitting_mesh` of the run, a line that says it)."""
+    """(the mesh that `fit_mesh` finds for the run, a line that says so)."""
     micro_batches = config.train.batch // config.train.micro_batch
     mesh = fit_mesh(sizes, processes, micro_batches, canonical=config.reduce == "canonical")
     used = math.prod(mesh.values())
