@@ -1,10 +1,11 @@
-"""What canonical sums cost: steps with reduce="canonical" and reduce="fast" in turns, on the same ranks, at every stage.
+"""What canonical sums cost: steps with reduce="canonical" and reduce="fast" in turns, on the same ranks, at every
+stage.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/canonical.py --out benchmarks/results/canonical-2.json
-    python benchmarks/canonical.py --out benchmarks/results/canonical-1.json
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/canonical.py --out
+    benchmarks/results/canonical-2.json python benchmarks/canonical.py --out benchmarks/results/canonical-1.json
 
-Ratios are between steps of the same round, canonical over fast: 1.05 is 5% slower. Bytes are what a rank sends in a step.
-"""
+Ratios are between steps of the same round, canonical over fast: 1.05 is 5% slower. Bytes are what a rank sends in a
+step."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def contender(model: models.Model, mesh: fzero.Mesh, stage: int, reduce: str, po
         optim.adamw(1e-3),
     )
     state = fzero.init_state(model, tx, plan, seed=0)
-    train_step = fzero.make_train_step(model, tx, plan, micro_batches=parts, execution=fzero.Execution(compiled=compiled))
+    train_step = fzero.make_train_step(
+        model, tx, plan, micro_batches=parts, execution=fzero.Execution(compiled=compiled)
+    )
 
     def step(batch) -> tuple[float, int]:
         nonlocal state
@@ -50,10 +53,14 @@ def contender(model: models.Model, mesh: fzero.Mesh, stage: int, reduce: str, po
 def compare(mesh: fzero.Mesh, args: argparse.Namespace, stage: int, parts: int) -> dict:
     """The ratio of times, canonical over fast, and the bytes of both."""
     c = problem.CONFIGS[args.config]
-    sizes = {n: getattr(c, n) for n in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_len")}
+    sizes = {
+        n: getattr(c, n) for n in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_len")
+    }
     model = models.build(models.LlamaConfig(**sizes))
     steps = {r: contender(model, mesh, stage, r, args.dtype, parts, args.compiled) for r in ("fast", "canonical")}
-    text = torch.randint(0, c.vocab_size, (args.batch, c.max_len + 1), generator=torch.Generator().manual_seed(mesh.data_rank))
+    text = torch.randint(
+        0, c.vocab_size, (args.batch, c.max_len + 1), generator=torch.Generator().manual_seed(mesh.data_rank)
+    )
     batch = fzero.local_batch({"tokens": text[:, :-1], "targets": text[:, 1:]}, mesh, parts)
     times: dict[str, list[float]] = {name: [] for name in steps}
     sent = {}
@@ -94,10 +101,21 @@ def main() -> None:
             rows.append(row)
             if mesh.rank == 0:
                 r = row["ratio"]
-                said = f"{r['median']:.3f} [{r['min']:.3f}, {r['max']:.3f}] x the time of fast ({row['fast_median_s']:.3f} s)"
-                print(f"dp={world} stage {stage}, {parts} micro-batches a rank: {said}; bytes {row['bytes']}", flush=True)
+                said = (
+                    f"{r['median']:.3f} [{r['min']:.3f}, {r['max']:.3f}] x the "
+                    f"time of fast ({row['fast_median_s']:.3f} "
+                    "s)"
+                )
+                print(
+                    f"dp={world} stage {stage}, {parts} micro-batches a rank: {said}; bytes {row['bytes']}", flush=True
+                )
     if args.out and mesh.rank == 0:
-        here = {"torch": torch.__version__, "machine": platform.machine(), "command": shlex.join(["python", *sys.argv]), "ranks": world}
+        here = {
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "command": shlex.join(["python", *sys.argv]),
+            "ranks": world,
+        }
         options = {n: getattr(args, n) for n in ("config", "dtype", "batch", "repeats", "compiled")}
         args.out.write_text(json.dumps({**here, **options, "rows": rows}, indent=2) + "\n")
     mesh.close()

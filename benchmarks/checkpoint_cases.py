@@ -1,4 +1,5 @@
-"""The operations that checkpoints.py times: the disk's own, fzero's, and those of torch.distributed.checkpoint and safetensors.
+"""The operations that checkpoints.py times: the disk's own, fzero's, and those of torch.distributed.checkpoint and
+safetensors.
 
 Each takes the number of the round, prepares, returns what it took, and removes what the next ones have no use for.
 """
@@ -44,9 +45,13 @@ def timed(work: Callable[[], Any]) -> dict[str, float]:
 
 
 def llama(gigabytes: float, dtype: str) -> tuple[models.Model, Callable[..., tuple[Any, Any]]]:
-    """A model whose training state has about so many bytes, and a function (mesh) -> (that state on the meta device, its specs)."""
+    """A model whose training state has about so many bytes, and a function (mesh) -> (that state on the meta device,
+    its specs)."""
     policy, width = STATES[dtype](), 1024 if gigabytes >= 1 else 512
-    tx, sizes = optim.adamw(1e-3), {"d_model": width, "n_heads": width // 64, "n_kv_heads": width // 128, "d_ff": width * 11 // 4}
+    tx, sizes = (
+        optim.adamw(1e-3),
+        {"d_model": width, "n_heads": width // 64, "n_kv_heads": width // 128, "d_ff": width * 11 // 4},
+    )
 
     def made(layers: int) -> models.Model:
         return models.llama(models.LlamaConfig(vocab_size=8 * width, n_layers=layers, max_len=64, tied=False, **sizes))
@@ -94,7 +99,9 @@ def settled(folder: Path) -> None:
     os.sync()
     resident = evict(folder)
     if resident > 0.001:
-        raise ValueError(f"{resident:.1%} of the files are in memory after their eviction; the page cache would flatter")
+        raise ValueError(
+            f"{resident:.1%} of the files are in memory after their eviction; the page cache would flatter"
+        )
 
 
 def move(kind: str, path: Path, size: int, threads: int, piece: int, ring: Any) -> None:
@@ -130,7 +137,11 @@ def disk(folder: Path, total: int, settings: dict[str, Any]) -> dict[str, Op]:
 
     def raw(kind: str, size: int, setting: tuple[int, int]) -> dict[str, float]:
         new.unlink(missing_ok=True)
-        row = timed(lambda: move(kind, {"read": read, "overwrite": written, "new": new}[kind], size, setting[0], setting[1] << 20, ring))
+        row = timed(
+            lambda: move(
+                kind, {"read": read, "overwrite": written, "new": new}[kind], size, setting[0], setting[1] << 20, ring
+            )
+        )
         new.unlink(missing_ok=True)
         return row | {"bytes": size}
 
@@ -200,7 +211,9 @@ def ours(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str]
         out, path = there(part), checkpoint.latest(homes["recycled"])
         row = timed(lambda: checkpoint.restore(path, part, specs=specs, mesh=mesh, out=out))
         if i == 0:
-            windows = {name: local_slice(named[name].shape, spec, mesh) for name, spec in pytree.named_leaves(specs).items()}
+            windows = {
+                name: local_slice(named[name].shape, spec, mesh) for name, spec in pytree.named_leaves(specs).items()
+            }
             wanted = {name: cut(named[name], *window) for name, window in windows.items()}
             same(pytree.named_leaves(out), wanted, "fzero, a slice")
         return row | {"bytes": nbytes(out)}
@@ -256,7 +269,9 @@ def beside(save: Callable[[Callable], dict[str, float]]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def peers(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str], settings: dict[str, Any]) -> Iterator[dict[str, Op]]:
+def peers(
+    folder: Path, state: Any, spare: Any, at: Callable, sections: list[str], settings: dict[str, Any]
+) -> Iterator[dict[str, Op]]:
     """The operations of torch.distributed.checkpoint and safetensors."""
     named, into = pytree.named_leaves(state), pytree.named_leaves(spare)
     stager, number = DefaultStager(StagingOptions(False, False, False, False)), itertools.count()
@@ -296,13 +311,19 @@ def peers(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str
             for name, x in out.items():
                 dims = [dim for dim, axes in enumerate(spec_of[name].dims) if "dp" in axes]
                 whole = {"shape": named[name].shape, "stride": named[name].stride()}
-                mine[name] = DTensor.from_local(x, mesh, [Shard(dims[0]) if dims else Replicate()], run_check=False, **whole)
+                mine[name] = DTensor.from_local(
+                    x, mesh, [Shard(dims[0]) if dims else Replicate()], run_check=False, **whole
+                )
             row = timed(lambda: dcp.load(mine, checkpoint_id=held, no_dist=True))
         finally:
             dist.destroy_process_group()
         if i == 0:
             same_at = fzero.sharding.fake_mesh({"dp": 4}, 0)
-            same(out, {name: cut(x, *local_slice(x.shape, spec_of[name], same_at)) for name, x in named.items()}, "dcp, a slice")
+            same(
+                out,
+                {name: cut(x, *local_slice(x.shape, spec_of[name], same_at)) for name, x in named.items()},
+                "dcp, a slice",
+            )
         return row | {"bytes": sum(x.nbytes for x in out.values())}
 
     def save_tensors(path: Path) -> dict[str, float]:
@@ -338,7 +359,10 @@ def peers(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str
     best = settings["dcp threads"] = min(tried, key=tried.get)
     ops: dict[str, Op] = {}
     if "save" in sections:
-        ops |= {"dcp save": lambda _: save(best), "safetensors save": lambda _: save_tensors(folder / "other.safetensors")}
+        ops |= {
+            "dcp save": lambda _: save(best),
+            "safetensors save": lambda _: save_tensors(folder / "other.safetensors"),
+        }
     if "load" in sections:
         save_tensors(file)
         ops |= {"dcp load": load, "safetensors load": load_tensors}

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu.py --out benchmarks/results/gpu-h200.json
 
-Three parts. `tests`: the laws of every kernel, on the device. `kernels`: each operation at a few sizes, forward, and forward with
-backward: achieved bandwidth or FLOP rate, its fraction of what the same device copies or multiplies, and the ratio to the reference in
-eager PyTorch, the same under torch.compile, PyTorch's own form and Liger's, where they are there. `steps`: training steps of GPT-2 124M and
-Llama 1B in bf16 beside an nn.Module under torch.compile, in turns: tokens/s and MFU. A part that fails is reported, and the rest goes on;
-the exit code is 1 then. `--device cpu --tiny` runs the same program on sizes that mean nothing, to find its mistakes where there is no GPU.
-"""
+Three parts. `tests`: the laws of every kernel, on the device. `kernels`: each operation at a few sizes, forward, and
+forward with backward: achieved bandwidth or FLOP rate, its fraction of what the same device copies or multiplies, and
+the ratio to the reference in eager PyTorch, the same under torch.compile, PyTorch's own form and Liger's, where they
+are there. `steps`: training steps of GPT-2 124M and Llama 1B in bf16 beside an nn.Module under torch.compile, in turns:
+tokens/s and MFU. A part that fails is reported, and the rest goes on; the exit code is 1 then. `--device cpu --tiny`
+runs the same program on sizes that mean nothing, to find its mistakes where there is no GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ from fzero.core import precision
 from fzero.kernels.registry import observe
 
 ROOT = Path(__file__).parent.parent
-TESTS = "glu norm rope dropout_add quantize flash cross_entropy_kernels optim_kernels optim_lowbit newton_schulz moe_kernels float8"
+TESTS = (
+    "glu norm rope dropout_add quantize flash cross_entropy_kernels optim_kernels optim_lowbit newton_schulz "
+    "moe_kernels float8"
+)
 PARTS = ("tests", "kernels", "steps")
 DATASHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16 FLOP/s, NVIDIA's data sheets
 
@@ -48,7 +51,8 @@ def synchronize(device: str) -> None:
 
 
 def seconds(run: Callable[[], Any], device: str, budget: float = 0.3) -> float:
-    """The median time of a call, of those that fit into `budget` seconds; the second-level cache is cold in each, as in a step."""
+    """The median time of a call, of those that fit into `budget` seconds; the second-level cache is cold in each, as in
+    a step."""
     if device == "cuda":
         from triton.testing import do_bench
 
@@ -68,7 +72,10 @@ def limits(device: str, tiny: bool) -> dict[str, float]:
     x = torch.empty(n, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    return {"bytes": 2 * n / seconds(lambda: y.copy_(x), device), "flops": 2.0 * side**3 / seconds(lambda: a @ a, device)}
+    return {
+        "bytes": 2 * n / seconds(lambda: y.copy_(x), device),
+        "flops": 2.0 * side**3 / seconds(lambda: a @ a, device),
+    }
 
 
 def liger(case: Case) -> Callable[..., Any] | None:
@@ -100,7 +107,10 @@ def measure(case: Case, device: str, best: dict[str, float], compiled: bool) -> 
     """Every contender's times on a case, and what ours achieves of the device's best."""
     with observe() as used:
         case.run("auto", *case.tensors)
-    contenders: dict[str, Callable[..., Any]] = {"fzero": lambda *t: case.run("auto", *t), "eager": lambda *t: case.run("reference", *t)}
+    contenders: dict[str, Callable[..., Any]] = {
+        "fzero": lambda *t: case.run("auto", *t),
+        "eager": lambda *t: case.run("reference", *t),
+    }
     if compiled and case.wanted:
         contenders["compile"] = torch.compile(lambda *t: case.run("reference", *t))
     contenders |= case.peers | ({"liger": theirs} if (theirs := liger(case)) else {})
@@ -145,7 +155,8 @@ def say(row: dict[str, Any]) -> None:
             r = row[kind]
             than = ", ".join(f"{name} {ratio:.2f}" for name, ratio in r["faster_than"].items())
             print(
-                f"  {row['case']:28} {kind:8} {r['rate'] / scale:8.2f} {unit:8} {r['of_best']:6.1%} of best; faster than: {than}",
+                f"  {row['case']:28} {kind:8} {r['rate'] / scale:8.2f} {unit:8} {r['of_best']:6.1%} of best; "
+                f"faster than: {than}",
                 flush=True,
             )
     for what, why in row["failed"].items():
@@ -160,11 +171,14 @@ def flop_per_token(config: Any, params: int) -> tuple[float, float]:
 
 def as_problem(c: models.LlamaConfig) -> problem.Config:
     """The sizes as the peers take them."""
-    return problem.Config(c.vocab_size, c.d_model, c.n_layers, c.n_heads, c.n_kv_heads, c.d_ff, c.max_len, c.norm_eps, c.rope_theta)
+    return problem.Config(
+        c.vocab_size, c.d_model, c.n_layers, c.n_heads, c.n_kv_heads, c.d_ff, c.max_len, c.norm_eps, c.rope_theta
+    )
 
 
 def train_steps(name: str, device: str, tiny: bool, budget: float, peak: dict[str, float]) -> dict[str, Any]:
-    """fzero's bf16 step of a model beside an nn.Module under torch.compile and autocast: one step each in turn, medians."""
+    """fzero's bf16 step of a model beside an nn.Module under torch.compile and autocast: one step each in turn,
+    medians."""
     sizes = {
         "gpt2-124m": (models.GPT2Config(50257, 1024, 768, 12, 12, 3072), 32),
         "llama-1b": (models.LlamaConfig(128256, 2048, 2048, 16, 32, 8, 8192), 8),
@@ -197,7 +211,13 @@ def train_steps(name: str, device: str, tiny: bool, budget: float, peak: dict[st
         return loss.detach()
 
     contenders = {"fzero": ours, "nn.Module": theirs}
-    row: dict[str, Any] = {"model": name, "batch": batch, "length": config.max_len, "params": models.num_params(model), "contenders": {}}
+    row: dict[str, Any] = {
+        "model": name,
+        "batch": batch,
+        "length": config.max_len,
+        "params": models.num_params(model),
+        "contenders": {},
+    }
     times: dict[str, list[float]] = {}
     with observe() as used:
         for label, run in contenders.items():
@@ -224,8 +244,17 @@ def train_steps(name: str, device: str, tiny: bool, budget: float, peak: dict[st
         rate = batch * config.max_len / statistics.median(taken)
         row["contenders"][label] |= {
             "tokens_per_s": rate,
-            "ms": {"median": 1e3 * statistics.median(taken), "min": 1e3 * min(taken), "max": 1e3 * max(taken), "count": len(taken)},
-            "mfu": {f"{kind}, {of}": rate * flop / p for kind, flop in (("full", full), ("causal", causal)) for of, p in peak.items()},
+            "ms": {
+                "median": 1e3 * statistics.median(taken),
+                "min": 1e3 * min(taken),
+                "max": 1e3 * max(taken),
+                "count": len(taken),
+            },
+            "mfu": {
+                f"{kind}, {of}": rate * flop / p
+                for kind, flop in (("full", full), ("causal", causal))
+                for of, p in peak.items()
+            },
         }
         print(f"  {name:10} {label:10} {rate:12,.0f} tokens/s  MFU {row['contenders'][label]['mfu']}", flush=True)
     return row
@@ -235,7 +264,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--op", default="", help="only cases whose label contains this")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile of the references out: it takes half of the time")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave torch.compile of the references out: it takes half of the time"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="sizes that mean nothing")
     parser.add_argument("--budget", type=float, default=570.0, help="seconds; what does not fit is left out and named")
@@ -285,7 +316,9 @@ def main() -> int:
 
     best = guarded("limits", lambda: limits(args.device, args.tiny)) or {"bytes": 1.0, "flops": 1.0}
     result["best"] = best
-    print(f"{name}: copies {best['bytes'] / 1e12:.3f} TB/s, bf16 products {best['flops'] / 1e12:.2f} TFLOP/s", flush=True)
+    print(
+        f"{name}: copies {best['bytes'] / 1e12:.3f} TB/s, bf16 products {best['flops'] / 1e12:.2f} TFLOP/s", flush=True
+    )
     if "kernels" in wanted:
         for make in cases(args.device, args.tiny):
             label = f"{make.func.__name__}{make.args}" if hasattr(make, "func") else make.__name__
@@ -299,7 +332,9 @@ def main() -> int:
 
             guarded(label, one)
     if "steps" in wanted:
-        peak = {"measured": best["flops"]} | {f"datasheet of {chip}": rate for chip, rate in DATASHEET.items() if chip in name}
+        peak = {"measured": best["flops"]} | {
+            f"datasheet of {chip}": rate for chip, rate in DATASHEET.items() if chip in name
+        }
         for model in ("gpt2-124m", "llama-1b"):
             row = guarded(model, lambda model=model: train_steps(model, args.device, args.tiny, 20.0, peak))
             result["steps"] += [row] if row else []
@@ -309,7 +344,10 @@ def main() -> int:
     result |= {"failed": failures, "seconds": time.perf_counter() - begin}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{result['seconds']:.0f} s; failed: {', '.join(failures) or 'nothing'}; left out: {', '.join(result['left_out']) or 'nothing'}")
+    print(
+        f"{result['seconds']:.0f} s; failed: {', '.join(failures) or 'nothing'}; left out: "
+        f"{', '.join(result['left_out']) or 'nothing'}"
+    )
     return int(bool(failures))
 
 

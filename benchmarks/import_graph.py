@@ -3,10 +3,10 @@
     python benchmarks/import_graph.py                  # this tree
     python benchmarks/import_graph.py 91b3968 HEAD     # commits, side by side
 
-A box is an entry of `fzero/`: a folder, or a file beside them (`__init__.py`, which imports by name when asked, is none). An arrow is a
-pair of boxes of which one imports the other, wherever in its files the import stands. The floor of a box is one above the highest that it
-imports from, boxes that import each other in a circle sharing one. An arrow is upward if it closes such a circle.
-"""
+A box is an entry of `fzero/`: a folder, or a file beside them (`__init__.py`, which imports by name when asked, is
+none). An arrow is a pair of boxes of which one imports the other, wherever in its files the import stands. The floor of
+a box is one above the highest that it imports from, boxes that import each other in a circle sharing one. An arrow is
+upward if it closes such a circle."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def count(graph: Graph) -> dict[str, int]:
 
 def at_commit(commit: str) -> dict[str, int]:
     """The figures of the package at a commit."""
-    archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "fzero"], capture_output=True, check=True).stdout
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", commit, "fzero"], capture_output=True, check=True
+    ).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")

@@ -1,4 +1,5 @@
-"""What the benchmarks call each operation with: tensors of some sizes, what is differentiated, and the bytes or FLOPs at least.
+"""What the benchmarks call each operation with: tensors of some sizes, what is differentiated, and the bytes or FLOPs
+at least.
 
 `cases(device, tiny)` serves gpu.py; tiny sizes are for finding mistakes, and mean nothing.
 """
@@ -35,9 +36,28 @@ class Case(NamedTuple):
     peers: dict[str, Callable[..., Any]] = {}  # noqa: RUF012  (never mutated)
 
 
-def _case(label: str, name: str, tensors: tuple[Any, ...], wanted: int, bound: str, forward: float, both: float, **options: Any) -> Case:
+def _case(
+    label: str,
+    name: str,
+    tensors: tuple[Any, ...],
+    wanted: int,
+    bound: str,
+    forward: float,
+    both: float,
+    **options: Any,
+) -> Case:
     peers = options.pop("peers", {})
-    return Case(label, op(name), lambda impl, *t: op(name)(*t, impl=impl, **options), tensors, wanted, bound, forward, both, peers)
+    return Case(
+        label,
+        op(name),
+        lambda impl, *t: op(name)(*t, impl=impl, **options),
+        tensors,
+        wanted,
+        bound,
+        forward,
+        both,
+        peers,
+    )
 
 
 def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
@@ -65,7 +85,15 @@ def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         both = elements * (14 if add else 10)
         peers = {"torch's own": peer}
         return Case(
-            f"{name} {m}x{n}", op(name), run, (*x, *weights), len(x) + len(params), "bytes", elements * (8 if add else 4), both, peers
+            f"{name} {m}x{n}",
+            op(name),
+            run,
+            (*x, *weights),
+            len(x) + len(params),
+            "bytes",
+            elements * (8 if add else 4),
+            both,
+            peers,
         )
 
     for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
@@ -106,7 +134,9 @@ def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         n, v = (8, 100) if tiny else (8192, v)
         logits, targets = draw(n, v), torch.randint(v, (n,), device=device)
         peers = {"F.cross_entropy": lambda x, t: F.cross_entropy(x.float(), t, reduction="sum")}
-        return _case(f"cross_entropy {n}x{v}", "cross_entropy", (logits, targets), 1, "bytes", 2 * n * v, 4 * n * v, peers=peers)
+        return _case(
+            f"cross_entropy {n}x{v}", "cross_entropy", (logits, targets), 1, "bytes", 2 * n * v, 4 * n * v, peers=peers
+        )
 
     yield functools.partial(loss, 32000)
     yield functools.partial(loss, 128256)
@@ -116,7 +146,16 @@ def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         x, w, targets = draw(n, h), draw(v, h) * h**-0.5, torch.randint(v, (n,), device=device)
         flop = 2.0 * n * h * v
         peers = {"F.cross_entropy(x @ w.T)": lambda x, w, t: F.cross_entropy((x @ w.T).float(), t, reduction="sum")}
-        return _case(f"linear_cross_entropy {n}", "linear_cross_entropy", (x, w, targets), 2, "flops", flop, 3 * flop, peers=peers)
+        return _case(
+            f"linear_cross_entropy {n}",
+            "linear_cross_entropy",
+            (x, w, targets),
+            2,
+            "flops",
+            flop,
+            3 * flop,
+            peers=peers,
+        )
 
     for n in (2048,) if tiny else (2048, 8192, 16384):
         yield functools.partial(head, n)
@@ -128,9 +167,13 @@ def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         flop = 2.0 * b * h * t * t * k  # two products, half of them visible
 
         def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True).transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+            ).transpose(1, 2)
 
-        return _case(f"attention T={t} K={k}", "attention", (q, key, v), 3, "flops", flop, 3.5 * flop, peers={"SDPA": sdpa})
+        return _case(
+            f"attention T={t} K={k}", "attention", (q, key, v), 3, "flops", flop, 3.5 * flop, peers={"SDPA": sdpa}
+        )
 
     for k in (64, 128):
         for t in (32,) if tiny else (1024, 4096, 16384):
@@ -140,10 +183,15 @@ def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         sizes = [(8, 64)] * 3 if tiny else [(4096, 4096)] * 30
         f32 = functools.partial(torch.randn, device=device)
         leaves = [
-            Leaf(f32(s), f32(s), (torch.zeros(s, device=device, dtype=states),) * 1 + (torch.zeros(s, device=device, dtype=states),), 0.1,
-                 copy=torch.zeros(s, device=device, dtype=BF16) if copy else None)
+            Leaf(
+                f32(s),
+                f32(s),
+                (torch.zeros(s, device=device, dtype=states),) * 1 + (torch.zeros(s, device=device, dtype=states),),
+                0.1,
+                copy=torch.zeros(s, device=device, dtype=BF16) if copy else None,
+            )
             for s in sizes
-        ]  # fmt: skip
+        ]
         scalars = tuple(torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 0.1, 0.3))
         rates = Rates(scalars, torch.tensor(9, device=device), 0.9, 0.95, 1e-8)
         cost = float(op("adamw").bytes(leaves, rates))
@@ -158,7 +206,9 @@ def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         x = draw(rows, 64 if tiny else 4096)
         name = "quantize"
         cost = float(op(name).bytes(x, kind, 64))
-        return Case(f"quantize {kind}", op(name), lambda impl, x: op(name)(x, kind, 64, impl=impl), (x,), 0, "bytes", cost, 0.0)
+        return Case(
+            f"quantize {kind}", op(name), lambda impl, x: op(name)(x, kind, 64, impl=impl), (x,), 0, "bytes", cost, 0.0
+        )
 
     for kind in ("int8", "int4", "fp8_e4m3"):
         yield functools.partial(quantize, kind)

@@ -1,12 +1,13 @@
-"""What it costs a run to measure itself: steps with the records of a measured run and steps without them take turns, in one process a rank.
+"""What it costs a run to measure itself: steps with the records of a measured run and steps without them take turns, in
+one process a rank.
 
     python benchmarks/measure_overhead.py [--ranks 1 2] [--pairs 40] [--set A.B=C] [--out FILE]
 
-A pair is a step without and one with a clock on the ledger, squares by leaf, the row's times, and every `train.measure_every` pairs the
-norms by layer and the times of all ranks; which comes first alternates. A ratio is that of a pair's wall times on rank 0. On a machine
-with others the ratios scatter more than the cost is large, so the cost is also counted directly: the seconds that the marks, the row and
-the gathers take by themselves, over the median step. The records of memory and of the ledger, of one step an attempt, are not timed.
-"""
+A pair is a step without and one with a clock on the ledger, squares by leaf, the row's times, and every
+`train.measure_every` pairs the norms by layer and the times of all ranks; which comes first alternates. A ratio is that
+of a pair's wall times on rank 0. On a machine with others the ratios scatter more than the cost is large, so the cost
+is also counted directly: the seconds that the marks, the row and the gathers take by themselves, over the median step.
+The records of memory and of the ledger, of one step an attempt, are not timed."""
 
 from __future__ import annotations
 
@@ -90,7 +91,15 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         marks = len(meters[True].clock.log)
     if rank == 0:
         more = statistics.fmean(behind[True]) - statistics.fmean(behind[False])
-        out.put({"without_s": times[False], "with_s": times[True], "marks": marks, "behind_s": more, "config": config_table.to_table(run)})
+        out.put(
+            {
+                "without_s": times[False],
+                "with_s": times[True],
+                "marks": marks,
+                "behind_s": more,
+                "config": config_table.to_table(run),
+            }
+        )
     if ranks > 1:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -125,7 +134,12 @@ def figures(ranks: int, threads: int, said: dict[str, Any], mark: float) -> dict
         "threads": threads,
         "pairs": len(ratios),
         "step_s": {"without": step, "with": statistics.median(said["with_s"])},
-        "ratio": {"median": statistics.median(ratios), "quartiles": [quarters[0], quarters[2]], "min": ratios[0], "max": ratios[-1]},
+        "ratio": {
+            "median": statistics.median(ratios),
+            "quartiles": [quarters[0], quarters[2]],
+            "min": ratios[0],
+            "max": ratios[-1],
+        },
         "marks_a_step": said["marks"],
         "mark_s": mark,
         "row_and_gathers_s": said["behind_s"],
@@ -139,7 +153,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a value of the config; without any, llama-tiny's own")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="a value of the config; without any, llama-tiny's own",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     table: dict[str, Any] = {"preset": "llama-tiny"}
@@ -157,12 +177,15 @@ def main() -> None:
         results.append(found)
         x = found["ratio"]
         print(
-            f"{ranks} ranks x {threads} threads: step {found['step_s']['without']:.4f} s, with records x {x['median']:.4f} "
+            f"{ranks} ranks x {threads} threads: step {found['step_s']['without']:.4f} s, with records x "
+            f"{x['median']:.4f} "
             f"[{x['quartiles'][0]:.4f}, {x['quartiles'][1]:.4f}], counted {100 * found['counted_share']:.3f}% "
             f"({found['marks_a_step']} marks of {1e6 * mark:.2f} us, row {1e3 * found['row_and_gathers_s']:.3f} ms)",
             file=sys.stderr,
         )
-    text = json.dumps({"command": sys.argv, "machine": machine(), "torch": torch.__version__, "results": results}, indent=1)
+    text = json.dumps(
+        {"command": sys.argv, "machine": machine(), "torch": torch.__version__, "results": results}, indent=1
+    )
     args.out.write_text(text + "\n", encoding="utf-8")
 
 

@@ -3,16 +3,17 @@
     python benchmarks/nvme.py --deepspeed PYTHON --out benchmarks/results/nvme.json
     python benchmarks/nvme.py --sections disk --smoke
 
-Two sections. `disk` moves the same bytes by every engine: read; write; both at once ("mixed"); the optimizer's stream (read
-block i + 1, write block i - 1), with no computation and with one that waits 1.5 times as long as fio's mixed I/O takes, as a
-GPU would ("bound"). `steps` trains one model whose optimizer states are on the disk, ours and DeepSpeed's ZeRO-Infinity; no
-speed is printed unless the losses of the warm-up steps agree. Contenders take turns, one operation each a round, in an order
-that rotates; ratios are between figures of the same round, since a shared disk drifts within minutes. GB is 1e9 bytes.
+Two sections. `disk` moves the same bytes by every engine: read; write; both at once ("mixed"); the optimizer's stream
+(read block i + 1, write block i - 1), with no computation and with one that waits 1.5 times as long as fio's mixed I/O
+takes, as a GPU would ("bound"). `steps` trains one model whose optimizer states are on the disk, ours and DeepSpeed's
+ZeRO-Infinity; no speed is printed unless the losses of the warm-up steps agree. Contenders take turns, one operation
+each a round, in an order that rotates; ratios are between figures of the same round, since a shared disk drifts within
+minutes. GB is 1e9 bytes.
 
-The page cache flatters nobody: all but tensorstore's writes pass it by (O_DIRECT); what is written counts until it is synced
-(DeepSpeed does not sync, and is not asked to); before each operation the files are evicted (posix_fadvise) and mincore must
-find them gone; and the kernel's count of what a process read from the disk must be what was asked for. fio has huge-page
-buffers, without which it is two to three times slower.
+The page cache flatters nobody: all but tensorstore's writes pass it by (O_DIRECT); what is written counts until it is
+synced (DeepSpeed does not sync, and is not asked to); before each operation the files are evicted (posix_fadvise) and
+mincore must find them gone; and the kernel's count of what a process read from the disk must be what was asked for. fio
+has huge-page buffers, without which it is two to three times slower.
 """
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ from turns import disagreement, machine
 HERE = Path(__file__).resolve().parent
 OPS = ("read", "write", "mixed", "stream", "bound")
 BOUND = 1.5  # computation of the op "bound", in fio's mixed times
-# Largest relative difference of two losses after an update. In AdamW's first updates an element whose gradient is near its eps moves by
-# what rounding makes of it, and of a few tokens' gradients there are many: torch's own modules under DeepSpeed are 2e-5 off in fp32.
+# Largest relative difference of two losses after an update. In AdamW's first updates an element whose gradient is near
+# its eps moves by what rounding makes of it, and of a few tokens' gradients there are many: torch's own modules under
+# DeepSpeed are 2e-5 off in fp32.
 LATER = {"fp32": 1e-4, "bf16": 5e-3, "bf16-states": 2e-2}
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
+KEEP_MEMORY = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:"
+    "glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
+)
 # contender: (the process that serves it, its environment)
 CONTENDERS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     "disk": {
@@ -74,12 +79,19 @@ CONTENDERS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
 DEFAULT = {"disk": tuple(CONTENDERS["disk"]), "steps": ("fzero+huge", "fio", "deepspeed+tuned")}
 NOTES = {
     "fio": "libaio, O_DIRECT, 4 MiB, depth 8, huge-page buffers; a job for reading and one for writing",
-    "raw": f"preadv and pwritev from Python, O_DIRECT, {PIECE >> 20} MiB, 2 + 2 threads, huge-page buffers, in a process like ours",
+    "raw": (
+        f"preadv and pwritev from Python, O_DIRECT, {PIECE >> 20} MiB, 2 + 2 threads, huge-page buffers, in a "
+        "process like ours"
+    ),
     "fzero": "fzero/offload: two slots, checksums at write, synced and committed",
     "fzero+unchecked": "the same without checksums",
-    "fzero+huge": "the same in a process whose memory is in huge pages (glibc.malloc.hugetlb), as DeepSpeed's is where tuned",
+    "fzero+huge": (
+        "the same in a process whose memory is in huge pages (glibc.malloc.hugetlb), as DeepSpeed's is where tuned"
+    ),
     "fzero+huge+unchecked": "the same without checksums",
-    "tensorstore": "zarr3, a chunk a plane, direct reads, an allocator that keeps memory; writes end with an fsync of each chunk",
+    "tensorstore": (
+        "zarr3, a chunk a plane, direct reads, an allocator that keeps memory; writes end with an fsync of each chunk"
+    ),
     "deepspeed-locked": "aio handles of 4 MiB and depth 8 with memory of new_cpu_locked_tensor",
     "deepspeed-ordinary": "the same with torch.empty, a block at a time",
     "deepspeed-locked+huge": "the same as locked, with huge pages (glibc.malloc.hugetlb)",
@@ -115,11 +127,19 @@ def evict(folder: Path) -> float:
 def fio(op: str, order: dict[str, Any]) -> dict[str, float]:
     """Seconds, CPU seconds and bytes of fio's read, write or both at once of the two flat files."""
     size = order["blocks"] * PLANES * order["plane_bytes"]
-    common = f"--ioengine=libaio --direct=1 --bs=4M --iodepth=8 --iomem=malloc --iomem_align=2M --thread --size={size} --output-format=json"
-    jobs = {"read": "--name=r --rw=read --filename=a.bin", "write": "--name=w --rw=write --filename=b.bin --end_fsync=1"}
+    common = (
+        f"--ioengine=libaio --direct=1 --bs=4M --iodepth=8 --iomem=malloc --iomem_align=2M --thread --size={size} "
+        "--output-format=json"
+    )
+    jobs = {
+        "read": "--name=r --rw=read --filename=a.bin",
+        "write": "--name=w --rw=write --filename=b.bin --end_fsync=1",
+    }
     wanted = [jobs[name] for name in ((op,) if op in jobs else jobs)]
     command = ["fio", *common.split(), *" ".join(wanted).split()]
-    done = subprocess.run(command, cwd=order["folder"], env=os.environ | HUGE_PAGES, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=order["folder"], env=os.environ | HUGE_PAGES, capture_output=True, text=True, check=True
+    )
     found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     seconds = [max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3 for job in found]
     return {
@@ -144,7 +164,12 @@ class Contender:
             self.versions = {"fio": found.stdout.strip()}
             return
         threads = str(order["threads"])
-        own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        own = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "DS_ACCELERATOR": "cpu",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}  # what torchrun sets
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         command = [python[where], "-m", "peers.deepspeed_nvme" if where == "deepspeed" else "peers.disk_engines"]
@@ -158,7 +183,11 @@ class Contender:
             self.process.stdin.write(json.dumps(value) + "\n")
             self.process.stdin.flush()
         line = self.process.stdout.readline()
-        reply = json.loads(line) if line else {"error": f"its process ended with code {self.process.wait()}; its error is above"}
+        reply = (
+            json.loads(line)
+            if line
+            else {"error": f"its process ended with code {self.process.wait()}; its error is above"}
+        )
         if "error" in reply:
             self.close()
             raise ValueError(f"{self.name}: {reply['error']}")
@@ -168,7 +197,9 @@ class Contender:
         """One operation: seconds, CPU seconds, bytes read and written, from files that are not in memory before."""
         resident = evict(Path(self.order["folder"]))
         if resident > 0.001:
-            raise ValueError(f"{resident:.1%} of the files are in memory after their eviction; the page cache would flatter")
+            raise ValueError(
+                f"{resident:.1%} of the files are in memory after their eviction; the page cache would flatter"
+            )
         return fio(op, self.order) if self.process is None else self._say({"op": op, "argument": argument})
 
     def close(self) -> None:
@@ -208,7 +239,8 @@ def workplace(parent: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def contenders(names: list[str], order: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Contender]]:
-    """The contenders of a section, started in turn, beside the two flat files; closed, and the files removed, at the end."""
+    """The contenders of a section, started in turn, beside the two flat files; closed, and the files removed, at the
+    end."""
     with workplace(args.folder) as folder:
         block = PLANES * order["plane_bytes"]
         for name in ("a.bin", "b.bin"):
@@ -250,12 +282,16 @@ def expect_carried(folder: Path, name: str) -> None:
         chunks = [path.relative_to(folder / "tensorstore-a") for path in folder.glob("tensorstore-a/c/*/*/*")]
         pairs = [(folder / "tensorstore-a" / path, folder / "tensorstore-b" / path) for path in chunks]
     elif name.startswith("fzero"):
-        pairs = [(path, Path(str(path).replace("/c/0/", "/c/1/"))) for path in (folder / name).glob("arrays/*/c/0/*/*/*")]
+        pairs = [
+            (path, Path(str(path).replace("/c/0/", "/c/1/"))) for path in (folder / name).glob("arrays/*/c/0/*/*/*")
+        ]
     for a, b in pairs:
         with open(a, "rb") as x, open(b, "rb") as y:
             while piece := x.read(PIECE):
                 if piece != y.read(PIECE):
-                    raise ValueError(f"{name}: its stream has not carried {a.relative_to(folder)} to {b.relative_to(folder)}")
+                    raise ValueError(
+                        f"{name}: its stream has not carried {a.relative_to(folder)} to {b.relative_to(folder)}"
+                    )
     if not pairs:
         raise ValueError(f"{name}: has left no files to compare")
 
@@ -278,13 +314,17 @@ def disk_section(args: argparse.Namespace) -> dict[str, Any]:
                 fio_op = op if op in ("read", "write") else "mixed"
                 around = [anchor.run(fio_op)]
                 compute_s = BOUND * around[0]["s"] if op == "bound" else 0.0
-                found = {name: started[name].run("stream" if op == "bound" else op, compute_s / args.blocks) for name in rotated(others, i)}
+                found = {
+                    name: started[name].run("stream" if op == "bound" else op, compute_s / args.blocks)
+                    for name in rotated(others, i)
+                }
                 around.append(anchor.run(fio_op))
                 base_s = statistics.fmean(row["s"] for row in around)
                 for name, row in [*found.items(), *(("fio", row) for row in around)]:
                     if row["read_bytes"] < 0.99 * asked[op][0] or row["write_bytes"] < 0.99 * asked[op][1]:
                         raise ValueError(
-                            f"{name}, {op}: of {asked[op]} bytes to read and write the disk saw too few, a cache flatters: {row}"
+                            f"{name}, {op}: of {asked[op]} bytes to read and write the disk saw too few, a "
+                            f"cache flatters: {row}"
                         )
                     rows[op][name].append(row | {"fio_s": base_s} | ({"compute_s": compute_s} if op == "bound" else {}))
         versions = {name: contender.versions for name, contender in started.items()}
@@ -292,7 +332,11 @@ def disk_section(args: argparse.Namespace) -> dict[str, Any]:
     for op in OPS:
         moved = sum(asked[op])
         for name, found in rows[op].items():
-            over = [row["s"] / row["compute_s"] for row in found] if op == "bound" else [row["fio_s"] / row["s"] for row in found]
+            over = (
+                [row["s"] / row["compute_s"] for row in found]
+                if op == "bound"
+                else [row["fio_s"] / row["s"] for row in found]
+            )
             results[name][op] = {
                 "gb_per_s": spread([moved / row["s"] / 1e9 for row in found]),
                 "of_computation" if op == "bound" else "of_fio": spread(over),
@@ -306,12 +350,17 @@ def disk_table(run: dict[str, Any]) -> str:
     """Two tables: of fio's rate in the same round, and CPU seconds per GB."""
     width = 2 + max(map(len, run["results"]))
     lines = [
-        f"disk: {run['bytes'] / 1e9:.2f} GB, blocks of {PLANES} x {run['plane_bytes'] >> 20} MiB, {run['repeats']} rounds",
+        (
+            f"disk: {run['bytes'] / 1e9:.2f} GB, blocks of {PLANES} x {run['plane_bytes'] >> 20} MiB, {run['repeats']} "
+            "rounds"
+        ),
         "of fio's rate around it (stream: of its mixed rate; bound: time over the computation's), median [min, max]",
         f"{'':{width}}" + "".join(f"{op:>22}" for op in OPS),
     ]
     for name, found in run["results"].items():
-        lines.append(f"{name:{width}}" + "".join(f"{bounds(x.get('of_fio') or x['of_computation']):>22}" for x in found.values()))
+        lines.append(
+            f"{name:{width}}" + "".join(f"{bounds(x.get('of_fio') or x['of_computation']):>22}" for x in found.values())
+        )
     lines += ["GB/s | CPU seconds per GB, medians"]
     for name, found in run["results"].items():
         texts = [f"{x['gb_per_s']['median']:.2f} | {x['cpu_s_per_gb']['median']:.4f}" for x in found.values()]
@@ -324,21 +373,34 @@ def disk_table(run: dict[str, Any]) -> str:
 
 def expect_equal_losses(losses: dict[str, list[float]], dtype: str) -> None:
     """Raise ValueError where the first losses differ by more than rounding, or the later ones by more than LATER."""
-    if wrong := disagreement({name: found[:1] for name, found in losses.items()}, "fp32" if dtype == "fp32" else "bf16"):
+    if wrong := disagreement(
+        {name: found[:1] for name, found in losses.items()}, "fp32" if dtype == "fp32" else "bf16"
+    ):
         raise ValueError(f"steps, {dtype}: {wrong}")
     for i, at_step in enumerate(zip(*losses.values())):
         apart = (max(at_step) - min(at_step)) / min(at_step)
         if not apart <= LATER[dtype]:
-            raise ValueError(f"steps, {dtype}: losses of step {i + 1} differ by {apart:.1e}, allowed {LATER[dtype]:.0e}: {losses}")
+            raise ValueError(
+                f"steps, {dtype}: losses of step {i + 1} differ by {apart:.1e}, allowed {LATER[dtype]:.0e}: {losses}"
+            )
 
 
 def steps_section(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """Whole training steps in turns, and fio's mixed rate of the same round; ValueError where the losses differ."""
     names = args.step_contenders
-    config = problem.Config(256, d_model=1024, n_layers=args.layers, n_heads=16, n_kv_heads=8, d_ff=2816, max_len=args.tokens)
+    config = problem.Config(
+        256, d_model=1024, n_layers=args.layers, n_heads=16, n_kv_heads=8, d_ff=2816, max_len=args.tokens
+    )
     parameters = sum(int(np.prod(shape)) for shape in problem.shapes(config).values())
     order = {"section": "steps", "config": dataclasses.asdict(config), "dtype": dtype, "offload": args.offload}
-    order |= {"batch": 1, "threads": args.threads, "seed": 0, "blocks": 8, "plane_bytes": 16 << 20, "buffer_bytes": args.buffer_mb << 20}
+    order |= {
+        "batch": 1,
+        "threads": args.threads,
+        "seed": 0,
+        "blocks": 8,
+        "plane_bytes": 16 << 20,
+        "buffer_bytes": args.buffer_mb << 20,
+    }
     rows: dict[str, list] = {name: [] for name in names}
     trained = [name for name in names if name != "fio"]
     with contenders(names, order, args) as started:
@@ -346,7 +408,9 @@ def steps_section(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
         expect_equal_losses(losses, dtype)
         for i in range(args.repeats):
             for name in rotated(names, i):
-                rows[name].append(started[name].run("mixed") if name == "fio" else started[name].run("step", args.warmup + i))
+                rows[name].append(
+                    started[name].run("mixed") if name == "fio" else started[name].run("step", args.warmup + i)
+                )
         versions = {name: contender.versions for name, contender in started.items()}
     results, base = {}, rows[trained[0]]
     for name in trained:
@@ -358,12 +422,16 @@ def steps_section(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
             "written_gb": spread([row["write_bytes"] / 1e9 for row in found]),
             "optimizer_gb_per_s": spread([n / 1e9 / row["optimizer_s"] for n, row in zip(moved, found)]),
             "slower_than_first": spread([row["s"] / first["s"] for row, first in zip(found, base)]),
-            "optimizer_slower_than_first": spread([row["optimizer_s"] / first["optimizer_s"] for row, first in zip(found, base)]),
+            "optimizer_slower_than_first": spread(
+                [row["optimizer_s"] / first["optimizer_s"] for row, first in zip(found, base)]
+            ),
             "rows": found,
         }
         if "fio" in rows:
             rates = [(row["read_bytes"] + row["write_bytes"]) / row["s"] for row in rows["fio"]]
-            results[name]["optimizer_of_fio_mixed"] = spread([n / row["optimizer_s"] / rate for n, row, rate in zip(moved, found, rates)])
+            results[name]["optimizer_of_fio_mixed"] = spread(
+                [n / row["optimizer_s"] / rate for n, row, rate in zip(moved, found, rates)]
+            )
     return order | {
         "parameters": parameters,
         "warmup": args.warmup,
@@ -379,7 +447,8 @@ def steps_table(run: dict[str, Any]) -> str:
     width = 2 + max(map(len, run["results"]))
     lines = [
         f"steps: {run['parameters'] / 1e6:.0f}M parameters, {run['dtype']}, 1 x {run['config']['max_len']} tokens, "
-        f"{run['threads']} threads, {run['repeats']} rounds; ratios are to {next(iter(run['results']))}, of the same round",
+        f"{run['threads']} threads, {run['repeats']} rounds; ratios are to {next(iter(run['results']))}, of the same "
+        "round",
         f"{'':{width}}{'step s':>8}{'slower [min, max]':>22}{'optimizer s':>13}{'slower [min, max]':>22}"
         f"{'GB read':>9}{'written':>9}{'CPU s':>8}{'of fio mixed':>22}",
     ]
@@ -394,9 +463,18 @@ def steps_table(run: dict[str, Any]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sections", default="disk,steps", help="comma list of disk, steps")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where the files are made, on the disk in question (default: here)")
-    parser.add_argument("--deepspeed", metavar="PYTHON", help="the Python with DeepSpeed; without it DeepSpeed is left out")
-    parser.add_argument("--contenders", help=f"disk: comma list of {', '.join(CONTENDERS['disk'])}; fio must be among them")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path.cwd(),
+        help="where the files are made, on the disk in question (default: here)",
+    )
+    parser.add_argument(
+        "--deepspeed", metavar="PYTHON", help="the Python with DeepSpeed; without it DeepSpeed is left out"
+    )
+    parser.add_argument(
+        "--contenders", help=f"disk: comma list of {', '.join(CONTENDERS['disk'])}; fio must be among them"
+    )
     listed = f"{', '.join(CONTENDERS['steps'])} (default: {', '.join(DEFAULT['steps'])})"
     parser.add_argument("--step-contenders", help=f"steps: comma list of {listed}")
     parser.add_argument("--blocks", type=int, default=24, help="disk: blocks, of three planes each")
@@ -405,14 +483,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="steps: tokens of a step")
     parser.add_argument("--dtype", default="bf16", help="steps: comma list of fp32, bf16, bf16-states")
     parser.add_argument("--offload", default="opt=nvme", help="steps: what of ours is on the disk")
-    parser.add_argument("--buffer-mb", type=int, default=512, help="steps: MiB of our buffers; DeepSpeed's are 570 where tuned")
+    parser.add_argument(
+        "--buffer-mb", type=int, default=512, help="steps: MiB of our buffers; DeepSpeed's are 570 where tuned"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock, at least 2")
     parser.add_argument("--repeats", type=int, default=7, help="rounds, at least 5")
-    parser.add_argument("--smoke", action="store_true", help="2 small rounds: whether everything runs, not how fast it is")
+    parser.add_argument(
+        "--smoke", action="store_true", help="2 small rounds: whether everything runs, not how fast it is"
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write, after every section")
     args = parser.parse_args()
-    for name, least in (("blocks", RING), ("plane_mb", 8), ("layers", 1), ("tokens", 1), ("threads", 1), ("warmup", 2), ("repeats", 5)):
+    for name, least in (
+        ("blocks", RING),
+        ("plane_mb", 8),
+        ("layers", 1),
+        ("tokens", 1),
+        ("threads", 1),
+        ("warmup", 2),
+        ("repeats", 5),
+    ):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
     if args.plane_mb % 8:
@@ -429,7 +519,9 @@ def parse() -> argparse.Namespace:
     chosen = {"disk": args.contenders, "steps": args.step_contenders}
     for section, given in chosen.items():
         names = given.split(",") if given else list(DEFAULT[section])
-        chosen[section] = [name for name in names if args.deepspeed or given or CONTENDERS[section][name][0] != "deepspeed"]
+        chosen[section] = [
+            name for name in names if args.deepspeed or given or CONTENDERS[section][name][0] != "deepspeed"
+        ]
         if any(CONTENDERS[section][name][0] == "deepspeed" for name in chosen[section]) and not args.deepspeed:
             parser.error("DeepSpeed is asked for: give its --deepspeed PYTHON")
     args.contenders, args.step_contenders = chosen["disk"], chosen["steps"]
@@ -444,24 +536,35 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("nvme.py: ended by SIGTERM"))  # the files are removed all the same
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("nvme.py: ended by SIGTERM")
+    )  # the files are removed all the same
     args = parse()
     hidden = {"--deepspeed": "PYTHON", "--folder": "FOLDER"}  # where somebody keeps things is not part of the result
     given = [hidden.get(before, part) for before, part in zip(["", *sys.argv[1:]], sys.argv[1:])]
     command = shlex.join(["python", "benchmarks/nvme.py", *given])
     sittings = [(disk_section, disk_table, (args,))] if "disk" in args.sections else []
-    sittings += [(steps_section, steps_table, (dtype, args)) for dtype in args.dtype.split(",")] if "steps" in args.sections else []
+    sittings += (
+        [(steps_section, steps_table, (dtype, args)) for dtype in args.dtype.split(",")]
+        if "steps" in args.sections
+        else []
+    )
     runs = []
     for section, table, given_to in sittings:
         load = os.getloadavg()
         run = section(*given_to)
-        run |= {"notes": {name: NOTES[name] for name in run["versions"]}, "load_average": {"before": load, "after": os.getloadavg()}}
+        run |= {
+            "notes": {name: NOTES[name] for name in run["versions"]},
+            "load_average": {"before": load, "after": os.getloadavg()},
+        }
         runs.append(run)
         print("\n".join([table(run), *(f"{name}: {note}" for name, note in run["notes"].items())]) + "\n", flush=True)
         if args.out:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps({"command": command, "date": now, "machine": machine(), "runs": runs}, indent=1) + "\n")
+            args.out.write_text(
+                json.dumps({"command": command, "date": now, "machine": machine(), "runs": runs}, indent=1) + "\n"
+            )
 
 
 if __name__ == "__main__":

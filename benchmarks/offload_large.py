@@ -2,9 +2,9 @@
 
     python benchmarks/offload_large.py --nvme DIR [--model llama-1b --steps 3 --fraction 0.25 ...]
 
-The process gets RLIMIT_DATA (all private memory that it may write: heap and anonymous maps) of a fraction of the states' bytes, and then
-runs `fzero pretrain`. Prints and writes the peak of resident memory, the bytes moved and the tokens per second.
-"""
+The process gets RLIMIT_DATA (all private memory that it may write: heap and anonymous maps) of a fraction of the
+states' bytes, and then runs `fzero pretrain`. Prints and writes the peak of resident memory, the bytes moved and the
+tokens per second."""
 
 from __future__ import annotations
 
@@ -40,24 +40,70 @@ def main() -> None:
     from fzero import models
     from fzero.run import build, memory_check, run_folder
 
-    layers = {key: int(n) for key, _, n in (value.removeprefix("model.").partition("=") for value in args.set) if key == "n_layers"}
+    layers = {
+        key: int(n)
+        for key, _, n in (value.removeprefix("model.").partition("=") for value in args.set)
+        if key == "n_layers"
+    }
     config = models.preset(args.model)
-    config = type(config)(**{**config.__dict__, "vocab_size": args.vocab, "tied": False, "max_len": args.seq_len, **layers})
+    config = type(config)(
+        **{**config.__dict__, "vocab_size": args.vocab, "tied": False, "max_len": args.seq_len, **layers}
+    )
     count = models.num_params(models.build(config))
     states = 16 * count  # bfloat16 parameters and gradients, float32 master weights and two moments
     limit = int(args.fraction * states)
-    print(f"{args.model}: {count:,} parameters, {states / 1e9:.2f} GB of states; the process may have {limit / 1e9:.2f} GB (RLIMIT_DATA)")
+    print(
+        f"{args.model}: {count:,} parameters, {states / 1e9:.2f} GB of states; the process may have {limit / 1e9:.2f} "
+        "GB (RLIMIT_DATA)"
+    )
     shutil.rmtree(args.nvme, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=args.nvme.parent) as folder:
         run = Path(folder, "run")
         command = [
-            sys.executable, "-m", "fzero", "pretrain", "--model", args.model, "--data", str(HERE.parent / "fzero"), "--out", str(run),
-            "--steps", str(args.steps + 1), "--stop-at", str(args.steps), "--batch", str(args.batch), "--micro-batch", "1",
-            "--seq-len", str(args.seq_len), "--precision", "bf16", "--remat", "full", "--offload", args.offload, "--nvme", str(args.nvme),
-            "--set", f"model.vocab_size={args.vocab}", "--set", "model.tied=false", "--set", f"model.max_len={args.seq_len}",
-            "--set", "train.eval_every=0", "--set", "train.log_every=1", "--sample", "", "--peak-tflops", "1",
+            sys.executable,
+            "-m",
+            "fzero",
+            "pretrain",
+            "--model",
+            args.model,
+            "--data",
+            str(HERE.parent / "fzero"),
+            "--out",
+            str(run),
+            "--steps",
+            str(args.steps + 1),
+            "--stop-at",
+            str(args.steps),
+            "--batch",
+            str(args.batch),
+            "--micro-batch",
+            "1",
+            "--seq-len",
+            str(args.seq_len),
+            "--precision",
+            "bf16",
+            "--remat",
+            "full",
+            "--offload",
+            args.offload,
+            "--nvme",
+            str(args.nvme),
+            "--set",
+            f"model.vocab_size={args.vocab}",
+            "--set",
+            "model.tied=false",
+            "--set",
+            f"model.max_len={args.seq_len}",
+            "--set",
+            "train.eval_every=0",
+            "--set",
+            "train.log_every=1",
+            "--sample",
+            "",
+            "--peak-tflops",
+            "1",
             *[part for value in args.set for part in ("--set", value)],
-        ]  # fmt: skip
+        ]
 
         def limited() -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -65,7 +111,10 @@ def main() -> None:
         subprocess.run(command, check=True, preexec_fn=limited)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         made = build.build(run_folder.read_config(run), None, run)
-        predicted = {"memory": memory_check.PROCESS + sum(memory_check.memory_needed(made)), "disk": memory_check.disk_needed(made)}
+        predicted = {
+            "memory": memory_check.PROCESS + sum(memory_check.memory_needed(made)),
+            "disk": memory_check.disk_needed(made),
+        }
         disk = sum(path.stat().st_blocks * 512 for path in args.nvme.rglob("*") if path.is_file())
     shutil.rmtree(args.nvme, ignore_errors=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024

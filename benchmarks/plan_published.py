@@ -3,9 +3,9 @@
     python benchmarks/plan_published.py --out benchmarks/results/plan-published.json
     python benchmarks/plan_published.py --rows gpt2-124m
 
-A row is fzero's own step of the published model, mesh, lengths and recomputation, planned for the listed device, and what was published of
-another program doing the same. One device file serves all rows of a device, and nothing is fitted to a row: the error is what one makes who
-plans with a data sheet. The programs differ too; `differs` says how.
+A row is fzero's own step of the published model, mesh, lengths and recomputation, planned for the listed device, and
+what was published of another program doing the same. One device file serves all rows of a device, and nothing is fitted
+to a row: the error is what one makes who plans with a data sheet. The programs differ too; `differs` says how.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import datetime
 import json
 import platform
 import shlex
+import statistics
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from published_runs import LEFT_OUT, Run, runs
 
 import fzero
 from fzero import optim
 from fzero.core import precision, pytree
+from fzero.planner.devices import Device, device
 from fzero.planner.plan import PlanReport, plan
 from fzero.sharding import fake_mesh
 from fzero.sharding.slices import local_numel
@@ -33,8 +36,8 @@ GIB = 2**30
 
 # ---- ZeRO's table ----------------------------------------------------------------------------------------------------
 
-# GB of a device by parameters and data ranks, at stages 1, 2 and 3 (P_os, P_os+g, P_os+g+p); stage 0 is the row of one rank.
-# Rajbhandari et al. 2020, table 1. Its figures of 128B and 1T, and some of 7.5B, are cut and not rounded.
+# GB of a device by parameters and data ranks, at stages 1, 2 and 3 (P_os, P_os+g, P_os+g+p); stage 0 is the row of one
+# rank. Rajbhandari et al. 2020, table 1. Its figures of 128B and 1T, and some of 7.5B, are cut and not rounded.
 ZERO_TABLE: dict[float, dict[int, tuple[str, str, str]]] = {
     7.5e9: {
         1: ("120", "120", "120"),
@@ -64,16 +67,21 @@ ZERO_TABLE: dict[float, dict[int, tuple[str, str, str]]] = {
 
 
 def zero_bytes(model: Any, stage: int, ranks: int) -> int:
-    """The bytes of a rank's model states: parameters and gradients in bf16, AdamW with float32 master weights; from the plan's own specs.
+    """The bytes of a rank's model states: parameters and gradients in bf16, AdamW with float32 master weights; from the
+    plan's own specs.
 
-    model: a Model, or a number of parameters, which are then one leaf (made up to a multiple of 1024, so that all ranks have equal shards).
-    """
+    model: a Model, or a number of parameters, which are then one leaf (made up to a multiple of 1024, so that all ranks
+    have equal shards)."""
     if isinstance(model, float):
         model = {"w": torch.empty(1024, -(-int(model) // 1024), device="meta")}
     made = fzero.zero_plan(stage, model, fake_mesh({"dp": ranks}), policy=precision.bf16())
     state = meta_state(made, optim.adamw(1e-3))
-    held = sum(x.numel() * x.element_size() for x in pytree.leaves((state.params, state.master, state.opt_state)) if x.dim())
-    return held + sum(local_numel(leaf.shape, leaf.grads, made.sizes) * leaf.dtype.itemsize for leaf in made.leaves.values())
+    held = sum(
+        x.numel() * x.element_size() for x in pytree.leaves((state.params, state.master, state.opt_state)) if x.dim()
+    )
+    return held + sum(
+        local_numel(leaf.shape, leaf.grads, made.sizes) * leaf.dtype.itemsize for leaf in made.leaves.values()
+    )
 
 
 def agrees(said: str, bytes_: int) -> bool:
@@ -89,84 +97,18 @@ def zero_rows() -> list[dict[str, Any]]:
         for ranks, figures in by_ranks.items():
             for stage, said in zip((1, 2, 3), figures):
                 size = zero_bytes(psi, stage, ranks)
-                row = {"parameters": psi, "ranks": ranks, "zero": stage, "published_gb": said, "predicted_gb": size / 1e9}
+                row = {
+                    "parameters": psi,
+                    "ranks": ranks,
+                    "zero": stage,
+                    "published_gb": said,
+                    "predicted_gb": size / 1e9,
+                }
                 rows.append({**row, "agrees": agrees(said, size)})
     return rows
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
-
-
-class Run(NamedTuple):
-    """A published run: what it was, and its figures by GPU."""
-
-    name: str
-    source: str
-    gpu: str
-    model: str
-    mesh: dict[str, int]
-    zero: int
-    batch: int  # sequences of all ranks
-    micro_batch: int
-    seq_len: int
-    remat: str
-    compiled: bool
-    tokens_per_s: float  # of a GPU
-    memory_gib: float | None = None
-    differs: str = ""
-
-
-TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table"
-TITAN_A100 = "torchtitan, docs/performance.md (May 2024)"
-LLM_C = "llm.c on 8 H100"
-H100_OF_TITAN = "its H100 run at 500 W with HBM2e of 2.4 TB/s and 96 GB; it keeps whole float32 logits, and its figure is memory reserved"
-A100_OF_TITAN = "between its nodes RDMA of a speed that is not said; whether compiled is not said"
-
-
-def runs() -> list[Run]:
-    """The published runs that fzero can plan."""
-    titan8 = {
-        "gpu": "h100",
-        "model": "llama-8b",
-        "zero": 3,
-        "micro_batch": 2,
-        "seq_len": 8192,
-        "remat": "selective:0.5",
-        "differs": H100_OF_TITAN,
-    }
-    a100 = {"gpu": "a100", "mesh": {"dp": 64}, "zero": 3, "source": TITAN_A100, "compiled": True, "differs": A100_OF_TITAN}
-    llm_c = {"gpu": "h100", "mesh": {"dp": 8}, "zero": 1, "seq_len": 1024, "remat": "none", "source": LLM_C, "compiled": True}
-    fused = "C and CUDA without Python; cuDNN's attention"
-    return [
-        Run("gpt2-124m", model="gpt2-124m", batch=512, micro_batch=64, tokens_per_s=468e3, differs=fused, **llm_c),
-        Run("gpt2-1.5b", model="gpt2-1.5b", batch=1024, micro_batch=16, tokens_per_s=48.5e3, differs=fused, **llm_c),
-        Run("llama-8b-8", f"{TITAN} 1", mesh={"dp": 8}, batch=16, compiled=False, tokens_per_s=5762, memory_gib=82.4, **titan8),
-        Run("llama-8b-8-compiled", f"{TITAN} 1", mesh={"dp": 8}, batch=16, compiled=True, tokens_per_s=6667, memory_gib=77.0, **titan8),
-        Run("llama-8b-128", f"{TITAN} 3", mesh={"dp": 128}, batch=256, compiled=False, tokens_per_s=5605, memory_gib=67.0, **titan8),
-        Run(
-            "llama-8b-128-compiled", f"{TITAN} 3", mesh={"dp": 128}, batch=256, compiled=True, tokens_per_s=6514, memory_gib=62.0, **titan8
-        ),
-        Run("llama-8b-a100", model="llama-8b", batch=64, micro_batch=1, seq_len=8192, remat="selective:0.5", tokens_per_s=2973, **a100),
-        Run("llama-70b-a100", model="llama-70b", batch=64, micro_batch=1, seq_len=8192, remat="full", tokens_per_s=331, **a100),
-        Run("llama2-13b-a100", model="llama2-13b", batch=128, micro_batch=2, seq_len=4096, remat="none", tokens_per_s=2162, **a100),
-        Run(
-            "llama2-13b-a100-selective",
-            model="llama2-13b",
-            batch=128,
-            micro_batch=2,
-            seq_len=4096,
-            remat="selective:0.5",
-            tokens_per_s=1904,
-            **a100,
-        ),
-        Run("llama2-70b-a100", model="llama2-70b", batch=128, micro_batch=2, seq_len=4096, remat="full", tokens_per_s=353, **a100),
-    ]
-
-
-LEFT_OUT = {
-    "torchtitan tables 4 to 6 (70B, 405B)": "float8 products with asynchronous tensor parallelism, pipelines and context parallelism",
-    "MaxText 7B, DeepSpeed ZeRO-2 on H200": "published as a utilization, without batch, mesh or recomputation",
-}
 
 
 def planned(run: Run) -> PlanReport:
@@ -182,7 +124,15 @@ def planned(run: Run) -> PlanReport:
         "precision.policy": "bf16",
         "optim.name": "adamw",
     }
-    return plan(run.model, run.mesh, gpu=run.gpu, settings=settings)
+    return plan(run.model, run.mesh, gpu=device_of(run), settings=settings)
+
+
+def device_of(run: Run) -> Device:
+    """The listed device of a run, with its network between nodes if that is known."""
+    listed = device(run.gpu)
+    if run.network_bytes_s is None:
+        return listed
+    return device(run.gpu, links=(*listed.links[:-1], listed.links[-1]._replace(bytes_s=run.network_bytes_s)))
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -203,8 +153,10 @@ def run_row(run: Run) -> dict[str, Any]:
     errors = {"tokens_per_s": rate / run.tokens_per_s - 1.0}
     if run.memory_gib is not None:
         errors["memory_gib"] = predicted["memory_gib"] / run.memory_gib - 1.0
+    model = run.model if isinstance(run.model, str) else run.name.rpartition("-")[0]
     return {
         **run._asdict(),
+        "model": model,
         "predicted": predicted,
         "errors": errors,
         "device": {"name": found.device.name, "measured": found.device.measured},
@@ -225,19 +177,36 @@ def zero_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The runs as a table: published, predicted and error, of tokens/s of a GPU and of memory."""
+    """The runs as a table: published, predicted and error, of tokens/s of a GPU and of memory; and the errors' size."""
     lines = [
         "| run | source | tokens/s a GPU, published | predicted | error | GiB, published | predicted | error |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         p, e, known = r["predicted"], r["errors"], r["memory_gib"] is not None
-        memory = [f"{r['memory_gib']:.1f}" if known else "", f"{p['memory_gib']:.1f}", f"{e['memory_gib']:+.0%}" if known else ""]
+        memory = [
+            f"{r['memory_gib']:.1f}" if known else "",
+            f"{p['memory_gib']:.1f}",
+            f"{e['memory_gib']:+.0%}" if known else "",
+        ]
         mesh = " ".join(f"{axis}={size}" for axis, size in r["mesh"].items())
         what = f"{r['model']}, {mesh}, stage {r['zero']}, {r['gpu']}, remat {r['remat']}{', compiled' * r['compiled']}"
-        cells = [what, r["source"], f"{r['tokens_per_s']:,.0f}", f"{p['tokens_per_s']:,.0f}", f"{e['tokens_per_s']:+.0%}", *memory]
+        cells = [
+            what,
+            r["source"],
+            f"{r['tokens_per_s']:,.0f}",
+            f"{p['tokens_per_s']:,.0f}",
+            f"{e['tokens_per_s']:+.0%}",
+            *memory,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"{len(rows)} runs: {summary(rows)}"])
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The median and the largest error of the rows' tokens per second."""
+    sizes = [abs(row["errors"]["tokens_per_s"]) for row in rows]
+    return f"median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}"
 
 
 def main() -> None:
@@ -254,8 +223,13 @@ def main() -> None:
         if run.name in wanted:
             rows.append(run_row(run))
             e = {name: f"{error:+.1%}" for name, error in rows[-1]["errors"].items()}
-            print(f"{run.name}: {rows[-1]['predicted']['tokens_per_s']:,.0f} tokens/s a GPU; errors {e}", file=sys.stderr, flush=True)
-    text = f"{zero_markdown(table)}\n\n{markdown(rows)}"
+            print(
+                f"{run.name}: {rows[-1]['predicted']['tokens_per_s']:,.0f} tokens/s a GPU; errors {e}",
+                file=sys.stderr,
+                flush=True,
+            )
+    told = [[row for row in rows if row["older"] is older] for older in (False, True)]
+    text = "\n\n".join([zero_markdown(table), *(markdown(group) for group in told if group)])
     print(text)
     print(f"\nZeRO's table: {sum(r['agrees'] for r in table)} of {len(table)} figures agree")
     if args.out:
@@ -265,7 +239,9 @@ def main() -> None:
             "versions": {"fzero": fzero.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**head, "zero_table": table, "runs": rows, "left_out": LEFT_OUT}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({**head, "zero_table": table, "runs": rows, "left_out": LEFT_OUT}, indent=1) + "\n"
+        )
         args.out.with_suffix(".md").write_text(text + "\n")
 
 

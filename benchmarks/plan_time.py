@@ -1,13 +1,14 @@
-"""Predicted against measured step time on this machine, after `fzero bench`: twelve configurations, and the ranking of eight meshes.
+"""Predicted against measured step time on this machine, after `fzero bench`: twelve configurations, and the ranking of
+eight meshes.
 
     fzero bench --disk FOLDER
     python benchmarks/plan_time.py --folder FOLDER --out benchmarks/results/plan-time.json
     python benchmarks/plan_time.py --cases llama-fp32,gpt2-bf16 --kinds
 
-Each case is a RunConfig whose program runs its own steps on batches of the right shapes. Cases of as many ranks share their processes and
-take turns, one step each a round, so that what else the machine does falls on all alike; the first rounds are not counted. A step's time is
-that of its slowest rank, from a common start. The prediction reads the device file and nothing of these steps.
-"""
+Each case is a RunConfig whose program runs its own steps on batches of the right shapes. Cases of as many ranks share
+their processes and take turns, one step each a round, so that what else the machine does falls on all alike; the first
+rounds are not counted. A step's time is that of its slowest rank, from a common start. The prediction reads the device
+file and nothing of these steps."""
 
 from __future__ import annotations
 
@@ -110,7 +111,15 @@ def meshes() -> list[Case]:
         said = "x".join(f"{axis}{size}" for axis, size in mesh.items())
         # llama-tiny has two groups of keys and values; four make it fit tp=4.
         out.append(
-            case(f"{said}-zero{stage}", "llama-tiny", mesh, zero=stage, train_batch=16, train_micro_batch=2, model={"n_kv_heads": 4})
+            case(
+                f"{said}-zero{stage}",
+                "llama-tiny",
+                mesh,
+                zero=stage,
+                train_batch=16,
+                train_micro_batch=2,
+                model={"n_kv_heads": 4},
+            )
         )
     return out
 
@@ -128,9 +137,16 @@ class Steps:
         self.state = build.first_state(self.program)
         config = case.config
         shape = (config.train.batch // self.mesh.data_size, config.data.seq_len)
-        text = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(self.mesh.data_rank))
+        text = torch.randint(
+            0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(self.mesh.data_rank)
+        )
         documents = torch.zeros(shape, dtype=torch.int32)
-        self.batch = {"tokens": text, "targets": text.roll(-1, 1), "documents": documents, "mask": torch.ones(shape, dtype=torch.bool)}
+        self.batch = {
+            "tokens": text,
+            "targets": text.roll(-1, 1),
+            "documents": documents,
+            "mask": torch.ones(shape, dtype=torch.bool),
+        }
 
     def step(self) -> float:
         """The seconds of one step, from when all ranks are there."""
@@ -174,12 +190,22 @@ def measure(chosen: list[Case], repeats: int, folder: Path | None = None) -> dic
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        env = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        env = {
+            **os.environ,
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         env.pop("OMP_NUM_THREADS", None)
         processes = []
         for rank in range(ranks):
             own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True))
+            processes.append(
+                subprocess.Popen(
+                    command, env=own, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True
+                )
+            )
         out, _ = processes[0].communicate()
         if any([process.wait() for process in processes]):
             raise ValueError(f"{', '.join(names)}: a rank failed; its error is above")
@@ -234,7 +260,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9, help="counted rounds, at least 9 for a result")
     parser.add_argument("--kinds", action="store_true", help="also the predicted seconds by kind of operator")
     parser.add_argument(
-        "--folder", type=Path, help="on the disk of `fzero bench --disk`, for what is offloaded; a temporary folder without it"
+        "--folder",
+        type=Path,
+        help="on the disk of `fzero bench --disk`, for what is offloaded; a temporary folder without it",
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -254,7 +282,9 @@ def main() -> None:
     wanted = args.cases.split(",") if args.cases else None
     chosen, ranked = ([c for c in group if wanted is None or c.name in wanted] for group in (cases(), meshes()))
     on = device(args.device)
-    timings = {c.name: predicted(c, on) for c in (*chosen, *ranked)}  # first: nothing of what is measured is known to it
+    timings = {
+        c.name: predicted(c, on) for c in (*chosen, *ranked)
+    }  # first: nothing of what is measured is known to it
     load = os.getloadavg()
     times = measure([*chosen, *ranked], args.repeats, args.folder)
     load = load, os.getloadavg()
@@ -265,7 +295,11 @@ def main() -> None:
             continue
         errors = [abs(r["error"]) for r in rows]
         print(f"{title}\n{told(rows)}")
-        result[title] = {"rows": rows, "median_absolute_error": statistics.median(errors), "largest_absolute_error": max(errors)}
+        result[title] = {
+            "rows": rows,
+            "median_absolute_error": statistics.median(errors),
+            "largest_absolute_error": max(errors),
+        }
         said = f"|error|: median {statistics.median(errors):.1%}, largest {max(errors):.1%}"
         if title == "meshes" and len(rows) > 1:
             tau = kendall_tau([r["measured_s"]["median"] for r in rows], [r["predicted_s"] for r in rows])
@@ -275,7 +309,11 @@ def main() -> None:
         if args.kinds:
             for r in rows:
                 p = r["predicted"]
-                print(r["case"], *(f"{k} {1e3 * s:.2f}" for k, s in sorted(p["kinds"].items(), key=lambda pair: -pair[1])), "ms")
+                print(
+                    r["case"],
+                    *(f"{k} {1e3 * s:.2f}" for k, s in sorted(p["kinds"].items(), key=lambda pair: -pair[1])),
+                    "ms",
+                )
                 print(
                     "   ",
                     *(

@@ -64,7 +64,9 @@ def run_side(tree: Path, names: list[str], say: str) -> Results:
         }
         # Compiled code is the same for the same graph, so both sides may share what was compiled.
         environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"fzero-same-bits-{os.getuid()}")))
+        environment.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"fzero-same-bits-{os.getuid()}"))
+        )
         command = [sys.executable, str(HERE / "same_bits_ranks.py"), str(tree), *names]
         results: Results = {}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -144,7 +146,9 @@ def main() -> None:
     parser.add_argument("base", help="the commit to compare with")
     parser.add_argument("--cases", default="", metavar="REGEX", help="only the cases whose name it matches")
     parser.add_argument("--base-cache", type=Path, metavar="FILE", help="JSON that keeps the results of BASE")
-    parser.add_argument("--allow-norms", action="store_true", help="norms of gradients may differ: they are reported only")
+    parser.add_argument(
+        "--allow-norms", action="store_true", help="norms of gradients may differ: they are reported only"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of both sides")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     args = parser.parse_args()
@@ -161,7 +165,9 @@ def main() -> None:
     today = run_side(TODAY, names, "today")
     seconds = {"base": round(between - began, 1), "today": round(time.monotonic() - between, 1)}
     if args.out is not None:
-        args.out.write_text(json.dumps({"machine": machine(), "seconds": seconds, "base": base, "today": today}, indent=1))
+        args.out.write_text(
+            json.dumps({"machine": machine(), "seconds": seconds, "base": base, "today": today}, indent=1)
+        )
 
     failed, moved_norms = 0, 0
     for name in names:
@@ -172,7 +178,11 @@ def main() -> None:
         print(f"{name:32}  {'equal' if not found else ', '.join(found) + ' differ'}")
         for what, where in found.items():
             print("\n".join(f"    {line}" for line in f"{what}: {where}".splitlines()[-6:]))
-    print(f"{len(names)} cases, {failed} differ" + f", {moved_norms} in norms alone" * bool(moved_norms) + f"; seconds: {seconds}")
+    print(
+        f"{len(names)} cases, {failed} differ"
+        + f", {moved_norms} in norms alone" * bool(moved_norms)
+        + f"; seconds: {seconds}"
+    )
     raise SystemExit(failed > 0)
 
 

@@ -43,7 +43,9 @@ def takes(function: Callable, keyword: str) -> bool:
 
 
 PRECISION = ("fzero.core.precision", "fzero.precision")
-LossScale, fp16, fp32, bf16 = (found(*(f"{place}:{name}" for place in PRECISION)) for name in ("LossScale", "fp16", "fp32", "bf16"))
+LossScale, fp16, fp32, bf16 = (
+    found(*(f"{place}:{name}" for place in PRECISION)) for name in ("LossScale", "fp16", "fp32", "bf16")
+)
 Nvme = found("fzero.offload:Nvme", "fzero.offload:Space")
 state_specs = found("fzero.train.state:state_specs", "fzero.state:state_specs")
 named_leaves = found("fzero.core.pytree:named_leaves", "fzero.pytree:named_leaves")
@@ -65,7 +67,10 @@ def plain_loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x = params["embed"]["tokens"][batch["tokens"]]
     for w in params["blocks"]["w"]:
         x = x + torch.tanh(x @ w)
-    nats = torch.logsumexp(logits := x @ params["head"]["w"].T, -1) - torch.gather(logits, -1, batch["targets"][..., None])[..., 0]
+    nats = (
+        torch.logsumexp(logits := x @ params["head"]["w"].T, -1)
+        - torch.gather(logits, -1, batch["targets"][..., None])[..., 0]
+    )
     return (nats * batch["mask"]).sum(), batch["mask"].sum()
 
 
@@ -73,13 +78,18 @@ def plain_params() -> Any:
     """The parameters of `plain_loss`."""
     g = torch.Generator().manual_seed(7)
     shapes = {"embed": {"tokens": (V, 16)}, "blocks": {"w": (2, 16, 16)}, "head": {"w": (V, 16)}}
-    return {top: {name: 0.5 * torch.randn(shape, generator=g) for name, shape in group.items()} for top, group in shapes.items()}
+    return {
+        top: {name: 0.5 * torch.randn(shape, generator=g) for name, shape in group.items()}
+        for top, group in shapes.items()
+    }
 
 
 MODELS: dict[str, Callable[[int], Any]] = {
     "gpt2": lambda layers: models.build(models.GPT2Config(**SIZES, n_layers=layers, **HEADS, dropout=0.1, tied=True)),
     "llama": lambda layers: models.build(models.LlamaConfig(**SIZES, n_layers=layers, **HEADS, n_kv_heads=2)),
-    "mixtral": lambda layers: models.build(MixtralConfig(**SIZES, n_layers=layers, **HEADS, n_kv_heads=2, n_experts=4, top_k=2)),
+    "mixtral": lambda layers: models.build(
+        MixtralConfig(**SIZES, n_layers=layers, **HEADS, n_kv_heads=2, n_experts=4, top_k=2)
+    ),
     "mlp": lambda layers: models.build(models.MLPConfig(**SIZES, n_layers=layers)),
     "lora": lambda layers: models.lora(MODELS["llama"](layers), rank=2, alpha=4.0),
 }
@@ -89,7 +99,9 @@ def optimizer(name: str, layout: Any) -> Any:
     """The optimizer of a case. layout: that of its leaves; None where the step binds it."""
 
     def make(function: Callable, *args: Any, **options: Any) -> Any:
-        return function(*args, **options, **({"layout": layout} if layout is not None and takes(function, "layout") else {}))
+        return function(
+            *args, **options, **({"layout": layout} if layout is not None and takes(function, "layout") else {})
+        )
 
     def muon() -> Any:
         parts = {"muon": make(optim.muon, 0.02), "adamw": make(optim.adamw, 1e-2)}
@@ -97,7 +109,9 @@ def optimizer(name: str, layout: Any) -> Any:
 
     schedule = optim.warmup_cosine(2e-2, 3, 17) if name == "adamw" else None
     return {
-        "adamw": lambda: optim.chain(make(optim.clip_by_global_norm, 0.5), make(optim.adamw, schedule, weight_decay=0.1)),
+        "adamw": lambda: optim.chain(
+            make(optim.clip_by_global_norm, 0.5), make(optim.adamw, schedule, weight_decay=0.1)
+        ),
         "adamw unclipped": lambda: make(optim.adamw, 1e-2, mask=optim.decay_matrices),
         "sgd": lambda: make(optim.sgd, 0.1),
         "sgd momentum": lambda: make(optim.sgd, 0.05, 0.9, nesterov=True, weight_decay=0.1),

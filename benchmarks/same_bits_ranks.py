@@ -113,7 +113,9 @@ class Ranks:
             answers, end = [], time.monotonic() + TIMEOUT_S
             for rank, pipe in enumerate(self.pipes):
                 if not pipe.poll(max(0.0, end - time.monotonic())):
-                    raise RuntimeError(f"rank {rank} of {self.n} gave no answer; " + " ".join(a for a in answers if isinstance(a, str)))
+                    raise RuntimeError(
+                        f"rank {rank} of {self.n} gave no answer; " + " ".join(a for a in answers if isinstance(a, str))
+                    )
                 answers.append(pickle.loads(pipe.recv_bytes()))
                 if isinstance(answers[-1], str):
                     end = min(end, time.monotonic() + 5)
@@ -189,7 +191,10 @@ def pretrain(name: str) -> dict[str, Any]:
             if done.returncode:
                 raise RuntimeError(f"{' '.join(line)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-        said = {name: [f"{row['step']}: {row[name]!r}" for row in rows if name in row] for name in ("loss", "val_loss", "val_loss_ema")}
+        said = {
+            name: [f"{row['step']}: {row[name]!r}" for row in rows if name in row]
+            for name in ("loss", "val_loss", "val_loss_ema")
+        }
         norms = [repr(row["grad_norm"]) for row in rows]
         manifests = sorted(Path(folder, "run", "checkpoints").glob("step-*/manifest.json"))
         leaves = {}
@@ -217,8 +222,12 @@ def main() -> None:
     assert place.is_relative_to(Path(tree).resolve()), f"{place} is not in {tree}"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    counts = {name: COMMANDS[name][0] if name in COMMANDS else product(size for _, size in CASES[name].mesh) for name in names}
-    teams = {n: Ranks(n) for n in sorted({count for name, count in counts.items() if name in CASES})}  # before there is any thread
+    counts = {
+        name: COMMANDS[name][0] if name in COMMANDS else product(size for _, size in CASES[name].mesh) for name in names
+    }
+    teams = {
+        n: Ranks(n) for n in sorted({count for name, count in counts.items() if name in CASES})
+    }  # before there is any thread
     for team in teams.values():
         team.meet()
     lock = threading.Lock()

@@ -124,7 +124,9 @@ def main() -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         command = shlex.join(["python", "benchmarks/single.py", *sys.argv[1:]])
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"command": command, "date": now, "machine": machine(), "runs": runs}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"command": command, "date": now, "machine": machine(), "runs": runs}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

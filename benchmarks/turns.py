@@ -21,13 +21,21 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 
 
 class Group:
-    """A contender's processes: `ask` sends a line to each and waits for all their replies; between turns they wait in a read.
+    """A contender's processes: `ask` sends a line to each and waits for all their replies; between turns they wait in a
+    read.
 
-    `first` holds the replies to the orders, one a process. ValueError where a process refuses or ends; the others of the
-    group, which may be waiting for it, are then killed.
+    `first` holds the replies to the orders, one a process. ValueError where a process refuses or ends; the others of
+    the group, which may be waiting for it, are then killed.
     """
 
-    def __init__(self, contender: str, orders: list[dict[str, Any]], *, python: str = sys.executable, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        contender: str,
+        orders: list[dict[str, Any]],
+        *,
+        python: str = sys.executable,
+        env: dict[str, str] | None = None,
+    ):
         self.contender = contender
         self.processes = []
         for order in orders:
@@ -35,7 +43,11 @@ class Group:
             own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "KINETO_LOG_LEVEL": "6"}
             own |= {"RANK": str(order["rank"]), "LOCAL_RANK": str(order["rank"])} | (env or {})
             command = [python, str(HERE / "worker.py")]
-            self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | own))
+            self.processes.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | own
+                )
+            )
         name, *switches = contender.split("+")
         self.first = self._ask([{"name": name, "switches": switches} | order for order in orders])
 
@@ -61,7 +73,9 @@ class Group:
                 line = stream.readline()  # a process writes one line per line read, so nothing is left in a buffer
                 rank = rank_of[stream]
                 if not line:
-                    raise ValueError(f"process {rank} ended with code {self.processes[rank].wait()}; its error is above")
+                    raise ValueError(
+                        f"process {rank} ended with code {self.processes[rank].wait()}; its error is above"
+                    )
                 answers[rank] = json.loads(line)
                 if "error" in answers[rank]:
                     raise ValueError(answers[rank]["error"])
@@ -83,7 +97,8 @@ class Group:
 
 
 def of_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One step's row from those of its processes: from the first start to the last end, the mean loss, the largest memory."""
+    """One step's row from those of its processes: from the first start to the last end, the mean loss, the largest
+    memory."""
     rss = [row["rss_peak_bytes"] for row in rows]
     return {
         "step_s": max(row["end_s"] for row in rows) - min(row["begin_s"] for row in rows),
@@ -138,10 +153,11 @@ def sitting(
     skippable: Sequence[str] = (),
     counted: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """(results, {absent contender: why}): warm up, check the losses, take turns, count memory; ValueError where losses differ.
+    """(results, {absent contender: why}): warm up, check the losses, take turns, count memory; ValueError where losses
+    differ.
 
-    `start(contender, mode)` starts its processes, in mode "time" or "live"; the first contender is what the ratios refer to.
-    `counted` is {contender: its memory} of earlier sittings of the same problem, and is added to.
+    `start(contender, mode)` starts its processes, in mode "time" or "live"; the first contender is what the ratios
+    refer to. `counted` is {contender: its memory} of earlier sittings of the same problem, and is added to.
     """
     counted = {} if counted is None else counted
     groups: dict[str, Group] = {}
@@ -167,7 +183,10 @@ def sitting(
         for group in groups.values():
             group.close()
     ours = [row["step_s"] for row in steps[next(iter(steps))]]
-    results = [summary(name, ours, rows, tokens) | groups[name].first[0] | {"losses": losses[name]} for name, rows in steps.items()]
+    results = [
+        summary(name, ours, rows, tokens) | groups[name].first[0] | {"losses": losses[name]}
+        for name, rows in steps.items()
+    ]
     for row in results:
         name = row["contender"]
         if name not in counted:
@@ -175,7 +194,9 @@ def sitting(
             group = start(name, "live")
             peaks = group.first
             group.close()
-            counted[name] = max(peaks, key=lambda peak: peak["peak_bytes"]) | {"of_processes": [p["peak_bytes"] for p in peaks]}
+            counted[name] = max(peaks, key=lambda peak: peak["peak_bytes"]) | {
+                "of_processes": [p["peak_bytes"] for p in peaks]
+            }
         row["live"] = counted[name]
     return results, skipped
 
@@ -208,7 +229,9 @@ def machine() -> dict[str, Any]:
         found = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
         found = {k.strip(): v.strip() for k, v in found.items()}
         model = f"{found.get('model name', model)} (family {found.get('cpu family')}, model {found.get('model')})"
-    described = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
+    described = subprocess.run(
+        ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
+    )
     return {
         "cpu": model,
         "cores": os.cpu_count(),

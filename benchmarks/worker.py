@@ -62,7 +62,9 @@ def use_onednn() -> dict[str, float]:
     exact = a.double() @ b.double()
     error = ((a @ b - exact).norm() / exact.norm()).item()
     if error > 1e-6:
-        raise ValueError(f"the switch onednn is not fp32 on this CPU: relative error {error:.1e}, allowed 1e-6; leave it out")
+        raise ValueError(
+            f"the switch onednn is not fp32 on this CPU: relative error {error:.1e}, allowed 1e-6; leave it out"
+        )
     return {"onednn_relative_error": error}
 
 
@@ -131,11 +133,19 @@ def profiled(make_step: Callable, batch_at: Callable, order: dict) -> str:
     for row in averages:
         found = [kind for kind, words in kinds.items() if any(word in row.key for word in words)]
         # attention and the optimizer have "mm" in some names: the more special kind wins
-        kind = next((k for k in ("attention", "optimizer", "compiled kernels") if k in found), (found or ["everything else"])[0])
+        kind = next(
+            (k for k in ("attention", "optimizer", "compiled kernels") if k in found), (found or ["everything else"])[0]
+        )
         grouped[kind] += row.self_cpu_time_total
     total = sum(grouped.values())
-    lines = [f"{kind:18} {us / 1e3:10.1f} ms {us / total:6.1%}" for kind, us in sorted(grouped.items(), key=lambda x: -x[1])]
-    return "\n".join(lines) + "\n\n" + averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+    lines = [
+        f"{kind:18} {us / 1e3:10.1f} ms {us / total:6.1%}" for kind, us in sorted(grouped.items(), key=lambda x: -x[1])
+    ]
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+    )
 
 
 def live(make_step: Callable, batch_at: Callable, order: dict) -> dict:

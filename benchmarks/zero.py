@@ -1,15 +1,17 @@
-"""fzero's ZeRO stages beside torch's DDP and FSDP2, DeepSpeed's ZeRO and JAX's FSDP, data-parallel over gloo ranks, in one sitting.
+"""fzero's ZeRO stages beside torch's DDP and FSDP2, DeepSpeed's ZeRO and JAX's FSDP, data-parallel over gloo ranks, in
+one sitting.
 
-    python benchmarks/zero.py --ranks 2,4 --dtype fp32,bf16 --peer-python deepspeed=PYTHON --out benchmarks/results/zero.json
-    python benchmarks/zero.py --config tiny --batch 8 --ranks 2 --smoke --contenders fzero-3,fsdp2
+    python benchmarks/zero.py --ranks 2,4 --dtype fp32,bf16 --peer-python deepspeed=PYTHON --out
+    benchmarks/results/zero.json python benchmarks/zero.py --config tiny --batch 8 --ranks 2 --smoke --contenders
+    fzero-3,fsdp2
 
-A contender is a group of one process a rank, kept alive; the groups take turns, one step each a round, and wait in a read
-between turns. A step is timed from the first rank's start to the last rank's end, and ratios are between steps of the same
-round. Every peer is a sitting (all ranks of all contenders at once would not fit a small machine): ours at its stage, the
-peer at its defaults, and again with our switches (`fsdp2+compile+reshard-root`). No speed is printed unless the losses of
-the warm-up steps agree. Memory is a rank's: live tensor bytes at the peak of a step (the largest rank's; XLA's plan for a
-device of JAX), and beside it the resident-set high-water mark of the timed processes (the one process of JAX's devices).
-"""
+A contender is a group of one process a rank, kept alive; the groups take turns, one step each a round, and wait in a
+read between turns. A step is timed from the first rank's start to the last rank's end, and ratios are between steps of
+the same round. Every peer is a sitting (all ranks of all contenders at once would not fit a small machine): ours at its
+stage, the peer at its defaults, and again with our switches (`fsdp2+compile+reshard-root`). No speed is printed unless
+the losses of the warm-up steps agree. Memory is a rank's: live tensor bytes at the peak of a step (the largest rank's;
+XLA's plan for a device of JAX), and beside it the resident-set high-water mark of the timed processes (the one process
+of JAX's devices)."""
 
 from __future__ import annotations
 
@@ -28,16 +30,30 @@ from typing import Any
 from peers import problem
 from turns import LOSS_TOLERANCE, Group, columns, machine, sitting
 
-PEERS = {"ddp": 0, "deepspeed-1": 1, "deepspeed-2": 2, "fsdp2": 3, "deepspeed-3": 3, "jax-fsdp": 3}  # and the stage of ours beside it
+PEERS = {
+    "ddp": 0,
+    "deepspeed-1": 1,
+    "deepspeed-2": 2,
+    "fsdp2": 3,
+    "deepspeed-3": 3,
+    "jax-fsdp": 3,
+}  # and the stage of ours beside it
 # The switches that make a peer do what ours does, besides onednn; and those that only matter for bf16.
 EQUAL = {"ddp": "+compile+bucket-view", "fsdp2": "+compile+reshard-root", "deepspeed": "+compile+small-buckets"}
 EQUAL_BF16 = {"ddp": "", "fsdp2": "+fp32-reduce", "deepspeed": "+fp32-reduce"}
 NOTES = {
-    "fzero": "the block compiled once; bf16: bf16 parameters and gradients, fp32 master weights and states, reduced in fp32",
+    "fzero": (
+        "the block compiled once; bf16: bf16 parameters and gradients, fp32 master weights and states, reduced in fp32"
+    ),
     "ddp": "bf16 is autocast over fp32 parameters; gradients are reduced in fp32",
-    "fsdp2": "bf16: shards and states are fp32, gathered and computed in bf16, reduced in bf16 or with +fp32-reduce in fp32",
+    "fsdp2": (
+        "bf16: shards and states are fp32, gathered and computed in bf16, reduced in bf16 or with +fp32-reduce in fp32"
+    ),
     "deepspeed": "bf16: its bf16 mode (fp32 master weights and states), reduced in bf16 or with +fp32-reduce in fp32",
-    "jax": "one process, its devices share the threads; bf16: fp32 parameters cast in the step; live MB is XLA's plan for a device",
+    "jax": (
+        "one process, its devices share the threads; bf16: fp32 parameters cast in the step; live MB is XLA's "
+        "plan for a device"
+    ),
 }
 
 
@@ -47,7 +63,8 @@ def kind(contender: str) -> str:
 
 
 def contenders_of(peer: str, dtype: str, onednn: bool) -> list[str]:
-    """Ours at the peer's stage, the peer at its defaults, and the peer with our switches where that is another program."""
+    """Ours at the peer's stage, the peer at its defaults, and the peer with our switches where that is another
+    program."""
     library, switch = kind(peer), "+onednn" if onednn and dtype == "fp32" else ""
     equal = [] if library == "jax" else [peer + EQUAL[library] + (EQUAL_BF16[library] if dtype == "bf16" else switch)]
     return [f"fzero-{PEERS[peer]}{switch}", peer, *equal]
@@ -128,9 +145,11 @@ def table(run: dict[str, Any]) -> str:
     apart = [(max(at_step) - min(at_step)) / min(at_step) for at_step in zip(*losses)]
     lines = [
         f"{run['title']}: {run['batch']} x {run['config']['max_len']} tokens a step, {run['threads']} thread a rank "
-        f"on {run['cores']} cores, {run['repeats']} rounds; ratios are to {run['baseline']} (above 1: it is faster, or needs less)",
+        f"on {run['cores']} cores, {run['repeats']} rounds; ratios are to {run['baseline']} (above 1: it is faster, or "
+        "needs less)",
         *columns(run["results"]),
-        f"losses of the warm-up steps: {', '.join(f'{x:.6f}' for x in losses[0])}; apart by {', '.join(f'{x:.1e}' for x in apart)}",
+        f"losses of the warm-up steps: {', '.join(f'{x:.6f}' for x in losses[0])}; apart by "
+        f"{', '.join(f'{x:.1e}' for x in apart)}",
     ]
     lines += [f"{name}: skipped: {why}" for name, why in run["skipped"].items()]
     return "\n".join(lines + [f"{name}: {note}" for name, note in run["notes"].items()])
@@ -145,11 +164,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", default="small-v256", help=f"comma list of {', '.join(problem.CONFIGS)}")
     parser.add_argument("--dtype", default="fp32", help="comma list of fp32, bf16")
     parser.add_argument("--ranks", default="2", type=numbers, help="comma list of group sizes")
-    parser.add_argument("--stages", default="0,1,2,3", type=numbers, help="comma list of ZeRO stages; a sitting for each peer of them")
+    parser.add_argument(
+        "--stages", default="0,1,2,3", type=numbers, help="comma list of ZeRO stages; a sitting for each peer of them"
+    )
     parser.add_argument("--contenders", help="comma list for one sitting instead; the first is what ratios refer to")
     parser.add_argument("--skip-absent", action="store_true", help="leave out a peer whose library is not installed")
-    parser.add_argument("--peer-python", action="append", default=[], metavar="PEER=PYTHON", help="the Python with that peer's libraries")
-    parser.add_argument("--onednn", action="store_true", help="fp32: ours, and the peers with our switches, with the switch onednn")
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="PEER=PYTHON",
+        help="the Python with that peer's libraries",
+    )
+    parser.add_argument(
+        "--onednn", action="store_true", help="fp32: ours, and the peers with our switches, with the switch onednn"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences per step, over all ranks")
     parser.add_argument("--cores", type=int, default=2, help="cores that all ranks share")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock, at least 2")

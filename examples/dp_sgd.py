@@ -1,6 +1,7 @@
 """DP-SGD under ZeRO-3: the gradient of each example is clipped by its own norm, summed, and noise is added.
 
-Abadi et al. 2016, "Deep learning with differential privacy", algorithm 1. Parameters stay sharded; torch.func goes through the gathers.
+Abadi et al. 2016, "Deep learning with differential privacy", algorithm 1. Parameters stay sharded; torch.func goes
+through the gathers.
 
     torchrun --standalone --nproc-per-node 2 examples/dp_sgd.py
 """
@@ -15,7 +16,9 @@ from fzero import models, optim, pytree
 CLIP, NOISE, LR, EXAMPLES = 1.0, 0.01, 0.5, 8
 
 mesh = fzero.make_mesh({"dp": int(os.environ.get("WORLD_SIZE", "1"))})
-model = models.llama(models.LlamaConfig(vocab_size=32, max_len=16, d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64))
+model = models.llama(
+    models.LlamaConfig(vocab_size=32, max_len=16, d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64)
+)
 plan = fzero.zero_plan(3, model, mesh)
 tx = optim.sgd(LR)
 params = fzero.init_state(model, tx, plan, seed=0).params  # this rank's shards
@@ -46,5 +49,7 @@ for step in range(10):
 
     params = pytree.map(lambda p, g: p - LR * g, params, pytree.map_named(private, grads))
     if mesh.rank == 0:
-        print(f"step {step + 1}: mean loss {losses.mean():.4f}, largest norm of an example's gradient {norms.max():.2f}")
+        print(
+            f"step {step + 1}: mean loss {losses.mean():.4f}, largest norm of an example's gradient {norms.max():.2f}"
+        )
 mesh.close()

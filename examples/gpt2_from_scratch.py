@@ -1,4 +1,5 @@
-"""GPT-2 from scratch: a model is a function of parameters, and any loss function trains. Reads its own library's source.
+"""GPT-2 from scratch: a model is a function of parameters, and any loss function trains. Reads its own library's
+source.
 
 python examples/gpt2_from_scratch.py
 """
@@ -26,7 +27,11 @@ def init(key):
 
 def block(p, i, x):
     q, k, v = rearrange(F.layer_norm(x, (D,)) @ p[f"block{i}/qkv"], "b t (n h k) -> n b h t k", n=3, h=H)
-    x = x + rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t k -> b t (h k)") @ p[f"block{i}/out"]
+    x = (
+        x
+        + rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t k -> b t (h k)")
+        @ p[f"block{i}/out"]
+    )
     return x + F.gelu(F.layer_norm(x, (D,)) @ p[f"block{i}/up"], approximate="tanh") @ p[f"block{i}/down"]
 
 

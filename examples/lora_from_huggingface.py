@@ -1,4 +1,5 @@
-"""Fine-tuning with LoRA from a Hugging Face folder: only the low-rank factors are trained, then merged and written back.
+"""Fine-tuning with LoRA from a Hugging Face folder: only the low-rank factors are trained, then merged and written
+back.
 
 python examples/lora_from_huggingface.py [FOLDER]    # without FOLDER: a tiny random Llama, made here
 """
@@ -26,7 +27,9 @@ plan = fzero.zero_plan(0, model, fzero.one_process(), frozen=r"^(?!.*_lora_)")
 
 # The factors begin as LoRA draws them, everything else as it was loaded.
 drawn = fzero.pytree.named_leaves(models.init_params(model, fzero.random.key(1)))
-params = fzero.pytree.from_named({**drawn, **fzero.pytree.named_leaves(weights)}, models.init_params(model, fzero.random.key(1)))
+params = fzero.pytree.from_named(
+    {**drawn, **fzero.pytree.named_leaves(weights)}, models.init_params(model, fzero.random.key(1))
+)
 tx = optim.adamw(3e-2)
 state = fzero.init_state(params, tx, plan, seed=0)
 step = fzero.make_train_step(model, tx, plan)
@@ -38,7 +41,9 @@ for _ in range(40):
     state, metrics = step(state, batch)
     losses.append(float(metrics.loss))
 print(
-    f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {sum(x.numel() for x in fzero.pytree.leaves(plan.trained(plan.like))):,} trained parameters"
+    f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
+    f"{sum(x.numel() for x in fzero.pytree.leaves(plan.trained(plan.like))):,} "
+    "trained parameters"
 )
 assert losses[-1] < losses[0] - 0.1
 

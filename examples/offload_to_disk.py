@@ -1,4 +1,5 @@
-"""Offload to a disk: parameters, gradients and optimizer state rest in files, the numbers are the same, and a killed run resumes.
+"""Offload to a disk: parameters, gradients and optimizer state rest in files, the numbers are the same, and a killed
+run resumes.
 
 python examples/offload_to_disk.py [FOLDER]
 """
@@ -36,7 +37,7 @@ found = train(on_disk, fzero.init_state(model, tx, on_disk, seed=0, nvme=nvme), 
 nvme.close()  # or the process is killed: the last complete step is in the folder
 
 nvme = fzero.Nvme(folder)
-found += train(on_disk, fzero.reopened(tx, on_disk, nvme), 3, nvme)
+found += train(on_disk, fzero.reopen_state(tx, on_disk, nvme), 3, nvme)
 nvme.close()
 
 print("in memory:", expected)

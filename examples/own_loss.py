@@ -1,4 +1,5 @@
-"""Your own loss over your own parameters: a robust regression, where a tree of tensors and a function are all that is needed.
+"""Your own loss over your own parameters: a robust regression, where a tree of tensors and a function are all that is
+needed.
 
 python examples/own_loss.py
 """

@@ -1,4 +1,5 @@
-"""ZeRO-3 under torchrun: parameters, gradients and optimizer state are sharded over the processes; the program does not change.
+"""ZeRO-3 under torchrun: parameters, gradients and optimizer state are sharded over the processes; the program does not
+change.
 
 python examples/zero3_torchrun.py
 torchrun --standalone --nproc-per-node 2 examples/zero3_torchrun.py    # the same losses
@@ -12,7 +13,9 @@ import fzero
 from fzero import models, optim
 
 mesh = fzero.make_mesh({"dp": int(os.environ.get("WORLD_SIZE", "1"))})
-model = models.llama(models.LlamaConfig(vocab_size=64, max_len=32, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64))
+model = models.llama(
+    models.LlamaConfig(vocab_size=64, max_len=32, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64)
+)
 plan = fzero.zero_plan(3, model, mesh)
 tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.warmup_cosine(1e-2, 5, 30), weight_decay=0.1))
 state = fzero.init_state(model, tx, plan, seed=0)

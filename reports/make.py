@@ -1,4 +1,5 @@
-"""Makes the reports of this folder: runs each reference run, reports it, and pastes tables and pictures into README.md and docs/.
+"""Makes the reports of this folder: runs each reference run, reports it, and pastes tables and pictures into README.md
+and docs/.
 
     python reports/make.py                 # all of it, some 8 minutes on two cores that do nothing else
     python reports/make.py --only zero3    # some of the runs again (--only may be repeated)
@@ -37,8 +38,15 @@ class Run(NamedTuple):
 
 RUNS = (
     Run("pretrain", "`fzero pretrain` as it is: llama-tiny, 400 steps, one process", "--sample ''"),
-    Run("one", "llama-tiny on one process, 40 steps: the base of the scaling", f"--model llama-tiny {SHORT} --sample ''"),
-    Run("zero3", "the same on two processes with ZeRO stage 3", f"--model llama-tiny {SHORT} --mesh dp=2 --zero 3 --sample ''", 2),
+    Run(
+        "one", "llama-tiny on one process, 40 steps: the base of the scaling", f"--model llama-tiny {SHORT} --sample ''"
+    ),
+    Run(
+        "zero3",
+        "the same on two processes with ZeRO stage 3",
+        f"--model llama-tiny {SHORT} --mesh dp=2 --zero 3 --sample ''",
+        2,
+    ),
     Run(
         "dp2tp2",
         "the same on four processes, dp=2 and tp=2, ZeRO stage 3",
@@ -58,13 +66,20 @@ SEVERAL = "one+zero3+dp2tp2"  # of which pictures side by side are kept too
 def main() -> None:
     """Make what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=[run.name for run in RUNS], help="make this run's report alone")
+    parser.add_argument(
+        "--only", action="append", choices=[run.name for run in RUNS], help="make this run's report alone"
+    )
     parser.add_argument("--paste", action="store_true", help="make no run")
-    parser.add_argument("--runs", type=Path, help="where the runs are put and stay; without it a folder that is removed")
+    parser.add_argument(
+        "--runs", type=Path, help="where the runs are put and stay; without it a folder that is removed"
+    )
     options = parser.parse_args()
     if not options.paste:
         with tempfile.TemporaryDirectory() as scratch:
-            make([run for run in RUNS if run.name in (options.only or [run.name])], (options.runs or Path(scratch)).absolute())
+            make(
+                [run for run in RUNS if run.name in (options.only or [run.name])],
+                (options.runs or Path(scratch)).absolute(),
+            )
     compare()
     (REPORTS / "README.md").write_text(readme())
     start("reports/paste.py", cwd=ROOT)
@@ -77,7 +92,11 @@ def make(runs: list[Run], folder: Path) -> None:
         begin = time.perf_counter()
         shutil.rmtree(folder / run.name, ignore_errors=True)
         words = ["pretrain", *shlex.split(run.args), "--out", run.name]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.processes)] if run.processes > 1 else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.processes)]
+            if run.processes > 1
+            else []
+        )
         start(*launcher, "-m", "fzero", *words, cwd=folder)
         report(run.name, folder)
         print(f"{run.name}: {time.perf_counter() - begin:.0f} s", flush=True)
@@ -95,13 +114,14 @@ def report(name: str, folder: Path) -> None:
 
 
 def compare() -> None:
-    """Write the comparison of the runs in SEVERAL, where all of them are there: the numbers are in their own reports."""
+    """Write the comparison of the runs in SEVERAL, where all of them are there: the numbers are in their own
+    reports."""
     from fzero.report import markdown, write
 
     folders = [REPORTS / name for name in SEVERAL.split("+")]
     if not all((folder / write.JSON).is_file() for folder in folders):
         return
-    found = write.joined([write.read(folder) for folder in folders], "python reports/make.py --paste")
+    found = write.merge([write.read(folder) for folder in folders], "python reports/make.py --paste")
     shutil.rmtree(REPORTS / SEVERAL, ignore_errors=True)
     (REPORTS / SEVERAL).mkdir()
     for name, text in write.draw(found, runs=False).items():
@@ -139,7 +159,9 @@ def readme() -> str:
         machine = last.get("machine", {})
         on = f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores"
         commit = f"{last.get('commit', '')[:10]}{'+' * bool(last.get('dirty'))}"
-        lines.append(f"| [{run.name}]({run.name}/report.md) | {run.what} | {found['series']['step'][-1]:,} | {on} | {commit} |")
+        lines.append(
+            f"| [{run.name}]({run.name}/report.md) | {run.what} | {found['series']['step'][-1]:,} | {on} | {commit} |"
+        )
     if (REPORTS / SEVERAL / "report.md").is_file():
         lines.append(f"| [{SEVERAL}]({SEVERAL}/report.md) | {SEVERAL.replace('+', ', ')} beside each other | | | |")
     lines += ["", "The commands of the runs:", "", "```console"]

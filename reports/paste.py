@@ -1,4 +1,5 @@
-"""Paste tables and pictures of the reports of this folder into Markdown files between marks, so that no number there is typed.
+"""Paste tables and pictures of the reports of this folder into Markdown files between marks, so that no number there is
+typed.
 
     python reports/paste.py            # README.md and docs/*.md of this repository
     python reports/paste.py --check    # change no file; exit code 1 where one is not what the reports say
@@ -7,8 +8,8 @@
     what is pasted
     <!-- end -->
 
-NAME is a folder of reports, or several as "one+zero3", which are compared; TABLE is a table's name ("summary") or a picture's file
-("loss.svg"), with the run's number in front in a report of several ("2-loss.svg").
+NAME is a folder of reports, or several as "one+zero3", which are compared; TABLE is a table's name ("summary") or a
+picture's file ("loss.svg"), with the run's number in front in a report of several ("2-loss.svg").
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fzero.core.storage import write_text
 from fzero.report import markdown
 from fzero.report.sections import Picture
 from fzero.report.values import Report
-from fzero.report.write import joined, read
+from fzero.report.write import merge, read
 
 REPORTS = Path(__file__).resolve().parent
 MARK = re.compile(r"^<!-- report: *(\S+) +(\S+) *-->$")
@@ -32,7 +33,8 @@ BEGIN, END = re.compile(r"^\s*<!--\s*report\b"), "<!-- end -->"
 
 
 def paste_text(text: str, page: Path, reports: Path) -> str:
-    """The text of the Markdown file `page` with the content of its marks made again from `reports`; marks in code blocks are text.
+    """The text of the Markdown file `page` with the content of its marks made again from `reports`; marks in code
+    blocks are text.
 
     Raises ValueError naming file and line for a mark that names no report, no table, or has no end.
     """
@@ -67,10 +69,12 @@ def part_text(name: str, part: str, where: str, page: Path, reports: Path, known
     there = sorted(path.parent.name for path in reports.glob("*/report.json"))
     for one in name.split("+"):
         if one not in there:
-            raise ValueError(f"{where}: {reports} has no report {one!r}{nearest(one, there)}; it has {', '.join(there) or 'none'}")
+            raise ValueError(
+                f"{where}: {reports} has no report {one!r}{nearest(one, there)}; it has {', '.join(there) or 'none'}"
+            )
     if name not in known:
         found = [read(reports / one) for one in name.split("+")]
-        known[name] = found[0] if len(found) == 1 else joined(found)
+        known[name] = found[0] if len(found) == 1 else merge(found)
     found = markdown.find(known[name], part)
     if found is None:
         names = markdown.names(known[name])
@@ -89,7 +93,8 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def paste(pages: Sequence[Path], reports: Path, *, check: bool = False) -> list[Path]:
-    """Make the content of the marks of each page again; returns the pages that were not up to date. check: change none."""
+    """Make the content of the marks of each page again; returns the pages that were not up to date. check: change
+    none."""
     changed = []
     for page in pages:
         if not page.is_file():
@@ -108,7 +113,11 @@ def main() -> None:
     if sys.argv[1:] not in ([], ["--check"]):
         sys.exit(__doc__)
     root, check = REPORTS.parent, sys.argv[1:] == ["--check"]
-    pages = [page for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if "<!-- report:" in page.read_text()]
+    pages = [
+        page
+        for page in (root / "README.md", *sorted((root / "docs").glob("*.md")))
+        if "<!-- report:" in page.read_text()
+    ]
     changed = paste(pages, REPORTS, check=check)
     for page in changed:
         print(f"{page}: {'is not what the reports say' if check else 'brought up to date'}")

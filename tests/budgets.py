@@ -1,8 +1,8 @@
 """How long each test file may take: budgets.json, and the table that is printed at the end of a run.
 
-A budget is in seconds of one of two workers (`-n 2`), for the tests of the default tier and for those marked slow; the file
-names the machine on which they were measured. A slower machine may take MARGIN times as long, and SLACK_S more. Beyond that the
-session fails, if the environment variable CI is set, as .ci/run does.
+A budget is in seconds of one of two workers (`-n 2`), for the tests of the default tier and for those marked slow; the
+file names the machine on which they were measured. A slower machine may take MARGIN times as long, and SLACK_S more.
+Beyond that the session fails, if the environment variable CI is set, as .ci/run does.
 """
 
 import json
@@ -33,9 +33,12 @@ class Budgets:
         self.spent[key] = self.spent.get(key, 0.0) + report.duration
 
     def over(self):
-        """The (file, tier) pairs that took more than MARGIN times their budgets and SLACK_S. A file without one is not among them."""
+        """The (file, tier) pairs that took more than MARGIN times their budgets and SLACK_S. A file without one is not
+        among them."""
         budget = {(file, tier): seconds for file, row in self.table.items() for tier, seconds in row.items()}
-        return [key for key, seconds in self.spent.items() if key in budget and seconds > MARGIN * budget[key] + SLACK_S]
+        return [
+            key for key, seconds in self.spent.items() if key in budget and seconds > MARGIN * budget[key] + SLACK_S
+        ]
 
     def pytest_sessionfinish(self, session):
         if self.fail and self.over() and session.exitstatus == 0:
@@ -52,4 +55,6 @@ class Budgets:
             for seconds, file in rows:
                 budget = self.table.get(file, {}).get(tier)
                 line = f"{file:{width}}  {seconds:7.1f}  " + ("no budget" if budget is None else f"of {budget:3d}")
-                terminalreporter.write_line(line + f"  more than {MARGIN} times its budget and {SLACK_S} s" * ((file, tier) in over))
+                terminalreporter.write_line(
+                    line + f"  more than {MARGIN} times its budget and {SLACK_S} s" * ((file, tier) in over)
+                )

@@ -19,9 +19,15 @@ class Pair(NamedTuple):
 def tree(seed=0):
     """A tree with every container and kind of leaf that a state may have."""
     g = torch.Generator().manual_seed(seed)
-    floats = {str(d)[6:]: torch.randn(3, 5, generator=g).to(d) for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+    floats = {
+        str(d)[6:]: torch.randn(3, 5, generator=g).to(d)
+        for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    }
     floats |= {str(d)[6:]: torch.randn(6, generator=g).to(d) for d in (torch.float8_e4m3fn, torch.float8_e5m2)}
-    ints = [torch.randint(0, 100, (7,), generator=g).to(d) for d in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)]
+    ints = [
+        torch.randint(0, 100, (7,), generator=g).to(d)
+        for d in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    ]
     return {
         "floats": floats,
         "ints": ints,
@@ -42,7 +48,16 @@ def small(value, n=5):
     return {"a": torch.full((n,), float(value)), "b": {"c": torch.tensor(value)}}
 
 
-SMALL = ["arrays", "arrays/a", "arrays/a/c.0", "arrays/a/zarr.json", "arrays/b", "arrays/b/c", "arrays/b/c/c", "arrays/b/c/zarr.json"]
+SMALL = [
+    "arrays",
+    "arrays/a",
+    "arrays/a/c.0",
+    "arrays/a/zarr.json",
+    "arrays/b",
+    "arrays/b/c",
+    "arrays/b/c/c",
+    "arrays/b/c/zarr.json",
+]
 SMALL += ["arrays/b/zarr.json", "arrays/zarr.json", "manifest.json"]  # the files of its checkpoint
 
 

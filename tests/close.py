@@ -13,16 +13,18 @@ def _wide(leaf):
 def assert_close(actual, expected, rtol=0.0, atol=0.0):
     """Every element satisfies |actual - expected| <= atol + rtol |expected|; trees, leaf by leaf, in float64.
 
-    Raises ValueError for an atol above 1% of the largest expected value of the tree (it would hide a wrong result), AssertionError naming
-    the leaf that differs in existence, shape or value. Infinities equal themselves; NaN equals nothing.
-    """
+    Raises ValueError for an atol above 1% of the largest expected value of the tree (it would hide a wrong result),
+    AssertionError naming the leaf that differs in existence, shape or value. Infinities equal themselves; NaN equals
+    nothing."""
     got, want = pytree.named_leaves(actual), pytree.named_leaves(expected)
     assert want, "nothing to compare: the expected tree has no leaves"
     assert list(got) == list(want), f"other leaves: {sorted(set(got) ^ set(want)) or 'the same in another order'}"
     finite = [x[x.isfinite()].abs() for x in (_wide(leaf) for leaf in want.values())]
     largest = max((float(x.max()) for x in finite if x.numel()), default=0.0)
     if atol > 0.01 * largest:
-        raise ValueError(f"atol is {atol:g}, above 1% of the largest expected value {largest:g}: it would hide a wrong result")
+        raise ValueError(
+            f"atol is {atol:g}, above 1% of the largest expected value {largest:g}: it would hide a wrong result"
+        )
     for name in want:
         a, e = _wide(got[name]), _wide(want[name])
         where = f"leaf {name or '(whole)'}"
@@ -34,7 +36,8 @@ def assert_close(actual, expected, rtol=0.0, atol=0.0):
             at = list(torch.unravel_index(torch.tensor(worst), a.shape)) if a.dim() else []
             raise AssertionError(
                 f"{where}: {int(bad.sum())} of {bad.numel()} elements differ; worst at {[int(i) for i in at]}: "
-                f"{a.reshape(-1)[worst].item()!r}, expected {e.reshape(-1)[worst].item()!r} (rtol {rtol:g}, atol {atol:g})"
+                f"{a.reshape(-1)[worst].item()!r}, expected {e.reshape(-1)[worst].item()!r} (rtol {rtol:g}, atol "
+                f"{atol:g})"
             )
 
 
@@ -44,13 +47,15 @@ def assert_same(actual, expected):
     assert want and list(got) == list(want), f"other leaves: {list(got)}, expected {list(want)}"
     for name in want:
         a, e = got[name], want[name]
-        assert a.dtype == e.dtype and a.shape == e.shape, f"leaf {name}: {a.dtype} {list(a.shape)}, expected {e.dtype} {list(e.shape)}"
+        assert a.dtype == e.dtype and a.shape == e.shape, (
+            f"leaf {name}: {a.dtype} {list(a.shape)}, expected {e.dtype} {list(e.shape)}"
+        )
         assert torch.equal(a, e), f"leaf {name}: {int((a != e).sum())} of {a.numel()} elements differ"
 
 
 def assert_at_most_twice_the_error(actual, plain, exact):
-    """Leaf by leaf, `actual` is at most twice as far from `exact` (float64) as `plain`, what plain torch gives in the same dtype: in the
-    root of the mean square, and in the largest element.
+    """Leaf by leaf, `actual` is at most twice as far from `exact` (float64) as `plain`, what plain torch gives in the
+    same dtype: in the root of the mean square, and in the largest element.
     """
     got, base, want = (pytree.named_leaves(tree) for tree in (actual, plain, exact))
     assert want and list(got) == list(base) == list(want)
@@ -58,4 +63,6 @@ def assert_at_most_twice_the_error(actual, plain, exact):
         assert e.dtype == torch.float64 and got[name].dtype == base[name].dtype, name
         ours, theirs = (_wide(x[name]) - e for x in (got, base))
         for size in (lambda x: float(x.square().mean().sqrt()), lambda x: float(x.abs().max())):
-            assert size(ours) <= 2.0 * size(theirs), f"leaf {name}: error {size(ours):g}, plain torch's is {size(theirs):g}"
+            assert size(ours) <= 2.0 * size(theirs), (
+                f"leaf {name}: error {size(ours):g}, plain torch's is {size(theirs):g}"
+            )

@@ -12,6 +12,7 @@ import tiers
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("FZERO_WARM_UP", "0")  # each test that trains would start a process
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -28,7 +29,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
 def pytest_collection_modifyitems(config, items):
-    """Mark the slow cases, and put the files in the order of their budgets, the longest first: so no worker waits long at the end."""
+    """Mark the slow cases, and put the files in the order of their budgets, the longest first: so no worker waits long
+    at the end."""
     tiers.mark(items)
     slow = config.option.markexpr == "slow"
     if slow:  # which a whole product may be as well

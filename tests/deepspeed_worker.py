@@ -1,8 +1,8 @@
 """What DeepSpeed leaves behind: `torchrun --nproc-per-node 2 deepspeed_worker.py CASE STAGE FOLDER [FROZEN]`.
 
-Trains a model of hf_cases for two steps on the CPU in bfloat16, writes a checkpoint and the master weights as DeepSpeed itself gathers
-them (truth.pt), and converts the checkpoint with deepspeed.checkpoint.ds_to_universal into FOLDER/universal.
-"""
+Trains a model of hf_cases for two steps on the CPU in bfloat16, writes a checkpoint and the master weights as DeepSpeed
+itself gathers them (truth.pt), and converts the checkpoint with deepspeed.checkpoint.ds_to_universal into
+FOLDER/universal."""
 
 import os
 import subprocess
@@ -30,7 +30,9 @@ def main(case: str, stage: int, folder: Path, frozen: str = "") -> None:
         "bf16": {"enabled": True},
     }
     deepspeed.init_distributed("gloo")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=settings
+    )
     for step in range(2):
         ids = torch.randint(0, V, (1, 16), generator=torch.Generator().manual_seed(step))
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)

@@ -12,10 +12,18 @@ import torch
 
 from fzero.models import GPT2Config, LlamaConfig, MoEConfig
 
-hf = pytest.importorskip("transformers", reason="transformers is not installed; it is the reference these tests compare with")
+hf = pytest.importorskip(
+    "transformers", reason="transformers is not installed; it is the reference these tests compare with"
+)
 
 V, T = 61, 24
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 SMALL = {
     "vocab_size": V,
     "hidden_size": 32,
@@ -41,9 +49,15 @@ GPT2 = {
 MIXTRAL = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
 CASES = {
     "gpt2": ("GPT2", GPT2),
-    "gpt2-untied-wide": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 72, "activation_function": "gelu_pytorch_tanh"}),
+    "gpt2-untied-wide": (
+        "GPT2",
+        {**GPT2, "tie_word_embeddings": False, "n_inner": 72, "activation_function": "gelu_pytorch_tanh"},
+    ),
     "llama": ("Llama", SMALL),
-    "llama-tied-scaled": ("Llama", {**SMALL, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 1000.0}),
+    "llama-tied-scaled": (
+        "Llama",
+        {**SMALL, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 1000.0},
+    ),
     "llama-head-dim": ("Llama", {**SMALL, "head_dim": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral-window": ("Mixtral", {**MIXTRAL, "sliding_window": 7, "num_experts_per_tok": 1}),
@@ -53,7 +67,8 @@ OURS = {"GPT2": GPT2Config, "Llama": LlamaConfig, "Mixtral": MoEConfig}
 
 
 def theirs(case):
-    """A randomly initialised model of transformers; norms and biases too are drawn, so that none of them goes unseen."""
+    """A randomly initialised model of transformers; norms and biases too are drawn, so that none of them goes
+    unseen."""
     kind, sizes = CASES[case]
     torch.manual_seed(0)
     model = getattr(hf, CLASS[kind])(getattr(hf, f"{kind}Config")(**sizes)).eval()

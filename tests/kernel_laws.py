@@ -1,7 +1,8 @@
-"""What must hold of every kernel, each law stated once. On a CUDA device the kernels run there; elsewhere in Triton's interpreter.
+"""What must hold of every kernel, each law stated once. On a CUDA device the kernels run there; elsewhere in Triton's
+interpreter.
 
-A law is given `f(impl, *tensors)`: the operation by the form `impl` of its differentiable tensors, everything else closed over.
-"""
+A law is given `f(impl, *tensors)`: the operation by the form `impl` of its differentiable tensors, everything else
+closed over."""
 
 import numpy as np
 import pytest
@@ -41,17 +42,24 @@ def round_as_the_hardware_does():
 
 
 def patch_once():
-    """The interpreter replaces all of triton.language again at each call of a function in a kernel, for a third of its time."""
+    """The interpreter replaces all of triton.language again at each call of a function in a kernel, for a third of its
+    time."""
     from triton.language import core
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
 
     def patch_lang(fn):
-        if not any(core.is_builtin(module.load) for module in fn.__globals__.values() if module is core or module is triton.language):
+        if not any(
+            core.is_builtin(module.load)
+            for module in fn.__globals__.values()
+            if module is core or module is triton.language
+        ):
             return interpreter._LangPatchScope()
         scope = patch(fn)
-        scope.set_attr(core.tensor, "__index__", lambda self: int(self.handle.data.item()))  # Triton 3.6 fails with NumPy 2.4
+        scope.set_attr(
+            core.tensor, "__index__", lambda self: int(self.handle.data.item())
+        )  # Triton 3.6 fails with NumPy 2.4
         return scope
 
     interpreter._patch_lang = patch_lang
@@ -82,7 +90,8 @@ def both_passes(f, tensors, seed=1):
 
 
 def numbers(f, tensors, dtype, impl="triton"):
-    """Forward and backward are at most twice as far from the float64 values as plain torch in the same dtype; see at_most_twice."""
+    """Forward and backward are at most twice as far from the float64 values as plain torch in the same dtype; see
+    at_most_twice."""
     given = [t.to(dtype) for t in tensors]
     exact = both_passes(lambda *t: f("reference", *t), [t.double() for t in given])
     plain = both_passes(lambda *t: f("reference", *t), given)
@@ -95,7 +104,8 @@ def numbers(f, tensors, dtype, impl="triton"):
 
 
 def at_most_twice(what, got, base, want):
-    """`got` is at most twice as far from `want` (float64) as `base`, in the root of the mean square and in the largest error.
+    """`got` is at most twice as far from `want` (float64) as `base`, in the root of the mean square and in the largest
+    error.
 
     Beyond that half a unit of its dtype, and in float32 four: a GPU's exp and log are good to two.
     """
@@ -115,7 +125,10 @@ def strides(f, tensors, dtype=torch.float32, impl="triton"):
     """Inputs with other strides give the bits of contiguous ones: the last dim strided, and rows apart."""
     given = [t.to(dtype) for t in tensors]
     expected = both_passes(lambda *t: f(impl, *t), given)
-    for pad in ((lambda t: torch.stack((t, t + 1), -1)[..., 0]), (lambda t: torch.cat((t, t + 1), -1)[..., : t.shape[-1]])):
+    for pad in (
+        (lambda t: torch.stack((t, t + 1), -1)[..., 0]),
+        (lambda t: torch.cat((t, t + 1), -1)[..., : t.shape[-1]]),
+    ):
         apart = [pad(t) for t in given]
         assert all(t.numel() < 2 or not t.is_contiguous() for t in apart if t.dim() > 1)
         leaves = [t.detach().requires_grad_() for t in apart]
@@ -147,7 +160,8 @@ def derivatives(f, tensors):
 
 
 def transforms(f, tensors, impl="triton", rtol=1e-4):
-    """torch.func.grad gives the bits of backward(); vmap and second derivatives go by the reference, and forced they say why not."""
+    """torch.func.grad gives the bits of backward(); vmap and second derivatives go by the reference, and forced they
+    say why not."""
     given = [t.float() for t in tensors]
 
     def total(impl, *t):
@@ -161,7 +175,9 @@ def transforms(f, tensors, impl="triton", rtol=1e-4):
     def squares(impl, *t):
         return sum(g.square().sum() for g in torch.func.grad(lambda *u: total(impl, *u), argnums=which)(*t))
 
-    second, expected = (torch.func.grad(lambda *t, k=k: squares(k, *t), argnums=which)(*given) for k in ("auto", "reference"))
+    second, expected = (
+        torch.func.grad(lambda *t, k=k: squares(k, *t), argnums=which)(*given) for k in ("auto", "reference")
+    )
     assert_close(list(second), list(expected), rtol=rtol, atol=rtol * max(float(x.abs().max()) for x in expected))
     with pytest.raises(ValueError, match=f"impl='{impl}' does not serve"):
         torch.func.grad(lambda *t: squares(impl, *t), argnums=which)(*given)
@@ -187,4 +203,8 @@ def every_law(f, tensors, dtypes=(torch.float32, torch.bfloat16)):
 
 def far_apart(rows, columns, dtype, apart=(1 << 31) + 8):
     """A tensor [rows, columns] whose rows lie more than 2^31 elements apart, without memory between them."""
-    return torch.empty((rows - 1) * apart + columns, dtype=dtype, device=DEVICE).as_strided((rows, columns), (apart, 1)).zero_()
+    return (
+        torch.empty((rows - 1) * apart + columns, dtype=dtype, device=DEVICE)
+        .as_strided((rows, columns), (apart, 1))
+        .zero_()
+    )

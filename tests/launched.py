@@ -1,4 +1,5 @@
-"""`torchrun -m fzero pretrain` on small models: starting it, what it left, and the processes to do something to meanwhile."""
+"""`torchrun -m fzero pretrain` on small models: starting it, what it left, and the processes to do something to
+meanwhile."""
 
 import os
 import re
@@ -14,13 +15,26 @@ from fzero.run import run_folder
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}
 # The default optimizer of small models: Muon, which works on whole matrices, with clipping.
 TINY = [
-    *shlex.split("--model llama-tiny --batch 8 --micro-batch 1 --seq-len 16 --precision fp32 --data text.txt --peak-tflops 1"),
+    *shlex.split(
+        "--model llama-tiny --batch 8 --micro-batch 1 --seq-len 16 --precision fp32 --data text.txt --peak-tflops 1"
+    ),
     *[part for name, size in SIZES.items() for part in ("--set", f"model.{name}={size}")],
     *shlex.split("--set train.compiled=false --set precision.fp32_matmul=default --set train.ema_decay=0.5"),
     *shlex.split("--set train.eval_batches=3 --set train.eval_every=3"),
 ]
 SHORT, LONG = ("--steps", 6), ("--steps", 1000000)
-TIMED = {"step_s", "data_s", "saved_step", "save_blocked_s", "save_s", "tokens_per_s", "mfu", "mfu_causal", "hfu", "hfu_causal"}
+TIMED = {
+    "step_s",
+    "data_s",
+    "saved_step",
+    "save_blocked_s",
+    "save_s",
+    "tokens_per_s",
+    "mfu",
+    "mfu_causal",
+    "hfu",
+    "hfu_causal",
+}
 TIMED |= {"wall_s", "phases", "comm", "ranks", "recorded"}
 TIMED |= {"grad_norms", "param_norms"}  # sums over ranks: not the same bits on all meshes
 SAVED = re.compile(r"save|checkpoint")  # of a row: what a save cost, which is another row's after a restart
@@ -39,7 +53,8 @@ def start(folder, n, *args, command=("-m", "fzero"), how=STANDALONE, log=""):
     with (folder / f"out{log}").open("w") as out, (folder / f"err{log}").open("w") as err:
         line = [*launcher, *command, "pretrain", *map(str, args)]
         cores = os.sched_getaffinity(0)
-        # So that every rank has one thread, as this process has: the same bits need the same threads. A child takes its parent's cores.
+        # So that every rank has one thread, as this process has: the same bits need the same threads. A child takes its
+        # parent's cores.
         os.sched_setaffinity(0, sorted(cores)[: 2 if n > 1 else 1])
         try:
             return subprocess.Popen(line, cwd=folder, env=environment, stdout=out, stderr=err)
@@ -60,7 +75,12 @@ def ended(folder, process, timeout_s=120, log=""):
         process.kill()
     err = (folder / f"err{log}").read_text()
     assert f"{os.sep}fzero{os.sep}" not in err, err  # no traceback but torchrun's own
-    return code, (folder / f"out{log}").read_text(), said_in(err), sorted(int(c) for c in re.findall(r"exitcode  : (-?\d+)", err))
+    return (
+        code,
+        (folder / f"out{log}").read_text(),
+        said_in(err),
+        sorted(int(c) for c in re.findall(r"exitcode  : (-?\d+)", err)),
+    )
 
 
 def torchrun(folder, n, *args):
@@ -72,12 +92,18 @@ def torchrun(folder, n, *args):
 
 def rows(run):
     """The rows of a run's metrics without its times."""
-    return [{n: value for n, value in row.items() if n not in TIMED and not SAVED.search(n)} for row in run_folder.read_metrics(run)]
+    return [
+        {n: value for n, value in row.items() if n not in TIMED and not SAVED.search(n)}
+        for row in run_folder.read_metrics(run)
+    ]
 
 
 def hashes(run):
     """The digests of the leaves of a run's newest checkpoint."""
-    return {n: leaf["digest"] for n, leaf in checkpoint.read_manifest(checkpoint.latest(run / "checkpoints"))["leaves"].items()}
+    return {
+        n: leaf["digest"]
+        for n, leaf in checkpoint.read_manifest(checkpoint.latest(run / "checkpoints"))["leaves"].items()
+    }
 
 
 def ranks_of(process):

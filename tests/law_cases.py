@@ -25,7 +25,8 @@ class Case(NamedTuple):
 
 
 def plain_loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss function as a user writes it: two of its leaves share one gradient, and that of a third is one element expanded."""
+    """A loss function as a user writes it: two of its leaves share one gradient, and that of a third is one element
+    expanded."""
     x = params["embed"]["tokens"][batch["tokens"]] * params["blocks"]["scale"].sum(0)
     for w in params["blocks"]["w_a"] + params["blocks"]["w_b"]:
         x = x + torch.tanh(x @ w)
@@ -53,7 +54,9 @@ def config_of(kind: str, *, dropout: float = 0.1, **changes: Any) -> Any:
         return models.GPT2Config(**{**sizes, **changes})
     sizes |= {"n_kv_heads": 1}
     if kind == "llama":
-        return models.LlamaConfig(**{**sizes, "rope_scaling": models.RopeScaling(8.0, 1.0, 4.0, 16), "tied": True, **changes})
+        return models.LlamaConfig(
+            **{**sizes, "rope_scaling": models.RopeScaling(8.0, 1.0, 4.0, 16), "tied": True, **changes}
+        )
     sizes |= {"n_experts": 3, "top_k": 2, "capacity_factor": 1.0 if kind == "moe capacity" else 0.0}
     return models.MoEConfig(**{**sizes, **changes})
 
@@ -79,7 +82,10 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], optim.GradientTransformation], int |
     "sgd": (lambda lr: optim.sgd(lr), 0),
     "sgd momentum": (lambda lr: optim.sgd(lr, 0.9, nesterov=True, weight_decay=0.1), 1),
     "adamw": (lambda lr: optim.adamw(lr, weight_decay=0.1, mask=optim.decay_matrices), 2),
-    "adam": (lambda lr: optim.adam(lr, eps=1e-5), 2),  # above the rounding of gradients that are 0, as those of GPT-2's key biases
+    "adam": (
+        lambda lr: optim.adam(lr, eps=1e-5),
+        2,
+    ),  # above the rounding of gradients that are 0, as those of GPT-2's key biases
     "lion": (lambda lr: optim.lion(lr, weight_decay=0.1), 1),
     "lamb": (lambda lr: optim.lamb(lr, weight_decay=0.1), 2),
     "adafactor": (lambda lr: optim.adafactor(lr), None),
@@ -106,9 +112,11 @@ def step_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(case: Case, tx: optim.GradientTransformation, **options: Any) -> tuple[Callable, TrainState]:
-    """A train step and the state before the first step; `ema` follows from ema_decay."""
+    """A train step and the state before the first step; with `average`, of the optimizer with that decay around it."""
+    decay = options.pop("average", 0.0)
+    tx = optim.with_average(tx, decay) if decay else tx
     plan = fzero.zero_plan(0, case.source, MESH, policy=options.pop("policy", FP64))
-    state = fzero.init_state(case.source, tx, plan, seed=3, ema=bool(options.get("ema_decay")))
+    state = fzero.init_state(case.source, tx, plan, seed=3)
     return fzero.make_train_step(case.loss_fn, tx, plan, **step_options(options)), state
 
 
@@ -119,7 +127,9 @@ def run(case: Case, tx: optim.GradientTransformation, steps: int = 3, **options:
     for i in range(steps):
         state, metrics = step(state, batch_of(i))
         log.append(metrics)
-    assert max(float((a - b).abs().max()) for a, b in zip(pytree.leaves(start), pytree.leaves(state.params))) > 1e-3, "nothing moved"
+    assert max(float((a - b).abs().max()) for a, b in zip(pytree.leaves(start), pytree.leaves(state.params))) > 1e-3, (
+        "nothing moved"
+    )
     return state, log
 
 

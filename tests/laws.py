@@ -1,7 +1,7 @@
 """What must hold of every model, optimizer and policy on one process, each law stated once; test_laws.py applies them.
 
-A law raises AssertionError where it does not hold. Mathematics is in float64. A law that compares two runs also checks that they did
-something, and the mistakes that each law must catch are planted in test_teeth.py.
+A law raises AssertionError where it does not hold. Mathematics is in float64. A law that compares two runs also checks
+that they did something, and the mistakes that each law must catch are planted in test_teeth.py.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,8 @@ from fzero.sharding import Spec
 
 
 def micro_batches(case: Case, tx: optim.GradientTransformation) -> None:
-    """m micro-batches equal one (m = 2, 4), whatever the masks, dropout included: states and metrics after 3 steps within 1e-10."""
+    """m micro-batches equal one (m = 2, 4), whatever the masks, dropout included: states and metrics after 3 steps
+    within 1e-10."""
     whole, log = run(case, tx)
     for m in (2, 4):
         parts, parts_log = run(case, tx, micro_batches=m)
@@ -35,7 +36,8 @@ def micro_batches(case: Case, tx: optim.GradientTransformation) -> None:
 
 
 def one_normalisation(case: Case) -> None:
-    """A step of SGD at rate r is params - r grad(total / num_tokens), both sums over the whole batch, however it is cut."""
+    """A step of SGD at rate r is params - r grad(total / num_tokens), both sums over the whole batch, however it is
+    cut."""
     batch, rate = batch_of(0), 0.3
     for m in (1, 2, 4):
         step, state = make(case, optim.sgd(rate), micro_batches=m)
@@ -72,7 +74,8 @@ def weights_are_counts(scale: float) -> None:
 
 
 def evaluation(case: Case) -> None:
-    """An evaluation is the sums of the loss without dropout, which add up over the parts of a batch; it changes nothing."""
+    """An evaluation is the sums of the loss without dropout, which add up over the parts of a batch; it changes
+    nothing."""
     _, state = make(case, optim.sgd(0.3))
     plan = fzero.zero_plan(0, case.source, MESH, policy=FP64)
     evaluate, batch, before = fzero.make_eval_step(case.loss_fn, plan), batch_of(0), clone(state.params)
@@ -86,7 +89,8 @@ def evaluation(case: Case) -> None:
 
 
 def remat(case: Case) -> None:
-    """Recomputation gives the bits of none; the selective policies run a traced program, equal among themselves and within 1e-10."""
+    """Recomputation gives the bits of none; the selective policies run a traced program, equal among themselves and
+    within 1e-10."""
     none, _ = run(case, optim.sgd(0.3), 2, remat="none")
     for policy in ("full", "every:2"):
         assert_same(run(case, optim.sgd(0.3), 2, remat=policy)[0], none)
@@ -101,14 +105,15 @@ def remat_selective(case: Case) -> None:
 
 
 def compiled(case: Case, tolerance: float) -> None:
-    """A compiled step equals the eager one: within 1e-10, and 1e-5 where RoPE's float32 angles go through another library's cosine."""
+    """A compiled step equals the eager one: within 1e-10, and 1e-5 where RoPE's float32 angles go through another
+    library's cosine."""
     eager, fast = (run(case, optim.sgd(0.3), 1, compiled=on)[0].params for on in (False, True))
     assert_close(fast, eager, rtol=tolerance, atol=tolerance * 1e-2)
 
 
 def purity(case: Case, tx: optim.GradientTransformation) -> None:
     """Without donation the input state keeps its bits, and the same input gives the same output bits."""
-    step, state = make(case, tx, donate=False, ema_decay=0.9, micro_batches=2)
+    step, state = make(case, tx, donate=False, average=0.9, micro_batches=2)
     state, _ = step(state, batch_of(0))
     before = clone(state)
     first, second = step(state, batch_of(1)), step(state, batch_of(1))
@@ -117,16 +122,19 @@ def purity(case: Case, tx: optim.GradientTransformation) -> None:
     assert not torch.equal(pytree.leaves(first[0].params)[0], pytree.leaves(state.params)[0])
 
 
-def donation(case: Case, tx: optim.GradientTransformation, policy: precision.Policy = FP64, tolerance: float = 1e-12) -> None:
+def donation(
+    case: Case, tx: optim.GradientTransformation, policy: precision.Policy = FP64, tolerance: float = 1e-12
+) -> None:
     """A donated step equals the pure one from the same state, average, master weights and micro-batches included."""
-    options = {"policy": policy, "ema_decay": 0.9, "micro_batches": 2}
+    options = {"policy": policy, "average": 0.9, "micro_batches": 2}
     pure, state = make(case, tx, donate=False, **options)
     donated, _ = make(case, tx, donate=True, **options)
     for i in range(3):
         (expected, metrics), (actual, same_metrics) = pure(state, batch_of(i)), donated(clone(state), batch_of(i))
         assert_same(same_metrics, metrics)
         assert pytree.names(actual) == pytree.names(expected)
-        for kept in ("params", "master", "opt_state", "extra"):
+        assert_same(actual.extra, expected.extra)
+        for kept in ("params", "master", "opt_state"):
             a, b = (getattr(s, kept) for s in (actual, expected))
             rounded = policy.has_master and kept == "params"
             if b != ():
@@ -135,12 +143,13 @@ def donation(case: Case, tx: optim.GradientTransformation, policy: precision.Pol
 
 
 def resume(case: Case, tx: optim.GradientTransformation) -> None:
-    """The step is a function of (state, batch): a state rebuilt from its named tensors goes on with the same bits, in a new step."""
-    step, state = make(case, tx, ema_decay=0.9)
+    """The step is a function of (state, batch): a state rebuilt from its named tensors goes on with the same bits, in a
+    new step."""
+    step, state = make(case, tx, average=0.9)
     for i in range(2):
         state, _ = step(state, batch_of(i))
     named = {name: leaf.clone() for name, leaf in pytree.named_leaves(state).items()}
-    fresh_step, fresh = make(case, tx, ema_decay=0.9)
+    fresh_step, fresh = make(case, tx, average=0.9)
     rebuilt = pytree.from_named(named, fresh)
     for i in range(2, 4):
         (state, a), (rebuilt, b) = step(state, batch_of(i)), fresh_step(rebuilt, batch_of(i))
@@ -169,11 +178,12 @@ def breakable(case: Case) -> Case:
 
 
 def transaction(case: Case, tx: optim.GradientTransformation, *, donate: bool) -> None:
-    """A step whose gradient is not finite says so and changes nothing but step and cursor; the run goes on as if it had not been."""
+    """A step whose gradient is not finite says so and changes nothing but step and cursor; the run goes on as if it had
+    not been."""
     case = breakable(case)
     good = lambda i: {**batch_of(i), "bad": torch.zeros(ROWS, dtype=F64)}  # noqa: E731
     bad = {**batch_of(9), "bad": torch.eye(ROWS, dtype=F64)[ROWS - 1]}
-    options = {"donate": donate, "ema_decay": 0.9, "micro_batches": 2}
+    options = {"donate": donate, "average": 0.9, "micro_batches": 2}
     step, state = make(case, tx, **options)
     _, clean = make(case, tx, **options)
     for i in range(3):
@@ -190,9 +200,10 @@ def transaction(case: Case, tx: optim.GradientTransformation, *, donate: bool) -
 
 
 def overflow(case: Case, *, donate: bool) -> None:
-    """A float16 step at too high a scale is skipped and lowers the scale by the rule until a step fits; then the parameters move."""
+    """A float16 step at too high a scale is skipped and lowers the scale by the rule until a step fits; then the
+    parameters move."""
     config = precision.LossScale(init=2.0**40, factor=2.0**4, hysteresis=2, at_floor="hold")
-    step, state = make(case, optim.adamw(0.01), policy=precision.fp16(config), donate=donate, ema_decay=0.9)
+    step, state = make(case, optim.adamw(0.01), policy=precision.fp16(config), donate=donate, average=0.9)
     expected, scales = precision.init_scaler(config), []
     for i in range(40):
         before = clone(state)
@@ -205,7 +216,10 @@ def overflow(case: Case, *, donate: bool) -> None:
         scales.append(float(state.scaler.scale))
         if moved:
             break
-        assert_same((state.params, state.master, state.opt_state, state.extra), (before.params, before.master, *before[3:4], before.extra))
+        assert_same(
+            (state.params, state.master, state.opt_state, state.extra),
+            (before.params, before.master, *before[3:4], before.extra),
+        )
     assert len(scales) > 4 and scales[0] == 2.0**40 and scales[1] == 2.0**36, scales
     assert moved and torch.isfinite(metrics.loss) and 1.0 <= scales[-1] < 2.0**40
 
@@ -229,7 +243,8 @@ def floor(case: Case) -> None:
 
 
 def master_weights(policy: precision.Policy) -> None:
-    """Updates below the resolution of the parameters add up in the master weights, of which the parameters are the rounding."""
+    """Updates below the resolution of the parameters add up in the master weights, of which the parameters are the
+    rounding."""
     params, rate, steps = {"w": torch.ones(4)}, 2.0**-12, 20
     case = Case(lambda p, batch: (p["w"].float().sum() * batch["x"].sum(), batch["x"].sum()), params)
     for donate in (True, False):
@@ -246,9 +261,11 @@ def master_weights(policy: precision.Policy) -> None:
 
 
 def state_layout(case: Case, tx: optim.GradientTransformation) -> None:
-    """tx.spec has the structure of tx.init and names every dim, after init and after steps; a step keeps the state's whole layout."""
+    """tx.spec has the structure of tx.init and names every dim, after init and after steps; a step keeps the state's
+    whole layout."""
     plan = fzero.zero_plan(0, case.source, MESH)
-    step, state = make(case, tx, ema_decay=0.9)
+    tx = optim.with_average(tx, 0.9)
+    step, state = make(case, tx)
     layout = pytree.named_leaves(tx.spec(plan.opt))
     shape = {name: (leaf.shape, leaf.dtype) for name, leaf in pytree.named_leaves(state).items()}
     for i in range(3):
@@ -264,8 +281,8 @@ def state_layout(case: Case, tx: optim.GradientTransformation) -> None:
 
 
 def cost(case: Case, name: str, policy: precision.Policy) -> None:
-    """Bytes at rest are N (param + [master] + state x trees of the optimizer + [average]) and scalars; the optimizer is handed
-    N gradients in policy.accumulate. So AdamW takes 16 bytes a parameter in fp32, its gradients included."""
+    """Bytes at rest are N (param + [master] + state x trees of the optimizer + [average]) and scalars; the optimizer is
+    handed N gradients in policy.accumulate. So AdamW takes 16 bytes a parameter in fp32, its gradients included."""
     make_tx, trees = OPTIMIZERS[name]
     tx, seen = make_tx(0.01), []
 
@@ -275,7 +292,7 @@ def cost(case: Case, name: str, policy: precision.Policy) -> None:
 
     spy = tx._replace(update=update, on=None)
     for ema in (False, True):
-        step, state = make(case, spy, policy=policy, donate=False, ema_decay=0.9 if ema else 0.0)
+        step, state = make(case, spy, policy=policy, donate=False, average=0.9 if ema else 0.0)
         state, _ = step(state, batch_of(0))
         count = sum(p.numel() for p in pytree.leaves(state.params))
         wide, narrow = policy.state.itemsize, policy.param.itemsize
@@ -288,7 +305,8 @@ def cost(case: Case, name: str, policy: precision.Policy) -> None:
 
 
 def init_depends_on_names(name: str) -> None:
-    """A leaf's initial value depends on seed and name: not on the plan, the order of the leaves, or which others there are."""
+    """A leaf's initial value depends on seed and name: not on the plan, the order of the leaves, or which others there
+    are."""
     model = case_of(name).loss_fn
     whole = pytree.named_leaves(base.init_params(model, prng.key(3), F64))
     leaves: list[tuple] = []
@@ -302,7 +320,10 @@ def init_depends_on_names(name: str) -> None:
         assert_same(part, {args[0]: whole[args[0]] for args in kept})
     drawn = [leaf for leaf in whole.values() if leaf.std() > 0]
     assert len({float(leaf.flatten()[0]) for leaf in drawn}) == len(drawn), "two leaves are drawn alike"
-    states = [fzero.init_state(model, optim.adamw(0.1), fzero.zero_plan(stage, model, MESH, policy=FP64), seed=3) for stage in range(4)]
+    states = [
+        fzero.init_state(model, optim.adamw(0.1), fzero.zero_plan(stage, model, MESH, policy=FP64), seed=3)
+        for stage in range(4)
+    ]
     for state in states[1:]:
         assert_same(state, states[0])
     other = fzero.init_state(model, optim.sgd(0.1), fzero.zero_plan(0, model, MESH, policy=FP64), seed=4)
@@ -315,15 +336,23 @@ def init_depends_on_names(name: str) -> None:
 def wide_params(model: base.Model) -> Any:
     """Parameters with no leaf at its initial constant, so that scales and biases count."""
     params = base.init_params(model, prng.key(5), F64)
-    return pytree.map_named(lambda n, p: p + 0.3 * prng.normal(prng.fold_in(prng.key(6), n), p.shape, dtype=F64), params)
+    return pytree.map_named(
+        lambda n, p: p + 0.3 * prng.normal(prng.fold_in(prng.key(6), n), p.shape, dtype=F64), params
+    )
 
 
 def as_written(name: str) -> None:
-    """A model's loss and logits, in the fast form and in the reference form, are those of the model written out (written_out.py)."""
+    """A model's loss and logits, in the fast form and in the reference form, are those of the model written out
+    (written_out.py)."""
     model = case_of(name).loss_fn
     params, batch, ctx = wide_params(model), batch_of(0), base.Ctx(dtype=F64)
     total, num_tokens, logits = written_out.loss(model.config, params, batch)
-    forms = (base.loss, lambda *args: torch.func.vmap(lambda p: base.loss(args[0], p, *args[2:]))(pytree.map(lambda x: x[None], args[1])))
+    forms = (
+        base.loss,
+        lambda *args: torch.func.vmap(lambda p: base.loss(args[0], p, *args[2:]))(
+            pytree.map(lambda x: x[None], args[1])
+        ),
+    )
     for form in forms:
         out = form(model, params, batch, ctx)
         assert_close(out.total.reshape(()), total, rtol=1e-5, atol=0.0)  # the angles of RoPE are float32
@@ -332,7 +361,8 @@ def as_written(name: str) -> None:
 
 
 def causal(name: str) -> None:
-    """The logits of a position do not depend on later tokens. (With a capacity they do: first choices go before second ones.)"""
+    """The logits of a position do not depend on later tokens. (With a capacity they do: first choices go before second
+    ones.)"""
     model = case_of(name).loss_fn
     params, batch, ctx = wide_params(model), batch_of(0), base.Ctx(dtype=F64)
     del batch["documents"]

@@ -1,4 +1,5 @@
-"""How much memory imports and an export need: `migrate_worker.py FOLDER` prints what, and the bytes that the process grew by at most.
+"""How much memory imports and an export need: `migrate_worker.py FOLDER` prints what, and the bytes that the process
+grew by at most.
 
 By the kernel's high-water mark (VmHWM in /proc/self/status), which is set back before each.
 """
@@ -60,7 +61,11 @@ def main(folder: Path) -> None:
 def work(folder: Path, sizes) -> None:
     make(folder, sizes)
     for kind in ("hf", "dcp", "universal"):
-        peak = grown(lambda kind=kind: exchange.import_weights(folder / kind, folder / f"run-{kind}", folder / "hf" / "config.json"))
+        peak = grown(
+            lambda kind=kind: exchange.import_weights(
+                folder / kind, folder / f"run-{kind}", folder / "hf" / "config.json"
+            )
+        )
         print(kind, peak)
     print("export", grown(lambda: exchange.export_hf(folder / "run-universal", folder / "out")))
     ours, theirs = load_file(folder / "out" / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")

@@ -1,7 +1,8 @@
-"""A warm process that forks runs whose state is on a disk, ends some of them by SIGKILL, and says what it then finds in their stores.
+"""A warm process that forks runs whose state is on a disk, ends some of them by SIGKILL, and says what it then finds in
+their stores.
 
-`python tests/offload_worker.py FOLDER`: a request in each line of stdin, its answer in one of stdout, both JSON (see REQUESTS).
-"""
+`python tests/offload_worker.py FOLDER`: a request in each line of stdin, its answer in one of stdout, both JSON (see
+REQUESTS)."""
 
 import contextlib
 import hashlib
@@ -25,7 +26,7 @@ from fzero import models, optim
 from fzero.core import precision, pytree
 from fzero.offload import DiskIO, DiskTensor, Nvme, VersionedStore
 from fzero.offload.chunk_files import Chunks
-from fzero.train.state_on_disk import reopened
+from fzero.train.state_on_disk import reopen_state
 
 STEPS = 6
 CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
@@ -55,13 +56,15 @@ class Run:
         self.plan = fzero.zero_plan(3, self.model, self.mesh, offload=offload, policy=precision.bf16())
         self.tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
         self.space = Nvme(folder, slots=slots, buffer_bytes=4 << 20) if offload else None
-        self.step = fzero.make_train_step(self.model, self.tx, self.plan, execution=fzero.Execution(remat="full"), nvme=self.space)
+        self.step = fzero.make_train_step(
+            self.model, self.tx, self.plan, execution=fzero.Execution(remat="full"), nvme=self.space
+        )
 
     def begin(self):
         return fzero.init_state(self.model, self.tx, self.plan, seed=0, nvme=self.space)
 
     def reopen(self):
-        return reopened(self.tx, self.plan, self.space)
+        return reopen_state(self.tx, self.plan, self.space)
 
     def go_on(self, state, then=lambda state: None):
         """The state of the last step; `then` is given the state of each."""
@@ -204,10 +207,11 @@ def uninterrupted(ranks=1):
 
 
 def killed(ranks=1, since=0, after=None, point=None, pins=False, victim=0):
-    """Start a run; end one rank of it some seconds after it has told so many things, or at a point; and look at what is there.
+    """Start a run; end one rank of it some seconds after it has told so many things, or at a point; and look at what is
+    there.
 
-    {told: what rank 0 had told, code: of the victim, found: for each rank what it finds later, left: names in the folder but for arrays,
-    anew: what a new run in the folder of one that had begun no step tells}
+    {told: what rank 0 had told, code: of the victim, found: for each rank what it finds later, left: names in the
+    folder but for arrays, anew: what a new run in the folder of one that had begun no step tells}
     """
     folder = os.path.join(FOLDER, "killed")
     os.environ["ROUND"] = str(time.monotonic_ns())

@@ -3,9 +3,26 @@
 from fzero.run import config_table
 
 SIZES = {
-    "llama": {"vocab_size": 256, "max_len": 64, "d_model": 64, "n_layers": 3, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2},
+    "llama": {
+        "vocab_size": 256,
+        "max_len": 64,
+        "d_model": 64,
+        "n_layers": 3,
+        "d_ff": 128,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+    },
     "gpt2": {"vocab_size": 256, "max_len": 64, "d_model": 64, "n_layers": 3, "d_ff": 128, "n_heads": 4},
-    "mixtral": {"vocab_size": 256, "max_len": 64, "d_model": 64, "n_layers": 3, "d_ff": 64, "n_heads": 4, "n_kv_heads": 2, "n_experts": 4},
+    "mixtral": {
+        "vocab_size": 256,
+        "max_len": 64,
+        "d_model": 64,
+        "n_layers": 3,
+        "d_ff": 64,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "n_experts": 4,
+    },
     "mlp": {"vocab_size": 256, "max_len": 64, "d_model": 64, "n_layers": 3, "d_ff": 128},
 }
 OFFLOADED = "params=nvme,opt=nvme"
@@ -65,21 +82,48 @@ CASES = {
     "spike": (1, made(ranks=1, guard={"spike": "skip"})),
     "one": (1, made(ranks=1)),
     "one-dropout": (1, made("gpt2", ranks=1, model={"dropout": 0.1}, parts=3)),
-    "one-tiles": (1, made(ranks=1, train_mlp_tiles=4, policy="bf16")),
+    "one-tiles": (1, made(ranks=1, model_mlp_tiles=4, policy="bf16")),
     "host": (4, made(zero=3, policy="bf16", offload="opt=host,params=host")),
     "nvme": (1, made(ranks=1, policy="bf16", offload=OFFLOADED)),
     "nvme-all": (1, made(ranks=1, policy="bf16", offload=f"{OFFLOADED},grads=nvme,acts=nvme", train_remat="full")),
     "nvme-fp32": (1, made(ranks=1, offload=OFFLOADED, train_ema_decay=0.9)),
     "nvme-backward": (1, made(ranks=1, offload=OFFLOADED, train_update="backward", optim_clip=0.0)),
-    "nvme-delayed": (1, made(ranks=1, policy="bf16", offload=OFFLOADED, train_update="delayed")),
     "nvme-dp4": (4, made(zero=3, policy="bf16", offload=OFFLOADED)),
     "host-grads": (1, made(ranks=1, policy="bf16", offload="opt=host,grads=host")),
 }
 
 # What runs by default: each kind of thing once.
 THIN = (
-    "llama-3", "gpt2-1", "mixtral-2", "mlp-0", "bf16-3", "dp2tp2-sequence", "rp2dp2", "remat-every2", "accumulate-full", "canonical",
-    "adam8bit", "muon", "ema", "host", "one-dropout", "nvme-all", "nvme-backward", "nvme-delayed", "host-grads",
-)  # fmt: skip
+    "llama-3",
+    "gpt2-1",
+    "mixtral-2",
+    "mlp-0",
+    "bf16-3",
+    "dp2tp2-sequence",
+    "rp2dp2",
+    "remat-every2",
+    "accumulate-full",
+    "canonical",
+    "adam8bit",
+    "muon",
+    "ema",
+    "host",
+    "one-dropout",
+    "nvme-all",
+    "nvme-backward",
+    "host-grads",
+)
 # And of these, what runs in the slow tier: other families, the other stages and variants.
-SLOW = ("mixtral-2", "mlp-0", "rp2dp2", "remat-every2", "adam8bit", "ema", "one-dropout", "nvme-delayed", "host-grads")
+SLOW = (
+    "nvme-all",
+    "mixtral-2",
+    "mlp-0",
+    "rp2dp2",
+    "remat-every2",
+    "adam8bit",
+    "ema",
+    "one-dropout",
+    "host-grads",
+    "accumulate-full",
+    "dp2tp2-sequence",
+)

@@ -1,8 +1,8 @@
 """Tests on several processes: `run(n, fn, *args, mesh={"dp": n})` calls `fn(mesh, *args)` on each of n ranks over gloo.
 
-The ranks are persistent: a pool of each size starts when first asked for and serves all cases of the session. They are forked from one
-server that has torch and fzero loaded, so that a pool costs milliseconds after the first. After an error on any rank the pool is thrown
-away and the next case starts another, as messages may be left in flight.
+The ranks are persistent: a pool of each size starts when first asked for and serves all cases of the session. They are
+forked from one server that has torch and fzero loaded, so that a pool costs milliseconds after the first. After an
+error on any rank the pool is thrown away and the next case starts another, as messages may be left in flight.
 """
 
 import atexit
@@ -37,10 +37,10 @@ _POOLS = {}
 def run(n, fn, *args, mesh=None, timeout_s=120.0, fresh=False):
     """The results of `fn(mesh, *args)` by rank, on a mesh of these sizes (None: {"dp": n}) whose ledger is empty.
 
-    fn: a function at the top of a module. An error on a rank is raised here, with that rank's traceback as a note; a rank that does not
-    return within `timeout_s` is killed with its pool, and TimeoutError names it. fresh: a pool of its own, ended afterwards, for a test
-    that ends a rank or leaves messages behind; there the result of a rank that ended is `Ended(exit code)`.
-    """
+    fn: a function at the top of a module. An error on a rank is raised here, with that rank's traceback as a note; a
+    rank that does not return within `timeout_s` is killed with its pool, and TimeoutError names it. fresh: a pool of
+    its own, ended afterwards, for a test that ends a rank or leaves messages behind; there the result of a rank that
+    ended is `Ended(exit code)`."""
     sizes = {"dp": n} if mesh is None else mesh
     if fresh:
         with contextlib.closing(_Pool(n)) as pool:
@@ -109,7 +109,9 @@ class _Pool:
         except (EOFError, ConnectionResetError):
             self.processes[rank].join()
             code = self.processes[rank].exitcode
-            return may_end, Ended(code) if may_end else RuntimeError(f"rank {rank} of {len(self.pipes)} ended with exit code {code}")
+            return may_end, Ended(code) if may_end else RuntimeError(
+                f"rank {rank} of {len(self.pipes)} ended with exit code {code}"
+            )
 
     def close(self, grace_s=5.0):
         for pipe in self.pipes:
@@ -122,7 +124,8 @@ class _Pool:
 
 
 def _start_server():
-    """Start the fork server where it is not running; by itself it looks for modules in other places than this process (Python 3.11)."""
+    """Start the fork server where it is not running; by itself it looks for modules in other places than this process
+    (Python 3.11)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv("PYTHONSAFEPATH", "1")

@@ -6,12 +6,24 @@ import math
 from fzero.run import config_table, run_folder
 from fzero.run.config_table import from_table
 
-COMPONENTS = ["params", "master", "optimizer", "ema", "batch", "grads", "gathered", "activations", "workspace", "buffers"]
+COMPONENTS = [
+    "params",
+    "master",
+    "optimizer",
+    "ema",
+    "batch",
+    "grads",
+    "gathered",
+    "activations",
+    "workspace",
+    "buffers",
+]
 STATE = {"params": 1_000_448, "master": 2_000_896, "opt": 2_400_512, "other": 44}
 
 
 def timeline(scale, layers=4):
-    """Moments of a step: forward fills with activations, backward empties them and fills gradients, the update needs a workspace."""
+    """Moments of a step: forward fills with activations, backward empties them and fills gradients, the update needs a
+    workspace."""
     moments, at = [], 0
     rest = {"params": 1_000_448, "master": 2_000_896, "optimizer": 2_400_512, "batch": 8_192}
 
@@ -19,14 +31,24 @@ def timeline(scale, layers=4):
         nonlocal at
         at += 37
         parts = {**rest, **{name: int(n * scale) for name, n in parts.items() if n}}
-        moments.append({"phase": phase, "layer": layer, "op": op, "bytes": sum(parts.values()), "parts": parts, "at": at})
+        moments.append(
+            {"phase": phase, "layer": layer, "op": op, "bytes": sum(parts.values()), "parts": parts, "at": at}
+        )
 
     for i in range(layers):
         add("forward", i, "aten.mm", activations=900_000 * (i + 1), gathered=250_000, workspace=60_000)
     add("forward", None, "fzero.cross_entropy", activations=900_000 * layers, workspace=1_500_000)
     for i in reversed(range(layers)):
         left = 900_000 * (i + 1)
-        add("backward", i, "aten.mm", activations=left, grads=250_000 * (layers - i), gathered=250_000, workspace=400_000)
+        add(
+            "backward",
+            i,
+            "aten.mm",
+            activations=left,
+            grads=250_000 * (layers - i),
+            gathered=250_000,
+            workspace=400_000,
+        )
     add("update", None, "optimizer", grads=250_000 * layers, workspace=800_000)
     add("update", None, "optimizer", grads=250_000 * layers)
     return moments
@@ -45,7 +67,9 @@ def ledger(dp=2, tp=1):
     ):
         if {"dp": dp, "tp": tp}[axis] > 1:
             sizes = {"calls": calls, "elements": elements, "bytes": 4 * elements}
-            rows.append({"phase": phase, "collective": collective, "axis": axis, "leaf": leaf, "dtype": "float32", **sizes})
+            rows.append(
+                {"phase": phase, "collective": collective, "axis": axis, "leaf": leaf, "dtype": "float32", **sizes}
+            )
     return rows
 
 
@@ -56,21 +80,51 @@ def metrics(steps, batch, seq_len, ranks, speed, axes, layers=4):
         wobble = 1.0 + 0.05 * math.sin(1.7 * step)
         spent = (5.0 if step == 1 else 1.0) * wobble * batch * seq_len / speed
         saves, looks = step % 20 == 1 and step > 1, step % 10 == 0
-        shares = {"data": 0.01, "forward": 0.29, "backward": 0.45, "metrics": 0.02, "update": 0.15, "io": 0.0, "rest": 0.03}
+        shares = {
+            "data": 0.01,
+            "forward": 0.29,
+            "backward": 0.45,
+            "metrics": 0.02,
+            "update": 0.15,
+            "io": 0.0,
+            "rest": 0.03,
+        }
         waiting = 0.05 if ranks > 1 else 0.0
         phases = {name: share * spent for name, share in shares.items()} | {"comm_exposed": waiting * spent}
         phases |= {"evaluate": 0.4 * spent if looks else 0.0, "checkpoint": 0.6 * spent if saves else 0.0}
-        row = {"step": step, "loss": 2.0 + 3.6 * math.exp(-step / 12) + 0.04 * math.cos(3 * step), "grad_norm": 0.5 + 12 / step, "lr": 0.01}
+        row = {
+            "step": step,
+            "loss": 2.0 + 3.6 * math.exp(-step / 12) + 0.04 * math.cos(3 * step),
+            "grad_norm": 0.5 + 12 / step,
+            "lr": 0.01,
+        }
         row |= {"loss_scale": 1.0, "skipped": False, "num_tokens": batch * seq_len, "tokens": step * batch * seq_len}
-        row |= {"step_s": spent, "data_s": phases["data"], "tokens_per_s": batch * seq_len / spent, "wall_s": sum(phases.values())}
+        row |= {
+            "step_s": spent,
+            "data_s": phases["data"],
+            "tokens_per_s": batch * seq_len / spent,
+            "wall_s": sum(phases.values()),
+        }
         utilisation = batch * seq_len / spent * 2e7 / 2e11
-        row |= {"mfu": utilisation, "mfu_causal": 0.97 * utilisation, "hfu": 1.2 * utilisation, "hfu_causal": 1.15 * utilisation}
-        row |= {"phases": phases, "comm": {axis: {"exposed": waiting * spent / len(axes), "hidden": 0.04 * spent} for axis in axes}}
+        row |= {
+            "mfu": utilisation,
+            "mfu_causal": 0.97 * utilisation,
+            "hfu": 1.2 * utilisation,
+            "hfu_causal": 1.15 * utilisation,
+        }
+        row |= {
+            "phases": phases,
+            "comm": {axis: {"exposed": waiting * spent / len(axes), "hidden": 0.04 * spent} for axis in axes},
+        }
         if looks:
             row["val_loss"] = 2.1 + 3.6 * math.exp(-step / 12)
             norms = [(1 + i) * 0.3 + 2 / step for i in range(layers)]
             row["grad_norms"] = {"embed": 0.05 + 1 / step, "blocks": norms, "head": 2.0 + 3 / step}
-            row["param_norms"] = {"embed": 16.0 + step / 40, "blocks": [30.0 + i + step / 9 for i in range(layers)], "head": 25.0}
+            row["param_norms"] = {
+                "embed": 16.0 + step / 40,
+                "blocks": [30.0 + i + step / 9 for i in range(layers)],
+                "head": 25.0,
+            }
             busy = [10 * spent * (0.9 + 0.02 * rank) for rank in range(ranks)]
             row["ranks"] = {"steps": 10, "busy_s": busy, "comm_s": [10 * spent - b for b in busy]}
             row["ranks"] |= {"data_s": [0.1] * ranks, "io_s": [0.0] * ranks, "straggler": None, "behind": 1.0}
@@ -81,7 +135,15 @@ def metrics(steps, batch, seq_len, ranks, speed, axes, layers=4):
 def plan_of(speed, seq_len, batch, rows, scale, mesh, exact=True):
     """A prediction: equal to the record where it has to be, near it where it is an estimate."""
     step_s = batch * seq_len / (0.93 * speed)
-    phases = {"forward": 0.3, "backward": 0.47, "update": 0.14, "comm_exposed": 0.06 if rows else 0.0, "data": 0.0, "io": 0.0, "rest": 0.03}
+    phases = {
+        "forward": 0.3,
+        "backward": 0.47,
+        "update": 0.14,
+        "comm_exposed": 0.06 if rows else 0.0,
+        "data": 0.0,
+        "io": 0.0,
+        "rest": 0.03,
+    }
     moments = timeline(scale)
     peak = max(moments, key=lambda m: m["bytes"])
     sums = {}
@@ -113,7 +175,9 @@ def plan_of(speed, seq_len, batch, rows, scale, mesh, exact=True):
     }
 
 
-def make_run(folder, *, steps=40, dp=2, tp=1, speed=1500.0, preset="llama-tiny", batch=8, plan=True, old=False, table=None):
+def make_run(
+    folder, *, steps=40, dp=2, tp=1, speed=1500.0, preset="llama-tiny", batch=8, plan=True, old=False, table=None
+):
     """Write a run folder; `old`: as runs before this version left it."""
     sizes = {"d_model": 64, "n_layers": 4, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2} if preset != "gpt2-tiny" else {}
     given = {"preset": preset, "train": {"steps": steps, "batch": batch}, "data": {"seq_len": 128}, **(table or {})}
@@ -124,8 +188,19 @@ def make_run(folder, *, steps=40, dp=2, tp=1, speed=1500.0, preset="llama-tiny",
     folder.mkdir(parents=True)
     (folder / run_folder.CONFIG).write_text(config_table.to_json(value))
     said = {"fzero": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "platform": "Linux", "threads": 1}
-    said |= {"command": ["/home/me/venv/bin/fzero", "pretrain", "--steps", str(steps)], "corpus": "/home/me/corpus", "corpus_sha256": "ab"}
-    said |= {"tokenizer": "bytes", "eos": 0, "init": "", "num_params": 1_000_448, "flop_per_token": 2e7, "processes": dp * tp}
+    said |= {
+        "command": ["/home/me/venv/bin/fzero", "pretrain", "--steps", str(steps)],
+        "corpus": "/home/me/corpus",
+        "corpus_sha256": "ab",
+    }
+    said |= {
+        "tokenizer": "bytes",
+        "eos": 0,
+        "init": "",
+        "num_params": 1_000_448,
+        "flop_per_token": 2e7,
+        "processes": dp * tp,
+    }
     (folder / run_folder.ENVIRONMENT).write_text(json.dumps(said))
     rows = metrics(steps, batch, 128, dp * tp, speed, [*mesh])
     if old:
@@ -134,8 +209,19 @@ def make_run(folder, *, steps=40, dp=2, tp=1, speed=1500.0, preset="llama-tiny",
     (folder / run_folder.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if old:
         return folder
-    attempt = {"attempt": 1, "first_step": 0, "time": "2026-11-22T09:00:00Z", "command": said["command"], "config_sha256": "cd" * 32}
-    attempt |= {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False, "processes": dp * tp, "mesh": {"dp": dp, "tp": tp}}
+    attempt = {
+        "attempt": 1,
+        "first_step": 0,
+        "time": "2026-11-22T09:00:00Z",
+        "command": said["command"],
+        "config_sha256": "cd" * 32,
+    }
+    attempt |= {
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "dirty": False,
+        "processes": dp * tp,
+        "mesh": {"dp": dp, "tp": tp},
+    }
     attempt |= {
         "zero": value.zero,
         "offload": "",
@@ -145,9 +231,22 @@ def make_run(folder, *, steps=40, dp=2, tp=1, speed=1500.0, preset="llama-tiny",
         "compiled": False,
         "precision": "bf16",
     }
-    attempt |= {"fp32_matmul": "default", "num_params": 1_000_448, "tokens_per_step": batch * 128, "flop_per_token": 2e7}
-    attempt |= {"flop_per_token_causal": 1.9e7, "hardware_flop_per_token": 2.4e7, "hardware_flop_per_token_causal": 2.3e7}
-    attempt |= {"peak_flops": 2e11, "peak_measured": True, "versions": {"fzero": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}}
+    attempt |= {
+        "fp32_matmul": "default",
+        "num_params": 1_000_448,
+        "tokens_per_step": batch * 128,
+        "flop_per_token": 2e7,
+    }
+    attempt |= {
+        "flop_per_token_causal": 1.9e7,
+        "hardware_flop_per_token": 2.4e7,
+        "hardware_flop_per_token_causal": 2.3e7,
+    }
+    attempt |= {
+        "peak_flops": 2e11,
+        "peak_measured": True,
+        "versions": {"fzero": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"},
+    }
     machine = {
         "cpu": "A Processor of Some Kind 9000",
         "cores": 2,
@@ -163,9 +262,23 @@ def make_run(folder, *, steps=40, dp=2, tp=1, speed=1500.0, preset="llama-tiny",
     (folder / "ledger.json").write_text(json.dumps({"attempt": 2, "step": 22, "rank": 0, "rows": found}))
     moments = timeline(1.0)
     peak = max(moments, key=lambda m: m["bytes"])
-    memory = {"attempt": 2, "step": 22, "rank": 0, "components": COMPONENTS, "timeline": moments, "peak": peak, "state": STATE}
-    memory |= {"alive": [["blocks/w", "params", 800_000]], "allocator_peak_bytes": peak["bytes"] + 77_777, "rss_peak_bytes": 600_000_000}
-    (folder / "memory.json").write_text(json.dumps({**memory, "compiled": False, "not_seen": "scratch inside operators"}))
+    memory = {
+        "attempt": 2,
+        "step": 22,
+        "rank": 0,
+        "components": COMPONENTS,
+        "timeline": moments,
+        "peak": peak,
+        "state": STATE,
+    }
+    memory |= {
+        "alive": [["blocks/w", "params", 800_000]],
+        "allocator_peak_bytes": peak["bytes"] + 77_777,
+        "rss_peak_bytes": 600_000_000,
+    }
+    (folder / "memory.json").write_text(
+        json.dumps({**memory, "compiled": False, "not_seen": "scratch inside operators"})
+    )
     if plan:
         (folder / "plan.json").write_text(json.dumps(plan_of(speed, 128, batch, found, 1.01, mesh)))
     return folder

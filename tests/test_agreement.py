@@ -46,7 +46,8 @@ def test_checked_mode_lets_equal_programs_pass():
 
 
 def places(mesh):
-    """Where the roll call has this rank: (name and number of the collective begun last, whether it waits, its number at a wait)."""
+    """Where the roll call has this rank: (name and number of the collective begun last, whether it waits, its number at
+    a wait)."""
     dp, agreement, x = mesh["dp"], mesh.agreement, mine(mesh, 4)
     psum(x, dp, leaf="v")
     started = dp.communicator.start_all_gather(x, "w")
@@ -156,7 +157,8 @@ def test_a_rank_that_does_not_arrive():
     assert 0.9 < seconds < 2.4
     text, seconds = ranks.run(2, late, False, fresh=True)[0]
     assert text == (
-        "rank 0: all_gather over dp (2 ranks) of w: rank 1 did not answer within 1 s: it is late, or runs another program "
+        "rank 0: all_gather over dp (2 ranks) of w: rank 1 did not answer within 1 s: it is late, or runs another "
+        "program "
         "(mesh.checked() tells)"
     )
 
@@ -187,7 +189,10 @@ def test_a_sum_of_what_is_the_same_on_all_ranks_is_refused(n):
     for refused, passed in ranks.run(n, sums_of_the_same):
         assert passed == [None] * 5
         for text in refused:
-            assert text.startswith(f"psum over dp ({n} ranks) of w: its input, ") and f"is the same on all {n} ranks already" in text
+            assert (
+                text.startswith(f"psum over dp ({n} ranks) of w: its input, ")
+                and f"is the same on all {n} ranks already" in text
+            )
             assert "drop the psum" in text
 
 
@@ -235,4 +240,6 @@ def another_size(mesh):
 def test_a_tensor_of_another_size_is_never_taken_for_the_right_one():
     """gloo by itself would leave memory unwritten on one rank, and end the process of the other."""
     for rank, text in enumerate(ranks.run(2, another_size, fresh=True)):
-        assert f"rank {rank}: all_gather over dp (2 ranks): rank {1 - rank} " in text and ("did not answer" in text or "gone" in text)
+        assert f"rank {rank}: all_gather over dp (2 ranks): rank {1 - rank} " in text and (
+            "did not answer" in text or "gone" in text
+        )

@@ -1,4 +1,5 @@
-"""The check of compiled kernels: that it sees what it is for. The kernels themselves are checked by `python -m fzero.kernels.aot`."""
+"""The check of compiled kernels: that it sees what it is for. The kernels themselves are checked by `python -m
+fzero.kernels.aot`."""
 
 import os
 import subprocess
@@ -38,7 +39,8 @@ def run(*arguments, code=None, folder=None):
 def test_a_kernel_that_falls_short_is_named(tmp_path):
     (tmp_path / "spills.py").write_text(SPILLS)
     code = (
-        "import importlib, sys; from fzero.kernels import aot; import spills; name = 'fzero.kernels.spills'; sys.modules[name] = spills\n"
+        "import importlib, sys; from fzero.kernels import aot; import spills; name = 'fzero.kernels.spills'; "
+        "sys.modules[name] = spills\n"
         "r = aot.compile_build(aot.ARCHS['sm_90'], 'spills', next(spills.builds())); print(r.wrong)"
     )
     status, said = run(code=code, folder=tmp_path)

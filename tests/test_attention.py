@@ -1,4 +1,5 @@
-"""Attention: the reference against a loop over positions and against PyTorch, the blocked form against the reference."""
+"""Attention: the reference against a loop over positions and against PyTorch, the blocked form against the
+reference."""
 
 import math
 
@@ -31,7 +32,9 @@ def inputs(b, t, h, g, k, dtype=F64, s=None, seed=0):
 
 def documents_of(b, t):
     """Documents of different lengths in every row, one of a single token."""
-    return torch.stack([((torch.arange(t) + 5 * i) // max(2, t // 3)).add((torch.arange(t) == t - 1).int()) for i in range(b)])
+    return torch.stack(
+        [((torch.arange(t) + 5 * i) // max(2, t // 3)).add((torch.arange(t) == t - 1).int()) for i in range(b)]
+    )
 
 
 def sees(pattern, t, s):
@@ -59,20 +62,26 @@ def by_hand(q, k, v, pattern, documents=None, scale=None):
                 at = [s for s in range(past + t) if sees(pattern, past + n, s)]
                 if documents is not None:
                     at = [s for s in at if documents[i, s] == documents[i, past + n]]
-                scores = [math.exp(float(q[i, n, j] @ k[i, s, group]) * (d**-0.5 if scale is None else scale)) for s in at]
+                scores = [
+                    math.exp(float(q[i, n, j] @ k[i, s, group]) * (d**-0.5 if scale is None else scale)) for s in at
+                ]
                 out[i, n, j] = sum(w * v[i, s, group] for w, s in zip(scores, at)) / sum(scores)
     return out
 
 
 @pytest.mark.parametrize(
-    "pattern", [FULL, *(Pattern(k, 3, 1 if k == "fixed" else 0) for k in ("window", "local", "strided", "fixed"))], ids=str
+    "pattern",
+    [FULL, *(Pattern(k, 3, 1 if k == "fixed" else 0) for k in ("window", "local", "strided", "fixed"))],
+    ids=str,
 )
 def test_reference_is_the_definition(pattern):
     q, k, v = inputs(2, 11, 4, 2, 3)
     assert_close(attn.reference(q, k, v, pattern=pattern), by_hand(q, k, v, pattern), rtol=1e-12, atol=1e-14)
     documents = documents_of(2, 11)
     expected = by_hand(q, k, v, pattern, documents, scale=0.3)
-    assert_close(attn.reference(q, k, v, pattern=pattern, documents=documents, scale=0.3), expected, rtol=1e-12, atol=1e-14)
+    assert_close(
+        attn.reference(q, k, v, pattern=pattern, documents=documents, scale=0.3), expected, rtol=1e-12, atol=1e-14
+    )
     # The last queries alone, as when a token is added to a cache.
     last = by_hand(q[:, 9:], k, v, pattern)
     assert_close(attn.reference(q[:, 9:], k, v, pattern=pattern), last, rtol=1e-12, atol=1e-14)
@@ -80,7 +89,9 @@ def test_reference_is_the_definition(pattern):
 
 def test_reference_is_torch_s_causal_attention():
     q, k, v = inputs(2, 37, 6, 3, 8)
-    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
     assert_close(attn.reference(q, k, v), expected.transpose(1, 2), rtol=1e-12, atol=1e-14)
 
 
@@ -97,7 +108,9 @@ def test_blocked_is_the_reference(pattern, t):
     tensors = inputs(2, t, 4, 2, 8)
     for options in ({}, {"documents": documents_of(2, t), "scale": 0.2}):
         expected = gradients(attn.reference, tensors, pattern=pattern, **options)
-        assert_close(gradients(attn.blocked_attention, tensors, pattern=pattern, **options), expected, rtol=1e-11, atol=1e-14)
+        assert_close(
+            gradients(attn.blocked_attention, tensors, pattern=pattern, **options), expected, rtol=1e-11, atol=1e-14
+        )
 
 
 @pytest.mark.parametrize("heads, groups, dim", ((1, 1, 1), (3, 3, 5), (6, 2, 4), (4, 1, 7)))
@@ -114,7 +127,9 @@ def test_blocked_in_many_blocks_and_where_the_number_is_capped(monkeypatch):
         monkeypatch.setattr(attention_blocked, "MAX_BLOCKS", most)
         blocks = attention_blocked._blocks(53, FULL)
         assert len(blocks) <= most and [b[0] for b in blocks[1:]] == [b[1] for b in blocks[:-1]] and blocks[-1][1] == 53
-        assert_close(gradients(attn.blocked_attention, tensors, pattern=Pattern("window", 5)), expected, rtol=1e-11, atol=1e-14)
+        assert_close(
+            gradients(attn.blocked_attention, tensors, pattern=Pattern("window", 5)), expected, rtol=1e-11, atol=1e-14
+        )
 
 
 def test_gradcheck_of_the_blocked_function(monkeypatch):
@@ -122,7 +137,9 @@ def test_gradcheck_of_the_blocked_function(monkeypatch):
     leaves = [x.requires_grad_() for x in inputs(2, 5, 2, 1, 2)]
     documents = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]])
     for options in ({}, {"pattern": Pattern("strided", 2), "documents": documents, "scale": 0.7}):
-        assert torch.autograd.gradcheck(lambda *a, options=options: attn.blocked_attention(*a, **options), leaves, atol=1e-7, rtol=1e-6)
+        assert torch.autograd.gradcheck(
+            lambda *a, options=options: attn.blocked_attention(*a, **options), leaves, atol=1e-7, rtol=1e-6
+        )
 
 
 @every_pattern
@@ -143,8 +160,12 @@ def test_another_document_does_not_change_mine(form):
     mine = documents == torch.tensor([[1], [5]])
     changed = [torch.where(mine[..., None, None], x, y) for x, y in zip(tensors, other)]
     for pattern in PATTERNS.values():
-        base = gradients(lambda *a, p=pattern: form(*a, pattern=p, documents=documents) * mine[..., None, None], tensors)
-        moved = gradients(lambda *a, p=pattern: form(*a, pattern=p, documents=documents) * mine[..., None, None], changed)
+        base = gradients(
+            lambda *a, p=pattern: form(*a, pattern=p, documents=documents) * mine[..., None, None], tensors
+        )
+        moved = gradients(
+            lambda *a, p=pattern: form(*a, pattern=p, documents=documents) * mine[..., None, None], changed
+        )
         assert_close(moved, base, rtol=1e-12, atol=1e-15)
         assert all(float(g[~mine].abs().max()) == 0.0 for g in base)
     # A document inside a packed row is the document alone.

@@ -70,9 +70,13 @@ CLOSE = {
     "grad of grad": grad_of_grad,
     "plain autograd, second order": plain_double,
     "hessian": lambda fn, p, x: torch.func.hessian(lambda b: scalar(fn)({**p, "b": b}, x))(p["b"]),
-    "hessian-vector": lambda fn, p, x: torch.func.jvp(grad(scalar(fn)), (p, x), (pytree.map(torch.cos, p), torch.sin(x)))[1],
+    "hessian-vector": lambda fn, p, x: torch.func.jvp(
+        grad(scalar(fn)), (p, x), (pytree.map(torch.cos, p), torch.sin(x))
+    )[1],
     "jacrev": lambda fn, p, x: torch.func.jacrev(fn)(p, x),
-    "grad of vmap": lambda fn, p, x: grad(lambda q: torch.vmap(scalar(lambda r, row: fn(r, row.expand(3, 4))), (None, 0))(q, x).sum())(p),
+    "grad of vmap": lambda fn, p, x: grad(
+        lambda q: torch.vmap(scalar(lambda r, row: fn(r, row.expand(3, 4))), (None, 0))(q, x).sum()
+    )(p),
 }
 
 
@@ -144,7 +148,8 @@ def test_remat_refuses_a_closure_over_what_is_differentiated():
     t = torch.tensor(2.0, dtype=F64)
     for use in (grad, torch.func.jacfwd, lambda fn: torch.vmap(fn)):
         with pytest.raises(
-            ValueError, match="remat: the function closes over 'w', a tensor that is differentiated; pass it as an argument"
+            ValueError,
+            match="remat: the function closes over 'w', a tensor that is differentiated; pass it as an argument",
         ):
             use(lambda w: remat(lambda x: x * w)(t))(torch.stack((t, t)) if use is not grad else t)
     leaf = {"w": t.clone().requires_grad_()}
@@ -175,7 +180,14 @@ def test_transforms_and_first_order():
     for call in (note, grad(note), torch.vmap(note), grad(lambda x: grad(note)(x).sum()), torch.vmap(grad(note))):
         call(torch.ones(2, 2) if call is not note else x)
     torch.func.jvp(note, (x,), (x,))
-    assert seen == [([], True), (["Grad"], True), (["Vmap"], False), (["Grad", "Grad"], False), (["Vmap", "Grad"], False), (["Jvp"], False)]
+    assert seen == [
+        ([], True),
+        (["Grad"], True),
+        (["Vmap"], False),
+        (["Grad", "Grad"], False),
+        (["Vmap", "Grad"], False),
+        (["Jvp"], False),
+    ]
 
 
 def test_needs_grad():
@@ -216,7 +228,8 @@ def test_remat_texts_that_mean_the_same():
 
 
 @pytest.mark.parametrize(
-    "text", ("", "None", "half", "every", "every:", "every:-1", "every:1.5", "full:2", "selective", "selective:-0.5", "none ")
+    "text",
+    ("", "None", "half", "every", "every:", "every:-1", "every:1.5", "full:2", "selective", "selective:-0.5", "none "),
 )
 def test_remat_refuses_other_texts(text):
     with pytest.raises(ValueError, match=f"remat is {text!r}; it must be none, full, every:K or selective:F"):

@@ -1,8 +1,9 @@
-"""How many calls lie between `fzero pretrain` and the gradient: the chain that CONTRIBUTING.md lists, as it is in a run.
+"""How many calls lie between `fzero pretrain` and the gradient: the chain that CONTRIBUTING.md lists, as it is in a
+run.
 
-Counted are the functions of fzero on the stack from the command's own (fzero/cli/pretrain.py, which is the first) to the place, both with
-it. A lambda, a comprehension and a generator's frame are not counted, nor what click, contextlib and torch put between.
-"""
+Counted are the functions of fzero on the stack from the command's own (fzero/cli/pretrain.py, which is the first) to
+the place, both with it. A lambda, a comprehension and a generator's frame are not counted, nor what click, contextlib
+and torch put between."""
 
 import re
 import sys
@@ -38,7 +39,8 @@ SETTINGS = ("train.compiled=false", "train.eval_batches=1", "train.measure_every
 
 
 def calls():
-    """The functions of fzero from the command to the caller of this function, as "file.py: function", the command first."""
+    """The functions of fzero from the command to the caller of this function, as "file.py: function", the command
+    first."""
     found, frame = [], sys._getframe(1)
     while frame is not None:
         code, path = frame.f_code, Path(frame.f_code.co_filename)
@@ -53,7 +55,9 @@ def calls():
 def listed(title):
     """The steps of a numbered list of CONTRIBUTING.md: "file.py: function" each."""
     section = CONTRIBUTING.read_text().split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
-    return [f"{path}: {name}" for path, name in re.findall(r"^\d+\. `fzero/([\w/]+\.py)`: `(?:\w+\.)?(\w+)`", section, re.M)]
+    return [
+        f"{path}: {name}" for path, name in re.findall(r"^\d+\. `fzero/([\w/]+\.py)`: `(?:\w+\.)?(\w+)`", section, re.M)
+    ]
 
 
 @pytest.fixture
@@ -71,7 +75,19 @@ def chain(tmp_path, monkeypatch):
 
         monkeypatch.setattr(owner, name, seen)
         settings = [part for setting in SETTINGS for part in ("--set", setting)]
-        args = ["pretrain", *FLAGS, *settings, "--data", "text.txt", "--out", "run", "--sample", "", "--peak-tflops", "1"]
+        args = [
+            "pretrain",
+            *FLAGS,
+            *settings,
+            "--data",
+            "text.txt",
+            "--out",
+            "run",
+            "--sample",
+            "",
+            "--peak-tflops",
+            "1",
+        ]
         result = CliRunner().invoke(cli, args, catch_exceptions=False)
         assert result.exit_code == 0 and found, result.output
         return found

@@ -1,4 +1,5 @@
-"""Canonical sums: one hash of parameters, optimizer state and losses, on every mesh, at every stage, however gradients are accumulated."""
+"""Canonical sums: one hash of parameters, optimizer state and losses, on every mesh, at every stage, however gradients
+are accumulated."""
 
 import functools
 import hashlib

@@ -1,4 +1,5 @@
-"""Checkpoints on one process (fzero/checkpoint/): round trips, what zarr reads, parts of a state, what is kept and removed."""
+"""Checkpoints on one process (fzero/checkpoint/): round trips, what zarr reads, parts of a state, what is kept and
+removed."""
 
 import json
 import os
@@ -14,8 +15,9 @@ import fzero
 from fzero import checkpoint
 from fzero.checkpoint import manifest as manifest_module
 from fzero.checkpoint import writer
-from fzero.core import pytree
+from fzero.core import pytree, torch_private
 from fzero.core.digest import digest
+from fzero.run.resume.saver import retire_left
 from fzero.sharding import Spec, fake_mesh
 
 # ---- round trips ----
@@ -94,9 +96,15 @@ def test_slices(tmp_path):
     state = tree()
     held = checkpoint.open_checkpoint(checkpoint.save(tmp_path, state, step=0))
     for name, start, size in (
-        ("large", (0, 0), (1024, 2048)), ("large", (511, 3), (2, 2045)), ("large", (1023, 2047), (1, 1)), ("large", (5, 5), (0, 3)),
-        ("layers", (2, 100, 7), (3, 333, 290)), ("view", (1, 2), (2, 3)), ("odd/second/0", (), ()), ("odd/second/2", (0, 1), (0, 2)),
-    ):  # fmt: skip
+        ("large", (0, 0), (1024, 2048)),
+        ("large", (511, 3), (2, 2045)),
+        ("large", (1023, 2047), (1, 1)),
+        ("large", (5, 5), (0, 3)),
+        ("layers", (2, 100, 7), (3, 333, 290)),
+        ("view", (1, 2), (2, 3)),
+        ("odd/second/0", (), ()),
+        ("odd/second/2", (0, 1), (0, 2)),
+    ):
         expected = pytree.named_leaves(state)[name][tuple(slice(at, at + n) for at, n in zip(start, size))]
         got = held.read(name, start, size)
         assert got.shape == size and torch.equal(bits(got), bits(expected)), name
@@ -117,7 +125,9 @@ def test_a_part_of_a_state(tmp_path):
     assert_same(checkpoint.restore(path, state["params"], under="params"), state["params"])
     expected = {"params/w": torch.ones(2), "params/b": torch.zeros(3)}
     assert_same(checkpoint.restore_leaves(path, lambda name: name.startswith("params/")), expected)
-    refused(["none of its leaves is selected", "params/w"], checkpoint.restore_leaves, path, lambda name: name == "weights")
+    refused(
+        ["none of its leaves is selected", "params/w"], checkpoint.restore_leaves, path, lambda name: name == "weights"
+    )
     refused(["missing: master/w, master/b"], checkpoint.restore, path, state["params"], under="master")
 
 
@@ -125,7 +135,9 @@ def test_keep_drop_and_out(tmp_path):
     path = checkpoint.save(tmp_path, {"p": {"w": torch.ones(2), "b": torch.ones(3)}, "old": torch.ones(1)}, step=1)
     like = {"p": {"w": torch.full((2,), 5.0), "b": torch.full((9,), 6.0)}, "new": torch.full((4,), 7.0)}
     back = checkpoint.restore(path, like, keep="p/b|new", drop="old")
-    assert back["p"]["b"] is like["p"]["b"] and back["new"] is like["new"] and torch.equal(back["p"]["w"], torch.ones(2))
+    assert (
+        back["p"]["b"] is like["p"]["b"] and back["new"] is like["new"] and torch.equal(back["p"]["w"], torch.ones(2))
+    )
     # A name is matched whole.
     refused(["missing: new", "extra: old"], checkpoint.restore, path, like, keep="p/b", drop="ol")
     inner = checkpoint.restore(path, like["p"], under="p", keep="b")
@@ -148,13 +160,22 @@ def test_a_slice_is_of_a_leaf_that_divides(tmp_path):
     path = checkpoint.save(tmp_path, {"a": torch.arange(5.0)}, step=1)
     for rank in range(2):
         mesh = fake_mesh({"dp": 2}, rank)
-        refused(["of another shape: a [5]"], checkpoint.restore, path, {"a": torch.ones(2)}, specs={"a": Spec(("dp",))}, mesh=mesh)
+        refused(
+            ["of another shape: a [5]"],
+            checkpoint.restore,
+            path,
+            {"a": torch.ones(2)},
+            specs={"a": Spec(("dp",))},
+            mesh=mesh,
+        )
 
 
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path):
     good = {"a": torch.ones(2)}
     refused(["leaf 'b/0' is a NoneType"], checkpoint.save, tmp_path, {"a": torch.ones(1), "b": [None]}, step=1)
-    refused(["leaf 'a' is torch.complex64"], checkpoint.save, tmp_path, {"a": torch.ones(1, dtype=torch.complex64)}, step=1)
+    refused(
+        ["leaf 'a' is torch.complex64"], checkpoint.save, tmp_path, {"a": torch.ones(1, dtype=torch.complex64)}, step=1
+    )
     for step in (-1, 1.0, True, torch.tensor(3)):
         refused(["step is"], checkpoint.save, tmp_path, good, step=step)
     for name in ("keep_last", "keep_every"):
@@ -186,6 +207,95 @@ def test_steps_latest_and_keep_last(tmp_path):
     assert contents(tmp_path) == ["step-200000000", *(f"step-200000000/{name}" for name in SMALL)]
 
 
+@pytest.mark.parametrize(
+    "step, keep_last, keep_every, left",
+    [(4, 2, 0, [3, 4, 5]), (5, 1, 2, [2, 4, 5]), (5, 0, 0, [1, 2, 3, 4, 5]), (9, 1, 0, [1, 2, 3, 4, 5])],
+)
+def test_what_a_kill_left_beyond_keep_last_is_gone_at_the_next_start(tmp_path, step, keep_last, keep_every, left):
+    """A later one than the state that a run resumes from was passed over as damaged: it stays, and so does that state's
+    own."""
+    for at in (1, 2, 3, 4, 5):
+        checkpoint.save(tmp_path, small(at), step=at)
+    retire_left(tmp_path, step, keep_last, keep_every, print)
+    assert checkpoint.steps(tmp_path) == left
+
+
+KINDS = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "mkldnn": lambda: torch.ones(3, 3).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64),
+    "complex128": lambda: torch.ones(3, dtype=torch.complex128),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "uint16": lambda: torch.ones(3, dtype=torch.uint16),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "fake": lambda: torch_private.FakeTensorMode().from_tensor(torch.ones(3)),
+    "subclass": lambda: torch.ones(3).as_subclass(type("Mine", (torch.Tensor,), {"__torch_dispatch__": print})),
+    "number": lambda: 3.0,
+    "array": lambda: torch.ones(3).numpy(),
+    "text": lambda: "a",
+    "module": lambda: torch.nn.Linear(2, 2),
+    "lazy complex": lambda: checkpoint.Lazy(torch.complex64, (3,), lambda: None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:.*quantize")
+def test_a_leaf_that_cannot_be_stored_is_refused_before_anything_is_written(kind, tmp_path):
+    refused(
+        ["checkpoint: leaf 'b/0' is "],
+        checkpoint.save,
+        tmp_path / "c",
+        {"a": torch.ones(2), "b": [KINDS[kind]()]},
+        step=1,
+    )
+    if isinstance(KINDS[kind](), torch.Tensor):
+        refused(["checkpoint: the state is "], checkpoint.save, tmp_path / "c", KINDS[kind](), step=1)
+    assert contents(tmp_path) == []
+
+
+def test_a_leaf_inside_of_a_transformation_is_refused(tmp_path):
+    def loss(x):
+        refused(["checkpoint: leaf 'a' is a tensor inside"], checkpoint.save, tmp_path / "c", {"a": x}, step=1)
+        return x.sum()
+
+    torch.func.grad(loss)(torch.ones(3))
+    torch.vmap(loss)(torch.ones(2, 3))
+    assert contents(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        torch.nn.Parameter(torch.ones(3)),
+        torch.imag(torch.tensor([1 + 2j, 3 - 4j]).conj()),
+        torch.ones(3).expand(2, 3),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.ones(2, 0),
+        torch.zeros(()),
+    ],
+    ids=["parameter", "negative bit", "expanded", "channels last", "empty", "scalar"],
+)
+def test_other_kinds_of_leaves_come_back(leaf, tmp_path):
+    path = checkpoint.save(tmp_path, {"a": leaf}, step=1)
+    assert_same_bits(
+        checkpoint.restore(path, {"a": torch.empty_like(leaf)}), {"a": leaf.detach().resolve_neg().clone()}
+    )
+
+
+@pytest.mark.parametrize("state", [{}, (), [], {"a": {}}, {"a": ((), [])}], ids=str)
+@pytest.mark.parametrize("place", ["folder", "url"])
+def test_a_state_without_leaves_comes_back(state, place, tmp_path):
+    folder = tmp_path if place == "folder" else f"file://{tmp_path}"
+    for step in (1, 2):  # the second in the place of the first
+        path = checkpoint.save(folder, state, step=step, config={"a": 1}, keep_last=1)
+        assert checkpoint.restore(path, state) == state and checkpoint.verify(path) == []
+    assert checkpoint.steps(folder) == [2] and checkpoint.read_manifest(path)["config"] == {"a": 1}
+    refused(["missing: w"], checkpoint.restore, path, {"w": torch.ones(1)})
+
+
 def test_keep_every(tmp_path):
     for step in range(10, 100, 10):
         checkpoint.save(tmp_path, small(step), step=step, keep_last=2, keep_every=30)
@@ -197,7 +307,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     for i in range(3):
         path = checkpoint.save(tmp_path, small(i, n=5 + i), step=5)
         assert_same_bits(checkpoint.restore(path, small(0, n=5 + i)), small(i, n=5 + i))
-        assert [name.replace("arrays-1", "arrays") for name in contents(path)] == SMALL and checkpoint.verify(path) == []
+        assert [name.replace("arrays-1", "arrays") for name in contents(path)] == SMALL and checkpoint.verify(
+            path
+        ) == []
 
 
 def test_what_others_put_into_the_folder_stays(tmp_path):
@@ -224,7 +336,10 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     for step in (1, 2):
         for name in ("mkdir", "pwrite", "fsync", "replace", "posix_fallocate", "sync_file_system"):
             state = small(1, n=300_000 if name == "posix_fallocate" else 5)
-            with monkeypatch.context() as patch, pytest.raises(checkpoint.SaveFailed, match=f"step-0000000{step}: .*No space left"):
+            with (
+                monkeypatch.context() as patch,
+                pytest.raises(checkpoint.SaveFailed, match=f"step-0000000{step}: .*No space left"),
+            ):
                 patch.setattr(writer if name == "sync_file_system" else os, name, full)
                 checkpoint.save(tmp_path, state, step=step, keep_last=1)
             assert contents(tmp_path) == before, name

@@ -1,4 +1,5 @@
-"""Saves behind the training (fzero/checkpoint/writer.py): snapshots, files that are used again, errors and when they are told."""
+"""Saves behind the training (fzero/checkpoint/writer.py): snapshots, files that are used again, errors and when they
+are told."""
 
 import os
 import threading
@@ -25,7 +26,9 @@ def test_the_files_of_one_that_goes_are_written_over(tmp_path):
         path = saving.wait().path
         assert checkpoint.steps(tmp_path) == [step] and checkpoint.verify(path) == []
         assert_same_bits(checkpoint.restore(path, state), {name: leaf + step for name, leaf in state.items()})
-        inodes.append({file.name: file.stat().st_ino for file in (path / "arrays" / "a").iterdir() if file.name.startswith("c")})
+        inodes.append(
+            {file.name: file.stat().st_ino for file in (path / "arrays" / "a").iterdir() if file.name.startswith("c")}
+        )
     assert inodes[2] == inodes[0] and inodes[3] == inodes[1] and inodes[0] != inodes[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spare", "step-00000005"]
     saving.close()
@@ -34,7 +37,8 @@ def test_the_files_of_one_that_goes_are_written_over(tmp_path):
 
 @pytest.mark.parametrize("compress", ["", "zstd"])
 def test_files_that_are_used_again_by_another_state(tmp_path, compress):
-    """Of other shapes, dtypes and names, larger and smaller, leaves where groups were: nothing of the old ones is left."""
+    """Of other shapes, dtypes and names, larger and smaller, leaves where groups were: nothing of the old ones is
+    left."""
     g = torch.Generator().manual_seed(0)
     states = [
         {"a": torch.randn(700, 900, generator=g), "b": {"c": torch.randn(9, generator=g)}, "gone": torch.ones(3)},
@@ -114,7 +118,10 @@ def test_a_failure_is_told_once_and_the_next_save_is_sound(tmp_path, monkeypatch
             patch.setattr(os, "pwrite", full)
             saving.save(state, step=2)
             saving.current.over.wait(20)
-        with pytest.raises(checkpoint.SaveFailed, match=r"step-00000002: the checkpoint could not be written: No space left on device$"):
+        with pytest.raises(
+            checkpoint.SaveFailed,
+            match=r"step-00000002: the checkpoint could not be written: No space left on device \(.*\)$",
+        ):
             getattr(saving, at)(*([state] if at == "save" else []), **({"step": 3} if at == "save" else {}))
         if at != "close":
             assert saving.poll() is None and contents(tmp_path) == before
@@ -172,7 +179,12 @@ def test_a_snapshot_in_less_memory_than_the_state(tmp_path):
     saving = checkpoint.Writer(tmp_path, buffer_bytes=1 << 20)
     saving.save(state, step=1)
     bound = writer.THREADS * (writer.SLAB + 8192)
-    assert saving.buffers.peak <= saving.buffers.size <= bound + (2 << 20) < sum(leaf.nbytes for leaf in (large, large, large))
+    assert (
+        saving.buffers.peak
+        <= saving.buffers.size
+        <= bound + (2 << 20)
+        < sum(leaf.nbytes for leaf in (large, large, large))
+    )
     path = saving.wait().path
     assert made == [0, 1] and saving.buffers.peak <= bound
     like = {name: leaf if isinstance(leaf, torch.Tensor) else large for name, leaf in state.items()}

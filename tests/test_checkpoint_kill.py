@@ -1,6 +1,8 @@
-"""Runs that are ended by SIGKILL at any instant, many times over, and go on from what they saved: the run that was not."""
+"""Runs that are ended by SIGKILL at any instant, many times over, and go on from what they saved: the run that was
+not."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -27,7 +29,11 @@ from fzero.checkpoint.part_file import PartFile
 from fzero.core import precision, pytree
 from fzero.train.state import meta_state, state_specs
 
-STEPS, EVERY, KEPT = 12, 2, [6, 10, 12]  # a checkpoint after every second step; of those keep_last=2 and keep_every=6 leave these
+STEPS, EVERY, KEPT = (
+    12,
+    2,
+    [6, 10, 12],
+)  # a checkpoint after every second step; of those keep_last=2 and keep_every=6 leave these
 CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
 # Where a run ends itself: what is called, and whether it then ends before or after the call.
 POINTS = {
@@ -48,7 +54,8 @@ POINTS = {
 }
 
 
-# ---- what follows runs in a process of its own (`python test_checkpoint_kill.py FOLDER`), which forks those that are killed ----
+# ---- what follows runs in a process of its own (`python test_checkpoint_kill.py FOLDER`), which forks those that are
+# killed ----
 
 
 class Run:
@@ -100,16 +107,15 @@ class Run:
 def kill_me_at(point):
     """Arm one of POINTS: this process ends when it gets there for the given time."""
     name, count = point
-    (owner, attribute, when), seen = POINTS[name], 0
-    whole = getattr(owner, attribute)
+    owner, attribute, when = POINTS[name]
+    whole, calls = getattr(owner, attribute), itertools.count(1)  # parts are written by several threads
 
     def call(*args, **kwargs):
-        nonlocal seen
-        seen += 1
-        if seen == count and when == "before":
+        mine = next(calls)
+        if mine == count and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         out = whole(*args, **kwargs)
-        if seen == count:
+        if mine == count:
             os.kill(os.getpid(), signal.SIGKILL)
         return out
 
@@ -140,8 +146,8 @@ def forked(home, rank, ranks, point, port, tag):
 def attempt(home, ranks, port, tag, *, instant=None, victim=0, alone=True, point=None):
     """(exit code of the victim, what rank 0 told) of a run in which a rank is killed at an instant, or at a point.
 
-    instant: after so many steps, and for how much longer, in times of a step. alone: the others live for a moment longer, in which they
-    may do harm; else all are killed at once.
+    instant: after so many steps, and for how much longer, in times of a step. alone: the others live for a moment
+    longer, in which they may do harm; else all are killed at once.
     """
     started = [forked(str(home), rank, ranks, point if rank == victim else None, port, tag) for rank in range(ranks)]
     pids, told, end, times = [pid for pid, _ in started], b"", time.monotonic() + 60, []
@@ -223,11 +229,18 @@ class Killer:
         draw, home, out, reported = random.Random(seed), self.folder / f"killed-{ranks}-{seed}", [], 0
         while True:
             last = len(out) == kills
-            options = {"instant": (draw.randint(0, 5), draw.uniform(0, 1.5)), "victim": draw.randrange(ranks), "alone": draw.random() < 0.7}
+            options = {
+                "instant": (draw.randint(0, 5), draw.uniform(0, 1.5)),
+                "victim": draw.randrange(ranks),
+                "alone": draw.random() < 0.7,
+            }
             code, told = self.once(home, ranks, **({} if last else options))
             assert code in (0, -signal.SIGKILL), told
             reported = self.check(home, told, reported, expected)
-            inside = any((path / "manifest.json").is_file() is False or len(list(path.iterdir())) > 2 for path in home.glob("step-*"))
+            inside = any(
+                (path / "manifest.json").is_file() is False or len(list(path.iterdir())) > 2
+                for path in home.glob("step-*")
+            )
             if code == 0:
                 break
             out.append([told[0][1] if told else None, reported, inside])
@@ -253,7 +266,8 @@ class Killer:
         return [*begun, told[0][1]]
 
     def events(self, again):
-        """[killed, whether the new one is there] for a save that is killed before each thing that it does to the file system.
+        """[killed, whether the new one is there] for a save that is killed before each thing that it does to the file
+        system.
 
         The save is of a new step, or again of the last one.
         """
@@ -286,7 +300,8 @@ class Killer:
 
 
 def kill_me_at_event(count, home):
-    """From here on, end this process right before its count-th opening, making, renaming or removing of something in `home`."""
+    """From here on, end this process right before its count-th opening, making, renaming or removing of something in
+    `home`."""
     seen = 0
 
     def hook(event, args):
@@ -301,7 +316,10 @@ def kill_me_at_event(count, home):
 
 def digests_of(home, step):
     """{leaf: digest} of a checkpoint."""
-    return {name: leaf["digest"] for name, leaf in checkpoint.read_manifest(checkpoint.step_folder(home, step))["leaves"].items()}
+    return {
+        name: leaf["digest"]
+        for name, leaf in checkpoint.read_manifest(checkpoint.step_folder(home, step))["leaves"].items()
+    }
 
 
 # ---- the tests ----
@@ -349,25 +367,34 @@ def test_two_hundred_kills(worker, ranks, runs):
     found = [worker("killed", ranks=ranks, kills=5, seed=seed + 1) for seed in range(runs)]
     kills = [one for run in found for one in run]
     inside = sum(one[2] for one in kills)
-    print(f"\n{ranks} ranks: {len(kills)} kills in {runs} runs, {inside} inside a save; runs began at {sorted({str(k[0]) for k in kills})}")
+    print(
+        f"\n{ranks} ranks: {len(kills)} kills in {runs} runs, {inside} inside a save; runs began at "
+        f"{sorted({str(k[0]) for k in kills})}"
+    )
     assert len(kills) >= 4 * runs and inside > 0.02 * len(kills)
 
 
-# [point, which time it is passed, by which rank]; and the step that the attempt after it begins with. A save passes "a part is written"
-# 50 times on one rank. The folder of a step is removed with its arrays' folder where there is a spare one already.
+# [point, which time it is passed, by which rank]; and the step that the attempt after it begins with. A save passes "a
+# part is written" 50 times on one rank. The folder of a step is removed with its arrays' folder where there is a spare
+# one already.
 PLACES = {
     "begin": ([["a save begins", 2, 0], ["a save has begun", 1, 0], ["a save has begun", 2, 0]], [0, 2, 2, 4]),
     "parts": ([["a part is written", 70, 0], ["a part is there", 80, 0]], [0, 2, 4]),
-    "manifest": ([["all is written", 2, 0], ["the manifest is written", 1, 0], ["the manifest is there", 2, 0]], [0, 2, 2, 6]),
+    "manifest": (
+        [["all is written", 2, 0], ["the manifest is written", 1, 0], ["the manifest is there", 2, 0]],
+        [0, 2, 2, 6],
+    ),
     "retire": ([["old files go", 3, 0], ["an old one goes", 1, 0], ["an old one has gone", 1, 0]], [0, 6, 8, 10]),
-    "rename": ([["a folder is renamed", 1, 0], ["a folder has been renamed", 2, 0], ["a folder has been renamed", 1, 0]], [0, 6, 8, 12]),
+    "rename": (
+        [["a folder is renamed", 1, 0], ["a folder has been renamed", 2, 0], ["a folder has been renamed", 1, 0]],
+        [0, 6, 8, 12],
+    ),
     "sync": ([["a folder is synced", 1, 0], ["a folder is synced", 1, 0]], [0, 6, 8]),
 }
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=[pytest.mark.slow] * (place not in ("manifest", "retire"))) for place in PLACES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
 def test_a_kill_at_a_point_of_a_save(worker, place):
     points, begun = PLACES[place]
     found = worker("points", ranks=1, points=points)
@@ -376,7 +403,12 @@ def test_a_kill_at_a_point_of_a_save(worker, place):
 
 @pytest.mark.slow
 def test_a_kill_of_one_of_two_ranks_inside_a_save(worker):
-    points = [["a part is there", 30, 1], ["a part is written", 3, 0], ["all is written", 2, 0], ["the manifest is there", 1, 0]]
+    points = [
+        ["a part is there", 30, 1],
+        ["a part is written", 3, 0],
+        ["all is written", 2, 0],
+        ["the manifest is there", 1, 0],
+    ]
     found = worker("points", ranks=2, points=points)
     assert found[0] == 0 and found == sorted(found)
 

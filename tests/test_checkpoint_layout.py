@@ -1,4 +1,5 @@
-"""Where the elements of a leaf lie in a checkpoint (fzero/checkpoint/layout.py): each once, for every mesh, in chunks that slices need."""
+"""Where the elements of a leaf lie in a checkpoint (fzero/checkpoint/layout.py): each once, for every mesh, in chunks
+that slices need."""
 
 import itertools
 import json
@@ -27,7 +28,16 @@ from fzero.core.storage import PAGE
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.slices import local_slice
 
-MESHES = [{}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "rp": 2}, {"dp": 3, "tp": 2}, {"dp": 2, "rp": 2, "tp": 2}, {"tp": 4}]
+MESHES = [
+    {},
+    {"dp": 2},
+    {"dp": 4},
+    {"dp": 2, "tp": 2},
+    {"dp": 2, "rp": 2},
+    {"dp": 3, "tp": 2},
+    {"dp": 2, "rp": 2, "tp": 2},
+    {"tp": 4},
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 
 
@@ -39,7 +49,8 @@ def fine(monkeypatch):
 
 
 def case(seed):
-    """(mesh sizes, shape of the whole leaf, dtype, spec) drawn from a seed; shapes have ones, zeros, primes and powers of two."""
+    """(mesh sizes, shape of the whole leaf, dtype, spec) drawn from a seed; shapes have ones, zeros, primes and powers
+    of two."""
     draw = random.Random(seed)
     sizes, dims = draw.choice(MESHES), draw.randint(0, 4)
     axes = [axis for axis in sizes if draw.random() < 0.7] if dims else []
@@ -54,7 +65,8 @@ def case(seed):
 
 
 def laid_out(sizes, shape, dtype, spec, number=0, **options):
-    """(the layout, the parts of each rank), after it was seen that all ranks have the same layout and only parts of their shards."""
+    """(the layout, the parts of each rank), after it was seen that all ranks have the same layout and only parts of
+    their shards."""
     mine, world = [], math.prod(sizes.values())
     for rank in range(world):
         mesh = fake_mesh(sizes, rank)
@@ -113,7 +125,8 @@ def test_a_box_is_read_from_the_chunks_that_it_touches_and_no_others(fine):
         draw, layout = random.Random(i), laid_out(*case(i))[0]
         start = tuple(draw.randint(0, max(n - 1, 0)) for n in layout.shape)
         size = tuple(
-            draw.randint(0, n - at) if draw.random() < 0.1 else draw.randint(min(1, n - at), n - at) for n, at in zip(layout.shape, start)
+            draw.randint(0, n - at) if draw.random() < 0.1 else draw.randint(min(1, n - at), n - at)
+            for n, at in zip(layout.shape, start)
         )
         inside = np.zeros(layout.shape, bool)
         inside[tuple(slice(at, at + n) for at, n in zip(start, size))] = True
@@ -193,7 +206,10 @@ def test_what_all_ranks_hold_is_divided_among_them():
     assert [len(mine) for mine in by_rank] == [1] * 8 and layout.grid == (8, 1)
     # What is small, or cannot be cut, is written whole, by another rank for each leaf.
     for shape in ((16,), (8191, 1021), ()):
-        writers = [[rank for rank, mine in enumerate(laid_out(sizes, shape, torch.float32, spec, number=n)[1]) if mine] for n in range(8)]
+        writers = [
+            [rank for rank, mine in enumerate(laid_out(sizes, shape, torch.float32, spec, number=n)[1]) if mine]
+            for n in range(8)
+        ]
         assert sorted(writers) == [[rank] for rank in range(8)]
 
 
@@ -207,11 +223,24 @@ def test_objects_are_not_larger_than_asked_for():
 
 def test_sizes_and_names():
     layout = ChunkLayout((6, 40), torch.float64, (3, 2), (1, 10))
-    assert (layout.part, layout.counts, layout.chunks, layout.chunk_bytes, layout.nbytes) == ((2, 20), (2, 2), 4, 80, 1920)
+    assert (layout.part, layout.counts, layout.chunks, layout.chunk_bytes, layout.nbytes) == (
+        (2, 20),
+        (2, 2),
+        4,
+        80,
+        1920,
+    )
     assert (layout.stride, layout.header, layout.file_bytes) == (PAGE, PAGE, 5 * PAGE)
     assert layout.key((2, 1)) == "c.2.1" and layout.number((2, 1)) == 5 and len(layout.parts()) == 6
     one = ChunkLayout((), torch.float32, (), ())
-    assert (one.chunks, one.file_bytes, one.header, one.parts(), one.key(()), one.number(())) == (1, 4 + CRC, 0, [()], "c", 0)
+    assert (one.chunks, one.file_bytes, one.header, one.parts(), one.key(()), one.number(())) == (
+        1,
+        4 + CRC,
+        0,
+        [()],
+        "c",
+        0,
+    )
     none = ChunkLayout((0, 4), torch.float32, (1, 1), (0, 4))
     assert none.parts() == [] and json.loads(array_json(none, {}))["shape"] == [0, 4]
     assert [smallest_factor(n) for n in (1, 2, 9, 35, 97, 2 * 97)] == [1, 2, 3, 5, 97, 2]

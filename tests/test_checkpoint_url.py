@@ -78,15 +78,21 @@ def home(request, tmp_path):
     """The URL of an empty place."""
     if request.param == "s3":
         request.getfixturevalue("s3")
-    return {"memory": f"memory://{tmp_path.name}/run", "file": f"file://{tmp_path}/a place", "s3": f"s3://{BUCKET}/{tmp_path.name}/run"}[
-        request.param
-    ]
+    return {
+        "memory": f"memory://{tmp_path.name}/run",
+        "file": f"file://{tmp_path}/a place",
+        "s3": f"s3://{BUCKET}/{tmp_path.name}/run",
+    }[request.param]
 
 
 def state(seed=0):
     g = torch.Generator().manual_seed(seed)
     wide = torch.randn(4, 512, 700, generator=g)  # of some chunks
-    return {"params": {"w": wide, "b": torch.randn(5, generator=g).bfloat16()}, "step": torch.tensor(seed), "none": torch.empty(0, 3)}
+    return {
+        "params": {"w": wide, "b": torch.randn(5, generator=g).bfloat16()},
+        "step": torch.tensor(seed),
+        "none": torch.empty(0, 3),
+    }
 
 
 def names(home):
@@ -192,8 +198,8 @@ def test_small_damage(home):
     store.write("arrays/more", b"?")
     store.write("arrays/params/b/zarr.json", b"{}")
     assert [line.split(":")[-1].strip() for line in checkpoint.verify(path)] == [
-        "damaged or missing; what it describes can still be restored",
-        "is none of the checkpoint's files",
+        "damaged or missing; its leaves can still be restored",
+        "does not belong to the checkpoint",
     ]
     text = store.read("manifest.json")
     store.write("manifest.json", text.replace(b'"step": 1', b'"step": 2'))
@@ -255,7 +261,10 @@ def test_a_save_that_fails_is_told_and_leaves_what_was_there(home, monkeypatch):
         return write(self, name, data)
 
     for step in (1, 2):
-        with monkeypatch.context() as patch, pytest.raises(checkpoint.SaveFailed, match=r"step-0000000.: .*the store is full"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(checkpoint.SaveFailed, match=r"step-0000000.: .*the store is full"),
+        ):
             patch.setattr(Objects, "write", full)
             checkpoint.save(home, state(2), step=step)
         assert names(home) == before
@@ -290,17 +299,33 @@ def test_ranks_save_to_one_bucket_together(s3, server, tmp_path):
 # ---- runs ----
 
 TINY = "--model mlp-tiny --batch 4 --micro-batch 1 --seq-len 16 --precision fp32 --peak-tflops 1 --sample"
-SETTINGS = ("train.compiled=false", "precision.fp32_matmul=default", "train.eval_every=0", "train.checkpoint_every=2", "train.keep_last=3")
+SETTINGS = (
+    "train.compiled=false",
+    "precision.fp32_matmul=default",
+    "train.eval_every=0",
+    "train.checkpoint_every=2",
+    "train.keep_last=3",
+)
 
 
 def rows(run):
     return [(row["step"], row["loss"]) for row in run_folder.read_metrics(Path(run))]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_there(home, fz, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(400)))
-    args = ["pretrain", *TINY.split(), "", "--steps", 8, "--data", "text.txt", *(part for one in SETTINGS for part in ("--set", one))]
+    args = [
+        "pretrain",
+        *TINY.split(),
+        "",
+        "--steps",
+        8,
+        "--data",
+        "text.txt",
+        *(part for one in SETTINGS for part in ("--set", one)),
+    ]
     code, out, err = fz(*args, "--out", "whole")
     assert code == 0, err
     code, out, err = fz(*args, "--out", "run", "--set", f'train.checkpoints="{home}"', "--stop-at", 5)
@@ -309,8 +334,13 @@ def test_a_run_keeps_its_checkpoints_there(home, fz, tmp_path, monkeypatch):
     code, out, err = fz("pretrain", "--out", "run", "--resume", "--peak-tflops", 1, "--sample", "")
     assert code == 0 and "resuming run at step 5 of 8" in out and f"{home}/step-00000008" in out, err
     assert checkpoint.steps(home) == [5, 6, 8] and rows("run") == rows("whole")
-    ours, theirs = (checkpoint.read_manifest(path)["leaves"] for path in (f"{home}/step-00000008", checkpoint.latest("whole/checkpoints")))
-    assert {name: leaf["digest"] for name, leaf in ours.items()} == {name: leaf["digest"] for name, leaf in theirs.items()}
+    ours, theirs = (
+        checkpoint.read_manifest(path)["leaves"]
+        for path in (f"{home}/step-00000008", checkpoint.latest("whole/checkpoints"))
+    )
+    assert {name: leaf["digest"] for name, leaf in ours.items()} == {
+        name: leaf["digest"] for name, leaf in theirs.items()
+    }
     assert fz("sample", "run", "--prompt", "line", "--tokens", 3)[0] == 0
     # Another run does not begin there.
     code, out, err = fz(*args, "--out", "other", "--set", f'train.checkpoints="{home}"')
@@ -377,7 +407,13 @@ def refused(home, fz, *said):
 
 @WITHOUT
 def test_no_bucket(s3, fz):
-    refused("s3://no-such-bucket/run", fz, "s3://no-such-bucket/run", "bucket does not exist", "create the bucket, or name another one")
+    refused(
+        "s3://no-such-bucket/run",
+        fz,
+        "s3://no-such-bucket/run",
+        "bucket does not exist",
+        "create the bucket, or name another one",
+    )
 
 
 @WITHOUT
@@ -385,7 +421,9 @@ def test_wrong_credentials(s3, server, fz):
     path = checkpoint.save(f"s3://{BUCKET}/wrong-credentials", {"w": torch.ones(3)}, step=1)
     ask(f"{server}/moto-api/reset-auth", "POST", b"0")  # from now on each request is looked at
     try:
-        refused(f"s3://{BUCKET}/wrong-credentials", fz, "InvalidAccessKeyId", "check the credentials, and what they allow")
+        refused(
+            f"s3://{BUCKET}/wrong-credentials", fz, "InvalidAccessKeyId", "check the credentials, and what they allow"
+        )
         for call in (checkpoint.open_checkpoint, checkpoint.verify):  # that is no damage
             with pytest.raises(OSError, match="check the credentials"):
                 call(path)
@@ -399,6 +437,7 @@ def test_no_server(fz, monkeypatch, impatient):
     refused("s3://some-bucket/run", fz, "Could not connect", "check the network, and for s3:// $AWS_ENDPOINT_URL")
 
 
+@pytest.mark.slow
 def test_a_server_that_says_nothing(fz, monkeypatch, impatient):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -454,10 +493,16 @@ def test_what_the_environment_says_of_s3(monkeypatch):
     assert object_store.url_spec("s3://b/a%20c/d/") == {"driver": "s3", "bucket": "b", "path": "a c/d/"}
     assert object_store.url_spec("s3://b") == {"driver": "s3", "bucket": "b", "path": ""}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one/")
-    assert object_store.url_spec("s3://b/d")["endpoint"] == "http://one" and object_store.url_spec("s3://b/d")["aws_region"] == "us-east-1"
+    assert (
+        object_store.url_spec("s3://b/d")["endpoint"] == "http://one"
+        and object_store.url_spec("s3://b/d")["aws_region"] == "us-east-1"
+    )
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    assert object_store.url_spec("s3://b/d")["endpoint"] == "http://two" and object_store.url_spec("s3://b/d")["aws_region"] == "eu-west-1"
+    assert (
+        object_store.url_spec("s3://b/d")["endpoint"] == "http://two"
+        and object_store.url_spec("s3://b/d")["aws_region"] == "eu-west-1"
+    )
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     assert "aws_credentials" not in object_store.url_spec("s3://b/d")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")

@@ -39,7 +39,12 @@ def refused(answer, *said):
 def state(seed=0):
     g = torch.Generator().manual_seed(seed)
     params = {"w": torch.randn(4, 512, 700, generator=g), "b": torch.randn(5, generator=g).bfloat16()}
-    return {"params": params, "master": {"b": torch.randn(5, generator=g)}, "opt_state": {"m": torch.zeros(5)}, "step": torch.tensor(3)}
+    return {
+        "params": params,
+        "master": {"b": torch.randn(5, generator=g)},
+        "opt_state": {"m": torch.zeros(5)},
+        "step": torch.tensor(3),
+    }
 
 
 def column(out, name):
@@ -75,7 +80,9 @@ def test_the_list_tells_whole_ones_from_others(fz):
     assert one.note == "" and one.leaves == 5 and one.nbytes == 4 * 512 * 700 * 4 + 10 + 20 + 20 + 8 and one.mesh == {}
     assert one.size == sum(path.stat().st_size for path in Path("home/step-00000001").rglob("*") if path.is_file())
     assert abs(one.written - Path("home/step-00000001/manifest.json").stat().st_mtime) < 1
-    assert five.note == "arrays-1/rest is left by a save that did not end" and found.spare == 2000 and found.store is None
+    assert (
+        five.note == "arrays-1/rest is left by a save that did not end" and found.spare == 2000 and found.store is None
+    )
     notes = {entry.step: entry.note for entry in found.entries}
     assert "checksum does not agree" in notes[2] and "no manifest names" in notes[3] and "too short" in notes[4]
     code, out, err = fz("ls", "home")
@@ -83,7 +90,9 @@ def test_the_list_tells_whole_ones_from_others(fz):
     assert [line.split()[0] for line in out.splitlines()[2:8]] == ["1", "2", "3", "4", "5", "7"]
     assert "5.7 MB" in out and "2.0 kB of files in spare/" in out and f"step 2: {notes[2]}" in out
     said = json.loads(fz("ls", "home", "--json")[1])
-    assert said["home"] == "home" and [entry["state"] for entry in said["entries"]] == [entry.state for entry in found.entries]
+    assert said["home"] == "home" and [entry["state"] for entry in said["entries"]] == [
+        entry.state for entry in found.entries
+    ]
 
 
 def test_an_empty_folder_and_no_folder(fz):
@@ -103,9 +112,25 @@ TINY = "--model mlp-tiny --steps 4 --batch 4 --micro-batch 2 --seq-len 16 --prec
 
 def pretrain(*args):
     Path("text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(300)))
-    settings = ("train.compiled=false", "precision.fp32_matmul=default", "train.eval_every=0", "train.checkpoint_every=2")
+    settings = (
+        "train.compiled=false",
+        "precision.fp32_matmul=default",
+        "train.eval_every=0",
+        "train.checkpoint_every=2",
+    )
     with pytest.raises(SystemExit) as ended:
-        main.main(["pretrain", *TINY.split(), "--data", "text.txt", "--sample", "", *(f"--set={one}" for one in settings), *args])
+        main.main(
+            [
+                "pretrain",
+                *TINY.split(),
+                "--data",
+                "text.txt",
+                "--sample",
+                "",
+                *(f"--set={one}" for one in settings),
+                *args,
+            ]
+        )
     assert ended.value.code == 0
 
 
@@ -113,18 +138,38 @@ def test_a_run(fz, capsys):
     pretrain("--out", "run")
     capsys.readouterr()
     found = checkpoint_list.listing("run")
-    assert str(found.checkpoint_dir) == "run/checkpoints" and [entry.step for entry in found.entries] == [2, 4] and found.store is None
-    shown = checkpoint_list.described("run")
+    assert (
+        str(found.checkpoint_dir) == "run/checkpoints"
+        and [entry.step for entry in found.entries] == [2, 4]
+        and found.store is None
+    )
+    shown = checkpoint_list.describe_checkpoint("run")
     assert shown.step == 4 and shown.versions["torch"] == torch.__version__
     changed = {name: value for name, value in shown.config.items() if name not in ("data.path", "preset")}
     assert changed == {
-        **{"data.seq_len": 16, "optim.lr": 0.01, "precision.policy": "fp32", "precision.fp32_matmul": "default", "train.steps": 4},
-        **{"train.batch": 4, "train.micro_batch": 2, "train.compiled": False, "train.eval_every": 0, "train.checkpoint_every": 2},
+        **{
+            "data.seq_len": 16,
+            "optim.lr": 0.01,
+            "precision.policy": "fp32",
+            "precision.fp32_matmul": "default",
+            "train.steps": 4,
+        },
+        **{
+            "train.batch": 4,
+            "train.micro_batch": 2,
+            "train.compiled": False,
+            "train.eval_every": 0,
+            "train.checkpoint_every": 2,
+        },
     }
-    assert shown.totals["params"]["elements"] == sum(math.prod(row["shape"]) for n, row in shown.leaves.items() if n.startswith("params/"))
+    assert shown.totals["params"]["elements"] == sum(
+        math.prod(row["shape"]) for n, row in shown.leaves.items() if n.startswith("params/")
+    )
     assert fz("verify", "run") == (0, "run/checkpoints/step-00000004: sound\n", "")
     code, out, _ = fz("diff", "run/checkpoints/step-00000002", "run")
-    assert code == 1 and out.startswith("leaf step: 1 of 1 elements differ, by 2 at most, relatively 0.5; the first at [], 2 and 4\n")
+    assert code == 1 and out.startswith(
+        "leaf step: 1 of 1 elements differ, by 2 at most, relatively 0.5; the first at [], 2 and 4\n"
+    )
     refused(fz("rm", "run", "--step", 2, "--step", 4), "is the last complete checkpoint", "--force")
     assert fz("rm", "run", "--step", 4) == (0, "removed run/checkpoints/step-00000004\n", "")
     assert checkpoint.steps("run/checkpoints") == [2]
@@ -166,7 +211,9 @@ def test_what_one_holds(fz):
     refused(fz("show", path), "is not a complete checkpoint")
 
 
-@pytest.mark.parametrize("config", [None, {}, [1], {"preset": "llama-tiny", "train": {}}, {"preset": "of another version"}])
+@pytest.mark.parametrize(
+    "config", [None, {}, [1], {"preset": "llama-tiny", "train": {}}, {"preset": "of another version"}]
+)
 def test_any_config_is_shown(fz, config):
     checkpoint.save("home", state(), step=3, config=config)
     assert fz("show", "home")[0] == 0
@@ -233,9 +280,15 @@ def test_what_differs_is_counted_and_named(fz):
     before = state()["params"]["w"][0, 300, 699].item()
     assert (leaf.name, leaf.differing, leaf.elements) == ("params/w", 2, 4 * 512 * 700)
     assert leaf.first == [0, 300, 699] and leaf.values == (before, 100.0)
-    assert leaf.largest == pytest.approx(100.0 - before) and leaf.largest_relative == pytest.approx((100 - before) / 100)
+    assert leaf.largest == pytest.approx(100.0 - before) and leaf.largest_relative == pytest.approx(
+        (100 - before) / 100
+    )
     code, out, _ = fz("diff", "a", "b")
-    assert code == 1 and "1 more leaves have other digests (--all" in out and out.endswith("differ: a/step-00000001 and b/step-00000001\n")
+    assert (
+        code == 1
+        and "1 more leaves have other digests (--all" in out
+        and out.endswith("differ: a/step-00000001 and b/step-00000001\n")
+    )
     assert [one.name for one in checkpoint_diff.compare("a", "b", every=True).compared] == ["params/w", "params/b"]
     said = json.loads(fz("diff", "a", "b", "--all", "--json")[1])
     assert said["same"] is False and [one["differing"] for one in said["compared"]] == [2, 1]
@@ -243,7 +296,13 @@ def test_what_differs_is_counted_and_named(fz):
 
 def test_other_leaves_shapes_and_dtypes(fz):
     a = {"x": torch.ones(2), "y": torch.ones(3), "z": torch.ones(2), "old": torch.ones(1), "same": torch.ones(4)}
-    b = {"x": torch.ones(2).double(), "y": torch.ones(1, 3), "z": torch.ones(2), "new": torch.ones(1), "same": torch.ones(4)}
+    b = {
+        "x": torch.ones(2).double(),
+        "y": torch.ones(1, 3),
+        "z": torch.ones(2),
+        "new": torch.ones(1),
+        "same": torch.ones(4),
+    }
     found = both(a, b)
     assert (found.only_a, found.only_b) == (["old"], ["new"])
     assert found.other == ["x: float32 [2] and float64 [2]", "y: float32 [3] and float32 [1, 3]"]
@@ -270,7 +329,9 @@ def test_tolerance():
             checkpoint_diff.compare("a", "b", tolerance=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64]
+)
 def test_every_dtype_is_compared(dtype):
     x = torch.zeros(7).to(dtype)
     y = torch.tensor([0, 0, 0, 1, 0, 1, 0]).to(dtype)
@@ -285,7 +346,11 @@ def test_within_a_tolerance_the_first_leaf_beyond_it_is_found(fz):
     assert [leaf.name for leaf in found.compared] == ["x", "y"]
     code, out, _ = fz("diff", "a", "b", "--tolerance", 0.2)
     assert code == 1 and out.startswith("leaf y: 3 of 3 elements differ")
-    assert fz("diff", "a", "b", "--tolerance", 0.4) == (0, "the same within 0.4: 3 leaves of a/step-00000001 and b/step-00000001\n", "")
+    assert fz("diff", "a", "b", "--tolerance", 0.4) == (
+        0,
+        "the same within 0.4: 3 leaves of a/step-00000001 and b/step-00000001\n",
+        "",
+    )
 
 
 def test_blocks_make_up_a_leaf_and_are_small():

@@ -46,11 +46,16 @@ def empty_folder(tmp_path, monkeypatch):
 
 def rows(run, *without):
     timed = TIMED | set(without)
-    return [{name: value for name, value in row.items() if name not in timed} for row in run_folder.read_metrics(Path(run))]
+    return [
+        {name: value for name, value in row.items() if name not in timed} for row in run_folder.read_metrics(Path(run))
+    ]
 
 
 def leaves(run):
-    return {n: leaf["digest"] for n, leaf in checkpoint.read_manifest(checkpoint.latest(Path(run) / "checkpoints"))["leaves"].items()}
+    return {
+        n: leaf["digest"]
+        for n, leaf in checkpoint.read_manifest(checkpoint.latest(Path(run) / "checkpoints"))["leaves"].items()
+    }
 
 
 def ok(result):
@@ -72,7 +77,9 @@ def test_a_run_from_a_text_file(fz):
     written = list(run_folder.read_metrics(run))
     assert [row["step"] for row in written] == list(range(1, 9))
     assert [row["step"] for row in written if "val_loss" in row] == [4, 8]
-    assert all(isinstance(row["loss"], float) and row["tokens"] == row["step"] * 64 and row["mfu"] > 0 for row in written)
+    assert all(
+        isinstance(row["loss"], float) and row["tokens"] == row["step"] * 64 and row["mfu"] > 0 for row in written
+    )
     assert written[-1]["loss"] < written[0]["loss"]
     assert f"validation loss {written[-1]['val_loss']:.4f}" in out and "\nline " in out
     for name in ("loss.png", "throughput.png"):
@@ -106,13 +113,23 @@ def test_a_prepared_corpus_and_its_vocabulary(fz):
 EXACT = {
     "mlp": QUIET,
     "mlp fp16": [*QUIET, "--precision", "fp16"],
-    "llama bf16, average": [*QUIET, "--model", "llama-tiny", *SMALL, "--precision", "bf16", *sets("train.ema_decay=0.9")],
+    "llama bf16, average": [
+        *QUIET,
+        "--model",
+        "llama-tiny",
+        *SMALL,
+        "--precision",
+        "bf16",
+        *sets("train.ema_decay=0.9"),
+    ],
     "gpt2 muon, remat": [*QUIET, "--model", "gpt2-tiny", *SMALL, "--remat", "full", *sets("optim.name=muon")],
 }
-OFTEN = ("mlp", "gpt2 muon, remat")
+OFTEN = ("mlp",)
 
 
-@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in EXACT])
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
+)
 def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
     args = ["pretrain", *EXACT[name], "--data", "text.txt", "--sample", ""]
     ok(fz(*args, "--out", "whole"))
@@ -128,6 +145,7 @@ def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
     assert run_folder.read_config(Path("parts")) == run_folder.read_config(Path("whole"))
 
 
+@pytest.mark.slow
 def test_other_seeds_and_rates_are_other_runs(fz):
     for name, args in {"a": [], "b": ["--seed", "1"], "c": ["--lr", "0.01"]}.items():
         ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", name, *args))
@@ -136,7 +154,22 @@ def test_other_seeds_and_rates_are_other_runs(fz):
 
 def test_micro_batches_change_nothing_but_rounding(fz):
     for name, size in (("a", "1"), ("b", "4")):
-        ok(fz("pretrain", *QUIET, "--precision", "fp64", "--micro-batch", size, "--data", "text.txt", "--sample", "", "--out", name))
+        ok(
+            fz(
+                "pretrain",
+                *QUIET,
+                "--precision",
+                "fp64",
+                "--micro-batch",
+                size,
+                "--data",
+                "text.txt",
+                "--sample",
+                "",
+                "--out",
+                name,
+            )
+        )
     for a, b in zip(rows("a", "val_loss"), rows("b", "val_loss")):
         assert a == pytest.approx(b, rel=1e-12)
 
@@ -169,10 +202,23 @@ def test_the_second_interrupt_is_at_once():
         time.sleep(1)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_the_uninterrupted_run(fz):
-    args = ["pretrain", *QUIET, "--steps", "60", *sets("train.checkpoint_every=20"), "--data", "text.txt", "--sample", ""]
+    args = [
+        "pretrain",
+        *QUIET,
+        "--steps",
+        "60",
+        *sets("train.checkpoint_every=20"),
+        "--data",
+        "text.txt",
+        "--sample",
+        "",
+    ]
     process = subprocess.Popen([sys.executable, "-m", "fzero", *args, "--out", "killed"], stdout=subprocess.DEVNULL)
-    while process.poll() is None and (not Path("killed/metrics.jsonl").exists() or len(list(run_folder.read_metrics(Path("killed")))) < 25):
+    while process.poll() is None and (
+        not Path("killed/metrics.jsonl").exists() or len(list(run_folder.read_metrics(Path("killed")))) < 25
+    ):
         time.sleep(0.005)
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -225,7 +271,9 @@ def test_sample_writes_the_same_text_for_the_same_seed(fz):
     ok(fz("pretrain", *QUIET, "--data", "text.txt", "--out", "run", "--sample", "", "--set", "train.ema_decay=0.9"))
     texts = [ok(fz("sample", "run", "--prompt", "line", "--tokens", "30", "--seed", seed)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("line")
-    assert ok(fz("sample", "run", "--prompt", "line", "--ema", "--temperature", "0", "--top-k", "3", "--top-p", "0.9")).startswith("line")
+    assert ok(
+        fz("sample", "run", "--prompt", "line", "--ema", "--temperature", "0", "--top-k", "3", "--top-p", "0.9")
+    ).startswith("line")
     code, _, err = fz("sample", "run", "--prompt", "x" * 2000)
     assert code == 2 and "2000 tokens of prompt and 200 more do not fit max_len=1024" in err
 
@@ -260,9 +308,22 @@ def test_help_is_quick():
     """It waits for none of the libraries whose import takes long."""
     command = [sys.executable, "-X", "importtime", "-m", "fzero", "--help"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in said.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip().partition(".")[0]
+        for line in said.splitlines()
+        if line.startswith("import time:")
+    }
     assert "click" in imported
-    assert not imported & {"torch", "numpy", "tokenizers", "matplotlib", "tensorstore", "transformers", "jax", "safetensors"}
+    assert not imported & {
+        "torch",
+        "numpy",
+        "tokenizers",
+        "matplotlib",
+        "tensorstore",
+        "transformers",
+        "jax",
+        "safetensors",
+    }
 
 
 # -- mistakes
@@ -296,14 +357,18 @@ MISTAKES = {
     "empty data": (["pretrain", *QUIET, "--out", "new", "--data", "empty.txt"], "empty.txt: is empty"),
     "binary data": (["pretrain", *QUIET, "--out", "new", "--data", "binary.txt"], "binary.txt: contains NUL bytes"),
     "empty folder": (["pretrain", *QUIET, "--out", "new", "--data", "folder"], "folder: no .txt"),
-    "short data": (["pretrain", *QUIET, "--out", "new", "--data", "short.txt"], "tokens are fewer than one window of seq_len + 1 = 17"),
+    "short data": (["pretrain", *QUIET, "--out", "new", "--data", "short.txt"], "tokens are fewer than one window of "
+    "seq_len + 1 = 17"),
     "too large": (["pretrain", "--model", "llama-70b", "--out", "new"], "llama-70b (70.6B parameters) needs"),
     "run exists": (["pretrain", *QUIET, "--out", "full"], "full: exists and is not empty"),
     "run is a file": (["pretrain", *QUIET, "--out", "text.txt"], "text.txt: exists and is a file"),
     "resume of nothing": (["pretrain", "--resume", "--out", "none"], "none: no such folder"),
     "resume of no run": (["pretrain", "--resume", "--out", "full"], "full: is not a run"),
     "resume of what": (["pretrain", "--resume"], "--resume needs the run folder"),
-    "resume changed": (["pretrain", "--resume", "--out", "full", "--steps", "9", "--set", "zero=1"], "leave out --steps, --set"),
+    "resume changed": (
+        ["pretrain", "--resume", "--out", "full", "--steps", "9", "--set", "zero=1"],
+        "leave out --steps, --set",
+    ),
     "sample of nothing": (["sample", "none", "--prompt", "x"], "none: no such folder"),
     "no prompt": (["sample", "full"], "--prompt"),
     "prepare nothing": (["data", "prepare", "--out", "new"], "no source given"),
@@ -364,7 +429,10 @@ def test_a_gradient_that_stays_not_finite_ends_the_run(fz):
     settings = sets("guard.max_skipped=3", "precision.loss_scale.init=1e38", "precision.loss_scale.window=1000000")
     args = [*QUIET, "--precision", "fp16", *settings]
     code, _, err = fz("pretrain", *args, "--data", "text.txt", "--out", "run")
-    assert code == 2 and err == "fzero: error: the gradient has not been finite for 3 steps in a row (to step 3); lower --lr\n"
+    assert (
+        code == 2
+        and err == "fzero: error: the gradient has not been finite for 3 steps in a row (to step 3); lower --lr\n"
+    )
     assert [row["skipped"] for row in rows("run")] == [True] * 3
 
 
@@ -389,4 +457,6 @@ def test_tensorboard_has_the_same_numbers(fz):
     board = EventAccumulator("run/tensorboard")
     board.Reload()
     written = list(run_folder.read_metrics(Path("run")))
-    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(row["step"], pytest.approx(row["loss"])) for row in written]
+    assert [(e.step, e.value) for e in board.Scalars("loss")] == [
+        (row["step"], pytest.approx(row["loss"])) for row in written
+    ]

@@ -8,7 +8,9 @@ from close import assert_at_most_twice_the_error, assert_close, assert_same
 def test_names_the_leaf_and_the_element_that_differ():
     want = {"a": torch.zeros(2), "b": {"c": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}}
     assert_close(want, want)
-    with pytest.raises(AssertionError, match=r"leaf b/c: 1 of 4 elements differ; worst at \[1, 0\]: 3\.5, expected 3\.0"):
+    with pytest.raises(
+        AssertionError, match=r"leaf b/c: 1 of 4 elements differ; worst at \[1, 0\]: 3\.5, expected 3\.0"
+    ):
         assert_close({"a": torch.zeros(2), "b": {"c": torch.tensor([[1.0, 2.0], [3.5, 4.0]])}}, want, rtol=1e-3)
     with pytest.raises(AssertionError, match="b/c"):
         assert_close({"a": torch.zeros(2)}, want)

@@ -1,7 +1,8 @@
-"""Collectives: each equals its one-process meaning, its backward pass is its transpose, and it composes under every transform.
+"""Collectives: each equals its one-process meaning, its backward pass is its transpose, and it composes under every
+transform.
 
-The one-process meaning is computed from the tensors of all ranks, stacked in front: [N, ...]. `Whole` has the collectives of that
-picture and `Local` those of a rank; a program written once runs on both.
+The one-process meaning is computed from the tensors of all ranks, stacked in front: [N, ...]. `Whole` has the
+collectives of that picture and `Local` those of a rank; a program written once runs on both.
 """
 
 import pytest
@@ -33,7 +34,8 @@ class Local:
 
 
 class Whole:
-    """What they mean for the tensors of all ranks together, [N, ...]; dims are those of one rank's tensor, from the end."""
+    """What they mean for the tensors of all ranks together, [N, ...]; dims are those of one rank's tensor, from the
+    end."""
 
     def psum(self, x):
         return x.sum(0, keepdim=True).expand_as(x)
@@ -181,7 +183,9 @@ def quantities(c, n, x, v, stacked):
         "jvp of grad": torch.func.jvp(grad(loss), (x,), (v,))[1],
         "grad of jvp": grad(lambda x: torch.func.jvp(loss, (x,), (v,))[1])(x),
         "vmap": torch.stack([loss(b) for b in batch], -1) if stacked else torch.vmap(loss, out_dims=-1)(batch),
-        "vmap of grad": torch.stack([grad(loss)(b) for b in batch], -1) if stacked else torch.vmap(grad(loss), out_dims=-1)(batch),
+        "vmap of grad": torch.stack([grad(loss)(b) for b in batch], -1)
+        if stacked
+        else torch.vmap(grad(loss), out_dims=-1)(batch),
         "grad of vmap": torch.stack([grad(loss)(b) for b in batch], -1)
         if stacked
         else torch.func.grad(lambda b: torch.vmap(loss, in_dims=1)(b).sum())(batch.movedim(0, 1)).movedim(1, -1),
@@ -285,12 +289,18 @@ def test_on_an_axis_of_one_rank_each_is_the_identity():
 def other_dtypes(mesh):
     axis, r = mesh["dp"], mesh.rank
     x = torch.arange(8)
-    out = {str(d): psum(x.to(d) + r, axis) for d in (torch.int64, torch.int32, torch.uint8, torch.bfloat16, torch.float16)}
+    out = {
+        str(d): psum(x.to(d) + r, axis) for d in (torch.int64, torch.int32, torch.uint8, torch.bfloat16, torch.float16)
+    }
     out["bool"] = all_gather((x % 2 == r), axis)
     z = torch.complex(x.double(), x.double() + r)
     out["complex"], out["conjugate"] = psum(z, axis), all_gather(z.conj(), axis)
     out["strided"] = all_gather(x.view(2, 4).T + r, axis)
-    out["empty"] = [psum(torch.zeros(0, 3), axis), all_gather(torch.zeros(0, 3), axis), all_gather(torch.zeros(2, 0), axis)]
+    out["empty"] = [
+        psum(torch.zeros(0, 3), axis),
+        all_gather(torch.zeros(0, 3), axis),
+        all_gather(torch.zeros(2, 0), axis),
+    ]
     out["empty"] += [
         psum_scatter(torch.zeros(0, 3), axis),
         all_to_all(torch.zeros(0, 4), axis, 0, 1),
@@ -348,7 +358,8 @@ def test_compiled_equals_eager_and_runs_the_same_collectives():
 
 
 def with_little_memory(mesh, x, compiled):
-    """Calls by (phase, collective, leaf) in the forward and backward pass, eager and traced with a budget of almost nothing."""
+    """Calls by (phase, collective, leaf) in the forward and backward pass, eager and traced with a budget of almost
+    nothing."""
     dp = mesh["dp"]
     x = x[dp.rank]
 
@@ -371,12 +382,14 @@ def with_little_memory(mesh, x, compiled):
     return calls[0][1]
 
 
-@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_what_is_recomputed_repeats_no_collective(compiled):
     for calls in ranks.run(2, with_little_memory, draw(2, 8), compiled):
         forward = [("all_gather", "b"), ("psum", "a"), ("psum", "c")]
         backward = [("psum", "a"), ("psum_scatter", "b")]
-        assert calls == [("backward", c, "dp", leaf, 1) for c, leaf in backward] + [("forward", c, "dp", leaf, 1) for c, leaf in forward]
+        assert calls == [("backward", c, "dp", leaf, 1) for c, leaf in backward] + [
+            ("forward", c, "dp", leaf, 1) for c, leaf in forward
+        ]
 
 
 # ---- guards ---------------------------------------------------------------------------------------------------------
@@ -391,7 +404,10 @@ def test_guards_name_the_collective_the_leaf_and_the_fix():
         ),
         (lambda: own_slice(x, dp, -2), r"own_slice over dp: dim 0 has size 6, not divisible by dp=4"),
         (lambda: all_to_all(x, dp, 0, 1), r"all_to_all over dp: dim 0 has size 6, not divisible by dp=4"),
-        (lambda: collectives.start_psum_scatter(x, dp, leaf="w"), r"psum_scatter over dp of w: dim 0 has size 6, not divisible"),
+        (
+            lambda: collectives.start_psum_scatter(x, dp, leaf="w"),
+            r"psum_scatter over dp of w: dim 0 has size 6, not divisible",
+        ),
         (lambda: all_gather(x, dp, 2), r"all_gather over dp: x has shape \[6, 8\] and no dim 2"),
         (lambda: all_to_all(x, dp, 1, -3), r"all_to_all over dp: x has shape \[6, 8\] and no dim -3"),
         (lambda: psum(x > 0, dp, leaf="mask"), r"psum over dp of mask: x is bool; convert it to an integer dtype"),
@@ -403,7 +419,10 @@ def test_guards_name_the_collective_the_leaf_and_the_fix():
         (lambda: ppermute(x, dp, [(0, 1), (0, 2)]), r"ppermute over dp: source 0"),
         (lambda: ppermute(x, dp, [(0, 1), (2, 1)]), r"ppermute over dp: destination 1"),
         (lambda: psum(x, dp), r"psum over dp: a mesh for planning has fake tensors only; this one is real, \[6, 8\]"),
-        (lambda: psum(x, Axis("tp", 2)), r"psum over tp: the axis has 2 ranks and no communicator; take it from a mesh of make_mesh"),
+        (
+            lambda: psum(x, Axis("tp", 2)),
+            r"psum over tp: the axis has 2 ranks and no communicator; take it from a mesh of make_mesh",
+        ),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,5 @@
-"""Links: sums in one order bit for bit, several collectives in flight, the ledger's integers, planning, and the calls for NCCL."""
+"""Links: sums in one order bit for bit, several collectives in flight, the ledger's integers, planning, and the calls
+for NCCL."""
 
 import pytest
 import ranks
@@ -84,7 +85,12 @@ def test_sums_over_ranks_are_the_tree_bit_for_bit(n, small):
 def in_flight(mesh, parts):
     axis = mesh["dp"]
     x = [p[mesh.rank] for p in parts]
-    pending = [start_all_gather(x[0], axis), start_psum(x[1], axis), start_psum_scatter(x[2], axis), start_all_gather(x[3], axis)]
+    pending = [
+        start_all_gather(x[0], axis),
+        start_psum(x[1], axis),
+        start_psum_scatter(x[2], axis),
+        start_all_gather(x[3], axis),
+    ]
     out = torch.full((axis.size * x[0].shape[0], *x[0].shape[1:]), torch.nan)
     own = out.view(axis.size, *x[0].shape)[axis.rank]
     own.copy_(x[0])
@@ -98,7 +104,8 @@ def in_flight(mesh, parts):
     assert start_all_gather(x[0], axis, out=other).wait() is other
     for wrong in (out[:-1], out.double(), out.T.contiguous().T):
         with pytest.raises(
-            ValueError, match=r"all_gather over dp \(4 ranks\) of w: out is .*; it must be contiguous, torch.float32 \[12, 5\]"
+            ValueError,
+            match=r"all_gather over dp \(4 ranks\) of w: out is .*; it must be contiguous, torch.float32 \[12, 5\]",
         ):
             start_all_gather(x[0], axis, leaf="w", out=wrong)
     return [*results, whole, other]
@@ -109,7 +116,9 @@ def test_several_in_flight_waited_for_in_another_order():
     scattered = tree_sum(list(parts[2])).chunk(4)
     for rank, got in enumerate(ranks.run(4, in_flight, parts)):
         gathered = parts[0].flatten(0, 1)
-        assert_same(got, [gathered, tree_sum(list(parts[1])), scattered[rank], parts[3].flatten(0, 1), gathered, gathered])
+        assert_same(
+            got, [gathered, tree_sum(list(parts[1])), scattered[rank], parts[3].flatten(0, 1), gathered, gathered]
+        )
 
 
 # ---- the ledger -----------------------------------------------------------------------------------------------------
@@ -178,12 +187,21 @@ def test_a_mesh_for_planning_counts_what_would_be_sent():
     def sent():
         return [(r.collective, r.axis, r.elements) for r in mesh.ledger.rows()]
 
-    expected = [("psum_scatter", "dp", 12 * 8 * 3 // 4), ("all_gather", "tp", 24), ("all_to_all", "dp", 36), ("ppermute", "dp", 48)]
+    expected = [
+        ("psum_scatter", "dp", 12 * 8 * 3 // 4),
+        ("all_gather", "tp", 24),
+        ("all_to_all", "dp", 36),
+        ("ppermute", "dp", 48),
+    ]
     with FakeTensorMode():
         out = program(torch.empty(12, 8))
         assert isinstance(out, torch._subclasses.FakeTensor) and out.shape == (6, 8)
         assert sent() == [*expected, ("psum", "tp", 48)]
-        pending = [start_all_gather(torch.empty(3, 5), dp), start_psum_scatter(torch.empty(8, 5), dp), start_psum(torch.empty(3), tp)]
+        pending = [
+            start_all_gather(torch.empty(3, 5), dp),
+            start_psum_scatter(torch.empty(8, 5), dp),
+            start_psum(torch.empty(3), tp),
+        ]
         assert [tuple(p.wait().shape) for p in pending] == [(12, 5), (2, 5), (3,)]
         assert mesh.ledger.total(collective="all_gather", axis="dp").elements == 45
         mesh.ledger.clear()
@@ -208,7 +226,12 @@ def native(mesh, parts, ordered):
     out = torch.zeros(n * x.shape[0], *x.shape[1:])
     own = out.view(n, *x.shape)[r].copy_(x)
     with mesh.checked():
-        pending = [link.start_all_gather(x), link.start_all_gather(own, out=out), link.start_psum_scatter(x), link.start_psum(x)]
+        pending = [
+            link.start_all_gather(x),
+            link.start_all_gather(own, out=out),
+            link.start_psum_scatter(x),
+            link.start_psum(x),
+        ]
         pending += [link.start_all_to_all(x), link.start_ppermute(x, [(0, 1)])]
     got = [p.wait() for p in pending]
     for a, b in ((got[2], total.chunk(n)[r]), (got[3], total)):
@@ -235,11 +258,22 @@ def test_nccl_with_one_rank(ordered):
     try:
         agreement = communicator.Agreement(store, 0, 60.0)
         link = communicator.Communicator(
-            "dp", [0], 0, transport="nccl", ledger=Ledger(), agreement=agreement, group=dist.group.WORLD, ordered=ordered
+            "dp",
+            [0],
+            0,
+            transport="nccl",
+            ledger=Ledger(),
+            agreement=agreement,
+            group=dist.group.WORLD,
+            ordered=ordered,
         )
         x = torch.randn(6, 5, device="cuda")
         with agreement.checked():
-            started = [link.start_all_gather(x), link.start_all_gather(x, out=torch.empty_like(x)), link.start_psum_scatter(x)]
+            started = [
+                link.start_all_gather(x),
+                link.start_all_gather(x, out=torch.empty_like(x)),
+                link.start_psum_scatter(x),
+            ]
             started += [link.start_all_to_all(x), link.start_ppermute(x, [(0, 0)])]
         started += [link.start_psum(x), link.start_psum(x.bfloat16())]
         for pending in started[:-1]:

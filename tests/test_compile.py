@@ -1,4 +1,5 @@
-"""jit and vjp_pair: the same numbers compiled, one program for each signature, and the function itself where it must be."""
+"""jit and vjp_pair: the same numbers compiled, one program for each signature, and the function itself where it must
+be."""
 
 import shutil
 import warnings
@@ -53,6 +54,7 @@ def test_jit_is_the_function_and_compiles_once_for_a_signature():
     assert len(runs) == before + 2 * per_program
 
 
+@pytest.mark.slow
 def test_jit_tells_apart_dtypes_and_static_values_that_are_equal():
     fast = jit(lambda x, scale: x * scale)
     for x in (torch.tensor([2, 3]), torch.tensor([2.5, 3.0])):
@@ -104,7 +106,9 @@ def pair_function(w, x, table):
     return h[table], (h * x.sum(-1, keepdim=True)).sum()
 
 
-@pytest.mark.parametrize("options", ({"compiled": False}, {"compiled": False, "budget": 0.3}, {"compiled": True}), ids=str)
+@pytest.mark.parametrize(
+    "options", ({"compiled": False}, {"compiled": False, "budget": 0.3}, {"compiled": True}), ids=str
+)
 def test_vjp_pair(options):
     w, x, table = draw(4, 5), draw(3, 4, seed=1), torch.tensor([2, 0])
     pair = vjp_pair(pair_function, 2, **options)

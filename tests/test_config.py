@@ -84,7 +84,8 @@ def test_warmup_follows_from_the_steps():
 WRONG = {
     "unknown key": ({"train": {"stepz": 3}}, "unknown key 'train.stepz' (did you mean steps?)"),
     "unknown table": ({"modle": {}}, "unknown key 'modle' (did you mean model?)"),
-    "deep unknown key": ({"model": {"rope_scaling": {"factr": 2}}}, "'model.rope_scaling.factr' (did you mean factor?)"),
+    "deep unknown key": ({"model": {"rope_scaling": {"factr": 2}}}, "'model.rope_scaling.factr' (did you mean "
+    "factor?)"),
     "text for a number": ({"train": {"steps": "ten"}}, "train.steps is 'ten'; it must be a whole number"),
     "float for an int": ({"train": {"batch": 2.5}}, "train.batch is 2.5; it must be a whole number"),
     "bool for a float": ({"optim": {"lr": True}}, "optim.lr is True; it must be a number"),
@@ -101,18 +102,23 @@ WRONG = {
     "optimizer": ({"optim": {"name": "adamv"}}, "optim.name is 'adamv' (did you mean adam?)"),
     "schedule": ({"optim": {"schedule": {"name": "cosin"}}}, "optim.schedule.name is 'cosin' (did you mean cosine?)"),
     "unused number": ({"optim": {"name": "adamw", "momentum": 0.9}}, "optim.momentum does nothing with adamw"),
-    "unused in the schedule": ({"optim": {"schedule": {"power": 2.0}}}, "optim.schedule.power does nothing with cosine"),
+    "unused in the schedule": ({"optim": {"schedule": {"power": 2.0}}}, "optim.schedule.power does nothing with "
+    "cosine"),
     "policy": ({"precision": {"policy": "float16"}}, "precision.policy is 'float16'"),
     "loss scale": ({"precision": {"loss_scale": {"floor": -1}}}, "precision.loss_scale: "),
     "remat": ({"train": {"remat": "some"}}, "remat is 'some'"),
     "compiled": ({"train": {"compiled": "yes"}}, "train.compiled is 'yes'; it must be one of auto, true, false"),
-    "micro-batch": ({"train": {"batch": 10, "micro_batch": 4}}, "train.micro_batch is 4 and does not divide train.batch=10; use one"),
+    "micro-batch": ({"train": {"batch": 10, "micro_batch": 4}}, "train.micro_batch is 4 and does not divide "
+    "train.batch=10; use one"),
     "sequence": ({"data": {"seq_len": 5000}}, "data.seq_len is 5000 and the model takes 1024"),
-    "warmup": ({"train": {"steps": 5}, "optim": {"schedule": {"warmup_steps": 7}}}, "warmup_steps is 7; it must be below train.steps=5"),
+    "warmup": ({"train": {"steps": 5}, "optim": {"schedule": {"warmup_steps": 7}}}, "warmup_steps is 7; it must be "
+    "below train.steps=5"),
     "decay": ({"optim": {"schedule": {"name": "wsd"}}}, "optim.schedule.decay_steps is 0; wsd needs 1 to"),
-    "nesterov": ({"optim": {"name": "sgd", "momentum": 0.0, "nesterov": True}}, "optim.nesterov is true and optim.momentum is 0"),
+    "nesterov": ({"optim": {"name": "sgd", "momentum": 0.0, "nesterov": True}}, "optim.nesterov is true and "
+    "optim.momentum is 0"),
     "stage": ({"zero": 4}, "zero is 4; it must be at least 0 and below 4"),
-    "reduce": ({"reduce": "canonnical"}, "reduce is 'canonnical' (did you mean canonical?); it must be one of fast, canonical"),
+    "reduce": ({"reduce": "canonnical"}, ("reduce is 'canonnical' (did you mean "
+    "canonical?); it " "must be one of fast, canonical")),
     "accumulate": ({"accumulate": "shard"}, "accumulate is 'shard' (did you mean shards?)"),
     "prefetch": ({"prefetch": -1}, "prefetch is -1; it must be at least 0"),
     "sequence parallel": ({"sequence": 1}, "sequence is 1; it must be true or false"),
@@ -168,7 +174,12 @@ def test_files(tmp_path):
     (tmp_path / "bad.json").write_text("[1]")
     (tmp_path / "run.yaml").write_text("zero: 1")
     assert tables.read_table(tmp_path / "run.toml") == {"zero": 1}
-    wrong = {"bad.toml": "not TOML", "bad.json": "not a JSON object, but a list", "run.yaml": "is a .toml file", "no.toml": "no such file"}
+    wrong = {
+        "bad.toml": "not TOML",
+        "bad.json": "not a JSON object, but a list",
+        "run.yaml": "is a .toml file",
+        "no.toml": "no such file",
+    }
     for name, message in wrong.items():
         with pytest.raises(ValueError, match=message) as caught:
             tables.read_table(tmp_path / name)
@@ -184,7 +195,11 @@ def resolved(table):
 
 @pytest.mark.parametrize("name", config_checks.SCHEDULES)
 def test_schedules_start_peak_and_end_as_they_say(name):
-    numbers = {"name": name} | ({"decay_steps": 50} if name == "wsd" else {}) | ({} if name == "one_cycle" else {"warmup_steps": 10})
+    numbers = (
+        {"name": name}
+        | ({"decay_steps": 50} if name == "wsd" else {})
+        | ({} if name == "one_cycle" else {"warmup_steps": 10})
+    )
     numbers |= {"end": 0.25} if "end" in config_checks.SCHEDULES[name] else {}
     run = from_table({"train": {"steps": 100}, "optim": {"lr": 2.0, "schedule": numbers}})
     rate = build_optim.make_schedule(run.optim, run.optim.lr, 100)
@@ -199,18 +214,29 @@ def test_schedules_start_peak_and_end_as_they_say(name):
 @pytest.mark.parametrize("preset", ["mlp-tiny", "mixtral-tiny"])
 def test_state_bytes_are_those_of_the_state(preset, optimizer):
     sizes = {"mlp-tiny": {}, "mixtral-tiny": {"d_model": 32, "d_ff": 16, "n_layers": 2, "vocab_size": 64}}[preset]
-    made = build.build(resolved({"preset": preset, "model": sizes, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}))
+    made = build.build(
+        resolved({"preset": preset, "model": sizes, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}})
+    )
     state = build.first_state(made)
     parts = (state.params, state.master, state.opt_state, state.extra)
     assert memory_check.memory_needed(made).state == memory_check.tree_bytes(parts)
 
 
 def test_muon_is_for_the_matrices_of_blocks():
-    run = from_table({"preset": "mixtral-tiny", "model": {"n_layers": 1}, "optim": {"name": "muon", "clip": 0.0}, "train": {"steps": 20}})
+    run = from_table(
+        {
+            "preset": "mixtral-tiny",
+            "model": {"n_layers": 1},
+            "optim": {"name": "muon", "clip": 0.0},
+            "train": {"steps": 20},
+        }
+    )
     model = models.build(run.model)
     state = build_optim.make_optimizer(run.optim, 20).init(models.init_params(model, torch.tensor([0, 0])))
     moments = {label: sorted(part.momentum if label == "muon" else part.m) for label, part in state.items()}
-    assert moments["muon"] == [f"blocks/attn/w_{n}" for n in "koqv"] + [f"blocks/moe/w_{n}" for n in ("down", "gate", "up")]
+    assert moments["muon"] == [f"blocks/attn/w_{n}" for n in "koqv"] + [
+        f"blocks/moe/w_{n}" for n in ("down", "gate", "up")
+    ]
     assert "blocks/moe/router" in moments["adamw"] and "embed/tokens" in moments["adamw"]
 
 
@@ -234,14 +260,26 @@ def test_a_model_too_large_for_the_memory_is_refused():
     memory_check.check_memory(build.build(resolved({})), 16 * 10**9)
 
 
-PARALLEL = {"zero": 3, "reduce": "canonical", "sequence": True, "accumulate": "full", "prefetch": 2, "reshard": False, "mesh": {"dp": 2}}
+PARALLEL = {
+    "zero": 3,
+    "reduce": "canonical",
+    "sequence": True,
+    "accumulate": "full",
+    "prefetch": 2,
+    "reshard": False,
+    "mesh": {"dp": 2},
+}
 
 
 def test_what_is_parallel_is_kept_and_older_configs_lack_it():
     run = from_table({"preset": "mlp-tiny", **PARALLEL})
     assert {name: getattr(run, name) for name in PARALLEL} == PARALLEL
     assert from_json(to_json(run)) == run
-    older = {name: value for name, value in to_table(recipe("mlp-tiny")).items() if name not in {*PARALLEL} - {"zero", "mesh"}}
+    older = {
+        name: value
+        for name, value in to_table(recipe("mlp-tiny")).items()
+        if name not in {*PARALLEL} - {"zero", "mesh"}
+    }
     assert from_json(json.dumps(older)) == recipe("mlp-tiny")
 
 
@@ -249,7 +287,13 @@ def test_what_is_parallel_is_kept_and_older_configs_lack_it():
 @pytest.mark.parametrize("stage", range(4))
 def test_each_rank_needs_what_its_shards_have(stage, optimizer):
     sizes = {"d_model": 32, "d_ff": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
-    table = {"preset": "llama-tiny", "model": sizes, "zero": stage, "optim": {"name": optimizer}, "train": {"ema_decay": 0.9}}
+    table = {
+        "preset": "llama-tiny",
+        "model": sizes,
+        "zero": stage,
+        "optim": {"name": optimizer},
+        "train": {"ema_decay": 0.9},
+    }
     bytes_of = []
     for mesh in (fake_mesh({}), fake_mesh({"dp": 2, "tp": 2}, rank=3)):
         made = build.build(dataclasses.replace(resolved(table), precision=config.Precision("bf16", "default")), mesh)
@@ -268,7 +312,10 @@ def test_micro_batches_are_shared_by_the_data_ranks():
     run = resolved({"train": {"batch": 24, "micro_batch": 4}})
     for sizes, expected in (({"dp": 3}, 2), ({"dp": 3, "rp": 2}, 1), ({"dp": 2, "tp": 4}, 3)):
         assert build.local_micro_batches(run, fake_mesh(sizes)) == expected
-    said = r"train\.batch=24 in pieces of train\.micro_batch=4 makes 6 micro-batches, which 4 data ranks \(dp=2 x rp=2\) .* --micro-batch"
+    said = (
+        r"train\.batch=24 in pieces of train\.micro_batch=4 makes 6 micro-batches, which 4 data ranks \(dp=2 x "
+        r"rp=2\) .* --micro-batch"
+    )
     with pytest.raises(ValueError, match=said) as error:
         build.build(run, fake_mesh({"dp": 2, "rp": 2}))
     assert "use --micro-batch 2 or 3 or 6" in str(error.value)

@@ -47,7 +47,13 @@ def test_reference_is_torch_s_cross_entropy():
 def test_chunked_is_the_reference_for_every_mask(chunks, which):
     x, w, targets, mask = inputs()
     position = torch.arange(N)
-    mask = {"some": mask, "all": position >= 0, "none": position < 0, "first": position == 0, "last": position == N - 1}[which]
+    mask = {
+        "some": mask,
+        "all": position >= 0,
+        "none": position < 0,
+        "first": position == 0,
+        "last": position == N - 1,
+    }[which]
     expected = value_and_grads(ce.reference, x, w, targets, mask)
     got = value_and_grads(eager, x, w, targets, mask)
     if which == "none":
@@ -69,7 +75,9 @@ def test_gradients_of_one_argument_alone(chunks):
     both = value_and_grads(ce.reference, x, w, targets, mask, scale=1.0)
     assert_close(torch.func.grad(eager)(x, w, targets, mask), both["dx"], rtol=1e-12, atol=1e-14)
     assert_close(torch.func.grad(eager, argnums=1)(x, w, targets, mask), both["dw"], rtol=1e-12, atol=1e-14)
-    assert_close(torch.func.grad(eager, argnums=(0, 1))(x, w, targets, mask), (both["dx"], both["dw"]), rtol=1e-12, atol=1e-14)
+    assert_close(
+        torch.func.grad(eager, argnums=(0, 1))(x, w, targets, mask), (both["dx"], both["dw"]), rtol=1e-12, atol=1e-14
+    )
     for i in (0, 1):
         leaves = [x.clone(), w.clone()]
         leaves[i].requires_grad_()
@@ -88,7 +96,12 @@ def test_a_second_backward_pass_through_the_same_graph(chunks):
         assert_close(got, (scale * expected["dx"], scale * expected["dw"]), rtol=1e-12, atol=1e-14)
     _, vjp = torch.func.vjp(lambda x, w: eager(x, w, targets, mask), x.detach(), w.detach())
     for scale in (1.0, -0.5):
-        assert_close(vjp(torch.tensor(scale, dtype=F64)), (scale * expected["dx"], scale * expected["dw"]), rtol=1e-12, atol=1e-14)
+        assert_close(
+            vjp(torch.tensor(scale, dtype=F64)),
+            (scale * expected["dx"], scale * expected["dw"]),
+            rtol=1e-12,
+            atol=1e-14,
+        )
 
 
 def test_every_transform(chunks):
@@ -101,9 +114,9 @@ def test_every_transform(chunks):
             "grad": grad(x, w),
             "vmap": torch.vmap(lambda x: form(x, w, targets, mask))(xs),
             "vmap of grad": torch.vmap(grad, (0, None))(xs, w),
-            "per example": torch.vmap(torch.func.grad(lambda w, *row: form(row[0][None], w, row[1][None], row[2][None])), (None, 0, 0, 0))(
-                w, x, targets, mask
-            ),
+            "per example": torch.vmap(
+                torch.func.grad(lambda w, *row: form(row[0][None], w, row[1][None], row[2][None])), (None, 0, 0, 0)
+            )(w, x, targets, mask),
             "grad of grad": torch.func.grad(lambda w: (grad(x, w)[0] ** 2).sum())(w),
             "hessian-vector": torch.func.jvp(grad, (x, w), (torch.cos(x), torch.cos(w)))[1],
             "jvp": torch.func.jvp(lambda x: form(x, w, targets, mask), (x,), (torch.cos(x),)),
@@ -133,11 +146,14 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(dtype, compiled, monkeyp
     exact = value_and_grads(ce.reference, x.to(F64), w.to(F64), targets, mask, scale=1.0)
     plain = value_and_grads(ce.reference, x, w, targets, mask, scale=1.0)
     gradients = [{n: t[n] for n in ("dx", "dw")} for t in (plain, exact)]
-    for elements in (64 * 64, 64 * 192) if compiled else (64 * 2, 64 * 64, 64 * 192):  # 2 tokens at a time: 96 partial sums
+    for elements in (
+        (64 * 64, 64 * 192) if compiled else (64 * 2, 64 * 64, 64 * 192)
+    ):  # 2 tokens at a time: 96 partial sums
         monkeypatch.setitem(ce.CHUNK_BYTES, "cpu", elements * dtype.itemsize)
         got = value_and_grads(form, x, w, targets, mask, scale=1.0)
         assert_at_most_twice_the_error({n: got[n] for n in ("dx", "dw")}, *gradients)
-        # A sum of some hundred terms may by luck come out nearly exact in one order: its bound is of the size of a rounding.
+        # A sum of some hundred terms may by luck come out nearly exact in one order: its bound is of the size of a
+        # rounding.
         assert got["loss"].dtype == torch.float32
         assert_close(got["loss"], exact["loss"], rtol={torch.bfloat16: 2e-3, torch.float32: 2e-6}[dtype])
 
@@ -154,7 +170,12 @@ def test_compiled_in_float64_with_many_chunks(monkeypatch):
     x, w, targets, mask = inputs()
     monkeypatch.setitem(ce.CHUNK_BYTES, "cpu", 8 * V * 10)
     form = ce.linear_cross_entropy
-    assert_close(value_and_grads(form, x, w, targets, mask), value_and_grads(ce.reference, x, w, targets, mask), rtol=1e-11, atol=1e-13)
+    assert_close(
+        value_and_grads(form, x, w, targets, mask),
+        value_and_grads(ce.reference, x, w, targets, mask),
+        rtol=1e-11,
+        atol=1e-13,
+    )
     assert_close(form(x, w, targets, mask), ce.reference(x, w, targets, mask), rtol=1e-12)
 
 

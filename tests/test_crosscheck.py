@@ -1,4 +1,5 @@
-"""Silent corruption: what is compared between ranks, what of sound ranks is equal, and who is named where something is not."""
+"""Silent corruption: what is compared between ranks, what of sound ranks is equal, and who is named where something is
+not."""
 
 import json
 import os
@@ -73,7 +74,11 @@ CASES = [
 
 @pytest.mark.parametrize(
     "mesh",
-    [pytest.param({"dp": 4}, marks=pytest.mark.slow), {"dp": 2, "rp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)],
+    [
+        pytest.param({"dp": 4}, marks=pytest.mark.slow),
+        {"dp": 2, "rp": 2},
+        pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_sound_ranks_agree_and_their_state_stays_as_it_is(mesh):
@@ -89,7 +94,13 @@ def test_one_process_agrees_with_itself():
 def faulty_memory(mesh, rank, leaf, stage):
     def plant(state, mesh):
         if mesh.rank == rank:
-            flip(next(x for name, x in pytree.named_leaves(state).items() if name.startswith(leaf[0]) and name.endswith(leaf[1])))
+            flip(
+                next(
+                    x
+                    for name, x in pytree.named_leaves(state).items()
+                    if name.startswith(leaf[0]) and name.endswith(leaf[1])
+                )
+            )
 
     state, check = made(mesh, stage=stage, plant=plant)
     return check(state, part_of(batch_at(1), mesh.data_size))
@@ -98,7 +109,10 @@ def faulty_memory(mesh, rank, leaf, stage):
 def test_a_bit_that_flips_in_what_is_replicated_names_its_rank():
     # At stage 0 the optimizer's state is on all ranks.
     for lines in ranks.run(4, faulty_memory, 2, ("opt_state", "embed/tokens"), 0):
-        assert lines[0].startswith("ranks 0, 1, 2 and 3 should hold the same ") and " and rank 2 has another one" in lines[0], lines
+        assert (
+            lines[0].startswith("ranks 0, 1, 2 and 3 should hold the same ")
+            and " and rank 2 has another one" in lines[0]
+        ), lines
     for lines in ranks.run(4, faulty_memory, 1, ("key", ""), 3):
         assert lines[0] == "ranks 0, 1, 2 and 3 should hold the same key and rank 1 has another one"
 
@@ -125,11 +139,20 @@ def faulty_processor(mesh, rank, stage):
 def test_a_processor_that_computes_wrongly_is_named():
     for lines in ranks.run(4, faulty_processor, 2, 3):
         assert lines == [
-            "rank 1 and rank 2 compute one micro-batch and differ, first in blocks/mlp/w_in; rank 2 differs from another one too",
-            "rank 2 and rank 3 compute one micro-batch and differ, first in blocks/mlp/w_in; rank 2 differs from another one too",
+            (
+                "rank 1 and rank 2 compute one micro-batch and differ, first in blocks/mlp/w_in; rank 2 differs "
+                "from another one too"
+            ),
+            (
+                "rank 2 and rank 3 compute one micro-batch and differ, first in blocks/mlp/w_in; rank 2 differs "
+                "from another one too"
+            ),
         ]
     for lines in ranks.run(2, faulty_processor, 1, 2):
-        assert lines[0] == "rank 0 and rank 1 compute one micro-batch and differ, first in blocks/mlp/w_in" and len(lines) == 2
+        assert (
+            lines[0] == "rank 0 and rank 1 compute one micro-batch and differ, first in blocks/mlp/w_in"
+            and len(lines) == 2
+        )
 
 
 def test_a_process_that_computes_otherwise_the_second_time():
@@ -146,7 +169,9 @@ def test_a_process_that_computes_otherwise_the_second_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdc_check.Digests, "put", wrong)
         lines = check(state, part_of(batch_at(1), 1))
-    assert len(lines) == 1 and lines[0].startswith("rank 0 computes one micro-batch twice and differs from itself, first in blocks/"), lines
+    assert len(lines) == 1 and lines[0].startswith(
+        "rank 0 computes one micro-batch twice and differs from itself, first in blocks/"
+    ), lines
 
 
 def test_two_layers_that_change_places_are_seen():
@@ -172,7 +197,9 @@ def test_the_fewer_are_to_blame():
     assert unlike(["w", "b"], specs, same, mesh) == []
     one = [row[:] for row in same]
     one[3][1] = 8
-    assert unlike(["w", "b"], specs, one, mesh) == ["ranks 0, 1, 2 and 3 should hold the same b and rank 3 has another one"]
+    assert unlike(["w", "b"], specs, one, mesh) == [
+        "ranks 0, 1, 2 and 3 should hold the same b and rank 3 has another one"
+    ]
     one = [row[:] for row in same]
     one[3][0] = 8
     assert unlike(["w", "b"], specs, one, mesh) == ["ranks 1 and 3 should hold the same w and do not"]
@@ -188,7 +215,9 @@ def test_a_rank_that_differs_from_both_neighbours_is_to_blame():
     again[4] = [99]
     assert disagreeing(["x"], own, again, mesh) == ["rank 3 and rank 4 compute one micro-batch and differ, first in x"]
     own[4] = [98]
-    assert [line.rpartition("; ")[2] for line in disagreeing(["x"], own, again, mesh)] == ["rank 4 differs from another one too"] * 2
+    assert [line.rpartition("; ")[2] for line in disagreeing(["x"], own, again, mesh)] == [
+        "rank 4 differs from another one too"
+    ] * 2
 
 
 def test_ranks_in_words():
@@ -213,7 +242,8 @@ def planted(*args, **kwargs):
         state, metrics = program.train_step(state, batch)
         if int(state.step) in left and program.mesh.rank == int(rank):
             left.clear()
-            leaf = next(x for name, x in pytree.named_leaves(state.params).items() if name.startswith("blocks/") and "w_" in name).view(-1)
+            leaves = pytree.named_leaves(state.params).items()
+            leaf = next(x for name, x in leaves if name.startswith("blocks/") and "w_" in name).view(-1)
             leaf[3] = float("nan") if what == "nan" else leaf[3] * (1 + 2.0**-20)
         return state, metrics
 
@@ -223,8 +253,33 @@ pretrain.build = planted
 main(sys.argv[2:])
 """
 ARGS = [
-    *("pretrain", "--model", "mlp-tiny", "--steps", "8", "--batch", "4", "--micro-batch", "1", "--seq-len", "16", "--precision", "fp32"),
-    *("--peak-tflops", "1", "--data", "text.txt", "--sample", "", "--set", "train.compiled=false", "--set", "train.eval_every=0"),
+    *(
+        "pretrain",
+        "--model",
+        "mlp-tiny",
+        "--steps",
+        "8",
+        "--batch",
+        "4",
+        "--micro-batch",
+        "1",
+        "--seq-len",
+        "16",
+        "--precision",
+        "fp32",
+    ),
+    *(
+        "--peak-tflops",
+        "1",
+        "--data",
+        "text.txt",
+        "--sample",
+        "",
+        "--set",
+        "train.compiled=false",
+        "--set",
+        "train.eval_every=0",
+    ),
     *("--set", "train.checkpoint_every=3", "--set", "precision.fp32_matmul=default"),
 ]
 
@@ -239,7 +294,16 @@ def folder(tmp_path_factory):
 
 def torchrun(folder, n, plant, *args):
     """(exit code, stdout, the lines of fzero on stderr) of a run on n processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "run.py", plant]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(n),
+        "run.py",
+        plant,
+    ]
     paths = os.pathsep.join([str(Path(fzero.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*launcher, *ARGS, *args],
@@ -281,5 +345,8 @@ def test_a_memory_that_changes_ends_the_run_before_it_is_saved(folder):
     args = ("--zero", "0", "--set", "guard.check_every=100", "--out", "flip")
     code, _, said = torchrun(folder, 2, "1,4,bit", *args)
     assert code != 0 and len(said) == 1, said
-    assert "step 6: ranks 0 and 1 should hold the same " in said[0] and "resume with --resume, without that host" in said[0]
+    assert (
+        "step 6: ranks 0 and 1 should hold the same " in said[0]
+        and "resume with --resume, without that host" in said[0]
+    )
     assert checkpoint.steps(folder / "flip" / "checkpoints") == [3]

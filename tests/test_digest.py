@@ -130,7 +130,9 @@ def test_every_flipped_bit_changes_it(dtype, way):
     assert digest(x) == before
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool], ids=lambda dtype: str(dtype).split(".")[1])
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in DTYPES if dtype != torch.bool], ids=lambda dtype: str(dtype).split(".")[1]
+)
 def test_swaps_and_shifts_change_it(dtype, way):
     x = torch.arange(60).reshape(12, 5).to(dtype)
     if x.element_size() == 1:
@@ -231,6 +233,7 @@ def test_shards_have_the_digests_of_the_whole_on_every_mesh(sizes):
         assert sent == 8 * len(SPECS) * len(sizes)  # a rank's own numbers to the one other of each axis
 
 
+@pytest.mark.slow
 def test_few_elements_wait_for_no_compiler():
     code = "from fzero.core import digest as d; import torch; d._MANY = 1000; made = []\n"
     code += "d.cpp.library_by_gcc = lambda *given: made.append(given) or exit(7)\n"
@@ -257,7 +260,9 @@ def test_threads_compile_once_and_agree(monkeypatch):
     by_gcc, expected = module.cpp.library_by_gcc, plain(x)
     monkeypatch.setattr(module, "_MANY", 0)
     monkeypatch.setattr(module, "_library", functools.cache(module._library.__wrapped__))
-    monkeypatch.setattr(module.cpp, "library_by_gcc", lambda *given: made.append(given) or time.sleep(0.05) or by_gcc(*given))
+    monkeypatch.setattr(
+        module.cpp, "library_by_gcc", lambda *given: made.append(given) or time.sleep(0.05) or by_gcc(*given)
+    )
     got = []
     threads = [threading.Thread(target=lambda: got.append(digest(x))) for _ in range(4)]
     for thread in threads:

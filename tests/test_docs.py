@@ -1,4 +1,5 @@
-"""Every example in README.md and docs/ runs: python blocks of a page in one namespace, bash blocks with this environment's commands."""
+"""Every example in README.md and docs/ runs: python blocks of a page in one namespace, bash blocks with this
+environment's commands."""
 
 import importlib.util
 import os
@@ -15,7 +16,20 @@ from fzero import models
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
 # Their examples train, start processes or make many plans: more than five seconds each.
-SLOW = ("checkpoints", "fault", "guard", "measure", "migrate", "offload", "parallel", "plan", "pretrain", "replay", "report")
+SLOW = (
+    "bench",
+    "checkpoints",
+    "fault",
+    "guard",
+    "measure",
+    "migrate",
+    "offload",
+    "parallel",
+    "plan",
+    "pretrain",
+    "replay",
+    "report",
+)
 KINDS = {"python", "bash", "console", "text", "toml", "json"}  # the first two are executed
 
 
@@ -35,7 +49,9 @@ def blocks_of(page: Path) -> list[Block]:
         elif kind is None:
             kind, start, lines = fence[1], number + 1, []
             if kind not in KINDS:
-                raise ValueError(f"{page.name}:{number}: a block of kind {kind!r}; it must be one of {', '.join(sorted(KINDS))}")
+                raise ValueError(
+                    f"{page.name}:{number}: a block of kind {kind!r}; it must be one of {', '.join(sorted(KINDS))}"
+                )
         else:
             blocks.append(Block(kind, start, "\n".join(lines) + "\n"))
             kind = None
@@ -58,7 +74,9 @@ def run_python(block: Block, page: Path, namespace: dict) -> None:
 
 def run_bash(block: Block, page: Path, folder: Path) -> None:
     environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.code], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.code], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
@@ -80,7 +98,9 @@ def run_page(page: Path, folder: Path) -> list[str]:
             elif block.kind == "bash":
                 run_bash(block, page, folder)
         except Exception as error:
-            raise AssertionError(f"{page.name}:{block.line}: the {block.kind} block fails: {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"{page.name}:{block.line}: the {block.kind} block fails: {type(error).__name__}: {error}"
+            ) from error
     return left_out
 
 
@@ -95,7 +115,11 @@ def test_page(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [
-        ("# t\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", AssertionError, r"page.md:8: the python block"),
+        (
+            "# t\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n",
+            AssertionError,
+            r"page.md:8: the python block",
+        ),
         ("```bash\ntrue\nfalse | cat\n```\n", AssertionError, r"page.md:2: the bash block.*exit code 1"),
         ("```bash\necho $NOT_SET_ANYWHERE\n```\n", AssertionError, r"page.md:2"),
         ("```pyhton\n1 / 0\n```\n", ValueError, r"page.md:1: a block of kind 'pyhton'"),
@@ -111,7 +135,10 @@ def test_a_failing_block_is_named_by_page_and_line(text, error, match, tmp_path)
 
 def test_what_runs_and_what_does_not(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```python\nx = [1]\n```\n```console\n$ no-such-command\n```\n```python\n# needs: no_such_package\nx.append(2)\n```\n")
+    page.write_text(
+        "```python\nx = [1]\n```\n```console\n$ no-such-command\n```\n```python\n# needs: "
+        "no_such_package\nx.append(2)\n```\n"
+    )
     (left_out,) = run_page(page, tmp_path)
     assert left_out == "page.md:8: needs no_such_package, which is not installed"
     page.write_text("```bash\npython -c 'import fzero'\necho made > here.txt\n```\n")
@@ -126,7 +153,11 @@ def test_every_page_runs_something():
 
 def test_the_table_of_presets_says_what_the_models_are():
     rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
-    table = {name: [cell.strip().replace(",", "") for cell in cells.split("|")] for name, cells in rows if name in models.PRESETS}
+    table = {
+        name: [cell.strip().replace(",", "") for cell in cells.split("|")]
+        for name, cells in rows
+        if name in models.PRESETS
+    }
     assert list(table) == list(models.PRESETS)
     for name, (count, layers, width, heads, d_ff, vocab, max_len) in table.items():
         config = models.preset(name)

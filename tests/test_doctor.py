@@ -26,7 +26,9 @@ def resolve(monkeypatch, table, *, fp32=1e9, bf16=1e9, onednn=1e9, error=1e-7, c
     monkeypatch.setattr(machine, "fp32_error", lambda: error)
     monkeypatch.setattr(machine, "compiler", lambda: compiler)
     config, lines = machine.resolve_here(from_table(table))
-    assert torch.backends.mkldnn.matmul.fp32_precision == ("bf16" if config.precision.fp32_matmul == "onednn" else "none")
+    assert torch.backends.mkldnn.matmul.fp32_precision == (
+        "bf16" if config.precision.fp32_matmul == "onednn" else "none"
+    )
     return config.precision.policy, config.precision.fp32_matmul, config.train.compiled, " ".join(lines)
 
 
@@ -46,7 +48,10 @@ def test_auto_goes_by_measurement(monkeypatch):
 
 
 def test_what_is_asked_for_is_what_one_gets(monkeypatch):
-    assert resolve(monkeypatch, precision(policy="fp32", fp32_matmul="default"), bf16=9e9, onednn=9e9)[:2] == ("fp32", "default")
+    assert resolve(monkeypatch, precision(policy="fp32", fp32_matmul="default"), bf16=9e9, onednn=9e9)[:2] == (
+        "fp32",
+        "default",
+    )
     assert resolve(monkeypatch, precision(policy="bf16", fp32_matmul="onednn"), onednn=1e8)[:2] == ("bf16", "onednn")
     with pytest.raises(ValueError, match=r"error here is 1\.0e-05, above 1e-06"):
         resolve(monkeypatch, precision(fp32_matmul="onednn"), error=1e-5)
@@ -61,7 +66,9 @@ def test_what_is_asked_for_is_what_one_gets(monkeypatch):
 
 def test_the_form_of_each_operation_is_found_without_computing():
     config = from_table({"precision": {"policy": "bf16"}})
-    assert {"attention", "add_rms_norm", "rms_norm", "rope_qk", "swiglu", "linear_cross_entropy"} <= set(machine.forms(config))
+    assert {"attention", "add_rms_norm", "rms_norm", "rope_qk", "swiglu", "linear_cross_entropy"} <= set(
+        machine.forms(config)
+    )
     off = machine.forms(from_table({"precision": {"policy": "bf16"}, "train": {"kernels": "reference"}}))
     assert set().union(*off.values()) == {"reference"} != set().union(*machine.forms(config).values())
 
@@ -85,8 +92,14 @@ def test_rates_are_those_of_the_bench_and_are_measured_once_without_it(monkeypat
         machine.device_file().parent.mkdir(exist_ok=True)
         machine.device_file().write_text(json.dumps(table))
 
-    one = {"processes": 1, "gemm": {"float32": [[1, 100, 100, 100, 1e-3]], "float32/onednn": [[1, 10, 10, 10, 1e-6]], "bfloat16": []}}
-    fast = {"processes": 1, "gemm": {"float32": [[1, 100, 100, 100, 5e-4], [1, 1, 1, 1, 1.0]], "bfloat16": [[2, 10, 10, 10, 1e-6]]}}
+    one = {
+        "processes": 1,
+        "gemm": {"float32": [[1, 100, 100, 100, 1e-3]], "float32/onednn": [[1, 10, 10, 10, 1e-6]], "bfloat16": []},
+    }
+    fast = {
+        "processes": 1,
+        "gemm": {"float32": [[1, 100, 100, 100, 5e-4], [1, 1, 1, 1, 1.0]], "bfloat16": [[2, 10, 10, 10, 1e-6]]},
+    }
     written([one, fast, {"processes": 2, "gemm": {"float32": [[1, 100, 100, 100, 1e-9]]}}])
     assert machine.product_rates([fp32, (torch.float32, "onednn"), bf16]) == pytest.approx([4e9, 2e9, 4e9])
     assert machine.peak_rate(torch.float32, 4) == pytest.approx(1e9), "four processes share what one has alone"
@@ -99,7 +112,9 @@ def test_rates_are_those_of_the_bench_and_are_measured_once_without_it(monkeypat
 
 def test_rates_and_memory_are_plausible():
     machine.set_fp32_matmul("onednn")
-    for rate in machine.gemm_rates([(torch.float32, "default"), (torch.bfloat16, "default"), (torch.float16, "default")], 0.02):
+    for rate in machine.gemm_rates(
+        [(torch.float32, "default"), (torch.bfloat16, "default"), (torch.float16, "default")], 0.02
+    ):
         assert 1e7 < rate < 1e15
     assert machine.fp32_matmul() == "onednn"  # as it was
     assert 1e7 < machine.available_bytes() < 1e15

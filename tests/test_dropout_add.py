@@ -1,4 +1,5 @@
-"""Dropout with a residual sum: every law of a kernel, and the mask bit for bit that of random.bernoulli, wherever a range begins."""
+"""Dropout with a residual sum: every law of a kernel, and the mask bit for bit that of random.bernoulli, wherever a
+range begins."""
 
 import kernel_laws as laws
 import pytest
@@ -83,7 +84,9 @@ def test_far_rows():
     """About 2^30 elements apart, which fits in 32 bits, but not twice it; each tensor's others."""
     near, f = laws.draw((3, 19), (3, 19), dtype=torch.bfloat16), form(row_stride=50)
     expected = laws.both_passes(lambda *t: f("triton", *t), near)
-    leaves = [laws.far_apart(3, 19, t.dtype, (1 << 30) + 8 * i).copy_(t).requires_grad_() for i, t in enumerate(near, 1)]
+    leaves = [
+        laws.far_apart(3, 19, t.dtype, (1 << 30) + 8 * i).copy_(t).requires_grad_() for i, t in enumerate(near, 1)
+    ]
     out = f("triton", *leaves)
     cotangent = laws.far_apart(3, 19, out.dtype, (1 << 30) + 24).copy_(laws.draw(out.shape, seed=1)[0])
     assert_same([[out], list(torch.autograd.grad(out, leaves, cotangent))], list(expected))
@@ -91,7 +94,10 @@ def test_far_rows():
 
 def test_other_keys_have_other_masks():
     ones = torch.ones(100, device=laws.DEVICE)
-    low, high = (dropout_add(ones, ones, RATE, k.to(laws.DEVICE), 0, impl="triton") for k in (prng.key(1), prng.key(1 + (1 << 32))))
+    low, high = (
+        dropout_add(ones, ones, RATE, k.to(laws.DEVICE), 0, impl="triton")
+        for k in (prng.key(1), prng.key(1 + (1 << 32)))
+    )
     assert not torch.equal(low, high)
 
 
@@ -125,7 +131,10 @@ def test_nothing_is_kept_but_the_key_and_the_index():
 
 def test_what_it_refuses():
     x, residual = laws.draw((2, 3), (2, 3), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"dropout_add: impl='triton' does not serve this call: the dtypes are torch.float32 and torch.bf"):
+    with pytest.raises(
+        ValueError,
+        match=r"dropout_add: impl='triton' does not serve this call: the dtypes are torch.float32 and torch.bf",
+    ):
         form()("triton", x, residual.bfloat16())
     with pytest.raises(ValueError, match=r"the shapes are \[2, 3\] and \[1, 3\]; they must agree"):
         form()("triton", x, residual[:1])

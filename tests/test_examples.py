@@ -10,16 +10,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-ON_RANKS = ("zero3_torchrun", "dp_sgd")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+ON_RANKS = ("zero3_torchrun", "dp_sgd", "contrastive")
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
 
 
 def output_of(command, folder):
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [pytest.param(p, marks=[pytest.mark.slow] * (p.stem != "own_loss")) for p in EXAMPLES], ids=lambda p: p.stem
 )
@@ -40,4 +47,6 @@ def test_two_ranks_print_what_one_process_prints(name, tmp_path):
 
 
 def test_the_readme_lists_them_all():
-    assert set(re.findall(r"\(examples/(\w+)\.py\)", (ROOT / "README.md").read_text())) == {path.stem for path in EXAMPLES}
+    assert set(re.findall(r"\(examples/(\w+)\.py\)", (ROOT / "README.md").read_text())) == {
+        path.stem for path in EXAMPLES
+    }

@@ -1,4 +1,5 @@
-"""Exports of runs (fzero/run/exchange.py): of any mesh, with master weights or an average, from checkpoints and from a disk."""
+"""Exports of runs (fzero/run/exchange.py): of any mesh, with master weights or an average, from checkpoints and from a
+disk."""
 
 from pathlib import Path
 
@@ -29,22 +30,34 @@ CONFIGS = {
 def state_of(mesh, name, stage, policy):
     """(a state whose master weights, parameters and average differ, its specs)."""
     model = models.build(CONFIGS[name])
-    plan, tx = fzero.zero_plan(stage, model, mesh, policy=policy), optim.adamw(1e-3)
-    state = fzero.init_state(model, tx, plan, seed=0, ema=True)
-    state = state._replace(extra={**state.extra, "ema": pytree.map(lambda x: x * 3, state.extra["ema"])})
-    return state, fzero.state_specs(plan, tx, ema=True)
+    plan, tx = fzero.zero_plan(stage, model, mesh, policy=policy), optim.with_average(optim.adamw(1e-3), 0.9)
+    state = fzero.init_state(model, tx, plan, seed=0)
+    average = pytree.map(lambda x: x * 3, state.opt_state.average)
+    return state._replace(opt_state=state.opt_state._replace(average=average)), fzero.state_specs(plan, tx)
 
 
 def save_on(mesh, folder, name, stage, bf16):
     state, specs = state_of(mesh, name, stage, precision.bf16() if bf16 else precision.fp32())
-    checkpoint.save(f"{folder}/{run_folder.CHECKPOINTS}", state, step=5, config=to_table(recipe("", CONFIGS[name])), specs=specs, mesh=mesh)
+    checkpoint.save(
+        f"{folder}/{run_folder.CHECKPOINTS}",
+        state,
+        step=5,
+        config=to_table(recipe("", CONFIGS[name])),
+        specs=specs,
+        mesh=mesh,
+    )
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     ("name", "mesh", "stage"),
-    [("llama", {"dp": 2, "tp": 2}, 3), ("llama", {"dp": 4}, 1), ("gpt2", {"dp": 2, "rp": 2}, 2), ("mixtral", {"dp": 4}, 3)],
+    [
+        ("llama", {"dp": 2, "tp": 2}, 3),
+        ("llama", {"dp": 4}, 1),
+        ("gpt2", {"dp": 2, "rp": 2}, 2),
+        ("mixtral", {"dp": 4}, 3),
+    ],
 )
 def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
     folder = tmp_path / "run"
@@ -52,7 +65,7 @@ def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
     run(4, save_on, str(folder), name, stage, bf16, mesh=mesh)
     state, _ = state_of(fzero.one_process(), name, 0, precision.bf16() if bf16 else precision.fp32())
     for ema in (False, True):
-        wanted = state.extra["ema"] if ema else state.master if bf16 else state.params
+        wanted = state.opt_state.average if ema else state.master if bf16 else state.params
         assert {leaf.dtype for leaf in pytree.leaves(wanted)} == {torch.float32}
         line, passed = exchange.export_hf(folder, tmp_path / f"out{ema}", ema=ema)
         assert line.endswith(f"the model of {folder} after step 5") and passed == []
@@ -60,7 +73,12 @@ def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
         assert config.d_model == 16
         assert_same(params, wanted)
         huggingface.save_hf(tmp_path / f"whole{ema}", CONFIGS[name], wanted)  # of the tree in memory
-        assert_same(*(dict(sorted(load_file(tmp_path / f"{out}{ema}" / "model.safetensors").items())) for out in ("out", "whole")))
+        assert_same(
+            *(
+                dict(sorted(load_file(tmp_path / f"{out}{ema}" / "model.safetensors").items()))
+                for out in ("out", "whole")
+            )
+        )
 
 
 @pytest.mark.exhaustive
@@ -91,7 +109,9 @@ def test_a_run_of_which_a_part_is_on_a_disk(tmp_path, monkeypatch):
             main.main(["pretrain", *TINY, *flags])
         assert ended.value.code == 0 and (tmp_path / offload / "nvme").is_dir()
         exchange.export_hf(Path(offload), tmp_path / "out" / offload)
-        held = checkpoint.restore_leaves(checkpoint.latest(tmp_path / offload / "checkpoints"), lambda name: name.startswith("master/"))
+        held = checkpoint.restore_leaves(
+            checkpoint.latest(tmp_path / offload / "checkpoints"), lambda name: name.startswith("master/")
+        )
         found = pytree.named_leaves(huggingface.load_hf(tmp_path / "out" / offload)[1])
         assert_same(found, {name: held[f"master/{name}"] for name in found})
         assert {leaf.dtype for leaf in pytree.leaves(weights.load(Path(offload)).params)} == {torch.bfloat16}
@@ -126,5 +146,7 @@ def test_what_cannot_be_exported(tmp_path):
     params = models.init_params(models.build(CONFIGS["llama"]), fzero.core.prng.key(0))
     checkpoint.save(folder / run_folder.CHECKPOINTS, {"params": params}, step=3)
     refused("keeps no average of the weights (train.ema_decay is 0)", folder, ema=True)
-    checkpoint.save(folder / run_folder.CHECKPOINTS, {"params": {**params, "head": {"norm": params["head"]["norm"]}}}, step=4)
+    checkpoint.save(
+        folder / run_folder.CHECKPOINTS, {"params": {**params, "head": {"norm": params["head"]["norm"]}}}, step=4
+    )
     refused("the model of the run has leaves that are not in it: head/w", folder)

@@ -1,4 +1,5 @@
-"""A run whose process, node or operator ends it, or a rank of which hangs, says so, and goes on with the same loss curve."""
+"""A run whose process, node or operator ends it, or a rank of which hangs, says so, and goes on with the same loss
+curve."""
 
 import contextlib
 import os
@@ -92,7 +93,8 @@ def test_each_team_is_a_new_one_whatever_was_left_before(store):
 
 
 def test_a_list_with_names_of_the_attempt_before_is_not_taken(store):
-    """Ranks 0 and 1 are here long before rank 2, whose old name is still there: rank 0 publishes a list that nobody acknowledges whole."""
+    """Ranks 0 and 1 are here long before rank 2, whose old name is still there: rank 0 publishes a list that nobody
+    acknowledges whole."""
     old = meet_all(store, 3)[0]
     late = {}
     first = threading.Thread(target=lambda: late.update(meet_all(store, 3, ranks=(0, 1))))
@@ -161,7 +163,9 @@ def test_a_process_whose_place_is_taken_ends(store):
 def test_the_mesh_on_other_processes(sizes, processes, micro_batches, expected):
     assert fit_mesh(sizes, processes, micro_batches) == expected
     canonical = fit_mesh(sizes, processes, micro_batches, canonical=True)
-    assert canonical == (expected if expected.get("dp") != 3 else {axis: n for axis, n in expected.items() if axis != "dp"} | {"dp": 2})
+    assert canonical == (
+        expected if expected.get("dp") != 3 else {axis: n for axis, n in expected.items() if axis != "dp"} | {"dp": 2}
+    )
 
 
 # ---- going on by the command of the start ---------------------------------------------------------------------------
@@ -181,6 +185,7 @@ def fz(folder, monkeypatch, capfd):
     return run
 
 
+@pytest.mark.slow
 def test_auto_resume_starts_goes_on_and_ends(fz, folder):
     command = ["pretrain", *KEEP, *STEPS, "--out", "auto", "--sample", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 5)
@@ -204,7 +209,7 @@ DISAGREEING = {
     "the family": (["--set", "model.family=gpt2"], "model.family is gpt2 here and llama in whole"),
     "weights": (["--init", "whole"], "--init is whole here and no other run in whole"),
     "no such key": (["--set", "train.stepps=3"], "unknown key 'train.stepps' (did you mean steps?)"),
-    "both": (["--resume"], "--resume and --auto-resume: the first wants a run that is there"),
+    "both": (["--resume"], "--resume and --auto-resume exclude each other"),
 }
 
 
@@ -216,7 +221,20 @@ def test_what_a_resumed_run_may_not_change_is_named(fz, what):
 
 
 def test_what_agrees_or_may_change_is_no_mistake(fz):
-    flags = [*TINY, *STEPS, "--zero", 0, "--reduce", "fast", "--set", "reshard=false", "--prefetch", 2, "--set", "train.remat=none"]
+    flags = [
+        *TINY,
+        *STEPS,
+        "--zero",
+        0,
+        "--reduce",
+        "fast",
+        "--set",
+        "reshard=false",
+        "--prefetch",
+        2,
+        "--set",
+        "train.remat=none",
+    ]
     code, out, err = fz("pretrain", *flags, "--out", "whole", "--auto-resume")
     assert code == 0 and "is complete" in out, err
 
@@ -227,7 +245,11 @@ def test_auto_resume_needs_a_folder_and_takes_no_other(fz, folder):
     (folder / "full").mkdir()
     (folder / "full" / "note").write_text("mine")
     code, _, err = fz("pretrain", *KEEP, "--auto-resume", "--out", "full")
-    assert code == 2 and "full: exists and is not empty; name another folder" in err and (folder / "full" / "note").exists()
+    assert (
+        code == 2
+        and "full: exists and is not empty; name another folder" in err
+        and (folder / "full" / "note").exists()
+    )
 
 
 @pytest.mark.exhaustive
@@ -252,9 +274,12 @@ def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
 
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_the_run_goes_on_bit_for_bit(folder):
-    """torchrun starts all ranks again by the same command; --out was not given, so the folder is found in torchrun's store."""
+    """torchrun starts all ranks again by the same command; --out was not given, so the folder is found in torchrun's
+    store."""
     run = folder / "runs" / "llama-tiny-1"
-    process = start(folder, 2, *KEEP, *STEPS, "--zero", 3, "--sample", "", how=(*STANDALONE, "--max-restarts", 2), log="-kill")
+    process = start(
+        folder, 2, *KEEP, *STEPS, "--zero", 3, "--sample", "", how=(*STANDALONE, "--max-restarts", 2), log="-kill"
+    )
     until(lambda: steps_of(run) >= 3, process)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     code, out, said, _ = ended(folder, process, log="-kill")
@@ -267,9 +292,15 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on_bit_for_bit(folder):
 def test_a_restart_does_not_go_on_with_a_run_that_it_did_not_make(folder):
     """The folder was refused at first; the restarted command refuses it too."""
     before = rows(folder / "whole")
-    process = start(folder, 2, *KEEP, "--steps", 13, "--out", "whole", how=(*STANDALONE, "--max-restarts", 1), log="-refused")
+    process = start(
+        folder, 2, *KEEP, "--steps", 13, "--out", "whole", how=(*STANDALONE, "--max-restarts", 1), log="-refused"
+    )
     code, _, said, _ = ended(folder, process, log="-refused")
-    assert code == 1 and len(said) == 2 and all("whole: exists and is not empty; resume it with --resume" in line for line in said), said
+    assert (
+        code == 1
+        and len(said) == 2
+        and all("whole: exists and is not empty; resume it with --resume" in line for line in said)
+    ), said
     assert rows(folder / "whole") == before
 
 
@@ -287,11 +318,31 @@ VERDICTS = {
         {},
         ["rank 1 hangs: no progress for 9 s, in step 5 at a.py:1 f, "],
     ),
-    "who waits is told": ({0: at(waits=GATHER), 1: at(), 2: at(waits=GATHER)}, {}, [f"; rank 0, 2 wait in {GATHER}, step 5; "]),
-    "two compute": ({0: at(), 1: at(waits=GATHER), 2: at()}, {}, ["rank 0 hangs: ", "; rank 2 hangs: ", "; rank 1 waits in all_gather"]),
-    "one is stopped": ({0: at(waits=GATHER), 1: at(0.2)}, {1: 4.0}, ["rank 1 hangs: its process gives no sign of life for 4 s "]),
-    "one is stopped in a wait": ({0: at(waits=GATHER), 1: at(0.2, "psum")}, {1: 4.0}, ["rank 1 hangs: ", "waiting in psum at a.py:1 f;"]),
-    "all wait": ({0: at(waits="psum (#9)", calls=9), 1: at(waits=GATHER)}, {}, ["rank 0 hangs: no progress", "rank 1 waits in all_gather"]),
+    "who waits is told": (
+        {0: at(waits=GATHER), 1: at(), 2: at(waits=GATHER)},
+        {},
+        [f"; rank 0, 2 wait in {GATHER}, step 5; "],
+    ),
+    "two compute": (
+        {0: at(), 1: at(waits=GATHER), 2: at()},
+        {},
+        ["rank 0 hangs: ", "; rank 2 hangs: ", "; rank 1 waits in all_gather"],
+    ),
+    "one is stopped": (
+        {0: at(waits=GATHER), 1: at(0.2)},
+        {1: 4.0},
+        ["rank 1 hangs: its process gives no sign of life for 4 s "],
+    ),
+    "one is stopped in a wait": (
+        {0: at(waits=GATHER), 1: at(0.2, "psum")},
+        {1: 4.0},
+        ["rank 1 hangs: ", "waiting in psum at a.py:1 f;"],
+    ),
+    "all wait": (
+        {0: at(waits="psum (#9)", calls=9), 1: at(waits=GATHER)},
+        {},
+        ["rank 0 hangs: no progress", "rank 1 waits in all_gather"],
+    ),
     "one goes on": ({0: at(waits=GATHER), 1: at(0.5)}, {}, []),
     "one waits for one that goes on": ({0: at(waits=GATHER), 1: at(0.5, "psum"), 2: at(0.1)}, {}, []),
     "nothing before": ({0: at(waits=GATHER), 1: at(last="", calls=0)}, {}, ["f, before any collective; rank 0 waits"]),
@@ -341,7 +392,9 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
     assert "resume from the last checkpoint with --resume, or let torchrun --max-restarts do it" in said[0]
 
 
-@pytest.mark.parametrize("rank", (pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)))
+@pytest.mark.parametrize(
+    "rank", (pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive))
+)
 def test_a_stopped_rank_is_named(folder, rank):
     log = f"-stop{rank}"
     process = started(folder, f"stop{rank}", 2, *HANG, log=log)
@@ -350,7 +403,10 @@ def test_a_stopped_rank_is_named(folder, rank):
     code, _, said, codes = ended(folder, process, log=log)
     assert time.monotonic() - begin < 20
     assert code == 1 and len(said) == 1 and codes == [-9, 2], (said, codes)
-    assert f"error: rank {rank} hangs: its process gives no sign of life for " in said[0] and "was last in step " in said[0]
+    assert (
+        f"error: rank {rank} hangs: its process gives no sign of life for " in said[0]
+        and "was last in step " in said[0]
+    )
     assert f"; rank {1 - rank} waits in " in said[0] and " over dp (2 ranks) of " in said[0], said
 
 
@@ -373,9 +429,12 @@ def test_ranks_whose_torchrun_is_killed_end(folder):
     process.kill()
     process.wait()
     until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks.values()), timeout_s=15)
-    assert said_in((folder / "err").read_text()) == ["fzero: error: torchrun is gone; resume from the last checkpoint with --resume"]
+    assert said_in((folder / "err").read_text()) == [
+        "fzero: error: torchrun is gone; resume from the last checkpoint with --resume"
+    ]
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_saves_on_all_ranks(folder):
     """torchrun hands it on to every rank, waits for them, and ends by a report of its own."""
     process = started(folder, "term", 2, "--zero", 3, log="-term")
@@ -451,7 +510,7 @@ main()
 @pytest.mark.parametrize(
     "n, to",
     (
-        (1, "one process"),
+        pytest.param(1, "one process", marks=pytest.mark.slow),
         pytest.param(2, "torchrun", marks=pytest.mark.exhaustive),
         pytest.param(2, "rank 0", marks=pytest.mark.exhaustive),
         pytest.param(2, "rank 1", marks=pytest.mark.exhaustive),
@@ -489,11 +548,17 @@ def free_port():
 
 @contextlib.contextmanager
 def on_nodes(folder, name, low, high, n, *args, restarts=3):
-    """A run on n nodes of one process each, every one under a torchrun of its own: (those torchruns, a function that adds a node).
+    """A run on n nodes of one process each, every one under a torchrun of its own: (those torchruns, a function that
+    adds a node).
 
     The first hosts the store of their rendezvous. All of them are ended with the context.
     """
-    how = [f"--nnodes={low}:{high}", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", f"--rdzv-id={name}"]
+    how = [
+        f"--nnodes={low}:{high}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        f"--rdzv-id={name}",
+    ]
     agents = []
 
     def more():
@@ -533,7 +598,8 @@ def texts(folder, name, agents, what="out"):
 
 @pytest.mark.slow
 def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
-    """Three nodes, of which 8 micro-batches a step need two. One of these is lost, with its torchrun: the third goes on in its place."""
+    """Three nodes, of which 8 micro-batches a step need two. One of these is lost, with its torchrun: the third goes on
+    in its place."""
     name = "lost"
     with on_nodes(folder, name, 2, 3, 3, *KEEP, *STEPS, "--zero", 3) as (agents, _):
         until(lambda: steps_of(folder / name) >= 3, agents[0])
@@ -542,7 +608,10 @@ def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
         codes = {agent.wait(120) for agent in agents if agent is not lost}
     out, said = texts(folder, name, agents), said_in(texts(folder, name, agents, "err"))
     assert codes == {0} and len(said) == 1 and "rank 1 is gone" in said[0], said
-    assert "mesh: dp=2 for 3 processes in place of dp=3; 8 micro-batches a step, canonical sums; rank 2 is spare and waits" in out
+    assert (
+        "mesh: dp=2 for 3 processes in place of dp=3; 8 micro-batches a step, canonical sums; rank 2 is spare and waits"
+        in out
+    )
     assert "resuming lost at step " in out and "dp=2 for 2 processes" not in out
     assert rows(folder / name) == rows(folder / "whole")
 
@@ -555,7 +624,18 @@ def test_a_spare_hears_of_the_end_and_hands_a_signal_on(folder):
     os.kill(ranks_of(process)[2], signal.SIGTERM)
     code, _, _ = stopped_well(folder, process, "spare", "-spare")
     assert code == 0
-    process = start(folder, 3, "--out", "spare", "--resume", "--stop-at", steps_of(folder / "spare") + 1, "--sample", "", log="-spare")
+    process = start(
+        folder,
+        3,
+        "--out",
+        "spare",
+        "--resume",
+        "--stop-at",
+        steps_of(folder / "spare") + 1,
+        "--sample",
+        "",
+        log="-spare",
+    )
     code, out, said, _ = ended(folder, process, log="-spare")
     assert code == 0 and not said and "rank 2 is spare and waits" in out
 
@@ -566,7 +646,8 @@ ROUNDS = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 @pytest.mark.exhaustive
 def test_a_lost_node_makes_the_mesh_smaller_and_a_new_one_larger(folder, monkeypatch):
-    """dp=4, then dp=2 and a spare, then dp=4 again; the node that is lost holds rank 0, and the store of the workers with it."""
+    """dp=4, then dp=2 and a spare, then dp=4 again; the node that is lost holds rank 0, and the store of the workers
+    with it."""
     monkeypatch.setenv(*ROUNDS)
     name, flags = "grown", [*KEEP, "--steps", 400, "--set", "train.log_every=1"]
     with on_nodes(folder, name, 2, 4, 4, *flags, "--zero", 3) as (agents, more):

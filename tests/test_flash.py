@@ -1,4 +1,5 @@
-"""Flash attention: every law of a kernel, for all patterns, documents and shared heads; what is skipped; the log-sum-exp."""
+"""Flash attention: every law of a kernel, for all patterns, documents and shared heads; what is skipped; the
+log-sum-exp."""
 
 from contextlib import nullcontext
 
@@ -72,7 +73,9 @@ def test_numbers(pattern):
     laws.numbers(form(pattern=pattern, documents=True), inputs(t=49), torch.bfloat16)
 
 
-@pytest.mark.parametrize("heads, groups, dim", ((1, 1, 64), (2, 1, 96), (1, 1, 128), (2, 2, 256), (3, 1, 24), (4, 2, 2)))
+@pytest.mark.parametrize(
+    "heads, groups, dim", ((1, 1, 64), (2, 1, 96), (1, 1, 128), (2, 2, 256), (3, 1, 24), (4, 2, 2))
+)
 def test_heads(heads, groups, dim):
     laws.numbers(form(), inputs(1, 33, heads, groups, dim), torch.bfloat16)
 
@@ -90,7 +93,8 @@ def test_half_precision():
 
 @pytest.mark.parametrize("pattern", (Pattern("window", 1), Pattern("local", 1)), ids=str)
 def test_a_query_that_sees_itself_alone(pattern):
-    """Its probability does not depend on the scores: where the reference's gradient is 0, the kernels' is 0 but for rounding."""
+    """Its probability does not depend on the scores: where the reference's gradient is 0, the kernels' is 0 but for
+    rounding."""
     (out,), (dq, dk, dv) = laws.both_passes(lambda *a: form(pattern=pattern)("triton", *a), inputs(dtype=torch.float32))
     assert_close(out, inputs(dtype=torch.float32)[2].repeat_interleave(2, 2), rtol=1e-6)
     assert max(float(x.abs().max()) for x in (dq, dk)) < 1e-5 < float(dv.abs().max())
@@ -117,7 +121,8 @@ def strided(x, dim, apart):
 
 @pytest.mark.parametrize("dim", (0, 1, 2))
 def test_far_apart(dim):
-    """Rows of the batch, positions and heads whose offsets pass 2^31 elements, where their strides do and where they do not."""
+    """Rows of the batch, positions and heads whose offsets pass 2^31 elements, where their strides do and where they do
+    not."""
     tensors = inputs(*((3, 3, 1, 1) if dim == 0 else (1, 3, 3, 3)), 4, dtype=torch.float32)
     expected = attention(*tensors, impl="triton")
     for apart in ((1 << 31) + 8, (1 << 30) + 8):
@@ -217,11 +222,15 @@ def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
 def _sees_some(FIRST, KEY, OUT, size, keep, ROWS: tl.constexpr, KIND: tl.constexpr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     first, key = tl.load(FIRST + at), tl.load(KEY + at)
-    tl.store(OUT + at, attention_flash.may_see(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32))
+    tl.store(
+        OUT + at, attention_flash.may_see(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32)
+    )
 
 
 @pytest.mark.parametrize(
-    "pattern", (*(Pattern("strided", n) for n in (5, 11, 20)), Pattern("fixed", 20, 1), Pattern("fixed", 18, 9)), ids=str
+    "pattern",
+    (*(Pattern("strided", n) for n in (5, 11, 20)), Pattern("fixed", 20, 1), Pattern("fixed", 18, 9)),
+    ids=str,
 )
 def test_a_tile_is_asked_exactly(pattern):
     """Each tile of 8 queries and 8 keys, wherever they begin, that is not wholly in the future."""
@@ -262,7 +271,9 @@ def parts(q, k, v, impl, pattern, documents, cuts):
     """Attention of the last queries by the keys in parts, those that come later than the queries among them."""
     t, outs, lses = q.shape[1], [], []
     for start, end in zip(cuts, (*cuts[1:], k.shape[1])):
-        given = {"documents": documents[:, start:end], "query_documents": documents[:, :t]} if documents is not None else {}
+        given = (
+            {"documents": documents[:, start:end], "query_documents": documents[:, :t]} if documents is not None else {}
+        )
         out, lse = attention_with_lse(
             q, k[:, start:end], v[:, start:end], pattern=pattern, query_start=0, key_start=start, impl=impl, **given
         )
@@ -274,8 +285,12 @@ def parts(q, k, v, impl, pattern, documents, cuts):
 
 @pytest.mark.parametrize("name", ("full", "wide stride", "window and documents", "fixed and documents"))
 def test_parts_of_the_keys_join(name):
-    """As ring attention joins them: values, and gradients through the log-sum-exp; some rows and whole parts see nothing."""
-    pattern, documents = PATTERNS[name.removesuffix(" and documents")], documents_of(1, 64) if "documents" in name else None
+    """As ring attention joins them: values, and gradients through the log-sum-exp; some rows and whole parts see
+    nothing."""
+    pattern, documents = (
+        PATTERNS[name.removesuffix(" and documents")],
+        documents_of(1, 64) if "documents" in name else None,
+    )
     tensors = inputs(1, 64)
 
     def f(impl, q, k, v):
@@ -305,13 +320,16 @@ def test_a_query_that_sees_nothing():
 
 def test_all_keys_are_seen_where_they_are_past():
     q, k, v = inputs(1, 20, 2, 1, s=37, dtype=torch.float32)
-    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True
+    )
     for impl in ("reference", "triton"):
         out, _ = attention_with_lse(q, k, v, query_start=37, impl=impl)
         assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
-# ---- what it costs, what it refuses ------------------------------------------------------------------------------------
+# ---- what it costs, what it refuses
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", (*PATTERNS.values(), Pattern("fixed", 6, 6), Pattern("strided", 1)), ids=str)
@@ -322,7 +340,9 @@ def test_flops_count_the_pairs(pattern):
         pairs = int(pattern.sees(at[:30, None] + start, at[None] + key_start).sum())
         said = attention_with_lse.flops(q, k, v, pattern=pattern, query_start=start, key_start=key_start)
         assert said == 4 * 2 * 4 * 8 * pairs
-    assert attention.flops(q, k, v, pattern=pattern) == attention_with_lse.flops(q, k, v, pattern=pattern, query_start=20)
+    assert attention.flops(q, k, v, pattern=pattern) == attention_with_lse.flops(
+        q, k, v, pattern=pattern, query_start=20
+    )
 
 
 def test_which_form_serves():

@@ -1,4 +1,5 @@
-"""Float8 linears: the formats against a table of all their numbers, the products by hand, all forms alike, and training by the policies."""
+"""Float8 linears: the formats against a table of all their numbers, the products by hand, all forms alike, and training
+by the policies."""
 
 import functools
 
@@ -85,7 +86,9 @@ def test_no_scale_carries_a_number_beyond_the_format(dtype):
     for wide in (x, x.float()):  # as float32 some of the float64 maxima are smaller
         numbers, _ = float8.quantise(wide, dtype, 1, False)
         limit = torch.finfo(dtype).max
-        assert_same(numbers.double(), torch.tensor([[limit, -limit, limit / 2]], dtype=F64).expand(4001, 3).contiguous())
+        assert_same(
+            numbers.double(), torch.tensor([[limit, -limit, limit / 2]], dtype=F64).expand(4001, 3).contiguous()
+        )
 
 
 # ---- the product -----------------------------------------------------------------------------------------------------
@@ -223,7 +226,12 @@ def test_vmap_is_a_loop(scaling):
     def gradient(w, x, g):
         return torch.func.grad(lambda w: (float8_linear(x, w, scaling) * g).sum())(w)
 
-    assert_close(torch.vmap(gradient, (None, 0, 0))(w, x, g), torch.stack([gradient(w, *row) for row in zip(x, g)]), rtol=1e-5, atol=1e-4)
+    assert_close(
+        torch.vmap(gradient, (None, 0, 0))(w, x, g),
+        torch.stack([gradient(w, *row) for row in zip(x, g)]),
+        rtol=1e-5,
+        atol=1e-4,
+    )
     with pytest.raises(ValueError, match="impl='emulated' does not serve"):
         torch.vmap(lambda x: float8_linear(x, w, scaling, impl="emulated"))(x)
 
@@ -291,7 +299,9 @@ def test_the_linears_of_the_blocks_alone_are_float8():
         called = []
         real = float8.product_reference
         with pytest.MonkeyPatch.context() as patch, observe() as used:
-            patch.setattr(float8, "product_reference", lambda a, b, *rest: called.append(tuple(b.shape)) or real(a, b, *rest))
+            patch.setattr(
+                float8, "product_reference", lambda a, b, *rest: called.append(tuple(b.shape)) or real(a, b, *rest)
+            )
             models.loss(model, params, {"tokens": tokens, "targets": tokens}, ctx)
         seen[name] = sorted(called)
         assert used["float8_linear"] == {"emulated"}
@@ -316,8 +326,8 @@ def on_a_mesh(mesh, policy, stage, micro_batches):
 
 @pytest.mark.parametrize("policy", ("bf16_float8", "bf16_float8_rowwise"))
 def test_on_a_mesh(policy):
-    """A scale is of a micro-batch: ZeRO gives the bits of one process that takes the same ones. The scales of a tensor-parallel rank are
-    of its own shards, which changes the rounding."""
+    """A scale is of a micro-batch: ZeRO gives the bits of one process that takes the same ones. The scales of a
+    tensor-parallel rank are of its own shards, which changes the rounding."""
     alone = on_a_mesh(fzero.one_process(), policy, 0, 2)
     for by_rank in ranks.run(2, on_a_mesh, policy, 3, 2, mesh={"dp": 2}):
         assert_same(by_rank[0], alone[0])

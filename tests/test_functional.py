@@ -1,4 +1,5 @@
-"""What torch.func does to a train step made with donate=False, to a model's loss, and to a plain loss function; in float64."""
+"""What torch.func does to a train step made with donate=False, to a model's loss, and to a plain loss function; in
+float64."""
 
 import pytest
 import torch
@@ -29,20 +30,25 @@ def steps(step, state, count=3):
     return state, metrics
 
 
+@pytest.mark.each_value
 @every_case
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_vmap_over_four_seeds_equals_four_runs(case, remat):
     case = case_of(case)
-    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.05, eps=1e-6))
+    tx = optim.with_average(optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.05, eps=1e-6)), 0.9)
     plan = fzero.zero_plan(0, case.source, MESH, policy=FP64)
-    options = {"micro_batches": 2, "ema_decay": 0.9, "execution": fzero.Execution(remat=remat)}
-    pure, donated = (fzero.make_train_step(case.loss_fn, tx, plan, donate=donate, **options) for donate in (False, True))
+    options = {"micro_batches": 2, "execution": fzero.Execution(remat=remat)}
+    pure, donated = (
+        fzero.make_train_step(case.loss_fn, tx, plan, donate=donate, **options) for donate in (False, True)
+    )
 
     def init(key):
         source = case.source
         if not isinstance(source, base.Model):
-            source = pytree.map_named(lambda n, p: p + prng.normal(prng.fold_in(key, n), p.shape, std=0.1, dtype=F64), source)
-        return fzero.init_state(source, tx, plan, seed=key, ema=True)
+            source = pytree.map_named(
+                lambda n, p: p + prng.normal(prng.fold_in(key, n), p.shape, std=0.1, dtype=F64), source
+            )
+        return fzero.init_state(source, tx, plan, seed=key)
 
     keys = torch.stack([prng.key(seed) for seed in range(4)])
     together, metrics = steps(torch.func.vmap(pure, in_dims=(0, None)), torch.func.vmap(init)(keys))
@@ -76,7 +82,11 @@ def test_vmap_over_four_learning_rates_equals_four_runs(case):
 
 @every_case
 def test_meta_gradient_of_the_learning_rate_through_three_adamw_steps(case):
-    train_with, lr, h = losses_by_rate(case_of(case), lambda lr: optim.adamw(lr, eps=1e-3)), torch.tensor(1e-2, dtype=F64), 1e-7
+    train_with, lr, h = (
+        losses_by_rate(case_of(case), lambda lr: optim.adamw(lr, eps=1e-3)),
+        torch.tensor(1e-2, dtype=F64),
+        1e-7,
+    )
     slope = torch.func.grad(train_with)(lr)
     assert abs(slope) > 1e-2
     assert_close(slope, (train_with(lr + h) - train_with(lr - h)) / (2 * h), rtol=1e-5)
@@ -158,6 +168,7 @@ def test_hessian_vector_product_equals_finite_differences(model):
     assert_close(reverse_over_reverse, forward_over_reverse, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_pure_step_is_jitted_and_equal():
     step, state = make(case_of("mlp", n_layers=1), optim.sgd(0.05), donate=False)
     fast = fzero.jit(step)
@@ -171,7 +182,9 @@ def test_the_pure_step_is_jitted_and_equal():
 def test_under_a_transform_a_scale_that_raises_is_refused_and_one_that_holds_works():
     case = case_of("mlp")
     for at_floor in ("raise", "hold"):
-        step, state = make(case, optim.sgd(0.05), donate=False, policy=precision.fp16(precision.LossScale(at_floor=at_floor)))
+        step, state = make(
+            case, optim.sgd(0.05), donate=False, policy=precision.fp16(precision.LossScale(at_floor=at_floor))
+        )
         four = pytree.map(lambda x: torch.stack([x] * 4), state)
         if at_floor == "raise":
             with pytest.raises(ValueError, match="hold"):
@@ -198,7 +211,9 @@ def test_jacobian_by_reverse_mode_equals_that_by_forward_mode(model):
     model, batch = case_of(model).loss_fn, batch_of(0)
     params = base.init_params(model, prng.key(0), F64)
     blocks = pytree.named_leaves(params["blocks"])
-    name, leaf = next((n, leaf) for n, leaf in blocks.items() if "scale" in n)  # small: a column of the Jacobian is a pass
+    name, leaf = next(
+        (n, leaf) for n, leaf in blocks.items() if "scale" in n
+    )  # small: a column of the Jacobian is a pass
 
     def logits_of(scale):
         changed = {**params, "blocks": pytree.from_named({**blocks, name: scale}, params["blocks"])}
@@ -208,7 +223,8 @@ def test_jacobian_by_reverse_mode_equals_that_by_forward_mode(model):
 
 
 def gradients(reduce, count):
-    """(the function of parameters that is the gradient of `count` micro-batches of two rows, the parameters), float32."""
+    """(the function of parameters that is the gradient of `count` micro-batches of two rows, the parameters),
+    float32."""
     case = case_of("mlp")
     plan = fzero.zero_plan(0, case.source, MESH, reduce=reduce)
     state = fzero.init_state(case.source, optim.sgd(0.1), plan, seed=3)
@@ -235,4 +251,6 @@ def test_the_order_of_sums_can_be_seen_and_differentiated():
     pairs = list(zip(pytree.leaves(canonical(needing)), pytree.leaves(fast(needing))))
     assert any(not torch.equal(a, b) for a, b in pairs)
     square = lambda f: lambda p: sum((leaf**2).sum() for leaf in pytree.leaves(f(p)))  # noqa: E731
-    assert_close(torch.func.grad(square(canonical))(params), torch.func.grad(square(fast))(params), rtol=1e-4, atol=1e-5)
+    assert_close(
+        torch.func.grad(square(canonical))(params), torch.func.grad(square(fast))(params), rtol=1e-4, atol=1e-5
+    )

@@ -40,12 +40,16 @@ def test_half_precision(op):
 def test_large_arguments_saturate():
     a = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=laws.DEVICE)
     for op in OPS.values():
-        assert_close(op(a, torch.ones_like(a), impl="triton"), torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4], device=laws.DEVICE))
+        assert_close(
+            op(a, torch.ones_like(a), impl="triton"), torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4], device=laws.DEVICE)
+        )
 
 
 def test_what_it_refuses():
     a, b = laws.draw((2, 3), (2, 3), dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"swiglu: impl='triton' does not serve this call: the dtypes are torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"swiglu: impl='triton' does not serve this call: the dtypes are torch.float64"
+    ):
         glu.swiglu(a, b, impl="triton")
     with pytest.raises(ValueError, match="they must agree"):
         glu.swiglu(a.float(), b.float()[:1], impl="triton")

@@ -1,4 +1,5 @@
-"""Runs whose steps go wrong: by the fault of the hardware they end as if it had not been; bad data is left out; and nothing is lost."""
+"""Runs whose steps go wrong: by the fault of the hardware they end as if it had not been; bad data is left out; and
+nothing is lost."""
 
 import functools
 import json
@@ -29,7 +30,14 @@ def sets(*settings):
     return [part for setting in settings for part in ("--set", setting)]
 
 
-QUIET = [*TINY, "--data", "text.txt", "--sample", "", *sets(*SETTINGS, "model.n_layers=1", "model.d_model=16", "model.d_ff=24")]
+QUIET = [
+    *TINY,
+    "--data",
+    "text.txt",
+    "--sample",
+    "",
+    *sets(*SETTINGS, "model.n_layers=1", "model.d_model=16", "model.d_ff=24"),
+]
 BACK = sets("guard.nonfinite=rollback")
 
 
@@ -59,7 +67,9 @@ def leaves(run):
 
 def rows(run):
     drop = lambda name: name in TIMED or name.startswith("checkpoint") or name.startswith("save")  # noqa: E731
-    return [{name: value for name, value in row.items() if not drop(name)} for row in run_folder.read_metrics(Path(run))]
+    return [
+        {name: value for name, value in row.items() if not drop(name)} for row in run_folder.read_metrics(Path(run))
+    ]
 
 
 def record(run):
@@ -229,6 +239,7 @@ def without(fz, name, skips, monkeypatch):
     return name
 
 
+@pytest.mark.slow
 def test_a_bad_batch_is_left_out_for_good(fz, plain, monkeypatch):
     expected = without(fz, "expected", [[28, BATCH], [36, BATCH]], monkeypatch)
     bad, worse = poisoned(28), poisoned(36)
@@ -242,10 +253,14 @@ def test_a_bad_batch_is_left_out_for_good(fz, plain, monkeypatch):
     out = ok(fz(*QUIET, *BACK, "--out", "run"))
     assert "step 8: the gradient is not finite; back to step 6, to try the batch of sample 28 again" in out
     assert (
-        "step 8: the gradient is not finite again with the same batch, so the data is to blame; back to step 6, and samples 28 to 31" in out
-    )
+        "step 8: the gradient is not finite again with the same batch, so the data is to blame; back to step "
+        "6, and samples 28 to 31"
+    ) in out
     assert "samples 36 to 39 are left out" in out and "went well" not in out
-    assert record("run")["skips"] == [[28, BATCH], [36, BATCH]] and rollback.skips_of(Path("run")) == [(28, BATCH), (36, BATCH)]
+    assert record("run")["skips"] == [[28, BATCH], [36, BATCH]] and rollback.skips_of(Path("run")) == [
+        (28, BATCH),
+        (36, BATCH),
+    ]
     assert_same(leaves("run"), leaves(expected))
     assert rows("run") == rows(expected) != rows(plain)
     assert [row["step"] for row in rows("run")] == list(range(1, 13))
@@ -262,6 +277,7 @@ def test_a_run_with_a_batch_left_out_is_resumed_to_the_bit(fz, plain, monkeypatc
     assert rows("parts") == rows("whole")
 
 
+@pytest.mark.slow
 def test_a_spike_in_the_data_is_left_out(fz, plain, monkeypatch):
     settings = sets("guard.spike=rollback", "guard.sigmas=2.0", "guard.window=3", "guard.warmup=4")
     with monkeypatch.context() as patch:
@@ -309,7 +325,8 @@ def test_a_run_that_comes_no_further_ends(fz, plain, monkeypatch):
     plant(monkeypatch, before)
     code, out, err = fz(*QUIET, *BACK, *sets("guard.max_rollbacks=3"), "--out", "run")
     assert code == 2 and err == (
-        "fzero: error: step 8: the gradient is not finite, and the run has gone back 3 times without coming to a checkpoint at or behind "
+        "fzero: error: step 8: the gradient is not finite, and the run has gone back 3 times without coming to a "
+        "checkpoint at or after "
         "step 8; lower --lr, or look at the hardware (guard.max_rollbacks is 3)\n"
     )
     assert out.count("back to step 6") == 3 and record("run")["skips"] == [[28, BATCH]]
@@ -329,7 +346,8 @@ def test_a_run_may_stop_at_the_first(fz, plain, monkeypatch):
     plant(monkeypatch, flipped([7]))
     code, _, err = fz(*QUIET, *sets("guard.nonfinite=stop"), "--out", "run")
     assert code == 2 and err == (
-        "fzero: error: step 8: the gradient is not finite, with the batch of sample 28; guard.nonfinite=stop ends the run here\n"
+        "fzero: error: step 8: the gradient is not finite, with the batch of sample 28; guard.nonfinite=stop "
+        "ends the run here\n"
     )
     # As nothing of the step was kept, the run goes on from its checkpoint as if it had not been.
     ok(fz("--out", "run", "--resume", "--sample", "", "--peak-tflops", 1))
@@ -400,7 +418,9 @@ def test_a_rollback_that_is_killed_at_any_instant_goes_on(fz, plain, monkeypatch
         if killed:
             # Once it is decided, no checkpoint behind the step to go back to is taken.
             begun = 6 if number in (1, 5) else 3
-            assert f"resuming {run} at step {begun} of 12" in ok(fz("--out", run, "--resume", "--sample", "", "--peak-tflops", 1))
+            assert f"resuming {run} at step {begun} of 12" in ok(
+                fz("--out", run, "--resume", "--sample", "", "--peak-tflops", 1)
+            )
         assert_same(leaves(run), leaves("expected"))
         assert rows(run) == rows("expected"), run
         assert record(run)["skips"] == [[28, BATCH]]
@@ -412,7 +432,11 @@ def test_a_damaged_record_is_one_line(fz, plain):
     ok(fz(*QUIET, "--out", "run", "--stop-at", 4))
     Path("run", rollback.SKIPS).write_text('{"skips": 1}')
     code, _, err = fz("--out", "run", "--resume")
-    assert code == 2 and err.startswith("fzero: error: run/skips.json: is not the record of a run's rollbacks") and err.count("\n") == 1
+    assert (
+        code == 2
+        and err.startswith("fzero: error: run/skips.json: is not the record of a run's rollbacks")
+        and err.count("\n") == 1
+    )
 
 
 # -- what goes together
@@ -424,10 +448,16 @@ REFUSED = {
     "guard.window is 0; it must be at least 1": ["guard.spike=skip", "guard.window=0"],
     "guard.sigmas does nothing with guard.spike=off": ["guard.sigmas=3.0"],
     "guard.rollback_steps does nothing without a rollback": ["guard.rollback_steps=3"],
-    "train.checkpoint_every is 0, so there is nothing to go back to": ["guard.spike=rollback", "train.checkpoint_every=0"],
+    "train.checkpoint_every is 0, so there is nothing to go back to": [
+        "guard.spike=rollback",
+        "train.checkpoint_every=0",
+    ],
     "reach back 3; use train.keep_last=3": ["guard.nonfinite=rollback", "guard.rollback_steps=4"],
     "guard.nonfinite is stop and precision.policy is fp16": ["guard.nonfinite=stop", "precision.policy=fp16"],
-    "a state on a disk cannot be put back while a run goes on; use skip": ["guard.nonfinite=rollback", 'offload="opt=nvme"'],
+    "a state on a disk cannot be put back while a run goes on; use skip": [
+        "guard.nonfinite=rollback",
+        'offload="opt=nvme"',
+    ],
 }
 
 
@@ -443,7 +473,11 @@ def test_what_cannot_work_is_refused(said, fz):
 
 def test_the_defaults_are_those_of_a_run_without_a_guard():
     value = recipes.recipe("mlp-tiny")
-    assert value.guard == config.Guard() and (value.guard.nonfinite, value.guard.spike, value.guard.check_every) == ("skip", "off", 0)
+    assert value.guard == config.Guard() and (value.guard.nonfinite, value.guard.spike, value.guard.check_every) == (
+        "skip",
+        "off",
+        0,
+    )
     assert value.guard.max_skipped == 50
 
 

@@ -1,4 +1,5 @@
-"""AdamW and Lion in C++ on the host: against the reference, bit by bit where it can be, however leaves lie and are cut."""
+"""AdamW and Lion in C++ on the host: against the reference, bit by bit where it can be, however leaves lie and are
+cut."""
 
 import itertools
 import math
@@ -45,7 +46,16 @@ def draw(name, shapes, state=F32, grad=F32, stochastic=False, coded=False, copy=
         else:
             kept = [x.to(state) for x in kept]
         where = make_place((5, i), shape, (0,) * len(shape), shape) if stochastic else None
-        leaves.append(Leaf(p, g.to(grad), tuple(kept), 0.1 * (i % 2), where, None if copy is None else torch.zeros_like(p, dtype=copy)))
+        leaves.append(
+            Leaf(
+                p,
+                g.to(grad),
+                tuple(kept),
+                0.1 * (i % 2),
+                where,
+                None if copy is None else torch.zeros_like(p, dtype=copy),
+            )
+        )
     return leaves
 
 
@@ -56,7 +66,9 @@ def rates(name, lr=0.01, **more):
 
 def each(f, leaf):
     """The leaf with its tensors mapped, scales in 8 bits too."""
-    return leaf._replace(p=f(leaf.p), g=f(leaf.g), state=tuple(map(f, leaf.state)), copy=None if leaf.copy is None else f(leaf.copy))
+    return leaf._replace(
+        p=f(leaf.p), g=f(leaf.g), state=tuple(map(f, leaf.state)), copy=None if leaf.copy is None else f(leaf.copy)
+    )
 
 
 def values(leaves):
@@ -71,7 +83,8 @@ def after(name, leaves, given, impl="cpp"):
 
 
 def compare(name, leaves, given):
-    """States and Lion's p have the reference's bits; AdamW's u may miss the last place, with torch's sqrt. The copy is p, rounded."""
+    """States and Lion's p have the reference's bits; AdamW's u may miss the last place, with torch's sqrt. The copy is
+    p, rounded."""
     got, expected = after(name, leaves, given), after(name, leaves, given, "reference")
     for old, mine, theirs in zip(leaves, got, expected):
         assert_same(mine.state, theirs.state)
@@ -86,7 +99,8 @@ def compare(name, leaves, given):
     return got
 
 
-# ---- it is the reference ----------------------------------------------------------------------------------------------
+# ---- it is the reference
+# ----------------------------------------------------------------------------------------------
 
 
 @every_op
@@ -131,7 +145,9 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(name, state):
             laws.at_most_twice(key, ours[key], plain[key], want)
 
 
-@pytest.mark.parametrize(("coupled", "other"), [(False, torch.optim.AdamW), (True, torch.optim.Adam)], ids=["adamw", "adam"])
+@pytest.mark.parametrize(
+    ("coupled", "other"), [(False, torch.optim.AdamW), (True, torch.optim.Adam)], ids=["adamw", "adam"]
+)
 def test_steps_of_torch(coupled, other):
     first, *grads = laws.draw(*[(3, 70)] * 5, dtype=F32, device="cpu")
     theirs = first.clone().requires_grad_()
@@ -148,7 +164,9 @@ def test_steps_of_torch(coupled, other):
 
 def test_lion_by_hand():
     p, g, m = (torch.tensor(x) for x in ([1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 0.0, 8.0], [0.0, 1.0, 0.0, -1.0]))
-    kernels.lion([Leaf(p, g, (m,), 0.5)], Rates((torch.tensor(0.1, dtype=F64),), torch.tensor(0), 0.75, 0.5), impl="cpp")
+    kernels.lion(
+        [Leaf(p, g, (m,), 0.5)], Rates((torch.tensor(0.1, dtype=F64),), torch.tensor(0), 0.75, 0.5), impl="cpp"
+    )
     assert_close(p, torch.tensor([0.85, 0.85, 0.95, 0.85]), rtol=1e-6)  # 0.75 m + 0.25 g = 0.25, 0.5, 0, 1.25
     assert_close(m, torch.tensor([0.5, 0.0, 0.0, 3.5]), rtol=1e-6)
 
@@ -169,7 +187,8 @@ def test_what_is_not_finite(name, state):
             torch.testing.assert_close(got.copy, got.p.to(got.copy.dtype), rtol=0, atol=0, equal_nan=True)
 
 
-# ---- skipped steps, copies --------------------------------------------------------------------------------------------
+# ---- skipped steps, copies
+# --------------------------------------------------------------------------------------------
 
 
 @every_op
@@ -184,21 +203,47 @@ def test_where_a_step_is_skipped_nothing_changes(name, state):
 def test_the_copy_is_rounded_to_nearest_even(dtype):
     """Every exponent with ties, their neighbours and a carry, and what is not finite; the step is 0."""
     ends = torch.tensor(
-        [0x0, 0x1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x18001, 0x7FFFFF]
+        [
+            0x0,
+            0x1,
+            0xFFF,
+            0x1000,
+            0x1001,
+            0x2FFF,
+            0x3000,
+            0x3001,
+            0x7FFF,
+            0x8000,
+            0x8001,
+            0x17FFF,
+            0x18000,
+            0x18001,
+            0x7FFFFF,
+        ]
     )
     exponents = torch.arange(255)[:, None] << 23
     raw = torch.cat(((exponents | ends).reshape(-1), torch.tensor([0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF])))
     p = torch.cat((raw, raw | (1 << 31))).to(torch.uint32).view(F32)
     exact = torch.cat([p, laws.draw((100_000,), dtype=F32, device="cpu")[0] * torch.logspace(-12, 6, 100_000)])
-    leaf = Leaf(exact.clone(), torch.zeros_like(exact), (torch.zeros_like(exact),), 0.0, None, torch.zeros_like(exact, dtype=dtype))
+    leaf = Leaf(
+        exact.clone(),
+        torch.zeros_like(exact),
+        (torch.zeros_like(exact),),
+        0.0,
+        None,
+        torch.zeros_like(exact, dtype=dtype),
+    )
     kernels.lion([leaf], rates("lion", lr=0.0), impl="cpp")
     torch.testing.assert_close(leaf.p, exact, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(leaf.copy, exact.to(dtype), rtol=0, atol=0, equal_nan=True)
     number = ~exact.isnan()
-    assert torch.equal(leaf.copy[number].view(torch.uint8), exact[number].to(dtype).view(torch.uint8))  # with the signs of zeros
+    assert torch.equal(
+        leaf.copy[number].view(torch.uint8), exact[number].to(dtype).view(torch.uint8)
+    )  # with the signs of zeros
 
 
-# ---- bits are an element's own ----------------------------------------------------------------------------------------
+# ---- bits are an element's own
+# ----------------------------------------------------------------------------------------
 
 
 def cut(leaf, start, end, shift=0):
@@ -271,7 +316,8 @@ def test_the_words_of_large_indices_and_counts():
         compare("adamw", [leaf], rates("adamw")._replace(count=torch.tensor(count)))
 
 
-# ---- what serves, and what is refused ---------------------------------------------------------------------------------
+# ---- what serves, and what is refused
+# ---------------------------------------------------------------------------------
 
 
 def test_autograd_sees_that_it_wrote():

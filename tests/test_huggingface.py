@@ -1,4 +1,5 @@
-"""Models from and to `transformers` (checkpoint/convert/): it is the independent implementation of GPT-2, Llama and Mixtral."""
+"""Models from and to `transformers` (checkpoint/convert/): it is the independent implementation of GPT-2, Llama and
+Mixtral."""
 
 import copy
 import dataclasses
@@ -53,7 +54,9 @@ def test_logits_loss_and_every_gradient_equal_theirs(case, saved, tmp_path):
     # One sequence: transformers takes Mixtral's auxiliary loss of the whole batch, fzero of each sequence.
     ids = ids[:1] if kind == "Mixtral" else ids
     model = copy.deepcopy(model)
-    out = model(input_ids=ids, labels=ids, use_cache=False, **({"output_router_logits": True} if kind == "Mixtral" else {}))
+    out = model(
+        input_ids=ids, labels=ids, use_cache=False, **({"output_router_logits": True} if kind == "Mixtral" else {})
+    )
     out.loss.backward()
 
     def mean_loss(params):
@@ -104,7 +107,10 @@ def test_what_we_export_transformers_loads_with_the_same_logits(case, saved, tmp
 def test_what_we_export_holds_their_tensors_under_their_names(case, saved, tmp_path):
     _, folder = saved(case)
     path = save_hf(tmp_path / "out", *load_hf(folder))
-    assert_same(dict(sorted(load_file(path / "model.safetensors").items())), dict(sorted(load_file(folder / "model.safetensors").items())))
+    assert_same(
+        dict(sorted(load_file(path / "model.safetensors").items())),
+        dict(sorted(load_file(folder / "model.safetensors").items())),
+    )
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama", "mixtral"])
@@ -171,7 +177,13 @@ def test_configs_say_what_the_model_is(saved):
         vocab_size=V, max_len=64, d_model=32, n_layers=2, n_heads=4, d_ff=72, dropout=0.1, tied=False, init_std=0.2
     )
     config = load_hf(saved("mixtral-window")[1])[0]
-    assert (config.pattern, config.top_k, config.n_experts, config.balance_coef, config.z_coef) == ("window:7", 1, 4, 0.5, 0.0)
+    assert (config.pattern, config.top_k, config.n_experts, config.balance_coef, config.z_coef) == (
+        "window:7",
+        1,
+        4,
+        0.5,
+        0.0,
+    )
     assert load_hf(saved("llama")[1])[0].head_dim == 0 and load_hf(saved("llama-head-dim")[1])[0].head_dim == 12
 
 
@@ -208,7 +220,9 @@ def test_dtypes_are_kept_or_converted_on_the_way(saved, tmp_path):
     weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].half()
     mixed = copy_of(folder, tmp_path / "mixed")
     save_file(weights, mixed / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is torch\.float16 and other layers torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is torch\.float16 and other layers torch\.float32"
+    ):
         load_hf(mixed)
     assert load_hf(mixed, dtype=torch.float32)[1]["blocks"]["mlp"]["w_up"].dtype == torch.float32
 
@@ -252,15 +266,23 @@ BAD_CONFIGS = {
     "mlp bias": ("llama", {"mlp_bias": True}, "mlp_bias is True"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
     "rope type": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
-    "old rope type": ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
-    "rope per layer": ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters differ between layers"),
+    "old rope type": (
+        "llama",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type is 'linear'",
+    ),
+    "rope per layer": (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_parameters differ between layers",
+    ),
     "rope incomplete": (
         "llama",
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
-        "low_freq_factor of the llama3",
+        "the llama3 rope scaling: low_freq_factor",
     ),
     "partial rope": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    "text for a size": ("llama", {"hidden_size": "32"}, "hidden_size is '32'; it must be of type int"),
+    "text for a size": ("llama", {"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
     "null for a size": ("llama", {"num_hidden_layers": None}, "num_hidden_layers is None"),
     "another size": (
         "llama",
@@ -278,7 +300,11 @@ BAD_CONFIGS = {
         "tensors are unexpected for a LlamaForCausalLM of these sizes: model.layers.1.input_layernorm",
     ),
     "falsely tied": ("llama", {"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight"),
-    "falsely untied": ("gpt2", {"tie_word_embeddings": False}, "tensors are missing for a GPT2LMHeadModel of these sizes: lm_head.weight"),
+    "falsely untied": (
+        "gpt2",
+        {"tie_word_embeddings": False},
+        "tensors are missing for a GPT2LMHeadModel of these sizes: lm_head.weight",
+    ),
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
     "experts": ("mixtral", {"num_local_experts": 3}, "tensors are unexpected"),
 }
@@ -330,19 +356,35 @@ def test_folders_that_are_not_whole_models(saved, tmp_path):
 
 
 def test_safetensors_files_of_every_dtype_are_read_as_they_are_written(tmp_path):
-    drawn = {str(dtype): torch.randint(0, 2, (3, 5), generator=torch.Generator().manual_seed(3)).to(dtype) for dtype in DTYPES}
-    tensors = {**drawn, "scalar": torch.tensor(2.5), "none": torch.empty(0, 3), "turned": torch.rand(4, 6).T.contiguous()}
+    drawn = {
+        str(dtype): torch.randint(0, 2, (3, 5), generator=torch.Generator().manual_seed(3)).to(dtype)
+        for dtype in DTYPES
+    }
+    tensors = {
+        **drawn,
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0, 3),
+        "turned": torch.rand(4, 6).T.contiguous(),
+    }
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     found = read_safetensors(tmp_path / "theirs")
-    assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {
+        n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()
+    }
     given = {name: entry.give() for name, entry in found.items()}
     assert all(torch.equal(given[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in drawn)
     assert all(torch.equal(given[name], tensors[name]) for name in tensors.keys() - drawn.keys())
     size = write_safetensors(tmp_path / "ours", dict(reversed(found.items())))
     begins = {name: table["data_offsets"][0] for name, table in header(tmp_path / "ours").items()}
-    assert all(begin % tensors[name].dtype.itemsize == 0 for name, begin in begins.items())  # for readers that map the file
+    assert all(
+        begin % tensors[name].dtype.itemsize == 0 for name, begin in begins.items()
+    )  # for readers that map the file
     assert size == (tmp_path / "ours").stat().st_size
-    assert all(torch.equal(t.view(torch.uint8), tensors[n].view(torch.uint8)) for n, t in load_file(tmp_path / "ours").items() if t.dim())
+    assert all(
+        torch.equal(t.view(torch.uint8), tensors[n].view(torch.uint8))
+        for n, t in load_file(tmp_path / "ours").items()
+        if t.dim()
+    )
 
 
 def header(file):
@@ -364,13 +406,19 @@ def entry_of(table, **entries):
 
 DAMAGED = {
     "nothing": (lambda file: file.write_bytes(b""), "damaged: a header of 0 bytes in a file of 0"),
-    "length": (lambda file: file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:]), "damaged: a header of 18446744073709551615 bytes"),
+    "length": (
+        lambda file: file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:]),
+        "damaged: a header of 18446744073709551615 bytes",
+    ),
     "text": (
         lambda file: file.write_bytes(file.read_bytes().replace(b'"dtype"', b'"dt\xffpe"', 1)),
         "its header is not that",
     ),
     "list": (lambda file: header_of(file, lambda table: [1]), "its header is not that of a safetensors file"),
-    "no shape": (lambda file: header_of(file, lambda table: {**table, "b": {"dtype": "F32"}}), "its header is not that"),
+    "no shape": (
+        lambda file: header_of(file, lambda table: {**table, "b": {"dtype": "F32"}}),
+        "of its header: shape is missing",
+    ),
     "more": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "its header speaks of"),
     "less": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "its header speaks of"),
     "gap": (
@@ -418,13 +466,25 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(saved, tmp_path):
             save_hf(folder, config, params)
         assert "\n" not in str(error.value)
 
-    refused(dataclasses.replace(config, pattern="local:4"), params, "pattern is 'local:4', which MixtralForCausalLM does not compute")
+    refused(
+        dataclasses.replace(config, pattern="local:4"),
+        params,
+        "pattern is 'local:4', which MixtralForCausalLM does not compute",
+    )
     refused(dataclasses.replace(config, capacity_factor=1.5), params, "capacity_factor is 1.5")
-    refused(dataclasses.replace(config, d_ff=41), params, "blocks/moe/w_gate has shape [2, 4, 32, 40]; the config says [2, 4, 32, 41]")
+    refused(
+        dataclasses.replace(config, d_ff=41),
+        params,
+        "blocks/moe/w_gate has shape [2, 4, 32, 40]; the config says [2, 4, 32, 41]",
+    )
     refused(dataclasses.replace(config, tied=True), params, "extra head/w")
     refused(MLPConfig(), {}, "a model of MLPConfig has no architecture in transformers")
     llama, weights = load_hf(saved("llama")[1])
-    refused(dataclasses.replace(llama, pattern="window:4"), weights, "pattern is 'window:4', which LlamaForCausalLM does not compute")
+    refused(
+        dataclasses.replace(llama, pattern="window:4"),
+        weights,
+        "pattern is 'window:4', which LlamaForCausalLM does not compute",
+    )
     refused(llama, {**weights, "head": {**weights["head"], "w": weights["head"]["w"].long()}}, "head/w is torch.int64")
     assert list(tmp_path.iterdir()) == []
     refused(llama, weights, "already exists", folder=tmp_path)

@@ -38,7 +38,8 @@ def exists(module):
 
 
 def imported(path):
-    """The modules a file imports, at its top or inside functions, as (dotted name, line): `from fzero import x` gives fzero.x."""
+    """The modules a file imports, at its top or inside functions, as (dotted name, line): `from fzero import x` gives
+    fzero.x."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -70,9 +71,15 @@ def refusal(mine, other):
 def test_the_parser_sees_imports_inside_functions(tmp_path):
     source = tmp_path / "some.py"
     source.write_text(
-        "import torch\ndef f():\n    from fzero.core import pytree\n    from fzero.sharding.spec import Spec\n    import fzero.train as t\n"
+        "import torch\ndef f():\n    from fzero.core import pytree\n    from fzero.sharding.spec import "
+        "Spec\n    import fzero.train as t\n"
     )
-    assert [name for name, _ in imported(source)] == ["torch", "fzero.core.pytree", "fzero.sharding.spec", "fzero.train"]
+    assert [name for name, _ in imported(source)] == [
+        "torch",
+        "fzero.core.pytree",
+        "fzero.sharding.spec",
+        "fzero.train",
+    ]
 
 
 def test_what_points_upward_or_sideways_is_refused():
@@ -89,7 +96,9 @@ def test_imports_point_one_way(path):
         head, *rest = name.split(".")
         if head == "fzero":
             if not rest:  # the package itself, which loads anything that is asked of it: for its version alone
-                assert used(path) <= {"__version__"}, f"{path.name}:{line}: import from fzero's modules, not from the package"
+                assert used(path) <= {"__version__"}, (
+                    f"{path.name}:{line}: import from fzero's modules, not from the package"
+                )
                 continue
             assert not (why := refusal(mine, rest[0])), f"{path.relative_to(ROOT)}:{line}: {why}"
 
@@ -111,7 +120,11 @@ def test_no_import_cycles():
 
 
 def test_the_root_reads_like_a_table_of_contents():
-    entries = sorted(p.name for p in ROOT.iterdir() if p.name != "__pycache__" and (p.is_file() or any(p.rglob("*.py"))))
+    entries = sorted(
+        p.name
+        for p in ROOT.iterdir()
+        if p.name not in ("__pycache__", "py.typed") and (p.is_file() or any(p.rglob("*.py")))
+    )
     folders = [name for names in FLOORS for name in names if name != "__main__"]
     assert entries == sorted([*folders, "__init__.py", "__main__.py"])
     assert len(entries) <= 16
@@ -126,15 +139,25 @@ def test_no_file_bears_the_name_of_a_standard_library_module():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_pytree_imports_torch_pytrees(path):
     users = [name for name, _ in imported(path) if "pytree" in name and not name.startswith("fzero.")]
-    names = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute) and node.attr == "_pytree"]
-    named = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.alias) and node.name.endswith("pytree")]
+    names = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "_pytree"
+    ]
+    named = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.alias) and node.name.endswith("pytree")
+    ]
     mine = path == ROOT / "core" / "pytree.py"
     assert mine or (not users and not names and all(node.name == "pytree" for node in named))
 
 
 def after_import(module):
     code = f"import sys, {module}; print(sorted({{name.split('.')[0] for name in sys.modules}}))"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     return ast.literal_eval(run.stdout)
 
 

@@ -1,4 +1,5 @@
-"""A training step takes its kernels from the registry: other forms, the same losses; here every Triton kernel that a step has."""
+"""A training step takes its kernels from the registry: other forms, the same losses; here every Triton kernel that a
+step has."""
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def run(config, kernels, steps):
 
 
 @pytest.mark.parametrize(
-    "config", [pytest.param(config, marks=[pytest.mark.slow] * (name == "moe"), id=name) for name, config in MODELS.items()]
+    "config",
+    [pytest.param(config, marks=[pytest.mark.slow] * (name == "moe"), id=name) for name, config in MODELS.items()],
 )
 def test_every_triton_kernel_of_a_step_gives_the_losses_of_the_references(config):
     expected, params, used = run(config, "reference", 2)
@@ -49,7 +51,9 @@ def test_every_triton_kernel_of_a_step_gives_the_losses_of_the_references(config
 
 
 def test_kernels_turned_off_change_no_loss_beyond_rounding():
-    (losses, _, used), (expected, _, off) = (run(MODELS["llama, dropout"], kernels, 5) for kernels in ("auto", "reference"))
+    (losses, _, used), (expected, _, off) = (
+        run(MODELS["llama, dropout"], kernels, 5) for kernels in ("auto", "reference")
+    )
     assert set().union(*off.values()) == {"reference"} != set().union(*used.values())
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0.0)
 
@@ -57,5 +61,7 @@ def test_kernels_turned_off_change_no_loss_beyond_rounding():
 def test_a_wrong_choice_is_refused_when_the_step_is_made():
     model, mesh = models.build(MODELS["llama, dropout"]), fzero.one_process()
     with pytest.raises(ValueError, match="there is no operation 'atention'"):
-        fzero.make_train_step(model, optim.sgd(0.1), fzero.zero_plan(0, model, mesh), execution=fzero.Execution(kernels="atention=triton"))
+        fzero.make_train_step(
+            model, optim.sgd(0.1), fzero.zero_plan(0, model, mesh), execution=fzero.Execution(kernels="atention=triton")
+        )
     assert Kernels.parse("attention=triton")["attention"] == "triton"

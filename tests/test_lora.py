@@ -47,7 +47,9 @@ def test_it_begins_as_the_base_model(kind):
     assert list(kept) == pytree.names(base_params)
     assert all(torch.equal(kept[name], leaf) for name, leaf in pytree.named_leaves(base_params).items())
     assert torch.equal(loss(with_lora, params), loss(model, base_params))
-    assert torch.equal(models.logits(with_lora, params, batch_of(0), CTX), models.logits(model, base_params, batch_of(0), CTX))
+    assert torch.equal(
+        models.logits(with_lora, params, batch_of(0), CTX), models.logits(model, base_params, batch_of(0), CTX)
+    )
     assert not torch.equal(loss(with_lora, moved(params)), loss(model, base_params))
 
 
@@ -103,7 +105,9 @@ def test_merged_parameters_are_the_base_models(kind):
     for name, w in pytree.named_leaves(merged).items():
         before = pytree.named_leaves(params)
         if f"{name}_lora_a" in before:
-            expected = before[name] + 3.0 * torch.einsum("lir,lro->lio", before[f"{name}_lora_a"], before[f"{name}_lora_b"])
+            expected = before[name] + 3.0 * torch.einsum(
+                "lir,lro->lio", before[f"{name}_lora_a"], before[f"{name}_lora_b"]
+            )
             torch.testing.assert_close(w, expected, rtol=1e-12, atol=1e-13)
         else:
             assert w is before[name]
@@ -159,7 +163,8 @@ def test_specs_of_the_factors(kind, name, a, b):
 
 @pytest.mark.parametrize("text", ["[L/pp, D, H/tp]", "[L/pp, H/tp, D]"])
 def test_a_ranks_part_of_the_product_is_that_of_its_factors(text):
-    """What a rank of tp adds to its part of w, from its parts of a and b, is its part of what is added on one process."""
+    """What a rank of tp adds to its part of w, from its parts of a and b, is its part of what is added on one
+    process."""
     from fzero.models.lora import _factor_specs
 
     g = torch.Generator().manual_seed(0)
@@ -181,7 +186,10 @@ def test_a_ranks_part_of_the_product_is_that_of_its_factors(text):
         ({"targets": "embed/tokens"}, "lora: targets 'embed/tokens' matches no leaf of the blocks"),
         ({"targets": "/b_"}, r"lora: blocks/attn/b_q of shape \(3, 8\) is no weight \[L, in, out\]"),
         ({"targets": "("}, "lora: targets '\\(' is not a regular expression"),
-        ({"rank": 0}, r"lora: rank is 0; for blocks/attn/w_q of shape \(3, 8, 8\) it must be a whole number in \[1, 8\]"),
+        (
+            {"rank": 0},
+            r"lora: rank is 0; for blocks/attn/w_q of shape \(3, 8, 8\) it must be a whole number in \[1, 8\]",
+        ),
         ({"rank": 9}, "lora: rank is 9"),
         ({"rank": 2.0}, r"lora: rank is 2\.0"),
         ({"alpha": 0.0}, r"lora: alpha is 0\.0; it must be a positive number"),
@@ -204,6 +212,8 @@ def test_configuration_reads_as_the_base_models():
     config = with_lora.config
     assert (config.rank, config.alpha, config.targets, config.base) == (2, 6.0, TARGETS["llama"], model.config)
     assert (config.max_len, config.n_heads, config.key_dim) == (16, 2, 4)
-    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config and hash(config) == hash(copy.copy(config))
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config and hash(config) == hash(
+        copy.copy(config)
+    )
     with pytest.raises(AttributeError, match="heads"):
         _ = config.heads

@@ -1,4 +1,5 @@
-"""What a run records of itself: time by phase and collective, norms by layer, ranks, ledger, memory, profile, attempts."""
+"""What a run records of itself: time by phase and collective, norms by layer, ranks, ledger, memory, profile,
+attempts."""
 
 import gzip
 import json
@@ -97,8 +98,8 @@ def test_a_sum_in_two_halves_is_waited_for_twice():
 
 
 def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
-    """([(norms of gradients, norms of parameters, grad_norm, times, their least and most seconds)] of two steps, what ranks waited);
-    the last rank is late in each."""
+    """([(norms of gradients, norms of parameters, grad_norm, times, their least and most seconds)] of two steps, what
+    ranks waited); the last rank is late in each."""
     model = model_of(name, dropout=0.0)
     plan = fzero.zero_plan(stage, model, mesh, reduce=reduce, policy=fp64())
     tx = OPTIMIZERS["adam"]
@@ -119,7 +120,9 @@ def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
             if i == 0:  # the ranks make sure that they run one program
                 continue
             spent.add(times)
-            grads = norms.by_part(norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor))
+            grads = norms.by_part(
+                norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor)
+            )
             params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
             out.append((grads, params, float(metrics.grad_norm), times, wall))
     return out, spent.gather(mesh)
@@ -144,7 +147,11 @@ def direct_norms(name):
             sum(float((x if i is None else x[i]).square().sum()) for n, x in named.items() if n.startswith(f"{part}/"))
         )
         layers = next(x for n, x in named.items() if n.startswith("blocks/")).shape[0]
-        return {"embed": square("embed"), "blocks": [square("blocks", i) for i in range(layers)], "head": square("head")}
+        return {
+            "embed": square("embed"),
+            "blocks": [square("blocks", i) for i in range(layers)],
+            "head": square("head"),
+        }
 
     out = []
     for i in range(3):
@@ -156,7 +163,8 @@ def direct_norms(name):
 
 
 @pytest.mark.parametrize(
-    "n, sizes, stage, reduce", [(1, {}, 0, "fast"), (2, {"dp": 2}, 3, "fast"), (2, {"tp": 2}, 0, "fast"), (2, {"dp": 2}, 2, "canonical")]
+    "n, sizes, stage, reduce",
+    [(1, {}, 0, "fast"), (2, {"dp": 2}, 3, "fast"), (2, {"tp": 2}, 0, "fast"), (2, {"dp": 2}, 2, "canonical")],
 )
 def test_norms_and_times_of_steps(n, sizes, stage, reduce):
     name = "llama"
@@ -171,15 +179,23 @@ def test_norms_and_times_of_steps(n, sizes, stage, reduce):
                 assert_close(params[part], direct_params[part], rtol=1e-10, atol=1e-12)
             flat = [grads["embed"], *grads["blocks"], grads["head"]]
             assert math.sqrt(sum(x * x for x in flat)) == pytest.approx(norm, rel=1e-12)
-            assert sum(times.phases.values()) == pytest.approx(times.wall, abs=1e-9) and 0 < wall[0] <= times.wall <= wall[1]
+            assert (
+                sum(times.phases.values()) == pytest.approx(times.wall, abs=1e-9)
+                and 0 < wall[0] <= times.wall <= wall[1]
+            )
             assert all(times.phases[name] > 0 for name in ("forward", "backward", "metrics", "update", "rest"))
             assert set(times.comm) == set(sizes)
-            assert sum(comm.exposed for comm in times.comm.values()) == pytest.approx(times.phases["comm_exposed"], abs=1e-9)
+            assert sum(comm.exposed for comm in times.comm.values()) == pytest.approx(
+                times.phases["comm_exposed"], abs=1e-9
+            )
             assert all(comm.hidden > 0 and comm.exposed > 0 for comm in times.comm.values())
 
 
 def test_norms_without_a_leaf_or_a_number():
-    mesh, like = fzero.one_process(), {"embed": {"w": torch.zeros(2)}, "blocks": {"a": torch.zeros(2, 3)}, "head": {"w": torch.zeros(1)}}
+    mesh, like = (
+        fzero.one_process(),
+        {"embed": {"w": torch.zeros(2)}, "blocks": {"a": torch.zeros(2, 3)}, "head": {"w": torch.zeros(1)}},
+    )
     specs = pytree.map(lambda leaf: fzero.sharding.Spec(), like)
     here = {"blocks": {"a": torch.tensor([[3.0, 0, 4.0], [math.inf, 0, 0]])}, "head": {"w": torch.tensor([2.0])}}
     found = norms.by_part(norms.of_params({**here, "embed": {"w": "on a disk"}}), specs, mesh, like, 2.0)
@@ -191,7 +207,9 @@ def test_a_late_rank_is_the_straggler():
     assert results[0][1] == results[1][1]
     said = results[0][1]
     assert said["steps"] == 2 and said["straggler"] == 1 and said["behind"] > rank_times.BEHIND
-    assert said["busy_s"][1] > 0.6 and said["comm_s"][0] > said["comm_s"][1] and said["comm_s"][0] > 0.3  # rank 0 waits for it
+    assert (
+        said["busy_s"][1] > 0.6 and said["comm_s"][0] > said["comm_s"][1] and said["comm_s"][0] > 0.3
+    )  # rank 0 waits for it
 
 
 def test_who_is_slowest():
@@ -203,8 +221,13 @@ def test_who_is_slowest():
 # -- the command
 
 
-TINY = shlex.split("--model mlp-tiny --batch 4 --micro-batch 2 --seq-len 16 --data text.txt --peak-tflops 1 --sample ''")
-TINY += shlex.split("--set train.compiled=false --set precision.policy=fp32 --set precision.fp32_matmul=default --set train.eval_every=4")
+TINY = shlex.split(
+    "--model mlp-tiny --batch 4 --micro-batch 2 --seq-len 16 --data text.txt --peak-tflops 1 --sample ''"
+)
+TINY += shlex.split(
+    "--set train.compiled=false --set precision.policy=fp32 --set precision.fp32_matmul=default --set "
+    "train.eval_every=4"
+)
 TINY += shlex.split("--set train.measure_every=3 --set train.eval_batches=1")
 
 
@@ -215,7 +238,10 @@ def run(tmp_path_factory):
     write_text(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
-        for args in ([*TINY, "--steps", "12", "--stop-at", "9", "--profile", "2-3"], ["--resume", "--peak-tflops", "1", "--sample", ""]):
+        for args in (
+            [*TINY, "--steps", "12", "--stop-at", "9", "--profile", "2-3"],
+            ["--resume", "--peak-tflops", "1", "--sample", ""],
+        ):
             with pytest.raises(SystemExit) as ended:
                 main.main(["pretrain", *args, "--out", "run"])
             assert ended.value.code == 0
@@ -226,13 +252,23 @@ def test_a_row_adds_up(run):
     rows = list(run_folder.read_metrics(run))
     assert len(rows) == 12
     for row in rows:
-        assert list(row["phases"]) == list(PHASES) and sum(row["phases"].values()) == pytest.approx(row["wall_s"], abs=1e-6)
+        assert list(row["phases"]) == list(PHASES) and sum(row["phases"].values()) == pytest.approx(
+            row["wall_s"], abs=1e-6
+        )
         evaluated = row["phases"]["evaluate"]
         assert (evaluated > 0) == ("val_loss" in row) and row["step_s"] <= row["wall_s"] and row["comm"] == {}
-        assert row["data_s"] >= row["phases"]["data"] - 1e-4 and row["phases"]["forward"] > 0 < row["phases"]["backward"]
+        assert (
+            row["data_s"] >= row["phases"]["data"] - 1e-4 and row["phases"]["forward"] > 0 < row["phases"]["backward"]
+        )
         assert ("grad_norms" in row) == ("ranks" in row) == ("param_norms" in row) == (row["step"] % 3 == 0)
-        assert row["mfu_causal"] == row["mfu"] == row["hfu"] == row["hfu_causal"]  # it has no attention, and recomputes nothing
-    assert {row["step"]: row["recorded"] for row in rows if "recorded" in row} == {2: "profile", 3: "profile", 8: "memory"}
+        assert (
+            row["mfu_causal"] == row["mfu"] == row["hfu"] == row["hfu_causal"]
+        )  # it has no attention, and recomputes nothing
+    assert {row["step"]: row["recorded"] for row in rows if "recorded" in row} == {
+        2: "profile",
+        3: "profile",
+        8: "memory",
+    }
     assert [row["ranks"]["steps"] for row in rows if "ranks" in row] == [1, 3, 2, 3]  # without those that were recorded
     assert rows[9]["phases"]["checkpoint"] < rows[9]["wall_s"]
     for row in rows:
@@ -246,7 +282,11 @@ def test_attempts_are_lines(run):
     assert (first["attempt"], first["first_step"], second["attempt"], second["first_step"]) == (1, 0, 2, 9)
     assert first["mesh"]["dp"] == first["processes"] == 1 and first["peak_flops"] == 1e12 and not first["peak_measured"]
     assert first["commit"] == "" or len(first["commit"]) == 40
-    assert first["config"]["data"]["seq_len"] == 16 and first["tokens_per_step"] == 64 and len(first["machine"]["host"]) == 12
+    assert (
+        first["config"]["data"]["seq_len"] == 16
+        and first["tokens_per_step"] == 64
+        and len(first["machine"]["host"]) == 12
+    )
     assert first["config_sha256"] == second["config_sha256"]
 
 
@@ -255,13 +295,16 @@ def test_the_memory_of_a_step(run):
     assert (said["attempt"], said["step"], said["rank"]) == (1, 8, 0)
     start, peak = said["timeline"][0], said["peak"]
     params = sum(
-        leaf.numel() for leaf in pytree.leaves(fzero.sharding.plan.shapes_of(fzero.models.build(run_folder.read_config(run).model)))
+        leaf.numel()
+        for leaf in pytree.leaves(fzero.sharding.plan.shapes_of(fzero.models.build(run_folder.read_config(run).model)))
     )
     assert start["parts"]["params"] == said["state"]["params"] == 4 * params
     assert peak["bytes"] == max(moment["bytes"] for moment in said["timeline"]) > start["bytes"]
     assert all(sum(moment["parts"].values()) == moment["bytes"] for moment in said["timeline"])
     assert {"forward", "backward", "update"} <= {moment["phase"] for moment in said["timeline"]}
-    assert peak["bytes"] < said["rss_peak_bytes"] and said["allocator_peak_bytes"] is None  # only a GPU's allocator counts its peak
+    assert (
+        peak["bytes"] < said["rss_peak_bytes"] and said["allocator_peak_bytes"] is None
+    )  # only a GPU's allocator counts its peak
 
 
 def nested(events):
@@ -286,7 +329,17 @@ def test_the_profile_names_the_phases(run):
     events, named = named_ranges(run / "trace.json.gz")
     nested(named)
     names = {event["name"] for event in named}
-    assert {"step 2", "step 3", "data", "forward", "forward embed", "forward blocks/1", "backward blocks/0", "metrics", "update"} <= names
+    assert {
+        "step 2",
+        "step 3",
+        "data",
+        "forward",
+        "forward embed",
+        "forward blocks/1",
+        "backward blocks/0",
+        "metrics",
+        "update",
+    } <= names
     assert "step 1" not in names and "step 4" not in names
     steps = [event for event in named if event["name"].startswith("step ")]
     for event in named:
@@ -299,8 +352,16 @@ def test_which_steps_are_recorded():
     assert step_records.chosen(10, 100, True) == step_records.Chosen(12, 18, (0, 0))
     assert step_records.chosen(10, 11, True) == step_records.Chosen(11, 0, (0, 0))
     assert step_records.chosen(0, 100, False, (3, 5)) == step_records.Chosen(0, 0, (3, 5))
-    assert step_records.chosen(0, 100, True, (7, 9)).memory == 10 and step_records.chosen(0, 9, True, (7, 9)).memory == 0
-    assert [step_records.Chosen(2, 8, (3, 4)).how(i) for i in (0, 2, 3, 4, 8)] == ["", "", "profile", "profile", "memory"]
+    assert (
+        step_records.chosen(0, 100, True, (7, 9)).memory == 10 and step_records.chosen(0, 9, True, (7, 9)).memory == 0
+    )
+    assert [step_records.Chosen(2, 8, (3, 4)).how(i) for i in (0, 2, 3, 4, 8)] == [
+        "",
+        "",
+        "profile",
+        "profile",
+        "memory",
+    ]
     assert steps_of("3-5", 10) == (13, 15) and steps_of("4", 0) == (4, 4)
     for wrong in ("", "5-3", "0-2", "a", "2-", "-2"):
         with pytest.raises(ValueError, match="is not of the form FROM-TO"):
@@ -317,7 +378,9 @@ def test_what_is_recorded_of_two_ranks(tmp_path):
         assert set(row["comm"]) == {"dp"}
         assert row["comm"]["dp"]["exposed"] == pytest.approx(row["phases"]["comm_exposed"], abs=1e-9)
     said = rows[5]["ranks"]
-    assert [len(said[name]) for name in rank_times.COLUMNS] == [2] * 4 and said["steps"] == 2 + (rows[2]["ranks"]["steps"] == 2)
+    assert [len(said[name]) for name in rank_times.COLUMNS] == [2] * 4 and said["steps"] == 2 + (
+        rows[2]["ranks"]["steps"] == 2
+    )
     (attempt,) = attempts.read(run)
     assert attempt["processes"] == 2 and attempt["zero"] == 3 and attempt["mesh"]["dp"] == 2
     # The ledger of a step is what the same step on a mesh of fake ranks enters, to the byte.
@@ -344,7 +407,9 @@ def planned_rows(program):
     with FakeTensorMode(allow_non_fake_inputs=True):
         micro_batches = fzero.run.build.local_micro_batches(program.config, program.mesh)
         skip, execution = fzero.Skip(nonfinite=False), fzero.Execution(norms=True)
-        step = fzero.make_train_step(program.model, program.tx, program.plan, skip=skip, execution=execution, micro_batches=micro_batches)
+        step = fzero.make_train_step(
+            program.model, program.tx, program.plan, skip=skip, execution=execution, micro_batches=micro_batches
+        )
         rows = t.batch // program.mesh.data_size
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         batch = {"tokens": tokens, "targets": tokens, "mask": tokens > 0, "documents": tokens}
@@ -369,19 +434,36 @@ def test_named_ranges_close_in_order():
             pass
         ledger.at("blocks", 1)
         assert [name for _, name, _ in named.ranges] == ["forward", "forward blocks/1"]
-    assert named.ranges == [] and entered == ["forward", "forward embed", "forward blocks/0", "reduce", "forward blocks/1"]
+    assert named.ranges == [] and entered == [
+        "forward",
+        "forward embed",
+        "forward blocks/0",
+        "reduce",
+        "forward blocks/1",
+    ]
 
 
 def test_flops_of_what_is_computed_again():
     table = {"preset": "llama-tiny", "train": {"compiled": False, "steps": 1}, "precision": {"policy": "fp32"}}
-    table |= {"model": {"n_layers": 2, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}, "data": {"seq_len": 32}}
+    table |= {
+        "model": {"n_layers": 2, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2},
+        "data": {"seq_len": 32},
+    }
     programs = {
-        remat: fzero.run.build.build(fzero.run.config_table.updated(fzero.run.config_table.from_table(table), {"train": {"remat": remat}}))
+        remat: fzero.run.build.build(
+            fzero.run.config_table.apply_table(fzero.run.config_table.from_table(table), {"train": {"remat": remat}})
+        )
         for remat in ("none", "full")
     }
     counts = {remat: flops.token_flop(program) for remat, program in programs.items()}
     none, full = counts["none"], counts["full"]
     assert none.hardware == none.model == full.model and none.hardware_causal == none.model_causal == full.model_causal
     c, like = programs["full"].model.config, pytree.named_leaves(programs["full"].plan.like)
-    layers, width = sum(leaf.numel() for name, leaf in like.items() if name.startswith("blocks/")), c.n_layers * 32 * c.d_model
-    assert full.hardware - full.model == 2 * layers + 4 * width and full.hardware_causal - full.model_causal == 2 * layers + 2 * width
+    layers, width = (
+        sum(leaf.numel() for name, leaf in like.items() if name.startswith("blocks/")),
+        c.n_layers * 32 * c.d_model,
+    )
+    assert (
+        full.hardware - full.model == 2 * layers + 4 * width
+        and full.hardware_causal - full.model_causal == 2 * layers + 2 * width
+    )

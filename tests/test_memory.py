@@ -1,4 +1,5 @@
-"""Memory and messages on a mesh: bytes at rest by the papers' formulas, the peak of a step as predicted, the ledger to the byte."""
+"""Memory and messages on a mesh: bytes at rest by the papers' formulas, the peak of a step as predicted, the ledger to
+the byte."""
 
 import functools
 
@@ -11,7 +12,7 @@ import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
 from fzero.run.measure.live_bytes import LiveBytes, predict_peak
-from fzero.sharding.describe import communicated
+from fzero.sharding.describe import communication
 from fzero.sharding.mesh import fake_mesh
 
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
@@ -31,7 +32,9 @@ def make(mesh, stage, layers=4, parts=2, policy="fp32", **options):
     plan = fzero.zero_plan(stage, model, mesh, **plan_options, policy=POLICIES[policy]())
     tx = optim.adam(1e-3)
     state = fzero.init_state(model, tx, plan, seed=0)
-    step = fzero.make_train_step(model, tx, plan, micro_batches=parts, skip=fzero.Skip(nonfinite=False), **step_options(options))
+    step = fzero.make_train_step(
+        model, tx, plan, micro_batches=parts, skip=fzero.Skip(nonfinite=False), **step_options(options)
+    )
     tokens = torch.zeros(parts * ROWS, T, dtype=torch.int64)
     return step, (state, {"tokens": tokens, "targets": tokens.clone()})
 
@@ -61,11 +64,15 @@ def predicted(sizes, args, options):
 
 CASES = [((stage, 4, parts, policy), {}) for stage in range(4) for parts in (1, 3) for policy in ("fp32", "bf16")]
 CASES += [((3, layers), {"remat": "full"}) for layers in (4, 8, 16)]
-CASES += [((3, 8), {"prefetch": 3}), ((3, 4), {"plan_options": {"reshard": False}}), ((2, 4, 3), {"plan_options": {"accumulate": "full"}})]
+CASES += [
+    ((3, 8), {"prefetch": 3}),
+    ((3, 4), {"plan_options": {"reshard": False}}),
+    ((2, 4, 3), {"plan_options": {"accumulate": "full"}}),
+]
 CASES += [((0, 4, 2), {"plan_options": {"reduce": "canonical"}})]
 
-# With three micro-batches, stages 1 and 2 in both dtypes and the others in one; with one, two; and every option.
-OFTEN = (1, 2, 6, 7, 10, 11, 12, 14, *range(16, len(CASES)))
+# With three micro-batches, every stage in float32; and every option.
+OFTEN = (2, 6, 10, 14, *range(16, len(CASES)))
 
 
 @functools.cache
@@ -76,11 +83,17 @@ def results(often):
     return {number: (*CASES[number], result) for number, result in zip(numbers, found)}
 
 
-every_case = pytest.mark.parametrize("often", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["often", "others"])
+every_case = pytest.mark.parametrize(
+    "often", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["often", "others"]
+)
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(i, marks=[pytest.mark.slow] * (i not in OFTEN), id=str(case)) for i, case in enumerate(CASES)]
+    "number",
+    [
+        pytest.param(i, marks=[pytest.mark.slow] * (i not in OFTEN or case[0] == (3, 16)), id=str(case))
+        for i, case in enumerate(CASES)
+    ],
 )
 def test_the_peak_is_the_predicted_one(number):
     args, options, (peak, _, rows) = results(number in OFTEN)[number]
@@ -105,9 +118,12 @@ def test_the_tracker_counts_each_storage_once_and_forgets_it():
     assert live.now == 0
 
 
-@pytest.mark.parametrize(("policy", "whole", "sharded"), [("fp32", (4, 0), 8), pytest.param("bf16", (2, 0), 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("policy", "whole", "sharded"), [("fp32", (4, 0), 8), pytest.param("bf16", (2, 0), 12, marks=pytest.mark.slow)]
+)
 def test_bytes_at_rest_are_the_papers(policy, whole, sharded):
-    """Parameters, master weights and two moments: Rajbhandari et al. 2020, section 3.1 (K = 12, and 8 without master weights)."""
+    """Parameters, master weights and two moments: Rajbhandari et al. 2020, section 3.1 (K = 12, and 8 without master
+    weights)."""
     params, n, psi = whole[0], 4, PSI[4]
     expected = {0: (params + sharded) * psi, 1: params * psi + sharded * psi // n, 2: params * psi + sharded * psi // n}
     expected[3] = (params + sharded) * psi // n
@@ -116,10 +132,11 @@ def test_bytes_at_rest_are_the_papers(policy, whole, sharded):
     assert {stage: size - 8 for stage, size in found.items()} == expected  # the optimizer's count is one int64
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param(p, marks=[pytest.mark.slow] * (p != "fp32")) for p in POLICIES])
 def test_gradients_are_held_as_the_papers_say(policy):
-    """Between stages 1 and 2 with accumulation lie the gradients that a rank sums over micro-batches: all of them, or its part."""
-    peaks = {args: peak for args, options, (peak, _, _) in results(True).values() if not options}
+    """Between stages 1 and 2 with accumulation lie the gradients that a rank sums over micro-batches: all of them, or
+    its part."""
+    peaks = {args: peak for args, options, (peak, _, _) in results(policy == "fp32").values() if not options}
     saved = peaks[1, 4, 3, policy] - peaks[2, 4, 3, policy]
     blocks = PSI[4] - 2 * 256 * 64 - 64
     # All of the blocks' and of the embedding's are there at the end, in float32.
@@ -127,7 +144,8 @@ def test_gradients_are_held_as_the_papers_say(policy):
 
 
 def test_the_peak_of_stage_3_does_not_grow_with_the_layers_but_by_activations_and_shards():
-    """With full recomputation a layer adds its input and its shards (parameters, gradient, two moments), and nothing else."""
+    """With full recomputation a layer adds its input and its shards (parameters, gradient, two moments), and nothing
+    else."""
     rows = {args[1]: peak for args, options, (peak, _, _) in results(True).values() if options == {"remat": "full"}}
     a_layer = (PSI[8] - PSI[4]) // 4
     own = 4 * 4 * a_layer // 4 + 4 * ROWS * T * SIZES["d_model"]
@@ -146,16 +164,16 @@ def test_the_ledger_is_what_the_printed_plan_says(often):
     for args, _, (_, _, rows) in results(often).values():
         if len(args) == 4:
             plan = fzero.zero_plan(args[0], model_of(4), fake_mesh({"dp": 4}), policy=POLICIES[args[3]]())
-            sent = [communicated(plan, name)[1:] for name in pytree.names(plan.like)]
+            sent = [communication(plan, name)[1:] for name in pytree.names(plan.like)]
             said = sum(args[2] * part + step for part, step in sent)
             assert said == sum(row.bytes for row in rows if row.phase != "metrics"), args
 
 
 @every_case
 def test_the_ledger_is_two_and_three_psi(often):
-    """Elements times (N-1)/N and their size: 2 Psi at stages 0 to 2, 3 Psi at stage 3 for the layers, 2 Psi for embedding and head,
-    whose backward passes need no parameters; without resharding 2 Psi for all (Rajbhandari et al. 2020, section 7).
-    """
+    """Elements times (N-1)/N and their size: 2 Psi at stages 0 to 2, 3 Psi at stage 3 for the layers, 2 Psi for
+    embedding and head, whose backward passes need no parameters; without resharding 2 Psi for all (Rajbhandari et al.
+    2020, section 7)."""
     psi, n = PSI[4], 4
     outside = 2 * 256 * 64 + 64
     blocks = psi - outside
@@ -185,7 +203,15 @@ def test_the_ledger_is_two_and_three_psi(often):
 
 @pytest.mark.parametrize(("stage", "holds"), [(3, False), (0, True)])
 def test_a_sharded_initialisation_never_holds_the_model(stage, holds):
-    sizes = {"vocab_size": 4096, "d_model": 256, "n_layers": 12, "d_ff": 1024, "n_heads": 4, "n_kv_heads": 4, "max_len": 64}
+    sizes = {
+        "vocab_size": 4096,
+        "d_model": 256,
+        "n_layers": 12,
+        "d_ff": 1024,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "max_len": 64,
+    }
     model, mesh = models.build(models.LlamaConfig(**sizes)), fake_mesh({"dp": 4})
     plan = fzero.zero_plan(stage, model, mesh)
     with LiveBytes() as live:

@@ -26,7 +26,9 @@ def described(mesh):
     }
 
 
-@pytest.mark.parametrize("sizes", ({"dp": 4}, {"tp": 2, "dp": 2}, {"dp": 2, "rp": 2}, {"pp": 2, "cp": 2}, {"ep": 4}), ids=str)
+@pytest.mark.parametrize(
+    "sizes", ({"dp": 4}, {"tp": 2, "dp": 2}, {"dp": 2, "rp": 2}, {"pp": 2, "cp": 2}, {"ep": 4}), ids=str
+)
 def test_ranks_are_numbered_from_the_outermost_axis_in(sizes):
     by_rank = ranks.run(4, described, mesh=sizes)
     used = [name for name in ORDER if name in sizes]
@@ -41,10 +43,14 @@ def test_ranks_are_numbered_from_the_outermost_axis_in(sizes):
         assert all(got["at"][name] == (1, 0) for name in AXES if name not in sizes)
         planned = fake_mesh(sizes, rank=rank)
         assert {a.name: (a.size, a.rank) for a in planned.axes} == got["at"] and planned.rank == rank
-        assert {a.name: a.communicator.ranks for a in planned.axes if a.communicator} == got["ranks"] and str(planned) == got["text"]
+        assert {a.name: a.communicator.ranks for a in planned.axes if a.communicator} == got["ranks"] and str(
+            planned
+        ) == got["text"]
     # Replicas of the dp group are outside of it: each rank has data of its own, numbered through.
     count = sizes.get("dp", 1) * sizes.get("rp", 1)
-    assert [got["data"] for got in by_rank] == [(count, r if count == 4 else r // 2 if count == 2 else 0) for r in range(4)]
+    assert [got["data"] for got in by_rank] == [
+        (count, r if count == 4 else r // 2 if count == 2 else 0) for r in range(4)
+    ]
 
 
 def wrong_sizes(mesh):
@@ -65,7 +71,8 @@ def test_sizes_that_do_not_multiply_to_the_number_of_processes():
             "or choose sizes whose product is 2",
             "mesh dp=3 asks for 3 processes and this run has 2; start it with `torchrun --nproc-per-node 3 ...`, "
             "or choose sizes whose product is 2",
-            "mesh of one process asks for 1 process and this run has 2; start it with `torchrun --nproc-per-node 1 ...`, "
+            "mesh of one process asks for 1 process and this run has 2; start it with `torchrun --nproc-per-node 1 "
+            "...`, "
             "or choose sizes whose product is 2",
             "mesh dp=2, tp=4 asks for 8 processes and this run has 2; start it with `torchrun --nproc-per-node 8 ...`, "
             "or choose sizes whose product is 2",
@@ -109,9 +116,16 @@ assert not torch.distributed.is_initialized()
 
 
 def torchrun(n, code):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "--no-python"]
-    return subprocess.run([*command, sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [*command, sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Weights of other systems (fzero/migrate): what `transformers`, torch.distributed.checkpoint and DeepSpeed wrote gives the same logits.
+"""Weights of other systems (fzero/migrate): what `transformers`, torch.distributed.checkpoint and DeepSpeed wrote gives
+the same logits.
 
-The folders of DeepSpeed are made here, in the layout that `universal` below spells out. It was found by running DeepSpeed 0.19.8 (ZeRO
-stages 1, 2 and 3 on two ranks, GPT-2, Llama tied and untied, Mixtral) and ds_to_universal; `test_the_real_deepspeed` does so again where
-DeepSpeed is installed, and compares file by file what it wrote with what is made here.
-"""
+The folders of DeepSpeed are made here, in the layout that `universal` below spells out. It was found by running
+DeepSpeed 0.19.8 (ZeRO stages 1, 2 and 3 on two ranks, GPT-2, Llama tied and untied, Mixtral) and ds_to_universal;
+`test_the_real_deepspeed` does so again where DeepSpeed is installed, and compares file by file what it wrote with what
+is made here."""
 
 import collections
 import importlib.util
@@ -38,7 +39,10 @@ from fzero.run import exchange
 from fzero.run import weights as weights_module
 
 FAMILIES = ("llama", "llama-tied-scaled", "gpt2", "mixtral")
-TIED = {"llama-tied-scaled": ("lm_head.weight", "model.embed_tokens.weight"), "gpt2": ("lm_head.weight", "transformer.wte.weight")}
+TIED = {
+    "llama-tied-scaled": ("lm_head.weight", "model.embed_tokens.weight"),
+    "gpt2": ("lm_head.weight", "transformer.wte.weight"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,8 @@ def write_dcp(folder, state):
 
 
 def universal(folder, case, stage, weights=None):
-    """A DeepSpeed universal checkpoint of a model, as ds_to_universal makes it of one that 2 ranks saved at a ZeRO stage in bfloat16."""
+    """A DeepSpeed universal checkpoint of a model, as ds_to_universal makes it of one that 2 ranks saved at a ZeRO
+    stage in bfloat16."""
     named = {name: p.detach() for name, p in theirs(case).named_parameters()}  # one name for a tied head
     named = {name: weights[name] if weights else t for name, t in named.items()}
     alias = dict([TIED[case]]) if case in TIED else {}
@@ -108,7 +113,8 @@ def imported(folder, config, out):
 
 
 def expect_equal(case, known, held):
-    """The parameters are theirs bit for bit, and so the logits within rounding; and `transformers` loads what we export."""
+    """The parameters are theirs bit for bit, and so the logits within rounding; and `transformers` loads what we
+    export."""
     model, _, params = known(case)
     assert_same(held.params, params)
     ids = tokens(2)
@@ -116,6 +122,7 @@ def expect_equal(case, known, held):
         assert relative(logits(held.model, held.params, {"tokens": ids}, Ctx()), model(input_ids=ids).logits) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_folder_of_transformers(case, known, tmp_path):
     model, config, _ = known(case)
@@ -135,7 +142,10 @@ def test_a_folder_of_transformers(case, known, tmp_path):
 def test_a_torch_distributed_checkpoint(case, prefix, known, tmp_path):
     model, config, _ = known(case)
     state = {prefix + name: t for name, t in model.state_dict().items()}
-    state |= {f"optim.state.{name}.exp_avg": t + 1 for name, t in state.items()} | {"step": 3, "optim.lr": torch.tensor(0.1)}
+    state |= {f"optim.state.{name}.exp_avg": t + 1 for name, t in state.items()} | {
+        "step": 3,
+        "optim.lr": torch.tensor(0.1),
+    }
     held, line = imported(write_dcp(tmp_path / "dcp", state), config, tmp_path / "run")
     assert "parameters of a torch.distributed.checkpoint" in line
     expect_equal(case, known, held)
@@ -150,7 +160,8 @@ def test_names_that_wrappers_have_put_into_names(known, tmp_path):
 
 
 def save_sharded(mesh, folder, case):
-    """Save a model as ranks of FSDP2 hold it, but for one tensor that is split along its other dim; returns what is where."""
+    """Save a model as ranks of FSDP2 hold it, but for one tensor that is split along its other dim; returns what is
+    where."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, devices = theirs(case), init_device_mesh("cpu", (mesh["dp"].size,))
@@ -198,12 +209,17 @@ def test_a_frozen_parameter_of_stage_3_is_put_together(known, tmp_path):
         path = folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
         said = torch.load(path, weights_only=True)
         del said["param_shapes"][0][name]
-        torch.save({**said, "frozen_param_shapes": {name: weight.shape}, "frozen_param_fragments": {name: half[rank].clone()}}, path)
+        torch.save(
+            {**said, "frozen_param_shapes": {name: weight.shape}, "frozen_param_fragments": {name: half[rank].clone()}},
+            path,
+        )
     params = convert.load(convert.open_source(folder, known("llama")[1]))
     assert torch.equal(params["head"]["norm"]["scale"], expected)
     last = torch.load(path, weights_only=True)
     torch.save({**last, "frozen_param_fragments": {}}, path)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight is frozen, and the model states have 17 of its 32 elements"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight is frozen, and the model states have 17 of its 32 elements"
+    ):
         convert.load(convert.open_source(folder, known("llama")[1]))
 
 
@@ -236,8 +252,13 @@ def test_a_config_of_a_model_that_was_never_saved(known, tmp_path):
     model, config, params = known("llama")
     model.config.__class__(**{**model.config.to_dict(), "architectures": None}).save_pretrained(tmp_path)
     assert not json.loads((tmp_path / "config.json").read_text()).get("architectures")
-    assert_same(convert.load(convert.open_source(write_dcp(tmp_path / "dcp", model.state_dict()), tmp_path / "config.json")), params)
-    assert_same(convert.load(convert.open_source(universal(tmp_path / "ds", "llama", 2), tmp_path / "config.json")), params)
+    assert_same(
+        convert.load(convert.open_source(write_dcp(tmp_path / "dcp", model.state_dict()), tmp_path / "config.json")),
+        params,
+    )
+    assert_same(
+        convert.load(convert.open_source(universal(tmp_path / "ds", "llama", 2), tmp_path / "config.json")), params
+    )
     with pytest.raises(ValueError, match="architectures is \\[\\] of model_type 'llama'"):
         convert.open_source(config.parent, tmp_path / "config.json")
 
@@ -271,7 +292,7 @@ def test_code_in_a_checkpoint_is_not_run(known, tmp_path, monkeypatch):
     assert not (tmp_path / "harm").exists()
 
 
-NO_CONFIG = "without a config.json, which says the model's sizes; name it: --config HF_CONFIG.json"
+NO_CONFIG = "without a config.json with the model's sizes; name it: --config HF_CONFIG.json"
 
 
 def test_folders_that_are_no_source(known, tmp_path):
@@ -286,20 +307,36 @@ def test_folders_that_are_no_source(known, tmp_path):
     refused(config, "config.json: is not a folder")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, "nothing in it that fzero imports; looked for model.safetensors (or its index), .metadata (torch.distributed.ch")
+    refused(
+        empty,
+        "holds nothing that fzero imports; looked for model.safetensors (or its index), .metadata "
+        "(torch.distributed.ch",
+    )
     refused(empty, "zero/*/fp32.pt (DeepSpeed universal)")
     (empty / "latest_universal").write_text("gone")
-    refused(empty, "nothing in it")
+    refused(empty, "holds nothing that fzero imports")
     (empty / "global_step2").mkdir()
     (empty / "global_step2" / "mp_rank_00_model_states.pt").touch()
     for folder in (empty, empty / "global_step2"):
-        refused(folder, "a DeepSpeed checkpoint that is not universal; convert it first: python -m deepspeed.checkpoint.ds_to_universal")
+        refused(
+            folder,
+            "a DeepSpeed checkpoint that is not universal; convert it first: python -m "
+            "deepspeed.checkpoint.ds_to_universal",
+        )
     refused(write_dcp(tmp_path / "dcp", model.state_dict()), f"a torch.distributed.checkpoint {NO_CONFIG}", config=None)
     refused(universal(tmp_path / "ds", "llama", 3), f"a DeepSpeed universal checkpoint {NO_CONFIG}", config=None)
     refused(tmp_path / "dcp", "other.json: no such file", config=tmp_path / "other.json")
     (tmp_path / "other.json").write_text('{"model_type": "bert"}')
-    refused(tmp_path / "dcp", "other.json: architectures is [] of model_type 'bert'; fzero reads GPT2", config=tmp_path / "other.json")
-    refused(tmp_path / "dcp", "no tensor of a GPT2LMHeadModel is in it, under any prefix; there is model.", config=known("gpt2")[1])
+    refused(
+        tmp_path / "dcp",
+        "other.json: architectures is [] of model_type 'bert'; fzero reads GPT2",
+        config=tmp_path / "other.json",
+    )
+    refused(
+        tmp_path / "dcp",
+        "no tensor of a GPT2LMHeadModel is in it, under any prefix; there is model.",
+        config=known("gpt2")[1],
+    )
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -308,11 +345,23 @@ CHANGES = {
         lambda state: {n: t for n, t in state.items() if n != UP},
         f"tensors are missing for a LlamaForCausalLM of these sizes: {UP}",
     ),
-    "extra": (lambda state: {**state, "model.layers.0.mlp.up_proj.bias": torch.ones(3)}, "tensors are unexpected for a LlamaForCausalLM"),
-    "another layer": (lambda state: {**state, "model.layers.2.mlp.up_proj.weight": state[UP]}, "unexpected for a LlamaForCausalLM"),
-    "shape": (lambda state: {**state, UP: state[UP].T}, f"tensor {UP} has shape [32, 40], config.json asks for [40, 32]"),
+    "extra": (
+        lambda state: {**state, "model.layers.0.mlp.up_proj.bias": torch.ones(3)},
+        "tensors are unexpected for a LlamaForCausalLM",
+    ),
+    "another layer": (
+        lambda state: {**state, "model.layers.2.mlp.up_proj.weight": state[UP]},
+        "unexpected for a LlamaForCausalLM",
+    ),
+    "shape": (
+        lambda state: {**state, UP: state[UP].T},
+        f"tensor {UP} has shape [32, 40], config.json asks for [40, 32]",
+    ),
     "dtype": (lambda state: {**state, UP: state[UP].char()}, f"tensor {UP} is torch.int8; fzero reads float32"),
-    "mixed": (lambda state: {**state, UP: state[UP].half()}, f"tensor {UP} is torch.float16 and other layers torch.float32"),
+    "mixed": (
+        lambda state: {**state, UP: state[UP].half()},
+        f"tensor {UP} is torch.float16 and other layers torch.float32",
+    ),
 }
 
 
@@ -330,7 +379,9 @@ def test_a_checkpoint_of_another_model(what, known, tmp_path):
         shutil.rmtree(folder / "zero")
         for name, t in state.items():
             (folder / "zero" / name).mkdir(parents=True)
-            torch.save(t.reshape(-1).clone() if stage == 3 else {"param": t.clone()}, folder / "zero" / name / "fp32.pt")
+            torch.save(
+                t.reshape(-1).clone() if stage == 3 else {"param": t.clone()}, folder / "zero" / name / "fp32.pt"
+            )
         for path in folder.glob("*_model_states.pt"):
             shapes = [{name: t.shape for name, t in state.items()}]
             torch.save({**torch.load(path, weights_only=True), "param_shapes": shapes}, path)
@@ -344,7 +395,9 @@ def test_two_models_in_one_checkpoint_are_not_chosen_between(known, tmp_path):
     state = {f"{prefix}.{name}": t for prefix in ("ema", "model") for name, t in model.state_dict().items()}
     with pytest.raises(ValueError) as what:
         convert.open_source(write_dcp(tmp_path / "dcp", state), config)
-    one_line(what, "more than one model are in it, as ema.model.embed_tokens.weight and model.model.embed_tokens.weight say")
+    one_line(
+        what, "more than one model are in it, as ema.model.embed_tokens.weight and model.model.embed_tokens.weight say"
+    )
     del state["ema.model.norm.weight"]  # not a whole one
     assert_same(convert.load(convert.open_source(write_dcp(tmp_path / "one", state), config)), known("llama")[2])
 
@@ -397,7 +450,9 @@ def test_a_damaged_torch_distributed_checkpoint(how, known, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "no tensor", "of another size", "no states", "damaged states", "other states"])
+@pytest.mark.parametrize(
+    "how", ["flipped", "cut", "empty", "no tensor", "of another size", "no states", "damaged states", "other states"]
+)
 def test_a_damaged_universal_checkpoint(how, known, tmp_path):
     model, config, _ = known("llama")
     folder = universal(tmp_path / "universal", "llama", 3)
@@ -417,7 +472,7 @@ def test_a_damaged_universal_checkpoint(how, known, tmp_path):
         said = [f"{path}: no tensor in it; a universal checkpoint has one here, or one under 'param'"]
     elif how == "of another size":
         torch.save(torch.zeros(7), path)
-        said = [f"{path}: 7 elements, and the model states say the shape [40, 32]"]
+        said = [f"{path}: 7 elements, and the model states have the shape [40, 32]"]
     elif how == "no states":
         for file in states:
             file.unlink()
@@ -440,7 +495,11 @@ def test_a_damaged_universal_checkpoint(how, known, tmp_path):
 )
 def test_a_flipped_bit_is_refused_or_changes_nothing(file, known, tmp_path):
     model, config, params = known("llama")
-    folder = universal(tmp_path / "ds", "llama", 3) if file.endswith(".pt") else write_dcp(tmp_path / "dcp", model.state_dict())
+    folder = (
+        universal(tmp_path / "ds", "llama", 3)
+        if file.endswith(".pt")
+        else write_dcp(tmp_path / "dcp", model.state_dict())
+    )
     path, refused = folder / file, 0
     content, draw = path.read_bytes(), random.Random(0)
     for _ in range(60):
@@ -517,11 +576,19 @@ def test_export_passes_over_a_damaged_checkpoint_and_says_so(known, tmp_path, ca
 
 @pytest.mark.exhaustive
 def test_the_model_is_never_in_memory(tmp_path):
-    """Import from each kind of folder, and export, of a model of 220 MB, whose largest leaf has 46 MB: in a process of their own."""
+    """Import from each kind of folder, and export, of a model of 220 MB, whose largest leaf has 46 MB: in a process of
+    their own."""
     script = Path(__file__).with_name("migrate_worker.py")
     # The allocator gives back at once what is freed: what it would keep for later is not counted as needed.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, env=environment)
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "1000000",
+        "MALLOC_TRIM_THRESHOLD_": "1000000",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {what: int(peak) for what, peak in (line.split() for line in done.stdout.splitlines())}
     whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), exchange.BUFFER_BYTES
@@ -550,7 +617,9 @@ def form(value):
 def test_the_real_deepspeed(case, stage, frozen, tmp_path):
     worker = [Path(__file__).with_name("deepspeed_worker.py"), case, stage, tmp_path, *[frozen] * bool(frozen)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, worker)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     real, truth = tmp_path / "universal", torch.load(tmp_path / "truth.pt", weights_only=True)
     source = convert.open_source(tmp_path)

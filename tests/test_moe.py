@@ -34,7 +34,12 @@ def by_hand(p, x, ids, weights, kept=None):
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
             choices = [k for k in range(ids.shape[2]) if kept is None or kept(b, t, k)]
-            rows.append(sum((weights[b, t, k] * expert(p, int(ids[b, t, k]), x[b, t]) for k in choices), torch.zeros_like(x[b, t])))
+            rows.append(
+                sum(
+                    (weights[b, t, k] * expert(p, int(ids[b, t, k]), x[b, t]) for k in choices),
+                    torch.zeros_like(x[b, t]),
+                )
+            )
     return torch.stack(rows).reshape(x.shape)
 
 
@@ -104,7 +109,9 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero():
     ids = torch.zeros(B, T, K, dtype=torch.int64)
     ids[..., 1] = 2
     for dtype in (F64, torch.float32):
-        grads = value_and_grads(moe.dropless, {n: w.to(dtype) for n, w in p.items()}, x.to(dtype), ids, weights.to(dtype))
+        grads = value_and_grads(
+            moe.dropless, {n: w.to(dtype) for n, w in p.items()}, x.to(dtype), ids, weights.to(dtype)
+        )
         for name in p:
             assert float(grads[name][1].abs().max()) == 0.0, name
             assert float(grads[name][0].abs().min()) > 0.0 and float(grads[name][2].abs().min()) > 0.0, name
@@ -118,9 +125,19 @@ def test_capacity_with_room_for_all_is_dropless():
 
 def test_capacity_drops_later_tokens_and_second_choices_first():
     p, x, _, weights = inputs(b=1, t=4)
-    # Room for ceil(0.75 4 2 / 3) = 2 a sequence. Expert 0: first choices of tokens 0, 2, 3; expert 1: first of 1, then second of 0, 2.
+    # Room for ceil(0.75 4 2 / 3) = 2 a sequence. Expert 0: first choices of tokens 0, 2, 3; expert 1: first of 1, then
+    # second of 0, 2.
     ids = torch.tensor([[[0, 1], [1, 2], [0, 1], [0, 2]]])
-    kept = {(0, 0): True, (2, 0): True, (3, 0): False, (1, 0): True, (0, 1): True, (2, 1): False, (1, 1): True, (3, 1): True}
+    kept = {
+        (0, 0): True,
+        (2, 0): True,
+        (3, 0): False,
+        (1, 0): True,
+        (0, 1): True,
+        (2, 1): False,
+        (1, 1): True,
+        (3, 1): True,
+    }
     expected = value_and_grads(lambda *a: by_hand(*a, kept=lambda b, t, k: kept[t, k]), p, x, ids, weights)
     got = value_and_grads(lambda *a: moe.capacity(*a, factor=0.75), p, x, ids, weights)
     assert_close(got, expected, rtol=1e-11, atol=1e-13)
@@ -175,11 +192,15 @@ def test_every_transform(form):
 
         rtol = 1e-11 if dtype == F64 else 2e-4
         grads = torch.func.grad(loss, argnums=(0, 1))(p, x)
-        per_row = torch.vmap(torch.func.grad(lambda p, *row: loss(p, *(r[None] for r in row))), (None, 0, 0, 0))(p, x, ids, weights)
+        per_row = torch.vmap(torch.func.grad(lambda p, *row: loss(p, *(r[None] for r in row))), (None, 0, 0, 0))(
+            p, x, ids, weights
+        )
         assert_close({n: g.sum(0) for n, g in per_row.items()}, grads[0], rtol=rtol, atol=rtol / 10)
         tangents = {n: torch.cos(w) for n, w in p.items()}, torch.sin(x)
         _, slope = torch.func.jvp(loss, (p, x), tangents)
-        expected = sum((g * t).sum() for g, t in zip([*grads[0].values(), grads[1]], [*tangents[0].values(), tangents[1]]))
+        expected = sum(
+            (g * t).sum() for g, t in zip([*grads[0].values(), grads[1]], [*tangents[0].values(), tangents[1]])
+        )
         assert_close(slope, expected, rtol=rtol)
         outer = torch.func.grad(lambda x: (torch.func.grad(loss)(p, x)["w_up"] ** 2).sum())(x)  # noqa: B023
         assert outer.dtype == dtype and bool(outer.isfinite().all()) and float(outer.abs().max()) > 0.0

@@ -1,4 +1,5 @@
-"""The operations of a mixture of experts: routing, rows grouped by expert, grouped products; every law of a kernel, and literal loops."""
+"""The operations of a mixture of experts: routing, rows grouped by expert, grouped products; every law of a kernel, and
+literal loops."""
 
 import kernel_laws as laws
 import pytest
@@ -41,7 +42,9 @@ def test_route_derivatives():
 
 
 def test_route_takes_the_lower_number_of_equal_logits():
-    x = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [-torch.inf, -torch.inf, 1.0, -torch.inf, 0.0]], device=laws.DEVICE)
+    x = torch.tensor(
+        [[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [-torch.inf, -torch.inf, 1.0, -torch.inf, 0.0]], device=laws.DEVICE
+    )
     expected = torch.tensor([[1, 2, 4, 0], [0, 1, 2, 3], [2, 4, 0, 1]], device=laws.DEVICE)
     for impl in ("triton", "reference"):
         ids, weights, _ = moe_routing.route(x, 4, impl=impl)
@@ -75,7 +78,9 @@ def test_route_of_far_rows():
 # ---- group, permute, unpermute ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n, k, experts", [(1, 1, 1), (5, 2, 3), (33, 2, 8), (67, 3, 40), (64, 1, 2), (0, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "n, k, experts", [(1, 1, 1), (5, 2, 3), (33, 2, 8), (67, 3, 40), (64, 1, 2), (0, 2, 4)], ids=str
+)
 def test_group_is_a_stable_sort(n, k, experts):
     ids = torch.randint(0, experts, (n, k), generator=torch.Generator().manual_seed(n)).to(laws.DEVICE)
     ours = moe_routing.group(ids, experts, impl="triton")
@@ -83,7 +88,10 @@ def test_group_is_a_stable_sort(n, k, experts):
     order = sorted(range(n * k), key=lambda pair: flat[pair])
     assert ours.order.tolist() == order and ours.order.dtype == torch.int64
     assert [order[row] for row in ours.place.tolist()] == list(range(n * k))
-    assert ours.ends.tolist() == [sum(e <= expert for e in flat) for expert in range(experts)] and ours.ends.dtype == torch.int32
+    assert (
+        ours.ends.tolist() == [sum(e <= expert for e in flat) for expert in range(experts)]
+        and ours.ends.dtype == torch.int32
+    )
     assert_same(tuple(moe_routing.group(ids, experts)), tuple(ours))
 
 
@@ -105,7 +113,9 @@ def obeys_every_law(form, impl, tensors):
 def test_permute_and_unpermute_obey_every_law(impl, n, k, experts, d):
     order, place, _ = rows_of(n, k, experts)
     obeys_every_law(lambda impl, x: moe_routing.permute(x, order, place, impl=impl), impl, laws.draw((n, d)))
-    obeys_every_law(lambda impl, y, w: moe_routing.unpermute(y, w, order, place, impl=impl), impl, laws.draw((n * k, d), (n, k)))
+    obeys_every_law(
+        lambda impl, y, w: moe_routing.unpermute(y, w, order, place, impl=impl), impl, laws.draw((n * k, d), (n, k))
+    )
 
 
 @forms
@@ -136,7 +146,11 @@ def test_bfloat16_rows_and_float32_weights(impl):
 
     exact, plain, ours = (
         laws.both_passes(lambda *t, i=i: form(i, *t), [a, b])
-        for i, a, b in (("reference", y.double(), w.float().double()), ("reference", y, w.float()), (impl, y, w.float()))
+        for i, a, b in (
+            ("reference", y.double(), w.float().double()),
+            ("reference", y, w.float()),
+            (impl, y, w.float()),
+        )
     )
     assert ours[1][1].dtype == torch.float32
     for got, base, want in zip(ours[0] + ours[1], plain[0] + plain[1], exact[0] + exact[1]):
@@ -156,10 +170,14 @@ def test_no_tokens(impl):
 
 
 @pytest.mark.parametrize("impl", ("triton", "torch") if laws.DEVICE == "cpu" else ("triton",))
-@pytest.mark.parametrize("m, d, f, ends", [(7, 5, 3, [2, 2, 7]), (1, 1, 1, [1]), (70, 67, 66, [0, 65, 65, 66, 70])], ids=str)
+@pytest.mark.parametrize(
+    "m, d, f, ends", [(7, 5, 3, [2, 2, 7]), (1, 1, 1, [1]), (70, 67, 66, [0, 65, 65, 66, 70])], ids=str
+)
 def test_grouped_mm_obeys_every_law(impl, m, d, f, ends):
     ends = torch.tensor(ends, dtype=torch.int32, device=laws.DEVICE)
-    obeys_every_law(lambda impl, x, w: moe.grouped_mm(x, w, ends, impl=impl), impl, laws.draw((m, d), (len(ends), d, f)))
+    obeys_every_law(
+        lambda impl, x, w: moe.grouped_mm(x, w, ends, impl=impl), impl, laws.draw((m, d), (len(ends), d, f))
+    )
 
 
 @pytest.mark.gpu
@@ -209,7 +227,9 @@ def test_which_form_serves_a_grouped_product():
 
 # ---- together --------------------------------------------------------------------------------------------------------
 
-OURS = Kernels("reference", tuple((name, "triton") for name in ("group", "grouped_mm", "permute", "swiglu", "unpermute")))
+OURS = Kernels(
+    "reference", tuple((name, "triton") for name in ("group", "grouped_mm", "permute", "swiglu", "unpermute"))
+)
 
 
 def experts(dtype, n=21, d=16, f=24, e=5, k=2):
@@ -222,7 +242,9 @@ def test_all_forms_give_the_same_layer():
     p, x, ids, weights = experts(torch.float32)
 
     def by(kernels):
-        return laws.both_passes(lambda *t: moe.dropless(dict(zip(p, t)), t[3], ids, t[4], kernels), [*p.values(), x, weights])
+        return laws.both_passes(
+            lambda *t: moe.dropless(dict(zip(p, t)), t[3], ids, t[4], kernels), [*p.values(), x, weights]
+        )
 
     expected = by(Kernels("reference"))
     for kernels in (Kernels(), OURS):
@@ -238,7 +260,9 @@ TRACES = [
 ]
 
 
-@pytest.mark.parametrize("kernels, dtype, f, compiled", TRACES, ids=str)
+@pytest.mark.parametrize(
+    "kernels, dtype, f, compiled", [pytest.param(*t, marks=[pytest.mark.slow] * t[-1]) for t in TRACES], ids=str
+)
 def test_a_traced_layer_gives_the_same(kernels, dtype, f, compiled):
     if laws.DEVICE == "cuda" and dtype == F64:
         pytest.skip("the reference serves it")

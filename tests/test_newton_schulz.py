@@ -64,9 +64,13 @@ def test_muon_takes_it():
         tx = optim.muon(0.1, ns_dtype=BF16, impl=impl)
         found[impl] = tx.update(grads, tx.init(params), params)[0]["w"]
     assert not torch.equal(found["triton"], torch.zeros_like(found["triton"]))
-    torch.testing.assert_close(found["triton"], found["reference"], rtol=0, atol=0.01 * float(found["reference"].abs().max()))
+    torch.testing.assert_close(
+        found["triton"], found["reference"], rtol=0, atol=0.01 * float(found["reference"].abs().max())
+    )
 
 
 def test_what_it_refuses():
-    with pytest.raises(ValueError, match=r"newton_schulz: impl='triton' does not serve this call: it iterates in torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"newton_schulz: impl='triton' does not serve this call: it iterates in torch.float32"
+    ):
         newton_schulz(torch.ones(4, 4, device=laws.DEVICE), impl="triton")

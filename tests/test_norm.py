@@ -11,7 +11,12 @@ from close import assert_close, assert_same
 from fzero.kernels import norm
 
 EPS = 1e-5
-OPS = {"rms_norm": norm.rms_norm, "layer_norm": norm.layer_norm, "add_rms_norm": norm.add_rms_norm, "add_layer_norm": norm.add_layer_norm}
+OPS = {
+    "rms_norm": norm.rms_norm,
+    "layer_norm": norm.layer_norm,
+    "add_rms_norm": norm.add_rms_norm,
+    "add_layer_norm": norm.add_layer_norm,
+}
 every_op = pytest.mark.parametrize("name", OPS)
 
 
@@ -26,7 +31,8 @@ def inputs(name, *shape, **options):
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """Rows of more than 8 columns are read 8 at a time, and the two programs of a backward pass have several tiles each."""
+    """Rows of more than 8 columns are read 8 at a time, and the two programs of a backward pass have several tiles
+    each."""
     monkeypatch.setattr(norm, "WHOLE", dict.fromkeys(norm.WHOLE, 8))
     monkeypatch.setattr(norm, "CHUNK", 8)
     monkeypatch.setattr(norm, "_programs", lambda device, warps: 2)
@@ -153,7 +159,11 @@ def test_a_sum_s_two_gradients_add_up_wherever_they_meet(name):
         y, total = form(name)(impl, x, residual, *params)
         return (y * y).sum() + total.sin().sum() + 3.0 * x.square().sum() + (x * residual).sum()
 
-    for of in (lambda f: lambda x, residual: f(x, residual), lambda f: lambda x, _: f(x, x), lambda f: lambda x, r: f(x * r, r)):
+    for of in (
+        lambda f: lambda x, residual: f(x, residual),
+        lambda f: lambda x, _: f(x, x),
+        lambda f: lambda x, r: f(x * r, r),
+    ):
         given, expected = ([t.clone().requires_grad_() for t in (x, residual)] for _ in range(2))
         of(lambda x, r: loss("triton", x, r))(*given).backward()
         of(lambda x, r: loss("reference", x, r))(*expected).backward()
@@ -176,9 +186,14 @@ def test_one_result_alone_is_differentiated(name, which):
 
 def test_what_it_refuses():
     x, scale, bias = laws.draw((2, 3), 3, 3, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"rms_norm: impl='triton' does not serve this call: the dtypes are torch.float64, torch.float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"rms_norm: impl='triton' does not serve this call: the dtypes are torch.float64, torch.float32",
+    ):
         norm.rms_norm(x.double(), scale, EPS, impl="triton")
     with pytest.raises(ValueError, match=r"a parameter is \[1\] for x \[2, 3\]; it must be \[3\]"):
         norm.layer_norm(x, scale, bias[:1], EPS, impl="triton")
-    with pytest.raises(ValueError, match=r"x is torch.float32 \[2, 3\], the residual torch.bfloat16 \[2, 3\]; they must agree"):
+    with pytest.raises(
+        ValueError, match=r"x is torch.float32 \[2, 3\], the residual torch.bfloat16 \[2, 3\]; they must agree"
+    ):
         norm.add_rms_norm(x, x.bfloat16(), scale, EPS, impl="triton")

@@ -1,4 +1,5 @@
-"""Offload is bitwise equal to none: losses, parameters, master weights, optimizer state and average, wherever they rest."""
+"""Offload is bitwise equal to none: losses, parameters, master weights, optimizer state and average, wherever they
+rest."""
 
 import contextlib
 import itertools
@@ -21,11 +22,12 @@ from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
 from fzero.optim import moment_storage
 from fzero.train.batch import local_batch
-from fzero.train.state_on_disk import reopened
+from fzero.train.state_on_disk import reopen_state
 from fzero.train.update import in_memory, offloaded
 
 MEMORY = Path("/dev/shm")  # a disk is slower and its time is other people's
-# Rows of 16 elements, and 600 of them: whole pages are 256 rows, so that such a leaf is cut, and its last rows are no whole page.
+# Rows of 16 elements, and 600 of them: whole pages are 256 rows, so that such a leaf is cut, and its last rows are no
+# whole page.
 SIZES = {"vocab_size": 600, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 600}
 SMALLEST = 1 << 30  # units of as few rows as can be (see update_streamed.SHARE)
 POLICIES = {
@@ -97,7 +99,9 @@ def plain_loss(params, batch):
     x = params["first"][batch["tokens"]]
     for w in params["blocks"]["w"]:
         x = x + torch.tanh(x @ w) * params["gain"]
-    found = torch.nn.functional.cross_entropy((x @ params["first"].T).flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
+    found = torch.nn.functional.cross_entropy(
+        (x @ params["first"].T).flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum"
+    )
     return found, batch["targets"].numel()
 
 
@@ -128,16 +132,23 @@ def train(mesh, case, folder=None):
         case.stage, given, mesh, offload=case.offload, reduce=case.reduce, frozen=case.frozen, sequence=case.sequence,
         accumulate=case.accumulate, policy=policy)  # fmt: skip
     tx = OPTIMIZERS[case.optimizer]
+    tx = optim.with_average(tx, 0.9) if case.ema else tx
     space = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
-    state = fzero.init_state(given, tx, plan, seed=0, ema=case.ema, nvme=space)
+    state = fzero.init_state(given, tx, plan, seed=0, nvme=space)
     execution = fzero.Execution(remat=case.remat)
-    step = fzero.make_train_step(loss, tx, plan, execution=execution, micro_batches=case.micro, ema_decay=0.9 * case.ema, nvme=space)
-    log = []
+    step = fzero.make_train_step(loss, tx, plan, execution=execution, micro_batches=case.micro, nvme=space)
+    begun, log = values(state), []
     for i in range(case.steps):
         rows = torch.randint(0, 20, (4 * case.micro, 9), generator=torch.Generator().manual_seed(i))
         state, metrics = step(state, local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, mesh, case.micro))
-        log.append([float(x) for x in (metrics.loss, metrics.num_tokens, metrics.grad_norm, metrics.skipped, metrics.loss_scale)])
+        log.append(
+            [
+                float(x)
+                for x in (metrics.loss, metrics.num_tokens, metrics.grad_norm, metrics.skipped, metrics.loss_scale)
+            ]
+        )
     leaves = values(state)
+    assert any("params/" in name for name in differing(leaves, begun)), "no parameter changed: nothing to compare"
     if space is None:
         return log, leaves
     assert space._buffers is None or space.buffers.peak <= space.buffers.size
@@ -146,7 +157,7 @@ def train(mesh, case, folder=None):
     if stored and case.slots > 1:
         again = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots)
         try:
-            found = values(reopened(tx, plan, again, ema=case.ema))
+            found = values(reopen_state(tx, plan, again))
             assert not differing(found, leaves), f"opened again: {differing(found, leaves)}"
         except ValueError as error:
             assert "keeps in memory" in str(error), error
@@ -155,13 +166,18 @@ def train(mesh, case, folder=None):
 
 
 def values(state):
-    return {name: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf.clone() for name, leaf in pytree.named_leaves(state).items()}
+    return {
+        name: leaf.tensor() if isinstance(leaf, DiskTensor) else leaf.clone()
+        for name, leaf in pytree.named_leaves(state).items()
+    }
 
 
 def differing(a, b):
     """The names of leaves that have not the same dtype, shape and bits."""
     assert list(a) == list(b)
-    return [n for n in a if a[n].dtype != b[n].dtype or a[n].shape != b[n].shape or not torch.equal(bits(a[n]), bits(b[n]))]
+    return [
+        n for n in a if a[n].dtype != b[n].dtype or a[n].shape != b[n].shape or not torch.equal(bits(a[n]), bits(b[n]))
+    ]
 
 
 def bits(x):
@@ -172,16 +188,19 @@ REFERENCES = {}
 
 
 def compare(mesh, case, folder):
-    """What of a rank's run with offload differs from the one without, and how many steps were skipped and leaves moved."""
+    """What of a rank's run with offload differs from the one without, and how many steps were skipped."""
     reference = case._replace(offload="", slots=2, remat="none")
     with changed(case), warnings.catch_warnings():
         if reference not in REFERENCES:
             REFERENCES[reference] = train(mesh, reference)
         (log, leaves), (expected_log, expected) = train(mesh, case, folder), REFERENCES[reference]
-    steps = [i for i, (a, b) in enumerate(zip(log, expected_log)) if bits(torch.tensor(a)).tolist() != bits(torch.tensor(b)).tolist()]
+    steps = [
+        i
+        for i, (a, b) in enumerate(zip(log, expected_log))
+        if bits(torch.tensor(a)).tolist() != bits(torch.tensor(b)).tolist()
+    ]
     assert all(math.isfinite(row[0]) for row in log) and len(log) == case.steps
-    moved = expected_log[0][0] - expected_log[-1][0]
-    return differing(leaves, expected), steps, sum(int(row[3]) for row in log), moved
+    return differing(leaves, expected), steps, sum(int(row[3]) for row in log)
 
 
 @pytest.fixture
@@ -199,17 +218,18 @@ def check(case, folder):
         found = ranks.run(math.prod(sizes.values()), compare, case, folder, mesh=sizes)
     else:
         found = [compare(fzero.one_process(), case, folder)]
-    for rank, (leaves, steps, skipped, moved) in enumerate(found):
+    for rank, (leaves, steps, skipped) in enumerate(found):
         assert not steps, f"rank {rank}: the metrics of step {steps[0]} and {len(steps) - 1} more differ"
         assert not leaves, f"rank {rank}: {leaves[0]} and {len(leaves) - 1} more differ"
         assert skipped > 2 if case.policy == "fp16" else not skipped
-        assert moved > 0, "nothing was learned: the comparison would see nothing"
 
 
 def name_of(case):
     given = {field: value for field, value in case._asdict().items() if value != Case._field_defaults.get(field)}
     given["mesh"] = "x".join(f"{axis}{size}" for axis, size in case.mesh) or "alone"
-    return " ".join(f"{field}={value}" if field in ("stage", "micro", "slots") else str(value) for field, value in given.items())
+    return " ".join(
+        f"{field}={value}" if field in ("stage", "micro", "slots") else str(value) for field, value in given.items()
+    )
 
 
 def each(cases):
@@ -238,14 +258,19 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@each([*PAIRS, *(pytest.param(case, marks=pytest.mark.exhaustive, id=name_of(case)) for case in PRODUCT if case not in PAIRS)])
+@each(
+    [
+        *PAIRS,
+        *(pytest.param(case, marks=pytest.mark.exhaustive, id=name_of(case)) for case in PRODUCT if case not in PAIRS),
+    ]
+)
 def test_a_group_elsewhere_has_the_same_bits(case, folder):
     check(case, folder)
 
 
 ALL = "params=nvme,grads=nvme,opt=nvme,acts=nvme"
 HOST = ALL.replace("nvme", "host")
-few = Case(ALL, remat="full", steps=8, ema=True)
+few = Case(ALL, remat="full", steps=5, ema=True)
 TOGETHER = [
     few._replace(policy="bf16"),
     few._replace(mesh=DP2, stage=3, policy="bf16", micro=2),
@@ -265,14 +290,19 @@ TOGETHER = [
     few._replace(slots=1, policy="bf16"),
 ]
 # What others have together is run in the slow tier, or not unless asked for.
-SLOW, RARE = (4, 5, 11, 14), (3, 7, 9, 10, 12, 13)
+SLOW, RARE = (2, 4, 5, 8, 11, 14), (3, 7, 9, 10, 12, 13)
 
 
 def later(case, mark=pytest.mark.slow):
     return pytest.param(case, marks=mark, id=name_of(case))
 
 
-@each([later(case, pytest.mark.exhaustive) if i in RARE else later(case) if i in SLOW else case for i, case in enumerate(TOGETHER)])
+@each(
+    [
+        later(case, pytest.mark.exhaustive) if i in RARE else later(case) if i in SLOW else case
+        for i, case in enumerate(TOGETHER)
+    ]
+)
 def test_groups_together_have_the_same_bits(case, folder):
     check(case, folder)
 
@@ -299,9 +329,27 @@ def test_any_optimizer_has_the_same_bits(case, folder):
         later(few._replace(model="tied", policy="bf16", micro=2)),
         few._replace(model="tied", mesh=DP2, stage=3, policy="bf16"),
         later(few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none")),
-        few._replace(model="plain", offload="params=nvme,grads=nvme,opt=nvme", remat="none", policy="bf16", mesh=DP2, stage=3, micro=2),
-        later(few._replace(policy="fp16", steps=20)),
-        few._replace(policy="fp16", steps=20, mesh=DP2, stage=3, offload="params=nvme,opt=host,grads=host", remat="none", micro=2),
+        few._replace(
+            model="plain",
+            offload="params=nvme,grads=nvme,opt=nvme",
+            remat="none",
+            policy="bf16",
+            mesh=DP2,
+            stage=3,
+            micro=2,
+        ),
+        few._replace(policy="fp16", steps=20),
+        later(
+            few._replace(
+                policy="fp16",
+                steps=20,
+                mesh=DP2,
+                stage=3,
+                offload="params=nvme,opt=host,grads=host",
+                remat="none",
+                micro=2,
+            )
+        ),
     ]
 )
 def test_any_model_has_the_same_bits(case, folder):
@@ -310,8 +358,8 @@ def test_any_model_has_the_same_bits(case, folder):
 
 @each(
     [
-        few._replace(on_host=True, policy="bf16"),
-        few._replace(on_host=True, policy="bf16", mesh=DP2, stage=3, optimizer="adamw 8"),
+        later(few._replace(on_host=True, policy="bf16")),
+        later(few._replace(on_host=True, policy="bf16", mesh=DP2, stage=3, optimizer="adamw 8")),
         few._replace(on_host=True, offload="opt=nvme,grads=host", policy="fp32", optimizer="lion", remat="none"),
     ]
 )

@@ -1,4 +1,5 @@
-"""Runs with everything on a disk that are ended by SIGKILL at any instant: what is left is exactly one of their steps."""
+"""Runs with everything on a disk that are ended by SIGKILL at any instant: what is left is exactly one of their
+steps."""
 
 import contextlib
 import json
@@ -14,7 +15,9 @@ import pytest
 from fzero.offload.disk_io import serves_direct
 
 STEPS = 6  # of offload_worker
-MEMORY = Path("/dev/shm")  # a kill is the same on a disk and on a file system in memory, which is quicker and less noisy
+MEMORY = Path(
+    "/dev/shm"
+)  # a kill is the same on a disk and on a file system in memory, which is quicker and less noisy
 
 
 class Worker:
@@ -22,7 +25,11 @@ class Worker:
 
     def __init__(self, folder):
         path = Path(__file__).parent
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(path.parent), *sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(path.parent), *sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
         line = [sys.executable, str(path / "offload_worker.py"), folder]
         self.process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self.whole = {}
@@ -57,7 +64,8 @@ def disk_worker(tmp_path_factory):
 
 
 def check(worker, answer, ranks=1):
-    """The step found, or None where the run had not made its first version; raises AssertionError where anything is not a step's."""
+    """The step found, or None where the run had not made its first version; raises AssertionError where anything is not
+    a step's."""
     whole, found = worker.uninterrupted(ranks)["steps"], answer["found"]
     steps = [line for line in answer["told"] if isinstance(line, int)]
     if "refused" in found[0]:
@@ -70,9 +78,13 @@ def check(worker, answer, ranks=1):
         assert one["step"] == one["record"] == found[0]["step"]
         assert one["step"] in (max(steps, default=0), max(steps, default=-1) + 1)
         assert one["digest"] == whole[rank][one["step"]], f"not the bits of step {one['step']}"
-        assert one["last"] == whole[rank][STEPS], f"going on from step {one['step']} does not give the bits of step {STEPS}"
+        assert one["last"] == whole[rank][STEPS], (
+            f"going on from step {one['step']} does not give the bits of step {STEPS}"
+        )
         for step, digest in one["pinned"].items():
-            assert digest and digest == {name: whole[rank][int(step)][name] for name in digest}, f"checkpoint {step} is another state"
+            assert digest and digest == {name: whole[rank][int(step)][name] for name in digest}, (
+                f"checkpoint {step} is another state"
+            )
     assert not [name for name in answer["left"] if name.startswith("scratch/")]
     return found[0]["step"]
 
@@ -102,7 +114,10 @@ def test_a_kill_at_any_instant_leaves_a_step(worker, instant):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_of_one_of_two_ranks_at_ten_instants(worker, victim):
-    found = [check(worker, kill(worker, instant, ranks=2, victim=victim), ranks=2) for instant in instants(10, f"rank {victim}")]
+    found = [
+        check(worker, kill(worker, instant, ranks=2, victim=victim), ranks=2)
+        for instant in instants(10, f"rank {victim}")
+    ]
     print(f"steps found after 10 kills of rank {victim}: {found}")
 
 
@@ -115,18 +130,38 @@ def test_a_kill_at_fifty_instants(request, place):
     assert len(set(found)) > 3, "the kills are not spread over the run"
 
 
-# How often a point is passed before: making the store writes one text, its first version two; then each step two. A text is synced twice.
+# How often a point is passed before: making the store writes one text, its first version two; then each step two. A
+# text is synced twice.
 PLACES = [
-    ("a text is durable", 1), ("a text is there", 1), ("a text is there", 2), ("a text is durable", 3),
-    ("a write begins", 50), ("a write begins", 200), ("all is written", 3), ("all is durable", 3),
-    ("a text is durable", 6), ("a text is there", 6), ("a text is written", 13), ("a text is durable", 7),
-    ("a text is there", 7), ("a text is written", 14),
-]  # fmt: skip
+    ("a text is durable", 1),
+    ("a text is there", 1),
+    ("a text is there", 2),
+    ("a text is durable", 3),
+    ("a write begins", 50),
+    ("a write begins", 200),
+    ("all is written", 3),
+    ("all is durable", 3),
+    ("a text is durable", 6),
+    ("a text is there", 6),
+    ("a text is written", 13),
+    ("a text is durable", 7),
+    ("a text is there", 7),
+    ("a text is written", 14),
+]
 EXPECTED = {  # of those whose outcome is certain
-    ("a text is durable", 1): None, ("a text is there", 1): None, ("a text is there", 2): None, ("a text is durable", 3): None,
-    ("all is written", 3): 1, ("all is durable", 3): 1, ("a text is durable", 6): 1, ("a text is there", 6): 1,
-    ("a text is written", 13): 1, ("a text is durable", 7): 1, ("a text is there", 7): 2, ("a text is written", 14): 2,
-}  # fmt: skip
+    ("a text is durable", 1): None,
+    ("a text is there", 1): None,
+    ("a text is there", 2): None,
+    ("a text is durable", 3): None,
+    ("all is written", 3): 1,
+    ("all is durable", 3): 1,
+    ("a text is durable", 6): 1,
+    ("a text is there", 6): 1,
+    ("a text is written", 13): 1,
+    ("a text is durable", 7): 1,
+    ("a text is there", 7): 2,
+    ("a text is written", 14): 2,
+}
 
 
 @pytest.mark.parametrize("point", few(PLACES, (1, 4, 7, 9, 12)))
@@ -161,7 +196,13 @@ def test_a_kill_of_one_of_two_ranks_inside_a_commit(worker, victim, point):
 @pytest.mark.parametrize(
     "point",
     few(
-        [("a pin begins", 2), ("a text is written", 15), ("a text is durable", 8), ("a text is there", 13), ("a text is durable", 18)],
+        [
+            ("a pin begins", 2),
+            ("a text is written", 15),
+            ("a text is durable", 8),
+            ("a text is there", 13),
+            ("a text is durable", 18),
+        ],
         (1, 3),
     ),
 )
@@ -170,10 +211,16 @@ def test_a_kill_around_a_pin_leaves_the_step_and_its_checkpoints(worker, point):
     assert answer["code"] == -9
     check(worker, answer)
     pinned = {int(step) for step in answer["found"][0]["pinned"]}
-    assert pinned == {
-        ("a pin begins", 2): {2}, ("a text is written", 15): set(), ("a text is durable", 8): set(),
-        ("a text is there", 13): {2, 4}, ("a text is durable", 18): {2, 4},
-    }[point]  # fmt: skip
+    assert (
+        pinned
+        == {
+            ("a pin begins", 2): {2},
+            ("a text is written", 15): set(),
+            ("a text is durable", 8): set(),
+            ("a text is there", 13): {2, 4},
+            ("a text is durable", 18): {2, 4},
+        }[point]
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The memory and the threads of offload: a buffer pool that never exceeds its size, a disk that serves by priority and says what failed."""
+"""The memory and the threads of offload: a buffer pool that never exceeds its size, a disk that serves by priority and
+says what failed."""
 
 import errno
 import gc
@@ -61,7 +62,11 @@ def full(buffers):
 def test_a_buffer_has_the_shape_and_dtype_asked_for_and_whole_pages_below(buffers):
     raw, view = buffers.take((3, 1001), torch.bfloat16)
     assert view.shape == (3, 1001) and view.dtype == torch.bfloat16 and view.is_contiguous()
-    assert len(raw) == round_to_pages(3 * 1001 * 2) == 2 * PAGE and raw.data_ptr() == view.data_ptr() and raw.data_ptr() % PAGE == 0
+    assert (
+        len(raw) == round_to_pages(3 * 1001 * 2) == 2 * PAGE
+        and raw.data_ptr() == view.data_ptr()
+        and raw.data_ptr() % PAGE == 0
+    )
     view.fill_(1)
     assert raw[:2].tolist() == [0x80, 0x3F]
 
@@ -98,7 +103,9 @@ def cuda(monkeypatch, code):
     pinned = {}
     register = lambda address, size, flags: pinned.update({address: size}) or code  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop))
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    )
     return pinned
 
 
@@ -117,7 +124,9 @@ def test_the_memory_is_pinned_while_it_is_there(monkeypatch):
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
     cuda(monkeypatch, 2)
-    with pytest.raises(ValueError, match=r"cannot pin the 2,097,152 bytes of the offload buffers \(error 2\); .*buffer_mb"):
+    with pytest.raises(
+        ValueError, match=r"cannot pin the 2,097,152 bytes of the offload buffers \(error 2\); .*buffer_mb"
+    ):
         BufferPool(HUGE)
 
 
@@ -135,7 +144,8 @@ def test_a_device_reads_and_writes_the_arena_without_waiting():
 def test_the_pool_never_lends_more_than_its_size(buffers):
     held = []
     with pytest.raises(
-        ValueError, match=r"2,097,152 bytes, of which 1,966,080 are in use, and 196,608 more are needed at once; .*buffer_mb"
+        ValueError,
+        match=r"2,097,152 bytes, of which 1,966,080 are in use, and 196,608 more are needed at once; .*buffer_mb",
     ):
         while True:
             held.append(buffers.take((192 << 10,), torch.uint8))
@@ -298,7 +308,9 @@ def test_what_is_needed_next_overtakes_what_is_needed_later(disk):
     gate, done = threading.Event(), []
     first = disk.run(lambda: gate.wait(WAIT_S) and 0, write=False)
     names = [("a", LATER), ("b", LATER), ("c", NEXT), ("d", LATER), ("e", NEXT)]
-    pending = [disk.run(lambda name=name: done.append(name) or 0, write=False, priority=priority) for name, priority in names]
+    pending = [
+        disk.run(lambda name=name: done.append(name) or 0, write=False, priority=priority) for name, priority in names
+    ]
     gate.set()
     for one in (first, *pending):
         one.wait()
@@ -431,6 +443,7 @@ def test_ranks_that_share_a_disk_have_a_part_of_its_threads_each():
     assert settings.share(3) == settings.share(64) == DiskSettings(1 << 20, 1, 1)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_file(tmp_path):
     path, n = tmp_path / "shared", 256
     path.write_bytes(bytes(2 * n * PAGE))
@@ -536,7 +549,9 @@ def test_direct_transfers_pass_the_page_cache_by(tmp_path, buffers):
     disk.close()
     os.close(fd)
     if cached_by_itself(tmp_path / "plain", buffer.raw):
-        pytest.skip("the file system of this test keeps what is written directly in memory, as tmpfs does; the rest holds")
+        pytest.skip(
+            "the file system of this test keeps what is written directly in memory, as tmpfs does; the rest holds"
+        )
     assert cached(tmp_path / "data", HUGE // 4) == 0
 
 

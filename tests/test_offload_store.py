@@ -1,4 +1,5 @@
-"""A store of leaves in slots: what was committed is there, what was not is invisible, and damage of any kind is one clear line."""
+"""A store of leaves in slots: what was committed is there, what was not is invisible, and damage of any kind is one
+clear line."""
 
 import contextlib
 import errno
@@ -20,16 +21,25 @@ import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
 from fzero.core.storage import PAGE
-from fzero.offload import BufferPool, DiskIO, DiskSettings, DiskTensor, LeafFiles, Nvme, ScratchFile, open_store
+from fzero.offload import (
+    BufferPool,
+    DiskIO,
+    DiskSettings,
+    DiskTensor,
+    LeafFiles,
+    Nvme,
+    ScratchFile,
+    open_store,
+)
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
 from fzero.offload.disk_io import serves_direct
-from fzero.offload.store import release_store
+from fzero.offload.store import StoreRanks, release_store
 from fzero.offload.store_manifest import STEP, STORE, read_step_manifest
 from fzero.offload.update_units import RowBlock, begin_ahead, cut_units, params_of_leaves
 from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
 from fzero.train.batch import local_batch
-from fzero.train.state_on_disk import reopened
+from fzero.train.state_on_disk import reopen_state
 
 LEAVES = {
     "params/blocks/w": LeafFiles((3, 70, 64), torch.float32, stacked=True),
@@ -59,7 +69,7 @@ def opened():
         def open_one(place, leaves=LEAVES, **options):
             buffers, disk = BufferPool(1 << 20), DiskIO(DiskSettings(block_bytes=2 * PAGE))
             stack.callback(disk.close)
-            store = open_store(place, leaves, buffers=buffers, disk=disk, **options)
+            store = open_store(place, leaves, streams=(buffers, disk), **options)
             stack.callback(store.close)
             return store
 
@@ -189,7 +199,10 @@ def test_rows_that_are_written_again_after_a_failure_are_summed_once(direct, ope
 def test_the_slots_that_count_are_never_written(direct, opened):
     store, written = opened(direct, slots=4), []
     real = store.chunks.write
-    store.chunks.write = lambda name, slot, *rest, **options: (written.append(slot), real(name, slot, *rest, **options))[1]
+    store.chunks.write = lambda name, slot, *rest, **options: (
+        written.append(slot),
+        real(name, slot, *rest, **options),
+    )[1]
     for step in range(9):
         written.clear()
         held = {store.record.slot, *store.record.pinned} if store.record else set()
@@ -248,7 +261,7 @@ def test_a_trimmed_store_goes_on(direct, opened):
 
 
 def test_ranks_have_chunks_of_their_own(direct, opened):
-    first, second = (opened(direct, rank=rank, ranks=2) for rank in (0, 1))
+    first, second = (opened(direct, ranks=StoreRanks(rank, 2)) for rank in (0, 1))
     write(first, 1)
     write(second, 2)
     second.commit(1, {"seed": 1}, lambda: None)
@@ -257,7 +270,7 @@ def test_ranks_have_chunks_of_their_own(direct, opened):
     first.close()
     second.close()
     for rank, seed in ((0, 1), (1, 2)):
-        again = opened(direct, rank=rank, ranks=2, resume=True)
+        again = opened(direct, ranks=StoreRanks(rank, 2), resume=True)
         assert_version(again, seed, again.record.slot)
 
 
@@ -278,20 +291,30 @@ def other(name="params/embed", **changes):
 @pytest.mark.parametrize(
     "leaves, options, words",
     [
-        ({**LEAVES, "params/extra": LeafFiles((3,), torch.float32)}, {}, ["another model or optimizer", "it has no params/extra"]),
+        (
+            {**LEAVES, "params/extra": LeafFiles((3,), torch.float32)},
+            {},
+            ["another model or optimizer", "it has no params/extra"],
+        ),
         ({k: v for k, v in LEAVES.items() if k != "opt/codes"}, {}, ["another model or optimizer", "opt/codes too"]),
-        (other(shape=(200, 38)), {}, ["another model or mesh", "params/embed is bfloat16", "37.*there and bfloat16.*38.*here"]),
+        (
+            other(shape=(200, 38)),
+            {},
+            ["another model or mesh", "params/embed is bfloat16", "37.*there and bfloat16.*38.*here"],
+        ),
         (other(dtype=torch.float16), {}, ["params/embed is bfloat16.*there and float16"]),
         (other("params/blocks/w", stacked=False), {}, ["params/blocks/w"]),
         (other("params/blocks/fixed", slots=2), {}, ["params/blocks/fixed is frozen float32.*there and float32"]),
-        (LEAVES, {"ranks": 2}, ["ranks is 1 and the run's is 2", "use as many processes"]),
+        (LEAVES, {"ranks": StoreRanks(0, 2)}, ["ranks is 1 and the run's is 2", "use the same number of processes"]),
         (LEAVES, {"slots": 3}, ["slots"]),
         (LEAVES, {"owner": {"stage": 3, "mesh": {}}}, ["owner is .*'stage': 0.* and the run's is .*'stage': 3"]),
     ],
 )
 def test_the_store_of_another_run_is_named(direct, opened, leaves, options, words):
     finished(direct, opened, owner={"stage": 0, "mesh": {}})
-    said(lambda: opened(direct, leaves, **{"owner": {"stage": 0, "mesh": {}}, "resume": True, **options}), direct, *words)
+    said(
+        lambda: opened(direct, leaves, **{"owner": {"stage": 0, "mesh": {}}, "resume": True, **options}), direct, *words
+    )
 
 
 def test_a_run_that_is_not_over_is_not_overwritten(direct, opened):
@@ -305,7 +328,8 @@ def test_a_run_that_is_not_over_is_not_overwritten(direct, opened):
 
 
 @pytest.mark.parametrize(
-    "leaves", [LEAVES, other(shape=(300, 5)), other("params/blocks/fixed", slots=2), {"one": LeafFiles((3,), torch.float32)}]
+    "leaves",
+    [LEAVES, other(shape=(300, 5)), other("params/blocks/fixed", slots=2), {"one": LeafFiles((3,), torch.float32)}],
 )
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_finished_one_is_taken_over(direct, opened, leaves, slots):
@@ -322,7 +346,9 @@ def test_a_finished_one_is_taken_over(direct, opened, leaves, slots):
     assert listed == set(leaves)
 
 
-@pytest.mark.parametrize("left", ["arrays/x/zarr.json", "sums/slot-0.rank-0.json", f"{STORE}.partial", "scratch/.scratch-1"])
+@pytest.mark.parametrize(
+    "left", ["arrays/x/zarr.json", "sums/slot-0.rank-0.json", f"{STORE}.partial", "scratch/.scratch-1"]
+)
 def test_what_a_start_that_was_killed_left_is_no_obstacle(direct, opened, left):
     path = direct / left
     path.parent.mkdir(parents=True)
@@ -380,7 +406,9 @@ def reopen(opened, place, **options):
     return lambda: opened(place, resume=True, **options)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"step": 1}', "\xff", '{"leaves": {"params/embed": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"step": 1}', "\xff", '{"leaves": {"params/embed": 3}}']
+)
 @pytest.mark.parametrize("name", [STORE, STEP])
 def test_a_broken_text_is_named(direct, opened, name, text):
     make(opened(direct), 1)
@@ -422,7 +450,15 @@ def test_a_flipped_bit_of_a_chunk_is_named(direct, opened, name, layer):
         data = bytearray(path.read_bytes())
         data[at] ^= 1 << at % 8
         path.write_bytes(data)
-        said(reopen(opened, direct), path, "damaged", name, "step 2", "resume from a checkpoint", f"layer {layer}" if kept.stacked else "")
+        said(
+            reopen(opened, direct),
+            path,
+            "damaged",
+            name,
+            "step 2",
+            "resume from a checkpoint",
+            f"layer {layer}" if kept.stacked else "",
+        )
         data[at] ^= 1 << at % 8
         path.write_bytes(data)
     assert_version(reopen(opened, direct)(), 2)
@@ -686,7 +722,9 @@ def test_scratch_stops_growing_whatever_the_sizes(direct):
     disk.close()
 
 
-@pytest.mark.parametrize("name, code", [("posix_fallocate", errno.ENOSPC), ("pwritev", errno.EIO), ("preadv", errno.EIO)])
+@pytest.mark.parametrize(
+    "name, code", [("posix_fallocate", errno.ENOSPC), ("pwritev", errno.EIO), ("preadv", errno.EIO)]
+)
 def test_scratch_says_what_failed(direct, name, code):
     direct.mkdir()
     buffers, disk = BufferPool(1 << 20), DiskIO()
@@ -737,7 +775,7 @@ def run(folder, offload, steps=6, then=lambda space, step: None, space=None, sta
         rows = torch.randint(0, 97, (4, 9), generator=torch.Generator().manual_seed(i))
         state, _ = step(state, local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, mesh))
         then(space, i)
-    return state, lambda space: reopened(tx, plan, space)
+    return state, lambda space: reopen_state(tx, plan, space)
 
 
 EVERYTHING = "params=nvme,grads=nvme,opt=nvme,acts=nvme"
@@ -754,7 +792,10 @@ def test_disk_and_buffers_do_not_grow(direct):
     space = Nvme(direct, buffer_bytes=1 << 20)
     run(direct, EVERYTHING, then=then, space=space)
     # step.json is a block or two, whatever it says.
-    assert len({(scratch, files) for _, scratch, files in sizes}) == 1 and max(s for s, *_ in sizes) - min(s for s, *_ in sizes) <= PAGE
+    assert (
+        len({(scratch, files) for _, scratch, files in sizes}) == 1
+        and max(s for s, *_ in sizes) - min(s for s, *_ in sizes) <= PAGE
+    )
     buffers = space.buffers
     gc.collect()
     buffers._find_room(0)
@@ -789,7 +830,7 @@ def test_a_disk_that_fills_up_in_a_step_leaves_the_step_before(direct):
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(0, model, mesh, offload="params=nvme,opt=nvme", policy=precision.bf16())
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
-    state = reopened(tx, plan, again)
+    state = reopen_state(tx, plan, again)
     for name, leaf in pytree.named_leaves(expected).items():
         got = pytree.named_leaves(state)[name]
         assert torch.equal(got.tensor() if isinstance(got, DiskTensor) else got, leaf), name
@@ -861,7 +902,7 @@ def test_a_slice_of_what_belongs_to_a_leaf_row_by_row():
 
 
 def test_owners_are_found_by_the_longest_path():
-    names = ["params/a/w", "opt/0/m/a/w", "opt/0/count", "opt/m/w", "extra/ema/a/w"]
+    names = ["params/a/w", "opt/0/m/a/w", "opt/0/count", "opt/m/w", "opt_state/average/a/w"]
     assert list(params_of_leaves(names, ["a/w", "w"]).values()) == ["a/w", "a/w", None, "w", "a/w"]
 
 

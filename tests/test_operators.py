@@ -51,7 +51,9 @@ def test_operators_and_their_fake_kernels():
 
 def test_a_link_that_is_gone_says_so():
     number = fake_mesh({"dp": 2})["dp"].communicator.number
-    with pytest.raises(ValueError, match="a traced collective runs on a mesh that is gone; keep the mesh while its functions are used"):
+    with pytest.raises(
+        ValueError, match="a traced collective runs on a mesh that is gone; keep the mesh while its functions are used"
+    ):
         communicator_of(number)
 
 
@@ -59,7 +61,11 @@ def test_a_link_that_is_gone_says_so():
 
 
 def collectives_of(graph):
-    return [(node.target._schema.name.removeprefix("fzero::"), node.args[-1]) for node in graph.graph.nodes if is_collective(node)]
+    return [
+        (node.target._schema.name.removeprefix("fzero::"), node.args[-1])
+        for node in graph.graph.nodes
+        if is_collective(node)
+    ]
 
 
 def is_collective(node):
@@ -158,9 +164,14 @@ def compiled_in_order(mesh):
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
         run = compile_fx_inner(graph, examples)
     out = list(run([x]))[:-1]
-    assert [(row.collective, row.leaf) for row in mesh.ledger.rows()] == [("psum", "a"), ("all_gather", "b"), ("psum_scatter", "c")]
+    assert [(row.collective, row.leaf) for row in mesh.ledger.rows()] == [
+        ("psum", "a"),
+        ("all_gather", "b"),
+        ("psum_scatter", "c"),
+    ]
     assert_close(out, f(x), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_compiled_collectives_run_in_the_order_of_the_program():
     ranks.run(2, compiled_in_order)

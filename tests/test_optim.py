@@ -247,7 +247,9 @@ def test_donation_of_a_gradient_that_two_leaves_share_or_that_is_expanded(name):
     params = tree(0, shapes)
 
     def loss(p):
-        return ((p["blocks"]["w_a"] + p["blocks"]["w_b"]) ** 2).sum() + p["embed"]["tokens"].sum() + p["head"]["w"].sum()
+        return (
+            ((p["blocks"]["w_a"] + p["blocks"]["w_b"]) ** 2).sum() + p["embed"]["tokens"].sum() + p["head"]["w"].sum()
+        )
 
     make = lambda: torch.func.grad(loss)(params)  # noqa: E731
     grads = make()

@@ -1,4 +1,5 @@
-"""AdamW and Lion over many leaves in one launch, and the gradient's norm: the kernels against their references and other people's."""
+"""AdamW and Lion over many leaves in one launch, and the gradient's norm: the kernels against their references and
+other people's."""
 
 import re
 
@@ -35,7 +36,17 @@ every_op = pytest.mark.parametrize("name", OPS)
 every_state = pytest.mark.parametrize("state", STATES)
 
 
-def draw(name, shapes, state=torch.float32, grad=torch.float32, param=torch.float32, stochastic=False, coded=False, copy=False, block=256):
+def draw(
+    name,
+    shapes,
+    state=torch.float32,
+    grad=torch.float32,
+    param=torch.float32,
+    stochastic=False,
+    coded=False,
+    copy=False,
+    block=256,
+):
     """Leaves with a past; of two moments the second is positive, and below the reach of a code at some elements."""
     leaves, moments = [], OPS[name][1]
     for i, shape in enumerate(shapes):
@@ -47,18 +58,25 @@ def draw(name, shapes, state=torch.float32, grad=torch.float32, param=torch.floa
         else:
             kept = [x.to(state) for x in kept]
         where = make_place((5, i), shape, (0,) * len(shape), shape) if stochastic else None
-        leaves.append(Leaf(p.to(param), g.to(grad), tuple(kept), 0.1 * (i % 2), where, p.to(torch.bfloat16) if copy else None))
+        leaves.append(
+            Leaf(p.to(param), g.to(grad), tuple(kept), 0.1 * (i % 2), where, p.to(torch.bfloat16) if copy else None)
+        )
     return leaves
 
 
 def rates(name, **more):
     scalars = [torch.tensor(x, dtype=F64, device=laws.DEVICE) for x in (0.01, 0.3, 0.2)][: 3 if name == "adamw" else 1]
-    return Rates(tuple(scalars), torch.tensor(7, device=laws.DEVICE), 0.9, 0.95, 1e-8 if name == "adamw" else 0.0, **more)
+    return Rates(
+        tuple(scalars), torch.tensor(7, device=laws.DEVICE), 0.9, 0.95, 1e-8 if name == "adamw" else 0.0, **more
+    )
 
 
 def clone(leaves):
     copy = lambda x: None if x is None else x.clone()  # noqa: E731
-    return [leaf._replace(p=copy(leaf.p), g=copy(leaf.g), state=tuple(map(copy, leaf.state)), copy=copy(leaf.copy)) for leaf in leaves]
+    return [
+        leaf._replace(p=copy(leaf.p), g=copy(leaf.g), state=tuple(map(copy, leaf.state)), copy=copy(leaf.copy))
+        for leaf in leaves
+    ]
 
 
 def values(leaves):
@@ -166,21 +184,31 @@ def test_addresses_beyond_32_bits():
     table, work = (torch.tensor(x, device=laws.DEVICE) for x in ([row], [stretch]))
     numbers = torch.stack(rates("adamw").scalars).float()
     count = torch.tensor(7, device=laws.DEVICE)
-    flags = dict.fromkeys(("LION", "COUPLED", "SCALED", "SKIPS", "COPIES", "STOCHASTIC", "PLACED", "QUADS", "WIDE"), False)
+    flags = dict.fromkeys(
+        ("LION", "COUPLED", "SCALED", "SKIPS", "COPIES", "STOCHASTIC", "PLACED", "QUADS", "WIDE"), False
+    )
     types = dict.fromkeys(("PT", "GT", "MT", "CT"), kernels.tl.float32)
-    kernels._update_flat[(1,)](table, work, numbers, count, numbers, 0.9, 1 - 0.9, 0.95, 1 - 0.95, 1e-8, **flags, **types, **config)
+    kernels._update_flat[(1,)](
+        table, work, numbers, count, numbers, 0.9, 1 - 0.9, 0.95, 1 - 0.95, 1e-8, **flags, **types, **config
+    )
     assert_same(values([leaf]), expected)
 
 
 def test_leaves_of_many_dtypes_at_once():
-    leaves = draw("adamw", [(3, 40), (7,)]) + draw("adamw", [(5, 9)], **STATES["bfloat16"]) + draw("adamw", [(2, 33)], **STATES["8 bits"])
+    leaves = (
+        draw("adamw", [(3, 40), (7,)])
+        + draw("adamw", [(5, 9)], **STATES["bfloat16"])
+        + draw("adamw", [(2, 33)], **STATES["8 bits"])
+    )
     compare(after("adamw", leaves, rates("adamw"), "triton"), after("adamw", leaves, rates("adamw"), "reference"))
 
 
 # ---- others' equations ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("coupled", "other"), [(False, torch.optim.AdamW), (True, torch.optim.Adam)], ids=["adamw", "adam"])
+@pytest.mark.parametrize(
+    ("coupled", "other"), [(False, torch.optim.AdamW), (True, torch.optim.Adam)], ids=["adamw", "adam"]
+)
 def test_steps_of_torch(coupled, other):
     first, grads = laws.draw((3, 70), dtype=torch.float32)[0], laws.draw(*[(3, 70)] * 4, dtype=torch.float32, seed=1)
     theirs = first.clone().requires_grad_()
@@ -198,7 +226,9 @@ def test_steps_of_torch(coupled, other):
 def test_lion_by_hand():
     p = torch.tensor([1.0, 1.0, 1.0, 1.0], device=laws.DEVICE)
     g, m = (torch.tensor(x, device=laws.DEVICE) for x in ([1.0, -1.0, 0.0, 8.0], [0.0, 1.0, 0.0, -1.0]))
-    kernels.lion([Leaf(p, g, (m,), 0.5)], Rates((torch.tensor(0.1, dtype=F64),), torch.tensor(0), 0.75, 0.5), impl="triton")
+    kernels.lion(
+        [Leaf(p, g, (m,), 0.5)], Rates((torch.tensor(0.1, dtype=F64),), torch.tensor(0), 0.75, 0.5), impl="triton"
+    )
     assert_close(p, torch.tensor([0.85, 0.85, 0.95, 0.85]), rtol=1e-6)  # 0.75 m + 0.25 g = 0.25, 0.5, 0, 1.25
     assert_close(m, torch.tensor([0.5, 0.0, 0.0, 3.5]), rtol=1e-6)
 
@@ -208,7 +238,12 @@ def test_lion_by_hand():
 
 def test_rounding_bits_are_the_words_of_the_step_and_the_element():
     x = laws.draw((2, 300), dtype=torch.float32, seed=3)[0]
-    leaf = Leaf(x.clone(), torch.zeros_like(x), (torch.zeros_like(x, dtype=torch.bfloat16), torch.zeros_like(x, dtype=torch.bfloat16)), 0.0)
+    leaf = Leaf(
+        x.clone(),
+        torch.zeros_like(x),
+        (torch.zeros_like(x, dtype=torch.bfloat16), torch.zeros_like(x, dtype=torch.bfloat16)),
+        0.0,
+    )
     leaf = leaf._replace(g=x, place=make_place((11, 12), (2, 300), (0, 0), (2, 300)))
     given = rates("adamw")._replace(b1=0.0, b2=0.0)
     kernels.adamw([leaf], given, impl="triton")
@@ -327,7 +362,9 @@ def test_the_norm_of_a_tree_takes_the_kernel_on_a_device(shared, monkeypatch):
     assert seen == [2]
     monkeypatch.undo()
     leaf = grads["a"].clone().requires_grad_()
-    assert not norm_module._by_kernel([leaf], torch.float32) and not norm_module._by_kernel([leaf.detach().double()], F64)
+    assert not norm_module._by_kernel([leaf], torch.float32) and not norm_module._by_kernel(
+        [leaf.detach().double()], F64
+    )
 
 
 # ---- what serves, and what is refused -------------------------------------------------------------------------------
@@ -355,7 +392,9 @@ def test_what_auto_takes_and_why():
 )
 def test_what_the_kernels_refuse(change, message):
     for name, (op, _) in OPS.items():
-        with pytest.raises(ValueError, match=rf"{name}: impl='triton' does not serve this call: .*{re.escape(message)}"):
+        with pytest.raises(
+            ValueError, match=rf"{name}: impl='triton' does not serve this call: .*{re.escape(message)}"
+        ):
             op([change(draw(name, [(3, 40)])[0])], rates(name), impl="triton")
 
 
@@ -412,13 +451,18 @@ def test_a_step_in_one_pass_is_the_step(name, policy, monkeypatch):
     expected = trained(name, "reference", policy)
     monkeypatch.setattr(in_memory, "on_device", lambda grads: True)
     got = trained(name, "triton", policy)
-    assert int(pytree.named_leaves(got.opt_state)[next(n for n in pytree.names(got.opt_state) if n.endswith("count"))]) == 2
+    assert (
+        int(pytree.named_leaves(got.opt_state)[next(n for n in pytree.names(got.opt_state) if n.endswith("count"))])
+        == 2
+    )
     for leaf, want in pytree.named_leaves(expected).items():
         have = pytree.named_leaves(got)[leaf]
         if want.dtype == torch.uint8:
             assert ((have.int() - want.int()).abs() <= 1).all(), leaf
         else:
-            torch.testing.assert_close(have, want, rtol=1e-2 if policy.has_master else 1e-4, atol=1e-4, msg=lambda m, n=leaf: f"{n}: {m}")
+            torch.testing.assert_close(
+                have, want, rtol=1e-2 if policy.has_master else 1e-4, atol=1e-4, msg=lambda m, n=leaf: f"{n}: {m}"
+            )
     if policy.has_master:
         for leaf, master in pytree.named_leaves(got.master).items():
             assert torch.equal(pytree.named_leaves(got.params)[leaf], master.to(torch.bfloat16)), leaf

@@ -102,7 +102,11 @@ def test_bytes_of_a_parameter():
 
 def test_small_leaves_and_vectors_stay_in_float32(monkeypatch):
     monkeypatch.undo()
-    params = {"w": torch.zeros(63, 65), "b": torch.zeros(5000), "blocks": {"b": torch.zeros(2, 5000), "w": torch.zeros(2, 64, 32)}}
+    params = {
+        "w": torch.zeros(63, 65),
+        "b": torch.zeros(5000),
+        "blocks": {"b": torch.zeros(2, 5000), "w": torch.zeros(2, 64, 32)},
+    }
     dtypes = {name: m.dtype for name, m in pytree.named_leaves(optim.adamw(0.1, state_bits=8).init(params).m).items()}
     assert dtypes == {"w": torch.float32, "b": torch.float32, "blocks/b": torch.float32, "blocks/w": torch.uint8}
 
@@ -261,7 +265,9 @@ def test_blocks_that_shards_would_cut():
     like = {"blocks": {"w": torch.empty(2, 8, 160)}}
     layout = optim.sharded({"blocks": {"w": Spec.parse("[L, D, F/tp]")}}, mesh, like=like)
     part = {"blocks": {"w": torch.empty(2, 8, 40)}}
-    with pytest.raises(ValueError, match=r"rows of blocks/w are cut into parts of 40 elements, .* blocks of 16 do not divide"):
+    with pytest.raises(
+        ValueError, match=r"rows of blocks/w are cut into parts of 40 elements, .* blocks of 16 do not divide"
+    ):
         optim.bind(optim.adamw(0.1, state_bits=8, block=16), layout).init(part)
 
 
@@ -275,7 +281,9 @@ def test_a_step_refuses_shards_for_what_needs_whole_leaves():
 
 def test_place_is_that_of_the_layout():
     mesh = fzero.sharding.fake_mesh({"dp": 4}, rank=2)
-    layout = optim.sharded({"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, mesh, like={"blocks": {"w": torch.empty(3, 8, 5)}})
+    layout = optim.sharded(
+        {"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, mesh, like={"blocks": {"w": torch.empty(3, 8, 5)}}
+    )
     where = optim_lowbit.make_place((0, 0), (3, 2, 5), *layout.window("blocks/w", (3, 2, 5)))
     whole = torch.arange(120).view(3, 8, 5)
     assert torch.equal(where.index(torch.arange(30)), whole[:, 4:6].reshape(-1))

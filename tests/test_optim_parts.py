@@ -6,6 +6,8 @@ from optim_cases import F64, assert_same, clone, muon_for_matrices, run, tree
 
 from fzero import optim
 from fzero.core import pytree
+from fzero.optim.base import Pass, apply_in_place
+from fzero.optim.combine import split_chain
 
 # ---- chain, by_label ------------------------------------------------------------------------------------------------
 
@@ -93,7 +95,9 @@ def test_clip_does_not_hide_a_bad_gradient(bad):
     grads = {"a": torch.tensor([bad, 1.0]), "b": torch.ones(2)}
     clipped, _ = optim.clip_by_global_norm(1.0).update(grads, (), {})
     assert clipped["a"][0].isnan()
-    assert optim.clip_by_value(1.0).update({"a": torch.tensor([float("nan"), -3.0])}, (), {})[0]["a"].tolist()[1] == -1.0
+    assert (
+        optim.clip_by_value(1.0).update({"a": torch.tensor([float("nan"), -3.0])}, (), {})[0]["a"].tolist()[1] == -1.0
+    )
     assert optim.clip_by_value(1.0).update({"a": torch.tensor([float("nan")])}, (), {})[0]["a"].isnan().all()
 
 
@@ -116,14 +120,6 @@ def test_scale_by_rules_scales_layers_apart():
 def test_scale_by_rules_refuses_rules_that_do_not_fit(rules, message):
     with pytest.raises(ValueError, match=message):
         optim.scale_by_rules(rules).init(tree(0))
-
-
-def test_decay_matrices_goes_by_name_not_by_dims():
-    decayed = {n for n, p in pytree.named_leaves(tree(0)).items() if optim.decay_matrices(n, p)}
-    assert decayed == {"embed/tokens", "blocks/mlp/w_in", "blocks/moe/w_up"}
-    yes = ["head/w", "blocks/moe/router", "blocks/attn/w_q", "w"]
-    no = ["embed/positions", "blocks/attn/b_q", "blocks/ln_1/scale", "blocks/norm_w/scale", "head/norm/bias"]
-    assert all(optim.decay_matrices(n, None) for n in yes) and not any(optim.decay_matrices(n, None) for n in no)
 
 
 @pytest.mark.parametrize("mask", [r"w_in|tokens", lambda name, leaf: name in ("blocks/mlp/w_in", "embed/tokens")])
@@ -170,18 +166,41 @@ def test_accumulate_is_a_step_on_the_mean(form):
         assert int(state.count) == 0 and optim.global_norm(state.sum) == 0
 
 
-def test_ema_follows_its_equation_and_is_a_copy():
-    params, decay = {"w": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}, 0.75
-    ema = optim.ema_init(params, torch.float32)
-    params["w"].add_(2.0)
-    assert ema["w"].tolist() == [1.0, 2.0]
-    new = optim.ema_update(ema, params, decay)
-    assert new["w"].dtype == torch.float32 and new["w"].tolist() == [1.5, 2.5]
-    assert ema["w"].tolist() == [1.0, 2.0]
-    same = optim.ema_init(tree(0))
-    assert_same(optim.ema_update(same, tree(0), torch.tensor(0.9, dtype=F64)), same)
-    with pytest.raises(ValueError, match=r"ema_update: decay is 1.0; it must be a number in \[0, 1\)"):
-        optim.ema_update(ema, params, 1.0)
+def test_the_average_follows_its_equation_and_is_a_copy():
+    params = {"w": torch.tensor([1.0, 2.0])}
+    tx = optim.with_average(optim.chain(optim.clip_by_value(8.0), optim.sgd(1.0)), 0.75)
+    state, grads = tx.init(params), {"w": torch.tensor([-2.0, -9.0])}
+    updates, new = tx.update(grads, state, params)
+    assert updates["w"].tolist() == [2.0, 8.0] and new.average["w"].tolist() == [1.5, 4.0]
+    assert state.average["w"].tolist() == [1.0, 2.0]  # pure, and a copy of the params
+    moved, last = optim.apply_in_place(tx, grads, state, params)
+    assert moved["w"].tolist() == [3.0, 10.0] and last.average["w"].tolist() == [1.5, 4.0]
+    with pytest.raises(ValueError, match=r"with_average: decay is 1.0; it must be a number in \[0, 1\)"):
+        optim.with_average(optim.sgd(1.0), 1.0)
+
+
+def test_the_average_of_one_pass_stays_where_the_step_is_skipped():
+    tx = optim.with_average(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)), 0.5)
+    for skip in (False, True):
+        params = {"w": torch.ones(4)}
+        state, more = tx.init(params), Pass(torch.ones(()), torch.tensor(skip), norm=torch.ones(()))
+        new, state = tx.in_pass({"w": torch.ones(4)}, state, params, more)
+        assert_same(state.average, pytree.map(lambda p: (1 + p) / 2, new))
+        assert torch.equal(new["w"], torch.ones(4)) == skip
+
+
+def test_a_chain_within_the_average_is_split_as_without():
+    tx = optim.with_average(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)), 0.5)
+    params = {"w": torch.ones(4)}
+    parts, state = split_chain(tx), tx.init(params)
+    assert len(parts.heads) == 1
+    factor = parts.factor(torch.ones(()), torch.tensor(2.0))
+    _, body = apply_in_place(parts.body, {"w": torch.ones(4) * factor}, parts.state(state), params)
+    whole = parts.whole(state, body)
+    other = {"w": torch.ones(4)}
+    _, expected = apply_in_place(tx, {"w": torch.ones(4)}, tx.init(other), other)
+    assert pytree.names(whole) == pytree.names(expected)
+    assert_same(whole, expected)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

@@ -117,7 +117,9 @@ def checked_steps(mesh, name):
         compare_steps(mesh, name, steps=2)
 
 
-@pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for name in NAMES for mesh in MESHES if name in NEEDY or mesh == "dp2 tp2"])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [(name, mesh) for name in NAMES for mesh in MESHES if name in NEEDY or mesh == "dp2 tp2"]
+)
 def test_steps_on_shards_are_those_on_whole_leaves(name, mesh):
     sizes = MESHES[mesh]
     ranks.run(math.prod(sizes.values()), compare_steps, name, mesh=sizes)
@@ -136,7 +138,9 @@ PLANTS = {
     "local norm": ("clip and sgd", lambda layout: layout._replace(norm=optim.global_norm)),
     "norm counts copies": (
         "clip and sgd",
-        lambda layout: layout._replace(norm=lambda tree: layout.psum("blocks/mlp/w_in", optim.global_norm(tree) ** 2, None).sqrt()),
+        lambda layout: layout._replace(
+            norm=lambda tree: layout.psum("blocks/mlp/w_in", optim.global_norm(tree) ** 2, None).sqrt()
+        ),
     ),
     "no sum over ranks": ("lamb", lambda layout: layout._replace(psum=lambda name, x, dims: x)),
     "sums over axes that do not shard": (
@@ -177,7 +181,13 @@ def norms(mesh):
     calls = [(row.collective, row.axis, row.calls, row.elements) for row in mesh.ledger.rows()]
     # A flat dict of some leaves, as of a chosen part of the parameters.
     some = {"blocks/mlp/w_out": grads["blocks"]["mlp"]["w_out"], "head/bias": grads["head"]["bias"]}
-    return norm, optim.global_norm(grads), layout.norm({n: layout.own(n, x) for n, x in some.items()}), optim.global_norm(some), calls
+    return (
+        norm,
+        optim.global_norm(grads),
+        layout.norm({n: layout.own(n, x) for n, x in some.items()}),
+        optim.global_norm(some),
+        calls,
+    )
 
 
 @every_mesh
@@ -192,7 +202,11 @@ def test_norm_counts_every_element_once_in_one_sum_per_axis(mesh):
     assert len({float(norm) for norm, *_ in results}) == 1
 
 
-WIDE = {"embed": {"tokens": (8, 10)}, "blocks": {"w": (3, 8, 70), "b": (3, 5), "s": (3,)}, "head": {"w": (12, 7), "t": (), "e": (0, 2)}}
+WIDE = {
+    "embed": {"tokens": (8, 10)},
+    "blocks": {"w": (3, 8, 70), "b": (3, 5), "s": (3,)},
+    "head": {"w": (12, 7), "t": (), "e": (0, 2)},
+}
 
 
 def ordered_norms(mesh, dtype, piece):
@@ -215,7 +229,9 @@ def ordered_norms(mesh, dtype, piece):
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
 def test_ordered_norm_has_the_same_bits_on_every_mesh_and_stage(dtype):
     one = ordered_norms(fzero.one_process(), dtype, 1 << 18)
-    exact = math.sqrt(math.fsum(float(x) ** 2 for leaf in pytree.leaves(tree(5, WIDE, dtype)) for x in leaf.reshape(-1)))
+    exact = math.sqrt(
+        math.fsum(float(x) ** 2 for leaf in pytree.leaves(tree(5, WIDE, dtype)) for x in leaf.reshape(-1))
+    )
     assert abs(float(one[0]) / exact - 1) < (1e-15 if dtype == F64 else 1e-7)
     assert one[0].dtype == (F64 if dtype == F64 else torch.float32)
     everywhere = [one, *ranks.run(2, ordered_norms, dtype, 40), *ranks.run(4, ordered_norms, dtype, 7)]
@@ -262,7 +278,9 @@ def canonical(mesh, name):
     return [{leaf: whole.gather(leaf, x) for leaf, x in pytree.named_leaves(end).items()} for end in ends]
 
 
-@pytest.mark.parametrize("name", [*(name for name in OPTIMIZERS if name not in ("lamb", "adafactor")), "adamw of bfloat16"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in OPTIMIZERS if name not in ("lamb", "adafactor")), "adamw of bfloat16"]
+)
 def test_canonical_steps_have_the_same_bits_on_every_mesh(name):
     one = canonical(fzero.one_process(), name)
     for n in (2, 4):
@@ -277,7 +295,10 @@ def test_canonical_steps_have_the_same_bits_on_every_mesh(name):
 def spread(mesh, layers):
     """How many matrices this rank iterates on, and what is sent: [L, 8, 12] over dp."""
     name, seen = "blocks/w", []
-    specs, whole = {"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, {"blocks": {"w": tree(2, {"w": (layers, 8, 12)})["w"]}}
+    specs, whole = (
+        {"blocks": {"w": Spec.parse("[L, D/dp, F]")}},
+        {"blocks": {"w": tree(2, {"w": (layers, 8, 12)})["w"]}},
+    )
     layout = optim.sharded(specs, mesh, like=whole)
 
     def f(x):
@@ -314,7 +335,9 @@ def gradient_through_steps(mesh, name):
     """On one rank: the own part of d(loss after two steps) / d(first parameters), as autograd has it on shards."""
     whole = pytree.map(lambda p: 0.5 * p, tree(0, SHAPES))
     layout = optim.sharded(SPECS, mesh, like=whole)
-    expected = torch.func.grad(lambda p: after_two_steps(make(name, 0.1), p, lambda p: optim.global_norm(p) ** 2))(whole)
+    expected = torch.func.grad(lambda p: after_two_steps(make(name, 0.1), p, lambda p: optim.global_norm(p) ** 2))(
+        whole
+    )
     on_shards = lambda p: after_two_steps(make(name, 0.1, layout), p, lambda p: layout.norm(p) ** 2)  # noqa: E731
     assert_same(torch.func.grad(on_shards)(own(mesh, SPECS, whole)), own(mesh, SPECS, expected), 1e-11)
 
@@ -332,7 +355,9 @@ def steps_of_three(mesh, name):
     tx, states = make(name, 0.1, layout), [own(mesh, SPECS, tree(i, SHAPES)) for i in range(3)]
     grads = [own(mesh, SPECS, tree(10 + i, SHAPES)) for i in range(3)]
     together = lambda trees: pytree.map(lambda *x: torch.stack(x), *trees)  # noqa: E731
-    batched, _ = torch.func.vmap(tx.update)(together(grads), torch.func.vmap(tx.init)(together(states)), together(states))
+    batched, _ = torch.func.vmap(tx.update)(
+        together(grads), torch.func.vmap(tx.init)(together(states)), together(states)
+    )
     for i in range(3):
         alone, _ = tx.update(grads[i], tx.init(states[i]), states[i])
         assert_same(pytree.map(lambda x, i=i: x[i], batched), alone, 1e-12)
@@ -382,7 +407,11 @@ def test_a_mesh_of_one_process_is_whole():
     for name in NEEDY:
         for form in ("update", "apply"):
             gradient = lambda i: tree(100 + i, SHAPES)  # noqa: E731
-            assert_same(train(make(name, 0.1, layout), whole, gradient, form), train(make(name, 0.1), whole, gradient, form), 1e-14)
+            assert_same(
+                train(make(name, 0.1, layout), whole, gradient, form),
+                train(make(name, 0.1), whole, gradient, form),
+                1e-14,
+            )
 
 
 @pytest.mark.parametrize(
@@ -430,4 +459,8 @@ def test_no_sum_of_the_state_is_owed(name):
 def test_every_optimizer_that_needs_more_than_its_shard_is_here():
     for name, make_tx in OPTIMIZERS.items():
         assert make_tx(0.1).needs == "elementwise" or name in NEEDY, name
-    assert not [name for name in NEEDY if re.search("clip|lamb|adafactor|muon|recipe", name) and make(name, 0.1).needs == "elementwise"]
+    assert not [
+        name
+        for name in NEEDY
+        if re.search("clip|lamb|adafactor|muon|recipe", name) and make(name, 0.1).needs == "elementwise"
+    ]

@@ -74,7 +74,9 @@ def test_sgd(momentum, nesterov, weight_decay, form):
 
 @both_forms
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize(("tx", "reference"), [(optim.adam, torch.optim.Adam), (optim.adamw, torch.optim.AdamW)], ids=["adam", "adamw"])
+@pytest.mark.parametrize(
+    ("tx", "reference"), [(optim.adam, torch.optim.Adam), (optim.adamw, torch.optim.AdamW)], ids=["adam", "adamw"]
+)
 def test_adam_and_adamw(tx, reference, weight_decay, form):
     params = make_params()
     options = {"lr": 0.03, "eps": 1e-6, "weight_decay": weight_decay}
@@ -98,7 +100,9 @@ def test_default_arguments_are_those_of_torch(make, form):
 def test_adafactor(lr, eps1, clip, form):
     """A learning rate above and below 1/√t; a leaf [E, D, F] is factored over its last two dims."""
     params = make_params()
-    expected = torchs(lambda p: torch.optim.Adafactor(p, lr=lr, beta2_decay=-0.7, eps=(eps1, 1e-3), d=clip, weight_decay=0.1), params)
+    expected = torchs(
+        lambda p: torch.optim.Adafactor(p, lr=lr, beta2_decay=-0.7, eps=(eps1, 1e-3), d=clip, weight_decay=0.1), params
+    )
     tx = optim.adafactor(lr, beta2_decay=-0.7, eps1=eps1, clip=clip, weight_decay=0.1)
     assert_close(ours(tx, params, form), expected)
 

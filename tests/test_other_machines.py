@@ -1,7 +1,8 @@
-"""Tests whose results could depend on the machine, run as other machines would: with fewer instructions, cores, or a lesser file system.
+"""Tests whose results could depend on the machine, run as other machines would: with fewer instructions, cores, or a
+lesser file system.
 
-Each environment runs the files that can feel it, in a process of its own, and first makes sure that the environment is what it says.
-"""
+Each environment runs the files that can feel it, in a process of its own, and first makes sure that the environment is
+what it says."""
 
 import os
 import platform
@@ -60,7 +61,9 @@ MACHINES = {
         one_core=True,
     ),
     "four threads": Machine(
-        "torch.get_num_threads() == 4", ("doctor", "crosscheck", "mesh"), {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"}
+        "torch.get_num_threads() == 4",
+        ("doctor", "crosscheck", "mesh"),
+        {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"},
     ),
     "folders in memory": Machine(
         "disk_io.file_system(disk_io.mount_point(sys.argv[1])) in disk.MEMORY",
@@ -73,7 +76,10 @@ MACHINES = {
         refuses_direct=True,
     ),
 }
-IMPORTS = "import os, sys, torch; from pathlib import Path; from fzero.offload import disk_io; from fzero.planner.calibrate import disk; "
+IMPORTS = (
+    "import os, sys, torch; from pathlib import Path; from fzero.offload import disk_io; from "
+    "fzero.planner.calibrate import disk; "
+)
 IMPORTS += "from fzero.offload.disk_io import serves_direct; "
 
 

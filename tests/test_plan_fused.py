@@ -1,4 +1,5 @@
-"""Compiled blocks in a plan: the buffers and kernels that Inductor would have, for the CPU and for a GPU that is not here."""
+"""Compiled blocks in a plan: the buffers and kernels that Inductor would have, for the CPU and for a GPU that is not
+here."""
 
 import json
 import subprocess
@@ -68,7 +69,8 @@ def test_a_block_is_fused_between_its_products(target):
     products = [name for name in seen.others if ".mm" in name]
     assert len(products) == 3 and len(seen.fused) == 4
     square = 4 * N * N
-    # Normed; gated and added; the gate's gradient; that of the norm with that of the sum. Each square is read or written once.
+    # Normed; gated and added; the gate's gradient; that of the norm with that of the sum. Each square is read or
+    # written once.
     assert seen.fused[1] == (2 * square, square)
     assert all(square <= read + written <= 6 * square for read, written in seen.fused)
 
@@ -98,7 +100,9 @@ def test_the_peak_is_what_the_allocator_counts():
 
 
 def test_of_parts_of_one_buffer_the_largest_counts():
-    kernel = fake_inductor._Kernel("const float* in_ptr0, const float* in_ptr1, const float* in_ptr2, float* out_ptr0, const int64_t ks0")
+    kernel = fake_inductor._Kernel(
+        "const float* in_ptr0, const float* in_ptr1, const float* in_ptr2, float* out_ptr0, const int64_t ks0"
+    )
     with FakeDevice(CPU), Launches() as seen:
         x, y = torch.zeros(4, N), torch.zeros(2, N)
         kernel(x[:1], x, x[1:3], y, 7)
@@ -137,7 +141,12 @@ def test_a_program_serves_the_target_it_was_made_for():
 
 
 def test_with_an_unknown_torch_a_plan_runs_the_traced_graph_and_says_so(monkeypatch):
-    small = {"preset": "llama-tiny", "model": {"n_layers": 1}, "data": {"seq_len": 16}, "train": {"batch": 1, "micro_batch": 1}}
+    small = {
+        "preset": "llama-tiny",
+        "model": {"n_layers": 1},
+        "data": {"seq_len": 16},
+        "train": {"batch": 1, "micro_batch": 1},
+    }
     fused = fzero.plan(small, gpu="h100")
     monkeypatch.setattr(fake_inductor, "VERSIONS", ("2.9",))
     plain = fzero.plan(small, gpu="h100")

@@ -1,4 +1,5 @@
-"""The planner's trace against the step itself: peak bytes, bytes at rest, the ledger, FLOPs and a disk's bytes, of 54 configurations.
+"""The planner's trace against the step itself: peak bytes, bytes at rest, the ledger, FLOPs and a disk's bytes, of 54
+configurations.
 
 A thin part of them runs by default; all of them when asked for.
 """
@@ -27,7 +28,9 @@ from fzero.sharding import one_process
 
 def batch_of(config, mesh):
     shape = (config.train.batch // mesh.data_size, config.data.seq_len)
-    tokens = torch.randint(0, config.model.vocab_size, (2, *shape), generator=torch.Generator().manual_seed(mesh.data_rank))
+    tokens = torch.randint(
+        0, config.model.vocab_size, (2, *shape), generator=torch.Generator().manual_seed(mesh.data_rank)
+    )
     rest = {"documents": torch.zeros(shape, dtype=torch.int32), "mask": torch.ones(shape, dtype=torch.bool)}
     return {"tokens": tokens[0], "targets": tokens[1], **rest}
 
@@ -43,7 +46,8 @@ def shared(folder, rank):
 
 
 def measured(mesh, cases):
-    """By case: (timeline, state bytes, rows of the ledger, FLOPs, bytes read and written on a disk) of a real second step."""
+    """By case: (timeline, state bytes, rows of the ledger, FLOPs, bytes read and written on a disk) of a real second
+    step."""
     out = {}
     for name, config in cases.items():
         # One folder for all ranks, which have one parent.
@@ -53,7 +57,7 @@ def measured(mesh, cases):
             state, _ = built.train_step(state, batch)
             at_rest = state_bytes(built, state)
             mesh.ledger.clear()
-            space = built.space
+            space = built.nvme
             moved, buffers = (space.moved(), space.buffers) if space else (None, None)
             with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
                 state, _, record = record_step(built.train_step, state, batch, mesh.ledger, buffers=buffers)
@@ -76,8 +80,14 @@ def tier_of(name):
 @functools.cache
 def results(tier, n, sizes):
     """The measurements, on one mesh, of the cases of a tier."""
-    cases = {name: config for name, (m, config) in CASES.items() if (tier_of(name), m, tuple(config.mesh.items())) == (tier, n, sizes)}
-    return measured(one_process(), cases) if n == 1 else ranks.run(n, measured, cases, mesh=dict(sizes), timeout_s=300)[0]
+    cases = {
+        name: config
+        for name, (m, config) in CASES.items()
+        if (tier_of(name), m, tuple(config.mesh.items())) == (tier, n, sizes)
+    }
+    return (
+        measured(one_process(), cases) if n == 1 else ranks.run(n, measured, cases, mesh=dict(sizes), timeout_s=300)[0]
+    )
 
 
 def flop(trace):
@@ -93,7 +103,11 @@ def fullest(moments):
 
 
 def moved(trace, what):
-    return sum(e.bytes for e in trace.events if isinstance(e, Transfer) and (e.axis, e.what, e.event) == ("nvme", what, "start"))
+    return sum(
+        e.bytes
+        for e in trace.events
+        if isinstance(e, Transfer) and (e.axis, e.what, e.event) == ("nvme", what, "start")
+    )
 
 
 DEVIATIONS = {}
@@ -137,16 +151,30 @@ DEEP = {
     "every:2": made(zero=3, parts=1, model={**SMALL, "n_layers": 13}, train_remat="every:2"),
     "tensor parallel": made(mesh={"dp": 2, "tp": 2}, zero=2, parts=6, model={**SMALL, "n_layers": 6}),
     "activations of a GPU": made(zero=3, parts=1, model=SMALL, offload="acts=host", train_remat="full"),
-    "activations of groups on a GPU": made(zero=3, parts=1, model={**SMALL, "n_layers": 13}, offload="acts=host", train_remat="every:2"),
-    "compiled for a GPU": made(mesh={"dp": 2, "tp": 2}, zero=3, policy="bf16", parts=6, model=SMALL, train_compiled=True),
-    "on a disk": made(zero=3, policy="bf16", parts=1, model=SMALL, offload="params=nvme,opt=nvme", train_update="backward", optim_clip=0.0),
+    "activations of groups on a GPU": made(
+        zero=3, parts=1, model={**SMALL, "n_layers": 13}, offload="acts=host", train_remat="every:2"
+    ),
+    "compiled for a GPU": made(
+        mesh={"dp": 2, "tp": 2}, zero=3, policy="bf16", parts=6, model=SMALL, train_compiled=True
+    ),
+    "on a disk": made(
+        zero=3,
+        policy="bf16",
+        parts=1,
+        model=SMALL,
+        offload="params=nvme,opt=nvme",
+        train_update="backward",
+        optim_clip=0.0,
+    ),
 }
 
 
 QUICK = ("stage 0", "micro-batches", "activations of a GPU")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in DEEP])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in DEEP]
+)
 def test_a_deep_model_is_its_layers(name):
     config, target = DEEP[name], H100 if "GPU" in name else None
     few, whole = (trace(config, config.mesh, target=target) for trace in (extrapolate.trace, trace_step))
@@ -160,6 +188,7 @@ def test_a_deep_model_is_its_layers(name):
     assert found <= {(m.phase, m.layer, m.bytes) for m in whole.timeline} or config.train.batch > 8
 
 
+@pytest.mark.slow
 def test_layers_that_differ_are_all_run(monkeypatch):
     monkeypatch.setattr(extrapolate, "shape", lambda config: (0, 1, 2))  # the first layer, and one behind it
     config = made(zero=3, parts=1, model={**SMALL, "n_layers": 6})

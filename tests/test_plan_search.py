@@ -5,15 +5,19 @@ from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 
 import pytest
-from test_plan import FLAGS, SMALL
+from test_plan import FLAGS
+from test_plan import SMALL as PLANNED
 
 import fzero
 from fzero.cli import main
-from fzero.planner import candidates, devices, search
+from fzero.planner import candidates, devices, search, search_result
 from fzero.planner.candidates import Candidate
 from fzero.run import config_table, machine, run_folder
+from fzero.run.build import build
 
 H100 = devices.device("h100")
+# Without what a search decides.
+SMALL = {**PLANNED, "train": {name: x for name, x in PLANNED["train"].items() if name not in ("micro_batch", "remat")}}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,7 @@ def test_the_best_are_in_order_and_exact(found):
 
 
 def test_each_class_of_losers_has_a_reason(found):
-    mine = set(search.choices(found.best[0].candidate).values())
+    mine = set(search_result.choices(found.best[0].candidate).values())
     said = {loser.choice for loser in found.losers}
     assert not mine & said
     assert {"stage 0", "stage 1", "stage 2", "stage 3", "remat full", "tp=2", "tp=4"} <= mine | said
@@ -63,16 +67,22 @@ def reported(step_s, fits=True, **more):
 
 def sketched(*expected, tp=1):
     """Sketches of so many candidates of one kind, in the order of their seconds."""
-    return [candidates.Sketch(Candidate(8, i + 1, tp, 3, "none", "", 1), {}, 0.0, {"computation": s}) for i, s in enumerate(expected)]
+    return [
+        candidates.Sketch(Candidate(8, i + 1, tp, 3, "none", "", 1), {}, 0.0, {"computation": s})
+        for i, s in enumerate(expected)
+    ]
 
 
 def test_what_traces_show_of_a_kind_corrects_what_is_expected_of_it():
-    """The sketches of tp=1 are half of what its traces say, so that those of tp=2 are tried before the rest of them, and found faster."""
+    """The sketches of tp=1 are half of what its traces say, so that those of tp=2 are tried before the rest of them,
+    and found faster."""
     sketches = sketched(*(1.0 + i / 100 for i in range(12))) + sketched(1.6, 1.7, tp=2)
     seconds = {s.candidate: s.step_s * (2.0 if s.candidate.tp == 1 else 1.0) for s in sketches}
     pool = Told(lambda c: reported(seconds[c]))
     fits, over = search.trace_best(None, sketches, H100, {}, 1, str, pool)
-    assert [c.tp for c in pool.asked] == [1, 1, 1, 1, 2, 2] and not over, "and no more, as none is expected to be faster"
+    assert [c.tp for c in pool.asked] == [1, 1, 1, 1, 2, 2] and not over, (
+        "and no more, as none is expected to be faster"
+    )
     assert min(fits, key=lambda found: found.report.step_s).candidate.tp == 2
 
 
@@ -86,24 +96,31 @@ def test_what_a_trace_says_decides_what_fits():
 def test_a_reason_is_what_most_of_the_difference_is():
     best = reported(10.0)
     tp = reported(11.5, exposed={"tp": 2.0}, phases={"forward": 9.0, "update": 0.5})
-    assert search.slower(tp, best) == "15% slower: 2 s more exposed communication on tp"
+    assert search_result.slower(tp, best) == "15% slower: 2 s more exposed communication on tp"
     again = reported(12.0)
     again.flop_per_step = 130
-    assert search.slower(again, best) == "20% slower: 2 s more recomputation (30% more FLOPs)"
-    assert search.slower(reported(10.001), best) == "as fast"
+    assert search_result.slower(again, best) == "20% slower: 2 s more recomputation (30% more FLOPs)"
+    assert search_result.slower(reported(10.001), best) == "as fast"
 
 
 def test_why_something_is_not_tried():
-    room, c = search.Room(80 * 10**9, 200 * 10**9), Candidate(8, 1, 1, 3, "full", "", 1)
+    room, c = search_result.Room(80 * 10**9, 200 * 10**9), Candidate(8, 1, 1, 3, "full", "", 1)
     sketch = candidates.Sketch(c, {"grads": 60e9, "params": 30e9}, 0.0, {})
-    assert search.too_much(sketch, room) == "does not fit: 90 GB of 80 GB, 10 GB too much; grads 60 GB" and not room.has(sketch)
+    assert search_result.too_much(
+        sketch, room
+    ) == "does not fit: 90 GB of 80 GB, 10 GB too much; grads 60 GB" and not room.has(sketch)
     sketch = sketch._replace(memory={"grads": 60e9, "params": 14e9})
-    assert search.too_much(sketch, room) == "too close: 74 GB of 80 GB, and closed forms may fill 90%; grads 60 GB"
+    assert (
+        search_result.too_much(sketch, room) == "too close: 74 GB of 80 GB, and closed forms may fill 90%; grads 60 GB"
+    )
     hosted = sketch._replace(memory={"grads": 10e9}, host_bytes=250e9)
-    assert search.too_much(hosted, room) == "does not fit: 250 GB in the host's memory, where a rank can have 200 GB"
+    assert (
+        search_result.too_much(hosted, room)
+        == "does not fit: 250 GB in the host's memory, where a rank can have 200 GB"
+    )
     assert not room.has(hosted)
-    assert room.has(hosted._replace(host_bytes=150e9)) and search.Room(80 * 10**9, None).has(hosted)
-    assert search.least([sketch, hosted], room) == sketch
+    assert room.has(hosted._replace(host_bytes=150e9)) and search_result.Room(80 * 10**9, None).has(hosted)
+    assert search_result.least([sketch, hosted], room) == sketch
 
 
 def test_candidates_are_all_and_only_what_a_run_takes():
@@ -114,11 +131,14 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert {x.tp for x in every} == {1, 2, 4} and {x.zero for x in every} == {0, 1, 2, 3}
     assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
     for x in every[:: len(every) // 20]:
-        fzero.planner.step_trace.programs.build(machine.resolve_auto(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
+        build(machine.resolve_auto(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
     assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
     assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
     assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == 1} == {(8, 1), (4, 2), (2, 4)}
-    with pytest.raises(ValueError, match=r"no mesh of 64 ranks can share a batch of 8 sequences: with tp=4.*16 data ranks; use a --batch"):
+    with pytest.raises(
+        ValueError,
+        match=r"no mesh of 64 ranks can share a batch of 8 sequences: with tp=4.*16 data ranks; use a --batch",
+    ):
         list(candidates.candidates(c, 64, 8))
 
 
@@ -130,14 +150,21 @@ def test_candidates_are_all_and_only_what_a_run_takes():
         Candidate(2, 2, 1, 2, "none", "", 1),
         Candidate(1, 1, 4, 0, "none", "", 4),
     ],
-    ids=search.words,
+    ids=search_result.words,
 )
 def test_a_sketch_is_near_the_trace(c):
     """Rough on purpose: what it decides is the order in which candidates are traced."""
     big = config_table.from_table(
         {
             **SMALL,
-            "model": {**SMALL["model"], "vocab_size": 1024, "d_model": 512, "d_ff": 1408, "n_layers": 4, "max_len": 1024},
+            "model": {
+                **SMALL["model"],
+                "vocab_size": 1024,
+                "d_model": 512,
+                "d_ff": 1408,
+                "n_layers": 4,
+                "max_len": 1024,
+            },
             "data": {"seq_len": 1024},
         }
     )
@@ -183,11 +210,23 @@ def test_a_search_of_the_command_line_is_trained(capsys, monkeypatch, tmp_path):
         assert ended.value.code == 0, err
         return out, err
 
-    flags = [f for f in FLAGS if "policy" not in f and "precision" not in f]
+    flags = [f for f in FLAGS if not any(word in f for word in ("policy", "precision", "micro_batch", "remat"))]
     steps = ["--steps", "2", "--seq-len", "64", "--batch", "4", "--data", "text.txt", "--precision", "fp32"]
     out, err = fz("plan", "--search", "--gpus", "1", *flags_of(flags), *steps, "--top", "1", "--out", "best.toml")
     assert "the fastest" in out and "fzero pretrain --config best.toml" in err
-    fz("pretrain", "--config", "best.toml", "--out", "run", "--peak-tflops", "1", "--sample", "", "--set", "precision.fp32_matmul=default")
+    fz(
+        "pretrain",
+        "--config",
+        "best.toml",
+        "--out",
+        "run",
+        "--peak-tflops",
+        "1",
+        "--sample",
+        "",
+        "--set",
+        "precision.fp32_matmul=default",
+    )
     assert [row["step"] for row in run_folder.read_metrics(tmp_path / "run")] == [1, 2]
 
 

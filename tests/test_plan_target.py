@@ -1,4 +1,5 @@
-"""Plans for a device that is not here: which forms a step takes there, in which memory its tensors are, and that none is launched."""
+"""Plans for a device that is not here: which forms a step takes there, in which memory its tensors are, and that none
+is launched."""
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def step_on(target, name="llama", sizes=None, stage=0, tx="adamw", policy="bf16"
         plan = fzero.zero_plan(stage, model, mesh, **(plan or {}), policy=policy)
         tx = OPTIMIZERS[tx]()
         state = fzero.init_state(model, tx, plan, seed=0, device=mode.device)
-        step = fzero.make_train_step(model, tx, plan, micro_batches=parts, skip=fzero.Skip(nonfinite=False), **step_options(options))
+        step = fzero.make_train_step(
+            model, tx, plan, micro_batches=parts, skip=fzero.Skip(nonfinite=False), **step_options(options)
+        )
         tokens = torch.zeros(2 * parts, 32, dtype=torch.int64, device=mode.device)
         with observe() as used:
             state, _ = step(state, {"tokens": tokens, "targets": tokens.clone()})
@@ -61,7 +64,9 @@ def step_on(target, name="llama", sizes=None, stage=0, tx="adamw", policy="bf16"
 
 
 def test_a_tensor_says_what_it_stands_for():
-    assert kind_of(torch.zeros(2)) == "cpu" and target_of(torch.zeros(2)) == CPU and fake_device_of(torch.zeros(2)) is None
+    assert (
+        kind_of(torch.zeros(2)) == "cpu" and target_of(torch.zeros(2)) == CPU and fake_device_of(torch.zeros(2)) is None
+    )
     assert torch.zeros(2, device="cpu:0").device == HOST  # so that no real tensor is taken for one of a plan
     with FakeDevice(H100) as mode:
         x = torch.zeros(3, 4, device=mode.device)
@@ -105,8 +110,12 @@ def test_a_form_may_ask_for_a_capability(target, form):
         {"tx": "8bit", "sizes": {"dp": 2}, "stage": 1, "policy": "fp32"},
         {"tx": "bf16", "stage": 0},
         pytest.param({"tx": "muon", "sizes": {"dp": 2}, "stage": 2}, marks=pytest.mark.exhaustive),
-        pytest.param({"tx": "lion", "name": "gpt2", "sizes": {"tp": 2}, "remat": "selective:0.5"}, marks=pytest.mark.exhaustive),
-        pytest.param({"name": "mixtral", "sizes": {"dp": 2, "tp": 2}, "stage": 1, "parts": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"tx": "lion", "name": "gpt2", "sizes": {"tp": 2}, "remat": "selective:0.5"}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            {"name": "mixtral", "sizes": {"dp": 2, "tp": 2}, "stage": 1, "parts": 2}, marks=pytest.mark.exhaustive
+        ),
         pytest.param({"sizes": {"dp": 2}, "plan": {"reduce": "canonical"}, "parts": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,

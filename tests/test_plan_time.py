@@ -17,7 +17,9 @@ from fzero.run.config_table import from_table
 from fzero.run.measure import flops
 from fzero.run.measure.flops import count_flop, hfu, mfu, pairs
 
-CONFIG = from_table({"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"compiled": False}})
+CONFIG = from_table(
+    {"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"compiled": False}}
+)
 MOMENT = Moment(0, "forward", None, "", 0, {})
 GB = 10**9
 
@@ -76,7 +78,9 @@ def wait(number, axis="dp", what="all_gather", seconds=1.0, phase="forward", lay
 
 def traced(*events, sizes=None, segments=()):
     axes = {"dp": 1, "rp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, **(sizes or {"dp": 2})}
-    return Trace(tuple(events), (MOMENT,), MOMENT, (), {}, {}, (), axes, 0, CPU, CONFIG, 1024, 1, segments=tuple(segments))
+    return Trace(
+        tuple(events), (MOMENT,), MOMENT, (), {}, {}, (), axes, 0, CPU, CONFIG, 1024, 1, segments=tuple(segments)
+    )
 
 
 def seconds(device, *events, **options):
@@ -84,7 +88,8 @@ def seconds(device, *events, **options):
     return predict(traced(*events, **known), device, **options)
 
 
-# ---- the clocks --------------------------------------------------------------------------------------------------------
+# ---- the clocks
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_operators_follow_each_other():
@@ -121,7 +126,9 @@ def test_transfers_of_other_links_go_side_by_side():
     links = level("inner", ranks=2), level("outer")
     sizes = {"tp": 2, "dp": 2}  # tp inside a unit of two ranks, dp between units
     ways = ways_of(gpu(links=links), {**dict.fromkeys(("dp", "rp", "tp", "pp", "cp", "ep"), 1), **sizes})
-    assert [hop[0].name for hop in ways["tp"].hops] == ["inner"] and [hop[0].name for hop in ways["dp"].hops] == ["outer"]
+    assert [hop[0].name for hop in ways["tp"].hops] == ["inner"] and [hop[0].name for hop in ways["dp"].hops] == [
+        "outer"
+    ]
     events = start(1), start(2, "tp"), op(1.0), wait(1), wait(2, "tp")
     assert seconds(gpu(links=links), *events, sizes=sizes).step_s == pytest.approx(1.0)
 
@@ -132,7 +139,15 @@ def test_axes_that_share_a_level_have_half_of_it_each():
     short = start(2, "tp", "psum", 1.0), wait(2, "tp", "psum", 1.0)
     found = seconds(gpu(), start(1, seconds=4.0), *short, op(1.0), wait(1, seconds=4.0), sizes=sizes)
     assert found.exposed["tp"] == pytest.approx(2.0)
-    behind = seconds(gpu(), start(1, seconds=4.0), *short, start(3, "tp", seconds=9.0), wait(1, seconds=4.0), wait(3, "tp"), sizes=sizes)
+    behind = seconds(
+        gpu(),
+        start(1, seconds=4.0),
+        *short,
+        start(3, "tp", seconds=9.0),
+        wait(1, seconds=4.0),
+        wait(3, "tp"),
+        sizes=sizes,
+    )
     assert behind.step_s == pytest.approx(4 + 1 + 9), "a level gives no more than it has"
 
 
@@ -163,12 +178,16 @@ def test_products_take_the_rate_of_their_shape_and_kinds_their_curves():
     assert seconds(cpu(), op(2.0, kind="optimizer"), ranks_on_node=1).kinds == pytest.approx({"optimizer": 7.0})
 
 
-# ---- processes on one machine ------------------------------------------------------------------------------------------
+# ---- processes on one machine
+# ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("computed", "hidden", "exposed"), [(4.0, 0.0, 2.0), (4.0, 1.0, 0.0), (4.0, 0.75, 0.5), (1.0, 0.75, 1.0)])
+@pytest.mark.parametrize(
+    ("computed", "hidden", "exposed"), [(4.0, 0.0, 2.0), (4.0, 1.0, 0.0), (4.0, 0.75, 0.5), (1.0, 0.75, 1.0)]
+)
 def test_a_cpu_hides_the_measured_part_of_a_transfer(computed, hidden, exposed):
-    """Two seconds under way: what is not hidden is work when it is waited for, the rest goes on behind what is computed."""
+    """Two seconds under way: what is not hidden is work when it is waited for, the rest goes on behind what is
+    computed."""
     device = gpu(links=(level("memory", "gloo", hidden=hidden),))
     found = seconds(device, start(1, seconds=2.0), op(computed), wait(1, seconds=2.0))
     assert found.exposed["dp"] == pytest.approx(exposed) and found.step_s == pytest.approx(computed + exposed)
@@ -189,9 +208,19 @@ def test_processes_of_a_machine_share_its_disk():
 
 def test_a_disk_reads_and_writes_at_once_as_fast_as_both_go():
     """Read 2 GB/s, write 1 GB/s, together 2 GB/s: 4 GB and 1 GB would take 2 s and 1 s, and take 2.5 s."""
-    events = start(1, "nvme", "read", 4.0), start(2, "nvme", "write", 1.0), wait(1, "nvme", "read", 4.0), wait(2, "nvme", "write", 1.0)
+    events = (
+        start(1, "nvme", "read", 4.0),
+        start(2, "nvme", "write", 1.0),
+        wait(1, "nvme", "read", 4.0),
+        wait(2, "nvme", "write", 1.0),
+    )
     assert seconds(gpu(), *events, ranks_on_node=1).step_s == pytest.approx(2.5)
-    events = start(1, "nvme", "read", 1.0), start(2, "nvme", "write", 2.0), wait(1, "nvme", "read", 1.0), wait(2, "nvme", "write", 2.0)
+    events = (
+        start(1, "nvme", "read", 1.0),
+        start(2, "nvme", "write", 2.0),
+        wait(1, "nvme", "read", 1.0),
+        wait(2, "nvme", "write", 2.0),
+    )
     assert seconds(gpu(), *events, ranks_on_node=1).step_s == pytest.approx(2.0)
 
 
@@ -200,7 +229,8 @@ def test_a_device_without_a_disk_says_so():
         seconds(gpu(nvme={}), start(1, "nvme", "read"), ranks_on_node=1)
 
 
-# ---- links -------------------------------------------------------------------------------------------------------------
+# ---- links
+# -------------------------------------------------------------------------------------------------------------
 
 
 def way(size, links, axis="dp", **others):
@@ -209,7 +239,8 @@ def way(size, links, axis="dp", **others):
 
 
 def test_a_ring_takes_its_bytes_and_its_steps():
-    """Eight ranks of one node: 7/8 of 8 GB at 1 GB/s and 7 steps of 0.1 s; a psum twice of both (its bytes are the ledger's)."""
+    """Eight ranks of one node: 7/8 of 8 GB at 1 GB/s and 7 steps of 0.1 s; a psum twice of both (its bytes are the
+    ledger's)."""
     one = way(8, (level(latency_s=0.1),))
     assert collective_s(one, "all_gather", 7 * GB).seconds == pytest.approx(7.0 + 0.7)
     assert collective_s(one, "psum_scatter", 7 * GB).seconds == pytest.approx(7.0 + 0.7)
@@ -218,7 +249,8 @@ def test_a_ring_takes_its_bytes_and_its_steps():
 
 
 def test_the_ranks_of_a_node_share_the_way_out():
-    """16 ranks on two nodes of 8 gather 16 GB: 15 GB pass each rank's inner link, 8 GB go to the other node over 8 links."""
+    """16 ranks on two nodes of 8 gather 16 GB: 15 GB pass each rank's inner link, 8 GB go to the other node over 8
+    links."""
     links = level("inner", ranks=8, bytes_s=10.0 * GB), level("outer", bytes_s=0.5 * GB)
     found = collective_s(way(16, links), "all_gather", 15 * GB)
     assert found.busy == pytest.approx({"inner": 1.5, "outer": 2.0}) and found.seconds == pytest.approx(2.0)
@@ -248,7 +280,8 @@ def test_a_measured_collective_has_its_measured_time():
     assert collective_s(found, "all_gather", GB).seconds == pytest.approx(1.0)
 
 
-# ---- repeated segments ---------------------------------------------------------------------------------------------------
+# ---- repeated segments
+# ---------------------------------------------------------------------------------------------------
 
 
 def layers(n):
@@ -279,7 +312,8 @@ def test_segments_may_nest():
     assert nested.step_s == pytest.approx(seconds(gpu(), *flat).step_s) and nested.step_s == pytest.approx(93.0)
 
 
-# ---- what holds for any --------------------------------------------------------------------------------------------------
+# ---- what holds for any
+# --------------------------------------------------------------------------------------------------
 
 
 def random_step(seed):
@@ -314,7 +348,9 @@ def test_a_faster_device_is_never_slower_and_the_parts_add_up(seed):
             {"bandwidth_bytes_s": 3e9},
         ]
         for change in faster:
-            assert seconds(dataclasses.replace(base, **change), *events, sizes=sizes).step_s <= first.step_s + 1e-9, change
+            assert seconds(dataclasses.replace(base, **change), *events, sizes=sizes).step_s <= first.step_s + 1e-9, (
+                change
+            )
 
 
 def test_nothing_takes_less_than_its_operators_or_its_longest_link():
@@ -325,7 +361,8 @@ def test_nothing_takes_less_than_its_operators_or_its_longest_link():
         assert found.step_s >= sum(found.moving.values()) / 2 - 1e-9
 
 
-# ---- rates ---------------------------------------------------------------------------------------------------------------
+# ---- rates
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_curves_are_straight_in_logarithms_and_go_on_at_the_rate_of_their_ends():
@@ -340,7 +377,11 @@ def test_a_measured_product_has_its_time_and_others_lie_between_their_neighbours
     rate = 2 * 150 * 100 * 100 / gemm_s(table, (1, 150, 100, 100))
     assert 2e6 < rate < 4e6
     device = cpu()
-    both = {"float32": ((1, 9, 9, 9, 5.0),), "float32/onednn": ((1, 9, 9, 9, 3.0),), "float32/onednn/tn": ((1, 9, 9, 9, 4.0),)}
+    both = {
+        "float32": ((1, 9, 9, 9, 5.0),),
+        "float32/onednn": ((1, 9, 9, 9, 3.0),),
+        "float32/onednn/tn": ((1, 9, 9, 9, 4.0),),
+    }
     device = dataclasses.replace(device, rates=(device.rates[0]._replace(gemm=both),))
     for way, name, expected in (
         ("default", "aten.mm", 5.0),
@@ -356,7 +397,9 @@ def test_tiles_go_in_waves():
     """By hand: 132 tiles of 128 x 256 fill 132 processors once; one tile more needs smaller ones, or a second wave."""
     deep = 2**24  # where filling the pipeline costs nothing
     assert tiled_part(132, (1, 128, 256 * 132, deep)) == pytest.approx(1.0, rel=1e-4)
-    assert tiled_part(132, (1, 128, 256 * 133, deep)) == pytest.approx(0.85 * 266 / 396, rel=1e-4)  # three waves of 128 x 128
+    assert tiled_part(132, (1, 128, 256 * 133, deep)) == pytest.approx(
+        0.85 * 266 / 396, rel=1e-4
+    )  # three waves of 128 x 128
     assert tiled_part(132, (1, 64, 64, deep)) == pytest.approx(0.45 / 132, rel=1e-4)
     assert tiled_part(132, (1, 128, 256 * 132, 128)) == pytest.approx(0.5)
     assert tiled_part(132, (1, 0, 5, 5)) == 1.0
@@ -373,23 +416,34 @@ def test_the_most_special_curve_counts_and_dispatch_is_taken_out_once():
 
 
 def test_a_curve_goes_on_as_the_memory_does():
-    """An operator measured at 10 bytes alone took 2 s, of which the memory explains nothing: at a size that takes the memory 3 times as
-    long it takes 6 s, not 1000 times as long."""
+    """An operator measured at 10 bytes alone took 2 s, of which the memory explains nothing: at a size that takes the
+    memory 3 times as long it takes 6 s, not 1000 times as long."""
     bandwidth = ((10.0, 1.0), (1e4, 3.0), (1e6, 300.0))
     few, large = ((10.0, 2.0),), ((1e4, 6.0), (1e6, 450.0))
     assert rates.like(bandwidth, few, 1e4) == pytest.approx(6.0) and rates.like(bandwidth, few, 10.0) == 2.0
-    assert rates.like(bandwidth, large, 10.0) == pytest.approx(2.0) and rates.like(bandwidth, large, 1e7) == pytest.approx(4500.0)
+    assert rates.like(bandwidth, large, 10.0) == pytest.approx(2.0) and rates.like(
+        bandwidth, large, 1e7
+    ) == pytest.approx(4500.0)
 
 
 def test_a_compiled_block_is_one_call():
-    """Host: a call (0.5 s) for a layer's forward pass and one for its backward pass, 1 s for each operator outside of blocks."""
-    inside = [op(0.0, kind="fused", layer=0), op(0.0, kind="gemm", layer=0), op(0.0, name="fzero.rope", kind="rope", layer=0)]
+    """Host: a call (0.5 s) for a layer's forward pass and one for its backward pass, 1 s for each operator outside of
+    blocks."""
+    inside = [
+        op(0.0, kind="fused", layer=0),
+        op(0.0, kind="gemm", layer=0),
+        op(0.0, name="fzero.rope", kind="rope", layer=0),
+    ]
     outside = [op(0.0, name="aten.copy_", kind="copy", layer=0, phase="backward"), op(0.0, kind="gemm")]
     backward = [e._replace(phase="backward") for e in inside]
     step = traced(*inside, outside[1], *backward, outside[0], sizes={"dp": 1})
 
     def host(compiled, remat="none"):
-        changed = {"preset": "llama-tiny", "precision": {"policy": "fp32"}, "train": {"compiled": compiled, "remat": remat}}
+        changed = {
+            "preset": "llama-tiny",
+            "precision": {"policy": "fp32"},
+            "train": {"compiled": compiled, "remat": remat},
+        }
         return predict(step._replace(config=from_table(changed)), cpu()).bound["host"]
 
     assert host(False) == pytest.approx(8.0)
@@ -405,10 +459,13 @@ def test_days_and_price():
     assert timing.price(found, 1000, 1.0, 8, None) is None
 
 
-# ---- FLOPs ---------------------------------------------------------------------------------------------------------------
+# ---- FLOPs
+# ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [("full", 0, 0), ("window", 3, 0), ("local", 4, 0), ("strided", 3, 0), ("fixed", 4, 2)])
+@pytest.mark.parametrize(
+    "kind", [("full", 0, 0), ("window", 3, 0), ("local", 4, 0), ("strided", 3, 0), ("fixed", 4, 2)]
+)
 @pytest.mark.parametrize(("queries", "keys", "first"), [(5, 5, 0), (3, 9, 6), (9, 5, 0), (4, 2, 3), (1, 7, 6)])
 def test_pairs_are_those_of_the_mask(kind, queries, keys, first):
     from fzero.kernels.attention_pattern import Pattern
@@ -433,7 +490,11 @@ def test_the_counter_knows_every_form_of_attention(impl):
 
 
 def test_what_the_counter_counts_of_grouped_products():
-    x, w, ends = torch.randn(10, 4), torch.randn(3, 4, 6, requires_grad=True), torch.tensor([2, 7, 10], dtype=torch.int32)
+    x, w, ends = (
+        torch.randn(10, 4),
+        torch.randn(3, 4, 6, requires_grad=True),
+        torch.tensor([2, 7, 10], dtype=torch.int32),
+    )
     from fzero.kernels.moe import grouped_mm
 
     _, flop = count_flop(lambda: grouped_mm(x.requires_grad_(), w, ends).sum().backward())
@@ -441,7 +502,8 @@ def test_what_the_counter_counts_of_grouped_products():
 
 
 def test_utilizations():
-    """PaLM 540B: 46.2% MFU from 238.3K tokens/s on 6144 TPU v4 of 275 TFLOP/s (Chowdhery et al. 2022, table 3 and appendix B)."""
+    """PaLM 540B: 46.2% MFU from 238.3K tokens/s on 6144 TPU v4 of 275 TFLOP/s (Chowdhery et al. 2022, table 3 and
+    appendix B)."""
     per_token = 6 * 540.35e9 + 12 * 118 * 2048 * 48 * 256
     assert mfu(per_token, 238.3e3, 6144 * 275e12) == pytest.approx(0.462, abs=0.005)
     assert hfu(100e12, 0.5, 400e12) == 0.5

@@ -14,7 +14,8 @@ class AtFloor(Exception):
 
 
 class Published:
-    """DeepSpeed's rule as its documentation and code state it, with its own counters: iterations and the last overflow's number."""
+    """DeepSpeed's rule as its documentation and code state it, with its own counters: iterations and the last
+    overflow's number."""
 
     def __init__(self, config):
         self.config, self.scale, self.hysteresis = config, config.init, config.hysteresis
@@ -66,11 +67,19 @@ def test_the_trajectory_is_the_published_rule(config, rate):
 
 def test_a_scripted_trajectory_by_hand():
     config = LossScale(init=8.0, window=3, hysteresis=2, floor=1.0, at_floor="hold")
-    # What happens                  good  good  good (rises)  overflow (spends)  overflow (falls)  good  good  good (rises, restores)
+    # What happens                  good  good  good (rises)  overflow (spends)  overflow (falls)  good  good  good
+    # (rises, restores)
     script = [False, False, False, True, True, False, False, False]
     assert trajectory(config, script) == [(8, 2), (8, 2), (16, 2), (16, 1), (8, 1), (8, 1), (8, 1), (16, 2)]
     # The window begins anew at an overflow, also at one that the hysteresis absorbs.
-    assert trajectory(config, [False, False, True, False, False, False]) == [(8, 2), (8, 2), (8, 1), (8, 1), (8, 1), (16, 2)]
+    assert trajectory(config, [False, False, True, False, False, False]) == [
+        (8, 2),
+        (8, 2),
+        (8, 1),
+        (8, 1),
+        (8, 1),
+        (16, 2),
+    ]
     assert trajectory(config, [True] * 6) == [(8, 1), (4, 1), (2, 1), (1, 1), (1, 1), (1, 1)]
 
 
@@ -99,7 +108,9 @@ def test_the_overflow_at_the_floor_is_the_one_that_would_raise():
 
 def test_update_vmaps_and_keeps_dtypes():
     config = LossScale(init=8.0, window=2, at_floor="hold")
-    script = torch.tensor([[True, True, False, False], [False, False, True, False], [False, True, False, False], [False] * 4])
+    script = torch.tensor(
+        [[True, True, False, False], [False, False, True, False], [False, True, False, False], [False] * 4]
+    )
 
     def run(overflows):
         state = init_scaler(config)

@@ -5,13 +5,17 @@ import io
 import itertools
 import json
 import os
+import socket
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from fzero import data
+from fzero.core import foreign
+from fzero.data import sources
 from fzero.data.prepare import _look, _parts
 from fzero.data.sources import find_files
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer, train_bpe
@@ -300,7 +304,7 @@ BAD_FILES = {
     "number.jsonl": (b'{"text": 1}\n', r"number\.jsonl:1: the value of 'text' is a int"),
     "utf8.jsonl": (b'{"text": "\xe9"}\n', r"utf8\.jsonl:1: is not UTF-8"),
     "nul.jsonl": (b'{"text": "a\\u0000"}\n', r"nul\.jsonl:1: 'text' contains a NUL"),
-    "half.jsonl": (b'{"text": "\\ud83d"}\n', r"half\.jsonl:1: 'text' contains .* half a surrogate pair"),
+    "half.jsonl": (b'{"text": "\\ud83d"}\n', r"half\.jsonl:1: .*with half a surrogate pair"),
     "none.jsonl": (b'{"text": ""}\n', r"none\.jsonl: no text to prepare \(1 empty\)"),
     "one.txt": (b"a", r"one\.txt: one character cannot be split"),
 }
@@ -314,6 +318,48 @@ def test_bad_files_are_refused_by_name_and_leave_nothing(tmp_path, name):
         data.prepare(tmp_path / name, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == [name]
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+ENDLESS = {
+    "fifo.txt": (os.mkfifo, "a FIFO"),
+    "fifo.jsonl.gz": (os.mkfifo, "a FIFO"),
+    "socket.py": (make_socket, "a socket"),
+    "device.txt": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_may_never_end_is_refused_at_once(tmp_path, monkeypatch, name):
+    make, kind = ENDLESS[name]
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    Path("in/deep").mkdir(parents=True)
+    Path("in/a.txt").write_text("text " * 100)
+    make(Path("in/deep", name))
+    for source in ("in", f"in/deep/{name}"):
+        with pytest.raises(ValueError, match=rf"in/deep/{name}: is {kind}; it must be a regular file"):
+            data.prepare([source], "out")
+        with pytest.raises(ValueError, match=rf"{name}: is {kind}; it must be a regular file"):
+            data.prepare(["in/a.txt"], "out", tokenizer=f"in/deep/{name}")
+    assert not Path("out").exists()
+    with pytest.raises(ValueError, match="/dev/zero: is a device"):
+        data.prepare(["/dev/zero"], "out")
+
+
+def test_a_document_too_large_for_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 1000)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 1001))
+    with pytest.raises(ValueError, match=r"a\.txt\.gz: a document of more than 1,000 bytes"):
+        data.prepare(tmp_path / "a.txt.gz", tmp_path / "out")
+    monkeypatch.setattr(sources, "LARGEST", 1000)
+    monkeypatch.setattr(foreign, "LARGEST", 1000)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "x" * 1001}))
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: .* at most 1,000 are read"):
+        data.prepare(tmp_path / "b.jsonl", tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", [n for n in BAD_FILES if "gz" in n and "csv" not in n] + ["key.jsonl", "utf8.jsonl"])

@@ -1,4 +1,5 @@
-"""Block quantisation: the kernels' bits are the reference's; the reference's errors are within their bounds, and unbiased by chance."""
+"""Block quantisation: the kernels' bits are the reference's; the reference's errors are within their bounds, and
+unbiased by chance."""
 
 import kernel_laws as laws
 import pytest
@@ -12,7 +13,12 @@ from fzero.kernels.quantize import KINDS, Quantized, dequantize, dequantize_sum_
 from fzero.kernels.registry import explain
 
 KEY = prng.key(2**40 + 11, laws.DEVICE)
-HALVES = {"int8": 0.5, "int4": 0.5, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}  # half a step: of the scale, or of the number
+HALVES = {
+    "int8": 0.5,
+    "int4": 0.5,
+    "fp8_e4m3": 2.0**-4,
+    "fp8_e5m2": 2.0**-3,
+}  # half a step: of the scale, or of the number
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -53,9 +59,13 @@ def test_kernels_give_the_bits_of_the_reference(kind, shape, block, first, dtype
     out, expected = (dequantize(got, kind, block, dtype, shape[-1], impl=impl) for impl in ("triton", "reference"))
     assert_same(out, expected)
     parts = [quantize(draw(*shape, seed=seed), kind, block) for seed in (1, 2, 3)]
-    data, scale = torch.stack([p.data.view(torch.uint8) for p in parts]).view(got.data.dtype), torch.stack([p.scale for p in parts])
+    data, scale = (
+        torch.stack([p.data.view(torch.uint8) for p in parts]).view(got.data.dtype),
+        torch.stack([p.scale for p in parts]),
+    )
     total, expected = (
-        dequantize_sum_requantize(data, scale, kind, block, shape[-1], key=KEY, first=first, impl=impl) for impl in ("triton", "reference")
+        dequantize_sum_requantize(data, scale, kind, block, shape[-1], key=KEY, first=first, impl=impl)
+        for impl in ("triton", "reference")
     )
     assert_same(bits(total), bits(expected))
 
@@ -163,7 +173,10 @@ def test_a_part_is_rounded_as_in_the_whole(kind):
 def test_the_sum_is_in_order_of_the_ranks(kind):
     parts = [quantize(draw(40, seed=seed), kind, 16) for seed in range(5)]
     total = sum((dequantize(p, kind, 16) for p in parts[1:]), start=dequantize(parts[0], kind, 16))
-    data, scale = torch.stack([bits(p)[0] for p in parts]).view(parts[0].data.dtype), torch.stack([p.scale for p in parts])
+    data, scale = (
+        torch.stack([bits(p)[0] for p in parts]).view(parts[0].data.dtype),
+        torch.stack([p.scale for p in parts]),
+    )
     assert_same(bits(dequantize_sum_requantize(data, scale, kind, 16)), bits(quantize(total, kind, 16)))
 
 
@@ -205,13 +218,17 @@ def test_no_gradient(impl):
     out = dequantize(Quantized(q.data, scale), "int8", 16, impl=impl)
     total = dequantize_sum_requantize(q.data[None], scale[None], "int8", 16, impl=impl)
     assert not any(t.requires_grad for t in (*q, out, *total))
-    grad = torch.func.grad(lambda t: (t * dequantize(quantize(t, "int8", 16, impl=impl), "int8", 16, impl=impl)).sum())(x.detach())
+    grad = torch.func.grad(lambda t: (t * dequantize(quantize(t, "int8", 16, impl=impl), "int8", 16, impl=impl)).sum())(
+        x.detach()
+    )
     assert_same(grad, out)
 
 
 def test_traced():
     def there_and_back(x, key):
-        return dequantize(quantize(x, "fp8_e4m3", 16, key=key, impl="triton"), "fp8_e4m3", 16, torch.bfloat16, impl="triton")
+        return dequantize(
+            quantize(x, "fp8_e4m3", 16, key=key, impl="triton"), "fp8_e4m3", 16, torch.bfloat16, impl="triton"
+        )
 
     graph = make_fx(there_and_back, tracing_mode="fake")(draw(3, 32), KEY)
     assert [n.target for n in graph.graph.nodes if "fzero" in str(n.target)] == [
@@ -227,7 +244,9 @@ def test_what_it_costs():
     assert explain("quantize", x, "int4", 32).bytes == 8 * (64 * 2 + 32 + 8)
     assert explain("dequantize", q, "int4", 32, torch.bfloat16).bytes == 8 * (64 * 2 + 32 + 8)
     assert (
-        explain("dequantize_sum_requantize", q.data[None].expand(3, -1, -1), q.scale[None].expand(3, -1, -1), "int4", 32).bytes
+        explain(
+            "dequantize_sum_requantize", q.data[None].expand(3, -1, -1), q.scale[None].expand(3, -1, -1), "int4", 32
+        ).bytes
         == 4 * 8 * 40
     )
     if laws.DEVICE == "cpu":
@@ -242,7 +261,9 @@ def test_what_it_refuses():
         quantize(x, "int7", 16)
     with pytest.raises(ValueError, match="block is 15; it must be at least 1, and even for int4"):
         quantize(x, "int4", 15)
-    with pytest.raises(ValueError, match=r"quantize: impl='triton' does not serve this call: the dtype is torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"quantize: impl='triton' does not serve this call: the dtype is torch.float64"
+    ):
         quantize(x.double(), "int8", 16, impl="triton")
     with pytest.raises(ValueError, match="powers of two from 16 to 8192"):
         quantize(x, "int8", 24, impl="triton")

@@ -1,4 +1,5 @@
-"""Random numbers against the generator's published vectors, the distributions' theory, and themselves drawn in slices."""
+"""Random numbers against the generator's published vectors, the distributions' theory, and themselves drawn in
+slices."""
 
 import math
 from statistics import NormalDist
@@ -17,7 +18,7 @@ DRAWS = {
     "uniform float64": lambda key, shape, **at: prng.uniform(key, shape, dtype=F64, **at),
     "normal": lambda key, shape, **at: prng.normal(key, shape, 0.5, 2.0, **at),
     "normal bfloat16": lambda key, shape, **at: prng.normal(key, shape, dtype=torch.bfloat16, **at),
-    "truncated": lambda key, shape, **at: prng.truncated_normal(key, shape, 1.0, 0.5, low=-1.0, high=2.5, **at),
+    "truncated": lambda key, shape, **at: prng.truncated_normal(key, shape, 1.0, 0.5, bounds=(-1.0, 2.5), **at),
     "bernoulli": lambda key, shape, **at: prng.bernoulli(key, 0.3, shape, **at),
 }
 every_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
@@ -115,7 +116,8 @@ NUM = 40_000
 
 
 def kolmogorov_smirnov(sample, cdf):
-    """The largest distance between the sample's distribution function and `cdf`, times sqrt(n): above 1.95 with probability 0.001."""
+    """The largest distance between the sample's distribution function and `cdf`, times sqrt(n): above 1.95 with
+    probability 0.001."""
     x = sample.sort().values
     p = torch.tensor([cdf(float(v)) for v in x], dtype=F64)
     steps = torch.arange(len(x) + 1, dtype=F64) / len(x)
@@ -146,10 +148,10 @@ def test_distribution(sample, cdf, mean, variance):
 
 
 def test_one_sided_truncation_stays_inside_and_follows_its_law():
-    z = prng.truncated_normal(KEY, (NUM,), low=0.5, high=1.5, dtype=F64)
+    z = prng.truncated_normal(KEY, (NUM,), bounds=(0.5, 1.5), dtype=F64)
     assert 0.5 <= float(z.min()) < 0.51 and 1.49 < float(z.max()) <= 1.5
     assert kolmogorov_smirnov(z, truncated_cdf(0.5, 1.5)) < 1.95
-    scaled = prng.truncated_normal(KEY, (NUM,), -3.0, 0.1, low=0.5, high=1.5, dtype=F64)
+    scaled = prng.truncated_normal(KEY, (NUM,), -3.0, 0.1, bounds=(0.5, 1.5), dtype=F64)
     assert_close(scaled, -3.0 + 0.1 * z, rtol=1e-15)
 
 
@@ -195,13 +197,13 @@ def test_uniform_values_are_exact_and_symmetric_in_the_open_interval():
 
 
 def test_truncated_values_are_inside_where_the_distribution_function_is_flat():
-    z = prng.truncated_normal(KEY, (2000,), low=8.0, high=8.01, dtype=F64)
+    z = prng.truncated_normal(KEY, (2000,), bounds=(8.0, 8.01), dtype=F64)
     assert float(z.min()) >= 8.0 and float(z.max()) <= 8.01
 
 
 def test_truncation_bounds_in_the_wrong_order_are_refused():
     with pytest.raises(ValueError, match=r"low is 1\.0 and high is 1\.0"):
-        prng.truncated_normal(KEY, (2,), low=1.0, high=1.0)
+        prng.truncated_normal(KEY, (2,), bounds=(1.0, 1.0))
 
 
 # ---- derived keys ---------------------------------------------------------------------------------------------------
@@ -223,7 +225,12 @@ def test_fold_in_takes_integers_tensors_and_names():
 
 def test_derived_keys_are_all_different():
     names = ["", "a", "b", "blocks/attn/w_q", "blocks/attn/w_k", "0", "1"]
-    keys = [KEY, *(prng.fold_in(KEY, n) for n in names), *(prng.fold_in(KEY, i) for i in range(200)), *prng.split(KEY, 200)]
+    keys = [
+        KEY,
+        *(prng.fold_in(KEY, n) for n in names),
+        *(prng.fold_in(KEY, i) for i in range(200)),
+        *prng.split(KEY, 200),
+    ]
     keys += [prng.fold_in(prng.fold_in(KEY, 0), i) for i in range(200)]
     assert all(k.dtype == torch.int64 and k.shape == (2,) for k in keys)
     assert len({tuple(k.tolist()) for k in keys}) == len(keys)
@@ -266,8 +273,10 @@ def test_permutation_of_a_huge_range_is_drawn_in_slices():
     assert int(image.min()) >= 0 and int(image.max()) < n and len(set(image.tolist())) == 5
 
 
+@pytest.mark.slow
 def test_every_image_is_equally_likely():
-    # 300 permutations of 6: a cell holds 50 on average. The statistic has 25 degrees of freedom: above 52.6 with probability 0.001.
+    # 300 permutations of 6: a cell holds 50 on average. The statistic has 25 degrees of freedom: above 52.6 with
+    # probability 0.001.
     images = torch.stack([prng.permutation(k, 6, torch.arange(6)) for k in prng.split(KEY, 300)])
     counts = torch.stack([(images == i).sum(0) for i in range(6)]).to(F64)
     assert float(((counts - 50.0) ** 2 / 50.0).sum()) < 52.6

@@ -23,10 +23,12 @@ DRAWS = {
     "normal bfloat16": lambda n, **at: prng.normal(KEY, (n,), 0.5, 2.0, dtype=torch.bfloat16, **at),
     "normal float16": lambda n, **at: prng.normal(KEY, (n,), 0.0, 1e-5, dtype=torch.float16, **at),
     "normal, subnormal": lambda n, **at: prng.normal(KEY, (n,), 0.0, 1e-40, **at),
-    "truncated": lambda n, **at: prng.truncated_normal(KEY, (n,), 1.0, 0.5, low=-1.0, high=2.5, dtype=F64, **at),
-    "truncated in both tails": lambda n, **at: prng.truncated_normal(KEY, (n,), low=4.0, high=7.0, dtype=F64, **at),
-    "truncated far out": lambda n, **at: prng.truncated_normal(KEY, (n,), low=-38.5, high=-5.0, dtype=F64, **at),
-    "truncated where the distribution is flat": lambda n, **at: prng.truncated_normal(KEY, (n,), low=8.0, high=8.01, dtype=F64, **at),
+    "truncated": lambda n, **at: prng.truncated_normal(KEY, (n,), 1.0, 0.5, bounds=(-1.0, 2.5), dtype=F64, **at),
+    "truncated in both tails": lambda n, **at: prng.truncated_normal(KEY, (n,), bounds=(4.0, 7.0), dtype=F64, **at),
+    "truncated far out": lambda n, **at: prng.truncated_normal(KEY, (n,), bounds=(-38.5, -5.0), dtype=F64, **at),
+    "truncated where the distribution is flat": lambda n, **at: prng.truncated_normal(
+        KEY, (n,), bounds=(8.0, 8.01), dtype=F64, **at
+    ),
     "bernoulli": lambda n, **at: prng.bernoulli(KEY, 0.3, (n,), **at),
     "bernoulli of one": lambda n, **at: prng.bernoulli(KEY, 1.0, (n,), **at),
 }
@@ -111,7 +113,10 @@ def test_values_at_the_ends_and_where_the_formulas_meet(calls, monkeypatch, tmp_
     near = torch.arange(-(1 << 12), 1 << 12)
     words = torch.cat([seam + near for seam in seams])
     words = torch.cat(
-        [words[(words >= 0) & (words < 1 << 32)], torch.randint(0, 1 << 32, (1 << 18,), generator=torch.Generator().manual_seed(0))]
+        [
+            words[(words >= 0) & (words < 1 << 32)],
+            torch.randint(0, 1 << 32, (1 << 18,), generator=torch.Generator().manual_seed(0)),
+        ]
     )
     expected = prng._ndtri(prng._uniform01(words))
     assert_same(prng.normal(KEY, words.shape, dtype=F64, index=words), expected)
@@ -119,7 +124,9 @@ def test_values_at_the_ends_and_where_the_formulas_meet(calls, monkeypatch, tmp_
 
 
 def test_square_roots_are_rounded_to_nearest():
-    x = torch.cat((prng.uniform(KEY, (1 << 16,), 0.0, 40.0, dtype=F64), torch.tensor([0.69, 1.0, 22.8, 743.7], dtype=F64)))
+    x = torch.cat(
+        (prng.uniform(KEY, (1 << 16,), 0.0, 40.0, dtype=F64), torch.tensor([0.69, 1.0, 22.8, 743.7], dtype=F64))
+    )
     assert_same(prng._sqrt(x), torch.from_numpy(numpy.sqrt(x.numpy())))
 
     assert_same(prng._sqrt(x), torch.from_numpy(numpy.sqrt(x.numpy())))
@@ -149,6 +156,7 @@ def test_what_is_not_plain_is_drawn_by_tensor_operations(calls):
     assert calls == [2048]
 
 
+@pytest.mark.slow
 def test_few_elements_wait_for_no_compiler():
     code = "from fzero import random; k = random.key(0); random._MANY = 1 << 14; made = []\n"
     code += "random.cpp.library_by_gcc = lambda *given: made.append(given)\n"

@@ -1,5 +1,6 @@
 """README's program, word for word, on every mesh: its parameters at the end are those of one process."""
 
+import functools
 import math
 import re
 
@@ -15,11 +16,14 @@ MESHES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "dp2 tp2": {"dp": 2, "tp": 2}, "rp
 # In place of README's own optimizer, clipped AdamW.
 OPTIMIZERS = {
     "muon": """optim.by_label(
-        {"muon": optim.muon(0.02, ns_dtype=torch.float64), "adamw": optim.adamw(1e-3)}, ((r"^blocks/.*/w_", "muon"), (".*", "adamw"))
+        {"muon": optim.muon(0.02, ns_dtype=torch.float64), "adamw": optim.adamw(1e-3)},
+        ((r"^blocks/.*/w_", "muon"), (".*", "adamw"))
     )""",
     "lamb": "optim.lamb(1e-2, weight_decay=0.1)",
     "adafactor": "optim.adafactor(1e-2, eps1=1e-8)",
-    "clipped in a label": "optim.by_label({'all': optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(1.0))}, ((r'', 'all'),))",
+    "clipped in a label": (
+        "optim.by_label({'all': optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(1.0))}, ((r'', 'all'),))"
+    ),
 }
 
 
@@ -42,9 +46,14 @@ def run(mesh, sizes, changes):
     return {name: whole_leaf(leaf, specs[name], scope["mesh"]) for name, leaf in leaves.items()}, scope["metrics"].loss
 
 
+@functools.cache
+def alone(changes):
+    return run(None, {"dp": 1}, dict(changes))
+
+
 def differences(sizes, changes):
     """{leaf: the largest difference to one process, as a part of its largest value}, over all ranks."""
-    expected, loss = run(None, {"dp": 1}, changes)
+    expected, loss = alone(tuple(changes.items()))
     found = {}
     for leaves, other in ranks.run(math.prod(sizes.values()), run, sizes, changes, mesh=sizes):
         for name, leaf in [*leaves.items(), ("loss", other)]:
@@ -53,13 +62,14 @@ def differences(sizes, changes):
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in ("dp2", "tp2"))) for m in MESHES])
 def test_word_for_word(mesh):
     # Rounding in float32 grows over 20 steps of AdamW, which divides small gradients by their own size.
     found = differences(MESHES[mesh], {})
     assert max(found.values()) < 1e-4, found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("optimizer", ["readme", *OPTIMIZERS])
 def test_with_other_optimizers_in_float64(optimizer, mesh):

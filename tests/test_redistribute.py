@@ -1,4 +1,5 @@
-"""redistribute: every pair of layouts on a 2 x 2 mesh equals slices of the whole tensor, its transpose is its backward pass; DTensor."""
+"""redistribute: every pair of layouts on a 2 x 2 mesh equals slices of the whole tensor, its transpose is its backward
+pass; DTensor."""
 
 import itertools
 import logging
@@ -42,7 +43,8 @@ def part(whole, spec, mesh, weights):
 
 
 def every_pair(mesh):
-    """For each pair the value against slices, and this rank's two sides of the adjoint law; returns those, and what was sent."""
+    """For each pair the value against slices, and this rank's two sides of the adjoint law; returns those, and what was
+    sent."""
     whole, cotangent = draw(*SHAPE), draw(*SHAPE, seed=1)
     weights = (0.3, 0.7)
     sides, sent = [], {}
@@ -68,6 +70,7 @@ def inner(a, b, spec, mesh):
     return 0.0 if any(mesh[axis].rank for axis in same) else float((a * b).sum())
 
 
+@pytest.mark.slow
 def test_every_pair_of_layouts():
     results = ranks.run(4, every_pair, mesh=SIZES)
     sides = torch.tensor([result[0] for result in results], dtype=F64).sum(0)
@@ -96,7 +99,10 @@ def unused_axes_and_trailing_dims(mesh):
     x = draw(4, 6)
     spec = Spec.parse("[A/cp+dp]")
     assert_same(narrow_to(x, spec, mesh), x[2 * mesh["dp"].rank :][:2])
-    assert_same(redistribute(narrow_to(x, spec, mesh), spec, Spec.parse("[A, B/ep+dp] +rp"), mesh), x[:, 3 * mesh["dp"].rank :][:, :3])
+    assert_same(
+        redistribute(narrow_to(x, spec, mesh), spec, Spec.parse("[A, B/ep+dp] +rp"), mesh),
+        x[:, 3 * mesh["dp"].rank :][:, :3],
+    )
 
 
 def test_axes_of_size_1_and_trailing_dims_do_not_matter():
@@ -108,7 +114,13 @@ def test_axes_of_size_1_and_trailing_dims_do_not_matter():
 
 def test_shapes_on_a_rank():
     mesh = fake_mesh({"dp": 4, "tp": 2}, rank=5)  # dp 2, tp 1
-    for text, shape in (("[A/dp, B]", (2, 6)), ("[A/tp+dp, B]", (1, 6)), ("[A, B/tp] +dp", (8, 3)), ("[]", (8, 6)), ("[A/pp]", (8, 6))):
+    for text, shape in (
+        ("[A/dp, B]", (2, 6)),
+        ("[A/tp+dp, B]", (1, 6)),
+        ("[A, B/tp] +dp", (8, 3)),
+        ("[]", (8, 6)),
+        ("[A/pp]", (8, 6)),
+    ):
         assert local_shape((8, 6), Spec.parse(text), mesh) == shape
         assert whole_shape(shape, Spec.parse(text), mesh) == (8, 6)
     x = torch.arange(48).view(8, 6)
@@ -126,7 +138,10 @@ def test_errors_name_the_leaf_the_numbers_and_the_fix():
             r"w: dim 0 has size 6, not divisible by 4 \(dp=4\); pad it to 8, or",
         ),
         (lambda: narrow_to(x, parse("[A, B/tp+dp]"), mesh), None),
-        (lambda: narrow_to(x, parse("[A/tp+dp]"), mesh), r"tensor: dim 0 has size 6, not divisible by 8 \(tp=2, dp=4\); pad it to 8"),
+        (
+            lambda: narrow_to(x, parse("[A/tp+dp]"), mesh),
+            r"tensor: dim 0 has size 6, not divisible by 8 \(tp=2, dp=4\); pad it to 8",
+        ),
         (lambda: narrow_to(x, parse("[A] +dp"), mesh), r"\[·\] \+dp owes a sum; a whole tensor has no parts of one"),
         (lambda: narrow_to(x, parse("[A, B, C/dp]"), mesh), r"its spec \[·, ·, ·/dp\] has 3 dims and the tensor has 2"),
         (lambda: narrow_to(x, parse("[A/data]"), mesh), r"the mesh has no axis 'data'"),
@@ -134,8 +149,14 @@ def test_errors_name_the_leaf_the_numbers_and_the_fix():
             lambda: redistribute(x, parse("[A]"), parse("[A] +dp"), mesh, leaf="w"),
             r"redistribute w: \[·\] \+dp owes a sum over dp that \[·\]",
         ),
-        (lambda: redistribute(x, parse("[A]"), parse("[A] @host"), mesh, leaf="w"), r"redistribute w: from memory device to host"),
-        (lambda: redistribute(x, parse("[A]"), parse("[A/dp]"), mesh, leaf="w"), r"w: dim 0 has size 6, not divisible by 4"),
+        (
+            lambda: redistribute(x, parse("[A]"), parse("[A] @host"), mesh, leaf="w"),
+            r"redistribute w: from memory device to host",
+        ),
+        (
+            lambda: redistribute(x, parse("[A]"), parse("[A/dp]"), mesh, leaf="w"),
+            r"w: dim 0 has size 6, not divisible by 4",
+        ),
     ]
     for call, message in cases:
         if message is None:

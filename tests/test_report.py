@@ -1,4 +1,5 @@
-"""`fzero report`: every number traces to a file, the page needs nothing else, pictures have units, pasting is repeatable."""
+"""`fzero report`: every number traces to a file, the page needs nothing else, pictures have units, pasting is
+repeatable."""
 
 import html.parser
 import importlib.util
@@ -17,7 +18,8 @@ from matplotlib.ticker import FixedLocator
 from reported import STATE, make_run
 
 from fzero.cli import main
-from fzero.report import compare, figures, html_page, markdown, read, sections_compare, values, write
+from fzero.core.tables import put
+from fzero.report import attempts, compare, figures, html_page, markdown, read, sections_compare, values, write
 from fzero.report.sections import Picture, Table
 from fzero.report.values import Quantity
 
@@ -71,7 +73,9 @@ def traced(quantity, folder):
             return None
         file, what = text.split(": ", 1)
         if file == "metrics.jsonl":
-            counted = [row for row in rows if row["step"] not in (1, 2, 21, 22)]  # two attempts, each with two steps to warm up
+            counted = [
+                row for row in rows if row["step"] not in (1, 2, 21, 22)
+            ]  # two attempts, each with two steps to warm up
             kind, column = re.match(r"(median|mean) of (\S+) over", what).groups()
             return getattr(statistics, {"median": "median", "mean": "fmean"}[kind])(at(row, column) for row in counted)
         if file == "attempts.jsonl":
@@ -92,14 +96,17 @@ def traced(quantity, folder):
 
 
 def test_what_is_compared_is_of_the_same_kind(runs, tmp_path):
-    """FLOPs of passes with causal attention; the peak of a compiled run as the allocator has it, which sees the inner buffers of blocks."""
+    """FLOPs of passes with causal attention; the peak of a compiled run as the allocator has it, which sees the inner
+    buffers of blocks."""
 
     def of(folder):
         return {q.name: q for q in read.read_run(folder).quantities}
 
     folder = shutil.copytree(runs / "one", tmp_path / "run")
     found = of(folder)
-    assert "hfu_causal" in found["hfu"].measured_from and "hardware_flop_per_token_causal" in found["flop"].measured_from
+    assert (
+        "hfu_causal" in found["hfu"].measured_from and "hardware_flop_per_token_causal" in found["flop"].measured_from
+    )
     assert "pass_flop_per_step" in found["flop"].predicted_from
     memory = json.loads((folder / "memory.json").read_text())
     assert found["peak_bytes"].measured == memory["peak"]["bytes"] != memory["allocator_peak_bytes"]
@@ -112,11 +119,22 @@ def test_what_is_compared_is_of_the_same_kind(runs, tmp_path):
 @pytest.mark.parametrize("name", ["one", "zero3", "dp2tp2"])
 def test_every_number_traces_to_a_file(runs, name):
     run = read.read_run(runs / name)
-    assert {q.name for q in run.quantities} >= {"num_params", "peak_bytes", "step_s", "tokens_per_s", "mfu", "hfu", "flop", "time/forward"}
+    assert {q.name for q in run.quantities} >= {
+        "num_params",
+        "peak_bytes",
+        "step_s",
+        "tokens_per_s",
+        "mfu",
+        "hfu",
+        "flop",
+        "time/forward",
+    }
     assert not run.missing
     for q in run.quantities:
         predicted, measured = traced(q, runs / name)
-        assert measured == q.measured and (predicted == q.predicted or q.predicted == pytest.approx(predicted, rel=1e-15)), q
+        assert measured == q.measured and (
+            predicted == q.predicted or q.predicted == pytest.approx(predicted, rel=1e-15)
+        ), q
         assert q.predicted is not None or q.measured is not None
     rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     for i, row in enumerate(rows):
@@ -129,10 +147,19 @@ def test_every_number_traces_to_a_file(runs, name):
 
 def test_the_ratio_is_predicted_over_measured(runs):
     q = Quantity("a", "a", "bytes", 3, 2, "", "")
-    assert q.ratio == 1.5 and Quantity("a", "a", "s", None, 2, "", "").ratio is None and Quantity("a", "a", "s", 1, 0, "", "").ratio is None
+    assert (
+        q.ratio == 1.5
+        and Quantity("a", "a", "s", None, 2, "", "").ratio is None
+        and Quantity("a", "a", "s", 1, 0, "", "").ratio is None
+    )
     assert Quantity("a", "a", "s", 0, 0, "", "").ratio == 1.0
     run = read.read_run(runs / "zero3")
-    (summary,) = [part for section in sections_compare.of_run(run) for part in section.parts if getattr(part, "name", "") == "summary"]
+    (summary,) = [
+        part
+        for section in sections_compare.of_run(run)
+        for part in section.parts
+        if getattr(part, "name", "") == "summary"
+    ]
     assert isinstance(summary, Table) and summary.head == ("", "predicted", "measured", "predicted ÷ measured")
     cells = {row[0]: row[1:] for row in summary.rows}
     assert cells["parameters"] == ("1,000,448", "1,000,448", "1 exactly")
@@ -147,7 +174,10 @@ def test_the_json_holds_the_report(runs):
     assert values.from_json(value, "here") == report
     assert value == values.to_json(report)
     assert value["runs"][0]["quantities"][0]["ratio"] == 1.0
-    assert value["runs"][0]["attempts"][1]["commit"].startswith("0123") and value["runs"][0]["environment"]["command"][1] == "pretrain"
+    assert (
+        value["runs"][0]["attempts"][1]["commit"].startswith("0123")
+        and value["runs"][0]["environment"]["command"][1] == "pretrain"
+    )
     for wrong in ({}, [], {**value, "fzero_report": 99}, {**value, "runs": [{}]}):
         with pytest.raises(ValueError, match=r"^here: .*fzero report RUN"):
             values.from_json(wrong, "here")
@@ -178,7 +208,9 @@ class Page(html.parser.HTMLParser):
 def written(runs, tmp_path_factory):
     """The folder of a report with all its pictures."""
     folder = tmp_path_factory.mktemp("written")
-    write.write(write.gather([runs / "dp2tp2", runs / "old"], title='A <title> & "more"', command="fzero report x"), folder)
+    write.write(
+        write.gather([runs / "dp2tp2", runs / "old"], title='A <title> & "more"', command="fzero report x"), folder
+    )
     return folder
 
 
@@ -195,7 +227,9 @@ def test_the_page_is_whole_and_needs_nothing_else(written):
     found.close()
     assert found.open == [] and len(set(found.ids)) == len(found.ids)
     for link in found.links:
-        assert (link.startswith("#") and link[1:] in found.ids) or link.startswith("data:image/svg+xml;base64,"), link[:80]
+        assert (link.startswith("#") and link[1:] in found.ids) or link.startswith("data:image/svg+xml;base64,"), link[
+            :80
+        ]
     assert not {tag for tag, _ in found.tags} & {"script", "link", "iframe", "object", "base"}
     assert "@import" not in text and "url(" not in text
     images = [attrs for tag, attrs in found.tags if tag == "img"]
@@ -235,7 +269,11 @@ def test_a_picture_is_shortened_in_its_tags_alone():
 
 def pictures_of(report):
     return [
-        part for _, found in sections_compare.sections(report) for section in found for part in section.parts if isinstance(part, Picture)
+        part
+        for _, found in sections_compare.sections(report)
+        for section in found
+        for part in section.parts
+        if isinstance(part, Picture)
     ]
 
 
@@ -243,7 +281,17 @@ def test_every_axis_has_a_name_and_a_unit(runs):
     report = write.gather([runs / "zero3", runs / "one", runs / "dp2tp2"])
     drawn = pictures_of(report)
     names = {part.name for part in drawn}
-    assert names >= {"loss", "throughput", "memory", "time", "time_steps", "communication", "grad_norms", "param_norms", "stragglers"}
+    assert names >= {
+        "loss",
+        "throughput",
+        "memory",
+        "time",
+        "time_steps",
+        "communication",
+        "grad_norms",
+        "param_norms",
+        "stragglers",
+    }
     assert names >= {"losses", "speeds", "scaling"}
     for part in drawn:
         figure = part.draw()
@@ -254,7 +302,12 @@ def test_every_axis_has_a_name_and_a_unit(runs):
                     words = axis.get_major_formatter().format_ticks(locator.locs)
                 named = any(re.search("[a-z]", word) for word in words)  # what it tells apart is written at its ticks
                 label = axis.get_label().get_text()
-                assert named or not axis.get_visible() or axes.get_label() == "<colorbar>" or re.search(r"\S \(.+\)$", label), (
+                assert (
+                    named
+                    or not axis.get_visible()
+                    or axes.get_label() == "<colorbar>"
+                    or re.search(r"\S \(.+\)$", label)
+                ), (
                     part.name,
                     label,
                 )
@@ -288,11 +341,15 @@ def test_the_predicted_line_follows_the_measured_places(runs):
     run = read.read_run(runs / "zero3")
     measured = run.memory["timeline"]
     predicted = [{**m, "at": 3 * m["at"] ** 2} for m in measured]  # the same moments, counted otherwise
-    assert figures.aligned(predicted, measured) == pytest.approx(figures.along(measured))
-    between = [*predicted[:3], {**predicted[3], "op": "another", "at": (predicted[2]["at"] + predicted[3]["at"]) / 2}, *predicted[3:]]
-    x = figures.aligned(between, measured)
+    assert figures.align(predicted, measured) == pytest.approx(figures.along(measured))
+    between = [
+        *predicted[:3],
+        {**predicted[3], "op": "another", "at": (predicted[2]["at"] + predicted[3]["at"]) / 2},
+        *predicted[3:],
+    ]
+    x = figures.align(between, measured)
     assert x[2] < x[3] < x[4] and x == sorted(x)
-    assert figures.aligned(predicted, []) == figures.along(predicted)
+    assert figures.align(predicted, []) == figures.along(predicted)
 
 
 def test_what_an_old_run_lacks_is_said(runs):
@@ -300,7 +357,9 @@ def test_what_an_old_run_lacks_is_said(runs):
     assert run.plan is None and run.memory is None and run.ledger is None and run.attempts == []
     for file in ("attempts.jsonl", "ledger.json", "memory.json"):
         assert any(sentence.startswith(f"{file} is not there") for sentence in run.missing)
-    assert any("no prediction" in sentence for sentence in run.missing) and any("no phases" in sentence for sentence in run.missing)
+    assert any("no prediction" in sentence for sentence in run.missing) and any(
+        "no phases" in sentence for sentence in run.missing
+    )
     assert all(q.predicted is None and q.predicted_from == "" for q in run.quantities)
     text = markdown.write(write.gather([runs / "old"]))
     assert "**Not recorded:** memory.json is not there" in text and "## Memory" not in text and "loss.svg" in text
@@ -324,7 +383,9 @@ def test_scaling_is_tokens_per_second_a_rank(runs):
         and [p["run"] for p in series["points"]] == [1, 2, 0]
     )
     rate = [p["tokens_per_s"] for p in series["points"]]
-    assert [p["efficiency"] for p in series["points"]] == pytest.approx([1.0, rate[1] / 2 / rate[0], rate[2] / 4 / rate[0]])
+    assert [p["efficiency"] for p in series["points"]] == pytest.approx(
+        [1.0, rate[1] / 2 / rate[0], rate[2] / 4 / rate[0]]
+    )
     assert [p["speedup"] for p in series["points"]] == pytest.approx([1.0, rate[1] / rate[0], rate[2] / rate[0]])
     assert rate[1] / rate[0] == pytest.approx(1.5, rel=0.02)
 
@@ -338,6 +399,171 @@ def test_scaling_tells_weak_from_strong_and_one_work_from_another(tmp_path):
     assert compare.scaling(found[1:]) == []
 
 
+def some(cases, *now):
+    """The cases of a table; all but `now` are slow."""
+    return [pytest.param(key, marks=[] if key in now else pytest.mark.slow) for key in cases]
+
+
+OTHER_WORK = {
+    "optim.lr": 0.5,
+    "optim.schedule.warmup_steps": 3,
+    "optim.weight_decay": 0.5,
+    "data.seq_len": 64,
+    "train.remat": "full",
+    "precision.policy": "fp32",
+    "model.n_layers": 2,
+}
+
+
+@pytest.mark.parametrize("key", some(OTHER_WORK, "optim.lr", "data.seq_len"))
+def test_speeds_of_other_work_are_not_divided(key, tmp_path):
+    """Whatever of a config says what is computed, and not where; and the page says what it was."""
+    one, two = make_run(tmp_path / "a", dp=1), make_run(tmp_path / "b", dp=2)
+    change_config(two, key, OTHER_WORK[key])
+    found = [read.read_run(folder) for folder in (one, two)]
+    assert compare.scaling(found) == [] and compare.apart(found) == [key]
+    page = markdown.write(write.gather([one, two]))
+    assert f"different work ({key}): their speeds are not divided" in page and "efficiency" not in page
+
+
+@pytest.mark.parametrize("key", ["cpu", "cores"])
+def test_speeds_of_other_machines_are_not_divided(key, tmp_path):
+    one, two = make_run(tmp_path / "a", dp=1), make_run(tmp_path / "b", dp=2)
+    change_attempts(two, lambda i, line: line["machine"].update({key: "another"}))
+    found = [read.read_run(folder) for folder in (one, two)]
+    assert compare.scaling(found) == [] and compare.apart(found) == [f"machine.{key}"]
+
+
+@pytest.mark.parametrize(
+    "key, value", [("zero", 1), ("reduce", "canonical"), ("train.checkpoint_every", 7), ("prefetch", 2)]
+)
+def test_where_and_how_long_a_run_is_computed_is_what_scaling_compares(key, value, tmp_path):
+    one, two = make_run(tmp_path / "a", dp=1), make_run(tmp_path / "b", dp=2)
+    change_config(two, key, value)
+    assert len(compare.scaling([read.read_run(folder) for folder in (one, two)])) == 1
+
+
+def test_of_mixed_batches_those_that_agree_are_compared(tmp_path):
+    made = [("a", 1, 4), ("b", 2, 8), ("c", 4, 8), ("d", 8, 64)]
+    found = [read.read_run(make_run(tmp_path / name, dp=dp, batch=batch)) for name, dp, batch in made]
+    series = compare.scaling(found)
+    assert [(one["kind"], [p["run"] for p in one["points"]]) for one in series] == [
+        ("strong", [1, 2]),
+        ("weak", [0, 1]),
+    ]
+    assert compare.scaling([found[0], found[3]]) == []
+
+
+# ---- several attempts ----
+
+ELSEWHERE = {
+    "mesh": {"dp": 1, "tp": 2},
+    "processes": 4,
+    "zero": 1,
+    "offload": "opt=host",
+    "precision": "fp32",
+    "threads": 7,
+    "micro_batches": 9,
+    "compiled": True,
+    "fp32_matmul": "bf16x3",
+    "update": "backward",
+    "machine": {"cpu": "another"},
+    "versions": {"torch": "2.14"},
+    "config": {"reduce": "canonical"},
+}
+
+
+def change_config(folder, key, value):
+    table = json.loads((folder / "config.json").read_text())
+    put(table, key, value)
+    (folder / "config.json").write_text(json.dumps(table))
+
+
+def change_attempts(folder, change):
+    lines = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        change(i, line)
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def resumed(folder, key, first, last=None):
+    """A run of 40 steps, whose first 20 were ten times as fast and made elsewhere: by another value of `key`."""
+    make_run(folder, dp=2)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in lines[:20]:
+        row["tokens_per_s"], row["step_s"], row["mfu"] = 10 * row["tokens_per_s"], row["step_s"] / 10, 10 * row["mfu"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+    def change(i, line):
+        if i == 0 and key:
+            line[key] = first
+        elif i == 1 and last:
+            line[key] = last
+
+    change_attempts(folder, change)
+    return folder
+
+
+def test_every_fact_that_a_speed_depends_on_is_tried_here():
+    assert set(ELSEWHERE) == {"mesh", *attempts.FACTS}
+
+
+@pytest.mark.parametrize("key", some(ELSEWHERE, "mesh", "zero", "config"))
+def test_figures_are_of_one_placement_and_each_attempt_has_its_own(key, tmp_path):
+    run = read.read_run(resumed(tmp_path / "run", key, ELSEWHERE[key]))
+    speed = compare.value_of(run, "tokens_per_s")
+    assert 1000 < speed < 2000 and 0.4 < compare.value_of(run, "step_s") < 1.1 and "of the steps 23 to 40" in str(run)
+    assert any("another placement are not counted" in sentence for sentence in run.missing)
+    assert min(read.steady(run.series, run.attempts)) >= 20
+    (_, slow, _), (_, fast, _) = reversed(attempts.rates(run.series, run.attempts, range(40)))
+    assert slow > 5 * fast
+    text = markdown.write(write.gather([tmp_path / "run"]))
+    assert "| steps kept | time of a step | throughput |" in text
+    same = read.read_run(resumed(tmp_path / "same", "", None))
+    assert len(read.steady(same.series, same.attempts)) > 30 and not any("not counted" in s for s in same.missing)
+
+
+@pytest.mark.parametrize("name", ["memory.json", "ledger.json"])
+def test_a_record_of_another_placement_is_not_compared(name, tmp_path):
+    folder = resumed(tmp_path / "run", "zero", 1)
+    for number, kept in ((1, False), (2, True)):
+        table = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**table, "attempt": number}))
+        run = read.read_run(folder)
+        assert (run.memory if name == "memory.json" else run.ledger) is not None or not kept
+        assert any(name in s and "another placement" in s for s in run.missing) is not kept
+
+
+@pytest.mark.parametrize(
+    "change", [{"mesh": {"dp": 8}}, {"config": {"zero": 1}}, {"config": {"offload": "opt=host"}}], ids=str
+)
+def test_a_plan_of_another_placement_is_not_compared(change, tmp_path):
+    folder = make_run(tmp_path / "run", dp=2)
+    change_attempts(folder, lambda i, line: line.update(config={"zero": 3, "offload": ""}))
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, **change}))
+    run = read.read_run(folder)
+    assert run.plan is None and "another placement" in run.plan_from
+    assert read.read_run(folder, lambda folder: plan).plan["step_s"] == plan["step_s"]
+    (folder / "plan.json").write_text(
+        json.dumps({**plan, "mesh": {"dp": 2, "tp": 1}, "config": {"zero": 3, "offload": ""}})
+    )
+    assert read.read_run(folder).plan is not None
+
+
+def test_an_attempt_that_made_no_step_is_not_what_the_figures_are_of(tmp_path):
+    folder = make_run(tmp_path / "run", dp=2)
+    change_attempts(folder, lambda i, line: i == 1 and line.update(first_step=40, processes=64, mesh={"dp": 64}))
+    run = read.read_run(folder)
+    assert compare.ranks_of(run) == 2 and attempts.subject(run.series["step"], run.attempts)["attempt"] == 1
+    assert attempts.attempt_of_rows([1, 5, 6, 12], [{"first_step": 0}, {"first_step": 10}, {"first_step": 5}]) == [
+        0,
+        0,
+        2,
+        2,
+    ]
+
+
 def test_several_runs_are_compared(runs):
     found = [read.read_run(runs / name) for name in ("one", "zero3")]
     rows = {row["key"]: row["values"] for row in compare.differences(found)}
@@ -347,13 +573,26 @@ def test_several_runs_are_compared(runs):
     last = found[0].series["loss"][27:30]
     assert at["train"] == pytest.approx([sum(last) / 3] * 2)
     text = markdown.write(write.gather([runs / "one", runs / "zero3"]))
-    assert "| zero | 0 | 3 |" in text and "![Tokens per second and scaling efficiency" in text and "(2-memory.svg)" in text
+    assert (
+        "| zero | 0 | 3 |" in text and "![Tokens per second and scaling efficiency" in text and "(2-memory.svg)" in text
+    )
 
 
 def test_the_command_writes_and_prints(runs, tmp_path, fz, undrawn):
     code, out, err = fz(runs / "zero3", "--no-plan", "--out", tmp_path / "r")
-    assert code == 0 and not err and "predicted ÷ measured" in out and "1 exactly" in out and f"written: {tmp_path / 'r'}" in out
-    assert {path.name for path in (tmp_path / "r").iterdir()} >= {"report.json", "report.md", "report.html", "memory.svg"}
+    assert (
+        code == 0
+        and not err
+        and "predicted ÷ measured" in out
+        and "1 exactly" in out
+        and f"written: {tmp_path / 'r'}" in out
+    )
+    assert {path.name for path in (tmp_path / "r").iterdir()} >= {
+        "report.json",
+        "report.md",
+        "report.html",
+        "memory.svg",
+    }
     (tmp_path / "r" / "old-picture.svg").write_text("")
     code, out, err = fz(runs / "zero3", "--no-plan", "--json", "--title", "T", "--public")
     value = json.loads(out)
@@ -368,16 +607,18 @@ def test_the_command_writes_and_prints(runs, tmp_path, fz, undrawn):
 
 def test_a_prediction_is_made_where_there_is_none(tmp_path, fz, monkeypatch):
     folder, asked = make_run(tmp_path / "run", plan=False), []
-    monkeypatch.setattr("fzero.cli.report.predicted", lambda run: asked.append(run) or {"num_params": 7})
+    monkeypatch.setattr("fzero.cli.report.predict_run", lambda run: asked.append(run) or {"num_params": 7})
     value = json.loads(fz(folder, "--json")[1])["runs"][0]
     assert asked == [folder] and value["quantities"][0]["predicted"] == 7
     value = json.loads(fz(folder, "--json", "--no-plan")[1])["runs"][0]
-    assert len(asked) == 1 and value["quantities"][0]["predicted"] is None and "none was to be made" in value["plan_from"]
+    assert (
+        len(asked) == 1 and value["quantities"][0]["predicted"] is None and "none was requested" in value["plan_from"]
+    )
 
     def fails(run):
         raise RuntimeError("no such\ndevice")
 
-    monkeypatch.setattr("fzero.cli.report.predicted", fails)
+    monkeypatch.setattr("fzero.cli.report.predict_run", fails)
     code, out, _ = fz(folder, "--json")
     assert code == 0 and "could not make one (RuntimeError: no such device)" in json.loads(out)["runs"][0]["missing"][0]
 
@@ -392,10 +633,10 @@ def damage(folder, name, text):
         ("config.json", "{", "config.json"),
         ("environment.json", "[]", "environment.json"),
         ("metrics.jsonl", "", "metrics.jsonl: has no step yet"),
-        ("metrics.jsonl", '{"a": 1}\n', "metrics.jsonl:1: is no row of metrics"),
+        ("metrics.jsonl", '{"a": 1}\n', "metrics.jsonl:1: is not a row of metrics"),
         ("metrics.jsonl", 'x\n{"step": 1}\n', "metrics.jsonl:1: not JSON"),
         ("attempts.jsonl", "x\n{}\n", "attempts.jsonl:1: not JSON"),
-        ("attempts.jsonl", "3\n", "attempts.jsonl:1: is no object"),
+        ("attempts.jsonl", "3\n", "attempts.jsonl:1: not a JSON object, but a int"),
         ("memory.json", "[1]", "memory.json: not a JSON object"),
         ("memory.json", '{"state": 3}', "memory.json: state is not"),
         ("ledger.json", '{"rows": [{"axis": "dp"}]}', "ledger.json: rows is not"),
@@ -438,7 +679,9 @@ def test_pasting_is_repeatable(reports):
     book = reports.parent / "README.md"
     head = "# Book\n\n<!-- report: zero3 summary -->\nold\n<!-- end -->\nmiddle\n"
     head += "```text\n<!-- report: no such -->\n```\n"
-    book.write_text(head + "<!-- report: one memory.svg -->\n<!-- end -->\n\n<!-- report: one+zero3 scaling -->\n<!-- end -->\ntail")
+    book.write_text(
+        head + "<!-- report: one memory.svg -->\n<!-- end -->\n\n<!-- report: one+zero3 scaling -->\n<!-- end -->\ntail"
+    )
     assert paste.paste([book], reports, check=True) == [book] and "\nold\n" in book.read_text()
     assert paste.paste([book], reports) == [book]
     text = book.read_text()
@@ -456,9 +699,15 @@ def test_pasting_is_repeatable(reports):
     ("text", "said"),
     [
         ("<!-- report: zero4 summary -->\n<!-- end -->", r"page.md:1: .*no report 'zero4' \(did you mean 'zero3'\?\)"),
-        ("\n<!-- report: zero3 sumary -->\n<!-- end -->", r"page.md:2: report zero3 has no 'sumary' \(did you mean 'summary'\?\)"),
+        (
+            "\n<!-- report: zero3 sumary -->\n<!-- end -->",
+            r"page.md:2: report zero3 has no 'sumary' \(did you mean 'summary'\?\)",
+        ),
         ("<!-- report: zero3 summary -->\n", r"page.md:1: the mark has no end"),
-        ("<!-- report: zero3 summary -->\n<!-- report: zero3 loss -->\n<!-- end -->", r"page.md:1: the mark has no end"),
+        (
+            "<!-- report: zero3 summary -->\n<!-- report: zero3 loss -->\n<!-- end -->",
+            r"page.md:1: the mark has no end",
+        ),
         ("<!-- report: zero3 -->\n<!-- end -->", r"page.md:1: .* is no mark"),
         ("text\n<!-- end -->", r"page.md:2: .* without a mark"),
     ],
@@ -469,7 +718,11 @@ def test_a_wrong_mark_is_refused(reports, text, said):
 
 
 def test_what_is_pasted_in_this_repository_is_what_its_reports_say():
-    pages = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "<!-- report:" in path.read_text()]
+    pages = [
+        path
+        for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+        if "<!-- report:" in path.read_text()
+    ]
     assert paste.paste(pages, ROOT / "reports", check=True) == [], "run: python reports/paste.py"
 
 
@@ -494,11 +747,31 @@ def test_the_reports_of_this_repository_are_whole_and_small():
 
 
 def test_numbers_in_words():
-    assert [values.shown(x, "bytes") for x in (0, 44, 1500, 2_000_896, 3.2e12)] == ["0 B", "44 B", "1.500 kB", "2.001 MB", "3.200 TB"]
-    assert [values.shown(x, "s") for x in (0, 2e-5, 0.0123, 1.5, 300)] == ["0 s", "20.00 µs", "12.30 ms", "1.500 s", "5.000 min"]
-    assert values.shown(None, "s") == "-" and values.shown(12345, "1") == "12,345" and values.shown(1234.5, "tokens/s") == "1,234 tokens/s"
+    assert [values.shown(x, "bytes") for x in (0, 44, 1500, 2_000_896, 3.2e12)] == [
+        "0 B",
+        "44 B",
+        "1.500 kB",
+        "2.001 MB",
+        "3.200 TB",
+    ]
+    assert [values.shown(x, "s") for x in (0, 2e-5, 0.0123, 1.5, 300)] == [
+        "0 s",
+        "20.00 µs",
+        "12.30 ms",
+        "1.500 s",
+        "5.000 min",
+    ]
+    assert (
+        values.shown(None, "s") == "-"
+        and values.shown(12345, "1") == "12,345"
+        and values.shown(1234.5, "tokens/s") == "1,234 tokens/s"
+    )
     assert values.shown(500, "bytes", largest=2e6) == "0.0005000 MB"
-    assert values.shown_ratio(1.0) == "1 exactly" and values.shown_ratio(1.0000001) == "1.000" and values.shown_ratio(None) == "-"
+    assert (
+        values.shown_ratio(1.0) == "1 exactly"
+        and values.shown_ratio(1.0000001) == "1.000"
+        and values.shown_ratio(None) == "-"
+    )
     assert math.isclose(values.ratio(1, 3), 1 / 3)
     assert read.without_folders({"a": ["/x/y/z", "--out=/tmp/q/r"]}) == {"a": ["…/z", "--out=…/r"]}
     assert sum(STATE.values()) == values.ratio(sum(STATE.values()), 1)

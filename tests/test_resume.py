@@ -1,17 +1,34 @@
-"""Training goes on from checkpoints bit for bit; for kills see test_checkpoint_kill.py, for other meshes test_checkpoint_ranks.py."""
+"""Training goes on from checkpoints bit for bit; for kills see test_checkpoint_kill.py, for other meshes
+test_checkpoint_ranks.py."""
+
+import json
+import shlex
+from dataclasses import replace
 
 import pytest
 import torch
 from close import assert_same
+from launched import TINY, write_text
 
 import fzero
 from fzero import checkpoint, optim
-from fzero.core import precision
+from fzero.checkpoint.restore_state import restore_state
+from fzero.cli import pretrain as command
+from fzero.core import precision, pytree
+from fzero.core.tables import flat, put
 from fzero.models import GPT2Config, gpt2
+from fzero.run import placement
+from fzero.run.config_table import apply_table, from_table, to_table
+from fzero.run.resume.auto_resume import allowed_changes
+from fzero.run.run_folder import create_run
+from fzero.train.state import meta_state
 
 MESH = fzero.one_process()
 MODEL = gpt2(GPT2Config(vocab_size=17, max_len=8, d_model=8, n_layers=2, n_heads=2, d_ff=16, dropout=0.2, init_std=0.3))
-OPTIMIZERS = {"sgd": lambda: optim.sgd(0.1, 0.9, nesterov=True), "adamw": lambda: optim.adamw(optim.cosine(1e-2, 20), weight_decay=0.1)}
+OPTIMIZERS = {
+    "sgd": lambda: optim.sgd(0.1, 0.9, nesterov=True),
+    "adamw": lambda: optim.adamw(optim.cosine(1e-2, 20), weight_decay=0.1),
+}
 # A loss scale that rises every third step, and that overflows on the way.
 POLICIES = {
     "fp32": precision.fp32(),
@@ -21,10 +38,10 @@ POLICIES = {
 
 
 def start(optimizer, policy, seed=0):
-    tx = OPTIMIZERS[optimizer]()
+    tx = optim.with_average(OPTIMIZERS[optimizer](), 0.9)
     plan = fzero.zero_plan(0, MODEL, MESH, policy=POLICIES[policy])
-    step = fzero.make_train_step(MODEL, tx, plan, ema_decay=0.9)
-    return step, fzero.init_state(MODEL, tx, plan, seed=seed, ema=True)
+    step = fzero.make_train_step(MODEL, tx, plan)
+    return step, fzero.init_state(MODEL, tx, plan, seed=seed)
 
 
 def train(step, state, steps):
@@ -53,3 +70,134 @@ def test_ten_and_ten_steps_are_twenty_bit_for_bit(optimizer, policy, tmp_path):
     assert int(whole.step) == 20 and losses[0] != losses[10]
     if policy == "fp16":
         assert any(skipped for _, skipped, _ in second) and len({scale for *_, scale in second}) > 1
+
+
+def test_a_checkpoint_that_kept_the_average_in_extra_is_resumed(tmp_path):
+    tx, plan = optim.with_average(optim.adamw(1e-2), 0.9), fzero.zero_plan(0, MODEL, MESH)
+    state = fzero.init_state(MODEL, tx, plan, seed=3)
+    earlier = state._replace(
+        opt_state=state.opt_state.inner, extra={**state.extra, "ema": pytree.map(torch.neg, state.opt_state.average)}
+    )
+    path = checkpoint.save(tmp_path, earlier, step=0)
+    like, specs = meta_state(plan, tx), fzero.state_specs(plan, tx)
+    found = restore_state(path, like, specs, plan, None)
+    assert_same(found.opt_state, state.opt_state._replace(average=earlier.extra["ema"]))
+    with pytest.raises(ValueError, match=r"extra: .*extra/ema/"):
+        plain = optim.adamw(1e-2)
+        restore_state(path, meta_state(plan, plain), fzero.state_specs(plan, plain), plan, None)
+
+
+# ---- where a run is computed: its last attempt's placement is the next one's ----
+
+# Another value than the default of every key that a resumed run may change.
+PLACED = {
+    "mesh": {"dp": 2, "tp": 2},
+    "zero": 3,
+    "reduce": "canonical",
+    "sequence": True,
+    "accumulate": "full",
+    "prefetch": 2,
+    "reshard": False,
+    "offload": "params=nvme,opt=nvme,acts=host",
+    "nvme.folder": "a folder/on it's disk",
+    "nvme.buffer_mb": 64,
+    "precision.policy": "bf16",
+}
+BASE = {"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"remat": "full"}}
+NEEDS = {"nvme.folder": "offload", "nvme.buffer_mb": "offload"}
+
+
+def placed(*keys):
+    """The tiny config with other values of these keys."""
+    table = {}
+    for key in keys:
+        put(table, key, PLACED[key])
+    mesh = table.pop("mesh", {})
+    return replace(apply_table(from_table(BASE), table), mesh=mesh)
+
+
+def values(config):
+    found = dict(flat({key: value for key, value in to_table(config).items() if key != "mesh"}))
+    return {**found, "mesh": config.mesh}
+
+
+def changes_of(text):
+    """The values that a printed command gives, as the command line reads it: (changes, --out)."""
+    words = shlex.split(text)
+    words = words[words.index("pretrain") + 1 :]
+    given = command.pretrain.make_context("pretrain", words).params
+    out, mesh = given.pop("out"), given.pop("mesh")
+    others = ("resume", "auto_resume", "settings")
+    command.refuse_config({k: v for k, v in given.items() if v is not None and k not in others}, ())
+    return command.table_of(None, (), mesh, given), out
+
+
+def test_every_key_of_a_placement_is_tried_here():
+    assert set(PLACED) == set(placement.KEYS)
+    usual = values(from_table(BASE))
+    assert all(usual[key] != value for key, value in PLACED.items())
+
+
+@pytest.mark.parametrize("key", PLACED)
+def test_the_last_placement_is_kept_and_nothing_else_is(key):
+    needs = [NEEDS[key]] if key in NEEDS else []
+    before, last = placed(*needs), placed(*needs, key)
+    last = replace(last, train=replace(last.train, steps=700, memory_check=False))
+    kept = values(placement.keep_placement(before, last, last.mesh))
+    assert kept[key] == PLACED[key] and {k for k, v in values(before).items() if kept[k] != v} == {key}
+
+
+def test_fewer_processes_for_a_while_do_not_make_the_mesh_smaller_for_good():
+    fitted = replace(placed("zero"), mesh={"dp": 1})
+    kept = placement.keep_placement(placed("mesh"), fitted, None)
+    assert kept.mesh == PLACED["mesh"] and kept.zero == 3
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(), *((*NEEDS.get(key, "").split(), key) for key in PLACED), tuple(PLACED)],
+    ids=lambda keys: "+".join(keys) or "none",
+)
+def test_the_printed_command_leads_to_the_same_placement(keys, tmp_path):
+    last = placed(*keys)
+    text = placement.resume_command(tmp_path / "a run", last, 4 if "mesh" in keys else 1)
+    changes, out = changes_of(text)
+    assert out == tmp_path / "a run" and "\n" not in text and "--resume" in text
+    mesh = changes.pop("mesh", {})
+    again = replace(apply_table(from_table(BASE), changes), mesh=mesh)
+    without = ("reshard", "precision.policy")  # which have no flag: config.json carries them
+    assert {k: v for k, v in values(again).items() if k not in without} == {
+        k: v for k, v in values(last).items() if k not in without
+    }
+    if not keys:
+        assert text == f"fzero pretrain --out '{tmp_path}/a run' --resume"
+
+
+def test_all_processes_side_by_side_need_no_flag(tmp_path):
+    assert "--mesh" not in placement.resume_command(tmp_path, replace(placed(), mesh={"dp": 4}), 4)
+
+
+def test_a_command_that_resumes_by_itself_may_name_the_placement(tmp_path):
+    """`--auto-resume` with values of the placement that are not the run's."""
+    create_run(tmp_path / "run", placed(), None, corpus="data")
+    assert allowed_changes({"zero": 3, "prefetch": 2}, tmp_path / "run", None) == {"zero": 3, "prefetch": 2}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_last_attempt_was(tmp_path, fz, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    code, out, err = fz("pretrain", *TINY, "--steps", 9, "--stop-at", 1, "--out", "run", "--sample", "")
+    assert code == 0 and out.splitlines()[-2].endswith("--out run --resume"), (out, err)
+    flags = ["--zero", 3, "--reduce", "canonical", "--prefetch", 2, "--offload", "opt=host"]
+    resumed = ["pretrain", "--out", "run", "--resume", "--sample", ""]
+    for stop, more, zero in ((2, flags, 3), (3, [], 3), (4, ["--zero", 1], 1), (5, [], 1)):
+        code, out, err = fz(*resumed, "--stop-at", stop, *more)
+        (line,) = [line for line in out.splitlines() if "resume with: " in line]
+        assert code == 0 and line.endswith(
+            f"--resume --zero {zero} --reduce canonical --prefetch 2 --offload opt=host"
+        ), err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()]
+    assert [(line["zero"], line["offload"]) for line in lines] == [(0, "")] + [(3, "opt=host")] * 2 + [
+        (1, "opt=host")
+    ] * 2

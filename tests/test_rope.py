@@ -1,4 +1,5 @@
-"""Rotary embedding: every law of a kernel, layouts, far positions, views of one projection, and the published formula."""
+"""Rotary embedding: every law of a kernel, layouts, far positions, views of one projection, and the published
+formula."""
 
 import cmath
 import math
@@ -134,7 +135,9 @@ def test_products_depend_on_the_distance_alone(layout):
 
 def test_far_positions():
     # Up to a million: as accurate as torch's own cos and sin of the same float32 angle.
-    positions = torch.cat((torch.arange(4), 10 ** torch.arange(1, 7), torch.tensor([-5, 999_999, 123_457]))).to(laws.DEVICE)
+    positions = torch.cat((torch.arange(4), 10 ** torch.arange(1, 7), torch.tensor([-5, 999_999, 123_457]))).to(
+        laws.DEVICE
+    )
     frequencies = rope_frequencies(32, 5e5, RopeScaling(), laws.DEVICE)
     x = torch.ones((1, len(positions), 1, 32), device=laws.DEVICE)
     x[..., 16:] = 0  # out = (cos, sin)

@@ -6,7 +6,7 @@ from close import assert_close
 
 from fzero import models, one_process, zero_plan
 from fzero.core import prng
-from fzero.run.generate import draw, forward, generate, make_caches
+from fzero.run.generate import Sampling, draw, forward, generate, make_caches
 from fzero.train.streamed import parts_of
 
 GPT2 = models.GPT2Config(vocab_size=61, max_len=24, d_model=16, n_layers=2, n_heads=2, d_ff=32, init_std=0.3)
@@ -18,7 +18,10 @@ CONFIGS = {
     "llama": LLAMA,
     "moe": MOE,
     "mlp": models.MLPConfig(61, 24, 16, 2, 24),
-    **{f"llama {pattern}": models.LlamaConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3, pattern=pattern) for pattern in PATTERNS},
+    **{
+        f"llama {pattern}": models.LlamaConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3, pattern=pattern)
+        for pattern in PATTERNS
+    },
     "gpt2 window:4": models.GPT2Config(61, 24, 16, 2, 2, 32, init_std=0.3, pattern="window:4"),
 }
 
@@ -53,7 +56,7 @@ def test_logits_with_a_cache_are_those_without(name):
 def test_greedy_generation_is_argmax_step_by_step(name):
     model, params = made(name)
     tokens = prompt()
-    out = generate(model, params, tokens, 12, prng.key(0), temperature=0.0)
+    out = generate(model, params, tokens, 12, prng.key(0), sampling=Sampling(0.0))
     expected = tokens
     for _ in range(12):
         expected = torch.cat((expected, whole(model, params, expected)[:, -1].argmax(-1)[:, None]), 1)
@@ -72,7 +75,7 @@ def test_the_same_seed_writes_the_same_and_another_does_not():
 def test_draws_have_the_softmax_as_their_frequencies():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20000, 4)
     for temperature in (1.0, 0.5):
-        counts = draw(logits, prng.key(5), temperature, 0, 1.0).bincount(minlength=4) / 20000
+        counts = draw(logits, prng.key(5), Sampling(temperature)).bincount(minlength=4) / 20000
         assert (counts - (logits[0] / temperature).softmax(-1)).abs().max() < 0.012  # four standard deviations: 0.014
 
 
@@ -80,7 +83,7 @@ def test_top_k_and_top_p_draw_among_the_likeliest():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(5000, 4)
 
     def drawn(**cut):
-        return set(draw(logits, prng.key(6), 1.0, cut.get("top_k", 0), cut.get("top_p", 1.0)).tolist())
+        return set(draw(logits, prng.key(6), Sampling(**cut)).tolist())
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=2) == {0, 1} and drawn(top_k=9) == {0, 1, 2, 3}
@@ -89,9 +92,20 @@ def test_top_k_and_top_p_draw_among_the_likeliest():
 
 def test_ids_outside_the_tokenizer_are_not_drawn_and_eos_ends():
     model, params = made("mlp")
-    out = generate(model, params, torch.zeros(1, 1, dtype=torch.int64), 20, prng.key(0), temperature=50.0, vocab_size=3)
+    out = generate(
+        model, params, torch.zeros(1, 1, dtype=torch.int64), 20, prng.key(0), sampling=Sampling(50.0), vocab_size=3
+    )
     assert set(out[0].tolist()) == {0, 1, 2}
-    ended = generate(model, params, torch.zeros(1, 1, dtype=torch.int64), 20, prng.key(0), temperature=50.0, vocab_size=3, eos=2)
+    ended = generate(
+        model,
+        params,
+        torch.zeros(1, 1, dtype=torch.int64),
+        20,
+        prng.key(0),
+        sampling=Sampling(50.0),
+        vocab_size=3,
+        eos=2,
+    )
     assert ended[0, -1] == 2 and 2 not in ended[0, :-1] and ended.shape[1] < 21
     assert torch.equal(ended[0], out[0, : ended.shape[1]])
 
@@ -100,16 +114,21 @@ def test_ids_outside_the_tokenizer_are_not_drawn_and_eos_ends():
     ("change", "message"),
     [
         ({"n": 20}, "5 tokens of prompt and 20 more do not fit max_len=24; ask for at most 19"),
-        ({"tokens": torch.zeros(1, 30, dtype=torch.int64)}, "30 tokens of prompt and 1 more do not fit max_len=24; ask for at most 0"),
+        (
+            {"tokens": torch.zeros(1, 30, dtype=torch.int64)},
+            "30 tokens of prompt and 1 more do not fit max_len=24; ask for at most 0",
+        ),
         ({"tokens": torch.zeros(1, 0, dtype=torch.int64)}, "the prompt has no tokens"),
         ({"tokens": torch.tensor([[61]])}, "the prompt has the token 61"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"sampling": {"temperature": -1.0}}, "temperature is -1.0"),
+        ({"sampling": {"top_k": -1}}, "top_k is -1"),
+        ({"sampling": {"top_p": 0.0}}, "top_p is 0.0"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(change, message):
     model, params = made("llama")
     args = {"tokens": prompt(), "n": 1, "key": prng.key(0)} | change
     with pytest.raises(ValueError, match=message):
+        if "sampling" in args:
+            args["sampling"] = Sampling(**args["sampling"])
         generate(model, params, **args)

@@ -103,7 +103,9 @@ def test_every_term_over_a_sharded_vocabulary(impl):
     targets, mask = torch.randint(0, 2 * 11, (N,), generator=g), torch.rand(N, generator=g) < 0.7
     targets = torch.where(mask, targets, 10**12)  # what does not count may be anything
     expected = every_term(ONE, (x, w, targets, mask), "reference")
-    (loss, dx, dw), (other, _, dw_other) = ranks.run(2, every_term, (x.to(dtype), w.to(dtype), targets, mask), impl, mesh={"tp": 2})
+    (loss, dx, dw), (other, _, dw_other) = ranks.run(
+        2, every_term, (x.to(dtype), w.to(dtype), targets, mask), impl, mesh={"tp": 2}
+    )
     assert_same(loss, other)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if impl == "triton" else {"rtol": 1e-12, "atol": 1e-13}
     assert_close((loss, dx, torch.cat((dw, dw_other))), expected, **tolerance)

@@ -62,7 +62,9 @@ def test_the_first_rule_that_is_found_in_the_name_wins():
 
 
 def test_a_leaf_that_no_rule_matches_is_named():
-    with pytest.raises(ValueError, match=r"^my rules: no rule matches leaf 'blocks/attn/b_q' \(did you mean blocks/attn/w_q\?\)"):
+    with pytest.raises(
+        ValueError, match=r"^my rules: no rule matches leaf 'blocks/attn/b_q' \(did you mean blocks/attn/w_q\?\)"
+    ):
         match_rules((("embed/tokens", 1), ("blocks/attn/w_q", 2)), NAMES, what="my rules")
 
 
@@ -86,7 +88,10 @@ def test_every_axis_of_a_mesh_of_one_process_is_an_identity():
     assert mesh == make_mesh() == make_mesh({"dp": 1, "tp": 1}) and hash(mesh) == hash(make_mesh())
     assert [mesh[name] for name in AXES] == [Axis(name, 1, 0, None) for name in AXES]
     assert mesh.size == 1 and str(mesh) == "Mesh(one process)"
-    assert str(Mesh((Axis("dp", 4), Axis("tp", 2)))) == "Mesh(dp=4, tp=2)" and Mesh((Axis("dp", 4), Axis("tp", 2))).size == 8
+    assert (
+        str(Mesh((Axis("dp", 4), Axis("tp", 2)))) == "Mesh(dp=4, tp=2)"
+        and Mesh((Axis("dp", 4), Axis("tp", 2))).size == 8
+    )
 
 
 def test_mesh_errors_name_the_axis():
@@ -103,7 +108,11 @@ def test_mesh_errors_name_the_axis():
 
 # ---- plan -----------------------------------------------------------------------------------------------------------
 
-PARAMS = {"embed": {"tokens": torch.zeros(8, 6)}, "blocks": {"w": torch.zeros(3, 4, 5), "odd": torch.zeros(3, 7)}, "t": torch.zeros(())}
+PARAMS = {
+    "embed": {"tokens": torch.zeros(8, 6)},
+    "blocks": {"w": torch.zeros(3, 4, 5), "odd": torch.zeros(3, 7)},
+    "t": torch.zeros(()),
+}
 AT_4 = Mesh(tuple(Axis(name, 4 if name == "dp" else 1) for name in AXES))
 WHOLE = {"embed/tokens": "[·, ·]", "blocks/w": "[·, ·, ·]", "blocks/odd": "[·, ·]", "t": "[]"}
 # Dim 0, or dim 1 behind the layers; 7 is not divisible by 4 and a scalar has nothing to divide.
@@ -134,8 +143,8 @@ def test_a_plan_on_one_process():
 
 
 def test_what_is_owed_behind_a_micro_batch():
-    """Gradients in the layout at rest owe the replicas' sum; full ones, and those at stages 0 and 1, that of all data ranks; canonical
-    ones nothing."""
+    """Gradients in the layout at rest owe the replicas' sum; full ones, and those at stages 0 and 1, that of all data
+    ranks; canonical ones nothing."""
     mesh = fake_mesh({"dp": 4, "rp": 2})
     grads = {o: texts(zero_plan(2, PARAMS, mesh, **dict([o])).grads)["blocks/w"] for o in OPTIONS}
     assert list(grads.values()) == ["[·, ·/dp, ·] +rp", "[·, ·, ·] +dp +rp", "[·, ·/dp, ·]"]
@@ -173,7 +182,9 @@ def test_plan_errors():
     for stage in (4, -1, "3"):
         with pytest.raises(ValueError, match=re.escape(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")):
             zero_plan(stage, PARAMS, one_process())
-    with pytest.raises(ValueError, match=r"embed: dim 1 has size 6, not divisible by tp=4; use one of 1, 2, 3, 6, or pad it to 8"):
+    with pytest.raises(
+        ValueError, match=r"embed: dim 1 has size 6, not divisible by tp=4; use one of 1, 2, 3, 6, or pad it to 8"
+    ):
         zero_plan(1, small(("embed", "[V, D/tp]"), ("blocks/w", "[L, D, F]")), fake_mesh({"tp": 4}))
     with pytest.raises(ValueError, match=r"embed: its spec \[·\] has 1 dims and the leaf has 2"):
         zero_plan(1, small(("embed", "[V]"), (".*", "[L, D, F]")), AT_4)
@@ -186,16 +197,39 @@ def test_a_printed_plan_shows_every_leaf():
     # 8 6 + 3 4 5 + 3 7 + 1
     assert lines[0] == "ZeRO stage 2 on dp=4: 130 parameters, 130 at rest on a rank"
     rows = {line.split()[0]: re.split(r" {2,}", line) for line in lines[1:-3]}
-    assert rows["leaf"] == ["leaf", "shape", "compute", "params", "grads", "optimizer", "params bytes", "grads bytes", "communicated"]
+    assert rows["leaf"] == [
+        "leaf",
+        "shape",
+        "compute",
+        "params",
+        "grads",
+        "optimizer",
+        "params bytes",
+        "grads bytes",
+        "communicated",
+    ]
     said = "psum_scatter dp a micro-batch, all_gather dp after the update"
-    assert rows["embed/tokens"] == ["embed/tokens", "8×6", "[·, ·]", "[·, ·]", "[·/dp, ·]", "[·/dp, ·]", "192", "48", said]
+    assert rows["embed/tokens"] == [
+        "embed/tokens",
+        "8×6",
+        "[·, ·]",
+        "[·, ·]",
+        "[·/dp, ·]",
+        "[·/dp, ·]",
+        "192",
+        "48",
+        said,
+    ]
     assert rows["t"][1] == "scalar" and rows["t"][-1] == "psum dp a step" and set(rows) == {"leaf", *WHOLE}
     assert lines[-3] == "not divisible by dp=4, so whole on every rank: blocks/odd, t"
     sharded, whole = 48 + 60, 21 + 1
     a_part, a_step = 4 * sharded * 3 // 4, 4 * (sharded * 3 // 4 + 2 * whole * 3 / 4)
     sent = f"a rank sends {a_part:,.0f} bytes a micro-batch and {a_step:,.0f} a step"
     assert lines[-1] == f"{sent}; sums of gradients travel in float32"
-    held = f"520 bytes of parameters in float32, {4 * (sharded // 4 + whole)} bytes of gradients between micro-batches in float32"
+    held = (
+        f"520 bytes of parameters in float32, {4 * (sharded // 4 + whole)} bytes of gradients between "
+        "micro-batches in float32"
+    )
     assert lines[-2] == f"policy fp32: a rank holds {held}"
 
 
@@ -203,10 +237,15 @@ def test_a_printed_plan_has_the_bytes_of_its_policy():
     lines = str(zero_plan(1, PARAMS, AT_4, policy=bf16())).splitlines()
     rows = {line.split()[0]: re.split(r" {2,}", line) for line in lines[1:-3]}
     assert rows["leaf"][6:9] == ["params bytes", "grads bytes", "master bytes"]
-    assert rows["embed/tokens"][6:9] == ["96", "192", "48"]  # 48 elements: all in bfloat16, all in float32, a quarter in float32
+    assert rows["embed/tokens"][6:9] == [
+        "96",
+        "192",
+        "48",
+    ]  # 48 elements: all in bfloat16, all in float32, a quarter in float32
     sharded, whole = 48 + 60, 21 + 1
     assert lines[-2] == (
-        f"policy bf16: a rank holds {2 * 130} bytes of parameters in bfloat16, {4 * 130} bytes of gradients between micro-batches in "
+        f"policy bf16: a rank holds {2 * 130} bytes of parameters in bfloat16, {4 * 130} bytes of gradients between "
+        "micro-batches in "
         f"float32, {4 * (sharded // 4 + whole)} bytes of master weights in float32"
     )
 

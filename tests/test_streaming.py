@@ -16,7 +16,10 @@ from fzero.core.stack import reference, stack
 
 F64 = torch.float64
 B, D, F = 3, 4, 6
-POLICIES = {text: Remat.parse(text) for text in ("none", "full", "every:2", "every:3", "every:100", "selective:0.5", "selective:0.0")}
+POLICIES = {
+    text: Remat.parse(text)
+    for text in ("none", "full", "every:2", "every:3", "every:100", "selective:0.5", "selective:0.0")
+}
 
 
 class Ctx(NamedTuple):
@@ -88,6 +91,7 @@ def test_float32_is_bitwise_under_every_policy_too():
             assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_is_the_loop_and_every_policy_gives_the_same_bits():
     args = arguments(3)
     base = value_and_grads(with_options(compiled=True), *args)
@@ -96,7 +100,12 @@ def test_compiled_is_the_loop_and_every_policy_gives_the_same_bits():
         assert_same(value_and_grads(with_options(compiled=True, remat=POLICIES[text]), *args), base)
     assert_close(stack(block, *args, compiled=True), reference(block, *args), rtol=1e-12)
     # A budget gives another program for the backward pass, and the same numbers.
-    assert_close(value_and_grads(with_options(compiled=True, remat=POLICIES["selective:0.0"]), *args), base, rtol=1e-11, atol=1e-13)
+    assert_close(
+        value_and_grads(with_options(compiled=True, remat=POLICIES["selective:0.0"]), *args),
+        base,
+        rtol=1e-11,
+        atol=1e-13,
+    )
 
 
 def test_gradients_of_x_alone_and_of_some_leaves():
@@ -105,7 +114,10 @@ def test_gradients_of_x_alone_and_of_some_leaves():
         for argnums in (0, 1):
             got, want = (torch.func.grad(loss_of(run), argnums=argnums)(layers, x, ctx) for run in (form, reference))
             assert_close(got, want, rtol=1e-12, atol=1e-14)
-        got, want = (torch.func.grad(lambda b, run=run: loss_of(run)({**layers, "b": b}, x, ctx))(layers["b"]) for run in (form, reference))
+        got, want = (
+            torch.func.grad(lambda b, run=run: loss_of(run)({**layers, "b": b}, x, ctx))(layers["b"])
+            for run in (form, reference)
+        )
         assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
@@ -128,7 +140,12 @@ def test_a_second_backward_pass_through_the_same_graph():
             assert_close(list(got), [scale * g for g in pytree.leaves(expected)], rtol=1e-12, atol=1e-13)
         _, vjp = torch.func.vjp(lambda p, policy=policy: loss_of(with_options(remat=policy))(p, x, ctx), layers)
         for scale in (1.0, 2.0):
-            assert_close(vjp(torch.tensor(scale, dtype=F64))[0], pytree.map(lambda g, s=scale: s * g, expected), rtol=1e-12, atol=1e-13)
+            assert_close(
+                vjp(torch.tensor(scale, dtype=F64))[0],
+                pytree.map(lambda g, s=scale: s * g, expected),
+                rtol=1e-12,
+                atol=1e-13,
+            )
 
 
 def test_x_may_be_a_tree_with_parts_that_pass_through():
@@ -156,7 +173,12 @@ def test_ctx_may_hold_other_values_from_call_to_call():
     for gain in (0.5, 2.0, 1, True, 1.0):
         for shift in (ctx.shift, 3.0 * ctx.shift):
             now = ctx._replace(gain=gain, shift=shift)
-            assert_close(value_and_grads(stack, layers, x, now), value_and_grads(reference, layers, x, now), rtol=1e-12, atol=1e-14)
+            assert_close(
+                value_and_grads(stack, layers, x, now),
+                value_and_grads(reference, layers, x, now),
+                rtol=1e-12,
+                atol=1e-14,
+            )
     # 1, 1.0 and True are equal and hash alike; a block may tell them apart.
     seen = []
 
@@ -174,7 +196,9 @@ def test_a_block_that_ignores_its_arguments():
     for still in (lambda p, x, ctx: x, lambda p, x, ctx: x.detach() * 2.0, lambda p, x, ctx: torch.ones_like(x)):
         for policy in (Remat(), Remat(every=2)):
             got, want = (
-                torch.func.grad(lambda p, x, run=run, still=still: (run(still, p, x, ctx) ** 2).sum(), argnums=(0, 1))(layers, x)
+                torch.func.grad(lambda p, x, run=run, still=still: (run(still, p, x, ctx) ** 2).sum(), argnums=(0, 1))(
+                    layers, x
+                )
                 for run in (with_options(remat=policy), reference)
             )
             assert_same(got, want)
@@ -196,7 +220,8 @@ def test_leaves_that_disagree_on_the_number_of_layers_are_named():
     for wrong in (torch.zeros(4, F, dtype=F64), torch.zeros((), dtype=F64)):
         for run in (stack, reference):
             with pytest.raises(
-                ValueError, match=r"the leaves of a stack must agree in their first dim \(layers\); they have .*'b': (4|None)"
+                ValueError,
+                match=r"the leaves of a stack must agree in their first dim \(layers\); they have .*'b': (4|None)",
             ):
                 run(block, {**layers, "b": wrong}, x, ctx)
 
@@ -204,7 +229,9 @@ def test_leaves_that_disagree_on_the_number_of_layers_are_named():
 # ---- transforms -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ({}, {"remat": Remat(every=2)}, {"compiled": True}), ids=("plain", "every:2", "compiled"))
+@pytest.mark.parametrize(
+    "options", ({}, {"remat": Remat(every=2)}, {"compiled": True}), ids=("plain", "every:2", "compiled")
+)
 def test_every_transform(options):
     layers, x, ctx = arguments(2)
 
@@ -220,7 +247,9 @@ def test_every_transform(options):
             "vmap over examples of grad": torch.vmap(grad, (None, 0, None))(layers, many, ctx),
             "jvp": torch.func.jvp(lambda p: loss(p, x, ctx), (layers,), (tangent,)),
             "hessian-vector": torch.func.jvp(lambda p: grad(p, x, ctx), (layers,), (tangent,))[1],
-            "grad of grad": torch.func.grad(lambda p: sum((g**2).sum() for g in pytree.leaves(grad(p, x, ctx))))(layers),
+            "grad of grad": torch.func.grad(lambda p: sum((g**2).sum() for g in pytree.leaves(grad(p, x, ctx))))(
+                layers
+            ),
             "hessian": torch.func.hessian(lambda b: loss({**layers, "b": b}, x, ctx))(layers["b"]),
         }
 
@@ -265,7 +294,9 @@ def test_traced_once_whatever_the_depth(monkeypatch):
 
     for depth, policy in ((2, Remat(budget=0.5)), (6, Remat(budget=0.5)), (6, Remat(budget=0.5, every=2))):
         layers, x, ctx = arguments(depth)
-        torch.func.grad(lambda p, x=x, ctx=ctx, policy=policy: (stack(own_block, p, x, ctx, remat=policy) ** 2).sum())(layers)
+        torch.func.grad(lambda p, x=x, ctx=ctx, policy=policy: (stack(own_block, p, x, ctx, remat=policy) ** 2).sum())(
+            layers
+        )
     assert calls == [0.5]
     layers, x, ctx = arguments(2)
     stack(own_block, layers, torch.cat((x, x)), ctx, remat=Remat(budget=0.5))
@@ -279,7 +310,9 @@ class Saved:
         self.tensor = tensor
 
 
-@pytest.mark.parametrize("text, after_forward, most", (("none", 12, 12), ("full", 0, 2), ("every:2", 0, 4), ("every:3", 0, 6)))
+@pytest.mark.parametrize(
+    "text, after_forward, most", (("none", 12, 12), ("full", 0, 2), ("every:2", 0, 4), ("every:3", 0, 6))
+)
 def test_residuals_are_kept_and_freed_as_the_policy_says(text, after_forward, most):
     """The block keeps two tensors with F columns a layer: tanh's output, and sin's input."""
     layers, x, ctx = arguments(6)

@@ -1,4 +1,5 @@
-"""Tables of all ranks (fzero/comm/tables.py): rows in the order of ranks, sums, flags, a barrier, and what they send."""
+"""Tables of all ranks (fzero/comm/tables.py): rows in the order of ranks, sums, flags, a barrier, and what they
+send."""
 
 import time
 
@@ -35,7 +36,9 @@ def test_every_rank_has_the_rows_of_all_in_their_order(sizes):
 
 def test_one_process_is_its_own_table():
     mesh, row = one_process(), torch.tensor([1.5, 2.0])
-    assert gather_rows(row, mesh, leaf="rows").tolist() == [[1.5, 2.0]] and sum_rows(row, mesh, leaf="sum").tolist() == [1.5, 2.0]
+    assert gather_rows(row, mesh, leaf="rows").tolist() == [[1.5, 2.0]] and sum_rows(
+        row, mesh, leaf="sum"
+    ).tolist() == [1.5, 2.0]
     assert any_rank(2, mesh) == 2 and barrier(mesh) is None
 
 

@@ -1,4 +1,5 @@
-"""Tensor and sequence parallelism of the models: the numbers of one process, Megatron's communication, and mistakes that must show."""
+"""Tensor and sequence parallelism of the models: the numbers of one process, Megatron's communication, and mistakes
+that must show."""
 
 import contextlib
 import re
@@ -55,7 +56,9 @@ def params_of(model):
 
 
 def specs_of(model, params, mesh):
-    return {n: Spec.parse(text) for n, text in match_rules(model.rules(mesh), list(pytree.named_leaves(params))).items()}
+    return {
+        n: Spec.parse(text) for n, text in match_rules(model.rules(mesh), list(pytree.named_leaves(params))).items()
+    }
 
 
 def cut(params, specs, tp):
@@ -73,7 +76,9 @@ def fetch(params, specs, tp, sequence):
     """What whoever fetches leaves owes to those that are whole and used differently by each rank: pvary."""
     named = pytree.named_leaves(params)
     owed = {n for n, s in specs.items() if "tp" in s.partial or (sequence and "tp" not in s.axes)}
-    return pytree.from_named({n: pvary(x, tp, leaf=f"gradient of {n}") if n in owed else x for n, x in named.items()}, params)
+    return pytree.from_named(
+        {n: pvary(x, tp, leaf=f"gradient of {n}") if n in owed else x for n, x in named.items()}, params
+    )
 
 
 def put_together(parts, specs):
@@ -158,7 +163,9 @@ def eager_and_compiled(mesh, name, batch, sequence):
 @pytest.mark.exhaustive
 def test_a_compiled_block_gives_the_same_numbers_by_the_same_communication():
     """Nor does its backward pass repeat a collective of the forward pass."""
-    for (grads, out, rows), compiled in ranks.run(2, call, eager_and_compiled, "gpt2 tied", (batch_of(), True), {}, mesh={"tp": 2}):
+    for (grads, out, rows), compiled in ranks.run(
+        2, call, eager_and_compiled, "gpt2 tied", (batch_of(), True), {}, mesh={"tp": 2}
+    ):
         assert_close(compiled[0], grads, rtol=1e-10, atol=1e-12)
         assert_close(compiled[1], out, rtol=1e-10)
         assert sorted(compiled[2]) == sorted(rows)
@@ -210,7 +217,9 @@ def all_logits(mesh, name, batch, sequence=False):
     return torch.func.grad(f, has_aux=True)(params)
 
 
-@pytest.mark.parametrize("name, n, sequence", [("gpt2 tied", 4, False), ("llama", 2, True), ("mlp", 4, False), ("moe dropless", 2, False)])
+@pytest.mark.parametrize(
+    "name, n, sequence", [("gpt2 tied", 4, False), ("llama", 2, True), ("mlp", 4, False), ("moe dropless", 2, False)]
+)
 def test_logits(name, n, sequence):
     compare(name, n, batch_of(), sequence, fn=all_logits)
 
@@ -233,20 +242,26 @@ def volumes(mesh, name, sequence):
 @pytest.mark.parametrize("n", (2, 4))
 @pytest.mark.parametrize("name", ("gpt2 tied", "llama", "moe dropless"))
 def test_a_layer_communicates_what_megatron_s_does(name, n, sequence):
-    """Shoeybi et al. 2019, section 3: two all-reduces of [B, T, D] in each pass of a layer; Korthikanti et al. 2022, section 4.2.2: two
-    all-gathers and two reduce-scatters, as many bytes. Key/value heads that ranks share add nothing to that, and routing a little.
-    """
+    """Shoeybi et al. 2019, section 3: two all-reduces of [B, T, D] in each pass of a layer; Korthikanti et al. 2022,
+    section 4.2.2: two all-gathers and two reduce-scatters, as many bytes. Key/value heads that ranks share add nothing
+    to that, and routing a little."""
     got = ranks.run(n, volumes, name, sequence, mesh={"tp": n})[0]
     x, top_k, experts = (n - 1) * B * T * D // n, 2, 3
-    enters = {"forward": {"all_gather": x}, "backward": {"psum_scatter": x}} if sequence else {"backward": {"psum": 2 * x}}
-    leaves = {"forward": {"psum_scatter": x}, "backward": {"all_gather": x}} if sequence else {"forward": {"psum": 2 * x}}
+    enters = (
+        {"forward": {"all_gather": x}, "backward": {"psum_scatter": x}} if sequence else {"backward": {"psum": 2 * x}}
+    )
+    leaves = (
+        {"forward": {"psum_scatter": x}, "backward": {"all_gather": x}} if sequence else {"forward": {"psum": 2 * x}}
+    )
 
     expected = {}
 
     def add(what, calls, *passes):
         for one in passes:
             for phase, collectives in one.items():
-                expected.update({(phase, what, kind): (calls, calls * elements) for kind, elements in collectives.items()})
+                expected.update(
+                    {(phase, what, kind): (calls, calls * elements) for kind, elements in collectives.items()}
+                )
 
     add("blocks/attn", L, enters, leaves)
     add("blocks/moe" if "moe" in name else "blocks/mlp", L, enters, leaves)
@@ -264,7 +279,9 @@ def test_a_layer_communicates_what_megatron_s_does(name, n, sequence):
     assert activations == expected
     # The rest is the sums that the fetch of a leaf owes.
     owed = {key for key in got if key not in activations}
-    whole = {leaf for leaf in leaves_of(name) if re.search("norm|/ln_|/b_o|positions|router", leaf)} if sequence else set()
+    whole = (
+        {leaf for leaf in leaves_of(name) if re.search("norm|/ln_|/b_o|positions|router", leaf)} if sequence else set()
+    )
     shared = {"blocks/attn/w_k", "blocks/attn/w_v"} if name != "gpt2 tied" and n == 4 else set()
     assert owed == {("backward", f"gradient of {leaf}", "psum") for leaf in whole | shared}
 
@@ -306,10 +323,34 @@ MISTAKES = {
         "Terms",
         lambda f: lambda z, s, c, first, n: f(z, s, c, (first + n // 4) % n, n),
     ),
-    "a key/value head is another rank's": ("llama", False, layers, "own_part", lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim)),
-    "the positions are another rank's": ("gpt2", True, gpt2, "own_part", lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim)),
-    "a range is dropped out as another": ("gpt2", True, layers, "sequence_axis", lambda f: lambda ctx: other_rank(f(ctx))),
-    "routing weights enter without pvary": ("moe dropless", False, mixtral, "enter_routing", lambda f: lambda ids, w, ctx: (ids, w)),
+    "a key/value head is another rank's": (
+        "llama",
+        False,
+        layers,
+        "narrow_part",
+        lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim),
+    ),
+    "the positions are another rank's": (
+        "gpt2",
+        True,
+        gpt2,
+        "narrow_part",
+        lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim),
+    ),
+    "a range is dropped out as another": (
+        "gpt2",
+        True,
+        layers,
+        "sequence_axis",
+        lambda f: lambda ctx: other_rank(f(ctx)),
+    ),
+    "routing weights enter without pvary": (
+        "moe dropless",
+        False,
+        mixtral,
+        "enter_routing",
+        lambda f: lambda ids, w, ctx: (ids, w),
+    ),
     "statistics are of one range": ("moe dropless", True, mixtral, "psum", nothing),
     "whole leaves owe nothing": ("llama", True, sys.modules[__name__], "pvary", nothing),
 }
@@ -338,12 +379,23 @@ def test_a_mistake_shows(what):
 @pytest.mark.parametrize(
     "config, tp, message",
     [
-        (models.GPT2Config(**HEADS), 3, "blocks/attn/w_q: dim 2 has 4 heads (n_heads), not divisible by tp=3; use tp in {1, 2, 4} or"),
-        (models.LlamaConfig(**GQA), 8, "blocks/attn/w_q: dim 2 has 4 heads (n_heads), not divisible by tp=8; use tp in {1, 2, 4} or"),
+        (
+            models.GPT2Config(**HEADS),
+            3,
+            "blocks/attn/w_q: dim 2 has 4 heads (n_heads), not divisible by tp=3; use tp in {1, 2, 4} or",
+        ),
+        (
+            models.LlamaConfig(**GQA),
+            8,
+            "blocks/attn/w_q: dim 2 has 4 heads (n_heads), not divisible by tp=8; use tp in {1, 2, 4} or",
+        ),
         (
             models.LlamaConfig(**{**GQA, "n_heads": 12, "n_kv_heads": 3}),
             2,
-            "blocks/attn/w_k: dim 2 has 3 heads (n_kv_heads), not divisible by tp=2; use tp in {1} or change n_kv_heads to 4",
+            (
+                "blocks/attn/w_k: dim 2 has 3 heads (n_kv_heads), not divisible by tp=2; use tp in {1} or change "
+                "n_kv_heads to 4"
+            ),
         ),
         (
             models.GPT2Config(**{**HEADS, "d_ff": 13}),

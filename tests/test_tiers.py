@@ -30,7 +30,9 @@ class Item(SimpleNamespace):
         self.marks.append(mark.name)
 
 
-@pytest.mark.parametrize(("marks", "every"), [([], 9), (["each_value"], 3), (["each_pair"], 9), (["each_value", "exhaustive"], 9)])
+@pytest.mark.parametrize(
+    ("marks", "every"), [([], 9), (["each_value"], 3), (["each_pair"], 9), (["each_value", "exhaustive"], 9)]
+)
 def test_the_others_are_marked(marks, every):
     items = [
         Item(path="test_a.py", originalname="test", callspec=SimpleNamespace(params={"a": a, "b": b}), marks=[*marks])

@@ -1,5 +1,6 @@
 """Layers in tiles are the whole layers: values, derivatives, what is alive, and from where their parameters come."""
 
+import dataclasses
 import gc
 import os
 import threading
@@ -19,7 +20,15 @@ from fzero.core.compile import have_compiler, vjp_pair
 from fzero.core.precision import fp64
 from fzero.kernels.registry import observe
 from fzero.models import tiled_linear as tiling
-from fzero.models.tiled_linear import TiledLinear, TiledMLP, read_ahead, tile_spans, tiled_gelu_mlp, tiled_linear, tiled_mlp
+from fzero.models.tiled_linear import (
+    TiledLinear,
+    TiledMLP,
+    read_ahead,
+    tile_spans,
+    tiled_gelu_mlp,
+    tiled_linear,
+    tiled_mlp,
+)
 
 F64 = torch.float64
 N, D, FF = 5, 6, 7  # FF is prime: every count of tiles but 1 and 7 is uneven
@@ -42,7 +51,12 @@ LAYERS = {
         lambda n, d, f: ((n, d), (d, f), (f,)),
         lambda d, f: f,
     ),
-    "rows": (lambda x, w: x @ w, lambda *t, tiles: tiled_linear(*t, tiles, dim=0), lambda n, d, f: ((n, d), (d, f)), lambda d, f: d),
+    "rows": (
+        lambda x, w: x @ w,
+        lambda *t, tiles: tiled_linear(*t, tiles, dim=0),
+        lambda n, d, f: ((n, d), (d, f)),
+        lambda d, f: d,
+    ),
     "rows and bias": (
         lambda x, w, b: x @ w + b,
         lambda x, w, b, tiles: tiled_linear(x, w, tiles, b, dim=0),
@@ -128,7 +142,9 @@ def test_laws(layer):
 def test_traced(layer):
     """In a graph of a block, too, no hidden activations are kept for the backward pass."""
     f, tensors = form(layer, 4), drawn(layer, 16, 6, 32)
-    pair = vjp_pair(lambda *t: [f("tiled", *t)], len(tensors), compiled=layer == "swiglu" and have_compiler(), budget=0.99)
+    pair = vjp_pair(
+        lambda *t: [f("tiled", *t)], len(tensors), compiled=layer == "swiglu" and have_compiler(), budget=0.99
+    )
     outs, residuals = pair.forward(tensors)
     kept = {t.untyped_storage().data_ptr() for t in residuals if isinstance(t, torch.Tensor)}
     assert kept <= {t.untyped_storage().data_ptr() for t in tensors}
@@ -153,7 +169,10 @@ def test_a_trace_holds_a_layer_as_one_node():
     x, *params = drawn("swiglu")
     graph = make_fx(torch.func.grad(lambda x: tiled_mlp(x, *params, 3).sum()))(x).graph
     called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    assert [name for name in called if "tiled" in name] == ["fzero.tiled_layer.default", "fzero.tiled_layer_backward.default"]
+    assert [name for name in called if "tiled" in name] == [
+        "fzero.tiled_layer.default",
+        "fzero.tiled_layer_backward.default",
+    ]
     assert not [name for name in called if "mm" in name]
 
 
@@ -184,7 +203,9 @@ def test_transforms(layer):
     def loss(impl, *t):
         return f(impl, *t).square().sum()
 
-    grads, expected = (torch.func.grad(lambda *t, k=k: loss(k, *t), argnums=which)(*tensors) for k in ("tiled", "reference"))
+    grads, expected = (
+        torch.func.grad(lambda *t, k=k: loss(k, *t), argnums=which)(*tensors) for k in ("tiled", "reference")
+    )
     assert_close(list(grads), list(expected), rtol=1e-12, atol=1e-12)
     leaves = [t.clone().requires_grad_() for t in tensors]
     assert_same(list(torch.autograd.grad(loss("tiled", *leaves), leaves)), list(grads))
@@ -195,7 +216,9 @@ def test_transforms(layer):
     out, tangent = torch.func.jvp(lambda *t: f("tiled", *t), tuple(tensors), tuple(drawn(layer, seed=3)))
     want, want_tangent = torch.func.jvp(lambda *t: f("reference", *t), tuple(tensors), tuple(drawn(layer, seed=3)))
     assert_same([out, tangent], [want, want_tangent])
-    jacobian, expected = (torch.func.jacrev(lambda x, k=k: f(k, x, *tensors[1:]))(tensors[0]) for k in ("tiled", "reference"))
+    jacobian, expected = (
+        torch.func.jacrev(lambda x, k=k: f(k, x, *tensors[1:]))(tensors[0]) for k in ("tiled", "reference")
+    )
     assert_close(jacobian, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -257,9 +280,13 @@ def test_frozen_parameters_have_no_gradients_computed(layer, monkeypatch):
     puts = []
     run = TiledLinear if layer.startswith("columns") else TiledMLP
     backward = run.backward
-    monkeypatch.setattr(run, "backward", lambda self, fetch, put, *a: puts.append(put) or backward(self, fetch, put, *a))
+    monkeypatch.setattr(
+        run, "backward", lambda self, fetch, put, *a: puts.append(put) or backward(self, fetch, put, *a)
+    )
     whole, tiled, *_ = LAYERS[layer]
-    dx = [torch.autograd.grad(g(x.requires_grad_(), *params).sum(), x)[0] for g in (whole, lambda *t: tiled(*t, tiles=2))]
+    dx = [
+        torch.autograd.grad(g(x.requires_grad_(), *params).sum(), x)[0] for g in (whole, lambda *t: tiled(*t, tiles=2))
+    ]
     assert puts == [None]
     assert_close(dx[1], dx[0], rtol=1e-12, atol=1e-13)
     assert_same(torch.func.grad(lambda x: tiled(x, *params, tiles=2).sum())(x.detach()), dx[1])
@@ -270,17 +297,23 @@ def test_the_form_of_swiglu_is_passed_on():
     tensors = drawn("swiglu", dtype=torch.float32)
     with observe() as used:
         for impl in ("triton", "reference"):
-            laws.numbers(lambda k, *t, i=impl: swiglu_whole(*t) if k == "reference" else tiled_mlp(*t, 3, impl=i), tensors, torch.float32)
+            laws.numbers(
+                lambda k, *t, i=impl: swiglu_whole(*t) if k == "reference" else tiled_mlp(*t, 3, impl=i),
+                tensors,
+                torch.float32,
+            )
     assert used == {"swiglu": {"triton", "reference"}}
     with pytest.raises(ValueError, match="swiglu: impl is 'tritn'"):
         tiled_mlp(*tensors, 3, impl="tritn")
 
 
-# ---- tiles from elsewhere ------------------------------------------------------------------------------------------------
+# ---- tiles from elsewhere
+# ------------------------------------------------------------------------------------------------
 
 
 class Source:
-    """Tiles copied out of whole parameters when they are fetched; it counts those that are alive, and in what order they were asked for."""
+    """Tiles copied out of whole parameters when they are fetched; it counts those that are alive, and in what order
+    they were asked for."""
 
     def __init__(self, params, dims, spans):
         self.params, self.dims, self.spans = params, dims, spans
@@ -343,7 +376,9 @@ def of_leaves(f, tensors, dy):
 STREAMED = ("columns", "columns and bias", "rows", "swiglu", "gelu", "gelu and biases")
 
 
-@pytest.mark.parametrize("ahead", (0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)))
+@pytest.mark.parametrize(
+    "ahead", (0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow))
+)
 @pytest.mark.parametrize("layer", STREAMED)
 def test_streamed_is_the_whole_layer_with_few_tiles_alive(layer, ahead):
     run, x, source = streamed(layer)
@@ -421,7 +456,10 @@ def test_rows_of_files(tmp_path):
         dx = run.backward(ahead, put, x, dy)
     for file in (*files[0], *files[1]):
         os.close(file)
-    read = [torch.frombuffer(bytearray((tmp_path / f"{k}.grad").read_bytes()), dtype=F64).reshape(FF, D).to(x.device) for k in range(3)]
+    read = [
+        torch.frombuffer(bytearray((tmp_path / f"{k}.grad").read_bytes()), dtype=F64).reshape(FF, D).to(x.device)
+        for k in range(3)
+    ]
     expected = of_leaves(swiglu_whole, [x, *params], dy)
     assert_close([y, dx, read[0].t(), read[1].t(), read[2]], [expected[0], *expected[1]], rtol=1e-12, atol=1e-13)
 
@@ -475,7 +513,8 @@ def test_an_error_of_the_source_is_raised_and_its_thread_ends():
         assert threading.active_count() == before
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_spans():
@@ -494,7 +533,9 @@ def test_counts_that_are_refused(layer):
     most = LAYERS[layer][3](D, FF)
     for tiles in (0, -1, most + 1):
         for t in (tensors, [x.requires_grad_() for x in tensors]):
-            with pytest.raises(ValueError, match=rf"tiles is {tiles}; .* has size {most}, so tiles must be in 1..{most}"):
+            with pytest.raises(
+                ValueError, match=rf"tiles is {tiles}; .* has size {most}, so tiles must be in 1..{most}"
+            ):
                 form(layer, tiles)("tiled", *t)
         with pytest.raises(ValueError, match=f"tiles is {tiles}"):
             torch.vmap(lambda x, k=tiles: form(layer, k)("tiled", x, *tensors[1:]))(tensors[0].detach())
@@ -523,12 +564,13 @@ def test_a_model_in_tiles_is_the_model(family):
     """Losses and updated parameters of a whole step, in float64, by every remat policy."""
     sizes = {"vocab_size": 31, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 24}
     config = models.GPT2Config(**sizes) if family == "gpt2" else models.LlamaConfig(**sizes, n_kv_heads=2)
-    model, mesh, tx = models.build(config), one_process(), optim.sgd(0.1)
-    plan, tokens = zero_plan(0, model, mesh, policy=fp64()), torch.arange(18).reshape(2, 9) % 31
+    mesh, tx, tokens = one_process(), optim.sgd(0.1), torch.arange(18).reshape(2, 9) % 31
     results = []
     for tiles, remat in ((1, "none"), (5, "none"), (5, "full")):
+        model = models.build(dataclasses.replace(config, mlp_tiles=tiles))
+        plan = zero_plan(0, model, mesh, policy=fp64())
         state = init_state(model, tx, plan, seed=0)
-        step = make_train_step(model, tx, plan, execution=Execution(remat=remat, mlp_tiles=tiles))
+        step = make_train_step(model, tx, plan, execution=Execution(remat=remat))
         state, metrics = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
         results.append((metrics.loss, torch.cat([leaf.reshape(-1) for leaf in pytree.leaves(state.params)])))
     for loss, params in results[1:]:

@@ -14,7 +14,8 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "torch_privat
 
 
 def private_names(source):
-    """The dotted names of torch with a part that begins with an underscore, as (name, line); operators of torch.ops are not counted."""
+    """The dotted names of torch with a part that begins with an underscore, as (name, line); operators of torch.ops are
+    not counted."""
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
@@ -32,12 +33,22 @@ def private_names(source):
 
 def users(name):
     """The files of the package that use a name of torch_private."""
-    return [str(path.relative_to(ROOT)) for path in FILES if "torch_private" in (text := path.read_text()) and name in text]
+    return [
+        str(path.relative_to(ROOT)) for path in FILES if "torch_private" in (text := path.read_text()) and name in text
+    ]
 
 
 def test_private_names_are_seen():
-    source = "import torch._dynamo\nfrom torch.utils import _pytree\ntorch._C._f(torch.ops.aten._to_copy, torch.add)\nx._cdata"
-    assert [name for name, _ in private_names(source)] == ["torch._dynamo", "torch.utils._pytree", "torch._C._f", "torch._C"]
+    source = (
+        "import torch._dynamo\nfrom torch.utils import _pytree\ntorch._C._f(torch.ops.aten._to_copy, "
+        "torch.add)\nx._cdata"
+    )
+    assert [name for name, _ in private_names(source)] == [
+        "torch._dynamo",
+        "torch.utils._pytree",
+        "torch._C._f",
+        "torch._C",
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -53,12 +64,17 @@ def test_each_name_is_in_this_torch_and_used(name):
     try:
         torch_private.resolve(name)
     except ImportError as error:
-        pytest.fail(f"torch {torch.__version__} lacks {torch_private.NAMES[name]}, which {', '.join(where)} uses: {error}", pytrace=False)
+        pytest.fail(
+            f"torch {torch.__version__} lacks {torch_private.NAMES[name]}, which {', '.join(where)} uses: {error}",
+            pytrace=False,
+        )
 
 
 def test_a_missing_name_is_one_line(monkeypatch):
     monkeypatch.setitem(torch_private.NAMES, "gone", "torch._inductor.config:no_such_name")
-    with pytest.raises(ImportError, match=r"torch [\d.]+\S* has no torch._inductor.config.no_such_name, which fzero uses"):
+    with pytest.raises(
+        ImportError, match=r"torch [\d.]+\S* has no torch._inductor.config.no_such_name, which fzero uses"
+    ):
         torch_private.gone  # noqa: B018
     with pytest.raises(AttributeError, match="no_such"):
         torch_private.no_such  # noqa: B018

@@ -22,7 +22,9 @@ def folder(tmp_path_factory):
         patch.chdir(path)
         for reduce in ("fast", "canonical"):
             with pytest.raises(SystemExit) as ended:
-                main.main(["pretrain", *TINY, *map(str, SHORT), "--reduce", reduce, "--out", reduce, "--sample", "line "])
+                main.main(
+                    ["pretrain", *TINY, *map(str, SHORT), "--reduce", reduce, "--out", reduce, "--sample", "line "]
+                )
             assert ended.value.code == 0
     return path
 
@@ -37,7 +39,10 @@ MESHES = {
 RARE = ("dp2 tp2 stage 3 sequence", "dp2 rp2 stage 2 full")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in RARE)) for name in MESHES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in RARE else pytest.mark.slow) for name in MESHES],
+)
 def test_the_loss_curve_is_that_of_one_process(folder, name):
     run = folder / name.replace(" ", "-")
     out = torchrun(folder, 4, *TINY, *SHORT, *MESHES[name], "--out", run.name, "--sample", "line ")
@@ -55,7 +60,9 @@ def test_the_loss_curve_is_that_of_one_process(folder, name):
 
 @pytest.mark.slow
 def test_canonical_sums_are_equal_to_the_bit_and_a_run_goes_on_on_other_meshes(folder):
-    torchrun(folder, 4, *TINY, *SHORT, "--zero", 3, "--reduce", "canonical", "--out", "parts", "--stop-at", 2, "--sample", "")
+    torchrun(
+        folder, 4, *TINY, *SHORT, "--zero", 3, "--reduce", "canonical", "--out", "parts", "--stop-at", 2, "--sample", ""
+    )
     out = torchrun(folder, 2, "--out", "parts", "--resume", "--zero", 1, "--peak-tflops", 1, "--sample", "")
     assert (
         "resuming parts at step 2 of 6" in out
@@ -77,14 +84,23 @@ def one_line(result, words, codes):
 @pytest.mark.exhaustive
 def test_a_mesh_that_does_not_fit(folder):
     args = [*TINY, *SHORT, "--mesh", "dp=3", "--out", "new"]
-    one_line(ended(folder, start(folder, 2, *args)), ["mesh dp=3 asks for 3 processes and this run has 2", "--nproc-per-node 3"], [2, 2])
+    one_line(
+        ended(folder, start(folder, 2, *args)),
+        ["mesh dp=3 asks for 3 processes and this run has 2", "--nproc-per-node 3"],
+        [2, 2],
+    )
     assert not (folder / "new").exists()
 
 
+@pytest.mark.slow
 def test_ranks_with_different_flags(folder):
     script = f'exec {sys.executable} -m fzero "$@" --seed $((RANK * 7))'
     process = start(folder, 2, *TINY, *SHORT, "--out", "new", command=("--no-python", "bash", "-c", script, "fzero"))
-    one_line(ended(folder, process), ["train.seed is 7 on rank 1 and 0 on rank 0; start all ranks with the same command"], [2, 2])
+    one_line(
+        ended(folder, process),
+        ["train.seed is 7 on rank 1 and 0 on rank 0; start all ranks with the same command"],
+        [2, 2],
+    )
     assert not (folder / "new").exists()
 
 

@@ -1,4 +1,5 @@
-"""torch.func under ZeRO-3 on two ranks: each transform of a loss over sharded parameters equals the same on one process."""
+"""torch.func under ZeRO-3 on two ranks: each transform of a loss over sharded parameters equals the same on one
+process."""
 
 import pytest
 import ranks
@@ -84,7 +85,9 @@ def double_backward(mesh, stage):
         grads = pytree.named_leaves(torch.func.grad(loss)(params, batch))
         zero = torch.zeros((), dtype=F64)
         cut = sum((g.square().sum() for name, g in grads.items() if "dp" in specs[name].axes), zero)
-        return psum(cut, mesh["dp"]) + sum((g.square().sum() for name, g in grads.items() if "dp" not in specs[name].axes), zero)
+        return psum(cut, mesh["dp"]) + sum(
+            (g.square().sum() for name, g in grads.items() if "dp" not in specs[name].axes), zero
+        )
 
     return put_together(torch.func.grad(squared_norm)(params), plan, mesh)
 

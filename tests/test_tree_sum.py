@@ -16,7 +16,10 @@ def written_out(terms):
 
 @pytest.mark.parametrize("n", (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 21, 32, 33))
 def test_the_forms_have_the_same_bits(n):
-    rows = torch.randn(n, 50, generator=torch.Generator().manual_seed(n)) * 10.0 ** torch.arange(-3, 4)[torch.arange(n) % 7, None]
+    rows = (
+        torch.randn(n, 50, generator=torch.Generator().manual_seed(n))
+        * 10.0 ** torch.arange(-3, 4)[torch.arange(n) % 7, None]
+    )
     terms, total = list(rows), TreeSum()
     expected = written_out(terms)
     for term in terms:

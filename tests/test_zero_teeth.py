@@ -1,4 +1,5 @@
-"""Mistakes planted on a mesh, each of which parallel = serial must catch: a sum forgotten, a part taken from the wrong rank."""
+"""Mistakes planted on a mesh, each of which parallel = serial must catch: a sum forgotten, a part taken from the wrong
+rank."""
 
 import functools
 from dataclasses import replace
@@ -48,7 +49,9 @@ def another_order():
 
 def first_part():
     """Every rank updates the first shard of a leaf."""
-    return mock.patch.object(in_memory, "own", lambda plan, params: real(replace(plan, mesh=first_rank(plan.mesh)), params))
+    return mock.patch.object(
+        in_memory, "own", lambda plan, params: real(replace(plan, mesh=first_rank(plan.mesh)), params)
+    )
 
 
 def first_rank(mesh):
@@ -85,7 +88,12 @@ MISTAKES = {
     "no sum over replicas": (lambda: without("psum", "rp"), {"dp": 2, "rp": 2}, 3, {}),
     "no sum over dp at stage 0": (lambda: without("psum", "dp"), {"dp": 4}, 0, {}),
     "no sum of replicated kv over tp": (lambda: without("psum", "tp"), {"tp": 4}, 0, {}),
-    "no sum of norms over tp with sequence": (lambda: without("psum", "tp"), {"dp": 2, "tp": 2}, 2, {"plan_options": {"sequence": True}}),
+    "no sum of norms over tp with sequence": (
+        lambda: without("psum", "tp"),
+        {"dp": 2, "tp": 2},
+        2,
+        {"plan_options": {"sequence": True}},
+    ),
     "local token counts": (local_losses, {"dp": 4}, 2, {}),
     "shards in another order": (another_order, {"dp": 4}, 3, {}),
     "the first shard everywhere": (first_part, {"dp": 4}, 1, {}),

@@ -1,8 +1,8 @@
 """Which cases of a test with many run every time, and which are slow.
 
-`@pytest.mark.each_pair` above stacked parametrizations keeps, of all their combinations, cases in which every pair of values
-of two arguments occurs; `@pytest.mark.each_value` keeps cases in which every value occurs. The other cases are marked slow.
-"""
+`@pytest.mark.each_pair` above stacked parametrizations keeps, of all their combinations, cases in which every pair of
+values of two arguments occurs; `@pytest.mark.each_value` keeps cases in which every value occurs. The other cases are
+marked slow."""
 
 import itertools
 from collections import defaultdict
@@ -19,13 +19,15 @@ def key_of(value):
 
 
 def parts_of(params, strength):
-    """What one case covers: its values (strength 1) or its pairs of values (2), each with the names of the arguments."""
+    """What one case covers: its values (strength 1) or its pairs of values (2), each with the names of the
+    arguments."""
     named = [(name, key_of(params[name])) for name in sorted(params)]
     return set(itertools.combinations(named, min(strength, len(named))))
 
 
 def chosen(cases, strength):
-    """Indices of few cases that cover what all of `cases` (dicts of values by argument) cover; the earliest among equals."""
+    """Indices of few cases that cover what all of `cases` (dicts of values by argument) cover; the earliest among
+    equals."""
     parts = [parts_of(params, strength) for params in cases]
     left, taken = set().union(*parts), set()
     while left:

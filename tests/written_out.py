@@ -1,4 +1,5 @@
-"""The models written out token by token and head by head, as the papers print them: slow, and independent of the code they check."""
+"""The models written out token by token and head by head, as the papers print them: slow, and independent of the code
+they check."""
 
 import math
 
@@ -31,7 +32,9 @@ def turn(x, position, config):
                 share = (s.original_max_len / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
                 frequency = (1 - share) * frequency / s.factor + share * frequency
         angles.append(position * frequency)
-    turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half, dtype=x.dtype), torch.tensor(angles, dtype=x.dtype))
+    turned = torch.complex(x[:half], x[half:]) * torch.polar(
+        torch.ones(half, dtype=x.dtype), torch.tensor(angles, dtype=x.dtype)
+    )
     return torch.cat([turned.real, turned.imag])
 
 
@@ -59,7 +62,8 @@ def swiglu(x, gate, up, down):
 
 
 def experts(c, p, h):
-    """(outputs, tokens per expert, mean probabilities, mean squared log-sum-exp) of one sequence's mixture of experts."""
+    """(outputs, tokens per expert, mean probabilities, mean squared log-sum-exp) of one sequence's mixture of
+    experts."""
     probabilities = [torch.softmax(x @ p["router"], 0) for x in h]
     chosen = [sorted(range(c.n_experts), key=lambda e, q=q: -float(q[e]))[: c.top_k] for q in probabilities]
     room = math.ceil(c.capacity_factor * len(h) * c.top_k / c.n_experts) if c.capacity_factor else len(h)
@@ -100,7 +104,10 @@ def sequence(c, params, tokens, documents):
                 x[t] = v + a @ p["mlp"]["w_out"] + p["mlp"]["b_out"]
         else:
             h = [rms_norm(v, p["norm_1"]["scale"], c.norm_eps) for v in x]
-            x = [a + b for a, b in zip(x, attend(p["attn"], h, documents, c.n_heads, c.n_kv_heads, lambda v, t: turn(v, t, c)))]
+            x = [
+                a + b
+                for a, b in zip(x, attend(p["attn"], h, documents, c.n_heads, c.n_kv_heads, lambda v, t: turn(v, t, c)))
+            ]
             h = [rms_norm(v, p["norm_2"]["scale"], c.norm_eps) for v in x]
             if is_moe:
                 out, *seen = experts(c, p["moe"], h)

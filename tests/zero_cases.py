@@ -1,4 +1,5 @@
-"""Training on a mesh, for the tests: the same steps on one process and on many, and the whole state put together again."""
+"""Training on a mesh, for the tests: the same steps on one process and on many, and the whole state put together
+again."""
 
 import functools
 
@@ -43,8 +44,22 @@ OPTIMIZERS = {
 }
 
 
-def train(mesh, name, optimizer, stage, micro_batches, *, plan_options=None, steps=STEPS, policy=FP64, rows=24, dropout=0.0, **options):
-    """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global batch."""
+def train(
+    mesh,
+    name,
+    optimizer,
+    stage,
+    micro_batches,
+    *,
+    plan_options=None,
+    steps=STEPS,
+    policy=FP64,
+    rows=24,
+    dropout=0.0,
+    **options,
+):
+    """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global
+    batch."""
     model = model_of(name, dropout=dropout)
     plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}), policy=policy)
     tx = OPTIMIZERS[optimizer]

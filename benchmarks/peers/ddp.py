@@ -1,8 +1,9 @@
-"""torch's DistributedDataParallel over gloo: the module of `torch_module.py`, whole parameters and states on every rank.
+"""torch's DistributedDataParallel over gloo: the module of `torch_module.py`, whole parameters and states on every
+rank.
 
 fp32, or bf16 by autocast over fp32 parameters, so gradients are reduced in fp32. Switches: `compile` is
-`torch.compile(DistributedDataParallel(model))`; `bucket-view` keeps gradients in the reduction's buckets, one copy less.
-"""
+`torch.compile(DistributedDataParallel(model))`; `bucket-view` keeps gradients in the reduction's buckets, one copy
+less."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def make(
     """A training step of this rank: batch -> loss of its rows before the update."""
     problem.reject_unknown_switches("ddp", switches, SWITCHES)
     torch.distributed.init_process_group("gloo")
-    model = DistributedDataParallel(torch_module.build(weights, config), gradient_as_bucket_view="bucket-view" in switches)
+    model = DistributedDataParallel(
+        torch_module.build(weights, config), gradient_as_bucket_view="bucket-view" in switches
+    )
     optimizer = torch_module.adamw(model)
     forward = torch.compile(model) if "compile" in switches else model
     return torch_module.training_step(forward, optimizer, dtype == "bf16")

@@ -1,14 +1,16 @@
-"""DeepSpeed on a disk: its aio handle, and training with ZeRO-Infinity's optimizer states on NVMe. A process that `nvme.py` drives.
+"""DeepSpeed on a disk: its aio handle, and training with ZeRO-Infinity's optimizer states on NVMe. A process that
+`nvme.py` drives.
 
-    DS_ACCELERATOR=cpu python -m peers.deepspeed_nvme        (in the folder `benchmarks`; needs libaio's headers to build)
+    DS_ACCELERATOR=cpu python -m peers.deepspeed_nvme        (in the folder `benchmarks`; needs libaio's headers to
+    build)
 
-The handle's settings are the sizes of fio's: 4 MiB blocks, 8 deep; and its own thread each for reading and writing, as its
-pipelined swapper has them. "locked" is memory of its `new_cpu_locked_tensor`, "ordinary" is torch's.
+The handle's settings are the sizes of fio's: 4 MiB blocks, 8 deep; and its own thread each for reading and writing, as
+its pipelined swapper has them. "locked" is memory of its `new_cpu_locked_tensor`, "ordinary" is torch's.
 
-Training is stage 3 on one process with DeepSpeedCPUAdam: "deepspeed" at the defaults of its `offload_optimizer` and `aio`
-sections, "deepspeed+tuned" with reads and writes pipelined, 8 MiB blocks and two threads a transfer (huge pages are the
-driver's to give, by the environment). Both have sub-groups and buckets of a layer: at its defaults a sub-group holds 1e9
-elements, the whole model at once. It also swaps gradients: 16 bytes a parameter each way in fp32, against 12.
+Training is stage 3 on one process with DeepSpeedCPUAdam: "deepspeed" at the defaults of its `offload_optimizer` and
+`aio` sections, "deepspeed+tuned" with reads and writes pipelined, 8 MiB blocks and two threads a transfer (huge pages
+are the driver's to give, by the environment). Both have sub-groups and buckets of a layer: at its defaults a sub-group
+holds 1e9 elements, the whole model at once. It also swaps gradients: 16 bytes a parameter each way in fp32, against 12.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from peers.disk_engines import counters, serve, since
 
 PLANES = 3  # master, m, v
 BUCKET = 12_000_000  # elements: about a layer of the model
-SHIPPED_AIO = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True}
+SHIPPED_AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 8,
+    "intra_op_parallelism": 1,
+    "single_submit": False,
+    "overlap_events": True,
+}
 TUNED_AIO = SHIPPED_AIO | {"block_size": 8 << 20, "intra_op_parallelism": 2}
 
 
@@ -86,12 +94,20 @@ def aio(order: dict[str, Any]) -> dict[str, Callable]:
 
 def settings(order: dict[str, Any], switches: list[str]) -> dict[str, Any]:
     """DeepSpeed's config."""
-    offload: dict[str, Any] = {"device": "nvme", "nvme_path": f"{order['folder']}/{order['contender']}", "buffer_count": 5}
+    offload: dict[str, Any] = {
+        "device": "nvme",
+        "nvme_path": f"{order['folder']}/{order['contender']}",
+        "buffer_count": 5,
+    }
     if "tuned" in switches:
         offload |= {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     zero = {"stage": 3, "offload_optimizer": offload, "sub_group_size": BUCKET, "reduce_bucket_size": BUCKET}
     zero |= {"stage3_prefetch_bucket_size": BUCKET, "stage3_max_live_parameters": 3 * BUCKET}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "aio": TUNED_AIO if "tuned" in switches else SHIPPED_AIO}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "aio": TUNED_AIO if "tuned" in switches else SHIPPED_AIO,
+    }
     if order["dtype"] != "fp32":
         bf16 = {"enabled": True}
         if order["dtype"] == "bf16-states":
@@ -112,7 +128,12 @@ def training(order: dict[str, Any]) -> dict[str, Callable]:
     model = torch_module.build(problem.weights(config, order["seed"]), config)
     betas, fp32_states = (problem.BETA_1, problem.BETA_2), order["dtype"] != "bf16-states"
     optimizer = DeepSpeedCPUAdam(
-        model.parameters(), problem.LR, betas=betas, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY, fp32_optimizer_states=fp32_states
+        model.parameters(),
+        problem.LR,
+        betas=betas,
+        eps=problem.EPS,
+        weight_decay=problem.WEIGHT_DECAY,
+        fp32_optimizer_states=fp32_states,
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(order, switches))
 

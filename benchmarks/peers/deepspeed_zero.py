@@ -31,7 +31,9 @@ def settings(stage: int, dtype: str, switches: frozenset[str]) -> dict[str, Any]
         config["bf16"] = {"enabled": True}
     if "fp32-reduce" in switches:
         if dtype != "bf16":
-            raise ValueError(f"deepspeed: the switch fp32-reduce needs --dtype bf16, not {dtype}: fp32 gradients are reduced in fp32")
+            raise ValueError(
+                f"deepspeed: the switch fp32-reduce needs --dtype bf16, not {dtype}: fp32 gradients are reduced in fp32"
+            )
         config |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     return config
 

@@ -1,4 +1,5 @@
-"""The engines that `nvme.py` measures in our own environment, and the process that serves one: plain threads, tensorstore, fzero.
+"""The engines that `nvme.py` measures in our own environment, and the process that serves one: plain threads,
+tensorstore, fzero.
 
 python -m peers.disk_engines        (in the folder `benchmarks`)
 """
@@ -34,7 +35,12 @@ def counters() -> dict[str, float]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     cpu_s = used.ru_utime + used.ru_stime
-    return {"s": time.perf_counter(), "cpu_s": cpu_s, "read_bytes": int(io["read_bytes"]), "write_bytes": int(io["write_bytes"])}
+    return {
+        "s": time.perf_counter(),
+        "cpu_s": cpu_s,
+        "read_bytes": int(io["read_bytes"]),
+        "write_bytes": int(io["write_bytes"]),
+    }
 
 
 def since(before: dict[str, float], prefix: str = "") -> dict[str, float]:
@@ -42,7 +48,8 @@ def since(before: dict[str, float], prefix: str = "") -> dict[str, float]:
     return {prefix + key: now - before[key] for key, now in counters().items()}
 
 
-# The engines: each returns its operations, functions of the seconds that a block's computation takes (0 but in `stream`).
+# The engines: each returns its operations, functions of the seconds that a block's computation takes (0 but in
+# `stream`).
 
 
 def huge(n: int) -> np.ndarray:
@@ -58,8 +65,8 @@ def huge(n: int) -> np.ndarray:
 def operations(blocks: int, read: Callable, write: Callable, sync: Callable) -> dict[str, Callable]:
     """The operations of an engine that can start a block, and make what was written durable.
 
-    `read(i)` returns a function that waits for block i and returns its memory, or None where that is the ring's; `write(i, memory)`
-    returns one that waits.
+    `read(i)` returns a function that waits for block i and returns its memory, or None where that is the ring's;
+    `write(i, memory)` returns one that waits.
     """
 
     def run(reading: bool, writing: bool) -> None:
@@ -88,7 +95,12 @@ def operations(blocks: int, read: Callable, write: Callable, sync: Callable) -> 
             wait()
         sync()
 
-    return {"read": lambda _: run(True, False), "write": lambda _: run(False, True), "mixed": lambda _: run(True, True), "stream": stream}
+    return {
+        "read": lambda _: run(True, False),
+        "write": lambda _: run(False, True),
+        "mixed": lambda _: run(True, True),
+        "stream": stream,
+    }
 
 
 def raw(order: dict[str, Any]) -> dict[str, Callable]:
@@ -110,7 +122,9 @@ def raw(order: dict[str, Any]) -> dict[str, Callable]:
 
         return start
 
-    return operations(blocks, starter(readers, os.preadv, source), starter(writers, os.pwritev, target), lambda: os.fdatasync(target))
+    return operations(
+        blocks, starter(readers, os.preadv, source), starter(writers, os.pwritev, target), lambda: os.fdatasync(target)
+    )
 
 
 def tensorstore(order: dict[str, Any]) -> dict[str, Callable]:
@@ -129,7 +143,11 @@ def tensorstore(order: dict[str, Any]) -> dict[str, Callable]:
     folders = [Path(order["folder"], name) for name in ("tensorstore-a", "tensorstore-b")]
     source, target = (
         ts.open(
-            {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder}/"}, "store_data_equal_to_fill_value": True},
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": f"{folder}/"},
+                "store_data_equal_to_fill_value": True,
+            },
             context=ts.Context(context),
             create=True,
             dtype=ts.float32,
@@ -175,7 +193,7 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
     buffers, disk = offload.BufferPool(2 * RING * PLANES * order["plane_bytes"]), offload.DiskIO()
     leaves = {name: offload.LeafFiles((blocks, n), torch.float32, stacked=True) for name in ("master", "m", "v")}
     place, verify = Path(order["folder"], order["contender"]), "unchecked" not in order["contender"]
-    store, steps = offload.open_store(place, leaves, buffers=buffers, disk=disk, verify=verify), itertools.count()
+    store, steps = offload.open_store(place, leaves, streams=(buffers, disk), verify=verify), itertools.count()
 
     def read(i: int) -> Callable[[], list]:
         readings = [store.read(name, i) for name in leaves]
@@ -207,7 +225,8 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
 
 
 def ours_training(order: dict[str, Any]) -> dict[str, Callable]:
-    """{"step": batch number -> loss, and the cost of the update with its commit}: compiled, the optimizer's states on the disk."""
+    """{"step": batch number -> loss, and the cost of the update with its commit}: compiled, the optimizer's states on
+    the disk."""
     import torch
 
     import fzero
@@ -225,12 +244,16 @@ def ours_training(order: dict[str, Any]) -> dict[str, Callable]:
     }
     policy, mesh = policies[dtype], fzero.one_process()
     model = models.llama(models.LlamaConfig(**{**order["config"], "tied": False}))
-    tx = optim.adamw(problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY)
+    tx = optim.adamw(
+        problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY
+    )
     plan = fzero.zero_plan(3, model, mesh, offload=order["offload"], policy=policy)
     place, verify = Path(order["folder"], order["contender"]), "unchecked" not in order["contender"]
     space = offload.Nvme(place, buffer_bytes=order["buffer_bytes"], verify=verify)
     train_step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(compiled=True), nvme=space)
-    params = pytree.from_named({name: torch.from_numpy(w) for name, w in problem.weights(config, order["seed"]).items()}, plan.like)
+    params = pytree.from_named(
+        {name: torch.from_numpy(w) for name, w in problem.weights(config, order["seed"]).items()}, plan.like
+    )
     state = fzero.init_state(params, tx, plan, seed=0, nvme=space)
     del params
     update, begun = StreamedUpdate.run, {}
@@ -254,7 +277,8 @@ def ours_training(order: dict[str, Any]) -> dict[str, Callable]:
 
 
 def serve(engines: dict[str, Callable], versions: Callable[[], dict[str, str]]) -> None:
-    """Answer the driver's lines until they end: the first is the order, each further one {"op", "argument"}; replies are JSON."""
+    """Answer the driver's lines until they end: the first is the order, each further one {"op", "argument"}; replies
+    are JSON."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to stderr
     order = json.loads(sys.stdin.readline())
@@ -280,7 +304,11 @@ def serve_here() -> None:
         import tensorstore
         import torch
 
-        return {"torch": torch.__version__, "tensorstore": getattr(tensorstore, "__version__", "unknown"), "numpy": np.__version__}
+        return {
+            "torch": torch.__version__,
+            "tensorstore": getattr(tensorstore, "__version__", "unknown"),
+            "numpy": np.__version__,
+        }
 
     serve({"disk": disk, "steps": ours_training}, versions)
 

@@ -1,9 +1,9 @@
 """torch's FSDP2 over gloo: `fully_shard` on every block and on the whole; parameters, gradients and states are sharded.
 
-bf16 by `MixedPrecisionPolicy(param_dtype=bfloat16)`: the shards and AdamW's states are fp32, what is gathered and computed
-with is bf16, and gradients are reduced in bf16, or in fp32 with the switch `fp32-reduce`. Blocks are freed after the forward
-pass (the default); the switch `reshard-root` frees the root's leaves (embedding, last norm, head) too. `compile` compiles the
-block, as torchtitan does.
+bf16 by `MixedPrecisionPolicy(param_dtype=bfloat16)`: the shards and AdamW's states are fp32, what is gathered and
+computed with is bf16, and gradients are reduced in bf16, or in fp32 with the switch `fp32-reduce`. Blocks are freed
+after the forward pass (the default); the switch `reshard-root` frees the root's leaves (embedding, last norm, head)
+too. `compile` compiles the block, as torchtitan does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def make(
     if dtype == "bf16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32 if "fp32-reduce" in switches else None)
     elif "fp32-reduce" in switches:
-        raise ValueError(f"fsdp2: the switch fp32-reduce needs --dtype bf16, not {dtype}: fp32 gradients are reduced in fp32")
+        raise ValueError(
+            f"fsdp2: the switch fp32-reduce needs --dtype bf16, not {dtype}: fp32 gradients are reduced in fp32"
+        )
     model = torch_module.build(weights, config)
     for block in model.blocks:
         if "compile" in switches:

@@ -46,7 +46,9 @@ def on_mesh(
         )
     )
     policy = {"fp32": precision.fp32, "bf16": precision.bf16}[dtype]()
-    tx = optim.adamw(problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY)
+    tx = optim.adamw(
+        problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY
+    )
     plan = fzero.zero_plan(stage, model, mesh, policy=policy)
     train_step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(compiled=True))
     params = pytree.from_named({name: torch.tensor(w) for name, w in weights.items()}, plan.like)

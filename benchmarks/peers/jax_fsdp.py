@@ -1,8 +1,9 @@
-"""The JAX peer on N devices of one process: parameters and AdamW's state sharded over them, as FSDP, by jit and NamedSharding.
+"""The JAX peer on N devices of one process: parameters and AdamW's state sharded over them, as FSDP, by jit and
+NamedSharding.
 
-A leaf is sharded on its first per-layer dim (dim 1 of `blocks/...`, else dim 0) and the batch on its rows; activations are
-pinned to the batch's sharding, so that XLA gathers weights and scatters gradients. Precision as in `jax_step.py`. The
-devices are XLA's host platform's (`--xla_force_host_platform_device_count`) and share the process's threads.
+A leaf is sharded on its first per-layer dim (dim 1 of `blocks/...`, else dim 0) and the batch on its rows; activations
+are pinned to the batch's sharding, so that XLA gathers weights and scatters gradients. Precision as in `jax_step.py`.
+The devices are XLA's host platform's (`--xla_force_host_platform_device_count`) and share the process's threads.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ def layout(name: str, leaf: jax.Array, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * dim, "dp"))
 
 
-def build(weights: dict[str, np.ndarray], config: problem.Config, dtype: str) -> tuple[Callable, Any, Any, NamedSharding]:
+def build(
+    weights: dict[str, np.ndarray], config: problem.Config, dtype: str
+) -> tuple[Callable, Any, Any, NamedSharding]:
     """(update, params, opt_state, layout of a batch): as `jax_step.build`, every argument sharded over all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("dp",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("dp"))
     tx = jax_step.optimizer()
 
     def layouts(tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: layout(getattr(path[-1], "key", ""), leaf, mesh), tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: layout(getattr(path[-1], "key", ""), leaf, mesh), tree
+        )
 
     params = jax.device_put(weights, layouts(weights))
     where = layouts(jax.eval_shape(tx.init, params))
@@ -64,7 +69,9 @@ def make(
     return step
 
 
-def planned_bytes(weights: dict[str, np.ndarray], config: problem.Config, dtype: str, batch: dict[str, np.ndarray]) -> int:
+def planned_bytes(
+    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, batch: dict[str, np.ndarray]
+) -> int:
     """Peak bytes of the step on one device, as XLA planned them."""
     update, params, opt_state, rows = build(weights, config, dtype)
     batch = jax.device_put(jax_step.as_int32(batch), rows)

@@ -30,7 +30,11 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def loss_fn(
-    params: dict[str, jax.Array], batch: dict[str, jax.Array], c: problem.Config, dtype: Any, pin: Callable = lambda x: x
+    params: dict[str, jax.Array],
+    batch: dict[str, jax.Array],
+    c: problem.Config,
+    dtype: Any,
+    pin: Callable = lambda x: x,
 ) -> jax.Array:
     """The mean loss; `pin` is applied to the activations between blocks, for a sharding constraint."""
     params = {name: p.astype(dtype) for name, p in params.items()}
@@ -59,7 +63,9 @@ def optimizer() -> optax.GradientTransformation:
     return optax.adamw(problem.LR, problem.BETA_1, problem.BETA_2, problem.EPS, weight_decay=problem.WEIGHT_DECAY)
 
 
-def update_fn(tx: optax.GradientTransformation, config: problem.Config, dtype: str, pin: Callable = lambda x: x) -> Callable:
+def update_fn(
+    tx: optax.GradientTransformation, config: problem.Config, dtype: str, pin: Callable = lambda x: x
+) -> Callable:
     """update(params, opt_state, batch) -> (params, opt_state, loss), pure."""
     compute_dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[dtype]
 
@@ -98,7 +104,9 @@ def make(
     return step
 
 
-def planned_bytes(weights: dict[str, np.ndarray], config: problem.Config, dtype: str, batch: dict[str, np.ndarray]) -> int:
+def planned_bytes(
+    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, batch: dict[str, np.ndarray]
+) -> int:
     """Peak bytes of the step as XLA planned them: arguments + outputs - donated + temporaries."""
     update, params, opt_state = build(weights, config, dtype)
     return bytes_of_plan(update.lower(params, opt_state, as_int32(batch)).compile())

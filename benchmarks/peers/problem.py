@@ -31,7 +31,9 @@ class Config:
 CONFIGS = {
     "small-v256": Config(vocab_size=256),
     "small-v32000": Config(vocab_size=32000),
-    "tiny": Config(vocab_size=100, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=96, max_len=16),  # a check, not a measure
+    "tiny": Config(
+        vocab_size=100, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=96, max_len=16
+    ),  # a check, not a measure
 }
 
 

@@ -100,7 +100,9 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), problem.LR, betas, problem.EPS, problem.WEIGHT_DECAY, fused=True)
 
 
-def training_step(forward: Callable, optimizer: torch.optim.Optimizer, autocast: bool) -> Callable[[dict[str, np.ndarray]], float]:
+def training_step(
+    forward: Callable, optimizer: torch.optim.Optimizer, autocast: bool
+) -> Callable[[dict[str, np.ndarray]], float]:
     """batch -> loss before the update; `forward(tokens, targets)` is the loss."""
 
     def step(batch: dict[str, np.ndarray]) -> float:

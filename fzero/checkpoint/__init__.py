@@ -48,10 +48,7 @@ def save(
     config: Any = None,
     specs: Tree | None = None,
     mesh: Mesh | None = None,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-    compress: str = "",
-    buffer_bytes: int | None = 256 << 20,
+    **options: Any,
 ) -> Folder:
     """Write the checkpoint `folder`/step-XXXXXXXX of a state; return its path when it is complete.
 
@@ -59,7 +56,7 @@ def save(
     state: any tree of tensors, of which this rank holds the shards by `specs`; see `Writer.save`.
     step: the number in the checkpoint's name. config: any JSON value, kept in the manifest.
     specs: the tree of Specs; None on one process. mesh: None is one process.
-    keep_last, keep_every, compress, buffer_bytes: see `Writer`.
+    options: keep_last, keep_every, compress, buffer_bytes of `Writer`.
 
     Communicates: reports of a few KB to rank 0, through the store of the mesh and not by collectives.
     Raises ValueError naming a leaf that cannot be stored, and SaveFailed (an OSError) if the disk fails; earlier
@@ -73,7 +70,7 @@ def save(
     >>> checkpoint.restore(path, {"w": torch.empty(3)})["w"]
     tensor([0., 1., 2.])
     """
-    writer = Writer(folder, mesh, keep_last=keep_last, keep_every=keep_every, compress=compress, buffer_bytes=buffer_bytes)
+    writer = Writer(folder, mesh, **options)
     try:
         writer.save(state, step=step, config=config, specs=specs)
         return writer.wait().path

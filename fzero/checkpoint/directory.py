@@ -1,13 +1,13 @@
 """The checkpoint directory: listing, retention and cleanup of checkpoints.
 
     CHECKPOINT_DIR/step-00000020/
-        manifest.json       step, config, versions, mesh, and of every leaf shape, dtype, spec, layout, digest and the sums of its parts
-        arrays/             the leaves as zarr3 arrays, under their names: see layout.py
+        manifest.json   step, config, versions, mesh; for each leaf shape, dtype, spec, layout, digest, checksums
+        arrays/         the leaves as zarr3 arrays, under their names: see layout.py
 
 A checkpoint exists once its manifest does, and the manifest is written by one rename (in an object store: one write)
-after all files that it names are durable. So a save that is killed leaves the earlier checkpoints as they were, and
-some files that no manifest names; the next save removes those. A step that is saved again is written to arrays-1 beside
-arrays, until its manifest replaces the other one. Only one process writes into a directory.
+after all files that it names are durable. So a killed save leaves earlier checkpoints unchanged, and files that no
+manifest names, which the next save removes. A step that is saved again is written to arrays-1 beside arrays, until its
+manifest replaces the old one. Only one process writes into a directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def step_folder(checkpoint_dir: Folder, step: int) -> Folder:
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's folder; None if the name is another one's."""
+    """The step in the name of a checkpoint's folder; None for other names."""
     return int(name[5:]) if re.fullmatch(r"step-(\d{8}|[1-9]\d{8,})", name) else None
 
 
@@ -59,14 +59,24 @@ def steps(checkpoint_dir: Folder) -> list[int]:
     """
     if is_url(checkpoint_dir):
         found = (name.split("/") for name in Objects(str(checkpoint_dir)).names())
-        return sorted(step for name in found if len(name) == 2 and name[1] == MANIFEST and (step := step_of(name[0])) is not None)
+        return sorted(
+            step for name in found if len(name) == 2 and name[1] == MANIFEST and (step := step_of(name[0])) is not None
+        )
     return sorted(step for path, step in _step_folders(Path(checkpoint_dir)) if (path / MANIFEST).is_file())
 
 
 def latest(checkpoint_dir: Folder) -> Folder:
-    """The path of the complete checkpoint of the highest step; raises ValueError if there is none.
+    """Return the path of the complete checkpoint of the highest step.
 
-    See the example of `steps`.
+    It reads no content, so that checkpoint may be damaged: see `newest_sound`.
+    Raises ValueError if there is no checkpoint.
+
+    >>> import tempfile
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> for step in (10, 20):
+    ...     _ = fzero.checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=step)
+    >>> latest(checkpoint_dir).name
+    'step-00000020'
     """
     found = steps(checkpoint_dir)
     if not found:
@@ -83,11 +93,20 @@ def _step_folders(checkpoint_dir: Path) -> list[tuple[Path, int]]:
 
 
 class Sound(NamedTuple):
-    """The first undamaged checkpoint of several: what `first_sound` found."""
+    """The first undamaged checkpoint of several, as `first_sound` returns it.
 
-    value: Any  # what `read(path)` returned
+    >>> import tempfile
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> new, old = (fzero.checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=step) for step in (20, 10))
+    >>> _ = (new / "manifest.json").write_text("{}")
+    >>> found = first_sound([new, old], fzero.checkpoint.read_manifest)
+    >>> found.path.name, found.value["step"], len(found.damaged)
+    ('step-00000010', 10, 1)
+    """
+
+    value: Any  # the result of `read(path)`
     path: Folder | None  # None: all are damaged
-    damaged: list[tuple[Folder, str]]  # those before it, with what is damaged in each
+    damaged: list[tuple[Folder, str]]  # those before it, each with its damage
 
     def lines(self) -> list[str]:
         """A line for each damaged checkpoint."""
@@ -95,7 +114,7 @@ class Sound(NamedTuple):
 
 
 def first_sound(paths: Iterable[Folder], read: Callable[[Folder], Any]) -> Sound:
-    """The first of the checkpoints at `paths` for which `read(path)` does not raise Damaged, with what it returned.
+    """Call `read(path)` for each of `paths` until it does not raise Damaged; return that checkpoint and its result.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint

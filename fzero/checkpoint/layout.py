@@ -1,10 +1,11 @@
-"""The layout of a leaf in a checkpoint: parts, each a file that one rank writes, of chunks, each read whole and checked alone.
+"""The layout of a leaf in a checkpoint: divided into parts, each a file written by one rank, and these into chunks.
 
-A leaf is a zarr3 array. A part is, in zarr's terms, a chunk of its grid. If it holds one chunk of ours, its file is
-that chunk followed by its crc32c; if it holds several, zarr's codec `sharding_indexed` describes it:
+A chunk is read whole and has a checksum of its own. A leaf is a zarr3 array. A part is, in zarr's terms, a chunk of its
+grid. If it holds one chunk of ours, its file is that chunk followed by its crc32c; if it holds several, zarr's codec
+`sharding_indexed` describes it:
 
     index       offset and bytes of every chunk, uint64, in C order; the crc32c of those
-    sums        the crc32c of every chunk, uint32, which zarr ignores; the manifest has the crc32c of the index and the sums
+    sums        the crc32c of every chunk, uint32, ignored by zarr; the manifest has the crc32c of index and sums
     chunks      each begins at a page and is followed by its crc32c; zeros fill the page
 
 So any zarr library can read and check it, direct transfers can write and read it, and a slice of the leaf is a few
@@ -26,12 +27,12 @@ from fzero.core.digest import digest_at
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.sharding import Mesh, Spec
 
-TARGET = 1 << 20  # bytes of a chunk: those of twice as many or more are cut
-LEAST = 1 << 18  # bytes below which no chunk is cut
-FINE = 16  # chunks: a layer is cut into as many at least, even if they become smaller than TARGET
-RUN = 2048  # contiguous bytes: rows are not cut into shorter runs
-SHARE = 1 << 20  # bytes for each rank from which the ranks that hold the same shard write a part each
-CRC = 4  # bytes of a crc32c
+TARGET = 1 << 20  # bytes of a chunk: chunks of twice this size or more are cut
+LEAST = 1 << 18  # smaller chunks are never cut
+FINE = 16  # least number of chunks of a layer, even if they become smaller than TARGET
+RUN = 2048  # least contiguous bytes: rows are not cut into shorter runs
+SHARE = 1 << 20  # bytes for each rank, from which each of the ranks with the same shard writes a part
+CRC = 4  # bytes of a checksum
 
 # The name of a dtype in a zarr array; dtypes that zarr does not have are stored as integers of their width.
 ZARR = {
@@ -119,7 +120,8 @@ def smallest_factor(n: int) -> int:
 
 
 def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the chunks of a part: small enough for the slices that other meshes will read, large enough for a transfer each.
+    """The shape of the chunks of a part: small enough for the slices that other meshes will read, large enough for a
+    transfer each.
 
     If there are three dims or more, the first counts layers and is cut first. Then the rows (which a data axis shards)
     and the dims for which `spec` names an axis, whatever its size, are cut evenly, counting the cuts into parts of
@@ -158,9 +160,17 @@ class RankParts(NamedTuple):
 
 
 def lay_out(
-    local: Sequence[int], dtype: torch.dtype, spec: Spec, mesh: Mesh, number: int, *, most: int | None = None, compress: str = ""
+    local: Sequence[int],
+    dtype: torch.dtype,
+    spec: Spec,
+    mesh: Mesh,
+    number: int,
+    *,
+    most: int | None = None,
+    compress: str = "",
 ) -> RankParts:
-    """Divide a leaf, of which this rank holds the shard of shape `local` by `spec`, into the parts that all ranks write.
+    """Divide a leaf, of which this rank holds the shard of shape `local` by `spec`, into the parts that all ranks
+    write.
 
     Ranks that hold the same shard write a part of it each if it can be cut so; else they take turns by the `number` of
     the leaf.
@@ -277,7 +287,9 @@ def slab_digest(raw: Tensor, layout: ChunkLayout, part: Index, slab: Slab) -> in
     """The digest of the elements of a slab, from its bytes."""
     steps = [math.prod(layout.shape[dim + 1 :]) for dim in range(len(layout.shape))]
     first = sum(at * step for at, step in zip(slab_start(layout, part, slab), steps))
-    return digest_at(view_file(raw, layout, slab.counts), [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first)
+    return digest_at(
+        view_file(raw, layout, slab.counts), [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first
+    )
 
 
 # ---- zarr metadata ----
@@ -285,7 +297,9 @@ def slab_digest(raw: Tensor, layout: ChunkLayout, part: Index, slab: Slab) -> in
 
 def array_json(layout: ChunkLayout, attributes: dict[str, Any]) -> str:
     """The zarr.json of a leaf's array."""
-    little = [{"name": "bytes", "configuration": {"endian": "little"}} if layout.dtype.itemsize > 1 else {"name": "bytes"}]
+    little = [
+        {"name": "bytes", "configuration": {"endian": "little"}} if layout.dtype.itemsize > 1 else {"name": "bytes"}
+    ]
     packed = [{"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}] if layout.compress else []
     codecs: list[dict[str, Any]] = [*little, *packed, {"name": "crc32c"}]
     if layout.chunks > 1:

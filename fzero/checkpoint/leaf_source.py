@@ -1,4 +1,5 @@
-"""The sources of a leaf to save: a tensor in memory, a leaf on a disk, or a function that makes it."""
+"""The sources of a leaf to save: a tensor in memory, a leaf on a disk, or a function that makes it; what is none of
+these is refused."""
 
 from __future__ import annotations
 
@@ -9,13 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.checkpoint.layout import ZARR
+from fzero.core import pytree, torch_private
+from fzero.core.paths import leaf_fault
+from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
+from fzero.sharding import Mesh, Spec
 from fzero.sharding.slices import narrow_box
+from fzero.train.state import expect_alive
 
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """A leaf to save that is made only when it is written, and then freed: `give()` returns a tensor of this dtype and shape.
+    """A leaf that is made when it is written, and then freed: `give()` returns a tensor of this dtype and shape.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -30,11 +37,59 @@ class Lazy:
     give: Callable[[], Tensor]
 
 
+def check_state(state: Tree, specs: Tree | None, step: int, mesh: Mesh) -> dict[str, tuple[Any, Spec]]:
+    """{name: (leaf, its Spec)} of a state to save; raises ValueError naming what cannot be stored."""
+    if type(step) is not int or step < 0:
+        raise ValueError(f"checkpoint: step is {step!r}; it must be an int of at least 0")
+    if specs is None and mesh.size > 1:
+        raise ValueError(
+            "checkpoint: a state on several processes needs specs=, the Spec of every leaf; see fzero.state_specs"
+        )
+    expect_alive(state)
+    named, given = pytree.named_leaves(state), {} if specs is None else pytree.named_leaves(specs)
+    fault = leaf_fault(named)
+    if not fault and "" in named and isinstance(state, (dict, list, tuple)):
+        fault = "the state has an empty key"
+    if fault:
+        raise ValueError(f"checkpoint: {fault}; rename it, as leaves are files under their names")
+    for name, leaf in named.items():
+        fault = kind_fault(leaf)
+        if fault:
+            raise ValueError(f"checkpoint: {f'leaf {name!r}' if name else 'the state'} {fault}")
+    return {name: (leaf, given[name] if specs is not None else Spec()) for name, leaf in named.items()}
+
+
+def kind_fault(leaf: Any) -> str:
+    """Why a leaf cannot be stored and what to save instead, to follow its name; "" if it can be."""
+    if not isinstance(leaf, (Tensor, DiskTensor, Lazy)):
+        return f"is a {type(leaf).__name__}, not a tensor; use torch.tensor, or () for nothing"
+    if isinstance(leaf, Tensor):
+        if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return (
+                f"is a {type(leaf).__name__}, which is no plain tensor; save what it holds (.to_local() of a DTensor)"
+            )
+        if leaf.is_nested or leaf.layout != torch.strided:
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.").strip("_")
+            return f"is a {kind} tensor and a checkpoint holds dense ones; save .to_dense(), or its parts"
+        if leaf.device.type == "meta":
+            return "is on the meta device and has no elements; give it values first"
+        if torch_private.is_functorch_wrapped_tensor(leaf):
+            return "is a tensor inside of a transformation of torch.func; save outside of it"
+    if leaf.dtype.is_complex:
+        return f"is {leaf.dtype} and a checkpoint holds real numbers; save torch.view_as_real of it"
+    if leaf.dtype not in ZARR:
+        held = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZARR)
+        return f"is {leaf.dtype}; a checkpoint holds {held}"
+    return ""
+
+
 def box_reader(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
-    """A function (start, size) -> the elements [start, start + size) of a leaf."""
+    """Return a function (start, size) -> the elements [start, start + size) of a leaf."""
     if isinstance(leaf, Lazy):
         leaf_made = leaf.give()
-        assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), f"{leaf} gave {leaf_made.shape}"
+        assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), (
+            f"{leaf} gave {leaf_made.shape}"
+        )
         leaf = leaf_made
     if isinstance(leaf, DiskTensor):
         return disk_box_reader(leaf)
@@ -42,7 +97,7 @@ def box_reader(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor
 
 
 def disk_box_reader(leaf: DiskTensor) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
-    """`box_reader` of a leaf on a disk; the layers that were read last stay in memory."""
+    """As `box_reader`, for a leaf on a disk; the layers that were read last stay in memory."""
     held: tuple[Any, Tensor] | None = None
 
     def give(start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:

@@ -4,29 +4,48 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import torch
 
 import fzero
-from fzero.checkpoint.layout import ChunkLayout
+from fzero.checkpoint.layout import ZARR, ChunkLayout
+from fzero.core.foreign import expect_entries, parse_json, short
+from fzero.core.paths import leaf_fault
 from fzero.core.storage import Damaged, is_url, read_text, write_text
 
 FORMAT, VERSION = "fzero-checkpoint", 2
 
 
 MANIFEST, ARRAYS = "manifest.json", "arrays"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ZARR}
 
+MOST_DIMS = 32
+MANIFEST_ENTRIES = {"step": int, "versions": dict, "mesh": dict, "arrays": str, "leaves": dict}
+LEAF = {"shape": list, "dtype": str, "spec": str, "grid": list, "chunk": list, "compress": str, "digest": str}
+LEAF |= {"sums": list}
 
 Folder = str | Path  # a local folder, or the URL of one that tensorstore knows
 
 
 class Leaf(NamedTuple):
-    """A leaf of a checkpoint, as the manifest describes it: shape, dtype, chunk layout, spec, digest and checksums."""
+    """A leaf of a checkpoint, as the manifest describes it: shape, dtype, chunk layout, spec, digest and checksums.
+
+    >>> import tempfile
+    >>> path = fzero.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(4, 2)}, step=10)
+    >>> reader = fzero.checkpoint.open_checkpoint(path)
+    >>> leaf = reader.leaves["w"]
+    >>> leaf.shape, leaf.dtype, leaf.spec
+    ((4, 2), torch.float32, '[]')
+    >>> reader.close()
+    """
 
     layout: ChunkLayout
-    spec: str  # the Spec by which the run that saved it sharded it
+    spec: str  # the Spec by which the saving run sharded it
     digest: str  # of its elements, the same on every mesh: see fzero/core/digest.py
     sums: list[int]  # of each part: the crc32c of its header, or of its chunk
 
@@ -41,7 +60,7 @@ class Leaf(NamedTuple):
         return self.layout.dtype
 
     def table(self) -> dict[str, Any]:
-        """The leaf's entry in the manifest, as JSON can hold it."""
+        """The leaf's entry in the manifest, as a JSON value."""
         where = self.layout
         return {
             "shape": list(where.shape),
@@ -56,13 +75,31 @@ class Leaf(NamedTuple):
 
 
 def parse_leaf(table: dict[str, Any]) -> Leaf:
-    """The Leaf of an entry of a manifest."""
-    dtype = getattr(torch, table["dtype"])
+    """The Leaf of an entry of a manifest; raises ValueError for one that describes no leaf."""
+    expect_entries(table, LEAF, "the leaf")
+    shape, grid, chunk = (table[key] for key in ("shape", "grid", "chunk"))
+    dtype = DTYPES.get(table["dtype"])
+    if dtype is None:
+        raise ValueError(f"dtype is {short(table['dtype'])}")
+    if not all(type(n) is int and 0 <= n < 1 << 60 for n in (*shape, *grid, *chunk)):
+        raise ValueError(f"its sizes are {short([shape, grid, chunk])}")
+    if not all(type(n) is int and 0 <= n < 1 << 32 for n in table["sums"]):
+        raise ValueError("its sums are not checksums")
+    divided = len(shape) == len(grid) == len(chunk) <= MOST_DIMS and all(
+        g > 0 and n % g == 0 and (n // g % c == 0 if c else n == 0) for n, g, c in zip(shape, grid, chunk)
+    )
+    if not divided or math.prod(shape) * dtype.itemsize >= 1 << 60:
+        raise ValueError(f"grid {short(grid)} and chunk {short(chunk)} do not divide the shape {short(shape)}")
+    parts = math.prod(grid) if math.prod(shape) else 0
+    if parts != len(table["sums"]) or table["compress"] not in ("", "zstd"):
+        raise ValueError(f"it has {len(table['sums'])} sums of {parts} parts, and compress={short(table['compress'])}")
     where = ChunkLayout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
     return Leaf(where, table["spec"], table["digest"], table["sums"])
 
 
-def write_manifest(path: Folder, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]) -> None:
+def write_manifest(
+    path: Folder, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]
+) -> None:
     """Write the manifest of the checkpoint at `path`, durably, which makes the checkpoint complete."""
     body = {
         "format": FORMAT,
@@ -78,7 +115,7 @@ def write_manifest(path: Folder, arrays: str, leaves: dict[str, Leaf], *, step: 
 
 
 def manifest_text(body: dict[str, Any]) -> str:
-    """The text of a manifest."""
+    """Format a manifest, with its checksum."""
     return json.dumps(body, indent=1)
 
 
@@ -98,19 +135,43 @@ def read_manifest(path: Folder) -> dict[str, Any]:
     file = join(path, MANIFEST)
     try:
         text = read_text(path, MANIFEST)
-    except UnicodeDecodeError as error:
-        raise Damaged(f"{file}: damaged: not a text ({error})") from None
+    except ValueError as error:
+        if is_url(path) and not str(error).startswith(str(file)):
+            raise  # of the object store
+        raise Damaged(f"{file}: damaged: {str(error).removeprefix(f'{file}: ')}") from None
     if text is None:
         raise ValueError(f"{file}: no such file; {path} is not a complete checkpoint")
     try:
-        body = json.loads(text)
-        digest = body.pop("sha256", None)
-    except (ValueError, AttributeError, TypeError) as error:
+        body = parse_json(text, "its text")
+    except ValueError as error:
         raise Damaged(f"{file}: damaged: not a JSON object ({error})") from None
+    digest = body.pop("sha256", None)
     if body.get("format") != FORMAT or digest != _digest(body):
         raise Damaged(f"{file}: damaged, or not a manifest of fzero: its checksum does not agree with its content")
-    if body["version"] != VERSION:
-        raise ValueError(f"{file}: version {body['version']}; this fzero ({fzero.__version__}) reads version {VERSION}")
+    if body.get("version") != VERSION:
+        raise ValueError(
+            f"{file}: version {short(body.get('version'))}; this fzero ({fzero.__version__}) reads version {VERSION}"
+        )
+    try:
+        expect_entries(body, MANIFEST_ENTRIES, "it")
+        if not re.fullmatch(rf"{ARRAYS}(-\d+)?", body["arrays"]) or body["step"] < 0:
+            raise ValueError(f"its folder of arrays is {short(body['arrays'])} and its step {body['step']}")
+        if fault := leaf_fault(body["leaves"]):
+            raise ValueError(fault)
+        if "config" not in body:
+            raise ValueError("its config is missing")
+        for name, size in body["mesh"].items():
+            expect_entries(body["mesh"], {name: int}, "its mesh")
+            if not 1 <= size < 1 << 31:
+                raise ValueError(f"its mesh has {name}={size}")
+        for name, table in body["leaves"].items():
+            expect_entries(body["leaves"], {name: dict}, "its leaves")
+            try:
+                parse_leaf(table)
+            except ValueError as error:
+                raise ValueError(f"leaf {short(name)}: {error}") from None
+    except ValueError as error:
+        raise Damaged(f"{file}: damaged, or not written by fzero: {error}") from None
     return body
 
 
@@ -119,5 +180,7 @@ def _digest(body: dict) -> str:
 
 
 def join(folder: Folder, *names: str) -> Folder:
-    """The path or URL of something below a folder."""
-    return "/".join((str(folder).rstrip("/"), *names)) if is_url(folder) else Path(folder, *names)
+    """The path or URL of an entry below a folder; an empty name is that of the folder itself."""
+    if is_url(folder):
+        return "/".join((str(folder).rstrip("/"), *(quote(name) for name in names if name)))
+    return Path(folder, *names)

@@ -5,7 +5,6 @@ It also writes parameters that stay on a disk while they are used.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.foreign import parse_json
 from fzero.core.pytree import Tree
 from fzero.core.storage import Damaged, read_text
 from fzero.offload import DiskTensor, LeafFiles, Nvme
@@ -27,13 +27,13 @@ from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
 
 
 class StoreSnapshot(NamedTuple):
-    """The last complete step of a store, read only, by a process that need not have the mesh of the run."""
+    """The last complete step of a store, read only; the reading process does not need the run's mesh."""
 
     folder: Path
     record: StepManifest
     ranks: int
-    sizes: dict[str, int]  # of the axes of its mesh
-    stage: int | None  # of its plan
+    sizes: dict[str, int]  # sizes of its mesh axes
+    stage: int | None  # its plan's ZeRO stage
     leaves: dict[str, Any]  # name -> shape, dtype and stacked, of one rank
     slots: int
 
@@ -42,14 +42,20 @@ class StoreSnapshot(NamedTuple):
         return any(name.startswith(prefix) for name in self.leaves)
 
     def leaf(
-        self, name: str, shape: tuple[int, ...], spec: Any, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        spec: Any,
+        start: tuple[int, ...] | None = None,
+        size: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """The elements [start, start + size) (None: all) of a leaf of `shape`, from the shards that its ranks hold by `spec`.
+        """The elements [start, start + size) (None: all) of a leaf of `shape`, assembled from the ranks' shards by
+        `spec`.
 
-        Raises Damaged naming a chunk that is not what was written.
+        Raises Damaged naming a chunk that does not match its checksum.
         """
-        said = self.leaves[name]
-        kept = LeafFiles(tuple(said["shape"]), getattr(torch, said["dtype"]), said["stacked"])
+        entry = self.leaves[name]
+        kept = LeafFiles(tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["stacked"])
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
         out, done = torch.empty(size, dtype=kept.dtype), set()
         for rank in range(self.ranks):
@@ -70,38 +76,54 @@ class StoreSnapshot(NamedTuple):
     def sums(self, rank: int) -> dict[str, list[int]]:
         """The checksums of a rank's chunks; {} if the run kept none."""
         text = read_text(self.folder, sums_name(self.record.slot, rank))
-        return json.loads(text) if text else {}
+        return parse_json(text, f"{self.folder}/{sums_name(self.record.slot, rank)}") if text else {}
 
     def chunk(self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None) -> Tensor:
-        """A layer of a rank's shard; raises Damaged if its checksum does not agree."""
+        """A layer of a rank's shard; raises Damaged if its checksum does not match."""
         data = read_chunk(self.folder, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
+        if len(data) < kept.chunk_bytes:
+            raise Damaged(
+                f"{self.folder}: {name}, layer {layer} of rank {rank}, has {len(data):,} of {kept.chunk_bytes:,} "
+                "bytes; the store is damaged"
+            )
         if sums is not None:
             words = np.zeros(round_to_pages(kept.chunk_bytes), np.uint8)
             words[: kept.chunk_bytes] = data[: kept.chunk_bytes]
             if int(words.view(np.uint64).sum(dtype=np.uint64)) != sums[layer] % (1 << 64):
-                raise Damaged(f"{self.folder}: {name}, layer {layer} of rank {rank}, is not what was written; the store is damaged")
+                raise Damaged(
+                    f"{self.folder}: {name}, layer {layer} of rank {rank}, does not match its checksum; the store "
+                    "is damaged"
+                )
         return torch.from_numpy(data[: kept.chunk_bytes].copy()).view(kept.dtype).reshape(kept.chunk)
 
     def fixed(self, name: str) -> bool:
-        """Whether a leaf never changes, and so has one slot."""
+        """Whether a leaf never changes and so has one slot."""
         return self.leaves[name]["fixed"]
 
 
 def find_snapshot(folder: Path) -> StoreSnapshot | None:
     """The StoreSnapshot of the store in `folder`, or None if there is none with a complete step."""
-    said = read_description(folder) if folder.is_dir() else None
-    record = read_step_manifest(folder) if said else None
+    description = read_description(folder) if folder.is_dir() else None
+    record = read_step_manifest(folder) if description else None
     if record is None:
         return None
     if record.dirty:
-        raise ValueError(f"{folder}: a step was being written over another one when its run ended; there are no weights in it")
+        raise ValueError(
+            f"{folder}: a step was being written over another one when its run ended; there are no weights in it"
+        )
     return StoreSnapshot(
-        folder, record, said["ranks"], said["owner"].get("mesh", {}), said["owner"].get("stage"), said["leaves"], said["slots"]
+        folder,
+        record,
+        description["ranks"],
+        description["owner"].get("mesh", {}),
+        description["owner"].get("stage"),
+        description["leaves"],
+        description["slots"],
     )
 
 
 def read_weights(snapshot: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:
-    """The whole parameters under `prefix` (params/, master/ or extra/ema/), in `dtype` (None: their own)."""
+    """The whole parameters under `prefix` (params/, master/ or opt_state/average/), in `dtype` (None: their own)."""
     specs = pytree.named_leaves(plan.params if prefix == "params/" else plan.opt)
     named = {n: snapshot.leaf(prefix + n, tuple(x.shape), specs[n]) for n, x in pytree.named_leaves(plan.like).items()}
     return pytree.from_named({n: x if dtype is None else x.to(dtype) for n, x in named.items()}, plan.like)
@@ -116,7 +138,10 @@ def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
     for name, like in pytree.named_leaves(plan.like).items():
         value = read(name)
         if store is None:
-            kept = {n: LeafFiles(tuple(x.shape), value.dtype, shard_dim(n) == 1) for n, x in pytree.named_leaves(plan.like).items()}
+            kept = {
+                n: LeafFiles(tuple(x.shape), value.dtype, shard_dim(n) == 1)
+                for n, x in pytree.named_leaves(plan.like).items()
+            }
             store = nvme.open(kept, one_process())
             store.begin()
         for i in range(store.leaves[name].layers):

@@ -11,7 +11,17 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from fzero.checkpoint.layout import CRC, ZSTD_LEVEL, ChunkLayout, Index, Slab, slab_digest, slab_start, view_chunks, view_file
+from fzero.checkpoint.layout import (
+    CRC,
+    ZSTD_LEVEL,
+    ChunkLayout,
+    Index,
+    Slab,
+    slab_digest,
+    slab_start,
+    view_chunks,
+    view_file,
+)
 from fzero.checkpoint.manifest import Folder
 from fzero.checkpoint.part_storage import FileWriter, aligned_memory
 from fzero.core.object_store import Objects
@@ -22,10 +32,10 @@ Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> e
 
 
 class PartFile:
-    """A part that is being written: call `fill` and `write` for each of its slabs, in any order and by any threads.
+    """A part being written: call `fill` and `write` for each of its slabs, in any order and from any thread.
 
-    path: (leaf name) -> the folder of its array, called once that is known. left: the number of slabs that are still to
-    be written.
+    path: (leaf name) -> the folder of its array, called once that is known. left: the number of slabs still to be
+    written.
     """
 
     def __init__(self, name: str, layout: ChunkLayout, index: Index, path: Callable[[str], Folder]) -> None:
@@ -38,7 +48,6 @@ class PartFile:
 
     @property
     def number(self) -> int:
-        """Its number among the leaf's parts."""
         return self.layout.number(self.index)
 
     def fill(self, raw: Tensor, slab: Slab, give: Box, begins: Index) -> None:
@@ -107,7 +116,7 @@ class PartFile:
         self.file = None
 
     def close(self) -> None:
-        """Close its file, if that was not written to the end."""
+        """Close its file if it was not written to the end."""
         if self.file is not None:
             self.file.close()
 
@@ -133,14 +142,14 @@ def make_header(table: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
 
 
 def compress(data: np.ndarray) -> np.ndarray:
-    """The bytes as a zstd frame."""
+    """Compress the bytes to a zstd frame."""
     import zstandard
 
     return np.frombuffer(zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(data)), np.uint8)
 
 
 class ObjectWriter:
-    """An object that is sent to an object store when it is complete; it has the methods of `FileWriter`."""
+    """An object sent to an object store once it is complete, with the methods of `FileWriter`."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.folder, self.name, self.data, self.end_at, self.lock = folder, name, bytearray(), 0, threading.Lock()

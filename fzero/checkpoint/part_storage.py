@@ -20,13 +20,13 @@ from torch import Tensor
 
 from fzero.checkpoint.manifest import Folder, join
 from fzero.core.object_store import Objects
-from fzero.core.storage import PAGE, is_url
+from fzero.core.storage import PAGE, is_url, naming
 from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.disk_io import open_direct
 
-OPEN = 64  # files that stay open after a read: a checkpoint may have more than a process may open
+OPEN = 64  # most files left open after a read, as a process may open fewer than a checkpoint has
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SMALL = 1 << 18  # bytes of a file up to which the page cache is faster
+SMALL = 1 << 18  # files up to this size are read faster through the page cache
 
 
 class FileWriter:
@@ -36,7 +36,7 @@ class FileWriter:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        """size: the bytes of the file; 0 if they are not known yet."""
+        """size: the bytes of the file; 0 if unknown so far."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.size, self.lock = path, size, threading.Lock()
         flags = os.O_RDWR | os.O_CREAT
@@ -44,17 +44,19 @@ class FileWriter:
         self.fd = os.open(path, flags, 0o644) if direct is None else direct
         room = round_to_pages(size) if direct is not None else size
         if os.fstat(self.fd).st_size not in (size, room) or not size:
-            os.ftruncate(self.fd, 0)
-            if room:
-                os.posix_fallocate(self.fd, 0, room)
+            with naming(path):
+                os.ftruncate(self.fd, 0)
+                if room:
+                    os.posix_fallocate(self.fd, 0, room)
         self.end_at, self.direct = 0, direct is not None
 
     def put(self, raw: Tensor, size: int, offset: int) -> None:
         """Write the first `size` bytes of `raw` (uint8, whole pages) at `offset`."""
         view = memoryview(raw.numpy())[: round_to_pages(size) if self.direct else size]
-        while view:
-            done = os.pwrite(self.fd, view, offset)
-            view, offset = view[done:], offset + done
+        with naming(self.path):
+            while view:
+                done = os.pwrite(self.fd, view, offset)
+                view, offset = view[done:], offset + done
 
     def append(self, size: int) -> int:
         """Reserve `size` bytes from the next page on; returns their offset."""
@@ -64,12 +66,12 @@ class FileWriter:
 
     def end(self, size: int) -> None:
         """Set the file's size to `size` bytes and close it."""
-        if os.fstat(self.fd).st_size != size:
-            os.ftruncate(self.fd, size)
-        self.close()
+        with naming(self.path):
+            if os.fstat(self.fd).st_size != size:
+                os.ftruncate(self.fd, size)
+            self.close()
 
     def close(self) -> None:
-        """Close the file."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -77,7 +79,7 @@ class FileWriter:
 
 @dataclass
 class OpenFile:
-    """An open file and the number of threads that are reading it."""
+    """An open file and the number of threads reading it."""
 
     fd: int
     direct: bool
@@ -85,24 +87,26 @@ class OpenFile:
 
 
 class PartReader:
-    """Reads ranges of the files below a folder or URL, for several threads, each with a buffer of its own."""
+    """Reads ranges of the files below a folder or URL, for several threads, each with its own buffer."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self.url, self.lock = folder, is_url(folder), threading.Lock()
         self.objects = Objects(str(folder)) if self.url else None
-        self.open: dict[str, OpenFile] = {}  # in order of their last use
+        self.open: dict[str, OpenFile] = {}  # least recently used first
         self.local = threading.local()
         self.read_bytes = 0
 
     def get(self, name: str, offset: int, size: int) -> np.ndarray:
-        """`size` bytes of a file at `offset`, a multiple of a page; valid until this thread's next call.
+        """Read `size` bytes of a file at `offset`, a multiple of a page; valid until this thread's next call.
 
-        Raises OSError if it cannot be read, and EOFError if the file ends before.
+        Raises OSError if it cannot be read, and EOFError if the file is too short.
         """
         if self.url:
             raw = self._range(name, offset, size)
         else:
             with self._held(name) as file:
+                if (end := os.fstat(file.fd).st_size) < offset + size:
+                    raise EOFError(end)  # before memory is taken for what a damaged header asks for
                 wanted = round_to_pages(size) if file.direct else size
                 raw = self._buffer(wanted)
                 done = 0
@@ -120,7 +124,7 @@ class PartReader:
         return raw[:size]
 
     def size(self, name: str) -> int:
-        """The size of a file in bytes; raises OSError if there is none.
+        """The size of a file in bytes; raises OSError if it is missing.
 
         An object is read whole, and kept for this thread's next `get`.
         """
@@ -171,14 +175,14 @@ class PartReader:
         return held
 
     def close(self) -> None:
-        """Close the files."""
         for file in self.open.values():
             os.close(file.fd)
         self.open.clear()
 
 
 def aligned_memory(size: int) -> np.ndarray:
-    """`size` bytes of zeros that begin at a page; many begin at a huge page, of which a direct transfer needs fewer."""
+    """Allocate `size` zero bytes aligned to a page; large sizes to a huge page, so that direct transfers need fewer
+    descriptors."""
     room = HUGE if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
     memory = mmap.mmap(-1, round_to_pages(max(size, 1)) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if room:
@@ -189,19 +193,23 @@ def aligned_memory(size: int) -> np.ndarray:
 
 
 def as_integers(x: Tensor) -> np.ndarray:
-    """The memory of a CPU tensor as an array of integers of its elements' width."""
+    """View the memory of a CPU tensor as integers of its elements' width."""
     return x.view(WORDS[x.dtype.itemsize]).numpy()
 
 
 def as_tensor(raw: np.ndarray) -> Tensor:
-    """The uint8 tensor of some bytes: it shares their memory if that is writable."""
+    """A uint8 tensor of some bytes; it shares their memory if that is writable."""
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor.
+    """Allocate an uninitialised tensor.
 
     A large one is in huge pages, whose first use is a hundred times faster than that of small ones.
     """
     size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(aligned_memory(size)[:size]).view(dtype).view(shape) if size >= HUGE else torch.empty(shape, dtype=dtype)
+    return (
+        torch.from_numpy(aligned_memory(size)[:size]).view(dtype).view(shape)
+        if size >= HUGE
+        else torch.empty(shape, dtype=dtype)
+    )

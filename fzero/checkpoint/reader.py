@@ -1,7 +1,4 @@
-"""Reading checkpoints: slices of leaves, from the chunks that contain them and no others.
-
-Each chunk is compared with its checksum.
-"""
+"""Read checkpoints: slices of leaves, from only the chunks that contain them, each compared with its checksum."""
 
 from __future__ import annotations
 
@@ -15,21 +12,41 @@ import numpy as np
 from crc32c import crc32c
 from torch import Tensor
 
-from fzero.checkpoint.layout import CRC, ChunkLayout, Index, Slab, grid_positions, slab_start, slabs, view_chunks, view_file
+from fzero.checkpoint.layout import (
+    CRC,
+    ChunkLayout,
+    Index,
+    Slab,
+    grid_positions,
+    slab_start,
+    slabs,
+    view_chunks,
+    view_file,
+)
 from fzero.checkpoint.manifest import Folder, Leaf, join, parse_leaf, read_manifest
 from fzero.checkpoint.part_storage import PartReader, as_integers, as_tensor, empty_tensor
 from fzero.core import pytree
 from fzero.core.storage import Damaged
 
-RUN = 4 << 20  # bytes of neighbouring chunks that are read at a time
+RUN = 4 << 20  # most bytes of neighbouring chunks to read at a time
 THREADS = 4
 
 
 class CheckpointReader:
     """A checkpoint open for reading; `open_checkpoint` makes it.
 
-    step, config, mesh: as the manifest has them. leaves: {name: Leaf}. `read` returns slices of leaves; `close` closes
-    its files.
+    step, config, mesh: as the manifest has them. leaves: {name: Leaf}.
+    `read` returns slices of leaves; `close` closes the files.
+    Raises ValueError if the checkpoint is not complete, and Damaged if its manifest is damaged.
+
+    >>> import tempfile
+    >>> path = fzero.checkpoint.save(tempfile.mkdtemp(), {"w": torch.arange(6.0)}, step=10, config={"lr": 0.1})
+    >>> reader = CheckpointReader(path)
+    >>> reader.step, reader.config, list(reader.leaves)
+    (10, {'lr': 0.1}, ['w'])
+    >>> reader.read("w", start=(2,), size=(3,))
+    tensor([2., 3., 4.])
+    >>> reader.close()
     """
 
     def __init__(self, path: Folder) -> None:
@@ -46,11 +63,13 @@ class CheckpointReader:
         """The number of bytes read so far."""
         return self.files.read_bytes
 
-    def read(self, name: str, start: Index | None = None, size: Index | None = None, *, out: Tensor | None = None) -> Tensor:
-        """The elements [start, start + size) of a leaf (None: all of it), verified, in new memory or in `out`.
+    def read(
+        self, name: str, start: Index | None = None, size: Index | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Read the elements [start, start + size) of a leaf (None: all of it), verified, into new memory or `out`.
 
-        Raises ValueError if the checkpoint has no such leaf or slice, and Damaged naming leaf, chunk and file if what
-        is read is not what was written.
+        Raises ValueError if the checkpoint has no such leaf or slice, and Damaged naming leaf, chunk and file if a
+        checksum does not match.
         """
         box = self.box(name, start, size, out)
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
@@ -66,16 +85,17 @@ class CheckpointReader:
         size = tuple(n - at for n, at in zip(leaf.shape, start)) if size is None else tuple(size)
         fits = len(start) == len(size) == len(leaf.shape)
         if not fits or any(not 0 <= at <= at + n <= whole for at, n, whole in zip(start, size, leaf.shape)):
-            raise ValueError(f"{self.path}: {name} has shape {list(leaf.shape)}, and no slice of {list(size)} from {list(start)} on")
+            raise ValueError(
+                f"{self.path}: {name} has shape {list(leaf.shape)}, and no slice of {list(size)} from {list(start)} on"
+            )
         return Box(name, start, size, empty_tensor(size, leaf.dtype) if out is None else out)
 
     def close(self) -> None:
-        """Close its files."""
         self.files.close()
 
 
 class Box(NamedTuple):
-    """A slice of a leaf and the tensor that it is read into."""
+    """A slice of a leaf and the tensor to read it into."""
 
     name: str
     start: Index
@@ -102,9 +122,13 @@ def open_checkpoint(path: Folder) -> CheckpointReader:
 
 
 def read_boxes(held: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
-    """Read the boxes, from the chunks that contain their elements and no others."""
-    needs = [(box, part, spans) for box in boxes for part, spans in overlapping_parts(held.leaves[box.name].layout, box.start, box.size)]
-    # The small reads of headers go before the large ones, which would wait for them.
+    """Read the boxes from only the chunks that contain their elements."""
+    needs = [
+        (box, part, spans)
+        for box in boxes
+        for part, spans in overlapping_parts(held.leaves[box.name].layout, box.start, box.size)
+    ]
+    # Headers are read first: they are small, and the large reads would wait for them.
     tasks = [pool.submit(read_header, held, box.name, part) for box, part, _ in needs]
     for box, part, spans in needs:
         layout = held.leaves[box.name].layout
@@ -116,10 +140,12 @@ def read_boxes(held: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecuto
 
 
 def overlapping_parts(layout: ChunkLayout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
-    """(part, along each dim the first chunk and the one after the last) of every part that contains elements of a box."""
+    """Yield (part, first and last + 1 chunk along each dim) of every part that contains elements of a box."""
     if not all(size):
         return
-    for part in itertools.product(*(range(at // n, (at + k - 1) // n + 1) for at, k, n in zip(start, size, layout.part))):
+    for part in itertools.product(
+        *(range(at // n, (at + k - 1) // n + 1) for at, k, n in zip(start, size, layout.part))
+    ):
         spans = []
         for p, n, c, at, k in zip(part, layout.part, layout.chunk, start, size):
             low, high = max(at - p * n, 0), min(at + k - p * n, n)
@@ -148,14 +174,14 @@ def read_slab(held: CheckpointReader, box: Box, part: Index, slab: Slab) -> None
 
 
 def copy_elements(source: Tensor, target: Tensor) -> None:
-    """Copy elements, bit for bit, in this thread alone: Tensor.copy_ would start threads in each of ours."""
+    """Copy elements, bit for bit, in this thread alone: Tensor.copy_ would start threads of its own in each of ours."""
     np.copyto(as_integers(target), as_integers(source))
 
 
 def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) -> np.ndarray:
     """The bytes of a slab in file order, verified; valid until this thread reads again.
 
-    Raises Damaged naming the first chunk that is not what was written.
+    Raises Damaged naming the first chunk that does not match its checksum.
     """
     layout = held.leaves[name].layout
     table, sums = read_header(held, name, part)
@@ -163,23 +189,38 @@ def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) ->
         offset, size = (int(x) for x in table[slab.first])
         rows = read_range(held, name, part_name(layout, name, part), offset, size)[None]
     else:
-        rows = read_range(held, name, part_name(layout, name, part), layout.header + slab.first * layout.stride, slab.size * layout.stride)
+        rows = read_range(
+            held,
+            name,
+            part_name(layout, name, part),
+            layout.header + slab.first * layout.stride,
+            slab.size * layout.stride,
+        )
         rows = rows.reshape(slab.size, layout.stride)
     n = rows.shape[1] - CRC if layout.compress else layout.chunk_bytes
     stored = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
     for i, (row, wanted_sum) in enumerate(zip(rows, sums[slab.first :].tolist())):
         if crc32c(row[:n]) != wanted_sum or stored[i] != wanted_sum:
             at = f"chunk {chunk_name(layout, part, slab.first + i)} in {part_path(held, name, part)}"
-            raise Damaged(f"leaf {name} is damaged: {at} is not what was written")
+            raise Damaged(f"leaf {name} is damaged: {at} does not match its checksum")
     if not layout.compress:
         return rows.reshape(-1)[: n if layout.chunks == 1 else None]
     import zstandard
 
-    return np.frombuffer(zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes), np.uint8)
+    try:
+        found = zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes)
+    except zstandard.ZstdError as error:
+        found, what = b"", f" ({error})"
+    else:
+        what = f": {len(found):,} bytes"
+    if len(found) != layout.chunk_bytes:
+        at = f"chunk {chunk_name(layout, part, slab.first)} in {part_path(held, name, part)}"
+        raise Damaged(f"leaf {name} is damaged: {at} is not what zstd made of {layout.chunk_bytes:,} bytes{what}")
+    return np.frombuffer(found, np.uint8)
 
 
 def read_header(held: CheckpointReader, name: str, part: Index) -> tuple[np.ndarray, np.ndarray]:
-    """(offset and bytes of every chunk, their crc32c) of a part, from its verified header, which is read once."""
+    """(offset and bytes of every chunk, their crc32c) of a part, from its verified header, which is read only once."""
     with held.lock:
         if (name, part) in held.headers:
             return held.headers[name, part]
@@ -190,17 +231,23 @@ def read_header(held: CheckpointReader, name: str, part: Index) -> tuple[np.ndar
         size = layout.file_bytes if not layout.compress else file_size(held, name, key)
         found = np.array([[0, size]], "<u8"), np.array([crc], "<u4")
     else:
+        if layout.header > file_size(held, name, key):  # before memory for it is taken
+            raise Damaged(f"leaf {name} is damaged: {part_path(held, name, part)} is shorter than its index")
         raw = read_range(held, name, key, 0, layout.header)
         if crc32c(memoryview(raw)) != crc:
-            raise Damaged(f"leaf {name} is damaged: the index of {part_path(held, name, part)} is not what was written")
-        found = raw[: 16 * n].copy().view("<u8").reshape(n, 2), raw[16 * n + CRC : 16 * n + CRC + 4 * n].copy().view("<u4")
+            where = part_path(held, name, part)
+            raise Damaged(f"leaf {name} is damaged: the index of {where} does not match its checksum")
+        found = (
+            raw[: 16 * n].copy().view("<u8").reshape(n, 2),
+            raw[16 * n + CRC : 16 * n + CRC + 4 * n].copy().view("<u4"),
+        )
     with held.lock:
         held.headers[name, part] = found
     return found
 
 
 def read_range(held: CheckpointReader, name: str, key: str, offset: int, size: int) -> np.ndarray:
-    """Bytes of a file; raises Damaged if it is missing or ends too early."""
+    """Read bytes of a file; raises Damaged if it is missing or too short."""
     try:
         return held.files.get(key, offset, size)
     except FileNotFoundError:
@@ -223,7 +270,7 @@ def file_size(held: CheckpointReader, name: str, key: str) -> int:
 
 def part_name(layout: ChunkLayout, name: str, part: Index) -> str:
     """The name of a part's file, below the folder of arrays."""
-    return f"{name}/{layout.key(part)}"
+    return f"{name}/{layout.key(part)}" if name else layout.key(part)
 
 
 def part_path(held: CheckpointReader, name: str, part: Index) -> Folder:

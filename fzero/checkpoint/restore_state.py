@@ -1,4 +1,5 @@
-"""Restore a TrainState at another mesh, stage, memory or policy: each rank reads its slices of a checkpoint or of a store."""
+"""Restore a TrainState at another mesh, stage, memory or policy; each rank reads its slices of a checkpoint or
+store."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from fzero.checkpoint.restore_tree import list_some
 from fzero.core import pytree
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
+from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import local_slice, whole_shape
 from fzero.train.spike import LOSS, init_stats
@@ -21,17 +23,19 @@ from fzero.train.state import TrainState, in_host_memory
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
 PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
-FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may begin anew
+FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may be initialised afresh
 
 
-def restore_state(path: checkpoint.Folder, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
-    """This rank's state from the checkpoint at `path`, of whatever mesh, stage, memory and policy of dtypes.
+def restore_state(
+    path: checkpoint.Folder, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None
+) -> TrainState:
+    """This rank's state from the checkpoint at `path`, saved with any mesh, stage, memory and policy of dtypes.
 
-    like: the state to restore, its leaves on the meta device. A change of policy is followed: master weights are made
-    from parameters, parameters from master weights, another dtype by rounding, and a new loss scale. All other leaves
-    must be those of the checkpoint.
-    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if what is read is not
-    what was written.
+    like: the state to restore, with leaves on the meta device. A change of policy is followed: master weights are made
+    from parameters, parameters from master weights, other dtypes by rounding, and a missing loss scale afresh. All
+    other leaves must be those of the checkpoint.
+    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if a checksum does not
+    match.
     """
     held = checkpoint.open_checkpoint(path)
     try:
@@ -40,7 +44,9 @@ def restore_state(path: checkpoint.Folder, like: TrainState, specs: TrainState, 
         held.close()
 
 
-def _restore_from(held: checkpoint.CheckpointReader, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None) -> TrainState:
+def _restore_from(
+    held: checkpoint.CheckpointReader, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None
+) -> TrainState:
     policy, mesh = plan.policy, plan.mesh
     spec_of, source = pytree.named_leaves(specs), match_leaves(held, like, policy)
     fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
@@ -50,7 +56,10 @@ def _restore_from(held: checkpoint.CheckpointReader, like: TrainState, specs: Tr
         there = held.leaves[source[name]].shape
         whole = whole_shape(leaf.shape, spec_of[name], mesh)
         if whole != there:
-            raise ValueError(f"{held.path}: {name} has shape {list(there)} there and {list(whole)} in this run; it is of another model")
+            raise ValueError(
+                f"{held.path}: {name} has shape {list(there)} there and {list(whole)} in this run; it is of "
+                "another model"
+            )
         return local_slice(there, spec_of[name], mesh)
 
     slices = {name: slice_of(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
@@ -76,21 +85,20 @@ def _restore_from(held: checkpoint.CheckpointReader, like: TrainState, specs: Tr
 
 
 def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
-    """{leaf of the state: leaf of the checkpoint that it is made of}; a leaf that begins anew is not among them: the loss scale,
-    and the statistics of the loss, which checkpoints of earlier versions may lack.
+    """{leaf of the state: leaf of the checkpoint that it is made of}, without leaves that are initialised afresh.
 
-    A new loss scale is made from no leaf, and is not among them.
-    Raises ValueError naming the leaves that are missing or extra.
+    Those are a new loss scale, and the statistics of the loss, which checkpoints of earlier versions may lack. Raises
+    ValueError naming the leaves that are missing or extra.
     """
     wanted, out, missing = pytree.names(like), {}, []
     made = set()
     for name in wanted:
         wide = f"{MASTER}{name.removeprefix(PARAMS)}" if name.startswith(PARAMS) else name
         narrow = f"{PARAMS}{name.removeprefix(MASTER)}" if name.startswith(MASTER) else name
-        # Parameters of another dtype than the checkpoint's are rounded from the widest that it has.
+        # Parameters whose dtype differs from the checkpoint's are rounded from its widest copy.
         dtype = policy.param if name.startswith(PARAMS) else None
         other = name in held.leaves and dtype is not None and held.leaves[name].dtype != dtype
-        choices = [wide, name] if other else [name, wide, narrow]
+        choices = [wide, name] if other else [name, wide, narrow, earlier_name(name)]
         found = next((choice for choice in choices if choice in held.leaves), None)
         if found is not None:
             out[name] = found
@@ -98,10 +106,17 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
         elif not name.startswith(FRESH):
             missing.append(name)
     extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER))]
-    said = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
-    if said:
-        raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(said)}")
+    problems = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
+    if problems:
+        raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")
     return out
+
+
+def earlier_name(name: str) -> str:
+    """The name that a leaf has in checkpoints of versions which kept the average of the weights in `extra`."""
+    if name.startswith(AVERAGE):
+        return f"extra/ema/{name.removeprefix(AVERAGE)}"
+    return name.replace("opt_state/inner/", "opt_state/", 1)
 
 
 def save_snapshot(
@@ -113,14 +128,13 @@ def save_snapshot(
     mesh: Mesh,
     config: Any,
 ) -> checkpoint.Folder:
-    """Save the last complete step of a store that the ranks of another mesh wrote.
+    """Save the last complete step of a store, written by the ranks of another mesh, in `checkpoint_dir`; return its
+    path.
 
-    Returns the path of the checkpoint, in `checkpoint_dir`.
     All ranks of `mesh` call it.
-
-    old: the specs of the leaves by which those ranks held them. like: this rank's state on the meta device by `specs`,
-    all in memory; one leaf of it is there at a time. Parameters that the store lacks are made from its master weights.
-    Raises ValueError if the store lacks a leaf, and Damaged if it is damaged.
+    old: the specs by which those ranks held the leaves. like: this rank's state on the meta device by `specs`, all in
+    memory; one leaf at a time is loaded. Parameters that the store lacks are made from its master weights. Raises
+    ValueError if the store lacks a leaf, and Damaged if it is damaged.
     """
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
     statistics = pytree.named_leaves({"extra": {LOSS: init_stats()}})  # which stores of earlier versions may lack
@@ -137,7 +151,9 @@ def save_snapshot(
                 raise ValueError(f"{snapshot.folder}: its store has no {name}; resume from a checkpoint")
         whole = whole_shape(leaf.shape, spec_of[name], mesh)
         start, size = local_slice(whole, spec_of[name], mesh)
-        return checkpoint.Lazy(leaf.dtype, tuple(leaf.shape), lambda: snapshot.leaf(held, whole, old_of[held], start, size).to(leaf.dtype))
+        return checkpoint.Lazy(
+            leaf.dtype, tuple(leaf.shape), lambda: snapshot.leaf(held, whole, old_of[held], start, size).to(leaf.dtype)
+        )
 
     state = pytree.map_named(lazy, like)
     return checkpoint.save(checkpoint_dir, state, step=snapshot.record.step, config=config, specs=specs, mesh=mesh)

@@ -1,4 +1,4 @@
-"""Restoring trees from a checkpoint: each rank reads its slices; an error names the leaves that do not fit."""
+"""Restore trees from a checkpoint: each rank reads its slices; errors name the leaves that do not fit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def restore(
 ) -> Tree:
     """The tree saved in the checkpoint at `path`, in the containers of `like`: this rank's shards by `specs` on `mesh`.
 
-    A rank reads the chunks that contain its slices, and compares each with its checksum. Every leaf of `like` must be
-    in the checkpoint, and every leaf of the checkpoint in `like`, apart from what `under`, `keep` and `drop` select.
+    A rank reads the chunks that contain its slices, and compares each with its checksum. `like` and the checkpoint must
+    have the same leaves, apart from those that `under`, `keep` and `drop` select.
 
     like: a tree of tensors with the names, shapes (of this rank's shards) and dtypes to expect; leaves are returned on
     its devices, and on the CPU for the meta device.
@@ -47,7 +47,7 @@ def restore(
 
     Communicates: nothing.
     Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged naming leaf,
-    chunk and file if what is read is not what was written.
+    chunk and file if a checksum does not match.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -57,29 +57,36 @@ def restore(
     {'w': tensor([1., 1.])}
     """
     held = open_checkpoint(path)
-    mesh, prefix = one_process() if mesh is None else mesh, f"{under}/" if under else ""
+    mesh = one_process() if mesh is None else mesh
     leaves, spec_of = pytree.named_leaves(like), pytree.named_leaves(specs) if specs is not None else {}
     outs = pytree.named_leaves(out) if out is not None else {}
     kept = {name for name in leaves if keep and re.fullmatch(keep, name)}
-    wanted_leaves = {prefix + name: leaf for name, leaf in leaves.items() if name not in kept}
-    there = {name: leaf for name, leaf in held.leaves.items() if name.startswith(prefix)}
-    passed = {name for name in there if name.removeprefix(prefix) in kept or (drop and re.fullmatch(drop, name.removeprefix(prefix)))}
+
+    def full(name: str) -> str:
+        return "/".join(part for part in (under, name) if part)
+
+    def short(name: str) -> str:
+        return name.removeprefix(under).removeprefix("/") if under else name
+
+    wanted_leaves = {full(name): leaf for name, leaf in leaves.items() if name not in kept}
+    there = {name: leaf for name, leaf in held.leaves.items() if not under or f"{name}/".startswith(f"{under}/")}
+    passed = {name for name in there if short(name) in kept or (drop and re.fullmatch(drop, short(name)))}
     boxes: dict[str, Box] = {}
     windows: dict[str, tuple[Index, Index]] = {}
     for name in wanted_leaves.keys() & there.keys():
-        spec = spec_of.get(name.removeprefix(prefix), Spec())
+        spec = spec_of.get(short(name), Spec())
         shape = there[name].shape
         fits = all(n % ranks == 0 for n, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape), name)))
         windows[name] = local_slice(shape, spec, mesh) if fits else ((), shape)
     check_leaves(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
     try:
         for name in wanted_leaves:
-            boxes[name] = held.box(name, *windows[name], outs.get(name.removeprefix(prefix)))
+            boxes[name] = held.box(name, *windows[name], outs.get(short(name)))
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
             read_boxes(held, list(boxes.values()), pool)
     finally:
         held.close()
-    done = {name.removeprefix(prefix): box.out for name, box in boxes.items()}
+    done = {short(name): box.out for name, box in boxes.items()}
     for name, leaf in leaves.items():
         if name in kept:
             done[name] = leaf
@@ -89,10 +96,9 @@ def restore(
 
 
 def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Tensor]:
-    """{name: leaf} of the whole leaves of the checkpoint at `path` for whose name `select` returns True, verified.
+    """{name: leaf} of the whole leaves of the checkpoint at `path` whose names satisfy `select`, verified.
 
-    Raises ValueError if no leaf is selected, and Damaged naming leaf, chunk and file if what is read is not what was
-    written.
+    Raises ValueError if no leaf is selected, and Damaged naming leaf, chunk and file if a checksum does not match.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -111,7 +117,9 @@ def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Ten
     return {box.name: box.out for box in boxes}
 
 
-def check_leaves(path: Folder, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]) -> None:
+def check_leaves(
+    path: Folder, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]
+) -> None:
     """Raise ValueError naming the leaves that are missing, extra, or of another shape or dtype."""
     missing = [name for name in wanted if name not in held]
     extra = [name for name in held if name not in wanted]
@@ -125,9 +133,9 @@ def check_leaves(path: Folder, wanted: dict[str, Any], held: dict[str, Leaf], wi
         if held[name].dtype != leaf.dtype:
             dtypes.append(f"{name} {dtype_name(held[name].dtype)} (wanted {dtype_name(leaf.dtype)})")
     groups = {"missing": missing, "extra": extra, "of another shape": shapes, "of another dtype": dtypes}
-    said = [f"{what}: {list_some(group)}" for what, group in groups.items() if group]
-    if said:
-        raise ValueError(f"{path}: the checkpoint's leaves are not those of the tree; {'; '.join(said)}")
+    problems = [f"{what}: {list_some(group)}" for what, group in groups.items() if group]
+    if problems:
+        raise ValueError(f"{path}: the checkpoint's leaves are not those of the tree; {'; '.join(problems)}")
 
 
 def list_some(names: list[str]) -> str:

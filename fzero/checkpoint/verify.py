@@ -1,8 +1,7 @@
-"""Verification of a checkpoint: every byte of its files is compared with what it must be."""
+"""Verify a checkpoint: compare every byte of its files with its required value."""
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,13 +25,14 @@ from fzero.checkpoint.reader import (
     read_verified,
 )
 from fzero.checkpoint.zarr import zarr_texts
+from fzero.core.foreign import parse_json
 from fzero.core.object_store import Objects
 from fzero.core.storage import PAGE, Damaged, is_url, read_text
 from fzero.offload.buffer_pool import round_to_pages
 
 
 def newest_sound(checkpoint_dir: Folder) -> tuple[Folder, list[tuple[Folder, str]]]:
-    """(path of the newest undamaged checkpoint, [(path, what is damaged) of each later one]).
+    """(path of the newest undamaged checkpoint, [(path, damage) of each later one]).
 
     It reads those checkpoints whole.
     Raises ValueError if there is no checkpoint, or if all are damaged.
@@ -79,13 +79,19 @@ def verify(path: Folder) -> list[str]:
         return [str(error)]
     found: list[str] = []
     with ThreadPoolExecutor(THREADS, "fzero-verify") as pool:
-        tasks = [(name, [pool.submit(verify_part, held, name, part) for part in leaf.layout.parts()]) for name, leaf in held.leaves.items()]
+        tasks = [
+            (name, [pool.submit(verify_part, held, name, part) for part in leaf.layout.parts()])
+            for name, leaf in held.leaves.items()
+        ]
         for name, parts in tasks:
             results = [task.result() for task in parts]
-            lines = [line for said, _ in results for line in said]
+            lines = [line for part_lines, _ in results for line in part_lines]
             total = sum(value for _, value in results) % (1 << 64)
             if not lines and f"{total:016x}" != held.leaves[name].digest:
-                lines = [f"leaf {name} is damaged: its digest is {total:016x} and the manifest has {held.leaves[name].digest}"]
+                lines = [
+                    f"leaf {name} is damaged: its digest is {total:016x} and the manifest has "
+                    f"{held.leaves[name].digest}"
+                ]
             found += lines
     held.close()
     return found + verify_descriptions(held)
@@ -111,22 +117,27 @@ def verify_part(held: CheckpointReader, name: str, part: Index) -> tuple[list[st
             total += slab_digest(as_tensor(raw), layout, part, slab)
             for number in find_nonzero_padding(held, name, part, slab, raw, int(table[slab.first].sum()), size):
                 at = f"{chunk_name(layout, part, number)} in {part_path(held, name, part)}"
-                found.append(f"leaf {name} is damaged: what lies behind chunk {at}")
+                found.append(f"leaf {name} is damaged: the bytes after chunk {at}")
         written = int(table.sum(1).max()) if layout.compress else layout.file_bytes
         if size != written:
-            found.append(f"leaf {name} is damaged: {part_path(held, name, part)} has {size:,} bytes, and {written:,} were written")
+            found.append(
+                f"leaf {name} is damaged: {part_path(held, name, part)} has {size:,} bytes, and {written:,} "
+                "were written"
+            )
     except Damaged as error:
         found.append(str(error))
     return found, total % (1 << 64)
 
 
 def split_slab(slab: Slab, counts: Index) -> list[Slab]:
-    """The slabs of one chunk each that a slab consists of."""
+    """Split a slab into slabs of one chunk each."""
     places = (tuple(a + b for a, b in zip(slab.at, place)) for place in grid_positions(slab.counts))
     return [Slab(flat_index(place, counts), place, (1,) * len(counts)) for place in places]
 
 
-def find_nonzero_padding(held: CheckpointReader, name: str, part: Index, slab: Slab, raw: np.ndarray, end: int, size: int) -> list[int]:
+def find_nonzero_padding(
+    held: CheckpointReader, name: str, part: Index, slab: Slab, raw: np.ndarray, end: int, size: int
+) -> list[int]:
     """The numbers of a slab's chunks that are not followed by zeros up to the end of the page.
 
     end: where the slab's first chunk ends in the file. size: the bytes of the file.
@@ -136,34 +147,40 @@ def find_nonzero_padding(held: CheckpointReader, name: str, part: Index, slab: S
         return []
     if layout.compress:
         gap = min(size, round_to_pages(end)) - end
-        page = read_range(held, name, part_name(layout, name, part), end // PAGE * PAGE, end % PAGE + gap) if gap else np.zeros(0)
+        page = (
+            read_range(held, name, part_name(layout, name, part), end // PAGE * PAGE, end % PAGE + gap)
+            if gap
+            else np.zeros(0)
+        )
         return [slab.first] if page[end % PAGE :].any() else []
     rows = raw.reshape(slab.size, layout.stride)
     return [slab.first + int(i) for i in rows[:, layout.chunk_bytes + CRC :].any(1).nonzero()[0]]
 
 
 def verify_descriptions(held: CheckpointReader) -> list[str]:
-    """Lines for zarr.json files that differ from what the manifest implies, and for files that do not belong to the checkpoint."""
+    """Lines for zarr.json files that differ from the manifest, and for files that do not belong to the checkpoint."""
     texts = zarr_texts(held.leaves)
-    found, said = [], read_text(held.path, MANIFEST)
-    if said != manifest_text(json.loads(said)):
-        found.append(f"{join(held.path, MANIFEST)}: damaged: it says what it should in another text")
+    found, manifest = [], read_text(held.path, MANIFEST)
+    if manifest != manifest_text(parse_json(manifest, str(join(held.path, MANIFEST)))):
+        found.append(f"{join(held.path, MANIFEST)}: damaged: its text is not formatted as it was written")
     for name, text in texts.items():
-        folder = join(held.arrays, *name.split("/")) if name else held.arrays
+        folder = join(held.arrays, name)
         try:
             same = read_text(folder, "zarr.json") == text
-        except UnicodeDecodeError:
+        except ValueError:
             same = False
         except OSError:
             if is_url(folder):
                 raise
             same = False
         if not same:
-            found.append(f"{join(folder, 'zarr.json')}: damaged or missing; what it describes can still be restored")
+            found.append(f"{join(folder, 'zarr.json')}: damaged or missing; its leaves can still be restored")
     known = {f"{name}/zarr.json".lstrip("/") for name in texts}
     known |= {part_name(leaf.layout, name, part) for name, leaf in held.leaves.items() for part in leaf.layout.parts()}
     there = Objects(str(held.arrays)).names() if is_url(held.arrays) else files_below(Path(held.arrays))
-    return found + [f"{join(held.arrays, name)}: is none of the checkpoint's files" for name in sorted(there) if name not in known]
+    return found + [
+        f"{join(held.arrays, name)}: does not belong to the checkpoint" for name in sorted(there) if name not in known
+    ]
 
 
 def files_below(folder: Path) -> list[str]:

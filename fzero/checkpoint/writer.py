@@ -1,8 +1,8 @@
-"""Saving a state during training: a snapshot, threads that write it, and a commit once every rank has written its parts.
+"""Save a state during training: a snapshot, threads that write it, and a commit once every rank has written its parts.
 
 `Writer.save` copies this rank's shards into buffers and returns. Threads then checksum and write them. When all ranks
-have reported their parts to rank 0, through the store of the mesh, rank 0 writes the zarr metadata, and the manifest
-last.
+have reported their parts to rank 0, through the store of the mesh, rank 0 writes the zarr metadata, and finally the
+manifest.
 """
 
 from __future__ import annotations
@@ -25,28 +25,35 @@ from torch import Tensor
 
 from fzero.checkpoint import directory, manifest
 from fzero.checkpoint.directory import step_folder
-from fzero.checkpoint.layout import ZARR, RankParts, Slab, lay_out, slabs
-from fzero.checkpoint.leaf_source import Lazy, box_reader
+from fzero.checkpoint.layout import RankParts, Slab, lay_out, slabs
+from fzero.checkpoint.leaf_source import box_reader, check_state
 from fzero.checkpoint.manifest import Folder, Leaf, join
 from fzero.checkpoint.part_file import PartFile
 from fzero.checkpoint.zarr import write_descriptions
-from fzero.core import pytree
 from fzero.core.digest import prepare
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system, sync_folder
-from fzero.offload import DiskTensor
 from fzero.offload.buffer_pool import BufferPool, round_to_pages
 from fzero.sharding import Mesh, Spec, one_process
 
-SLAB = 16 << 20  # bytes that are copied, checksummed and written at a time
+SLAB = 16 << 20  # bytes to copy, checksum and write at a time
 OBJECT = 64 << 20  # bytes of an object in an object store
 THREADS = 4
-MANY = 1 << 27  # bytes of a state from which compiling the digest function (about 1 s) pays
+MANY = 1 << 27  # bytes of a state, above which compiling the digest function (about 1 s) saves time
 _WRITERS = itertools.count()
 
 
 class Saved(NamedTuple):
-    """A checkpoint that has been completed: what `Writer.wait` and `Writer.poll` return."""
+    """A checkpoint that has been completed, as `Writer.wait` and `Writer.poll` return it.
+
+    >>> import tempfile
+    >>> writer = fzero.checkpoint.Writer(tempfile.mkdtemp())
+    >>> writer.save({"w": torch.ones(2)}, step=10)
+    >>> saved = writer.wait()
+    >>> saved.step, saved.path.name, saved.nbytes
+    (10, 'step-00000010', 8)
+    >>> writer.close()
+    """
 
     step: int
     path: Folder
@@ -56,11 +63,19 @@ class Saved(NamedTuple):
 
 
 class SaveFailed(OSError):
-    """A checkpoint could not be written; the earlier ones are unchanged."""
+    """Raised if a checkpoint could not be written; the earlier ones are unchanged.
+
+    >>> import tempfile
+    >>> checkpoint_dir = tempfile.mkdtemp()
+    >>> fzero.checkpoint.step_folder(checkpoint_dir, 10).touch()  # a file in the place of the folder
+    >>> fzero.checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=10)
+    Traceback (most recent call last):
+    fzero.checkpoint.writer.SaveFailed: ...step-00000010: the checkpoint could not be written: ...
+    """
 
 
 class Save:
-    """A checkpoint that is being written."""
+    """A checkpoint being written."""
 
     def __init__(self, step: int, config: Any) -> None:
         self.step, self.config, self.began = step, config, time.perf_counter()
@@ -80,10 +95,10 @@ class Writer:
 
     checkpoint_dir: a local folder that all ranks see, or the URL of one that tensorstore knows (s3://bucket/run/,
     gs://..., memory://...).
-    keep_last: the number of newest checkpoints that stay, besides those whose step `keep_every` divides; None keeps
+    keep_last: the number of newest checkpoints to keep, besides those whose step `keep_every` divides; None keeps
     all. The files of a removed checkpoint are overwritten by the next one, which is faster than making new files.
     compress: "zstd" or "". buffer_bytes: memory for the snapshot; None: the size of the state. With less, `save`
-    returns later: when what is not written yet fits.
+    returns later: once the rest fits.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -115,9 +130,15 @@ class Writer:
             raise ValueError(f"checkpoint: compress is {compress!r}; it must be 'zstd', or '' for none")
         self.checkpoint_dir: Folder = checkpoint_dir if is_url(checkpoint_dir) else Path(checkpoint_dir)
         self.mesh = one_process() if mesh is None else mesh
-        self.keep_last, self.keep_every, self.compress, self.buffer_bytes = keep_last, keep_every, compress, buffer_bytes
+        self.keep_last, self.keep_every, self.compress, self.buffer_bytes = (
+            keep_last,
+            keep_every,
+            compress,
+            buffer_bytes,
+        )
         self.first = self.mesh.rank == 0
-        self.store = self.mesh.store.clone() if self.mesh.store is not None else None  # the mesh's own connection may be blocked by a wait
+        # the mesh's own connection may be blocked by a wait
+        self.store = self.mesh.store.clone() if self.mesh.store is not None else None
         self.number, self.saves = next(_WRITERS), itertools.count()
         self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
@@ -134,9 +155,9 @@ class Writer:
         state: a tree of tensors (this rank's shards), leaves on a disk, or `Lazy` leaves. specs: the tree of Specs;
         None on one process.
         config: any JSON value, kept in the manifest.
-        Raises ValueError naming the leaf that is not a tensor or has a dtype that cannot be stored, and SaveFailed.
+        Raises ValueError naming the leaf that cannot be stored (its name, kind or dtype), and SaveFailed.
         """
-        named = self._check_state(state, specs, step)
+        named = check_state(state, specs, step, self.mesh)
         try:
             config = json.loads(json.dumps(config, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -157,7 +178,7 @@ class Writer:
             save.staged.set()
 
     def poll(self) -> Saved | None:
-        """The checkpoint that was completed since the last call, or None.
+        """The checkpoint completed since the last call, or None.
 
         Raises SaveFailed if it could not be written.
         """
@@ -181,7 +202,8 @@ class Writer:
         return save.outcome
 
     def reserve(self, size: int) -> None:
-        """Allocate the memory of the snapshot, `size` bytes or `buffer_bytes` at most, which the first `save` would do otherwise."""
+        """Allocate the memory of the snapshot now, `size` bytes or `buffer_bytes` at most, instead of in the first
+        `save`."""
         if size >= MANY:
             threading.Thread(target=prepare, name="fzero-compile", daemon=True).start()
         self._allocate(min(size, self.buffer_bytes or size))
@@ -210,20 +232,6 @@ class Writer:
 
     # ---- the snapshot ----
 
-    def _check_state(self, state: Tree, specs: Tree | None, step: int) -> dict[str, tuple[Any, Spec]]:
-        if type(step) is not int or step < 0:
-            raise ValueError(f"checkpoint: step is {step!r}; it must be an int of at least 0")
-        if specs is None and self.mesh.size > 1:
-            raise ValueError("checkpoint: a state on several processes needs specs=, the Spec of every leaf; see fzero.state_specs")
-        named, given = pytree.named_leaves(state), {} if specs is None else pytree.named_leaves(specs)
-        for name, leaf in named.items():
-            if not isinstance(leaf, (Tensor, DiskTensor, Lazy)):
-                raise ValueError(f"checkpoint: leaf {name!r} is a {type(leaf).__name__}, not a tensor; use torch.tensor, or () for nothing")
-            if leaf.dtype not in ZARR:
-                held = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZARR)
-                raise ValueError(f"checkpoint: leaf {name!r} is {leaf.dtype}; a checkpoint holds {held}")
-        return {name: (leaf, given[name] if specs is not None else Spec()) for name, leaf in named.items()}
-
     def _snapshot(self, save: Save, named: dict[str, tuple[Any, Spec]]) -> None:
         most = OBJECT if is_url(self.checkpoint_dir) else None
         slab_bytes = 2 * OBJECT if is_url(self.checkpoint_dir) else SLAB
@@ -245,7 +253,7 @@ class Writer:
 
         def busy() -> bool:
             if self.buffers.size < total:
-                save.go.set()  # else no thread takes memory bandwidth from the copies
+                save.go.set()  # otherwise threads would take memory bandwidth from the copies
             return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
 
         held: tuple[str, Callable[..., Tensor]] | None = None
@@ -333,7 +341,9 @@ class Writer:
             task.result()
         if not is_url(self.checkpoint_dir):
             sync_file_system(Path(self.checkpoint_dir))
-        return {name: {str(part.number): [part.sum, part.digest] for part in parts} for name, parts in save.parts.items()}
+        return {
+            name: {str(part.number): [part.sum, part.digest] for part in parts} for name, parts in save.parts.items()
+        }
 
     def _begin(self, step: int) -> str:
         if not is_url(self.checkpoint_dir):
@@ -354,7 +364,7 @@ class Writer:
 
         def commit() -> dict[str, Any]:
             reports = [report, *(self._receive(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
-            failed = [(rank, said["error"]) for rank, said in enumerate(reports) if "error" in said]
+            failed = [(rank, report["error"]) for rank, report in enumerate(reports) if "error" in report]
             if failed:
                 with contextlib.suppress(OSError):
                     directory.clean_step(path)
@@ -364,10 +374,12 @@ class Writer:
                 self._complete(save, path, reports)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    directory.clean_step(path)  # by the manifest: if that is in place, the new files are what it names
+                    directory.clean_step(path)  # keeps the files of the manifest, which may be the new one
                 raise
             directory.clean_step(path)
-            directory.retire(self.checkpoint_dir, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True)
+            directory.retire(
+                self.checkpoint_dir, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True
+            )
             return {}
 
         return self._broadcast(f"{key}/end", commit)
@@ -376,8 +388,10 @@ class Writer:
         leaves = {}
         for name, (mine, spec) in save.layouts.items():
             layout = mine.layout
-            found = {int(number): value for said in reports for number, value in said.get(name, {}).items()}
-            assert len(found) == len(layout.parts()), f"{name}: {len(found)} parts of {len(layout.parts())} were written"
+            found = {int(number): value for report in reports for number, value in report.get(name, {}).items()}
+            assert len(found) == len(layout.parts()), (
+                f"{name}: {len(found)} parts of {len(layout.parts())} were written"
+            )
             digest = sum(value for _, value in found.values()) % (1 << 64)
             leaves[name] = Leaf(layout, str(spec), f"{digest:016x}", [found[i][0] for i in range(len(found))])
         write_descriptions(join(path, save.arrays), leaves, self.pool)
@@ -391,16 +405,16 @@ class Writer:
     # ---- messages between ranks ----
 
     def _broadcast(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `make()` returned on rank 0, or {"error": ...} if it raised one, on every rank."""
+        """Return the result of `make()` on rank 0, or {"error": ...} if it raised an error, on every rank."""
         if not self.first:
             return self._receive(key)
         try:
-            said = make()
+            result = make()
         except Exception as error:
-            said = {"error": error_line(error)}
+            result = {"error": error_line(error)}
         if self.store is not None:
-            self.store.set(key, json.dumps(said))
-        return said
+            self.store.set(key, json.dumps(result))
+        return result
 
     def _receive(self, key: str) -> dict[str, Any]:
         pause = 0.001
@@ -411,7 +425,7 @@ class Writer:
 
 
 def wait_for_all(tasks: list[Future]) -> None:
-    """Wait for all tasks, and free the memory that the tracebacks of failed ones hold."""
+    """Wait for all tasks, and free the memory held by tracebacks of failed ones."""
     for task in tasks:
         error = task.exception()
         if error is not None:
@@ -419,12 +433,12 @@ def wait_for_all(tasks: list[Future]) -> None:
 
 
 def has_spare_core() -> bool:
-    """Whether copying a tensor leaves a core of this process unused."""
+    """Whether copying a tensor leaves a core of this process idle."""
     return len(os.sched_getaffinity(0)) > torch.get_num_threads()
 
 
 def error_line(error: BaseException) -> str:
-    """An error as one line."""
+    """Format an error as one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -10,13 +10,14 @@ from typing import Any
 
 from fzero.checkpoint.layout import array_json, group_json
 from fzero.checkpoint.manifest import Folder, Leaf, join
-from fzero.core.storage import is_url, sync_file_system, write_text
+from fzero.core.storage import is_url, naming, sync_file_system, write_text
 
 
 def zarr_texts(leaves: dict[str, Leaf]) -> dict[str, str]:
-    """{name: text of its zarr.json} of each leaf and of each group that contains leaves; the outermost group is ""."""
+    """{name: text of its zarr.json} of each leaf and of each group that contains leaves; the outermost
+    group is "", which is the leaf itself if the tree is one leaf."""
     texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in leaves.items()}
-    groups = {"/".join(parts[:n]) for name in leaves for parts in [name.split("/")] for n in range(len(parts))}
+    groups = {"/".join(parts[:n]) for name in leaves for parts in [name.split("/")] for n in range(len(parts))} | {""}
     return texts | dict.fromkeys(groups - texts.keys(), group_json())
 
 
@@ -24,7 +25,7 @@ def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPool
     """Write the zarr.json of every leaf and group, durably, and remove files that belong to none of them."""
     texts = zarr_texts(leaves)
     if is_url(arrays):
-        places = {name: join(arrays, *name.split("/")) if name else arrays for name in texts}
+        places = {name: join(arrays, name) for name in texts}
         for task in [pool.submit(write_text, places[name], "zarr.json", text) for name, text in texts.items()]:
             task.result()
         return
@@ -32,7 +33,7 @@ def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPool
     def put(name: str) -> None:
         folder = Path(arrays, name)
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "zarr.json", "w", encoding="utf-8") as f:
+        with naming(folder / "zarr.json"), open(folder / "zarr.json", "w", encoding="utf-8") as f:
             f.write(texts[name])
 
     run_all(pool, put, texts)
@@ -41,16 +42,16 @@ def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPool
     for folder, _, files in os.walk(arrays, topdown=False):
         for file in files:
             if Path(folder, file) not in keep:
-                Path(folder, file).unlink()  # left of the removed checkpoint whose files these were
+                Path(folder, file).unlink()  # left over from the removed checkpoint that had these files
         if not os.listdir(folder):
             os.rmdir(folder)
     sync_file_system(Path(arrays))
 
 
 def run_all(pool: ThreadPoolExecutor, fn: Callable[[Any], None], among: Iterable[Any]) -> None:
-    """Call `fn` with each by the threads of `pool`; once all calls have ended, raise the first error.
+    """Call `fn` with each by the threads of `pool`; after all calls have ended, raise the first error.
 
-    No call may still create files when the caller removes them.
+    So no call still creates files when the caller removes them.
     """
     tasks = [pool.submit(fn, one) for one in among]
     wait(tasks)

@@ -1,35 +1,50 @@
-"""`fzero bench`: what this machine does in which time, for plans; and `fzero bench disk`, the settings of a disk. See fzero/bench/."""
+"""`fzero bench`: measure this machine, for plans; and `fzero bench disk`: find the settings of a disk
+(planner/calibrate/)."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from fzero.cli.process import progress
+
 FOLDER = click.Path(path_type=Path)
 
 
 @click.group(name="bench", invoke_without_command=True)
-@click.option("--out", type=FOLDER, metavar="FILE", help="The .json file to write; without it device.json beside the user's config.toml.")
-@click.option("--quick", is_flag=True, help="In half a minute, with fewer figures: one thread, and links between two processes.")
-@click.option("--only", multiple=True, metavar="PART", help="Measure this part alone; of the rest the file keeps what it has. Repeatable.")
-@click.option("--disk", type=FOLDER, metavar="DIR", help="Measure the disk of this folder too.")
+@click.option(
+    "--out",
+    type=FOLDER,
+    metavar="FILE",
+    help="The .json file to write. Default: device.json beside the user's config.toml.",
+)
+@click.option(
+    "--quick", is_flag=True, help="Measure fewer figures in half a minute: one thread, and links between two processes."
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="PART",
+    help="Measure only this part and keep the file's figures of the others. Repeatable.",
+)
+@click.option("--disk", type=FOLDER, metavar="DIR", help="Also measure the disk of this folder.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="Print the device file instead of a summary.")
 @click.pass_context
 def bench(context: click.Context, **options: Any) -> None:
     """Measure this machine and write a device file, for `fzero plan --gpu here`.
 
-    The parts are memory, gemm, steps, fused and links. Takes about three minutes; the figures are as good as the machine is quiet.
-    """
+    The parts are memory, gemm, steps, fused and links. Takes about three minutes, on an otherwise idle machine."""
     if context.invoked_subcommand is None:
         bench_machine(**options)
 
 
-def bench_machine(out: Path | None, quick: bool, only: tuple[str, ...], disk: Path | None, device: str, as_json: bool) -> None:
-    """What `fzero bench` does."""
+def bench_machine(
+    out: Path | None, quick: bool, only: tuple[str, ...], disk: Path | None, device: str, as_json: bool
+) -> None:
+    """Run `fzero bench`."""
     import torch
 
     from fzero.planner import devices
@@ -56,11 +71,17 @@ def bench_machine(out: Path | None, quick: bool, only: tuple[str, ...], disk: Pa
 
 @bench.command(name="disk")
 @click.argument("folder", type=FOLDER, metavar="DIR")
-@click.option("--size-gb", type=float, default=2.0, show_default=True, help="Of its two files together, which are gone afterwards.")
-@click.option("--seconds", type=float, default=0.5, show_default=True, help="For each of some 160 figures.")
-@click.option("--no-write-config", is_flag=True, help="Leave the user's config.toml as it is.")
+@click.option(
+    "--size-gb",
+    type=float,
+    default=2.0,
+    show_default=True,
+    help="The size of its two temporary files together.",
+)
+@click.option("--seconds", type=float, default=0.5, show_default=True, help="The time for each of about 160 figures.")
+@click.option("--no-write-config", is_flag=True, help="Do not change the user's config.toml.")
 def bench_disk(folder: Path, size_gb: float, seconds: float, no_write_config: bool) -> None:
-    """Measure the disk of DIR and write the settings that suit it best into the user's config.toml, for runs with --nvme there."""
+    """Measure the disk of DIR and write the best settings into the user's config.toml, for runs with --nvme there."""
     size = int(size_gb * 1e9 / 2) >> 20 << 20 if 0.002 < size_gb < 1e6 else 0
     if not size:
         raise ValueError(f"--size-gb is {size_gb}; it must be at least 0.0022")
@@ -68,10 +89,6 @@ def bench_disk(folder: Path, size_gb: float, seconds: float, no_write_config: bo
         raise ValueError(f"--seconds is {seconds}; it must be above 0, and 60 at most")
     from fzero.planner.calibrate import disk as disks
 
-    click.echo(disks.bench_disk(folder, size=size, seconds=seconds, write_config=not no_write_config, progress=progress))
-
-
-def progress(line: str) -> None:
-    """Print a line on stderr at once, where that is a terminal."""
-    if sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
+    click.echo(
+        disks.bench_disk(folder, size=size, seconds=seconds, write_config=not no_write_config, progress=progress)
+    )

@@ -1,4 +1,4 @@
-"""`fzero ckpt`: what checkpoints are there, what is in them, whether they are sound and how two differ (fzero/run/debug/)."""
+"""`fzero ckpt`: list, show, verify, compare and remove checkpoints (fzero/run/debug/)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 
 @click.group()
 def ckpt() -> None:
-    """Checkpoints: list, show, verify, compare and remove them, in folders and object stores."""
+    """List, show, verify, compare and remove checkpoints, in folders and object stores."""
 
 
 @ckpt.command()
 @click.argument("place", metavar="RUN|FOLDER|URL")
 @AS_JSON
 def ls(place: str, as_json: bool) -> None:
-    """List the checkpoints of a run, in a folder or below a URL, whole or not."""
+    """List the checkpoints of a run, in a folder or below a URL, complete or not."""
     from fzero.run.debug import checkpoint_list
 
     found = checkpoint_list.listing(place)
     if as_json:
         entries = [{**entry._asdict(), "path": str(entry.path)} for entry in found.entries]
         store = found.store and found.store._asdict()
-        click.echo(json.dumps({"home": str(found.checkpoint_dir), "entries": entries, "spare": found.spare, "store": store}, indent=1))
+        click.echo(
+            json.dumps(
+                {"home": str(found.checkpoint_dir), "entries": entries, "spare": found.spare, "store": store}, indent=1
+            )
+        )
         return
     if not found.entries:
         click.echo(f"{found.checkpoint_dir}: no checkpoints")
@@ -36,7 +40,9 @@ def ls(place: str, as_json: bool) -> None:
     for entry in found.entries:
         leaves = "-" if entry.leaves is None else f"{entry.leaves:,}"
         mesh = "-" if entry.mesh is None else mesh_name(entry.mesh)
-        rows.append([f"{entry.step}", when(entry.written), size(entry.size), leaves, size(entry.nbytes), mesh, entry.state])
+        rows.append(
+            [f"{entry.step}", when(entry.written), size(entry.size), leaves, size(entry.nbytes), mesh, entry.state]
+        )
     if rows:
         click.echo(str(found.checkpoint_dir))
         echo_table(["step", "written", "on disk", "leaves", "of bytes", "mesh", "state"], rows, right={0, 2, 3, 4})
@@ -54,21 +60,24 @@ def ls(place: str, as_json: bool) -> None:
 
 @ckpt.command()
 @click.argument("path", metavar="PATH")
-@click.option("--leaf", metavar="REGEX", help="Only the leaves in whose name this regular expression is found.")
+@click.option(
+    "--leaf", metavar="REGEX", help="Show only leaves whose name contains a match of this regular expression."
+)
 @AS_JSON
 def show(path: str, leaf: str | None, as_json: bool) -> None:
-    """Show what is in a checkpoint; of a run, a folder or a URL: in its newest."""
+    """Show the content of a checkpoint; of a run, folder or URL: of its newest one."""
     from fzero.run.debug import checkpoint_list
 
     try:
         pattern = re.compile(leaf or "")
     except re.error as error:
         raise ValueError(f"--leaf {leaf!r}: is no regular expression ({error})") from None
-    found = checkpoint_list.described(path)
+    found = checkpoint_list.describe_checkpoint(path)
     leaves = {name: row for name, row in found.leaves.items() if pattern.search(name)}
     if not leaves and found.leaves:
         raise ValueError(
-            f"--leaf {leaf!r}: is found in the name of none of the {len(found.leaves)} leaves, such as {next(iter(found.leaves))}"
+            f"--leaf {leaf!r}: is found in the name of none of the {len(found.leaves)} leaves, such as "
+            f"{next(iter(found.leaves))}"
         )
     if as_json:
         click.echo(json.dumps({**found._asdict(), "path": str(found.path), "leaves": leaves}, indent=1))
@@ -102,7 +111,7 @@ def show(path: str, leaf: str | None, as_json: bool) -> None:
 @ckpt.command()
 @click.argument("path", metavar="PATH")
 def verify(path: str) -> int:
-    """Read a whole checkpoint and name all that is damaged in it: exit code 1 where anything is."""
+    """Read a whole checkpoint and name all its damage. The exit code is 1 if there is any."""
     from fzero import checkpoint
     from fzero.run.debug import checkpoint_list
 
@@ -117,20 +126,28 @@ def verify(path: str) -> int:
 @ckpt.command()
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@click.option("--tolerance", type=float, default=0.0, help="Take elements as equal that differ by no more; without it, to the bit.")
-@click.option("--all", "every", is_flag=True, help="Compare every leaf that differs, not only up to the first.")
+@click.option(
+    "--tolerance",
+    type=float,
+    default=0.0,
+    help="The largest difference of equal elements. Default: all bits must be equal.",
+)
+@click.option("--all", "every", is_flag=True, help="Compare all differing leaves, not only the first.")
 @AS_JSON
 def diff(a: str, b: str, tolerance: float, every: bool, as_json: bool) -> int:
-    """Compare two checkpoints (of a run, folder or URL: its newest): exit code 1 where they differ."""
+    """Compare two checkpoints (of a run, folder or URL: its newest). The exit code is 1 if they differ."""
     from fzero.run.debug import checkpoint_diff
 
     found = checkpoint_diff.compare(a, b, tolerance=tolerance, every=every)
     if as_json:
-        compared = [{**leaf._asdict(), **{k: finite(getattr(leaf, k)) for k in ("largest", "largest_relative")}} for leaf in found.compared]
+        compared = [
+            {**leaf._asdict(), **{k: finite(getattr(leaf, k)) for k in ("largest", "largest_relative")}}
+            for leaf in found.compared
+        ]
         for leaf in compared:
             leaf["values"] = leaf["values"] and [finite(value) for value in leaf["values"]]
-        said = {**found._asdict(), "a": str(found.a), "b": str(found.b), "compared": compared, "same": found.same}
-        click.echo(json.dumps(said, indent=1))
+        value = {**found._asdict(), "a": str(found.a), "b": str(found.b), "compared": compared, "same": found.same}
+        click.echo(json.dumps(value, indent=1))
         return 0 if found.same else 1
     for place, names in ((found.a, found.only_a), (found.b, found.only_b)):
         for name in names:
@@ -153,10 +170,17 @@ def diff(a: str, b: str, tolerance: float, every: bool, as_json: bool) -> int:
 
 @ckpt.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
-@click.option("--step", "steps", type=int, multiple=True, metavar="N", help="This step of the run, folder or URL PATH. Repeatable.")
-@click.option("--force", is_flag=True, help="Also where no complete checkpoint is left then.")
+@click.option(
+    "--step",
+    "steps",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="Remove this step of the run, folder or URL PATH. Repeatable.",
+)
+@click.option("--force", is_flag=True, help="Remove even the last complete checkpoint.")
 def rm(paths: tuple[str, ...], steps: tuple[int, ...], force: bool) -> None:
-    """Remove checkpoints, each whole, and the folders of saves that did not end."""
+    """Remove checkpoints as a whole, and the folders of interrupted saves."""
     from fzero.run.debug import checkpoint_list
 
     for line in checkpoint_list.remove(list(paths), list(steps), force=force):
@@ -164,15 +188,17 @@ def rm(paths: tuple[str, ...], steps: tuple[int, ...], force: bool) -> None:
 
 
 def echo_table(head: list[str], rows: list[list[str]], *, right: set[int]) -> None:
-    """Print rows under a head, in columns; `right`: those of numbers."""
+    """Print rows under a head, in columns; `right`: the columns of numbers."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     for row in [head, *rows]:
-        cells = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        ]
         click.echo("  ".join(cells).rstrip())
 
 
 def size(count: int | None) -> str:
-    """A number of bytes in words; "-" where it is not known."""
+    """Format a number of bytes; "-" if unknown."""
     if count is None:
         return "-"
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -182,20 +208,22 @@ def size(count: int | None) -> str:
 
 
 def when(seconds: float | None) -> str:
-    """A time of this place; "-" where it is not known."""
+    """Format a time in the local time zone; "-" if unknown."""
     return "-" if seconds is None else datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def shape(dims: list[int]) -> str:
-    """A shape as 4x32."""
+    """Format a shape, such as 4x32."""
     return "x".join(map(str, dims)) or "-"
 
 
 def mesh_name(mesh: dict[str, int]) -> str:
-    """The axes of a mesh with their sizes."""
+    """Format a mesh as `--mesh` takes it: "dp=2,tp=2"."""
     return ",".join(f"{axis}={n}" for axis, n in mesh.items()) or "one process"
 
 
 def finite(value: Any) -> Any:
-    """A number as JSON has it: text where it is none."""
-    return str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
+    """Convert a number to a JSON value: to text if it is not finite."""
+    return (
+        str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
+    )

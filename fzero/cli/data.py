@@ -14,17 +14,19 @@ from fzero.cli.process import say
 
 @click.group(name="data")
 def data_group() -> None:
-    """Corpora."""
+    """Prepare and describe the text that runs train on."""
 
 
 @data_group.command()
 @click.argument("sources", nargs=-1)
 @click.option("--out", type=FOLDER, required=True, metavar="FOLDER", help="The new folder of the corpus.")
 @click.option("--tokenizer", default="bytes", show_default=True, help="bytes, bpe:N, or the path of a tokenizer.json.")
-@click.option("--val-fraction", type=float, default=0.02, show_default=True, help="The part of the documents kept for validation.")
+@click.option(
+    "--val-fraction", type=float, default=0.02, show_default=True, help="The fraction of documents for validation."
+)
 @click.option("--eos", help="The end-of-document token of a tokenizer.json.")
-@click.option("--text-key", default="text", show_default=True, help="Where a .jsonl line has its text.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of validation documents.")
+@click.option("--text-key", default="text", show_default=True, help="The key of the text in a .jsonl line.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The seed of the choice of validation documents.")
 def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
     """Turn text (files, folders, '-', stdlib) into a corpus of token files."""
     from fzero import data
@@ -32,15 +34,36 @@ def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
     say(data.describe(data.prepare(list(sources), out, **options)))
 
 
+@data_group.command()
+@click.argument("corpus", type=FOLDER)
+def verify(corpus: Path) -> int:
+    """Compare every byte of a prepared corpus with its checksum; exits with 1 if one does not match.
+
+    A run does so for what it reads, when it reads it for the first time."""
+    from fzero import data
+
+    found = data.verify(corpus)
+    for damage in found:
+        say(damage)
+    if not found:
+        say(f"{corpus}: sound")
+    return 1 if found else 0
+
+
 @click.command(name="import")
 @click.argument("source", type=FOLDER)
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The new run folder.")
-@click.option("--config", type=FOLDER, metavar="HF_CONFIG.json", help="The model's sizes; without it config.json in SOURCE.")
+@click.option(
+    "--config",
+    type=FOLDER,
+    metavar="HF_CONFIG.json",
+    help="The file with the model's sizes. Default: config.json in SOURCE.",
+)
 def import_command(source: Path, out: Path, config: Path | None) -> None:
     """Make a run folder of a GPT-2, Llama or Mixtral that another system saved.
 
-    SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal checkpoint.
-    """
+    SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
+    checkpoint."""
     from fzero.run import exchange
 
     say(exchange.import_weights(source, out, config))
@@ -49,9 +72,9 @@ def import_command(source: Path, out: Path, config: Path | None) -> None:
 @click.command()
 @click.argument("run", type=FOLDER)
 @click.option("--out", type=FOLDER, required=True, metavar="HF_FOLDER", help="The new folder.")
-@click.option("--ema", is_flag=True, help="Export the average of the weights.")
+@click.option("--ema", is_flag=True, help="Export the moving average of the weights.")
 def export(run: Path, out: Path, ema: bool) -> None:
-    """Write the model of a run as Hugging Face transformers reads it."""
+    """Write the model of a run in the format of Hugging Face transformers."""
     from fzero.run import exchange
 
     line, passed = exchange.export_hf(run, out, ema=ema)
@@ -62,7 +85,22 @@ def export(run: Path, out: Path, ema: bool) -> None:
 
 @click.command()
 def doctor() -> None:
-    """Show what this machine has and what fzero will use."""
+    """Show the relevant features of this machine, and which of them fzero will use."""
     from fzero.run import machine
 
     say(machine.diagnose())
+
+
+@click.command()
+def models() -> None:
+    """List the named models that `--model` takes."""
+    from fzero.models import num_params
+    from fzero.models.presets import PRESETS, build
+
+    rows = [("model", "parameters", "layers", "width", "vocabulary", "longest")]
+    for name, make in PRESETS.items():
+        config = make()
+        sizes = (getattr(config, field, "") for field in ("n_layers", "d_model", "vocab_size", "max_len"))
+        rows.append((name, f"{num_params(build(config)):,}", *map(str, sizes)))
+    for name, *sizes in rows:
+        say(f"{name:14}" + "".join(f"{size:>{width}}" for size, width in zip(sizes, (20, 8, 8, 12, 9))))

@@ -1,7 +1,8 @@
-"""The flags that say the config of a run, for every command that takes one, and the table and the RunConfig that they say."""
+"""The flags that set the config of a run, for every command that takes one, and their conversion to a RunConfig."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 FOLDER = click.Path(path_type=Path)
-# Flags of `pretrain` that say a value of the config.
+# Flags that set a value of the config.
 SHORTHANDS = {
     "model": "preset",
     "data": "data.path",
@@ -31,7 +32,11 @@ SHORTHANDS = {
     "buffer_mb": "nvme.buffer_mb",
 }
 FLAGS = (
-    click.option("--model", metavar="PRESET", help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ..."),
+    click.option(
+        "--model",
+        metavar="PRESET",
+        help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ...; or a config.json of Hugging Face.",
+    ),
     click.option(
         "--config",
         "config_file",
@@ -39,50 +44,74 @@ FLAGS = (
         metavar="RUN.TOML",
         help="A file of values that differ from the preset, or a run's config.json.",
     ),
-    click.option("--set", "settings", multiple=True, metavar="A.B=C", help="One value of the config, such as optim.name=muon. Repeatable."),
-    click.option("--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."),
-    click.option("--steps", type=int, help="The steps of the whole run. The schedule follows from them."),
-    click.option("--batch", type=int, help="The sequences of a step."),
-    click.option("--micro-batch", type=int, help="The sequences computed at a time. It divides the batch."),
-    click.option("--seq-len", type=int, help="The tokens of a sequence."),
-    click.option("--lr", type=float, help="The peak of the learning rate."),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="A.B=C",
+        help="One value of the config, such as optim.name=muon. Repeatable.",
+    ),
+    click.option(
+        "--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."
+    ),
+    click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
+    click.option("--batch", type=int, help="The sequences in a step."),
+    click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
+    click.option("--seq-len", type=int, help="The tokens in a sequence."),
+    click.option("--lr", type=float, help="The peak learning rate."),
     click.option("--seed", type=int, help="The seed of parameters, dropout and the order of the data."),
     click.option("--precision", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
     click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
     click.option(
-        "--mesh", help="The sizes of the axes dp, rp and tp under torchrun, such as dp=2,tp=2. Without it, dp over all processes."
+        "--mesh",
+        help="The sizes of the axes dp, rp and tp under torchrun, such as dp=2,tp=2. Default: dp over all processes.",
     ),
     click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
     click.option("--reduce", help="The order of sums: fast, or canonical, which gives the same bits on every mesh."),
-    click.option("--sequence", is_flag=True, default=None, help="Split activations over tp along the sequence."),
+    click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
     click.option(
-        "--accumulate", help="How stages 2 and 3 sum gradients of micro-batches: as shards (less memory) or full (fewer messages)."
+        "--accumulate",
+        help="How stages 2 and 3 sum gradients of micro-batches: as shards (less memory) or full (fewer messages).",
     ),
-    click.option("--prefetch", type=int, help="The layers that stage 3 gathers ahead of their use."),
-    click.option("--offload", metavar="WHERE", help="Where params, grads, opt and acts rest, such as params=nvme,opt=nvme,acts=host."),
-    click.option("--nvme", metavar="DIR", help="The folder for what rests on a disk. Without it, nvme/ in the run folder."),
-    click.option("--buffer-mb", type=int, help="The memory for transfers to and from the disk. Without it, what the plan needs."),
+    click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),
+    click.option(
+        "--offload",
+        metavar="WHERE",
+        help="The memory of params, grads, opt and acts, such as params=nvme,opt=nvme,acts=host.",
+    ),
+    click.option(
+        "--nvme", metavar="DIR", help="The folder for state offloaded to a disk. Default: nvme/ in the run folder."
+    ),
+    click.option(
+        "--buffer-mb",
+        type=int,
+        help="The memory for transfers to and from the disk. Default: as much as the plan needs.",
+    ),
 )
 
 
 def config_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with the flags of a config: `config_file`, `settings`, `mesh` and those of SHORTHANDS are among its arguments."""
+    """Add the flags of a config to `command`; its arguments get `config_file`, `settings`, `mesh` and those of
+    SHORTHANDS."""
     for option in reversed(FLAGS):
         command = option(command)
     return command
 
 
-def table_of(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """The table that the flags of `pretrain` say: the file, changed by --set, changed by the other flags."""
+def table_of(
+    config_file: Path | None, settings: tuple[str, ...], mesh: str | None, flags: dict[str, Any]
+) -> dict[str, Any]:
+    """The config table of the flags: the file, changed by --set, changed by the other flags."""
+    from fzero.cli import names
     from fzero.core import tables
 
     table = tables.read_table(config_file) if config_file else {}
-    said: dict[str, str] = {}
+    flag_of: dict[str, str] = {}
 
     def put(flag: str, key: str, value: Any) -> None:
-        if key in said:
-            raise ValueError(f"{flag} and {said[key]} both set {key}; give one of them")
-        said[key] = flag
+        if key in flag_of:
+            raise ValueError(f"{flag} and {flag_of[key]} both set {key}; give one of them")
+        flag_of[key] = flag
         tables.put(table, key, value)
 
     for setting in settings:
@@ -92,11 +121,23 @@ def table_of(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
             put(f"--{name.replace('_', '-')}", key, flags[name])
     for axis, size in parse_mesh(mesh).items() if mesh else ():
         put("--mesh", f"mesh.{axis}", size)
+    if str(table.get("preset", "")).endswith("config.json"):
+        table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
+    names.check_names(table)
     return table
 
 
+def sizes_of_hf(path: Path) -> dict[str, Any]:
+    """The table `model` of a config.json of Hugging Face's transformers."""
+    from fzero.checkpoint.convert.huggingface_read import read_hf_config
+    from fzero.models.presets import family_of
+
+    sizes, _ = read_hf_config(path)
+    return {"family": family_of(sizes), **dataclasses.asdict(sizes)}
+
+
 def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
-    """The sizes of a mesh's axes, of a text dp=4,tp=2."""
+    """Parse the sizes of a mesh's axes from a text such as dp=4,tp=2."""
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
@@ -107,16 +148,16 @@ def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
 
 
 def config_of(table: dict[str, Any], init: Path | None, *, from_json: bool) -> Any:
-    """The RunConfig of a table, around the sizes of the run `init` where that is given."""
+    """The RunConfig of a table, with the model's sizes of the run `init` if given."""
     from fzero.run import config_checks, config_table, run_folder
 
     if init is None:
         value = config_table.from_table(table)
     else:
         if "model" in table or "preset" in table:
-            raise ValueError("--init brings the model's sizes; leave out --model and model.*")
+            raise ValueError("--init sets the model's sizes; leave out --model and model.*")
         old = run_folder.read_config(init)
         value = config_table.from_table({**table, "preset": old.preset}, old.model)
-    if not from_json:  # the config.json of a run holds every number, used or not
+    if not from_json:  # the config.json of a run holds all values, even unused ones
         config_checks.refuse_unused(value, table)
     return value

@@ -1,6 +1,6 @@
 """The command line: the list of commands, and the entry that runs one of them (fzero/cli/process.py says how it ends).
 
-Nothing heavy is imported before a command runs, so that `fzero --help` is quick.
+Heavy imports wait until a command runs, so that `fzero --help` is quick.
 """
 
 from __future__ import annotations
@@ -16,31 +16,81 @@ from fzero import __version__
 from fzero.cli import process
 from fzero.cli.bench import bench
 from fzero.cli.checkpoint import ckpt
-from fzero.cli.data import data_group, doctor, export, import_command
+from fzero.cli.config import config_command
+from fzero.cli.data import data_group, doctor, export, import_command, models
 from fzero.cli.plan import plan
 from fzero.cli.pretrain import pretrain
 from fzero.cli.replay import bisect, replay
 from fzero.cli.report import report
 from fzero.cli.sample import sample
+from fzero.run.ranks import signals
+
+# Every command once, in the order of work.
+SECTIONS = {
+    "Before a run": ("doctor", "bench", "models", "config", "plan", "data"),
+    "A run": ("pretrain", "sample"),
+    "After a run": ("report", "ckpt", "export", "import"),
+    "If a run goes wrong": ("replay", "bisect"),
+}
+EXAMPLES = """Examples:
+  fzero pretrain                               train a small model on Python's standard library
+  fzero plan --gpu h100 --model llama-8b       what a run would need, before it runs
+  fzero report runs/first                      what a run did, on one page"""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+def first_sentence(text: str) -> str:
+    """The first sentence of a help text, in one line."""
+    words = " ".join(text.split("\n\n")[0].split())
+    return words.partition(". ")[0].rstrip(".") + "."
+
+
+class Sections(click.Group):
+    """A group whose help shows its commands by SECTIONS, each with a whole sentence."""
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by section, and the examples."""
+        widest = max(map(len, self.commands))
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                rows = [(name.ljust(widest), first_sentence(self.commands[name].help or "")) for name in names]
+                formatter.write_dl(rows)
+        formatter.write_paragraph()
+        formatter.write(EXAMPLES + "\n")
+
+
+@click.group(cls=Sections, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="fzero")
-@click.option("--traceback", is_flag=True, help="Show where an error came from (also: FZERO_TRACEBACK=1).")
+@click.option("--traceback", is_flag=True, help="Show the traceback of an error (also: FZERO_TRACEBACK=1).")
 @click.pass_context
 def cli(context: click.Context, traceback: bool) -> None:
-    """fzero trains large models as pure functions. `fzero pretrain` alone trains a small one on Python's standard library."""
-    size, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
-    if size != "1" and command not in ("pretrain", "replay"):
+    """fzero trains large models as pure functions. `fzero pretrain` alone trains a small one on Python's standard
+    library."""
+    size, command = signals.expect_environment(), context.invoked_subcommand
+    if size != 1 and command not in ("pretrain", "replay"):
         raise ValueError(f"fzero {command} runs in one process and this is one of {size}; start it without torchrun")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0, or 2 with one line on stderr for a mistake, or 130 for Ctrl-C."""
+    """Run the command line and exit: 0, or as `process.run` says."""
     args = list(sys.argv[1:] if args is None else args)
     traceback = os.environ.get("FZERO_TRACEBACK", "0") not in ("", "0") or "--traceback" in args
     sys.exit(process.run(lambda: cli.main(args, prog_name="fzero", standalone_mode=False), traceback=traceback))
 
 
-for command in (pretrain, sample, replay, bisect, bench, ckpt, plan, report, data_group, import_command, export, doctor):
+for command in (
+    pretrain,
+    sample,
+    replay,
+    bisect,
+    bench,
+    ckpt,
+    plan,
+    report,
+    data_group,
+    import_command,
+    export,
+    doctor,
+    models,
+    config_command,
+):
     cli.add_command(command)

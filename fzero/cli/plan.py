@@ -1,32 +1,70 @@
-"""`fzero plan`: what a run needs and how long it takes, before it runs; plans side by side; a search for the best. See fzero/planner."""
+"""`fzero plan`: predict the resources and time of a run; compare plans; search for the best one (fzero/planner/)."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import click
 
 from fzero.cli.flags import FOLDER, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
+from fzero.cli.names import check_names, check_preset
+from fzero.cli.process import progress
+from fzero.core import tables
+from fzero.core.foreign import Unparsable, nearest, parse_toml
+from fzero.planner import launch
 
-SEARCHED = ("mesh", "zero", "remat", "offload", "micro_batch", "sequence")  # what a search chooses
+TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard", "reshard")  # of a config
 
 
 @click.command()
 @config_flags
-@click.option("--gpu", default="h100", show_default=True, help="a100, h100, h200, b200, mi300x, here (see fzero bench), or a device file.")
-@click.option("--gpus-per-node", "--ranks-per-node", "ranks_on_node", type=int, help="Ranks on a machine; as the device's links.")
-@click.option("--tokens", type=float, help="A budget of tokens, such as 1e12: show the days and the cost of it.")
-@click.option("--price-per-gpu-hour", "price", type=float, help="What one device costs an hour.")
-@click.option("--rank", type=int, default=0, show_default=True, help="The rank whose memory is shown.")
-@click.option("--search", "searches", is_flag=True, help="Find mesh, stage, recomputation, offload and micro-batch for --gpus devices.")
-@click.option("--gpus", type=int, help="Devices of a search.")
-@click.option("--top", type=int, default=10, show_default=True, help="How many a search shows.")
-@click.option("--out", type=FOLDER, metavar="RUN.TOML", help="Where a search writes the best config, .toml or .json, for fzero pretrain.")
 @click.option(
-    "--vary", metavar="NAME=A,B", multiple=True, help="Plan each of these values, a row each: remat=none,full. Repeatable: their product."
+    "--gpu",
+    default="h100",
+    show_default=True,
+    help="h100, a100, 4090, ... (docs/plan.md lists them), here (see fzero bench), or a device file.",
+)
+@click.option(
+    "--gpus-per-node",
+    "--ranks-per-node",
+    "ranks_on_node",
+    type=int,
+    help="Ranks on a machine. Default: as many as the device's links connect.",
+)
+@click.option("--memory-gb", type=float, help="The memory of a device in GB. Default: the device's.")
+@click.option("--nvme-gbs", type=float, help="The rate of a node's disk in GB/s, of reads and of writes.")
+@click.option("--tokens", type=float, help="A budget of tokens, such as 1e12: show its days and cost.")
+@click.option("--price-per-gpu-hour", "price", type=float, help="The price of one device for an hour.")
+@click.option("--rank", type=int, default=0, show_default=True, help="The rank whose memory is shown.")
+@click.option(
+    "--search",
+    "searches",
+    is_flag=True,
+    help="Find mesh, stage, recomputation, offload and micro-batch for --gpus devices.",
+)
+@click.option("--gpus", type=int, help="The number of devices for a search.")
+@click.option("--top", type=int, default=10, show_default=True, help="The number of plans that a search shows.")
+@click.option(
+    "--out",
+    type=FOLDER,
+    metavar="RUN.TOML",
+    help="The file for the best config of a search, .toml or .json, for fzero pretrain.",
+)
+@click.option(
+    "--slurm",
+    type=FOLDER,
+    metavar="FILE",
+    help="The file for a Slurm script that trains by the config of --out.",
+)
+@click.option(
+    "--vary",
+    metavar="NAME=A,B",
+    multiple=True,
+    help="Plan each of these values, in a row each: remat=none,full. Repeat for all combinations.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
@@ -34,45 +72,72 @@ def plan(
     settings: tuple[str, ...],
     mesh: str | None,
     gpu: str,
+    memory_gb: float | None,
+    nvme_gbs: float | None,
     searches: bool,
     gpus: int | None,
     top: int,
     out: Path | None,
+    slurm: Path | None,
     vary: tuple[str, ...],
     as_json: bool,
     **others: Any,
 ) -> None:
     """Predict memory, communication, time and cost of a run, without its hardware and its weights."""
     flags = {name: others.pop(name) for name in SHORTHANDS}
-    expect_numbers({**others, "gpus": gpus, "top": top})
+    expect_numbers({**others, "gpus": gpus, "top": top, "memory_gb": memory_gb, "nvme_gbs": nvme_gbs})
     if searches and vary:
-        raise ValueError("--search and --vary are two things; give one of them")
-    if not searches and (out or gpus is not None):
-        raise ValueError(f"{'--out' if out else '--gpus'} is for --search; add that, or leave it out")
+        raise ValueError("--search and --vary exclude each other; give one of them")
+    if not searches and (out or slurm or gpus is not None):
+        raise ValueError(
+            f"{'--out' if out else '--slurm' if slurm else '--gpus'} is for --search; add that, or leave it out"
+        )
+    if slurm and not out:
+        raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if searches:
-        given = [f"--{name.replace('_', '-')}" for name in SEARCHED if {**flags, "mesh": mesh}[name] is not None]
-        if given:
-            raise ValueError(f"--search chooses {', '.join(given)} itself; leave that out")
+        refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
         if gpus is None:
             raise ValueError("--search needs --gpus, the number of devices")
     table = table_of(config_file, settings, mesh, flags)
+    choices = parse_choices(vary)
+    check_names(table, gpu, *choices.get("gpu", ()))
     config = config_of(table, None, from_json=config_file is not None and config_file.suffix == ".json")
+    device = device_with(gpu, memory_gb, nvme_gbs)
     if searches:
         del others["rank"]
-        answer = searched(config, gpus, gpu, top, out, others)
+        answer = search_plans(config, gpus, device, top, out, slurm, others)
     elif vary:
         from fzero.planner import vary as variants
 
-        answer = variants.vary(table, parse_choices(vary), gpu=gpu, **others)
+        answer = variants.vary(table, choices, gpu=device, **others)
     else:
         from fzero.planner import plan as plans
 
-        answer = plans.plan(config, gpu=gpu, **others)
+        answer = plans.plan(config, gpu=device, **others)
     click.echo(answer.to_json() if as_json else str(answer))
 
 
+def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None) -> Any:
+    """The Device of a name, with this memory and this rate of its disk."""
+    from fzero.planner.plan import device_for
+
+    changes: dict[str, Any] = {}
+    if memory_gb is not None:
+        changes["memory_bytes"] = int(memory_gb * 1e9)
+    if nvme_gbs is not None:
+        changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
+    found = dataclasses.replace(device_for(gpu), **changes)
+    if found.memory_bytes <= found.reserved_bytes:
+        raise ValueError(
+            f"--memory-gb is {memory_gb:g}; it must be above the {found.reserved_bytes / 1e9:.2f} GB that the driver "
+            "and libraries take"
+        )
+    return found
+
+
 def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
-    """{name: values} of texts NAME=A,B. Where a text has a semicolon, semicolons separate: values of mesh and offload have commas.
+    """Parse texts NAME=A,B to {name: values}. If a text has a semicolon, semicolons separate, as values of mesh and
+    offload have commas.
 
     NAME is a flag of a config, `mesh`, `gpu`, or a dotted name of the config.
     """
@@ -84,21 +149,59 @@ def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
             raise ValueError(f"--vary {text!r} is not of the form NAME=A,B, such as remat=none,full")
         if name in choices:
             raise ValueError(f"--vary gives {name} twice; give all its values at once")
+        check_choice(name)
         parts = [part.strip() for part in values.split(";" if ";" in values else ",")]
         choices[name] = [parse_mesh(part, "--vary mesh=") if name == "mesh" else parse_value(part) for part in parts]
+    for name in choices.get("preset", ()):
+        check_preset(name)
     return choices
 
 
+def check_choice(name: str) -> None:
+    """Raise ValueError if --vary names nothing that a plan has: no flag, table of a config, `mesh` or `gpu`."""
+    known = ("mesh", "gpu", *SHORTHANDS.values())
+    if name not in known and name.partition(".")[0] not in TABLES:
+        near = nearest(name, [*SHORTHANDS, *known])
+        raise ValueError(
+            f"--vary {name}: nothing of that name{near}; it is a flag of a config, mesh, gpu, or a.b of --set"
+        )
+
+
 def parse_value(text: str) -> Any:
-    """A number or a truth value in TOML's syntax; any other text as it is."""
+    """Parse a number or a truth value in TOML's syntax; any other text is itself."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}", f"--vary {text}")["value"]
+    except Unparsable:
         return text
 
 
-def searched(config: Any, gpus: int, gpu: str, top: int, out: Path | None, options: dict[str, Any]) -> Any:
-    """The SearchResult of a search; its best config is written to `out`."""
+def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], flags: dict[str, Any]) -> None:
+    """Raise ValueError naming what the user gives and a search decides: a flag, a --set, or an entry of a .toml file.
+
+    The config.json of a run has every value, so there nothing is asked for: a line says that they do not count.
+    """
+    keys = {**SHORTHANDS, "mesh": "mesh"}
+    given = [name for name, value in flags.items() if value is not None and launch.decides(keys[name])]
+    if given:
+        flagged = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--search chooses {flagged} itself; leave that out")
+    for setting in settings:
+        key, value = tables.parse_setting(setting)
+        table: dict[str, Any] = {}
+        tables.put(table, key, value)
+        launch.refuse_decided(table, "--set")
+    if config_file is not None and config_file.suffix == ".json":
+        decided = ", ".join(launch.DECIDED)
+        print(f"fzero: --search decides {decided}; those of {config_file} do not count", file=sys.stderr)
+    elif config_file is not None:
+        launch.refuse_decided(tables.read_table(config_file), str(config_file))
+
+
+def search_plans(
+    config: Any, gpus: int, gpu: Any, top: int, out: Path | None, slurm: Path | None, options: dict[str, Any]
+) -> Any:
+    """Search, and write the best config to `out` and a script that starts it to `slurm`; return the SearchResult."""
+    from fzero.core.storage import write_text
     from fzero.planner import search
     from fzero.run.machine import cores
 
@@ -107,21 +210,30 @@ def searched(config: Any, gpus: int, gpu: str, top: int, out: Path | None, optio
     result = search.search(config, gpus, gpu=gpu, top=top, say=progress, workers=cores(), **options)
     if out is not None:
         search.write_config(result.config, out)
-        ranks = "" if gpus == 1 else f"torchrun --nproc-per-node {min(gpus, result.best[0].report.ranks_on_node)} -m "
-        print(f"wrote {out}; start it with: {ranks}fzero pretrain --config {out}", file=sys.stderr)
+        best = result.best[0].report
+        command = launch.launch_command(out, gpus, best.ranks_on_node)
+        nodes, _ = launch.machines(gpus, best.ranks_on_node)
+        where = f" on each of {nodes} machines, of which HOST is one" if nodes > 1 else ""
+        print(f"wrote {out}; start it{where} with: {command}", file=sys.stderr)
+        if slurm is not None:
+            script = launch.slurm_script(out, gpus, best.ranks_on_node, gpu=best.device.kind != "cpu")
+            write_text(slurm.parent, slurm.name, script)
+            print(f"wrote {slurm}; start it with: sbatch {slurm}", file=sys.stderr)
     return result
 
 
 def expect_numbers(options: dict[str, Any]) -> None:
-    """Raise ValueError for a number that must be above 0 and is not."""
-    names = {"ranks_on_node": "--gpus-per-node", "tokens": "--tokens", "price": "--price-per-gpu-hour", "gpus": "--gpus", "top": "--top"}
+    """Raise ValueError for a number that is not above 0."""
+    names = {
+        "ranks_on_node": "--gpus-per-node",
+        "tokens": "--tokens",
+        "price": "--price-per-gpu-hour",
+        "gpus": "--gpus",
+        "top": "--top",
+        "memory_gb": "--memory-gb",
+        "nvme_gbs": "--nvme-gbs",
+    }
     for key, name in names.items():
         value = options[key]
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value:g}; it must be above 0")
-
-
-def progress(line: str) -> None:
-    """Print a line on stderr at once, where that is a terminal."""
-    if sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value:g}; it must be above 0 and finite")

@@ -11,27 +11,41 @@ import click
 
 from fzero.cli.flags import FOLDER, config_flags, config_of, table_of
 from fzero.cli.process import coordinated, leave, quiet, say, versions
+from fzero.run import warm_up
 
-# The flags, besides --mesh, whose values a resumed run may change.
+# The flags, besides --mesh, that a resumed run may change.
 PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "offload", "nvme", "buffer_mb", "precision")
 
 
 @click.command()
 @config_flags
-@click.option("--stop-at", type=int, help="End after this step. The run can be resumed: its schedule is that of all its steps.")
 @click.option(
-    "--out", type=FOLDER, metavar="RUN", help="The run folder. Without it, the first free one of runs/PRESET-1, runs/PRESET-2, ..."
+    "--stop-at",
+    type=int,
+    help="End after this step. The schedule remains that of all steps, so the run can be resumed.",
 )
-@click.option("--resume", is_flag=True, help="Resume the run in --out by its own config, on any mesh.")
-@click.option("--auto-resume", is_flag=True, help="Resume the run in --out where there is one; start it where there is none.")
+@click.option(
+    "--out",
+    type=FOLDER,
+    metavar="RUN",
+    help="The run folder. Default: the first free one of runs/PRESET-1, runs/PRESET-2, ...",
+)
+@click.option("--resume", is_flag=True, help="Resume the run in --out with its own config, on any mesh.")
+@click.option("--auto-resume", is_flag=True, help="Resume the run in --out if there is one, else start it.")
 @click.option("--init", type=FOLDER, metavar="RUN", help="Start from the weights and sizes of this run or import.")
 @click.option(
-    "--profile", is_flag=False, flag_value="3-5", metavar="FROM-TO", help="Write a Chrome trace of these steps. Without a value: 3-5."
+    "--profile",
+    is_flag=False,
+    flag_value="3-5",
+    metavar="FROM-TO",
+    help="Write a Chrome trace of these steps. Default without a value: 3-5.",
 )
 @click.option(
-    "--peak-tflops", type=float, help="The TFLOP/s of all processes that MFU is a fraction of. Without it, the rate that is measured."
+    "--peak-tflops",
+    type=float,
+    help="The peak TFLOP/s of all processes, for MFU. Default: the measured rate.",
 )
-@click.option("--sample", metavar="TEXT", help="The prompt of the text that is written at the end. '' writes none.")
+@click.option("--sample", metavar="TEXT", help="The prompt of the text generated at the end. '' generates none.")
 def pretrain(
     config_file: Path | None,
     settings: tuple[str, ...],
@@ -48,10 +62,13 @@ def pretrain(
 ) -> int:
     """Train a model; the run folder holds its config, metrics, checkpoints and pictures."""
     if resume:
-        given = {name: value for name, value in {**flags, "config": config_file, "init": init}.items() if value is not None}
+        given = {
+            name: value for name, value in {**flags, "config": config_file, "init": init}.items() if value is not None
+        }
         refuse_config(given, settings)
     refuse_flags(stop_at, peak_tflops, out, resume=resume, auto_resume=auto_resume)
     table = table_of(config_file, settings, mesh, flags)
+    warm_up.begin()
 
     with coordinated() as coordinator, bar_or_lines() as (bar, line):
         from fzero.run import loop, run_folder
@@ -60,16 +77,33 @@ def pretrain(
         from fzero.run.measure.profiler import steps_of
         from fzero.run.resume import auto_resume as earlier
 
-        steps_of(profile or "3-5", 0)  # refuses what is none
-        # Where an attempt of the same torchrun before this one has taken a folder, resume that.
+        steps_of(profile or "3-5", 0)  # raises ValueError for an invalid value
+        # If an earlier attempt of the same torchrun has taken a folder, resume that.
         before = coordinator.share(coordinator.recorded)
         auto = auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
         there = resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(before))))
-        config = None if there else config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
-        asked = {"--out": str(out), "--init": str(init), "--stop-at": stop_at, "--peak-tflops": peak_tflops, "--sample": sample}
+        config = (
+            None
+            if there
+            else config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
+        )
+        asked = {
+            "--out": str(out),
+            "--init": str(init),
+            "--stop-at": stop_at,
+            "--peak-tflops": peak_tflops,
+            "--sample": sample,
+        }
         asked |= {"--resume": resume, "--auto-resume": auto_resume, "--profile": profile}
-        coordinator.compare({**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command")
-        options = Options(stop_at, 1e12 * (peak_tflops or 0.0), bar=bar and coordinator.first, say=line if coordinator.first else quiet)
+        coordinator.compare(
+            {**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command"
+        )
+        options = Options(
+            stop_at,
+            1e12 * (peak_tflops or 0.0),
+            bar=bar and coordinator.first,
+            say=line if coordinator.first else quiet,
+        )
         texts = {name: value for name, value in (("sample", sample), ("profile", profile)) if value is not None}
         options = options._replace(**texts)
         if config is None:
@@ -78,8 +112,13 @@ def pretrain(
             ready = run.resume(folder, coordinator, options, changes=changes, auto=auto)
         else:
             grow = "vocab_size" not in table.get("model", {}) and init is None
-            folder = Path(coordinator.share(lambda: str(out or before or run_folder.free_folder(config.preset or "model"))))
-            ready = run.start(config, folder, coordinator, options, grow_vocabulary=grow, init=init, auto=auto)
+            folder = Path(
+                coordinator.share(lambda: str(out or before or run_folder.free_folder(config.preset or "model")))
+            )
+            own = not ({"steps", "batch"} & set(table.get("train", {}))) and "schedule" not in table.get("optim", {})
+            ready = run.start(
+                config, folder, coordinator, options, grow_vocabulary=grow, may_shorten=own, init=init, auto=auto
+            )
         stopped = loop.train(*ready) if ready is not None else 0
         if coordinator.first:
             from fzero.report.plots import write_pictures
@@ -89,8 +128,10 @@ def pretrain(
         return leave(coordinator, stopped)
 
 
-def refuse_flags(stop_at: int | None, peak_tflops: float | None, out: Path | None, *, resume: bool, auto_resume: bool) -> None:
-    """Raise ValueError for values of flags that are out of range or do not go together."""
+def refuse_flags(
+    stop_at: int | None, peak_tflops: float | None, out: Path | None, *, resume: bool, auto_resume: bool
+) -> None:
+    """Raise ValueError for flags that are out of range or exclude each other."""
     if stop_at is not None and stop_at < 1:
         raise ValueError(f"--stop-at is {stop_at}; it must be at least 1")
     if peak_tflops is not None and not peak_tflops > 0:
@@ -98,14 +139,18 @@ def refuse_flags(stop_at: int | None, peak_tflops: float | None, out: Path | Non
     if (resume or auto_resume) and out is None:
         raise ValueError(f"--{'resume' if resume else 'auto-resume'} needs the run folder: --out RUN")
     if resume and auto_resume:
-        raise ValueError("--resume and --auto-resume: the first wants a run that is there; give one of them")
+        raise ValueError(
+            "--resume and --auto-resume exclude each other: the first requires an existing run; give one of them"
+        )
 
 
 def refuse_config(given: dict[str, Any], settings: tuple[str, ...]) -> None:
-    """Raise ValueError where flags beside --resume say a value of the config that a resumed run may not change."""
+    """Raise ValueError for flags beside --resume that set a value that a resumed run may not change."""
     named = [f"--{name.replace('_', '-')}" for name in given if name not in PLACEMENT] + ["--set"] * bool(settings)
     if named:
-        raise ValueError(f"--resume takes the run's own config; leave out {', '.join(named)}, or start a new run without --resume")
+        raise ValueError(
+            f"--resume takes the run's own config; leave out {', '.join(named)}, or start a new run without --resume"
+        )
 
 
 def all_values(value: Any) -> dict[str, Any]:
@@ -117,7 +162,7 @@ def all_values(value: Any) -> dict[str, Any]:
 
 
 def bar_or_lines() -> Any:
-    """A context of (whether to show a progress bar, how to print a line): the bar where stderr is a terminal."""
+    """A context of (whether to show a progress bar, a function that prints a line); the bar is for terminals."""
     if not sys.stderr.isatty():
         return contextlib.nullcontext((False, say))
     from tqdm import tqdm

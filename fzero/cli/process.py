@@ -1,6 +1,6 @@
-"""A command as one of the processes that run it: how it speaks, how it joins the others, and how it ends.
+"""Run a command as one of several processes: its output, how it joins the others, and how it ends.
 
-Nothing heavy is imported here before it is needed, so that `fzero --help` is quick.
+Heavy modules are imported only when needed, so that `fzero --help` is quick.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ from typing import Any
 from fzero import __version__
 from fzero.run.ranks import signals
 
-MISTAKE, INTERRUPTED = 2, 130  # exit codes
-KNOWN = (ValueError, FloatingPointError, OSError, MemoryError)  # whose message says enough; RankError, too
+FAULT, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
+KNOWN = (ValueError, FloatingPointError, OSError, MemoryError)  # errors whose message suffices; RankError, too
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush."""
     print(line, flush=True)
 
 
+def progress(line: str) -> None:
+    """Print a line on stderr, if that is a terminal."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+
+
 def quiet(line: str) -> None:
-    """Print nothing: `say` of a rank that is not the first."""
+    """Print nothing: `say` for ranks other than the first."""
 
 
 def versions() -> dict[str, str]:
-    """The versions that all ranks must have."""
+    """The versions that must be equal on all ranks."""
     import platform
 
     import torch
@@ -43,6 +49,7 @@ def coordinated() -> Iterator[Any]:
     An exception that ends the context has the coordinator as its attribute, so that `exit_code` tells the other ranks.
     """
     with signals.raise_on_sigterm():
+        from fzero.run import run_lock
         from fzero.run.ranks.coordinator import join
 
         coordinator = join()
@@ -51,10 +58,12 @@ def coordinated() -> Iterator[Any]:
         except BaseException as error:
             error.coordinator = coordinator  # type: ignore[attr-defined]
             raise
+        finally:
+            run_lock.release_all()
 
 
 def leave(coordinator: Any, stopped: int) -> int:
-    """End a run together with the other ranks; returns the exit code of this process. stopped: the signal that ended the run, or 0."""
+    """End a run together with the other ranks; return the exit code. stopped: the signal that ended the run, or 0."""
     if coordinator.spare:
         from fzero.run.ranks.elastic import stand_by
 
@@ -63,20 +72,28 @@ def leave(coordinator: Any, stopped: int) -> int:
         coordinator.close(stopped)
     code = coordinator.code(stopped)
     if code == 2 and os.environ.get("LOCAL_RANK") == "0":
-        print("fzero: stopped with another node; exit code 2, so that torchrun resumes with this one", file=sys.stderr, flush=True)
+        print(
+            "fzero: stopped with another node; exit code 2, so that torchrun resumes with this one",
+            file=sys.stderr,
+            flush=True,
+        )
     return code
 
 
 def run(command: Callable[[], Any], *, traceback: bool) -> int:
-    """Call `command`, and return the exit code of this process: its own, or 2 with one line on stderr for a mistake, or 130 for Ctrl-C.
+    """Call `command` and return the exit code: its own; 2 with one line on stderr for a mistake; 1 with one line that
+    names a file with the traceback for any other error; 130 for Ctrl-C.
 
-    traceback: raise the error instead of printing one line. An error that no user can cause is always raised.
+    traceback: raise the error instead of printing one line.
     """
     import click
 
     try:
         code = command()
+        sys.stdout.flush()  # a full disk or a closed pipe is noticed here, not when Python ends
         return code if isinstance(code, int) else 0
+    except SystemExit:
+        raise
     except click.ClickException as error:
         return print_error(error.format_message(), error)
     except (KeyboardInterrupt, click.Abort):
@@ -85,31 +102,78 @@ def run(command: Callable[[], Any], *, traceback: bool) -> int:
         return INTERRUPTED
     except signals.Stopped as error:
         return end_stopped(error)
-    except Exception as error:
-        kind = type(error).__name__
-        if kind == "Ended":  # another rank has said why
-            return MISTAKE
-        # torch raises RuntimeError where memory ends.
-        out_of_memory = isinstance(error, RuntimeError) and ("allocate" in str(error) or "bad_alloc" in str(error))
-        if traceback or not (isinstance(error, KNOWN) or kind == "RankError" or out_of_memory):
-            last_words(f"{kind}: {error}", error)  # the traceback is this rank's
+    except BaseException as error:  # also those of extensions, which are no Exception
+        if traceback and type(error).__name__ != "Ended":
+            last_words(f"{type(error).__name__}: {error}", error)  # this rank prints the traceback
             raise
-        message = str(error) or kind
-        if out_of_memory:
-            message = f"out of memory ({error}); a smaller --micro-batch, --seq-len or model needs less"
-        return print_error(message, error)
+        return end_failed(error)
 
 
-def print_error(message: str, error: Exception) -> int:
-    """Print the one line of an error, unless another rank has; returns the exit code."""
-    text, code = last_words(" ".join(message.split()), error)
+def end_failed(error: BaseException) -> int:
+    """Print the line of an error that ended a command, and return the exit code."""
+    kind = type(error).__name__
+    if kind == "Ended":  # another rank has printed the reason
+        return MISTAKE
+    if isinstance(error, OSError) and not _stdout_works():
+        if isinstance(error, BrokenPipeError):  # the reader, such as head, has enough
+            return FAULT
+        return print_error(f"cannot write to the standard output: {error.strerror or error}", error)
+    # torch raises RuntimeError if it runs out of memory.
+    if isinstance(error, RuntimeError) and ("allocate" in str(error) or "bad_alloc" in str(error)):
+        return print_error(f"out of memory ({error}); use a smaller --micro-batch, --seq-len or model", error)
+    if isinstance(error, KNOWN) or kind == "RankError":
+        return print_error(str(error) or kind, error)
+    path = write_traceback(error)
+    where = f"the traceback is in {path}" if path else "FZERO_TRACEBACK=1 shows the traceback"
+    code = print_error(f"{one_line(f'{kind}: {error}', 500)}; this is a fault of fzero: {where}", error)
+    return FAULT if code == MISTAKE else code
+
+
+def _stdout_works() -> bool:
+    """Whether the standard output can be written; if not, what is left for it is dropped, as Python would complain."""
+    try:
+        sys.stdout.flush()
+        return True
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+
+
+def write_traceback(error: BaseException) -> str:
+    """Write the traceback of an error into a new file of the system's temporary folder; return its path, or "" if it
+    cannot be written."""
+    import tempfile
+    import traceback
+
+    from fzero.core.storage import naming
+
+    try:
+        fd, path = tempfile.mkstemp(prefix="fzero-traceback-", suffix=".txt")
+        with naming(path), open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"fzero {__version__}, Python {sys.version}\n{sys.argv}\n\n")
+            file.writelines(traceback.format_exception(error))
+        return path
+    except OSError:
+        return ""
+
+
+def one_line(text: str, most: int = 4000) -> str:
+    """A text as one line that any terminal shows: what cannot be printed (a file may hold it) as an escape."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def print_error(message: str, error: BaseException) -> int:
+    """Print an error as one line, unless another rank has; return the exit code."""
+    text, code = last_words(one_line(message), error)
     if text:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
     return code
 
 
-def last_words(text: str, error: Exception) -> tuple[str, int]:
-    """See fzero.run.ranks.coordinator.last_words, which is not loaded where torchrun is not used."""
+def last_words(text: str, error: BaseException) -> tuple[str, int]:
+    """Call fzero.run.ranks.coordinator.last_words, which is imported only under torchrun."""
     if not signals.under_torchrun():
         return text, MISTAKE
     from fzero.run.ranks import coordinator
@@ -118,7 +182,8 @@ def last_words(text: str, error: Exception) -> tuple[str, int]:
 
 
 def end_stopped(error: signals.Stopped) -> int:
-    """The exit code of a process that a signal ended before there was anything to save; the other ranks end too."""
+    """Return the exit code of a process stopped by a signal before there was anything to save, and stop the other
+    ranks."""
     coordinator = getattr(error, "coordinator", None)
     if coordinator is None and signals.under_torchrun():
         return 128 + error.number  # torchrun ends the others

@@ -1,4 +1,4 @@
-"""`fzero replay` and `fzero bisect`: make recorded steps again, and find where two runs differ."""
+"""`fzero replay` and `fzero bisect`: repeat recorded steps, and find the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -13,28 +13,56 @@ from fzero.cli.process import quiet, say
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--step", type=int, required=True, help="The recorded step to make again.")
+@click.option("--step", type=int, required=True, help="The recorded step to repeat.")
 @click.option(
-    "--from", "start", type=int, help="The step of the checkpoint to begin with; 0 is the start of the run. Without it, the nearest one."
+    "--from",
+    "start",
+    type=int,
+    help="The step of the checkpoint to start from; 0 is the start of the run. Default: the nearest one.",
 )
-@click.option("--mesh", help="The mesh, as of pretrain. Without it, the run's own where it fits the processes, else dp over all of them.")
-@click.option("--zero", type=int, help="The ZeRO stage, 0 to 3. Without it, the run's own.")
-@click.option("--tolerance", type=float, help="The relative difference that a loss may have. Without it, 0 where the same bits are due.")
 @click.option(
-    "--nvme", metavar="DIR", help="The folder for what the run keeps on a disk, until the command ends. Without it, the system's."
+    "--mesh",
+    help="The mesh, as for pretrain. Default: the run's own if it fits the processes, else dp over all of them.",
 )
-def replay(run: Path, step: int, start: int | None, mesh: str | None, zero: int | None, tolerance: float | None, nvme: str | None) -> int:
-    """Make a recorded step again from the nearest checkpoint. The exit code is 0 where it comes out as recorded, and 1 where not."""
+@click.option("--zero", type=int, help="The ZeRO stage, 0 to 3. Default: the run's own.")
+@click.option(
+    "--tolerance",
+    type=float,
+    help="The allowed relative difference of a loss. Default: 0 if equal bits are expected.",
+)
+@click.option(
+    "--nvme",
+    metavar="DIR",
+    help="The folder for offloaded state, until the command ends. Default: the system's temporary folder.",
+)
+def replay(
+    run: Path,
+    step: int,
+    start: int | None,
+    mesh: str | None,
+    zero: int | None,
+    tolerance: float | None,
+    nvme: str | None,
+) -> int:
+    """Repeat a recorded step from the nearest checkpoint. The exit code is 0 if the results are as recorded, else 1."""
     sizes = None if mesh is None else table_of(None, (), mesh, dict.fromkeys(SHORTHANDS)).get("mesh", {})
 
     from fzero.run.debug import replay as module
 
     with process.coordinated() as coordinator:
-        asked = {"RUN": str(run), "--step": step, "--from": start, "--mesh": mesh, "--zero": zero, "--tolerance": tolerance}
+        asked = {
+            "RUN": str(run),
+            "--step": step,
+            "--from": start,
+            "--mesh": mesh,
+            "--zero": zero,
+            "--tolerance": tolerance,
+        }
         coordinator.compare({**process.versions(), **asked}, "start all ranks with the same command")
         tell = say if coordinator.first else quiet
-        options = {"zero": zero, "start": start, "tolerance": tolerance, "nvme": nvme}
-        result = module.replay(run, step, sizes, **options, coordinator=coordinator, say=tell)
+        changes = {name: value for name, value in (("mesh", sizes), ("zero", zero)) if value is not None}
+        options = {"start": start, "tolerance": tolerance, "nvme": nvme}
+        result = module.replay(run, step, changes, **options, coordinator=coordinator, say=tell)
         for line in module.report(result):
             tell(line)
         coordinator.close()
@@ -45,10 +73,13 @@ def replay(run: Path, step: int, start: int | None, mesh: str | None, zero: int 
 @click.argument("run_a", type=FOLDER)
 @click.argument("run_b", type=FOLDER)
 @click.option(
-    "--nvme", metavar="DIR", help="The folder for what the runs keep on a disk, until the command ends. Without it, the system's."
+    "--nvme",
+    metavar="DIR",
+    help="The folder for offloaded state, until the command ends. Default: the system's temporary folder.",
 )
 def bisect(run_a: Path, run_b: Path, nvme: str | None) -> int:
-    """Find the first step and leaf in which two runs differ. The exit code is 1 where they do, and 0 where all records are equal."""
+    """Find the first step and leaf in which two runs differ. The exit code is 1 if they do, 0 if all records are
+    equal."""
     from fzero.run.debug import bisect_runs as runs_beside
 
     result = runs_beside.bisect(run_a, run_b, nvme=nvme, say=say)

@@ -1,4 +1,4 @@
-"""`fzero report`: what runs did beside what was predicted, as JSON, Markdown and one page. See fzero/report/write.py."""
+"""`fzero report`: compare runs with their predictions, as JSON, Markdown and one page (fzero/report/write.py)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Any
 import click
 
 PATH = click.Path(path_type=Path)
-SHOWN = ("summary", "figures", "scaling")  # of the tables, on a terminal
+SHOWN = ("summary", "figures", "scaling")  # width of the tables on a terminal
 
 
 @click.command()
 @click.argument("runs", nargs=-1, type=PATH, metavar="RUN...")
-@click.option("--out", type=PATH, metavar="FOLDER", help="Where it is written; without it RUN/report, or report beside several runs.")
+@click.option(
+    "--out",
+    type=PATH,
+    metavar="FOLDER",
+    help="The folder to write. Default: RUN/report, or report beside the first of several runs.",
+)
 @click.option("--title", default="", help="Its heading.")
-@click.option("--json", "as_json", is_flag=True, help="Print the exact JSON; without --out nothing is written.")
-@click.option("--no-plan", is_flag=True, help="Make no prediction for a run that holds none.")
-@click.option("--public", is_flag=True, help="Leave out the folders of this machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print the exact JSON; write files only with --out.")
+@click.option("--no-plan", is_flag=True, help="Make no prediction for a run without one.")
+@click.option("--public", is_flag=True, help="Remove the folders of this machine from paths.")
 def report(
     runs: tuple[Path, ...],
     out: Path | None,
@@ -27,7 +32,7 @@ def report(
     no_plan: bool,
     public: bool,
 ) -> int:
-    """Write what runs did, predicted beside measured: JSON, Markdown, and a page with pictures."""
+    """Write reports of runs, predicted beside measured: JSON, Markdown, and a page with pictures."""
     from fzero.report import write
     from fzero.report.sections import command_of
     from fzero.run.measure import attempts
@@ -37,7 +42,7 @@ def report(
         write.expect_ours(folder)
     command, (commit, dirty) = command_of(sys.argv), attempts.commit_of(Path(attempts.__file__).parent)
     about = {"title": title, "command": command, "commit": commit + "+" * dirty, "public": public}
-    found = write.gather(runs, None if no_plan else predicted, **about)
+    found = write.gather(runs, None if no_plan else predict_run, **about)
     files = write.write(found, folder) if folder is not None else []
     if as_json:
         click.echo(write.json_text(found), nl=False)
@@ -48,25 +53,28 @@ def report(
     return 0
 
 
-def predicted(folder: Path) -> dict[str, Any] | None:
-    """The plan of the last attempt of the run in `folder`, on this machine as `fzero bench` measured it: of plan.json, or made and kept.
+def predict_run(folder: Path) -> dict[str, Any] | None:
+    """The plan of the last attempt of the run in `folder`: its plan.json, or one made now for this machine and kept
+    there.
 
-    A run does not make it, as that costs seconds and the run has no use for it. None where no attempt is known. Raises ValueError where
-    it cannot be planned.
+    The run itself does not make it, as that takes seconds and the run does not need it. None if no attempt is recorded.
+    Raises ValueError if it cannot be planned.
     """
+    from fzero.core.foreign import parse_json, read_json
     from fzero.core.storage import write_text
-    from fzero.core.tables import parse_json
     from fzero.planner.plan import plan
+    from fzero.report.attempts import planned_for
     from fzero.run.config_table import from_table
     from fzero.run.measure import attempts
 
     path, lines = folder / attempts.PLAN, attempts.read(folder)
-    if path.is_file():
-        return parse_json(path.read_text(encoding="utf-8"), str(path))
-    if not lines:
-        return None
+    found = read_json(path) if path.is_file() else None
+    if not lines or (found is not None and planned_for(found, lines[-1])):
+        return found
     last = lines[-1]
-    text = plan(from_table(last["config"]), {axis: size for axis, size in last["mesh"].items() if size > 1}, gpu="here").to_json()
+    text = plan(
+        from_table(last["config"]), {axis: size for axis, size in last["mesh"].items() if size > 1}, gpu="here"
+    ).to_json()
     write_text(folder, path.name, text)
     return parse_json(text, str(path))
 
@@ -86,10 +94,12 @@ def lines(found: object) -> list[str]:
 
 
 def in_columns(one: object) -> list[str]:
-    """The rows of a table in columns."""
+    """Format the rows of a table in columns."""
     rows = [one.head, *one.rows]
     rows = [tuple(cell.replace("**", "") for cell in row) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(one.head))]
     return [
-        "  " + "  ".join(c.rjust(w) if i in one.right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip() for row in rows
+        "  "
+        + "  ".join(c.rjust(w) if i in one.right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
     ]

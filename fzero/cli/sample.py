@@ -1,4 +1,4 @@
-"""`fzero sample`: let a trained model write text."""
+"""`fzero sample`: generate text with a trained model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,32 @@ from fzero.cli.process import say
 @click.command()
 @click.argument("run", type=FOLDER)
 @click.option("--prompt", required=True, help="The text to continue.")
-@click.option("--tokens", type=int, default=200, show_default=True, help="The number of tokens to write.")
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="The temperature of the draw. 0 takes the likeliest token.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Draw among the K likeliest tokens. 0 draws among all.")
+@click.option("--tokens", type=int, default=200, show_default=True, help="The number of tokens to generate.")
 @click.option(
-    "--top-p", type=float, default=1.0, show_default=True, help="Draw among the likeliest tokens whose probabilities add up to P."
+    "--temperature",
+    type=float,
+    default=0.8,
+    show_default=True,
+    help="The sampling temperature. 0 takes the likeliest token.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="The seed of the draw. The same seed writes the same text.")
-@click.option("--ema", is_flag=True, help="Use the average of the weights in place of the weights.")
-@click.option("--offload", metavar="params=nvme", help="Keep the parameters on a disk: for models larger than memory.")
-@click.option("--nvme", metavar="DIR", help="The folder for parameters on a disk. Without it, nvme-sample/ in the run folder.")
+@click.option(
+    "--top-k", type=int, default=0, show_default=True, help="Sample from the K likeliest tokens. 0 samples from all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Sample from the likeliest tokens whose probabilities add up to P.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="The seed of sampling. The same seed gives the same text."
+)
+@click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
+@click.option("--offload", metavar="params=nvme", help="Keep the parameters on a disk, for models larger than memory.")
+@click.option(
+    "--nvme", metavar="DIR", help="The folder for parameters on a disk. Default: nvme-sample/ in the run folder."
+)
 def sample(
     run: Path,
     prompt: str,
@@ -36,17 +52,18 @@ def sample(
     offload: str | None,
     nvme: str | None,
 ) -> None:
-    """Let the model of a run (or an import) write text."""
+    """Generate text with the model of a run (or an import)."""
     import torch
 
     from fzero.core import prng
     from fzero.run import run_folder, weights
-    from fzero.run.generate import generate
+    from fzero.run.generate import Sampling, generate
 
+    sampling = Sampling(temperature, top_k, top_p)
     if offload not in (None, "params=nvme"):
-        raise ValueError(f"--offload {offload}: sampling has parameters alone to put on a disk; use params=nvme, or leave it out")
+        raise ValueError(f"--offload {offload}: sampling can offload only parameters; use params=nvme, or leave it out")
     if nvme is not None and offload is None:
-        raise ValueError("--nvme names a folder for --offload params=nvme; give that too")
+        raise ValueError("--nvme needs --offload params=nvme; give that too")
     trained = weights.load(run, ema=ema) if offload is None else weights.load_on_disk(run, nvme, ema=ema)
     tokenizer = run_folder.read_tokenizer(run)
     for line in trained.warnings:
@@ -58,9 +75,7 @@ def sample(
         ids,
         tokens,
         prng.key(seed),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        sampling=sampling,
         vocab_size=tokenizer.vocab_size,
         eos=tokenizer.eos,
     )

@@ -18,7 +18,14 @@ import torch.distributed as dist
 
 
 class RankError(RuntimeError):
-    """Raised if another rank is gone, is late, or runs another program."""
+    """Raised if another rank is gone, is late, or runs another program; the message says which rank and where.
+
+    >>> from fzero.comm.agreement import Agreement, Call
+    >>> agreement = Agreement(torch.distributed.HashStore(), rank=0, timeout_s=0.05)  # no rank 1 writes to this store
+    >>> agreement.compare(Call("psum", "dp", 2, "loss", "", "float32", [1], 1), left=1)
+    Traceback (most recent call last):
+    fzero.comm.agreement.RankError: rank 0: psum over dp (2 ranks) of loss: rank 1 did not arrive within 0.05 s; ...
+    """
 
 
 class Call(NamedTuple):
@@ -35,7 +42,9 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         of = f" of {self.leaf}" if self.leaf else ""
-        return f"{self.collective} over {self.axis} ({self.ranks} ranks){of}" + (f" in {self.phase}" if self.phase else "")
+        return f"{self.collective} over {self.axis} ({self.ranks} ranks){of}" + (
+            f" in {self.phase}" if self.phase else ""
+        )
 
     @property
     def signature(self) -> str:
@@ -81,7 +90,9 @@ class Agreement:
         self.store.set(f"{self.rank}/last", text)
         other = self._arrival(call, left)
         if other != call:
-            at = "; ".join(f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)]))
+            at = "; ".join(
+                f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)])
+            )
             fix = "give all ranks the same code, config, mesh and shapes of data"
             raise self.error(call, f"the ranks run different programs: {at}; {fix}")
         # This rank is the only reader of that key; delete it, so that the store does not grow.

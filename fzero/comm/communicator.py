@@ -96,7 +96,9 @@ class Communicator:
         # Beginning with the next rank, so that not all ranks send to the same one first.
         self.others = [(rank + k) % self.size for k in range(1, self.size)]
         if transport == "fake":
-            self.others = self.others[:1]  # nothing is sent: one other rank represents all, and its buffers the memory of a real collective
+            self.others = self.others[
+                :1
+            ]  # nothing is sent: one other rank represents all, and its buffers the memory of a real collective
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
 
@@ -115,7 +117,9 @@ class Communicator:
         if out is None:
             out = x.new_empty(shape)
         elif out.shape != shape or out.dtype != x.dtype or not out.is_contiguous():
-            raise ValueError(f"{call}: out is {out.dtype} {list(out.shape)}; it must be contiguous, {x.dtype} {list(shape)}")
+            raise ValueError(
+                f"{call}: out is {out.dtype} {list(out.shape)}; it must be contiguous, {x.dtype} {list(shape)}"
+            )
         if self.transport == "nccl":
             return self._native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
         parts = out.view(self.size, *x.shape)
@@ -181,7 +185,9 @@ class Communicator:
             return pending_of(x.clone())
         out = torch.zeros_like(x) if source is None else torch.empty_like(x)
         targets = [d for s, d in perm if s == self.rank]
-        return _pending_after(self._exchange(call, {d: x for d in targets}, {} if source is None else {source: out}), lambda: out)
+        return _pending_after(
+            self._exchange(call, {d: x for d in targets}, {} if source is None else {source: out}), lambda: out
+        )
 
     def sends(self, perm: Sequence[tuple[int, int]]) -> bool:
         """Whether this rank sends to another one in `perm`."""
@@ -194,7 +200,10 @@ class Communicator:
         one.
         """
         if self.transport == "fake" and not (isinstance(x, FakeTensor) or x.is_meta):
-            raise ValueError(f"{collective} over {self.axis}: a mesh for planning has fake tensors only; this one is real, {list(x.shape)}")
+            raise ValueError(
+                f"{collective} over {self.axis}: a mesh for planning has fake tensors only; this one is real, "
+                f"{list(x.shape)}"
+            )
         self.agreement.number += 1
         phase = self.ledger.phase_name
         dtype = str(x.dtype).removeprefix("torch.")
@@ -253,7 +262,9 @@ class Communicator:
         finish = self._exchange(call, {j: pieces[j] for j in self.others}, {j: parts[j] for j in self.others})
         return _pending_after(finish, lambda: tree_sum(parts, [j != self.rank for j in range(self.size)]))
 
-    def _exchange(self, call: Call, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], half: int = 0) -> Callable[[], None]:
+    def _exchange(
+        self, call: Call, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], half: int = 0
+    ) -> Callable[[], None]:
         """Start messages to and from ranks of the axis; the function returned waits for them, and keeps the buffers
         alive until then.
         """
@@ -288,7 +299,13 @@ class Communicator:
                 while work:
                     started, j = work.pop(0)
                     try:
-                        started.wait(*([] if self.transport == "nccl" else [datetime.timedelta(seconds=self.agreement.timeout_s)]))
+                        started.wait(
+                            *(
+                                []
+                                if self.transport == "nccl"
+                                else [datetime.timedelta(seconds=self.agreement.timeout_s)]
+                            )
+                        )
                     except RuntimeError as error:
                         raise self._lost(call, j, error) from None
             messages.clear()
@@ -317,7 +334,8 @@ class Communicator:
             what = f"{peer} is gone (connection closed)"
         elif "Timed out" in text:
             what = (
-                f"{peer} did not answer within {self.agreement.timeout_s:g} s: it is late, or runs another program (mesh.checked() tells)"
+                f"{peer} did not answer within {self.agreement.timeout_s:g} s: it is late, or runs another "
+                "program (mesh.checked() tells)"
             )
         else:
             what = text if self.transport == "nccl" else f"{peer}: {text}"

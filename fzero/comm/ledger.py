@@ -62,7 +62,9 @@ class Ledger:
     def __init__(self) -> None:
         self.phase_name = ""
         self.watches: list[Watcher] = []
-        self.entered: tuple[tuple[str, str, str, str, torch.dtype], int] | None = None  # the last entry: its key and its elements
+        self.entered: tuple[tuple[str, str, str, str, torch.dtype], int] | None = (
+            None  # the last entry: its key and its elements
+        )
         self._sums: dict[tuple[str, str, str, str, torch.dtype], list[int]] = {}
 
     @contextlib.contextmanager

@@ -36,7 +36,9 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
 
     def fake(x: Tensor, communicator: int, *rest: Any) -> Tensor:
         to = communicator_of(communicator)
-        if to.transport == "fake" and not (is_fx_symbolic_tracing() or is_traced(x)):  # in a plan, and not only while tracing
+        if to.transport == "fake" and not (
+            is_fx_symbolic_tracing() or is_traced(x)
+        ):  # in a plan, and not only while tracing
             return start(to, x, *rest).wait()
         return x.new_empty(shape(to, x))
 
@@ -60,7 +62,9 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
 
 
 _define("psum", Communicator.start_psum, lambda communicator, x: x.shape)
-_define("all_gather", Communicator.start_all_gather, lambda communicator, x: (communicator.size * x.shape[0], *x.shape[1:]))
+_define(
+    "all_gather", Communicator.start_all_gather, lambda communicator, x: (communicator.size * x.shape[0], *x.shape[1:])
+)
 _define(
     "psum_scatter",
     Communicator.start_psum_scatter,

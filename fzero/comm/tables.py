@@ -18,8 +18,8 @@ BY_DATA_RANK = ("rp", "dp")
 def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] = BY_RANK) -> Tensor:
     """The rows of all ranks, [ranks, *row.shape] in the order of the ranks, the same on each of them.
 
-    row: of one shape and dtype on all ranks, on the device that the mesh communicates from. axes: those along which rows differ, the
-    outermost first; BY_DATA_RANK gathers a row of each data rank. Differentiable.
+    row: of one shape and dtype on all ranks, on the device that the mesh communicates from. axes: those along which
+    rows differ, the outermost first; BY_DATA_RANK gathers a row of each data rank. Differentiable.
     Communicates: an all_gather over each axis, the innermost first.
     """
     table = row[None]

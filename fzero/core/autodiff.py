@@ -19,7 +19,7 @@ from fzero.core.torch_private import get_interpreter_stack, is_functorch_wrapped
 
 @dataclass(frozen=True)
 class Remat:
-    """The recomputation policy of a stack of layers: what the backward pass computes again instead of keeping.
+    """The recomputation policy of a stack of layers: the activations that the backward pass recomputes.
 
     every: 0 keeps the residuals of each layer, within `budget`; k >= 1 keeps only the input of each k-th layer, and the
     backward pass runs k layers again at a time (1 is full recomputation). budget: the fraction, in [0, 1], of a layer's
@@ -42,7 +42,9 @@ class Remat:
         """
         form = re.fullmatch(r"(none|full)|every:(\d+)|selective:(\d*\.?\d+(?:e-\d+)?)", text)
         if form is None:
-            raise ValueError(f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5")
+            raise ValueError(
+                f"remat is {text!r}; it must be none, full, every:K or selective:F, e.g. every:2 or selective:0.5"
+            )
         if form[1]:
             return cls(every=int(form[1] == "full"))
         policy = cls(every=int(form[2])) if form[2] else cls(budget=float(form[3]))
@@ -80,12 +82,17 @@ def expect_closed(f: Callable[..., Any], what: str) -> None:
     """Raise ValueError if `f` itself closes over a tensor that is differentiated or batched: a Function would ignore
     its gradient.
     """
-    for name, cell in zip(getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()):
+    for name, cell in zip(
+        getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()
+    ):
         if cell == types.CellType():
             continue  # not assigned yet
         for leaf in pytree.leaves(cell.cell_contents):
             if isinstance(leaf, Tensor) and (needs_grad(leaf) or is_functorch_wrapped_tensor(leaf)):
-                raise ValueError(f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as an argument")
+                raise ValueError(
+                    f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as "
+                    "an argument"
+                )
 
 
 def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Callable[..., Any]:
@@ -121,7 +128,9 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"{ctx.what}: .backward() differentiates it once; for second derivatives use torch.func.grad of grad")
+        raise NotImplementedError(
+            f"{ctx.what}: .backward() differentiates it once; for second derivatives use torch.func.grad of grad"
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], what: str, run: Callable, *tensors: Tensor) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
+from fzero.core.cpp import trust_vector_flags
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph import chain_in_order, hold
 from fzero.core.torch_private import disable_current_modes
@@ -43,7 +44,10 @@ def have_compiler() -> bool:
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     plan = fake_device_of(tensors[0]) if tensors else None
-    return *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), None if plan is None else (plan.target, plan.lower)
+    return *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), None if plan is None else (
+        plan.target,
+        plan.lower,
+    )
 
 
 def _fakes(tensors: Sequence[Tensor], mode: Any) -> list[Tensor]:
@@ -75,7 +79,9 @@ def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor],
         return make_fx(named, decomposition_table=select_decomp_table())(primals, tangents)
 
 
-def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def _compile(
+    graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """Compile a graph. The result takes a list of inputs and empties it, so that each input is freed after its last
     use.
     """
@@ -89,6 +95,7 @@ def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) 
     # Inductor's own random generator is never used: random keys are inputs of the graph.
     with tracing(TracingContext(mode)), inductor_config.patch(fallback_random=True):
         if not isinstance(mode, FakeDevice):
+            trust_vector_flags()
             run = compile_fx_inner(graph, examples, is_backward=backward)
         elif mode.lower is not None:
             run = mode.lower(graph, examples, backward)
@@ -258,8 +265,8 @@ def _split_programs(
     primals = _fakes(inputs, mode)
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
-        before, behind = primals[: wanted.start], primals[wanted.stop :]
-        out, vjp = torch.func.vjp(lambda *some: tuple(f(*before, *some, *behind)), *primals[wanted.start : wanted.stop])
+        before, after = primals[: wanted.start], primals[wanted.stop :]
+        out, vjp = torch.func.vjp(lambda *some: tuple(f(*before, *some, *after)), *primals[wanted.start : wanted.stop])
         # A view marks in the graph where the backward pass begins.
         return [*out, *vjp(tuple(t.view_as(t) for t in tangents))]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -35,7 +36,27 @@ def library(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
     """
     from fzero.core.torch_private import CppCodeCache
 
+    trust_vector_flags()
     return CppCodeCache.load(Path(module).with_suffix(".cpp").read_text(), extra_flags=(*_VECTORISED, *rounding))
+
+
+@functools.cache
+def trust_vector_flags() -> None:
+    """Let Inductor take the vector instructions from the CPU's own list if the compiler knows all their flags.
+
+    Otherwise it compiles and loads a program with torch's headers for each of them, seconds in every process. It finds
+    the same instructions either way.
+    """
+    from fzero.core.torch_private import inductor_config, supported_vec_isa_list
+
+    compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
+    if inductor_config.cpp.vec_isa_ok is not None or platform.machine() != "x86_64" or compiler is None:
+        return
+    here = [isa for isa in supported_vec_isa_list if "avx" in str(isa)]  # the others are ARM's
+    flags = sorted({flag for isa in here for flag in isa.build_arch_flags().split()})
+    known = subprocess.run([compiler, *flags, "-fsyntax-only", "-x", "c++", "-"], input=b"", capture_output=True)
+    if known.returncode == 0:
+        inductor_config.cpp.vec_isa_ok = True
 
 
 @functools.cache
@@ -44,7 +65,9 @@ def library_by_gcc(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
     source = Path(module).with_suffix(".cpp")
     with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
         made = str(Path(folder, "library.so"))
-        run = subprocess.run(["g++", *_PLAIN, *_VECTORISED, *rounding, str(source), "-o", made], capture_output=True, text=True)
+        run = subprocess.run(
+            ["g++", *_PLAIN, *_VECTORISED, *rounding, str(source), "-o", made], capture_output=True, text=True
+        )
         if run.returncode:
             raise RuntimeError(f"g++ does not compile {source}: {run.stderr.strip()[-2000:]}")
         return ctypes.CDLL(made)

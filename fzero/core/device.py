@@ -49,7 +49,9 @@ class FakeDevice(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports Dynamo (a second) and asks it at every operator; it never traces this mode
+        return (
+            False  # otherwise torch imports Dynamo (a second) and asks it at every operator; it never traces this mode
+        )
 
     def __init__(self, target: Target = CPU, *, lower: Callable[..., Any] | None = None, tracing: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -60,7 +62,11 @@ class FakeDevice(FakeTensorMode):
         """Run an operator as FakeTensorMode does, except that a tensor copied to the device loses its known constant
         value.
         """
-        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == ELSEWHERE and isinstance(args[0], FakeTensor):
+        if (
+            func is torch.ops.aten._to_copy.default
+            and (kwargs or {}).get("device") == ELSEWHERE
+            and isinstance(args[0], FakeTensor)
+        ):
             args[0].constant = None
         return super().__torch_dispatch__(func, types, args, kwargs)
 

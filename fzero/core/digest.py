@@ -62,12 +62,18 @@ def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] |
     checkpoints do not store, and for a block that is not inside the whole leaf.
     """
     if x.dtype not in DTYPES:
-        raise ValueError(f"digest: {x.dtype} has none; there are {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}")
+        raise ValueError(
+            f"digest: {x.dtype} has none; there are {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+        )
     if (shape is None) != (start is None):
         raise ValueError("digest: shape and start of a block go together; give both, or neither for a whole leaf")
     whole, begin = tuple(x.shape if shape is None else shape), tuple((0,) * x.ndim if start is None else start)
-    if not len(whole) == len(begin) == x.ndim or any(b < 0 or b + n > size for b, n, size in zip(begin, x.shape, whole)):
-        raise ValueError(f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(whole)}")
+    if not len(whole) == len(begin) == x.ndim or any(
+        b < 0 or b + n > size for b, n, size in zip(begin, x.shape, whole)
+    ):
+        raise ValueError(
+            f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(whole)}"
+        )
     steps = [math.prod(whole[dim + 1 :]) for dim in range(x.ndim)]
     return digest_at(x, steps, sum(b * step for b, step in zip(begin, steps)))
 
@@ -82,7 +88,9 @@ def digest_at(x: Tensor, steps: Sequence[int], first: int) -> int:
     dims = _merge_dims(list(zip(words.shape, words.stride(), steps)))
     library = _library_if_worth(words)
     if library is None:
-        return _digest_by_tensors(words.as_strided([d[0] for d in dims], [d[1] for d in dims]), [d[2] for d in dims], first)
+        return _digest_by_tensors(
+            words.as_strided([d[0] for d in dims], [d[1] for d in dims]), [d[2] for d in dims], first
+        )
     numbers = [(ctypes.c_int64 * len(dims))(*column) for column in zip(*dims)]
     return library.digest(ctypes.c_void_p(words.data_ptr()), words.element_size(), len(dims), *numbers, first)
 
@@ -174,7 +182,10 @@ def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> int:
         if length < words.shape[dim]:
             pieces = range(0, words.shape[dim], length)
             parts = (
-                _digest_by_tensors(words.narrow(dim, i, min(length, words.shape[dim] - i)), steps, first + i * steps[dim]) for i in pieces
+                _digest_by_tensors(
+                    words.narrow(dim, i, min(length, words.shape[dim] - i)), steps, first + i * steps[dim]
+                )
+                for i in pieces
             )
             return sum(parts) & _MASK
     index = torch.full((), _signed(_K1 * (first + 1)), dtype=torch.int64, device=words.device)

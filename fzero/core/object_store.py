@@ -88,7 +88,9 @@ class Objects:
             self.kv = tensorstore.KvStore.open(url_spec(self.url), context=context()).result()
         except ValueError as error:
             why = str(error).removeprefix(f'Parsing spec from url: "{self.url.rstrip("/")}/": ')
-            raise ValueError(f"{self.url}: names no store ({why}); use s3://bucket/path, gs://bucket/path or file:///path") from None
+            raise ValueError(
+                f"{self.url}: names no store ({why}); use s3://bucket/path, gs://bucket/path or file:///path"
+            ) from None
 
     def names(self) -> list[str]:
         """The names of all objects below the URL."""
@@ -120,20 +122,20 @@ class Objects:
         except TimeoutError:
             raise TimeoutError(f"{self.url}: no answer in {wait_s:.0f} s{hint('UNAVAILABLE')}") from None
         except ValueError as error:
-            code, said = parse_error(str(error))
+            code, message = parse_error(str(error))
             if code == "OUT_OF_RANGE":
-                raise EOFError(said) from None
-            raise OSError(f"{self.url}: {said}{hint(code)}") from None
+                raise EOFError(message) from None
+            raise OSError(f"{self.url}: {message}{hint(code)}") from None
 
 
 def parse_error(text: str) -> tuple[str, str]:
     """Split a tensorstore message `CODE: text [name='value'] ...` into (code, text)."""
-    code, colon, said = text.partition(": ")
+    code, colon, message = text.partition(": ")
     if not colon or not re.fullmatch(r"[A-Z_]+", code):
-        code, said = "", text
-    bare = re.split(r" \[\w[\w-]*='", said)[0]
+        code, message = "", text
+    bare = re.split(r" \[\w[\w-]*='", message)[0]
     bare = re.sub(r"^All \d+ retry attempts failed: ", "", bare)
-    http = re.search(r"http_response_code='(\d+)'", said)
+    http = re.search(r"http_response_code='(\d+)'", message)
     return code, " ".join((bare if bare != "Unknown" or http is None else f"HTTP {http[1]}").split())
 
 

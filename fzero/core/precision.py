@@ -15,8 +15,18 @@ class LossScale:
 
     An overflow decrements the remaining hysteresis while it is above 1; after that each overflow divides the scale by
     `factor`, but not below `floor`. `window` consecutive steps without an overflow multiply the scale by `factor` and
-    restore the hysteresis. at_floor: what an overflow at the floor does: "raise" FloatingPointError, or "hold" the
-    floor.
+    restore the hysteresis.
+    at_floor: the effect of an overflow at the floor: "raise" FloatingPointError, or "hold" the floor.
+    Raises ValueError unless init >= floor > 0, factor > 1, window >= 1 and hysteresis >= 1, and for another at_floor.
+
+    >>> from fzero.core.precision import init_scaler, update_scaler
+    >>> config = LossScale(init=1024.0, hysteresis=2)
+    >>> state = init_scaler(config)
+    >>> for _ in range(2):
+    ...     state = update_scaler(config, state, overflow=torch.tensor(True))
+    ...     print(state.scale)
+    tensor(1024.)
+    tensor(512.)
 
     Ref: Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740, section 3.2.
     """
@@ -100,7 +110,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.matmul not in MATMULS:
-            raise ValueError(f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}")
+            raise ValueError(
+                f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}"
+            )
 
     @property
     def has_master(self) -> bool:
@@ -118,7 +130,11 @@ def fp32() -> Policy:
 
 
 def fp64() -> Policy:
-    """Return the policy with float64 everywhere, for checking mathematics."""
+    """Return the policy with float64 everywhere, for checking mathematics.
+
+    >>> fp64().compute
+    torch.float64
+    """
     return Policy("fp64", *(torch.float64,) * 5)
 
 

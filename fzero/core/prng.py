@@ -169,13 +169,13 @@ def truncated_normal(
     mean: float = 0.0,
     std: float = 1.0,
     *,
-    low: float = -2.0,
-    high: float = 2.0,
+    bounds: tuple[float, float] = (-2.0, 2.0),
     dtype: torch.dtype = torch.float32,
     first: int | Tensor = 0,
     index: Tensor | None = None,
 ) -> Tensor:
-    """Normal values conditioned on low <= z <= high, then `mean + std * z` (low and high are in units of std)."""
+    """Normal values conditioned on low <= z <= high, then `mean + std * z`; bounds: (low, high), in units of std."""
+    low, high = bounds
     if not low < high:
         raise ValueError(f"truncated_normal: low is {low} and high is {high}; low must be the smaller")
     p_low, p_high = (0.5 * math.erfc(-z / math.sqrt(2.0)) for z in (low, high))
@@ -189,7 +189,9 @@ def truncated_normal(
     return _elements(value, key, shape, dtype, first, index)
 
 
-def bernoulli(key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None) -> Tensor:
+def bernoulli(
+    key: Tensor, p: float, shape: Sequence[int], *, first: int | Tensor = 0, index: Tensor | None = None
+) -> Tensor:
     """Bool values, true with probability `p` (to within 2^-32): word < p 2^32."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"bernoulli: p is {p}; it must be in [0, 1]")
@@ -336,12 +338,18 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def _plain(key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]) -> bool:
+def _plain(
+    key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]
+) -> bool:
     """Whether the C++ can be used: plain CPU tensors and numbers, and no transform, dispatch mode or tracing is
     active.
     """
     return (
-        all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64 for x in (key, index) if x is not None)
+        all(
+            type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64
+            for x in (key, index)
+            if x is not None
+        )
         and type(first) is int
         and 0 <= first < 1 << 62
         and all(isinstance(x, int | float) for x in numbers)

@@ -7,10 +7,10 @@ so that trees here and trees under torch.func are flattened alike.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fzero.core.foreign import nearest
 from fzero.core.torch_private import torch_pytree as _pytree
 
 Tree = Any
@@ -74,12 +74,14 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
     missing = [n for n in wanted if n not in named]
     extra = sorted(set(named) - set(wanted))
     if missing or extra:
-        said = []
+        faults = []
         if missing:
-            said.append(f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else ""))
+            faults.append(
+                f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            )
         if extra:
-            said.append("extra " + ", ".join(f"{n}{nearest(n, missing or wanted)}" for n in extra[:5]))
-        raise ValueError(f"the leaves do not match the tree: {'; '.join(said)}")
+            faults.append("extra " + ", ".join(f"{n}{nearest(n, missing or wanted)}" for n in extra[:5]))
+        raise ValueError(f"the leaves do not match the tree: {'; '.join(faults)}")
     return unflatten([named[n] for n in wanted], flatten(like)[1])
 
 
@@ -101,7 +103,9 @@ def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
     A dict loses entries that become empty by that; a tuple keeps its length, with pruned nodes inside.
     """
 
-    def walk(tree: Tree, path: str) -> tuple[Tree, bool]:  # (what is left, whether leaves were lost and none is left)
+    def walk(
+        tree: Tree, path: str
+    ) -> tuple[Tree, bool]:  # (the remaining tree, whether all of its leaves were removed)
         if isinstance(tree, dict):
             inner = {key: walk(value, f"{path}/{key}") for key, value in tree.items()}
             left = {key: value for key, (value, lost) in inner.items() if not lost}
@@ -128,9 +132,3 @@ def split(tree: Tree, select: Callable[[str, Any], bool]) -> tuple[dict[str, Any
 def merge(chosen: dict[str, Any], rest: dict[str, Any], like: Tree) -> Tree:
     """Merge two flat dicts into a tree of the structure of `like`: the inverse of `split`."""
     return from_named({**chosen, **rest}, like)
-
-
-def nearest(name: str, among: Iterable[str]) -> str:
-    """The text ` (did you mean X?)` with the name X in `among` that is closest to `name`, or "" if none is close."""
-    close = difflib.get_close_matches(name, list(among), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""

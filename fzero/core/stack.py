@@ -71,7 +71,7 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     ctx_tensors = [leaf for leaf in ctx_leaves if isinstance(leaf, Tensor)]
     if needs_grad(*ctx_tensors):
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
-    pair, _ = part_pair("block", block, layer_def, x_def, ctx_def, static, compiled, remat.budget)
+    pair, _ = part_pair("block", block, (layer_def, x_def, ctx_def, static), compiled, remat.budget)
     run = LayerLoop(pair, depth(layers), remat.every)
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
     counts = len(layer_leaves), len(x_leaves)
@@ -105,10 +105,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 def part_pair(
     kind: str,
     f: Callable[..., Any],
-    params_def: Any,
-    x_def: Any,
-    extra_def: Any,
-    static: tuple,
+    structure: tuple[Any, Any, Any, tuple],
     compiled: bool,
     budget: float = 1.0,
     skip: int = 0,
@@ -117,9 +114,11 @@ def part_pair(
     result).
 
     kind: "embed", "block" or "head", see CALLS. The inputs of the pair are: parameters, leaves of x, number of the
-    layer, tensors of `extra`. params_def: the tree structure of the parameters, or a tuple of their names. The first
-    `skip` parameters get no gradient. The list is filled when the pair first runs.
+    layer, tensors of `extra`. structure: the tree structures of the parameters (or a tuple of their names), of x and of
+    `extra`, and the static signature of `extra`. The first `skip` parameters get no gradient. The list is filled when
+    the pair first runs.
     """
+    params_def, x_def, extra_def, static = structure
     n, m = len(params_def) if isinstance(params_def, tuple) else params_def.num_leaves, x_def.num_leaves
     out_def: list[Any] = []
 

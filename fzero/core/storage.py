@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from fzero.core.foreign import read_text_file
 from fzero.core.object_store import Objects, context, is_url, url_spec
 
-__all__ = ["PAGE", "Damaged", "context", "is_url", "kvstore", "read_text", "sync_file_system", "sync_folder", "write_text"]
+__all__ = [
+    "PAGE",
+    "Damaged",
+    "context",
+    "is_url",
+    "kvstore",
+    "naming",
+    "read_text",
+    "sync_file_system",
+    "sync_folder",
+    "write_text",
+]
 
 PAGE = 4096  # bytes: a direct transfer to or from a disk begins and ends at a multiple of this
 
 
 class Damaged(ValueError):
-    """A store or checkpoint does not hold what was written to it, or holds no step as a whole.
+    """Raised if a store or checkpoint is corrupt, or holds no whole step.
 
-    Another checkpoint may be read instead.
+    Another checkpoint may be read instead: see `newest_sound`.
+
+    >>> import tempfile
+    >>> path = fzero.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=10)
+    >>> _ = (path / "manifest.json").write_text("{}")
+    >>> fzero.checkpoint.restore(path, {"w": torch.empty(2)})
+    Traceback (most recent call last):
+    fzero.core.storage.Damaged: ...manifest.json: damaged, or not a manifest of fzero: ...
     """
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """A context in which an OSError that names no file, such as that of a full disk, names `path`.
+
+    Every function of fzero that writes a file does so in one (tests/test_full_disk.py).
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def kvstore(folder: str | Path, *path: str) -> Any:
     """tensorstore's specification of the folder `path` below `folder`."""
     if is_url(folder):
-        return url_spec("/".join((str(folder).rstrip("/"), *path)))
+        return url_spec("/".join((str(folder).rstrip("/"), *map(quote, path))))
     return {"driver": "file", "path": str(Path(folder, *path)) + "/"}
 
 
 def read_text(folder: str | Path, name: str) -> str | None:
-    """Return the text `name`, or None if it does not exist."""
+    """Return the text `name`, or None if it does not exist; raises ValueError naming it if it is no text or no regular
+    file.
+    """
     if is_url(folder):
         found = Objects(str(folder)).read(name)
-        return None if found is None else found.decode()
+        try:
+            return None if found is None else found.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{folder}/{name}: is not UTF-8 text ({error})") from None
     path = Path(folder, name)
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    return read_text_file(path) if path.exists() else None
 
 
 def write_text(folder: str | Path, name: str, text: str) -> None:
@@ -46,15 +87,16 @@ def write_text(folder: str | Path, name: str, text: str) -> None:
         return
     path = Path(folder, name)
     partial = path.with_name(f"{path.name}.partial")
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        view = memoryview(text.encode())
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(partial, path)
+    with naming(path):
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            view = memoryview(text.encode())
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(partial, path)
     sync_folder(path.parent)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from fzero.core.foreign import Unparsable, parse_json, parse_toml, read_text_file, short
 
 Table = dict[str, Any]
 
@@ -27,21 +28,14 @@ def check_type(name: str, value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is dict:
         if isinstance(value, dict) and all(type(size) is int for size in value.values()):
             return dict(value)
-        raise ValueError(f"{name} is {value!r}; it must be a table of whole numbers, such as {{dp = 1}}")
+        raise ValueError(f"{name} is {short(value)}; it must be a table of whole numbers, such as {{dp = 1}}")
+    if typing.get_origin(hint) is tuple:  # of texts
+        if isinstance(value, list | tuple) and all(type(each) is str for each in value):
+            return tuple(value)
+        raise ValueError(f'{name} is {short(value)}; it must be a list of texts, such as ["csv"]')
     if type(value) not in kinds:
-        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(KINDS[kind] for kind in kinds)}")
+        raise ValueError(f"{name} is {short(value)}; it must be {' or '.join(KINDS[kind] for kind in kinds)}")
     return value
-
-
-def parse_json(text: str | bytes, name: str) -> Table:
-    """Parse a JSON object; raises ValueError naming the file `name` if the text is not JSON, or not an object."""
-    try:
-        table = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: not JSON ({error})") from None
-    if not isinstance(table, dict):
-        raise ValueError(f"{name}: not a JSON object, but a {type(table).__name__}")
-    return table
 
 
 def read_table(path: str | Path) -> Table:
@@ -49,13 +43,8 @@ def read_table(path: str | Path) -> Table:
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
         raise ValueError(f"{path}: a config is a .toml file, or the config.json of a run")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text) if path.suffix == ".toml" else parse_json(text, str(path))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not {path.suffix[1:].upper()} ({error})") from None
+    text = read_text_file(path)
+    return parse_toml(text, str(path)) if path.suffix == ".toml" else parse_json(text, str(path))
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -64,8 +53,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise ValueError(f"--set {text!r} is not of the form a.b=value, such as train.steps=100")
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key, parse_toml(f"value = {value}", f"--set {key}")["value"]
+    except Unparsable:
         if re.fullmatch(r"[\w./:+-]+", value):
             return key, value
         raise ValueError(f"--set {text!r}: {value!r} is not a TOML value; a text with spaces goes in quotes") from None
@@ -90,9 +79,9 @@ def flat(table: Table, where: str = "") -> Iterable[tuple[str, Any]]:
             yield f"{where}{key}", value
 
 
-def to_toml(table: Table) -> str:
+def to_toml(table: Table, notes: Mapping[str, str] | None = None) -> str:
     """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them
-    back.
+    back. notes: comments behind values, by dotted name.
 
     Raises ValueError for a value that TOML cannot express, such as None.
     """
@@ -109,7 +98,8 @@ def to_toml(table: Table) -> str:
     def lines(table: Table, where: str) -> Iterable[str]:
         for key, value in table.items():
             if not isinstance(value, Mapping):
-                yield f"{key} = {word(where + key, value)}"
+                note = (notes or {}).get(where + key, "")
+                yield f"{key} = {word(where + key, value)}" + (f"  # {note}" if note else "")
         for key, value in table.items():
             if isinstance(value, Mapping):
                 yield f"\n[{where}{key}]"

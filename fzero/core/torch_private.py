@@ -1,9 +1,10 @@
-"""All private names of torch that fzero uses, each found when it is first used: they may be missing or changed in another version.
+"""All private names of torch that fzero uses, each found when it is first used: they may be missing or changed in
+another version.
 
-No other file of the package names a private module or function of torch (tests/test_torch_private.py); operators of torch.ops are not
-counted, as graphs show them by these names. Use `from fzero.core.torch_private import FakeTensor`, or, for the modules of Inductor and
-Dynamo, which take a second to import, `torch_private.inductor_config` inside a function.
-"""
+No other file of the package names a private module or function of torch (tests/test_torch_private.py); operators of
+torch.ops are not counted, as graphs show them by these names. Use `from fzero.core.torch_private import FakeTensor`,
+or, for the modules of Inductor and Dynamo, which take a second to import, `torch_private.inductor_config` inside a
+function."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Our name: where torch has it. A name after the colon is an attribute of the module before it.
+# Our name: its place in torch. A name after the colon is an attribute of the module before it.
 NAMES = {
     "CacheBase": "torch._inductor.codecache:CacheBase",
     "CppCodeCache": "torch._inductor.codecache:CppCodeCache",
@@ -50,6 +51,7 @@ NAMES = {
     "peek_interpreter_stack": "torch._C._functorch:peek_interpreter_stack",
     "scaled_mm": "torch:_scaled_mm",
     "select_decomp_table": "torch._inductor.decomposition:select_decomp_table",
+    "supported_vec_isa_list": "torch._inductor.cpu_vec_isa:supported_vec_isa_list",
     "torch_pytree": "torch.utils._pytree",
     "tracing": "torch._guards:tracing",
     "triton_utils": "torch.utils._triton",
@@ -58,7 +60,8 @@ NAMES = {
 
 
 def resolve(name: str) -> Any:
-    """Import what torch has under one of NAMES. Raises ImportError with one line where this version of torch has no such name."""
+    """Import what torch has under one of NAMES. Raises ImportError with one line where this version of torch has no
+    such name."""
     module, _, attribute = NAMES[name].partition(":")
     try:
         if module.startswith("torch._C"):  # an extension, whose submodules are attributes

@@ -1,4 +1,5 @@
-"""Sums in the order of a balanced binary tree, in three forms: of a list, of terms that come one by one, of the rows of a tensor.
+"""Sums in the order of a balanced binary tree, in three forms: of a list, of terms that come one by one, of the rows of
+a tensor.
 
 Consecutive pairs are added first: ((0 + 1) + (2 + 3)) + ... That is the order of a binary counter which takes the terms
 one by one; when their number is not a power of two, the complete trees that remain are added from the last to the
@@ -15,7 +16,8 @@ from torch import Tensor
 
 
 class TreeSum:
-    """The sum of terms that come one by one: equal neighbours are added as soon as both exist, so at most log2 of the terms are held."""
+    """The sum of terms that come one by one: equal neighbours are added as soon as both exist, so at most log2 of the
+    terms are held."""
 
     def __init__(self) -> None:
         self.trees: list[tuple[int, Tensor, bool]] = []  # (height, sum, whether it may be overwritten)

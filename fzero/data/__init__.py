@@ -1,9 +1,10 @@
 """Text in, batches out: prepare a corpus once, then draw batches as a pure function of (seed, step)."""
 
+from fzero.data.loader import from_loader
 from fzero.data.prepare import describe, prepare
 from fzero.data.stream import TokenStream, eval_batches, prefetch
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
-from fzero.data.tokens import Tokens, open_tokens, read_meta
+from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
 
 __all__ = [
     "TokenStream",
@@ -11,9 +12,11 @@ __all__ = [
     "Tokens",
     "describe",
     "eval_batches",
+    "from_loader",
     "load_tokenizer",
     "open_tokens",
     "prefetch",
     "prepare",
     "read_meta",
+    "verify",
 ]

@@ -1,7 +1,7 @@
-"""Text to token files: read the sources twice, once to look, once to write.
+"""Convert text to token files, reading the sources twice: first to check, then to write.
 
 The first reading finds every error, the number of documents and the digest of the content before anything is written;
-the second encodes and writes into a temporary folder beside `out`, which is renamed into place when it is complete.
+the second encodes and writes into a temporary folder beside `out`, which is renamed once it is complete.
 """
 
 import hashlib
@@ -11,20 +11,23 @@ import struct
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fzero.core.foreign import expect_regular, read_text_file
+from fzero.core.storage import write_text
+from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.sources import ALLOWED, SourceFile, find_files, read_documents
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer, train_bpe
 from fzero.data.tokens import FORMAT, SPLITS, VERSION, token_dtype
 
 
 class Corpus(NamedTuple):
-    """The documents to prepare, as the first reading found them. The draw of a document depends on seed and content
-    only."""
+    """The documents to prepare, as found by the first reading. The draw of a document depends only on seed and
+    content."""
 
     files: Sequence[SourceFile]
     text_key: str
@@ -34,8 +37,8 @@ class Corpus(NamedTuple):
     text_bytes: int
     sha256: str  # of the SHA-256 of every document, in reading order
     skipped: dict[str, int]  # problem -> documents left out
-    lowest: int  # the lowest draw: always validation, so that there is one
-    highest: int  # the highest draw: always training; equal to the lowest when all documents are the same one
+    lowest: int  # the lowest draw: always validation, so that validation is not empty
+    highest: int  # the highest draw: always training; equal to the lowest if all documents are identical
 
 
 def prepare(
@@ -48,7 +51,7 @@ def prepare(
     text_key: str = "text",
     eos: str | None = None,
 ) -> dict[str, Any]:
-    """The content of meta.json of the corpus written to the new folder `out` (format: fzero/data/tokens.py).
+    """Prepare a corpus in the new folder `out` (format: fzero/data/tokens.py); return the content of its meta.json.
 
     sources: .txt and .py files (one document each) and .jsonl files (one document a line, its text at `text_key`),
         each plain or .gz; folders of those; "-" (standard input, plain or .gz, one text) and "-.jsonl" (the same, one
@@ -74,7 +77,9 @@ def prepare(
     if not sources:
         raise ValueError(f"no source given; {ALLOWED}")
     if not 0.0 < val_fraction < 1.0:
-        raise ValueError(f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02")
+        raise ValueError(
+            f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02"
+        )
     if os.path.lexists(out):
         raise ValueError(f"{out}: already exists; name another folder or remove this one first")
     _check_tokenizer(str(tokenizer), eos)
@@ -88,6 +93,7 @@ def prepare(
         made = _make_tokenizer(str(tokenizer), eos, corpus)
         folder = Path(temporary) / "corpus"
         folder.mkdir()
+        splits, sums = _write(folder, corpus, made)
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -95,7 +101,8 @@ def prepare(
             "eos": made.eos,
             "vocab_size": made.vocab_size,
             "dtype": token_dtype(made.vocab_size).name,
-            "splits": _write(folder, corpus, made),
+            "splits": splits,
+            "sums": sums,
             "source": {
                 "names": [str(source) for source in sources],
                 "files": len(files),
@@ -108,14 +115,14 @@ def prepare(
             "seed": seed,
         }
         if made.json:
-            (folder / "tokenizer.json").write_text(made.json, encoding="utf-8")
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+            write_text(folder, "tokenizer.json", made.json)
+        write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
         os.rename(folder, out)
     return meta
 
 
 def describe(meta: dict[str, Any]) -> str:
-    """The lines that tell a person what `prepare` made and what it left out."""
+    """The lines that tell a user what `prepare` made and left out."""
     source, splits = meta["source"], meta["splits"]
     lines = [
         f"{source['documents']:,} documents, {source['text_bytes'] / 1e6:.1f} MB from {', '.join(source['names'])}",
@@ -146,17 +153,19 @@ def _look(files: Sequence[SourceFile], text_key: str, seed: int, val_fraction: f
         raise ValueError(f"{first}: no text to prepare ({left_out}); give files with text")
     if lowest == highest and longest < 2:
         raise ValueError(f"{first}: one character cannot be split into training and validation; give more text")
-    return Corpus(files, text_key, seed, val_fraction, documents, text_bytes, whole.hexdigest(), dict(skipped), lowest, highest)
+    return Corpus(
+        files, text_key, seed, val_fraction, documents, text_bytes, whole.hexdigest(), dict(skipped), lowest, highest
+    )
 
 
 def _draw(data: bytes, seed: int) -> int:
-    """A number in [0, 2^64)."""
+    """Hash a document to a number in [0, 2^64)."""
     return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + data).digest()[:8], "big")
 
 
 def _parts(corpus: Corpus) -> Iterator[tuple[str, str, str]]:
-    """(split, text, origin) of every part of the corpus; raises ValueError when the content is not what the first
-    reading saw."""
+    """Yield (split, text, origin) of every part of the corpus; raises ValueError if the content has changed since the
+    first reading."""
     whole = hashlib.sha256()
     for document in read_documents(corpus.files, corpus.text_key):
         if document.problem:
@@ -173,20 +182,28 @@ def _parts(corpus: Corpus) -> Iterator[tuple[str, str, str]]:
         else:
             yield "train", text, document.origin
     if whole.hexdigest() != corpus.sha256:
-        raise ValueError(f"{corpus.files[0].name}: the sources changed while they were read; prepare again when nothing writes")
+        raise ValueError(
+            f"{corpus.files[0].name}: the sources changed while they were read; prepare again once they are stable"
+        )
 
 
 def _check_tokenizer(spec: str, eos: str | None) -> None:
-    """Raise ValueError for a tokenizer that cannot be, before any text is read."""
+    """Raise ValueError for an invalid tokenizer, before any text is read."""
     kind, _, size = spec.partition(":")
     if spec == "bytes":
         if eos is not None:
             raise ValueError(f"eos={eos!r}: the byte tokenizer always ends a document with id 0 (NUL); leave --eos out")
     elif kind == "bpe":
         if not size.isdecimal() or int(size) < 257:
-            raise ValueError(f"tokenizer={spec!r}: wanted bpe:N with a number of tokens N of at least 257, such as bpe:4096")
-    elif not _tokenizer_json(spec).is_file():
-        raise ValueError(f"tokenizer={spec!r}: no such file; wanted bytes, bpe:N or the path of a Hugging Face tokenizer.json")
+            raise ValueError(
+                f"tokenizer={spec!r}: wanted bpe:N with a number of tokens N of at least 257, such as bpe:4096"
+            )
+    elif not _tokenizer_json(spec).exists():
+        raise ValueError(
+            f"tokenizer={spec!r}: no such file; wanted bytes, bpe:N or the path of a Hugging Face tokenizer.json"
+        )
+    else:
+        expect_regular(_tokenizer_json(spec))
 
 
 def _tokenizer_json(spec: str) -> Path:
@@ -200,19 +217,22 @@ def _make_tokenizer(spec: str, eos: str | None, corpus: Corpus) -> Tokenizer:
         training = (text for split, text, _ in _parts(corpus) if split == "train")
         return train_bpe(training, int(spec.removeprefix("bpe:")), eos)
     try:
-        content = _tokenizer_json(spec).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_text_file(_tokenizer_json(spec))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{spec}: cannot be read as a tokenizer.json ({error})") from None
     return json_tokenizer(content, spec, eos)
 
 
-def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, dict[str, int]]:
-    """Write the .bin and .docs files of all splits; returns their counts of tokens and documents."""
+def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> tuple[dict[str, dict[str, int]], dict[str, str]]:
+    """Write the .bin, .docs and .sums files of all splits; return their numbers of tokens and documents, and the
+    SHA-256 of the sums."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.eos], dtype).tobytes()
     counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
     with ExitStack() as stack:
-        bins, docs = ({s: stack.enter_context((folder / f"{s}.{x}").open("wb")) for s in SPLITS} for x in ("bin", "docs"))
+        bins, docs = (
+            {s: stack.enter_context(closing(SummedFile(folder / f"{s}.{x}"))) for s in SPLITS} for x in ("bin", "docs")
+        )
         for split, text, origin in _parts(corpus):
             try:
                 ids = tokenizer.encode(text)
@@ -224,4 +244,4 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, dict
             counts[split]["documents"] += 1
         for split in SPLITS:
             docs[split].write(struct.pack("<Q", counts[split]["tokens"]))
-    return counts
+    return counts, {split: write_sums(folder / f"{split}.sums", [bins[split], docs[split]]) for split in SPLITS}

@@ -1,12 +1,11 @@
-"""Where documents come from: files, folders, standard input and Python's own standard library, as one stream of texts.
+"""Read documents from files, folders, standard input or Python's standard library, as one stream of texts.
 
-A .txt or .py file is one document, a line of a .jsonl file is one; a name that ends in .gz is decompressed on the way.
+A .txt or .py file is one document, and so is each line of a .jsonl file; names that end in .gz are decompressed.
 """
 
 import contextlib
 import gzip
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -16,6 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from fzero.core.foreign import LARGEST, expect_regular, parse_json_value
+from fzero.core.storage import naming
+
+LARGEST_DOCUMENT = 1 << 32  # bytes, decompressed: a small .gz may hold petabytes
 SUFFIXES = (".txt", ".jsonl", ".py")
 ALLOWED = (
     f"sources are files ({', '.join(SUFFIXES)}, each plain or .gz), folders of those, '-' (standard input, one text), "
@@ -24,26 +27,31 @@ ALLOWED = (
 
 
 class SourceFile(NamedTuple):
+    """A file to read documents from."""
+
     name: str  # for messages
     path: Path
     jsonl: bool
     gz: bool
-    named: bool  # by the user: an error if it is no text; one found in a folder is left out and counted
-    unique: bool = False  # leave out a file whose content another unique file had
+    named: bool  # by the user: non-text is an error; in files found in folders it is left out and counted
+    unique: bool = False  # leave out a file with the content of another unique file
 
 
 class Document(NamedTuple):
+    """A text of a source, and why it is left out."""
+
     origin: str  # "file" or "file:line"
     text: str
     problem: str = ""  # why it is left out: "empty", "binary", "not UTF-8", "duplicate"; "" when it is good
 
 
 def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
-    """The files behind `sources`, in reading order; standard input is copied to the folder `spool`, since a corpus is
-    read twice.
+    """The files of `sources`, in reading order. Standard input is copied to the folder `spool`, as a corpus is read
+    twice.
 
     Folders are searched recursively, sorted by path, without hidden files and folders. Raises ValueError for a source
-    that does not exist, is of another kind, or is a folder with no file to read.
+    that does not exist, is of another kind (a FIFO or a device too, which may never end), or is a folder with no file
+    to read.
     """
     files = []
     for source in map(str, sources):
@@ -56,7 +64,9 @@ def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
             root = Path(sysconfig.get_path("stdlib"))
             found = _in_folder(root, (".py",), exclude=("site-packages", "dist-packages"))
             if not found:
-                raise ValueError(f"stdlib: no .py file in {root}; this Python has its library elsewhere: name files or folders")
+                raise ValueError(
+                    f"stdlib: no .py file in {root}; this Python has its library elsewhere: name files or folders"
+                )
             files += [file._replace(name=f"stdlib/{file.path.relative_to(root)}", unique=True) for file in found]
         elif path.is_dir():
             found = _in_folder(path, SUFFIXES)
@@ -65,6 +75,8 @@ def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
             files += found
         elif not path.exists():
             raise ValueError(f"{source}: no such file or folder; {ALLOWED}")
+        elif not path.is_file():
+            expect_regular(path)
         elif _suffix(path) not in SUFFIXES:
             raise ValueError(f"{source}: cannot read a file of this kind; {ALLOWED}")
         else:
@@ -73,10 +85,10 @@ def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
 
 
 def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Document]:
-    """All documents of `files` in order, one in memory at a time, the ones to leave out included with their problem.
+    """All documents of `files` in order, one in memory at a time; those to leave out carry their problem.
 
-    Raises ValueError naming the file for one named by the user that is empty or no UTF-8 text, and, wherever it lies,
-    for a damaged .gz; naming file and line for a .jsonl line that is not an object with a string at `text_key`.
+    Raises ValueError naming a file named by the user that is empty or not UTF-8 text, and any damaged .gz; naming file
+    and line for a .jsonl line that is not an object with a string at `text_key`.
     """
     seen: set[bytes] = set()
     for file in files:
@@ -94,11 +106,11 @@ def _in_folder(root: Path, suffixes: Sequence[str], exclude: Sequence[str] = ())
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in exclude]
         paths += [Path(folder, name) for name in names if not name.startswith(".")]
-    return [
-        SourceFile(str(path), path, _suffix(path) == ".jsonl", path.suffix == ".gz", named=False)
-        for path in sorted(paths, key=lambda path: path.relative_to(root).parts)
-        if _suffix(path) in suffixes
-    ]
+    found = [path for path in sorted(paths, key=lambda path: path.relative_to(root).parts) if _suffix(path) in suffixes]
+    for path in found:
+        if path.exists() and not path.is_file():
+            expect_regular(path)
+    return [SourceFile(str(path), path, _suffix(path) == ".jsonl", path.suffix == ".gz", named=False) for path in found]
 
 
 def _suffix(path: Path) -> str:
@@ -106,7 +118,7 @@ def _suffix(path: Path) -> str:
 
 
 def _spool_stdin(path: Path, jsonl: bool) -> SourceFile:
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
     with path.open("rb") as file:
         is_gz = file.read(2) == b"\x1f\x8b"
@@ -125,7 +137,9 @@ def _open(file: SourceFile) -> Iterator[IO[bytes]]:
 
 def _whole_file(file: SourceFile) -> Iterator[Document]:
     with _open(file) as stream:
-        data = stream.read()
+        data = stream.read(LARGEST_DOCUMENT + 1)
+    if len(data) > LARGEST_DOCUMENT:
+        raise ValueError(f"{file.name}: a document of more than {LARGEST_DOCUMENT:,} bytes; split it into files")
     text, problem = "", "empty" if not data else "binary" if b"\0" in data else ""
     if not problem:
         try:
@@ -145,7 +159,7 @@ def _whole_file(file: SourceFile) -> Iterator[Document]:
 def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
     records = 0
     with _open(file) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(iter(lambda: stream.readline(LARGEST + 1), b""), start=1):
             if line.strip():
                 records += 1
                 text = _json_text(line, f"{file.name}:{number}", text_key)
@@ -158,14 +172,20 @@ def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
 
 def _json_text(line: bytes, origin: str, text_key: str) -> str:
     try:
-        record = json.loads(line.decode("utf-8"))
+        text = line.decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{origin}: is not UTF-8 text; convert it or leave it out") from None
+    try:
+        record = parse_json_value(text, origin)
     except ValueError as error:
-        raise ValueError(f"{origin}: not JSON ({error}); wanted one object a line") from None
+        raise ValueError(f"{error}; wanted one object a line") from None
     if not isinstance(record, dict) or text_key not in record:
-        have = f"an object with the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise ValueError(f"{origin}: wanted an object with the key {text_key!r}, found {have}; name the right key with --text-key")
+        have = (
+            f"an object with the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        )
+        raise ValueError(
+            f"{origin}: wanted an object with the key {text_key!r}, found {have}; name the right key with --text-key"
+        )
     text = record[text_key]
     if not isinstance(text, str):
         raise ValueError(f"{origin}: the value of {text_key!r} is a {type(text).__name__}, wanted a string")

@@ -16,7 +16,7 @@ from fzero.core import prng
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
-DRAWN = 4096  # samples whose windows are drawn together, which takes no longer than to draw one
+DRAWN = 4096  # samples drawn together, which takes no longer than drawing one
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +58,9 @@ class TokenStream:
         return self.samples_at(step * self.batch, self.batch)
 
     def samples_at(self, first: int, count: int) -> Batch:
-        """The samples `first` .. first + count - 1 of the run as one batch; [count, T] in place of [B, T].
+        """The samples `first` .. first + count - 1 of the run as one batch; [count, T] instead of [B, T].
 
-        A run which has seen n samples goes on with samples_at(n, any count), and a rank asks for its own part of a
-        step.
+        A run that has seen n samples resumes with samples_at(n, any count); a rank asks for its own part of a step.
         """
         if first < 0 or count < 1:
             raise ValueError(f"samples_at({first}, {count}): wanted first >= 0 and count >= 1")
@@ -80,7 +79,7 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """The batches of min(max_windows, S) windows, unshuffled, the same ones every time; None means all S.
 
-    The windows are evenly spaced over the corpus, because its first ones can all be one document. The last batch is
+    The windows are evenly spaced over the corpus, because its first ones may all be one document. The last batch is
     filled up to [batch, T] with windows whose mask is all False: every batch has one shape, and sums of losses and
     counts stay right.
     share: (k, n) gives the batches k, k + n, k + 2 n, ..., filled up by such batches until all n shares have as many.
@@ -101,12 +100,15 @@ def eval_batches(
     return map(batch_from, range(own * batch, -(-count // (batch * shares)) * batch * shares, batch * shares))
 
 
-def prefetch(batch_at: Callable[[int], Any], first_step: int = 0, depth: int = 2) -> Generator[tuple[int, Any], None, None]:
-    """The pairs (step, batch_at(step)) for step = first_step, first_step + 1, ..., which one background thread keeps
-    ready, up to `depth` ahead (one more may be in the making).
+def prefetch(
+    batch_at: Callable[[int], Any], first_step: int = 0, depth: int = 2
+) -> Generator[tuple[int, Any], None, None]:
+    """Yield (step, batch_at(step)) for step = first_step, first_step + 1, ..., prepared by a background thread up to
+    `depth` ahead.
 
-    An exception of batch_at is raised here, at its step, after the batches before it. Closing the generator ends the
-    thread; `contextlib.closing` does it, and so does leaving the last reference or the program.
+    One more may be in preparation. An exception of batch_at is raised here, at its step, after the batches before it.
+    Closing the generator ends the thread, as does dropping its last reference or ending the program; use
+    `contextlib.closing`.
 
     >>> with contextlib.closing(prefetch(stream.batch_at, first_step=10)) as batches:
     ...     for step, batch in batches: ...
@@ -121,8 +123,8 @@ def _prefetch(batch_at: Callable[[int], Any], step: int, depth: int) -> Generato
     stop = threading.Event()
 
     def wanted() -> bool:
-        # A daemon thread would be killed inside a torch operation when the program ends, which aborts the process; an
-        # ordinary one would keep a program that never closed the generator from ending. So: ordinary, and it looks.
+        # A daemon thread would be killed inside a torch operation at exit, which aborts the process; an ordinary one
+        # that waits would keep the program from ending. So this is an ordinary one that checks whether to end.
         return not stop.is_set() and threading.main_thread().is_alive()
 
     def work(step: int) -> None:
@@ -153,7 +155,7 @@ def _prefetch(batch_at: Callable[[int], Any], step: int, depth: int) -> Generato
 
 
 def _windows(tokens: Tokens, seq_len: int) -> np.ndarray:
-    """[S, T + 1]: a view of the token file, window w starting at token w T; raises ValueError when S would be 0."""
+    """The view [S, T + 1] of the token file, with window w at token w T; raises ValueError if S would be 0."""
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: wanted at least 1 token")
     if len(tokens.tokens) < seq_len + 1:
@@ -166,12 +168,15 @@ def _windows(tokens: Tokens, seq_len: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _drawn(seed: int, epoch: int, windows: int, block: int) -> Tensor:
-    """The windows, of so many, of the samples block * DRAWN .. of an epoch. Kept, as the thread that reads ahead takes Python's lock."""
+    """The windows of the samples from block * DRAWN on, of an epoch with `windows` of them; cached."""
     index = torch.arange(block * DRAWN, min((block + 1) * DRAWN, windows))
     return prng.permutation(prng.fold_in(prng.key(seed), epoch), windows, index)
 
 
 def _assemble(tokens: Tokens, seq_len: int, windows: np.ndarray) -> Batch:
+    if tokens.sums is not None:
+        size = tokens.tokens.itemsize
+        tokens.sums.expect(windows * (seq_len * size), (windows * seq_len + seq_len + 1) * size)
     ids = torch.from_numpy(_windows(tokens, seq_len)[windows].astype(np.int64))
     positions = windows[:, None] * seq_len + np.arange(seq_len + 1)
     document = torch.from_numpy(np.searchsorted(tokens.docs, positions, side="right"))  # [B, T + 1], numbered from 1

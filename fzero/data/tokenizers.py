@@ -1,20 +1,25 @@
-"""Three tokenizers behind one small value: bytes, any Hugging Face tokenizer.json, and a BPE trained on the corpus.
+"""Three tokenizers with one interface: bytes, any Hugging Face tokenizer.json, and a BPE trained on the corpus.
 
-The `tokenizers` library is imported where it is used: the byte tokenizer, and start-up, do without it.
+The `tokenizers` library is imported only by functions that need it: bytes and start-up do not.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fzero.core.foreign import read_text_file, short
 from fzero.data.tokens import PREPARE_AGAIN, read_meta, token_dtype
 
 USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
 
 
 class Tokenizer(NamedTuple):
+    """A tokenizer as two functions, between a text and ids."""
+
     name: str  # "bytes", "bpe:4096" or the name given to a tokenizer.json
     vocab_size: int  # one more than the largest id
     eos: int  # the id that ends a document; encode never returns it
@@ -35,7 +40,9 @@ def byte_tokenizer() -> Tokenizer:
 
     def encode(text: str) -> np.ndarray:
         if "\0" in text:
-            raise ValueError("text contains a NUL character, which ends a document here; remove it or use another tokenizer")
+            raise ValueError(
+                "text contains a NUL character, which ends a document here; remove it or use another tokenizer"
+            )
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(ids: Sequence[int]) -> str:
@@ -45,27 +52,36 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokenizer:
-    """The tokenizer that a Hugging Face tokenizer.json describes; `json` is its content, `name` names it in messages.
+    """The tokenizer of a Hugging Face tokenizer.json; `json` is its content, `name` names it in messages.
 
     `eos` is the end-of-document token by its text or id; None takes the one of USUAL_EOS that the vocabulary has.
-    Special tokens written out in a text are encoded as the ordinary characters they are, and the file's own padding,
-    truncation and added beginning tokens are not applied: a document is its text, then eos.
+    Special tokens written out in a text are encoded as ordinary characters, and the file's own padding, truncation and
+    added beginning tokens are not applied: a document is its text, then eos.
 
-    Raises ValueError when the content does not parse, when eos is not in the vocabulary, or None and not exactly one
-    usual name is.
+    Raises ValueError if the content does not parse, if eos is not in the vocabulary, or if it is None and the
+    vocabulary does not have exactly one usual name.
     """
     from tokenizers import Tokenizer as Library
 
     try:
-        library = Library.from_str(json)
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{name}: not a Hugging Face tokenizer.json ({error})") from None
+        with _silent_stderr():
+            library = Library.from_str(json)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and a panic is not even that
+        raise ValueError(f"{name}: not a Hugging Face tokenizer.json ({short(str(error), 300)})") from None
     library.no_padding()
     library.no_truncation()
     library.encode_special_tokens = True
     vocabulary = library.get_vocab(with_added_tokens=True)
-    eos_id = eos if isinstance(eos, int) else _find_eos(vocabulary, name, eos)
+    if not vocabulary:
+        raise ValueError(f"{name}: its vocabulary is empty")
     vocab_size = max(vocabulary.values()) + 1  # not the count: a vocabulary may have holes
+    if type(eos) not in (int, str, type(None)) or (type(eos) is int and not 0 <= eos < vocab_size):
+        raise ValueError(
+            f"{name}: the end-of-document token is {short(eos)}; it must be a token, or an id below {vocab_size}"
+        )
+    eos_id = eos if isinstance(eos, int) else _find_eos(vocabulary, name, eos)
     dtype = token_dtype(vocab_size)
 
     def encode(text: str) -> np.ndarray:
@@ -81,6 +97,19 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokeni
         return library.decode([i for i in _as_list(ids) if i != eos_id], skip_special_tokens=False)
 
     return Tokenizer(name, vocab_size, eos_id, encode, decode, json)
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """A context in which file 2 is dropped: a panic of the library prints lines there before it is an error."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> Tokenizer:
@@ -102,7 +131,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> 
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[eos], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[eos], initial_alphabet=alphabet, show_progress=False
+    )
     library.train_from_iterator(texts, trainer)
     if (found := library.get_vocab_size()) != vocab_size:
         raise ValueError(f"{name}: this corpus yields only {found} tokens; use bpe:{found} or smaller, or more text")
@@ -110,17 +141,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> 
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer with which the prepared corpus in `folder` was written.
+    """Load the tokenizer of the prepared corpus in `folder`.
 
-    Raises ValueError when meta.json or tokenizer.json is missing or damaged.
+    Raises ValueError if meta.json or tokenizer.json is missing or damaged.
     """
     meta = read_meta(folder)
     path = Path(folder) / "tokenizer.json"
     tokenizer = byte_tokenizer()
     if meta["tokenizer"] != "bytes":
         if not path.is_file():
-            raise ValueError(f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; {PREPARE_AGAIN}")
-        tokenizer = json_tokenizer(path.read_text(encoding="utf-8"), str(path), meta["eos"])
+            raise ValueError(
+                f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; {PREPARE_AGAIN}"
+            )
+        tokenizer = json_tokenizer(read_text_file(path), str(path), meta["eos"])
     if (tokenizer.vocab_size, tokenizer.eos) != (meta["vocab_size"], meta["eos"]):
         raise ValueError(
             f"{path}: vocab_size={tokenizer.vocab_size}, eos={tokenizer.eos}, but meta.json says vocab_size="
@@ -132,7 +165,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def _find_eos(vocabulary: dict[str, int], name: str, eos: str | None) -> int:
     if eos is not None:
         if eos not in vocabulary:
-            raise ValueError(f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is with --eos")
+            raise ValueError(
+                f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is with --eos"
+            )
         return vocabulary[eos]
     found = [token for token in USUAL_EOS if token in vocabulary]
     if len(found) != 1:

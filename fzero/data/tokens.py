@@ -5,17 +5,20 @@ A prepared corpus is a folder:
     meta.json               format, version, tokenizer, eos, vocab_size, dtype, counts per split, source of the text
     train.bin  val.bin      the tokens of all documents one after the other, little-endian uint8, uint16 or uint32
     train.docs val.docs     little-endian uint64: where each document starts in the .bin, then the number of tokens
+    train.sums val.sums     checksums of both, by chunks: see fzero/data/checksums.py
     tokenizer.json          when the tokenizer is not bytes
 
 Every document ends with the end-of-document token `eos`, which occurs nowhere else. Nothing is loaded: both files are
 memory-mapped.
 """
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from fzero.core.foreign import read_json
+from fzero.data.checksums import ChunkSums, line, read_sums
 
 FORMAT, VERSION, SPLITS = "fzero-tokens", 1, ("train", "val")
 PREPARE_AGAIN = "prepare the corpus again (fzero data prepare)"
@@ -29,6 +32,7 @@ class Tokens(NamedTuple):
     docs: np.ndarray  # [documents + 1] int64: the start of each document, then N
     vocab_size: int
     eos: int
+    sums: ChunkSums | None = None  # of the .bin file; None for arrays made by hand, and corpora of earlier versions
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -37,19 +41,18 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
-    """The checked content of `folder`/meta.json.
+    """Read and check `folder`/meta.json.
 
-    Raises ValueError naming the file when it is missing, is not JSON, is of another format or version, or lacks an
-    entry.
+    Raises ValueError naming the file if it is missing, is not JSON, is of another format or version, or lacks an entry.
     """
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {folder} is not a prepared corpus: make one with fzero data prepare")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); {PREPARE_AGAIN}") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ValueError(f"{error}; {PREPARE_AGAIN}") from None
+    if meta.get("format") != FORMAT:
         raise ValueError(f'{path}: its "format" is not "{FORMAT}"; {folder} is not a corpus prepared by fzero')
     if meta.get("version") != VERSION:
         raise ValueError(f"{path}: version {meta.get('version')}, this fzero reads version {VERSION}; {PREPARE_AGAIN}")
@@ -57,6 +60,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
         vocab_size, eos, dtype = meta["vocab_size"], meta["eos"], meta["dtype"]
         counts = [meta["splits"][split][what] for split in SPLITS for what in ("tokens", "documents")]
         sound = all(type(n) is int and n > 0 for n in [vocab_size, *counts]) and isinstance(meta["tokenizer"], str)
+        sound = sound and ("sums" not in meta or all(isinstance(meta["sums"][split], str) for split in SPLITS))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: the entry {error} is missing; {PREPARE_AGAIN}") from None
     if not sound or type(eos) is not int or not 0 <= eos < vocab_size or dtype != token_dtype(vocab_size).name:
@@ -68,10 +72,11 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
 
 
 def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
-    """The memory-mapped `split` ("train" or "val") of the prepared corpus in `folder`.
+    """Memory-map the `split` ("train" or "val") of the prepared corpus in `folder`.
 
-    Raises ValueError naming the file when one is missing, is shorter or longer than meta.json says, or when the
-    document offsets do not rise from 0 to the number of tokens. The token values are not scanned.
+    Raises ValueError naming a file that is missing or whose size differs from meta.json, and if the document offsets do
+    not increase from 0 to the number of tokens, or do not match their checksums. The token values are not scanned: who
+    reads them asks `sums` first, as TokenStream does.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: a corpus has the splits {', '.join(SPLITS)}")
@@ -87,7 +92,45 @@ def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
             f"{docs_path}: document offsets must rise from 0 to the {len(tokens)} tokens of {bin_path.name}; "
             f"they run from {docs[0]} to {docs[-1]}, each above the one before: {rising}; {PREPARE_AGAIN}"
         )
-    return Tokens(str(bin_path), tokens, docs, meta["vocab_size"], meta["eos"])
+    found = sums_of(folder, split, meta, tokens, docs)
+    if found:
+        found[1].expect(np.zeros(1, np.int64), np.array([docs.nbytes]))
+    return Tokens(str(bin_path), tokens, docs, meta["vocab_size"], meta["eos"], found[0] if found else None)
+
+
+def sums_of(
+    folder: str | Path, split: str, meta: dict[str, Any], tokens: np.ndarray, docs: np.ndarray
+) -> list[ChunkSums]:
+    """The checksums of a split's .bin and .docs; [] if the corpus has none."""
+    if "sums" not in meta:
+        return []
+    return read_sums(Path(folder), split, meta["sums"][split], [tokens.view(np.uint8), docs.view(np.uint8)])
+
+
+def verify(folder: str | Path) -> list[str]:
+    """Compare every byte of the prepared corpus in `folder` with its checksum; return a line for each damaged chunk.
+
+    Raises ValueError if it is no corpus, has no checksums, or a file is missing, of another size, or with document
+    offsets that do not rise.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "text.txt").write_text("a text")
+    >>> _ = fzero.data.prepare(folder / "text.txt", folder / "corpus", val_fraction=0.5)
+    >>> fzero.data.verify(folder / "corpus")
+    []
+    """
+    meta = read_meta(folder)
+    if "sums" not in meta:
+        raise ValueError(f"{folder}: has no checksums, as an earlier version prepared it; {PREPARE_AGAIN}")
+    found = []
+    for split in SPLITS:
+        counts = meta["splits"][split]
+        tokens = _map(Path(folder) / f"{split}.bin", token_dtype(meta["vocab_size"]), counts["tokens"])
+        docs = _map(Path(folder) / f"{split}.docs", np.dtype("<i8"), counts["documents"] + 1)
+        for sums in sums_of(folder, split, meta, tokens, docs):
+            found += [line(sums, chunk) for chunk in sums.damaged()]
+    return found
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
@@ -96,5 +139,7 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     have, want = path.stat().st_size, count * dtype.itemsize
     if have != want:
         what = "empty" if have == 0 else "truncated" if have < want else "too long"
-        raise ValueError(f"{path}: {what}: {have} bytes, meta.json says {count} x {dtype.name} = {want}; {PREPARE_AGAIN}")
+        raise ValueError(
+            f"{path}: {what}: {have} bytes, meta.json says {count} x {dtype.name} = {want}; {PREPARE_AGAIN}"
+        )
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))

@@ -20,12 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
-
 import fzero.kernels.op_function  # noqa: F401  (which settles how Triton fuses)
+from fzero.core.storage import naming
+from fzero.kernels.optional_triton import INSTALLED, MISSING, triton
 
 FILES = (
     "attention_flash",
@@ -53,7 +50,9 @@ class Build(NamedTuple):
     constants: dict[str, Any]
     config: dict[str, int]  # block sizes, and num_warps, num_stages
     matrix: bool = False  # the matrix units must be used (wgmma on sm_90)
-    wide: bool = True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
+    wide: bool = (
+        True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
+    )
     aligned: tuple[str, ...] = ()  # integer arguments that are multiples of 16
     spills: int = 0  # bytes of spills allowed; above 0 only with a reason in a comment
 
@@ -61,7 +60,7 @@ class Build(NamedTuple):
 class Arch(NamedTuple):
     """A GPU as a compilation target: its limits, and the instructions to look for in its code."""
 
-    target: GPUTarget
+    target: tuple[str, int | str, int]  # Triton's backend, the architecture, threads of a warp
     shared: int  # bytes of shared memory that a block may have
     matrix: str  # instructions of the matrix units
     access: str  # accesses to global memory
@@ -72,9 +71,9 @@ PTX_ACCESS = r"(?:ld|st)\.global[^\n]*|cp\.async\.c[ag][^\n]*|cp\.async\.bulk\.t
 PTX_WIDE = r"\.v4\.b32|\.v2\.b64|, 0x10\b|, 16\b|bulk"
 # Shared memory: CUDA programming guide, table of compute capabilities; CDNA 3 ISA, local data share.
 ARCHS = {
-    "sm_90": Arch(GPUTarget("cuda", 90, 32), 232448, r"wgmma\.mma_async", PTX_ACCESS, PTX_WIDE),
-    "sm_80": Arch(GPUTarget("cuda", 80, 32), 166912, r"mma\.sync", PTX_ACCESS, PTX_WIDE),
-    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4"),
+    "sm_90": Arch(("cuda", 90, 32), 232448, r"wgmma\.mma_async", PTX_ACCESS, PTX_WIDE),
+    "sm_80": Arch(("cuda", 80, 32), 166912, r"mma\.sync", PTX_ACCESS, PTX_WIDE),
+    "gfx942": Arch(("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4"),
 }
 
 
@@ -92,8 +91,13 @@ class Result(NamedTuple):
 
 def compile_build(arch: Arch, file: str, build: Build) -> Result:
     """Compile one build and read its code."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     kernel = getattr(importlib.import_module(f"fzero.kernels.{file}"), build.kernel)
-    options = {name: value for name, value in build.config.items() if name not in build.signature}  # num_warps and the like
+    options = {
+        name: value for name, value in build.config.items() if name not in build.signature
+    }  # num_warps and the like
     constants = build.constants | {name: value for name, value in build.config.items() if name not in options}
     names = list(build.signature)
     attrs = {
@@ -103,15 +107,18 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
     }
     source = ASTSource(fn=kernel, signature=build.signature, constexprs=constants, attrs=attrs)
     try:
-        compiled = triton.compile(source, target=arch.target, options=options)
+        compiled = triton.compile(source, target=GPUTarget(*arch.target), options=options)
     except triton.compiler.errors.CompilationError as error:  # a type that this target lacks
         return Result(0, 0, 0, 0, 0, 0, f"does not compile: {str(error).strip().splitlines()[-1]}")
-    if arch.target.backend == "cuda":
+    backend, architecture, _ = arch.target
+    if backend == "cuda":
         code = compiled.asm["ptx"]
-        registers, spilled = _assemble(code, arch.target.arch)
+        registers, spilled = _assemble(code, int(architecture))
     else:
         code = compiled.asm["amdgcn"]
-        registers, spilled = (int(re.findall(rf"\.{name}: +(\d+)", code)[-1]) for name in ("vgpr_count", "vgpr_spill_count"))
+        registers, spilled = (
+            int(re.findall(rf"\.{name}: +(\d+)", code)[-1]) for name in ("vgpr_count", "vgpr_spill_count")
+        )
         spilled *= 4
     accesses = re.findall(arch.access, code)
     wide = sum(re.search(arch.wide, access) is not None for access in accesses)
@@ -127,9 +134,12 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int]:
     """(registers of a thread, bytes spilled) by ptxas."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
+        with naming(source):
+            source.write_text(ptx)
         gpu = f"--gpu-name=sm_{capability}{'a' * (capability >= 90)}"
         options = [f"--maxrregcount={count}" for count in re.findall(r"\.maxnreg (\d+)", ptx)]
         command = [
@@ -141,9 +151,9 @@ def _assemble(ptx: str, capability: int) -> tuple[int, int]:
             "-o",
             str(source.with_suffix(".cubin")),
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = max(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
-    return int(re.findall(r"Used (\d+) registers", said)[-1]), spilled
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = max(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
+    return int(re.findall(r"Used (\d+) registers", log)[-1]), spilled
 
 
 def builds(pattern: str = "") -> Iterator[tuple[str, Build]]:
@@ -156,10 +166,14 @@ def builds(pattern: str = "") -> Iterator[tuple[str, Build]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each build. Return 1 if one has a fault; exit with 2 if none matches."""
-    parser = argparse.ArgumentParser(prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code."
+    )
     parser.add_argument("pattern", nargs="?", default="", help="only builds whose label contains this")
     parser.add_argument("--arch", choices=ARCHS, default="sm_90")
     args = parser.parse_args(arguments)
+    if not INSTALLED:
+        parser.error(MISSING)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, and nothing is compiled then; unset it")
     chosen = list(builds(args.pattern))
@@ -170,7 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for (_, build), r in zip(chosen, pool.map(compile_build, [ARCHS[args.arch]] * len(chosen), *zip(*chosen))):
-            sizes = f"{r.registers:9}  {r.spilled:6}  {r.shared / 1024:10.1f}  {r.matrix or '-':>6}  {r.wide:7} of {r.accesses}"
+            sizes = (
+                f"{r.registers:9}  {r.spilled:6}  {r.shared / 1024:10.1f} "
+                f" {r.matrix or '-':>6}  {r.wide:7} of {r.accesses}"
+            )
             print(f"{build.label:{width}}  {sizes}  {r.wrong and 'WRONG: ' + r.wrong}".rstrip(), flush=True)
             wrong += bool(r.wrong)
     print(f"{len(chosen)} builds for {args.arch}, {wrong} wrong")

@@ -104,7 +104,10 @@ def _query_documents(documents: Tensor, query_documents: Tensor | None, offset: 
     if query_documents is not None:
         return query_documents
     if not 0 <= offset <= documents.shape[1] - t:
-        raise ValueError(f"attention: queries {offset} to {offset + t} are not among the {documents.shape[1]} keys; give query_documents")
+        raise ValueError(
+            f"attention: queries {offset} to {offset + t} are not among the {documents.shape[1]} keys; give "
+            "query_documents"
+        )
     return documents[:, offset : offset + t]
 
 
@@ -176,7 +179,9 @@ def flash_attention_with_lse(
     return _flash(q, k, v, both, pattern, scale, query_start, key_start, results=2)
 
 
-def _flash_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, scale: float | None = None, **options: Any) -> str:
+def _flash_serves(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, scale: float | None = None, **options: Any
+) -> str:
     (b, t, h, dim), (_, s, groups, _) = q.shape, k.shape
     key_start = options.get("key_start", 0)
     query_start = _query_start(q, k, options.get("query_start"), key_start)
@@ -184,27 +189,47 @@ def _flash_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, s
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of float32, bfloat16 or float16"
     if v.shape != k.shape or k.shape != (b, s, groups, dim) or h % max(1, groups) or dim > 256:
-        return f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes head dims up to 256, keys and values alike"
+        return (
+            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes head dims up to 256, "
+            "keys and values alike"
+        )
     if any(x.shape != (b, n) for x, n in zip(documents, (s, t))):
         return f"documents are {[list(x.shape) for x in documents]}; they must be {[[b, s], [b, t]][: len(documents)]}"
     if scale is not None and scale <= 0.0:
         return f"scale is {scale}; it must be above 0"
     if min(query_start, key_start) < 0 or max(query_start + t, key_start + s, pattern.size) > MAX_POSITION:
-        return f"queries begin at {query_start} and keys at {key_start}; positions and a pattern's size must be in [0, 2^30]"
+        return (
+            f"queries begin at {query_start} and keys at {key_start}; positions and a pattern's size must be in "
+            "[0, 2^30]"
+        )
     return triton_runs(q, k, v, *documents)
 
 
 def _flash_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
-    return "one query makes one tile of each head, which goes through the keys alone" if q.shape[1] == 1 else on_cuda(q, *rest)
+    return (
+        "one query makes one tile of each head, which goes through the keys alone"
+        if q.shape[1] == 1
+        else on_cuda(q, *rest)
+    )
 
 
 def _refuse_unequal_lengths(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     """The reason why forms for whole sequences do not serve; "" if they do."""
-    return "" if q.shape[1] == k.shape[1] else f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes equal numbers"
+    return (
+        ""
+        if q.shape[1] == k.shape[1]
+        else f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes equal numbers"
+    )
 
 
-def _fused_serves(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, **options: Any) -> str:
-    return "it has neither patterns nor documents" if pattern != FULL or documents is not None else _refuse_unequal_lengths(q, k, v)
+def _fused_serves(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, **options: Any
+) -> str:
+    return (
+        "it has neither patterns nor documents"
+        if pattern != FULL or documents is not None
+        else _refuse_unequal_lengths(q, k, v)
+    )
 
 
 def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:

@@ -43,7 +43,9 @@ def _blocks(t: int, pattern: Pattern) -> list[tuple[int, int, int]]:
     return [(i, min(i + size, t), pattern.first_key(i)) for i in range(0, t, size)]
 
 
-def _scores(q: Tensor, k: Tensor, block: tuple[int, int, int], pattern: Pattern, documents: Tensor | None, scale: float) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, block: tuple[int, int, int], pattern: Pattern, documents: Tensor | None, scale: float
+) -> Tensor:
     """Masked scores [B G, R, queries, keys] of one block, in float32 or wider."""
     start, end, first = block
     s = torch.matmul(q[:, :, start:end].flatten(1, 2), k[:, first:end].transpose(1, 2))

@@ -29,13 +29,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import INTERPRETED, operator
+from fzero.kernels.optional_triton import tl, triton
 
 # By the head dim rounded up to a power of two (or float32): tiles of M queries and N keys.
 CONFIGS: dict[Any, list[tuning.Config]] = {
@@ -188,7 +187,9 @@ def _document_bounds(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.co
     tl.store(out + 1, clean)
 
 
-def document_bounds(x: Tensor | None, y: Tensor | None, shift: int, after: bool, block: int, dummy: Tensor) -> tuple[Tensor, ...]:
+def document_bounds(
+    x: Tensor | None, y: Tensor | None, shift: int, after: bool, block: int, dummy: Tensor
+) -> tuple[Tensor, ...]:
     """Return (x, y, bounds int32 [B, NX / block, 2]) of documents x [B, NX] and y [B, NY]; without documents `dummy`
     three times.
     """
@@ -281,12 +282,20 @@ def _flash_forward(
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     lo, a, z, hi = key_tiles(first, last, s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
     if KIND == "strided" or KIND == "fixed":
-        o, m, l = _forward_tiles(o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
+        o, m, l = _forward_tiles(
+            o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+        )
     else:
         if KIND != "full" or DOCUMENTS:
-            o, m, l = _forward_tiles(o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
-        o, m, l = _forward_tiles(o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST)
-        o, m, l = _forward_tiles(o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
+            o, m, l = _forward_tiles(
+                o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+            )
+        o, m, l = _forward_tiles(
+            o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST
+        )
+        o, m, l = _forward_tiles(
+            o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+        )
 
     o = o / tl.where(l == 0.0, 1.0, l)[:, None]  # a query that sees no key has l = 0: out 0, lse -inf
     # out is contiguous [B, T, H, K]: element (b, i + r, h, c) at ((b t + i + r) heads + h) DIM + c. lse is [B, H, T]:
@@ -379,7 +388,9 @@ def each_build(
     """
     strides = tuple(x + y for x in "qkv" for y in "bth")
 
-    def build(dim: int, blocks: tuning.Config, dtype: str = "bf16", kind: str = "full", documents: bool = False) -> Build:
+    def build(
+        dim: int, blocks: tuning.Config, dtype: str = "bf16", kind: str = "full", documents: bool = False
+    ) -> Build:
         label = f"{kernel} {dim} {blocks['M']}x{blocks['N']} {dtype} {kind}{' documents' * documents}"
         constants = {
             "KIND": kind,
@@ -402,7 +413,7 @@ def each_build(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     yield from each_build("_flash_forward", "Q K V OUT LSE QDOCS KDOCS REACH", CONFIGS, {})
     numbers = {"X": "*i32", "Y": "*i32", "OUT": "*i32", "nx": "i32", "ny": "i32", "shift": "i32"}
     constants = dict.fromkeys(("AFTER", "BLOCK", "CHUNK"), "constexpr")

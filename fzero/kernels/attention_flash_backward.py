@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.kernels import tuning
@@ -44,6 +42,7 @@ from fzero.kernels.attention_flash import (
     visible_pairs,
 )
 from fzero.kernels.op_function import INTERPRETED, operator
+from fzero.kernels.optional_triton import tl, triton
 
 # As in the forward pass: tiles of M queries and N keys.
 QUERY_CONFIGS: dict[Any, list[tuning.Config]] = {
@@ -115,12 +114,20 @@ def _flash_dq(
     dq = tl.zeros([M, WIDTH], tl.float32)
     lo, a, z, hi = key_tiles(first, last, s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
     if KIND == "strided" or KIND == "fixed":
-        dq = _dq_tiles(dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
+        dq = _dq_tiles(
+            dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+        )
     else:
         if KIND != "full" or DOCUMENTS:
-            dq = _dq_tiles(dq, q, g, lse, delta, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
-        dq = _dq_tiles(dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST)
-        dq = _dq_tiles(dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST)
+            dq = _dq_tiles(
+                dq, q, g, lse, delta, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+            )
+        dq = _dq_tiles(
+            dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST
+        )
+        dq = _dq_tiles(
+            dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+        )
     to = DQ + begin + (i.to(tl.int64) * heads * DIM) + (tl.arange(0, M)[:, None] * heads * DIM + columns[None, :])
     # `scale` includes the factor log2(e) of exp2; LN_2 takes it out again.
     tl.store(to, (dq * (scale * LN_2)).to(DQ.dtype.element_ty), mask=(rows < t)[:, None] & (columns < DIM)[None, :])
@@ -174,7 +181,9 @@ def _dkv_tiles(
         h, i = tl.cast(step // count, tl.int64), lo + step % count * M
         i = tl.where(i < skip[0], i, i + skip[1])
         position = i + query_start
-        if (KIND != "strided" and KIND != "fixed") or may_see(position, position + M - 1, first, last, size, keep, KIND):
+        if (KIND != "strided" and KIND != "fixed") or may_see(
+            position, position + M - 1, first, last, size, keep, KIND
+        ):
             at = i + tl.arange(0, M)
             query = tile(q + h * qh, i, qt, t, DIM, WIDTH, M, not MASKED)
             x = dot(k, tl.trans(query), UPCAST)
@@ -341,7 +350,7 @@ def flash_backward(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     yield from each_build("_flash_dq", "Q K V OUT LSE G H DQ DELTA QDOCS KDOCS REACH", QUERY_CONFIGS, {"OF_LSE": True})
     # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
     # in the loop.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+LONGEST = 10**9  # tokens
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -27,6 +29,8 @@ class Pattern:
             raise ValueError(f"attention pattern {self.kind!r} is unknown; use full, window, local, strided or fixed")
         if self.kind != "full" and self.size < 1:
             raise ValueError(f"attention pattern {self.kind}: size is {self.size}; it must be at least 1")
+        if self.size > LONGEST:
+            raise ValueError(f"attention pattern {self.kind}: size is {self.size}; it must be at most {LONGEST:,}")
         if self.kind == "fixed" and not 1 <= self.keep <= self.size:
             raise ValueError(f"attention pattern fixed: keep is {self.keep}; it must be in [1, size = {self.size}]")
 
@@ -63,7 +67,9 @@ class Pattern:
         if self.kind == "full":
             return end
         size = self.size
-        own = query // size * size if self.kind in ("local", "fixed") else max(0, query - size + 1)  # where the near keys begin
+        own = (
+            query // size * size if self.kind in ("local", "fixed") else max(0, query - size + 1)
+        )  # where the near keys begin
         near, earlier = max(0, end - own), min(end, own)
         if self.kind == "strided":
             return near + max(0, earlier - query % size + size - 1) // size

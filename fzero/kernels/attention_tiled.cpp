@@ -379,8 +379,7 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
   extern "C" void backward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, const T* out,         \
                                   const Wide<T>* lse, const T* g, T* dq, T* dk, T* dv, const Shape* z) {              \
     backward(q, k, v, documents, out, lse, g, dq, dk, dv, *z);                                                        \
-  }                                                                                                                   \
-  extern "C" int quick_##NAME() { return quick<T>(); }
+  }
 
 extern "C" void use_loops(int yes) { loops = yes; }
 OF_DTYPE(bfloat16, BFloat16)

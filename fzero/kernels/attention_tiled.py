@@ -16,6 +16,7 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.op_function import Fused, operator
+from fzero.kernels.small_products import has_small_products
 
 KINDS = ("full", "window", "local", "strided", "fixed")  # in the order of attention_tiled.cpp
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
@@ -33,10 +34,6 @@ def _library() -> ctypes.CDLL:
     return cpp.library(__file__, cpp.CONTRACTED)
 
 
-def _has_small_products(dtype: torch.dtype) -> bool:
-    return bool(getattr(_library(), f"quick_{DTYPES[dtype]}")())
-
-
 def _run(what: str, q: Tensor, k: Tensor, tensors: list[Tensor | None], pattern: list[int], scale: float) -> None:
     b, t, h, dim = q.shape
     if q.numel():
@@ -45,7 +42,9 @@ def _run(what: str, q: Tensor, k: Tensor, tensors: list[Tensor | None], pattern:
         getattr(_library(), f"{what}_{DTYPES[q.dtype]}")(*pointers, ctypes.byref(shape))
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float) -> tuple[Tensor, Tensor]:
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
     b, t, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -54,7 +53,9 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern:
     "tiled_forward(Tensor q, Tensor k, Tensor v, Tensor? documents, int[] pattern, float scale) -> (Tensor, Tensor)",
     _outputs,
 )
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float) -> tuple[Tensor, Tensor]:
+def tiled_forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
     """(out like q, the log-sum-exp of each query's scores [B, H, T] in float32 or wider). pattern: (number of its kind,
     size, keep).
     """
@@ -117,10 +118,14 @@ def tiled_attention(
         q, k, v, *documents, out, lse = saved
         return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale)
 
-    return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(q, k, v, *rest)
+    return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(
+        q, k, v, *rest
+    )
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object) -> str:
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object
+) -> str:
     """The reason why it does not serve a call; "" if it does."""
     (b, t, h, dim), groups = q.shape, k.shape[2]
     if any(kind_of(x) != "cpu" for x in (q, k, v)):
@@ -128,7 +133,10 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of bfloat16, float32 or float64"
     if v.shape != k.shape or k.shape != (b, t, groups, dim) or h % max(1, groups):
-        return f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as keys, and as many values"
+        return (
+            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as "
+            "keys, and as many values"
+        )
     if q.dtype == torch.bfloat16 and dim % 2:
         return f"the head dim is {dim}; in bfloat16 it must be even"
     if documents is not None and documents.shape != (b, t):
@@ -144,6 +152,6 @@ def prefers(q: Tensor, *rest: Tensor, **options: object) -> str:
     """
     if q.shape[1] < SHORT:
         return f"there are fewer than {SHORT} queries"
-    if q.dtype == torch.float64 or not _has_small_products(q.dtype):
+    if not has_small_products(q.dtype):
         return f"torch has no small products in {q.dtype} on this CPU"
     return ""

@@ -16,6 +16,7 @@ Shapes: logits [N, V], targets int64 [N], mask bool [N] or None; the loss is a s
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,14 +29,36 @@ from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, row
 from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
-IGNORE = -100  # torch's mark of a target that does not count
+IGNORE = -100  # torch's mark of a target that does not count; no negative one does
 LARGE = 1 << 16  # logits from which the chunked form is faster than the reference, on a CPU and one thread
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def counted_tokens(targets: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
-    """Whether each token counts, bool [N]."""
-    return targets != ignore_index if mask is None else mask & (targets != ignore_index)
+def counted_tokens(targets: Tensor, mask: Tensor | None = None, ignore_index: int = IGNORE) -> Tensor:
+    """Whether each token counts, bool of the targets' shape: its mask is True, and its target neither negative nor
+    `ignore_index`.
+    """
+    counts = targets >= 0
+    counts = counts if ignore_index < 0 else counts & (targets != ignore_index)
+    return counts if mask is None else mask & counts
+
+
+def check_targets(targets: Tensor, columns: int, mask: Tensor | None = None, ignore_index: int = IGNORE) -> None:
+    """Raise ValueError, naming the first position, if a target that counts is not in [0, columns).
+
+    targets: int of any shape; mask: bool of that shape, or None. Waits for the device.
+
+    >>> check_targets(torch.tensor([[3, -100], [1, 8]]), columns=8)
+    Traceback (most recent call last):
+    ValueError: targets[1, 1] is 8; a target is in 0..7, or negative for a token that does not count
+    """
+    wrong = counted_tokens(targets, mask, ignore_index) & (targets >= columns)
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"targets{at} is {int(targets[tuple(at)])}; a target is in 0..{columns - 1}, or negative for a token that "
+            "does not count"
+        )
 
 
 def mark_targets(targets: Tensor, mask: Tensor | None, ignore_index: int, columns: int) -> Tensor:
@@ -58,22 +81,23 @@ def reference(
     overwrite: bool = False,
     compiled: bool = True,
 ) -> Tensor:
-    """The loss, summed over the tokens whose mask is True and whose target is not `ignore_index`; the other targets may
-    be anything.
+    """The loss, summed over the tokens that count: those whose mask is True and whose target is neither negative nor
+    `ignore_index`.
 
     z_loss, smoothing, cap: z, s and c of the formula; 0 leaves each out. overwrite: the logits are given up, and may
     hold the gradient afterwards; there is then one backward pass. compiled: whether the form by blocks runs compiled. A
-    target that counts and is not in [0, V) makes the loss NaN, or raises here.
+    target that counts and is not below V makes the loss NaN in every form: no form waits for a device to look;
+    `check_targets` does, on request.
     """
-    counts = counted_tokens(targets, mask, ignore_index)
+    targets = mark_targets(targets, mask, ignore_index, logits.shape[-1])
     y = cap_logits(widen(logits), cap)
     lse = torch.logsumexp(y, -1)
-    losses = lse - torch.gather(y, -1, torch.where(counts, targets, 0)[:, None])[:, 0]
+    losses = lse - torch.gather(y, -1, torch.where(targets >= 0, targets, 0)[:, None])[:, 0]
     if smoothing:
         losses = (1.0 - smoothing) * losses + smoothing * (lse - y.mean(-1))
     if z_loss:
         losses = losses + z_loss * lse.square()
-    return torch.where(counts, losses, 0.0).sum()
+    return torch.where(targets == NONE, 0.0, torch.where(targets == WRONG, math.nan, losses)).sum()
 
 
 def total_loss(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
@@ -108,7 +132,9 @@ class ValueAndGradients:
     def scale(self, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients times `grad`; empty tensors for those not needed."""
         if not self.kept and not self.again:
-            raise RuntimeError(f"{self.what}: with overwrite=True the logits are gone, so there is no second backward pass")
+            raise RuntimeError(
+                f"{self.what}: with overwrite=True the logits are gone, so there is no second backward pass"
+            )
         gradients = self.kept.pop() if self.kept else self.make(*tensors)[1]
         return tuple(grad.new_empty(0) if g is None else scale_(g, grad) for g in gradients)
 
@@ -166,7 +192,11 @@ def _supports(logits: Tensor, targets: Tensor, mask: Tensor | None = None, **opt
 
 
 def _prefers(logits: Tensor, *rest: Any, **options: Any) -> str:
-    return "" if logits.numel() >= LARGE else f"on less than {LARGE} logits its overhead, a fifth of a millisecond, is above what it saves"
+    return (
+        ""
+        if logits.numel() >= LARGE
+        else f"on less than {LARGE} logits its overhead, a fifth of a millisecond, is above what it saves"
+    )
 
 
 cross_entropy = Op(

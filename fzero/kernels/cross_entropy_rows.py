@@ -51,7 +51,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def cap_logits(x: Tensor, cap: float) -> Tensor:
-    """cap tanh(x / cap), or x where cap is 0."""
+    """cap tanh(x / cap), or x if cap is 0."""
     return torch.tanh(x / cap) * cap if cap else x
 
 
@@ -98,7 +98,9 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
     made = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        made.append(_block(logits[part], *(x[part] if x is not None else None for x in (out, targets, statistics)), terms))
+        made.append(
+            _block(logits[part], *(x[part] if x is not None else None for x in (out, targets, statistics)), terms)
+        )
     return torch.cat(made)
 
 
@@ -106,9 +108,9 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ["n", "columns", "stride", "out_stride", "first", "threads", "given"]] + [
-        (name, ctypes.c_double) for name in ["z_loss", "smoothing", "uniform", "cap"]
-    ]
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ["n", "columns", "stride", "out_stride", "first", "threads", "given"]
+    ] + [(name, ctypes.c_double) for name in ["z_loss", "smoothing", "uniform", "cap"]]
 
 
 def _library() -> ctypes.CDLL:
@@ -128,7 +130,11 @@ def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Ten
     if not given:
         statistics = torch.empty((n, 3), dtype=torch.promote_types(logits.dtype, torch.float32))
     targets, to = targets.contiguous(), logits if out is None else out
-    assert (logits.stride(1) == 1 == to.stride(1) or columns == 1) and statistics.is_contiguous() and targets.dtype == torch.int64
+    assert (
+        (logits.stride(1) == 1 == to.stride(1) or columns == 1)
+        and statistics.is_contiguous()
+        and targets.dtype == torch.int64
+    )
     sizes = (n, columns, logits.stride(0), to.stride(0), terms.first, torch.get_num_threads(), given)
     shape = _Shape(*sizes, terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
     pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in (logits, out, targets, statistics)]
@@ -139,7 +145,9 @@ def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Ten
 # ---- as operators ----------------------------------------------------------------------------------------------------
 
 
-def _run(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms, form: str) -> Tensor:
+def _run(
+    logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms, form: str
+) -> Tensor:
     if form == "triton":
         weights = (terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
         return launch(logits, out, targets, statistics, terms.first, weights)
@@ -147,7 +155,10 @@ def _run(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor
     return run(logits, out, targets, statistics, terms)
 
 
-_ARGUMENTS = "Tensor targets, Tensor? statistics, float z_loss, float smoothing, float cap, int first, int columns, bool write, str form"
+_ARGUMENTS = (
+    "Tensor targets, Tensor? statistics, float z_loss, float smoothing, float cap, int first, int columns, bool "
+    "write, str form"
+)
 
 
 def _fake_statistics(logits: Tensor, statistics: Tensor | None) -> Tensor:
@@ -161,7 +172,7 @@ def _fake(logits: Tensor, targets: Tensor, statistics: Tensor | None, *rest: Any
 
 @operator(f"cross_entropy_rows(Tensor logits, {_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
 def cross_entropy_rows(logits: Tensor, targets: Tensor, statistics: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """(statistics, where they are not given; gradient [n, V], where `write`) of rows of logits."""
+    """(statistics, if they are not given; gradient [n, V], if `write`) of rows of logits."""
     *terms, write, form = rest
     logits = logits.contiguous()
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if write else None
@@ -192,7 +203,9 @@ def rows_of(
         made = cross_entropy_rows_(logits, targets, statistics, *terms, write, form)
         gradient = logits
         if write:
-            torch.autograd.graph.increment_version(logits)  # so that autograd complains where something else has saved them
+            torch.autograd.graph.increment_version(
+                logits
+            )  # so that autograd complains if something else has saved them
     else:
         made, gradient = cross_entropy_rows(logits, targets, statistics, *terms, write, form)
     return (made if statistics is None else statistics), gradient

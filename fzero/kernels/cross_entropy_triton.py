@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
+from fzero.kernels.optional_triton import tl, triton
 
 NONE, WRONG = -1, -2  # replace a target: the token does not count; it counts, but the vocabulary has no such column
 NOT_COUNTED, NO_SUCH = tl.constexpr(NONE), tl.constexpr(WRONG)
@@ -32,7 +31,9 @@ TWO_FIT = 65536  # columns
 def _tanh(x):
     # As 2 s(2x) - 1 it cancels near 0, where the series takes over.
     square = x * x
-    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))))
+    series = x * (
+        1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0))))
+    )
     return tl.where(square < 0.09, series, tl.sigmoid(x * 2.0) * 2.0 - 1.0)
 
 
@@ -204,7 +205,9 @@ def launch(
             "RAGGED": ragged,
         }
         arguments = (logits, to, targets.contiguous(), statistics, stride, out_stride, columns, first, *weights)
-        tuning.launch(_cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=held)
+        tuning.launch(
+            _cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=held
+        )
     return statistics
 
 
@@ -226,7 +229,7 @@ def scale_by_kernel_(x: Tensor, factor: Tensor) -> None:
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     pointers = {"LOGITS": "*bf16", "OUT": "*bf16", "TARGETS": "*i64", "STATISTICS": "*fp32"}
     numbers = dict.fromkeys(("stride", "out_stride", "columns", "first"), "i32")
     weights = dict.fromkeys(("z_loss", "smoothing", "uniform", "cap"), "fp32")
@@ -242,6 +245,8 @@ def builds() -> Iterator[Build]:
             for config in configs if terms else configs[:1]:
                 label = f"_cross_entropy {columns} {what} {config['BLOCK']}"
                 # For short rows most accesses are the few to single numbers.
-                yield Build(label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384)
+                yield Build(
+                    label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384
+                )
     signature = {"X": "*bf16", "FACTOR": "*fp32", "n": "i64", "BLOCK": "constexpr"}
     yield Build("_scale", "_scale", signature, {}, {"BLOCK": 4096, "num_warps": 8}, aligned=("n",))

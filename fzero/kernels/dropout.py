@@ -19,14 +19,13 @@ import math
 from collections.abc import Iterator
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.core import prng
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((2048, 4), (4096, 8))]
@@ -63,7 +62,9 @@ def _words(seed, block):
 
 
 @triton.jit
-def _dropout(X, R, OUT, KEY, FIRST, n, parts, x_row, r_row, row_stride, limit, scale, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _dropout(
+    X, R, OUT, KEY, FIRST, n, parts, x_row, r_row, row_stride, limit, scale, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
     # Programs are numbered row * parts + part: BLOCK elements of one row from `start` on. `first` is the global index
     # of the first of them.
     row, start = (tl.program_id(0) // parts).to(tl.int64), (tl.program_id(0) % parts).to(tl.int64) * BLOCK
@@ -97,7 +98,7 @@ def _threshold(rate: float) -> int:
 
 
 def _rows(t: Tensor) -> Tensor:
-    """t as [B, elements of a row], these side by side; a copy only where the strides need one."""
+    """t as [B, elements of a row], these side by side; a copy only if the strides need one."""
     t = t.reshape(t.shape[0], -1)
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
@@ -106,7 +107,9 @@ def _rows(t: Tensor) -> Tensor:
     "dropout_add(Tensor x, Tensor? residual, float rate, Tensor key, Tensor first, int row_stride) -> Tensor",
     lambda x, residual, rate, key, first, row_stride: x.new_empty(x.shape),
 )
-def dropout_add_kernel(x: Tensor, residual: Tensor | None, rate: float, key: Tensor, first: Tensor, row_stride: int) -> Tensor:
+def dropout_add_kernel(
+    x: Tensor, residual: Tensor | None, rate: float, key: Tensor, first: Tensor, row_stride: int
+) -> Tensor:
     """The dropout of x, added to the residual if there is one, in one pass over memory."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
@@ -123,7 +126,9 @@ def dropout_add_kernel(x: Tensor, residual: Tensor | None, rate: float, key: Ten
     return out
 
 
-def _triton(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> Tensor:
+def _triton(
+    x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None
+) -> Tensor:
     row_stride = math.prod(x.shape[1:]) if row_stride is None else row_stride
     if not isinstance(first, Tensor):
         first = torch.full((), first, dtype=torch.int64, device=x.device)
@@ -135,7 +140,9 @@ def _triton(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | 
     )(x, residual, key, first)
 
 
-def _supports(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> str:
+def _supports(
+    x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None
+) -> str:
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or residual.dtype != x.dtype:
         return f"the dtypes are {x.dtype} and {residual.dtype}; it takes two of float32, bfloat16 or float16"
     if residual.shape != x.shape or x.dim() == 0:
@@ -145,7 +152,9 @@ def _supports(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int 
     return triton_runs(x, residual, key, *([first] if isinstance(first, Tensor) else []))
 
 
-def _prefers(x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> str:
+def _prefers(
+    x: Tensor, residual: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None
+) -> str:
     return on_cuda(x) if rate else "the rate is 0, and the result the plain sum"
 
 
@@ -159,7 +168,7 @@ dropout_add = Op(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     kinds = dict.fromkeys(("KEY", "FIRST"), "*i64") | {
         "limit": "i64",
         "scale": "fp32",

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.core import torch_private
@@ -29,6 +27,7 @@ from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,7 +50,9 @@ RECIPES = {"tensorwise": Recipe(False, False, E4M3, E5M2), "rowwise": Recipe(Tru
 def recipe_of(scaling: str) -> Recipe:
     """The recipe of this name; raises ValueError naming those there are."""
     if scaling not in RECIPES:
-        raise ValueError(f"float8: scaling is {scaling!r}{nearest(scaling, RECIPES)}; it must be one of {', '.join(RECIPES)}")
+        raise ValueError(
+            f"float8: scaling is {scaling!r}{nearest(scaling, RECIPES)}; it must be one of {', '.join(RECIPES)}"
+        )
     return RECIPES[scaling]
 
 
@@ -83,7 +84,7 @@ def quantise(x: Tensor, dtype: torch.dtype, dim: int | None, powers_of_2: bool) 
 
 
 def product_reference(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradient: bool) -> Tensor:
-    """a [M, K] b [K, N] through float8: products of the numbers in float32 or wider, where each is exact; sums as
+    """a [M, K] b [K, N] through float8: products of the numbers in float32 or wider, each exact; sums as
     torch's are.
     """
     recipe = recipe_of(scaling)
@@ -95,7 +96,7 @@ def product_reference(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gr
 
 
 class _Product(torch.autograd.Function):
-    """The float8 product with derivatives that are float8 products too, what is differentiated being rounded as a
+    """The float8 product with derivatives that are float8 products too, each cotangent being rounded as a
     gradient.
 
     Rounding itself has no part in them (straight through). Under vmap each row has its own scales.
@@ -196,7 +197,7 @@ def _quantise_by_triton(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[
 def float8_product(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradient: bool) -> Tensor:
     """a [M, K] b [K, N] through float8 by torch._scaled_mm, of any strides, M, N and K multiples of 16.
 
-    The matrix units add with fewer bits where both operands are values, or the scaling is rowwise (use_fast_accum, as
+    The matrix units add with fewer bits if both operands are values, or the scaling is rowwise (use_fast_accum, as
     torchao does).
     """
     recipe = recipe_of(scaling)
@@ -243,14 +244,18 @@ float8_linear = Op(
     "float8_linear",
     float8_linear_reference,
     Form("scaled_mm", _linear_form(float8_product), supports=_supports, prefers=on_cuda),
-    Form("emulated", _linear_form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""),
+    Form(
+        "emulated", _linear_form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""
+    ),
     flops=lambda x, w, scaling="tensorwise": 2 * x.numel() * w.shape[1],
-    bytes=lambda x, w, scaling="tensorwise": (x.numel() + w.numel() + x.numel() // w.shape[0] * w.shape[1]) * x.element_size(),
+    bytes=lambda x, w, scaling="tensorwise": (
+        (x.numel() + w.numel() + x.numel() // w.shape[0] * w.shape[1]) * x.element_size()
+    ),
 )
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     pointers = {"X": "*bf16", "AMAX": "*bf16", "OUT": "*fp8e4nv", "INVERSE": "*fp32"}
     sizes = dict.fromkeys(("R", "C", "stride_r", "stride_c", "stride_amax"), "i32")
     constants = dict.fromkeys(("SMALLEST", "LIMIT", "POWERS_OF_2", "BLOCK_R", "BLOCK_C"), "constexpr")

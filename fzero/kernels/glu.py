@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8))]
@@ -116,7 +115,11 @@ def _fused(what: str, gelu: bool) -> Fused:
 def _supports(a: Tensor, b: Tensor) -> str:
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         return f"the dtypes are {a.dtype} and {b.dtype}; it takes two of float32, bfloat16 or float16"
-    return triton_runs(a, b) if a.shape == b.shape else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
+    return (
+        triton_runs(a, b)
+        if a.shape == b.shape
+        else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
+    )
 
 
 def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], gelu: bool) -> Op:
@@ -134,7 +137,7 @@ geglu = _op("geglu", geglu_reference, gelu=True)
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     for kernel, pointers in (("_glu_forward", "A B OUT"), ("_glu_backward", "A B G DA DB")):
         for config in CONFIGS:
             for gelu in (False, True):

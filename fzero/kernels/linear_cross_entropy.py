@@ -68,7 +68,9 @@ def reference(
     """
     logits = x @ w.to(x.dtype).T
     if axis.size == 1:
-        return cross_entropy_reference(logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap)
+        return cross_entropy_reference(
+            logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap
+        )
     y = cap_logits(widen(logits), cap)
     here = y.shape[-1]
     terms = Terms(z_loss, smoothing, cap, axis.rank * here, axis.size * here)
@@ -79,7 +81,9 @@ def reference(
     m = all_gather(y.detach().amax(-1)[None], axis, leaf="head").amax(0)
     at_target = torch.gather(y, -1, torch.where(own, column, 0)[:, None])[:, 0]
     at_target = torch.where(own, at_target, torch.where(targets == WRONG, math.nan, 0.0))
-    exps, at_target, sums = psum(torch.stack((torch.exp(y - m[:, None]).sum(-1), at_target, y.sum(-1))), axis, leaf="head")
+    exps, at_target, sums = psum(
+        torch.stack((torch.exp(y - m[:, None]).sum(-1), at_target, y.sum(-1))), axis, leaf="head"
+    )
     return total_loss(torch.stack((m + torch.log(exps), at_target, sums), -1), targets, terms)
 
 
@@ -98,7 +102,7 @@ def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether addmm adds a product of this dtype to a float32 sum: on CUDA from some version of PyTorch on, on the CPU
     it does not.
     """
-    with disable_current_modes():  # on real tensors, also where all others are fake
+    with disable_current_modes():  # on real tensors, also if all others are fake
         a, sums = (torch.zeros((16, 16), dtype=t, device=device) for t in (dtype, torch.float32))
         try:
             torch.addmm(sums, a, a, out_dtype=torch.float32, out=sums)
@@ -108,7 +112,7 @@ def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _add_product(sums: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`sums`, in float32 or wider, and the product a b: in place, or the product alone where there are no sums yet."""
+    """`sums`, in float32 or wider, and the product a b: in place, or the product alone if there are no sums yet."""
     wider = torch.promote_types(a.dtype, torch.float32)
     if sums is not None and a.dtype == wider:
         return sums.addmm_(a, b)
@@ -146,7 +150,9 @@ def _run(
         if axis.size == 1:
             statistics, g = rows_of(logits, its, None, terms, any(wants), how, overwrite=True)
         else:
-            statistics = _gather_statistics(rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis)
+            statistics = _gather_statistics(
+                rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis
+            )
             g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if any(wants) else None
         made.append(statistics)
         if dx is not None:
@@ -176,7 +182,9 @@ def _chunked(
     terms = Terms(z_loss, smoothing, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
     wants = needs_grad(x), needs_grad(w)
-    make = functools.partial(_run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, wants)
+    make = functools.partial(
+        _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, wants
+    )
     return ValueAndGradients("linear_cross_entropy", make)(x, w, targets) if any(wants) else make(x, w, targets)[0]
 
 

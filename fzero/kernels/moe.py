@@ -17,8 +17,6 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.core import torch_private
@@ -29,6 +27,7 @@ from fzero.kernels.aot import Build
 from fzero.kernels.glu import swiglu
 from fzero.kernels.moe_routing import group, permute, route, unpermute
 from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import AUTO, Form, Kernels, Op
 
 __all__ = ["capacity", "dropless", "group", "grouped_mm", "permute", "route", "unpermute"]
@@ -56,7 +55,7 @@ def grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def _sizes(ends: Tensor) -> list[int]:
-    """The number of rows of each group; used on the CPU only, where reading `ends` does not wait for a device."""
+    """The number of rows of each group; used on the CPU only, as reading `ends` waits for a device."""
     behind = ends.tolist()
     return [end - start for start, end in zip([0, *behind], behind)]
 
@@ -136,7 +135,9 @@ def _grouped_mm(
     for start in range(0, D, BLOCK_K):
         at = start + k
         x = tl.load(X + row * D + at[None, :], mask=(row < end) & (at[None, :] < D), other=0.0)
-        w = tl.load(W + at.to(tl.int64)[:, None] * stride_d + col * stride_f, mask=(at[:, None] < D) & (col < F), other=0.0)
+        w = tl.load(
+            W + at.to(tl.int64)[:, None] * stride_d + col * stride_f, mask=(at[:, None] < D) & (col < F), other=0.0
+        )
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision="ieee")
@@ -181,7 +182,9 @@ def _configs(x: Tensor) -> list[tuning.Config]:
     return FLOAT_CONFIGS if x.dtype == torch.float32 else HALF_CONFIGS
 
 
-@operator("grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2]))
+@operator(
+    "grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2])
+)
 def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """[M, F] in Triton; w may have any strides."""
     (m, d), (experts, _, f) = x.shape, w.shape
@@ -193,7 +196,9 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if m and f:
         given = (x.contiguous(), w, ends, out, experts, d, f, *w.stride())
         constants = {"EXPERTS": triton.next_power_of_2(experts), "UPCAST": INTERPRETED}
-        tuning.launch(_grouped_mm, grid, given, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants)
+        tuning.launch(
+            _grouped_mm, grid, given, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants
+        )
     return out
 
 
@@ -230,7 +235,10 @@ def _torch_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
     if kind == "cpu":
         return ""
     if kind != "cuda" or x.dtype != torch.bfloat16 or any(size % 8 for size in w.shape[1:]):
-        return f"{x.dtype} of {list(w.shape[1:])} on {kind}: elsewhere than on the CPU it takes bfloat16 in multiples of 8, on cuda"
+        return (
+            f"{x.dtype} of {list(w.shape[1:])} on {kind}: elsewhere than on the CPU it takes bfloat16 in "
+            "multiples of 8, on cuda"
+        )
     if not hasattr(torch, "_grouped_mm") or target_of(x).capability[0] not in (9, 10):
         return "torch._grouped_mm waits for the device, but on compute capability 9 and 10"
     return ""
@@ -246,7 +254,9 @@ grouped_mm = Op(
     "grouped_mm",
     grouped_mm_reference,
     Form("torch", _fused(grouped_product, grouped_product_dw), supports=_torch_supports),
-    Form("triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda),
+    Form(
+        "triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda
+    ),
     flops=lambda x, w, ends: 2 * x.shape[0] * w.shape[1] * w.shape[2],
     bytes=lambda x, w, ends: (x.numel() + w.numel() + x.shape[0] * w.shape[2]) * x.element_size(),
 )
@@ -299,7 +309,7 @@ def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, ke
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     sizes = dict.fromkeys(("D", "F"), "i32")
     blocks = dict.fromkeys(("UPCAST", "BLOCK_M", "BLOCK_N", "BLOCK_K"), "constexpr")
     for kind, configs in (("bf16", HALF_CONFIGS), ("fp32", FLOAT_CONFIGS)):

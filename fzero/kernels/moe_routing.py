@@ -16,13 +16,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,7 +56,9 @@ def route_reference(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 @triton.jit
-def _route_forward(LOGITS, WEIGHTS, PROBS, IDS, n, E, K, WIDTH: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr):
+def _route_forward(
+    LOGITS, WEIGHTS, PROBS, IDS, n, E, K, WIDTH: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col, choice = tl.arange(0, WIDTH)[None, :], tl.arange(0, CHOICES)[None, :]
     live = (row < n) & (col < E)
@@ -117,7 +118,9 @@ def _launch_route(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], n: in
         width = triton.next_power_of_2(experts)
         sizes = {"WIDTH": width, "CHOICES": triton.next_power_of_2(top_k)}
         grid = lambda config: (triton.cdiv(n, config["ROWS"]),)  # noqa: E731
-        tuning.launch(kernel, grid, (*tensors, n, experts, top_k), route_configs(width), shape=(n, experts, top_k), **sizes)
+        tuning.launch(
+            kernel, grid, (*tensors, n, experts, top_k), route_configs(width), shape=(n, experts, top_k), **sizes
+        )
 
 
 def _empty_route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,10 +138,13 @@ def route_forward(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator(
-    "route_backward(Tensor weights, Tensor probabilities, Tensor ids, Tensor dweights, Tensor dprobabilities) -> Tensor",
+    "route_backward(Tensor weights, Tensor probabilities, Tensor ids, Tensor dweights, Tensor "
+    "dprobabilities) -> Tensor",
     lambda weights, probabilities, *_: probabilities.new_empty(probabilities.shape),
 )
-def route_backward(weights: Tensor, probabilities: Tensor, ids: Tensor, dweights: Tensor, dprobabilities: Tensor) -> Tensor:
+def route_backward(
+    weights: Tensor, probabilities: Tensor, ids: Tensor, dweights: Tensor, dprobabilities: Tensor
+) -> Tensor:
     """The gradient by the logits, float32 [N, E]."""
     out = torch.empty_like(probabilities)
     given = (weights, probabilities, ids, dweights, dprobabilities)
@@ -154,7 +160,9 @@ def _route_triton(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
         results=3,
         keep=lambda tensors, outputs: outputs,
     )
-    weights, probabilities, ids = (t.reshape(*logits.shape[:-1], t.shape[-1]) for t in fused(logits.reshape(-1, logits.shape[-1])))
+    weights, probabilities, ids = (
+        t.reshape(*logits.shape[:-1], t.shape[-1]) for t in fused(logits.reshape(-1, logits.shape[-1]))
+    )
     return ids, weights, probabilities
 
 
@@ -169,7 +177,9 @@ route = Op(
     route_reference,
     Form("triton", _route_triton, supports=_route_supports, prefers=on_cuda),
     flops=lambda logits, top_k: (4 + 2 * top_k) * logits.numel(),
-    bytes=lambda logits, top_k: logits.numel() * (logits.element_size() + 4) + logits.numel() // logits.shape[-1] * top_k * 12,
+    bytes=lambda logits, top_k: (
+        logits.numel() * (logits.element_size() + 4) + logits.numel() // logits.shape[-1] * top_k * 12
+    ),
 )
 
 
@@ -196,7 +206,7 @@ def group_reference(ids: Tensor, experts: int) -> Groups:
 @triton.jit
 def _rank(IDS, RANK, COUNTS, m, E, PAIRS: tl.constexpr):
     # A program handles PAIRS pairs. rank: how many earlier pairs of this program chose the same expert. The last pair
-    # of an expert (none behind it) stores their number, rank + 1, in COUNTS[block, expert].
+    # of an expert (none after it) stores their number, rank + 1, in COUNTS[block, expert].
     block = tl.program_id(0).to(tl.int64)
     here = tl.arange(0, PAIRS)
     at = block * PAIRS + here
@@ -332,7 +342,9 @@ def _launch_rows(
 def permute_rows(x: Tensor, place: Tensor) -> Tensor:
     """The rows [M, D] of tokens x [N, D], each token read once."""
     out = x.new_empty(len(place), x.shape[1])
-    _launch_rows(_spread, (x.contiguous(), place.contiguous(), out), *x.shape, len(place) // max(1, len(x)), loops=False)
+    _launch_rows(
+        _spread, (x.contiguous(), place.contiguous(), out), *x.shape, len(place) // max(1, len(x)), loops=False
+    )
     return out
 
 
@@ -341,7 +353,7 @@ def permute_rows(x: Tensor, place: Tensor) -> Tensor:
     lambda y, weights, place, k: y.new_empty(len(place) // k, y.shape[1]),
 )
 def unpermute_rows(y: Tensor, weights: Tensor | None, place: Tensor, k: int) -> Tensor:
-    """The sum [N, D] of each token's k rows of y [M, D], weighted where weights [N, k] are given."""
+    """The sum [N, D] of each token's k rows of y [M, D], weighted if weights [N, k] are given."""
     out = y.new_empty(len(place) // k, y.shape[1])
     weighted = weights is not None
     given = (y.contiguous(), weights.contiguous() if weighted else y, place.contiguous(), out)
@@ -441,7 +453,7 @@ unpermute = Op(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
 
     def signature(pointers: str, sizes: str, constants: str) -> dict[str, str]:
         typed = dict(part.split(":") for part in pointers.split())
@@ -452,7 +464,9 @@ def builds() -> Iterator[Build]:
         constants = {"WIDTH": experts, "CHOICES": top_k}
         for config in route_configs(experts):
             forward = signature("LOGITS:fp32 WEIGHTS:fp32 PROBS:fp32 IDS:i64", "n E K", "WIDTH CHOICES ROWS")
-            backward = signature("WEIGHTS:fp32 PROBS:fp32 IDS:i64 DWEIGHTS:fp32 DPROBS:fp32 DLOGITS:fp32", "n E K", "WIDTH CHOICES ROWS")
+            backward = signature(
+                "WEIGHTS:fp32 PROBS:fp32 IDS:i64 DWEIGHTS:fp32 DPROBS:fp32 DLOGITS:fp32", "n E K", "WIDTH CHOICES ROWS"
+            )
             label = f"{top_k} of {experts} {config['ROWS']}"
             # The k numbers of a row beside the E are few and narrow.
             yield Build(
@@ -464,7 +478,9 @@ def builds() -> Iterator[Build]:
                 aligned=("E",),
                 wide=experts > 8,
             )
-            yield Build(f"_route_backward {label}", "_route_backward", backward, constants, config, aligned=("E",), wide=False)
+            yield Build(
+                f"_route_backward {label}", "_route_backward", backward, constants, config, aligned=("E",), wide=False
+            )
     # Single numbers everywhere here, and in `_collect` two of them beside each wide access.
     pairs = (
         signature("IDS:i64 RANK:i32 COUNTS:i32", "m E", "PAIRS"),
@@ -478,5 +494,7 @@ def builds() -> Iterator[Build]:
         collect = signature("Y:bf16 WEIGHTS:fp32 PLACE:i64 OUT:bf16", "D", "K WEIGHTED BLOCK")
         backward = signature("Y:bf16 WEIGHTS:fp32 PLACE:i64 G:bf16 DY:bf16 DWEIGHTS:fp32", "D", "K BLOCK")
         yield Build(f"_spread {label}", "_spread", spread, constants, config, aligned=("D",))
-        yield Build(f"_collect {label}", "_collect", collect, constants | {"WEIGHTED": True}, config, aligned=("D",), wide=False)
+        yield Build(
+            f"_collect {label}", "_collect", collect, constants | {"WEIGHTED": True}, config, aligned=("D",), wide=False
+        )
         yield Build(f"_collect_backward {label}", "_collect_backward", backward, constants, config, aligned=("D",))

@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 # The steepest slope at 0 for which five steps keep singular values near 1.
@@ -86,7 +85,9 @@ def _symmetric(
     tiles = tl.cdiv(m, BLOCK)
     each = tiles * (tiles + 1) // 2
     batch, t = (tl.program_id(0) // each).to(tl.int64), tl.program_id(0) % each
-    i = ((tl.sqrt(t.to(tl.float32) * 8.0 + 1.0) - 1.0) * 0.5).to(tl.int32)  # the row of the triangle, but for a rounding
+    i = ((tl.sqrt(t.to(tl.float32) * 8.0 + 1.0) - 1.0) * 0.5).to(
+        tl.int32
+    )  # the row of the triangle, but for a rounding
     i = tl.where(i * (i + 1) // 2 > t, i - 1, i)
     i = tl.where((i + 1) * (i + 2) // 2 <= t, i + 1, i)
     j = t - i * (i + 1) // 2
@@ -103,7 +104,9 @@ def _symmetric(
     acc = acc * alpha
     here = (rows[:, None] < m) & (cols[None, :] < m)
     if ADDS:
-        acc += tl.load(ADD + (batch * m + rows)[:, None] * m + cols[None, :], mask=here, other=0.0).to(tl.float32) * beta
+        acc += (
+            tl.load(ADD + (batch * m + rows)[:, None] * m + cols[None, :], mask=here, other=0.0).to(tl.float32) * beta
+        )
     out = acc.to(OUT.dtype.element_ty)
     tl.store(OUT + (batch * m + rows)[:, None] * m + cols[None, :], out, mask=here)
     there = (cols[:, None] < tl.where(i != j, m, 0)) & (rows[None, :] < m)
@@ -170,13 +173,18 @@ def _by_triton(
 
 def _supports(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **rest: Any) -> str:
     if (dtype or x.dtype) not in (torch.bfloat16, torch.float16):
-        return f"it iterates in {dtype or x.dtype}; the kernel is for bfloat16 and float16, whose products the matrix units take"
+        return (
+            f"it iterates in {dtype or x.dtype}; the kernel is for bfloat16 and float16, whose products the "
+            "matrix units take"
+        )
     return triton_runs(x)
 
 
 def _flops(x: Tensor, steps: int = 5, **rest: Any) -> int:
     m, n = sorted(x.shape[-2:])
-    return math.prod(x.shape[:-2]) * steps * (2 * m * m * n + m * (m + 1) * (m + n))  # a triangle of A and of P, and P X
+    return (
+        math.prod(x.shape[:-2]) * steps * (2 * m * m * n + m * (m + 1) * (m + n))
+    )  # a triangle of A and of P, and P X
 
 
 def _bytes(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **rest: Any) -> int:
@@ -195,10 +203,12 @@ newton_schulz = Op(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     kinds = {"X": "*bf16", "ADD": "*bf16", "OUT": "*bf16", "m": "i32", "k": "i32", "alpha": "fp32", "beta": "fp32"}
     signature = kinds | dict.fromkeys(("ADDS", "UPCAST", "BLOCK", "BLOCK_K"), "constexpr")
     for config in CONFIGS:
         for adds in (False, True):
             label = f"_symmetric{' add' * adds} {config['BLOCK']}x{config['BLOCK_K']}"
-            yield Build(label, "_symmetric", signature, {"ADDS": adds, "UPCAST": False}, config, matrix=True, aligned=("m", "k"))
+            yield Build(
+                label, "_symmetric", signature, {"ADDS": adds, "UPCAST": False}, config, matrix=True, aligned=("m", "k")
+            )

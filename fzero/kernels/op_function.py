@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from fzero.core.autodiff import Backward
-from fzero.core.device import kind_of
+from fzero.core.device import fake_device_of, kind_of
+from fzero.kernels.optional_triton import INSTALLED, INTERPRETED, MISSING
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to Triton 3.9, which warns that it will change
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
-INTERPRETED = knobs.runtime.interpret  # TRITON_INTERPRET=1 before Triton's import: kernels run in Python, on any device
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -53,7 +52,8 @@ def triton_runs(*tensors: Tensor) -> str:
     """
     devices = {kind_of(t) for t in tensors}
     if devices == {"cuda"} or (INTERPRETED and devices == {"cpu"}):
-        return ""
+        planned = INSTALLED or any(fake_device_of(t) is not None for t in tensors)
+        return "" if planned else MISSING
     return f"a tensor is on {', '.join(sorted(devices - {'cuda'}) or devices)}, and Triton's kernels run on cuda"
 
 
@@ -61,7 +61,11 @@ def on_cuda(*args: Any, **options: Any) -> str:
     """The reason why "auto" should not take a Triton kernel: in the interpreter it only serves to check numbers. "" on
     CUDA.
     """
-    return "" if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor)) else "interpreted, for checking numbers alone"
+    return (
+        ""
+        if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor))
+        else "interpreted, for checking numbers alone"
+    )
 
 
 class Fused(NamedTuple):
@@ -81,7 +85,7 @@ class Fused(NamedTuple):
     keep: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The results of `tensors`: a tensor where there is one, else a tuple. Differentiable once; see
+        """The results of `tensors`: a tensor if there is one, else a tuple. Differentiable once; see
         `autodiff.Backward`.
         """
         out = _Fused.apply(self, *tensors)[: self.results]

@@ -28,7 +28,10 @@ MANY = 1 << 22  # elements from which compiling pays
 class _Leaf(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("p", "g", "m", "v", "m_scales", "v_scales", "copy")),
-        *((name, ctypes.c_int64) for name in ("n", "columns", "gradient", "state", "copied", "stochastic", "key0", "key1")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("n", "columns", "gradient", "state", "copied", "stochastic", "key0", "key1")
+        ),
         *((name, ctypes.c_int64) for name in ("first", "size0", "stride0", "size1", "stride1")),
         ("decay", ctypes.c_double),
     ]
@@ -36,7 +39,10 @@ class _Leaf(ctypes.Structure):
 
 class _Rates(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_float) for name in ("rate", "correct1", "root_correct2", "b1", "c1", "b2", "c2", "eps", "factor")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("rate", "correct1", "root_correct2", "b1", "c1", "b2", "c2", "eps", "factor")
+        ),
         ("coupled", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in ("count", "block", "threads")),
     ]
@@ -90,7 +96,7 @@ def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
     given = _Rates(*scalars, *numbers, rates.coupled, int(rates.count), rates.block, torch.get_num_threads())
     _library().step((_Leaf * len(described))(*described), ctypes.c_int64(len(described)), ctypes.byref(given))
     written = [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None and not x.is_inference()]
-    torch.autograd.graph.increment_version(written)  # so that autograd complains where something else has saved them
+    torch.autograd.graph.increment_version(written)  # so that autograd complains if something else has saved them
 
 
 def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
@@ -101,7 +107,10 @@ def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
         if any(kind_of(x) != "cpu" for x in tensors):
             return "a tensor is not on the CPU"
         if leaf.p.dtype != torch.float32 or leaf.g.dtype not in (torch.float32, torch.bfloat16):
-            return f"the dtypes are {leaf.p.dtype} and {leaf.g.dtype}; it takes float32 with a gradient in float32 or bfloat16"
+            return (
+                f"the dtypes are {leaf.p.dtype} and {leaf.g.dtype}; it takes float32 with a gradient in float32 "
+                "or bfloat16"
+            )
         kept = {x.dtype for x in leaf.state[:moments]}
         if len(kept) > 1 or not kept <= {torch.float32, torch.bfloat16, torch.uint8}:
             return f"the state is in {' and '.join(sorted(map(str, kept)))}; it takes float32, bfloat16 or 8 bits"

@@ -71,7 +71,9 @@ def safe_sqrt(x: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x * 0.0)  # NaN stays NaN
 
 
-def adamw_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def adamw_step(
+    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """(u, (m, v)) of one leaf, or a part of one."""
     (rate, correct1, root_correct2), (m, v) = scalars, state
     if rates.coupled and decay:
@@ -81,7 +83,9 @@ def adamw_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float,
     return u - (rate * decay) * p if decay and not rates.coupled else u, (m, v)
 
 
-def lion_step(g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates) -> tuple[Tensor, tuple[Tensor]]:
+def lion_step(
+    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
+) -> tuple[Tensor, tuple[Tensor]]:
     """(u, (m,)) of one leaf, or a part of one."""
     (rate,), (m,) = scalars, state
     direction = (rates.b1 * m + (1 - rates.b1) * g).sign()
@@ -134,7 +138,9 @@ def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
             x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x
         )
         state = tuple(map(cut, leaf.state))
-        part = leaf._replace(p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy))
+        part = leaf._replace(
+            p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy)
+        )
         if size == 1 and inner > most and len(shape) > 1:  # one row of many: by the rows of it
             inside = part._replace(
                 p=part.p[0],
@@ -180,14 +186,16 @@ def lion_reference(leaves: Sequence[Leaf], rates: Rates) -> None:
 
 
 def fused_serves(leaves: Sequence[Leaf], rates: Rates) -> str:
-    """Why torch's fused kernel of Adam cannot take these leaves, "" where it can."""
+    """Why torch's fused kernel of Adam cannot take these leaves, "" if it can."""
     if rates.factor is not None or rates.skip is not None:
         return "it knows no factor and no skip"
     for leaf in leaves:
         if leaf.place is not None or leaf.copy is not None or len(leaf.state) != 2:
             return "it keeps states in float dtypes, rounded to nearest, and writes no copy"
         if any(x.dtype != leaf.p.dtype or x.device != leaf.p.device for x in (leaf.g, *leaf.state[:2])):
-            return f"the dtypes are {', '.join(str(x.dtype) for x in (leaf.p, leaf.g, *leaf.state))}; it takes one for all"
+            return (
+                f"the dtypes are {', '.join(str(x.dtype) for x in (leaf.p, leaf.g, *leaf.state))}; it takes one for all"
+            )
     return ""
 
 

@@ -16,11 +16,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.core import prng
+from fzero.kernels.optional_triton import tl, triton
 
 SHIFT = tl.constexpr(20)  # a step of the codes in float32's bits
 HALF = tl.constexpr(1 << 19)
@@ -49,10 +48,12 @@ class Place(NamedTuple):
 
 
 def make_place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, ...], whole: tuple[int, ...]) -> Place:
-    """The Place of the elements [start, start + shape) of a leaf of shape `whole`; raises ValueError where more than
+    """The Place of the elements [start, start + shape) of a leaf of shape `whole`; raises ValueError if more than
     three dims are cut.
     """
-    runs: list[list[int]] = []  # [size, stride, offset], innermost first: dims that lie whole join the one outside of them
+    runs: list[
+        list[int]
+    ] = []  # [size, stride, offset], innermost first: dims that lie whole join the one outside of them
     stride = 1
     for size, begin, full in reversed(list(zip(shape, start, whole))):
         if runs and runs[-1][0] * runs[-1][1] == stride:
@@ -62,7 +63,8 @@ def make_place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, .
         stride *= full
     if len(runs) > 3:
         raise ValueError(
-            f"a shard {list(shape)} of a leaf {list(whole)} is cut in {len(runs)} dims; an optimizer's rounding knows up to three"
+            f"a shard {list(shape)} of a leaf {list(whole)} is cut in {len(runs)} dims; an optimizer's "
+            "rounding knows up to three"
         )
     first = sum(offset for _, _, offset in runs)
     size0 = runs[0][0] if len(runs) > 1 else 1 << 62
@@ -85,7 +87,7 @@ def step_words(where: Place, count: Tensor, local: int, shape: torch.Size) -> Te
 
 
 def round_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 `x` as bfloat16, up or down by 16 random bits (integers of x's shape); what is not finite stays so."""
+    """float32 `x` as bfloat16, up or down by 16 random bits (integers of x's shape); non-finite values stay so."""
     rounded = ((x.view(torch.int32) + bits.to(torch.int32)) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
@@ -115,7 +117,7 @@ def _place(i, first, size0, stride0, size1, stride1):
 @triton.jit
 def draw_words(begin, ROW, k0, k1, PLACED: tl.constexpr, QUADS: tl.constexpr, BLOCK: tl.constexpr):
     """random.bits (uint32 [BLOCK]) of the local elements begin, begin + 1, ...; ROW holds the five numbers of a Place
-    behind its key.
+    after its key.
 
     PLACED: the shard is not one run. QUADS: its runs begin and end at multiples of four, so four elements share a block
     of Philox.
@@ -123,7 +125,11 @@ def draw_words(begin, ROW, k0, k1, PLACED: tl.constexpr, QUADS: tl.constexpr, BL
     first = tl.load(ROW)
     STEP: tl.constexpr = 4 if QUADS else 1
     e = begin + tl.arange(0, BLOCK // STEP) * STEP
-    e = _place(e, first, tl.load(ROW + 1), tl.load(ROW + 2), tl.load(ROW + 3), tl.load(ROW + 4)) if PLACED else first + e
+    e = (
+        _place(e, first, tl.load(ROW + 1), tl.load(ROW + 2), tl.load(ROW + 3), tl.load(ROW + 4))
+        if PLACED
+        else first + e
+    )
     w0, w1, w2, w3 = _block_words(e >> 2, k0, k1)
     if QUADS:
         drawn = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
@@ -158,7 +164,7 @@ def encode(x: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     """(codes uint8 [..., C], largest magnitudes float32 [..., blocks]) of float32 x [..., C]; unsigned x must be at
     least 0.
 
-    Rounds to nearest. Unsigned, what is above 0 keeps a code above 0: a second moment of 0 would make a step of m /
+    Rounds to nearest. Unsigned, values above 0 keep codes above 0: a second moment of 0 would make a step of m /
     eps.
     """
     levels = 127 if signed else 255
@@ -173,7 +179,7 @@ def encode(x: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool, block: int) -> Tensor:
-    """float32 [..., C] of what `encode` gives."""
+    """float32 [..., C] of the result of `encode`."""
     levels = 127 if signed else 255
     code = _by_block(codes, block).to(torch.int32)
     steps = code & levels

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.core.device import fake_device_of, kind_of, record_launch
@@ -36,6 +34,7 @@ from fzero.kernels.optim_leaf import (
     touched_tensors,
 )
 from fzero.kernels.optim_lowbit import Place, decode_blocks, draw_words, encode_blocks, round_bf16
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 CONFIG = {"BLOCK": 2048, "num_warps": 4}
@@ -48,7 +47,9 @@ FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 # A row of the table: addresses of p, g, m, v, copy, scales of m and of v; elements, columns; the bits of float32 decay;
 # and the Place.
-P, G, M, V, COPY, SM, SV, SIZE, COLUMNS, DECAY, KEY, FIRST, FIELDS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17))
+P, G, M, V, COPY, SM, SV, SIZE, COLUMNS, DECAY, KEY, FIRST, FIELDS = (
+    tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17)
+)
 
 
 @triton.jit
@@ -121,7 +122,9 @@ def _update_flat(
     if COPIES:
         tl.store(_pointer(ROW, COPY, CT, WIDE) + at, p.to(CT), mask=at < n)
     if STOCHASTIC:
-        k0, k1 = optim_lowbit._step_key(tl.load(ROW + KEY).to(tl.uint32), tl.load(ROW + KEY + 1).to(tl.uint32), tl.load(COUNT))
+        k0, k1 = optim_lowbit._step_key(
+            tl.load(ROW + KEY).to(tl.uint32), tl.load(ROW + KEY + 1).to(tl.uint32), tl.load(COUNT)
+        )
         bits = draw_words(begin, ROW + FIRST, k0, k1, PLACED, QUADS, BLOCK)
         tl.store(M_ + at, round_bf16(m, bits & 0xFFFF), mask=at < n)
         if not LION:
@@ -204,7 +207,9 @@ def _square_sums(T, WORK, OUT, WIDE: tl.constexpr, GT: tl.constexpr, BLOCK: tl.c
 
 
 _TABLES: dict[tuple, Tensor] = {}
-_CAPTURED: list[tuple[Tensor, Tensor]] = []  # a replay of the graph copies again, from the host's memory to the device's
+_CAPTURED: list[
+    tuple[Tensor, Tensor]
+] = []  # a replay of the graph copies again, from the host's memory to the device's
 
 
 def _cache_on_device(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
@@ -276,7 +281,9 @@ def _kind(leaf: Leaf) -> Kind:
     size = leaf.p.shape[-1] if coded else n
     wide = size % 16 == 0 and all(x.data_ptr() % 16 == 0 for x in (tensors if not coded else (leaf.p, leaf.g)))
     placed = where is not None and where.size0 < n
-    numbers = (where.first, *((where.size0, where.stride0, where.size1, where.stride1) if placed else ())) if where else ()
+    numbers = (
+        (where.first, *((where.size0, where.stride0, where.size1, where.stride1) if placed else ())) if where else ()
+    )
     quads = where is not None and all(number % 4 == 0 for number in numbers)
     copy = None if leaf.copy is None else leaf.copy.dtype
     return Kind(leaf.p.dtype, leaf.g.dtype, leaf.state[0].dtype, copy, where is not None, placed, quads, wide)
@@ -309,10 +316,15 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
             if coded:
                 block = rates.block
-                each = [leaf.p.numel() // leaf.p.shape[-1] * optim_lowbit.blocks_of(leaf.p.shape[-1], block) for leaf in group]
+                each = [
+                    leaf.p.numel() // leaf.p.shape[-1] * optim_lowbit.blocks_of(leaf.p.shape[-1], block)
+                    for leaf in group
+                ]
                 config = {**config, "BLOCK": max(config["BLOCK"], block)}
                 work = _work_list(tuple(-(-n * block // config["BLOCK"]) for n in each), device)
-                _update_blocks[(len(work),)](table, work, scalars, skip, *numbers, rates.eps, **common, CODES=block, **config)
+                _update_blocks[(len(work),)](
+                    table, work, scalars, skip, *numbers, rates.eps, **common, CODES=block, **config
+                )
             else:
                 work = _work_list(tuple(triton.cdiv(leaf.p.numel(), config["BLOCK"]) for leaf in group), device)
                 _update_flat[(len(work),)](
@@ -325,14 +337,19 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 
 
 def _supports(leaves: Sequence[Leaf], rates: Rates) -> str:
-    if any(leaf.state[0].dtype == torch.uint8 for leaf in leaves) and (rates.block & (rates.block - 1) or not 16 <= rates.block <= 4096):
+    if any(leaf.state[0].dtype == torch.uint8 for leaf in leaves) and (
+        rates.block & (rates.block - 1) or not 16 <= rates.block <= 4096
+    ):
         return f"the block is {rates.block}; it takes a power of two from 16 to 4096"
     for leaf in leaves:
         tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
         if why := _runs(tensors):
             return why
         if any(x.dtype not in FLOATS for x in (leaf.p, leaf.g)) or leaf.state[0].dtype not in (*FLOATS, torch.uint8):
-            return f"the dtypes are {leaf.p.dtype}, {leaf.g.dtype} and {leaf.state[0].dtype}; it takes those of 32 and 16 bits"
+            return (
+                f"the dtypes are {leaf.p.dtype}, {leaf.g.dtype} and {leaf.state[0].dtype}; it takes those of 32 "
+                "and 16 bits"
+            )
         if any(not x.is_contiguous() for x in tensors):
             return "a leaf, its gradient or its state is not contiguous"
     return ""
@@ -355,7 +372,10 @@ def _cost(leaves: Sequence[Leaf], rates: Rates) -> int:
     """Each tensor is read and written once, but for the gradient (read) and the copy (written)."""
     total = 0
     for leaf in leaves:
-        total += sum(2 * x.numel() * x.element_size() for x in (leaf.p, *leaf.state)) + leaf.g.numel() * leaf.g.element_size()
+        total += (
+            sum(2 * x.numel() * x.element_size() for x in (leaf.p, *leaf.state))
+            + leaf.g.numel() * leaf.g.element_size()
+        )
         total += 0 if leaf.copy is None else leaf.copy.numel() * leaf.copy.element_size()
     return total
 
@@ -424,7 +444,10 @@ def _combine_norms(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _norm_supports(grads: Sequence[Tensor]) -> str:
     if not grads or any(g.dtype not in FLOATS for g in grads):
-        return f"the dtypes are {', '.join(sorted({str(g.dtype) for g in grads})) or 'none'}; it takes those of 32 and 16 bits"
+        return (
+            f"the dtypes are {', '.join(sorted({str(g.dtype) for g in grads})) or 'none'}; it takes those of 32 "
+            "and 16 bits"
+        )
     return _runs(grads) or ("" if all(g.is_contiguous() for g in grads) else "a gradient is not contiguous")
 
 
@@ -438,7 +461,7 @@ grad_norm = Op(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     flags = dict.fromkeys(("COUPLED", "SCALED", "SKIPS", "COPIES"), False)
     real = {"S": "*fp32", "b1": "fp32", "c1": "fp32", "b2": "fp32", "c2": "fp32", "eps": "fp32"}
     flat = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "COUNT": "*i64", "SKIP": "*i32", **real}
@@ -465,7 +488,9 @@ def builds() -> Iterator[Build]:
         for copies in (False, True):
             constants = flags | {"LION": lion, "COPIES": copies, "WIDE": True, "CODES": 256}
             constants |= {"PT": tl.float32, "GT": tl.float32, "CT": tl.bfloat16}
-            signature = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "SKIP": "*i32", **real} | dict.fromkeys(names.split(), "constexpr")
+            signature = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "SKIP": "*i32", **real} | dict.fromkeys(
+                names.split(), "constexpr"
+            )
             title = f"_update_blocks {'lion' if lion else 'adamw'}{' copy' * copies} {CONFIG['BLOCK']}"
             # Without a copy AdamW's are 16 of 33: those of the table and the scales are narrow.
             yield Build(title, "_update_blocks", signature, constants, CONFIG, wide=lion or copies)
@@ -478,4 +503,6 @@ def builds() -> Iterator[Build]:
             "GT": "constexpr",
             "BLOCK": "constexpr",
         }
-        yield Build(f"_square_sums {dtype} {NORM['BLOCK']}", "_square_sums", signature, {"WIDE": True, "GT": dtype}, NORM)
+        yield Build(
+            f"_square_sums {dtype} {NORM['BLOCK']}", "_square_sums", signature, {"WIDE": True, "GT": dtype}, NORM
+        )

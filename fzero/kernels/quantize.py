@@ -3,7 +3,7 @@ elements.
 
     scale = max(max |x| / L, 2^-126),   code = round(x / scale),   x ~ code * scale
 
-Blocks are `block` consecutive elements of the last dim, the last of a row being shorter where that does not come out
+Blocks are `block` consecutive elements of the last dim, the last of a row being shorter if that does not come out
 even; no block holds elements of two rows. L is the largest code: 127 (int8), 7 (int4, two codes a byte, the earlier in
 the low half), 448 (fp8_e4m3), 57344 (fp8_e5m2). Dividing by the scale is multiplying by the float32 next to 1 / scale.
 Rounding is to nearest, ties to even, or stochastic: up or down with probabilities that make the expectation x. The
@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.core import prng
@@ -37,6 +35,7 @@ from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import on_cuda, operator, triton_runs
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.quantize_blocks import decode, draw_words, encode
 from fzero.kernels.registry import Form, Op
 
@@ -87,7 +86,9 @@ def _size(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) 
     _check_kind(kind, block)
     n = size if size is not None else data.shape[-1] * (2 if kind == "int4" else 1)
     if data.dtype != KINDS[kind].dtype or scale.dtype != torch.float32:
-        raise ValueError(f"{kind}: data is {data.dtype} and scale {scale.dtype}; they must be {KINDS[kind].dtype} and torch.float32")
+        raise ValueError(
+            f"{kind}: data is {data.dtype} and scale {scale.dtype}; they must be {KINDS[kind].dtype} and torch.float32"
+        )
     if data.shape[-1] != _width(n, kind) or scale.shape != (*data.shape[:-1], -(-n // block)):
         raise ValueError(
             f"{kind}: data has shape {list(data.shape)} and scale {list(scale.shape)}; size {n} in blocks of "
@@ -121,7 +122,9 @@ def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None =
     blocks = _split(x, block)
     absmax = blocks.abs().amax(-1)
     # By a tensor: on CUDA x / number is x times the number's reciprocal.
-    scale = torch.where(absmax.isfinite(), (absmax / torch.full_like(absmax, largest)).clamp(min=2.0**-126), float("inf"))
+    scale = torch.where(
+        absmax.isfinite(), (absmax / torch.full_like(absmax, largest)).clamp(min=2.0**-126), float("inf")
+    )
     y = torch.where(scale[..., None].isfinite(), blocks * (1.0 / scale)[..., None], 0.0).clamp(-largest, largest)
     y = y.flatten(-2)[..., : x.shape[-1]]
     word = None if key is None else prng.bits(key, x.shape, first=first)
@@ -146,7 +149,7 @@ def dequantize_reference(
 ) -> Tensor:
     """The tensor [.., size] of `dtype` that q stands for: the definition. size: needed for int4 of odd size alone.
 
-    Raises ValueError where the shapes and dtypes of q are not those of such a tensor.
+    Raises ValueError if the shapes and dtypes of q are not those of such a tensor.
     """
     data, scale = (t.detach() for t in q)
     n = _size(data, scale, kind, block, size)
@@ -239,7 +242,9 @@ def _quantize(
 
 
 @triton.jit
-def _dequantize(DATA, SCALE, OUT, n, total, KIND: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _dequantize(
+    DATA, SCALE, OUT, n, total, KIND: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     x = _load_values(DATA, SCALE, block, n, total, KIND, FLAT, BLOCK)
     _, at, mask = _place(block, n, total, FLAT, BLOCK)
@@ -272,7 +277,9 @@ def _configs(block: int, flat: bool) -> list[tuning.Config]:
     return [{"ROWS": max(1, tile // block), "num_warps": max(warps, block // 512)} for tile, warps in tiles]
 
 
-def _launch(kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: int) -> None:
+def _launch(
+    kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: int
+) -> None:
     """Run a kernel over all blocks of a tensor of `shape`."""
     rows, n = math.prod(shape[:-1]), shape[-1]
     if total := rows * -(-n // block):
@@ -281,7 +288,9 @@ def _launch(kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[in
         # Without fused multiply-adds the bits equal those of the reference.
         constants |= {"KIND": kind, "FLAT": flat, "BLOCK": block, "enable_fp_fusion": False}
         given += [rows * n if flat else n, total]
-        tuning.launch(kernel, lambda c: (triton.cdiv(total, c["ROWS"]),), given, _configs(block, flat), shape=size, **constants)
+        tuning.launch(
+            kernel, lambda c: (triton.cdiv(total, c["ROWS"]),), given, _configs(block, flat), shape=size, **constants
+        )
 
 
 def _as_bytes(t: Tensor) -> Tensor:
@@ -318,10 +327,13 @@ def dequantize_launch(data: Tensor, scale: Tensor, kind: str, block: int, dtype:
 
 
 @operator(
-    "dequantize_sum_requantize(Tensor data, Tensor scale, str kind, int block, int size, Tensor? key, int first) -> (Tensor, Tensor)",
+    "dequantize_sum_requantize(Tensor data, Tensor scale, str kind, int block, int size, Tensor? key, int "
+    "first) -> (Tensor, Tensor)",
     lambda data, scale, kind, block, size, key, first: _empty((*data.shape[1:-1], size), kind, block, data.device),
 )
-def sum_launch(data: Tensor, scale: Tensor, kind: str, block: int, size: int, key: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
+def sum_launch(
+    data: Tensor, scale: Tensor, kind: str, block: int, size: int, key: Tensor | None, first: int
+) -> tuple[Tensor, Tensor]:
     """(data, scale) of the sum over the first dim, in one pass."""
     shape = (*data.shape[1:-1], size)
     total, scales = _empty(shape, kind, block, data.device)
@@ -334,7 +346,9 @@ def _quantize_triton(x: Tensor, kind: str, block: int, *, key: Tensor | None = N
     return Quantized(*quantize_launch(x.detach(), kind, block, key, first))
 
 
-def _dequantize_triton(q: Quantized, kind: str, block: int, dtype: torch.dtype = torch.float32, size: int | None = None) -> Tensor:
+def _dequantize_triton(
+    q: Quantized, kind: str, block: int, dtype: torch.dtype = torch.float32, size: int | None = None
+) -> Tensor:
     data, scale = (t.detach() for t in q)
     return dequantize_launch(data, scale, kind, block, dtype, _size(data, scale, kind, block, size))
 
@@ -387,7 +401,9 @@ dequantize = Op(
         prefers=lambda q, *_, **__: on_cuda(*q),
     ),
     flops=lambda q, kind, *_, **__: _elements(q[0], kind),
-    bytes=lambda q, kind, block, dtype=torch.float32, size=None: q[0].nbytes + q[1].nbytes + dtype.itemsize * _elements(q[0], kind),
+    bytes=lambda q, kind, block, dtype=torch.float32, size=None: (
+        q[0].nbytes + q[1].nbytes + dtype.itemsize * _elements(q[0], kind)
+    ),
 )
 dequantize_sum_requantize = Op(
     "dequantize_sum_requantize",
@@ -395,7 +411,9 @@ dequantize_sum_requantize = Op(
     Form(
         "triton",
         _sum_triton,
-        supports=lambda data, scale, kind, block, size=None, key=None, first=0: _supports(torch.float32, kind, block, data, scale, key),
+        supports=lambda data, scale, kind, block, size=None, key=None, first=0: _supports(
+            torch.float32, kind, block, data, scale, key
+        ),
         prefers=on_cuda,
     ),
     flops=lambda data, scale, kind, *_, **__: 2 * _elements(data, kind) + 6 * _elements(data[0], kind),
@@ -404,7 +422,7 @@ dequantize_sum_requantize = Op(
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     codes = {"KEY": "*i64", "first": "i32", "DATA": "CODES", "SCALE": "*fp32"}
     kernels = {
         "_quantize": ({"X": "*bf16"} | codes, {"STOCHASTIC", "ALIGNED"}),
@@ -428,10 +446,15 @@ def builds() -> Iterator[Build]:
         signature = {a: ("*i8" if kind == "int8" else "*u8") if t == "CODES" else t for a, t in pointers.items()}
         signature |= {"n": "i32", "total": "i32"} | dict.fromkeys((*constants, "ROWS"), "constexpr")
         for config in _configs(block, flat)[: 1 + (flat and block == 256)]:
-            label = f"{name} {kind} {config['ROWS']}x{block}{' stochastic' * constants.get('STOCHASTIC', 0)}{' ragged' * (not flat)}"
+            label = (
+                f"{name} {kind} "
+                f"{config['ROWS']}x{block}{' stochastic' * constants.get('STOCHASTIC', 0)}{' ragged' * (not flat)}"
+            )
             # Narrow are the scales, the key, four bits an element, and rows that begin anywhere.
             wide, aligned = (
                 flat and kind != "int4" and name != "_sum_requantize",
                 ("n", "first", "stride") if flat else (),
             )
-            yield Build(label, name, signature, constants, config | {"enable_fp_fusion": False}, wide=wide, aligned=aligned)
+            yield Build(
+                label, name, signature, constants, config | {"enable_fp_fusion": False}, wide=wide, aligned=aligned
+            )

@@ -5,8 +5,7 @@ Integer operations, and float32 ones that IEEE 754 rounds one way: the bits are 
 and no float8 hardware is needed. The division is the exact one; Triton's x / y is not.
 """
 
-import triton
-import triton.language as tl
+from fzero.kernels.optional_triton import tl, triton
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to |y| < 2^22 it rounds y to the nearest integer, ties to even
 ROUNDER_BITS = tl.constexpr(0x4B400000)
@@ -36,7 +35,9 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     infinity or a NaN has scale infinity and codes 0. The bits do not depend on whether the compiler fuses products and
     sums.
     """
-    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else (7.0 if KIND == "int4" else (448.0 if KIND == "fp8_e4m3" else 57344.0))
+    LARGEST: tl.constexpr = (
+        127.0 if KIND == "int8" else (7.0 if KIND == "int4" else (448.0 if KIND == "fp8_e4m3" else 57344.0))
+    )
     # As integers magnitudes are ordered too, with infinity and NaN at the top, which a maximum of floats may drop.
     magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     absmax = magnitude.to(tl.float32, bitcast=True)
@@ -48,7 +49,9 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     if KIND == "int8" or KIND == "int4":
         return _round_to_int(y, word, STOCHASTIC), scale
     MANTISSA: tl.constexpr = 3 if KIND == "fp8_e4m3" else 2
-    LOWEST: tl.constexpr = 121 if KIND == "fp8_e4m3" else 113  # float32's exponent field of the format's smallest normal number
+    LOWEST: tl.constexpr = (
+        121 if KIND == "fp8_e4m3" else 113
+    )  # float32's exponent field of the format's smallest normal number
     bits = y.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
     step = ((254 + MANTISSA) - exponent) << 23  # the bits of 1 / (the distance of the format's numbers around y)

@@ -49,8 +49,8 @@ def always(*args: Any, **options: Any) -> str:
 class Form:
     """One way to compute an operation: `run` takes what the operation's reference takes.
 
-    supports: the same arguments -> "" where this form serves them, else the reason why not, in a few words. prefers:
-    the same arguments -> "" where "auto" should take this form, else the reason why not, with what was measured.
+    supports: the same arguments -> "" if this form serves them, else the reason why not, in a few words. prefers:
+    the same arguments -> "" if "auto" should take this form, else the reason why not, with what was measured.
     composes: whether it serves under vmap and where it is differentiated more than once; the reference does it
     elsewhere.
     """
@@ -81,13 +81,15 @@ class Explanation:
     def __str__(self) -> str:
         """The form and its costs, and a line for each form that was passed over."""
         cost = f"{self.flops:,} FLOP, {self.bytes:,} bytes at least"
-        return "\n".join([f"{self.op}: {self.chosen} ({cost})", *(f"  not {name}: {why}" for name, why in self.reasons.items())])
+        return "\n".join(
+            [f"{self.op}: {self.chosen} ({cost})", *(f"  not {name}: {why}" for name, why in self.reasons.items())]
+        )
 
 
 class Op:
     """A hot operation. Calling it computes `reference(*args, **options)` by the form that `impl` names.
 
-    flops, bytes: the same arguments -> what a call costs at least, forward: floating-point operations, and bytes to and
+    flops, bytes: the same arguments -> the least cost of a call, forward: floating-point operations, and bytes to and
     from memory. Both also serve tensors without data (fake or on the meta device).
     """
 
@@ -114,7 +116,7 @@ class Op:
     ) -> tuple[str, Callable[..., Any]]:
         """(name, function) of the form that serves a call; notes in `reasons` why others do not.
 
-        Raises ValueError where `impl` is no form of this operation, or does not support the call.
+        Raises ValueError if `impl` is no form of this operation, or does not support the call.
         """
         if impl not in ("auto", "reference"):
             form = self.form(impl)
@@ -144,7 +146,9 @@ def op(name: str) -> Op:
     for file in FILES:
         importlib.import_module(f"fzero.kernels.{file}")
     if name not in OPS:
-        raise ValueError(f"there is no operation {name!r}{nearest(name, OPS)}; the operations are {', '.join(sorted(OPS))}")
+        raise ValueError(
+            f"there is no operation {name!r}{nearest(name, OPS)}; the operations are {', '.join(sorted(OPS))}"
+        )
     return OPS[name]
 
 
@@ -202,7 +206,9 @@ class Kernels:
             elif part in ("auto", "reference"):
                 default = part
             else:
-                raise ValueError(f"kernels: {part!r} is neither auto, reference nor OPERATION=FORM, e.g. attention=blocked")
+                raise ValueError(
+                    f"kernels: {part!r} is neither auto, reference nor OPERATION=FORM, e.g. attention=blocked"
+                )
         return cls(default, tuple(sorted(by_op.items())))
 
     def __str__(self) -> str:

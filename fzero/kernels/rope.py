@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fzero.core.autodiff import needs_grad
+from fzero.core.bounds import check_bounds
 from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 LAYOUTS = ("half", "interleaved")
@@ -55,8 +55,21 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
 
+    def __post_init__(self) -> None:
+        check_bounds("factor", self.factor, (1, True, 1e6))
+        check_bounds("low_freq_factor", self.low_freq_factor, (0.0, False, 1e6))
+        check_bounds("high_freq_factor", self.high_freq_factor, (0.0, False, 1e6))
+        check_bounds("original_max_len", self.original_max_len, (1, True, 1e9))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor:g}; it must be above low_freq_factor="
+                f"{self.low_freq_factor:g}"
+            )
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> Tensor:
     """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's
     factor.
     """
@@ -65,7 +78,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, d
     if scaling is None:
         return frequency
     wavelength = 2.0 * math.pi / frequency
-    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     between = (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
     low = wavelength > scaling.original_max_len / scaling.low_freq_factor
     high = wavelength < scaling.original_max_len / scaling.high_freq_factor
@@ -76,7 +91,10 @@ def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> T
     if layout not in LAYOUTS:
         raise ValueError(f"rope: layout is {layout!r}{nearest(layout, LAYOUTS)}; it must be {' or '.join(LAYOUTS)}")
     if x.shape[-1] != 2 * frequencies.shape[-1]:
-        raise ValueError(f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are {frequencies.shape[-1]} frequencies")
+        raise ValueError(
+            f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are {frequencies.shape[-1]} "
+            "frequencies"
+        )
     angle = positions.to(torch.float32)[..., None] * frequencies
     cos, sin = (t.to(x.dtype)[..., None, :] for t in (angle.cos(), angle.sin()))
     if layout == "half":
@@ -89,12 +107,14 @@ def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> T
 def rope_reference(x: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> Tensor:
     """x [B, T, H, K] turned: the definition.
 
-    Raises ValueError for a layout that there is not, and where the frequencies are not K / 2.
+    Raises ValueError for a layout that there is not, and unless there are K / 2 frequencies.
     """
     return _rotate(x, positions, frequencies, layout)
 
 
-def rope_qk_reference(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> tuple[Tensor, Tensor]:
+def rope_qk_reference(
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half"
+) -> tuple[Tensor, Tensor]:
     """q [B, T, H, K] and k [B, T, G, K] turned: the definition."""
     return _rotate(q, positions, frequencies, layout), _rotate(k, positions, frequencies, layout)
 
@@ -107,7 +127,7 @@ QUARTERS = tl.constexpr(2 / math.pi)
 def _cos_sin(angle):
     """(cos, sin) of float32 angles, to 1e-7: reduced to +-pi/4 in float64, then polynomials.
 
-    The device's own are approximate far from 0, where positions are.
+    The device's own are approximate far from 0, at large positions.
     Ref: Moshier, Cephes mathematical library, sinf.c.
     """
     wide = angle.to(tl.float64)
@@ -127,7 +147,7 @@ def _rotate_heads(
     X, OUT, head_stride, stride, cos, sin, COUNT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn the COUNT heads of a token, the first at X; at OUT they lie one behind the other. cos, sin float32
+    """Turn the COUNT heads of a token, the first at X; at OUT they lie one after the other. cos, sin float32
     [BLOCK].
     """
     pair = tl.arange(0, BLOCK)[None, :].to(tl.int64)
@@ -177,7 +197,9 @@ def _grid(tokens: int, config: tuning.Config) -> tuple[int]:
     "rope(Tensor[] x, Tensor positions, Tensor frequencies, bool interleaved, bool inverse) -> Tensor[]",
     lambda x, positions, frequencies, interleaved, inverse: [t.new_empty(t.shape) for t in x],
 )
-def rope_launch(x: Sequence[Tensor], positions: Tensor, frequencies: Tensor, interleaved: bool, inverse: bool) -> list[Tensor]:
+def rope_launch(
+    x: Sequence[Tensor], positions: Tensor, frequencies: Tensor, interleaved: bool, inverse: bool
+) -> list[Tensor]:
     """The one or two tensors x, turned by the angles or (inverse) by minus these, in one pass over memory."""
     out = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x]
     (rows, length, heads, size), (q, k) = x[0].shape, (x[0], x[-1])
@@ -213,7 +235,10 @@ def _fused(name: str, interleaved: bool, results: int) -> Fused:
     )
 
 
-_ONE, _TWO = ({layout: _fused(name, layout == "interleaved", n) for layout in LAYOUTS} for name, n in (("rope", 1), ("rope_qk", 2)))
+_ONE, _TWO = (
+    {layout: _fused(name, layout == "interleaved", n) for layout in LAYOUTS}
+    for name, n in (("rope", 1), ("rope_qk", 2))
+)
 
 
 def _supports(*tensors: Tensor, layout: str = "half") -> str:
@@ -223,10 +248,20 @@ def _supports(*tensors: Tensor, layout: str = "half") -> str:
     if any(t.dtype not in (torch.float32, torch.bfloat16, torch.float16) or t.dtype != x[0].dtype for t in x):
         return f"the dtypes are {', '.join(str(t.dtype) for t in x)}; it takes one of float32, bfloat16 or float16"
     batch, length, _, size = x[0].shape if x[0].dim() == 4 else (0, 0, 0, 0)
-    if any(t.dim() != 4 or (*t.shape[:2], t.shape[3]) != (batch, length, size) for t in x) or frequencies.shape != (size // 2,) or size % 2:
-        return f"the shapes are {', '.join(str(list(t.shape)) for t in tensors)}; it takes [B, T, H, K], positions, and [K / 2]"
+    if (
+        any(t.dim() != 4 or (*t.shape[:2], t.shape[3]) != (batch, length, size) for t in x)
+        or frequencies.shape != (size // 2,)
+        or size % 2
+    ):
+        return (
+            f"the shapes are {', '.join(str(list(t.shape)) for t in tensors)}; it takes [B, T, H, K], positions, "
+            "and [K / 2]"
+        )
     if positions.shape not in ((length,), (batch, length)) or positions.is_floating_point():
-        return f"positions are {positions.dtype} {list(positions.shape)}; it takes integers of shape {[length]} or {[batch, length]}"
+        return (
+            f"positions are {positions.dtype} {list(positions.shape)}; it takes "
+            f"integers of shape {[length]} or {[batch, length]}"
+        )
     if frequencies.dtype != torch.float32 or needs_grad(frequencies):
         return "frequencies must be float32, and are not differentiated"
     return triton_runs(*tensors)
@@ -236,7 +271,9 @@ def _rope_triton(x: Tensor, positions: Tensor, frequencies: Tensor, *, layout: s
     return _ONE[layout](x, positions, frequencies)
 
 
-def _rope_qk_triton(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> tuple[Tensor, Tensor]:
+def _rope_qk_triton(
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half"
+) -> tuple[Tensor, Tensor]:
     return _TWO[layout](q, k, positions, frequencies)
 
 
@@ -255,7 +292,7 @@ rope_qk = _op("rope_qk", rope_qk_reference, _rope_qk_triton)
 
 
 def builds() -> Iterator[Build]:
-    """What `aot` compiles."""
+    """The builds for `aot`."""
     pointers = {
         "Q": "*bf16",
         "K": "*bf16",

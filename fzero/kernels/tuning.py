@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+
+from fzero.core.foreign import read_json
+from fzero.core.storage import naming
+from fzero.kernels.optional_triton import triton
 
 Config = dict[str, int]
 _LOADED: dict[Path, dict[str, Config]] = {}
@@ -39,11 +42,9 @@ def cache_file(device: torch.device) -> Path:
 def _read(path: Path) -> dict[str, Config]:
     if path not in _LOADED:
         try:
-            _LOADED[path] = json.loads(path.read_text())
-        except FileNotFoundError:
-            _LOADED[path] = {}
+            _LOADED[path] = read_json(path) if path.exists() else {}
         except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}); remove it, and tune again") from error
+            raise ValueError(f"{error}; remove it, and tune again") from error
     return _LOADED[path]
 
 
@@ -65,7 +66,7 @@ def tune(
     seconds: Callable[[Config], float],
     device: torch.device,
 ) -> Config:
-    """The fastest of `candidates` by `seconds(config)` (infinite where one does not run), written into the device's
+    """The fastest of `candidates` by `seconds(config)` (infinite if one does not run), written into the device's
     file.
     """
     if not candidates:
@@ -75,8 +76,9 @@ def tune(
     kept = dict(_read(path)) | {_key(kernel, shape): best}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-    part.replace(path)
+    with naming(path):
+        part.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        part.replace(path)
     _LOADED[path] = kept
     return best
 
@@ -110,17 +112,21 @@ def launch(
 ) -> None:
     """Run `kernel[grid(config)](*arguments, **constants, **config)` on the device of the first argument, a tensor.
 
-    configs: those there are; `default` (the first of them if None) serves where none was measured for `shape` on this
+    configs: those there are; `default` (the first of them if None) serves if none was measured for `shape` on this
     device.
     """
     device, name = arguments[0].device, kernel.__name__
     chosen = config(name, shape, default or configs[0], device)
     if _SEARCHING and device.type == "cuda" and _key(name, shape) not in _read(cache_file(device)):
-        copies = [_copy(a) if isinstance(a, torch.Tensor) else a for a in arguments]  # a kernel may write where it reads
+        copies = [
+            _copy(a) if isinstance(a, torch.Tensor) else a for a in arguments
+        ]  # a kernel may write where it reads
 
         def seconds(config: Config) -> float:
             try:
-                return triton.testing.do_bench(lambda: kernel[grid(config)](*copies, **constants, **config), return_mode="median")
+                return triton.testing.do_bench(
+                    lambda: kernel[grid(config)](*copies, **constants, **config), return_mode="median"
+                )
             except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
                 return float("inf")
 

@@ -1,7 +1,7 @@
 """The models: pure functions over parameter trees."""
 
 from fzero.kernels.rope import RopeScaling
-from fzero.models.base import Batch, Cache, Ctx, Loss, Model, init_params, logits, loss, num_params
+from fzero.models.base import Batch, Cache, Ctx, Loss, Model, check_tokens, init_params, logits, loss, num_params
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama
 from fzero.models.lora import LORA, LoRAConfig, lora, merge
@@ -25,6 +25,7 @@ __all__ = [
     "ModelConfig",
     "RopeScaling",
     "build",
+    "check_tokens",
     "gpt2",
     "init_params",
     "llama",

@@ -4,22 +4,26 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
+from fzero.core.arguments import expect_kind
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.core.stack import stack
+from fzero.kernels.cross_entropy import check_targets, counted_tokens
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
 from fzero.sharding.unshard import unshard_block, unshard_tree
 
-Batch = dict[str, Tensor]  # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []
+# tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []. A token counts if its
+# mask is True and its target is not negative.
+Batch = dict[str, Tensor]
 
 
 class MakeLeaf(Protocol):
@@ -61,7 +65,6 @@ class Ctx(NamedTuple):
     cache: Cache | tuple = ()
     kernels: Kernels = AUTO  # the form of each hot operation
     matmul: str = ""  # how the linear layers of the blocks multiply, see core.precision.Policy
-    tiles: int = 1  # tiles that an MLP is computed in, see fzero.models.tiled_linear
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
 
 
@@ -97,7 +100,9 @@ class Model(NamedTuple):
     block: Callable[[Tree, Any, Ctx], Any]  # (one layer's slice of params["blocks"], x) -> x
     head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> this rank's sums
     logits: Callable[[Tree, Any, Ctx], Tensor]  # x -> [B, T, V], for sampling
-    rules: Callable[[Mesh], Rules[str]]  # rules from leaf names to Spec texts; raises ValueError if the mesh does not divide the model
+    rules: Callable[
+        [Mesh], Rules[str]
+    ]  # rules from leaf names to Spec texts; raises ValueError if the mesh does not divide the model
     shared: tuple[str, ...] = ()  # leaves under embed/ that the head uses too (tied embeddings)
 
 
@@ -148,7 +153,11 @@ def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: 
     if plan is None or ctx.mesh.size == 1:
         return params
     shared = model.shared if part == "head" else ()
-    used = {name: leaf for name, leaf in pytree.named_leaves(params).items() if name.startswith(f"{part}/") or name in shared}
+    used = {
+        name: leaf
+        for name, leaf in pytree.named_leaves(params).items()
+        if name.startswith(f"{part}/") or name in shared
+    }
     return unshard_tree(pytree.nest(used), plan)
 
 
@@ -190,20 +199,51 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
     """Raise ValueError if a batch does not fit the model: an entry is missing, shapes differ, or sequences are too long
     or not divisible by tp.
     """
+    write = 'write {"tokens": rows[:, :-1], "targets": rows[:, 1:]}'
+    expect_kind("the batch of a Model", batch, Mapping, write)
     for name in ("tokens", "targets"):
         if name not in batch:
             raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
+        if batch[name].is_floating_point() or batch[name].dtype == torch.bool:
+            raise ValueError(f"batch[{name!r}] is {batch[name].dtype}; it must be int64: the numbers of tokens")
     shape = batch["tokens"].shape
+    if len(shape) != 2:
+        raise ValueError(f"batch['tokens'] has shape {list(shape)}; it must be [B, T], such as tokens[None] of one row")
     for name in ("tokens", "targets", "mask", "documents"):
         if name in batch and batch[name].shape != shape:
-            raise ValueError(f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree")
+            raise ValueError(
+                f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree"
+            )
+    if "mask" in batch and batch["mask"].dtype != torch.bool:
+        raise ValueError(f"batch['mask'] is {batch['mask'].dtype}; it must be bool: give batch['mask'].bool()")
     if shape[-1] > model.config.max_len:
         raise ValueError(f"the sequences have {shape[-1]} tokens and the model takes {model.config.max_len} (max_len)")
     tp = ctx.mesh["tp"].size
     if ctx.sequence and shape[-1] % tp:
         raise ValueError(
-            f"sequence parallelism: the sequences have {shape[-1]} tokens, not divisible by tp={tp}; use {-(-shape[-1] // tp) * tp}"
+            f"sequence parallelism: the sequences have {shape[-1]} tokens, not divisible by tp={tp}; use "
+            f"{-(-shape[-1] // tp) * tp}"
         )
+
+
+def check_tokens(batch: Batch, vocab_size: int) -> None:
+    """Raise ValueError, naming the first position, if a token, or a target that counts, is not in the vocabulary.
+
+    batch: tokens and targets int64 [B, T]; optional mask bool [B, T]. Negative targets, such as the -100 of Hugging
+    Face's collators, do not count. The first call of a train or evaluation step checks its batch so; later ones do not,
+    because it waits for the device: call it on the batches of a data loader that is in doubt.
+
+    >>> tokens = torch.tensor([[3, 5], [1, 8]])
+    >>> check_tokens({"tokens": tokens, "targets": tokens - 100}, vocab_size=8)
+    Traceback (most recent call last):
+    ValueError: tokens[1, 1] is 8; a token is in 0..7
+    """
+    tokens = batch["tokens"]
+    wrong = (tokens < 0) | (tokens >= vocab_size)
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(f"tokens{at} is {int(tokens[tuple(at)])}; a token is in 0..{vocab_size - 1}")
+    check_targets(batch["targets"], vocab_size, batch.get("mask"))
 
 
 def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx) -> tuple[Tensor, Tensor]:
@@ -213,10 +253,10 @@ def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx) -> tuple[Tensor, Te
     Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); both results
     are the same on all ranks of tp.
     """
-    targets = batch["targets"].reshape(-1)
-    mask = batch["mask"].reshape(-1) if "mask" in batch else torch.ones_like(targets, dtype=torch.bool)
+    targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
     options = {"axis": ctx.mesh["tp"], "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
-    return linear_cross_entropy(x.reshape(-1, x.shape[-1]), w, targets, mask, **options), mask.sum()
+    num_tokens = counted_tokens(targets, mask).sum()
+    return linear_cross_entropy(x.reshape(-1, x.shape[-1]), w, targets, mask, **options), num_tokens
 
 
 def num_params(model: Model) -> int:

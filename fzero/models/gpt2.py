@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,13 +26,14 @@ from fzero.models.layers import (
     leave_linear,
     linear,
     norm,
-    own_part,
     self_attention,
     sequence_axis,
     vocabulary_logits,
 )
+from fzero.models.sizes import check_sizes
 from fzero.models.tiled_linear import tiled_gelu_mlp
 from fzero.sharding import Mesh, Rules
+from fzero.sharding.slices import narrow_part
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ class GPT2Config:
     tied: bool = True
     init_std: float = 0.02
     pattern: str = "full"  # attention pattern, see Pattern.parse
+    mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
 
     def __post_init__(self) -> None:
+        check_sizes(self)
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model is {self.d_model}, not divisible by n_heads={self.n_heads}")
         Pattern.parse(self.pattern)
@@ -77,6 +81,41 @@ RULES = (
 )
 
 
+def _init(c: GPT2Config, make: MakeLeaf) -> Tree:
+    std, out_std = c.init_std, c.init_std / math.sqrt(2 * c.n_layers)  # residual branches: section 2.3
+
+    def norm(name: str, *shape: int) -> Tree:
+        return {"scale": make(f"{name}/scale", shape, 0.0, 1.0), "bias": make(f"{name}/bias", shape, 0.0)}
+
+    def dense(name: str, w: str, b: str, size_in: int, size_out: int, std: float) -> Tree:
+        return {
+            w: make(f"{name}/{w}", (c.n_layers, size_in, size_out), std),
+            b: make(f"{name}/{b}", (c.n_layers, size_out), 0.0),
+        }
+
+    d = c.d_model
+    attn = [dense("blocks/attn", f"w_{n}", f"b_{n}", d, d, out_std if n == "o" else std) for n in "qkvo"]
+    tree = {
+        "embed": {
+            "tokens": make("embed/tokens", (c.vocab_size, d), std),
+            "positions": make("embed/positions", (c.max_len, d), std / 2),
+        },
+        "blocks": {
+            "ln_1": norm("blocks/ln_1", c.n_layers, d),
+            "attn": {name: leaf for part in attn for name, leaf in part.items()},
+            "ln_2": norm("blocks/ln_2", c.n_layers, d),
+            "mlp": {
+                **dense("blocks/mlp", "w_in", "b_in", d, c.d_ff, std),
+                **dense("blocks/mlp", "w_out", "b_out", c.d_ff, d, out_std),
+            },
+        },
+        "head": {"norm": norm("head/norm", d)},
+    }
+    if not c.tied:
+        tree["head"]["w"] = make("head/w", (c.vocab_size, d), std)
+    return tree
+
+
 def gpt2(config: GPT2Config) -> Model:
     """Return the GPT-2 of these sizes, as a Model.
 
@@ -92,39 +131,6 @@ def gpt2(config: GPT2Config) -> Model:
     Ref: Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3.
     """
     c, pattern = config, Pattern.parse(config.pattern)
-    std, out_std = c.init_std, c.init_std / math.sqrt(2 * c.n_layers)  # residual branches: section 2.3
-
-    def init(make: MakeLeaf) -> Tree:
-        def norm(name: str, *shape: int) -> Tree:
-            return {"scale": make(f"{name}/scale", shape, 0.0, 1.0), "bias": make(f"{name}/bias", shape, 0.0)}
-
-        def dense(name: str, w: str, b: str, size_in: int, size_out: int, std: float) -> Tree:
-            return {
-                w: make(f"{name}/{w}", (c.n_layers, size_in, size_out), std),
-                b: make(f"{name}/{b}", (c.n_layers, size_out), 0.0),
-            }
-
-        d = c.d_model
-        attn = [dense("blocks/attn", f"w_{n}", f"b_{n}", d, d, out_std if n == "o" else std) for n in "qkvo"]
-        tree = {
-            "embed": {
-                "tokens": make("embed/tokens", (c.vocab_size, d), std),
-                "positions": make("embed/positions", (c.max_len, d), std / 2),
-            },
-            "blocks": {
-                "ln_1": norm("blocks/ln_1", c.n_layers, d),
-                "attn": {name: leaf for part in attn for name, leaf in part.items()},
-                "ln_2": norm("blocks/ln_2", c.n_layers, d),
-                "mlp": {
-                    **dense("blocks/mlp", "w_in", "b_in", d, c.d_ff, std),
-                    **dense("blocks/mlp", "w_out", "b_out", c.d_ff, d, out_std),
-                },
-            },
-            "head": {"norm": norm("head/norm", d)},
-        }
-        if not c.tied:
-            tree["head"]["w"] = make("head/w", (c.vocab_size, d), std)
-        return tree
 
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         x = embed_tokens(params["embed"]["tokens"], batch, ctx)
@@ -133,7 +139,7 @@ def gpt2(config: GPT2Config) -> Model:
             first = (ctx.cache.length if ctx.cache else 0) + axis.rank * x.shape[1]
             x = x + table[first : first + x.shape[1]]
         else:
-            x = x + F.embedding(own_part(document_positions(ctx.documents), axis.rank, axis.size, 1), table)
+            x = x + F.embedding(narrow_part(document_positions(ctx.documents), axis.rank, axis.size, 1), table)
         return dropout(x, c.dropout, "embed", ctx)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
@@ -141,9 +147,9 @@ def gpt2(config: GPT2Config) -> Model:
         h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_heads, pattern=pattern)
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
         h = enter(h, ctx, "blocks/mlp")
-        if ctx.tiles > 1:
-            expect_plain(ctx)
-            h = tiled_gelu_mlp(h, p["mlp"]["w_in"], p["mlp"]["w_out"], ctx.tiles, p["mlp"]["b_in"])
+        if c.mlp_tiles > 1:
+            expect_plain(ctx, c.mlp_tiles)
+            h = tiled_gelu_mlp(h, p["mlp"]["w_in"], p["mlp"]["w_out"], c.mlp_tiles, p["mlp"]["b_in"])
             h = leave(h, ctx, "blocks/mlp") + p["mlp"]["b_out"].to(h.dtype)
         else:
             h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"], ctx), approximate="tanh")
@@ -169,4 +175,6 @@ def gpt2(config: GPT2Config) -> Model:
         )
         return RULES
 
-    return Model(config, init, embed, block, head, logits, rules, shared=("embed/tokens",) if c.tied else ())
+    return Model(
+        config, partial(_init, c), embed, block, head, logits, rules, shared=("embed/tokens",) if c.tied else ()
+    )

@@ -30,6 +30,7 @@ from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
 from fzero.models.base import Batch, Ctx
 from fzero.models.tiled_linear import tiled_mlp
 from fzero.sharding import Mesh
+from fzero.sharding.slices import narrow_part
 
 
 class Split(NamedTuple):
@@ -39,7 +40,9 @@ class Split(NamedTuple):
     dim: int
     size: int
     name: str
-    kind: str = "size"  # or "heads", "kv heads": kv heads may be fewer than tp; then each serves the same number of ranks
+    kind: str = (
+        "size"  # or "heads", "kv heads": kv heads may be fewer than tp; then each serves the same number of ranks
+    )
 
 
 def expect_divisible(mesh: Mesh, *splits: Split) -> None:
@@ -56,7 +59,9 @@ def expect_divisible(mesh: Mesh, *splits: Split) -> None:
             has = f"size {split.size}" if split.kind == "size" else f"{split.size} heads ({split.name})"
             fix = f"{'pad' if split.kind == 'size' else 'change'} {split.name} to {-(-split.size // tp) * tp}"
             raise ValueError(
-                f"{split.leaf}: dim {split.dim} has {has}, not divisible by tp={tp}; use tp in {{{', '.join(allowed)}}} or {fix}"
+                f"{split.leaf}: dim {split.dim} has {has}, not divisible by "
+                f"tp={tp}; use tp in {{{', '.join(allowed)}}} "
+                f"or {fix}"
             )
 
 
@@ -65,12 +70,6 @@ def sequence_axis(ctx: Ctx) -> Axis:
     one of size 1.
     """
     return ctx.mesh["tp"] if ctx.sequence else Axis("tp")
-
-
-def own_part(x: Tensor, part: int, parts: int, dim: int) -> Tensor:
-    """Part number `part` of x cut into `parts` equal parts along a dim; x itself if there is one part."""
-    size = x.shape[dim] // parts
-    return x.narrow(dim, part * size, size) if parts > 1 else x
 
 
 def enter(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
@@ -131,7 +130,11 @@ def dropout_active(rate: float, ctx: Ctx) -> bool:
 
 def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     """x + dropout(h)."""
-    return dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"]) if dropout_active(rate, ctx) else x + h
+    return (
+        dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"])
+        if dropout_active(rate, ctx)
+        else x + h
+    )
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
@@ -186,7 +189,7 @@ def self_attention(
     if kv_heads < tp.size:
         # Consecutive ranks share a head. There are no biases to narrow: models with biases have as many key/value heads
         # as heads.
-        p = {**p, **{n: own_part(p[n], tp.rank * kv_heads // tp.size, kv_heads, -1) for n in ("w_k", "w_v")}}
+        p = {**p, **{n: narrow_part(p[n], tp.rank * kv_heads // tp.size, kv_heads, -1) for n in ("w_k", "w_v")}}
     x = enter(x, ctx, "blocks/attn")
     q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}"), ctx) for n in "qkv")
     q = rearrange(q, "b t (h k) -> b t h k", h=heads // tp.size)
@@ -213,25 +216,26 @@ def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = N
     return y if b is None else y + b.to(y.dtype)  # added once, after the sum over ranks
 
 
-def swiglu(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+def swiglu(p: Tree, x: Tensor, ctx: Ctx, tiles: int = 1) -> Tensor:
     """Return (silu(x w_gate) * (x w_up)) w_down (Shazeer 2020, "GLU variants improve transformer", equation 6).
 
     Communicates over tp: see `enter` and `leave`, once each.
     """
     x = enter(x, ctx, "blocks/mlp")
-    if ctx.tiles > 1:
-        expect_plain(ctx)
-        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], ctx.tiles, impl=ctx.kernels["swiglu"])
+    if tiles > 1:
+        expect_plain(ctx, tiles)
+        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, impl=ctx.kernels["swiglu"])
         return leave(h, ctx, "blocks/mlp")
     h = glu.swiglu(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels["swiglu"])
     return leave_linear(h, p["w_down"], ctx, "blocks/mlp")
 
 
-def expect_plain(ctx: Ctx) -> None:
+def expect_plain(ctx: Ctx, tiles: int) -> None:
     """Raise ValueError if the MLP cannot be computed in tiles because it multiplies in float8."""
     if ctx.matmul:
         raise ValueError(
-            f"mlp_tiles is {ctx.tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 form; use mlp_tiles=1"
+            f"mlp_tiles is {tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
+            "form; use mlp_tiles=1"
         )
 
 

@@ -29,6 +29,7 @@ from fzero.models.layers import (
     swiglu,
     vocabulary_logits,
 )
+from fzero.models.sizes import check_sizes
 from fzero.sharding import Mesh, Rules
 
 
@@ -58,8 +59,10 @@ class LlamaConfig:
     dropout: float = 0.0
     init_std: float = 0.02
     pattern: str = "full"  # attention pattern, see Pattern.parse
+    mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
 
     def __post_init__(self) -> None:
+        check_sizes(self)
         if not self.head_dim and self.d_model % self.n_heads:
             raise ValueError(f"d_model is {self.d_model}, not divisible by n_heads={self.n_heads}; give head_dim")
         if self.n_heads % self.n_kv_heads:
@@ -81,7 +84,9 @@ RULES = (
     (r"^blocks/norm_", "[L/pp, D]"),
     (r"^head/norm/", "[D]"),
 )
-SHARED_KV_RULES = ((r"/attn/w_[kv]$", "[L/pp, D, G] +tp"),)  # fewer heads than ranks: each rank holds all of them and uses one
+SHARED_KV_RULES = (
+    (r"/attn/w_[kv]$", "[L/pp, D, G] +tp"),
+)  # fewer heads than ranks: each rank holds all of them and uses one
 MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp, F/tp, D]"))
 
 
@@ -127,7 +132,9 @@ def attend(c: LlamaConfig, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor
     """Return (x after the attention half of a block, the same normalised for the feed-forward half)."""
     h = norm(p["norm_1"], x, c.norm_eps, ctx)
     frequencies, pattern = (c.key_dim, c.rope_theta, c.rope_scaling), Pattern.parse(c.pattern)
-    h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies)
+    h = self_attention(
+        p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies
+    )
     return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
 
 
@@ -189,7 +196,7 @@ def llama(config: LlamaConfig) -> Model:
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         x, h = attend(c, p, x, ctx)
-        return add(x, swiglu(p["mlp"], h, ctx), c.dropout, "mlp", ctx)
+        return add(x, swiglu(p["mlp"], h, ctx, c.mlp_tiles), c.dropout, "mlp", ctx)
 
     return Model(
         config=c,

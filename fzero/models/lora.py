@@ -86,7 +86,9 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
         base = model.rules(mesh)
         texts = match_rules(base, list(shapes), what="the model's sharding rules")
         of_factors = [
-            (f"^{re.escape(name)}_lora_{factor}$", text) for name in names for factor, text in zip("ab", _factor_specs(texts[name]))
+            (f"^{re.escape(name)}_lora_{factor}$", text)
+            for name in names
+            for factor, text in zip("ab", _factor_specs(texts[name]))
         ]
         return (*of_factors, *base)
 
@@ -107,7 +109,8 @@ def merge(model: Model, params: Tree) -> Tree:
     """
     if not isinstance(model.config, LoRAConfig):
         raise ValueError(
-            f"merge: the model has no LoRA (its config is a {type(model.config).__name__}); give it the one that lora returned"
+            f"merge: the model has no LoRA (its config is a {type(model.config).__name__}); give it the one "
+            "that lora returned"
         )
     return {**params, "blocks": _merge_tree(params["blocks"], model.config)}
 
@@ -140,13 +143,20 @@ def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> lis
     except re.error as error:
         raise ValueError(f"lora: targets {targets!r} is not a regular expression: {error}") from None
     if not names:
-        raise ValueError(f"lora: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are {', '.join(blocks)}")
+        raise ValueError(
+            f"lora: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are "
+            f"{', '.join(blocks)}"
+        )
     for name in names:
         if len(shapes[name]) != 3:
-            raise ValueError(f"lora: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets {targets!r}")
+            raise ValueError(
+                f"lora: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets {targets!r}"
+            )
         most = min(shapes[name][1:])
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= most:
-            raise ValueError(f"lora: rank is {rank!r}; for {name} of shape {shapes[name]} it must be a whole number in [1, {most}]")
+            raise ValueError(
+                f"lora: rank is {rank!r}; for {name} of shape {shapes[name]} it must be a whole number in [1, {most}]"
+            )
     return names
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fzero.comm.collectives import psum
 from fzero.core.pytree import Tree
 from fzero.kernels import moe as experts
+from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Batch, Ctx, Loss, Model, token_loss
 from fzero.models.layers import Split, add, enter, leave, linear, sequence_axis
 from fzero.models.llama import LlamaConfig, attend, embed, head_inputs, init, logits, rules
@@ -45,6 +46,8 @@ class MoEConfig(LlamaConfig):
         super().__post_init__()
         if not 1 <= self.top_k <= self.n_experts:
             raise ValueError(f"top_k is {self.top_k}; it must be in [1, n_experts = {self.n_experts}]")
+        if self.mlp_tiles != 1:
+            raise ValueError(f"mlp_tiles is {self.mlp_tiles}; experts are not computed in tiles, so it must be 1")
 
 
 MOE_RULES = (
@@ -100,7 +103,9 @@ def mixtral(config: MoEConfig) -> Model:
 
     def embed_with_statistics(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
-        zeros = torch.zeros(x.shape[0], c.n_experts, dtype=torch.promote_types(ctx.dtype, torch.float32), device=x.device)
+        zeros = torch.zeros(
+            x.shape[0], c.n_experts, dtype=torch.promote_types(ctx.dtype, torch.float32), device=x.device
+        )
         return {"x": x, "load": zeros, "prob": zeros, "z": zeros[:, 0]}
 
     def block(p: Tree, state: Tree, ctx: Ctx) -> Tree:
@@ -124,7 +129,7 @@ def mixtral(config: MoEConfig) -> Model:
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
         total, num_tokens = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
         z: Tensor = state["z"]
-        weight = batch["mask"].sum(1).to(z.dtype) if "mask" in batch else torch.full_like(z, batch["targets"].shape[1])
+        weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(z.dtype)
         balance = (c.n_experts * (state["load"] * state["prob"]).sum(-1) / c.n_layers**2 * weight).sum()
         z = (z / c.n_layers * weight).sum()
         extra = {"cross_entropy": total, "balance": balance, "router_z": z}

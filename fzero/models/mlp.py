@@ -19,6 +19,7 @@ from fzero.models.layers import (
     norm,
     vocabulary_logits,
 )
+from fzero.models.sizes import check_sizes
 from fzero.sharding import Mesh, Rules
 
 
@@ -35,6 +36,9 @@ class MLPConfig:
     n_layers: int = 2
     d_ff: int = 64
     init_std: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
 
 
 RULES = (
@@ -79,7 +83,9 @@ def mlp(config: MLPConfig) -> Model:
         return vocabulary_logits(enter(x, ctx, "head"), params["head"]["w"], ctx)
 
     def rules(mesh: Mesh) -> Rules[str]:
-        expect_divisible(mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), Split("embed/tokens", 0, c.vocab_size, "vocab_size"))
+        expect_divisible(
+            mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), Split("embed/tokens", 0, c.vocab_size, "vocab_size")
+        )
         return RULES
 
     return Model(config, init, embed, block, head, logits, rules)

@@ -64,6 +64,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "llama-3b": lambda: _llama3(3072, 28, 24, 8192, 32.0, tied=True),
     "llama-8b": lambda: _llama3(4096, 32, 32, 14336, 8.0),
     "llama-70b": lambda: _llama3(8192, 80, 64, 28672, 8.0),
+    "llama-405b": lambda: _llama3(16384, 126, 128, 53248, 8.0),
     "llama2-7b": lambda: LlamaConfig(),
     "llama2-13b": lambda: LlamaConfig(d_model=5120, n_layers=40, n_heads=40, n_kv_heads=40, d_ff=13824),
     "llama2-70b": lambda: LlamaConfig(d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672),
@@ -82,7 +83,9 @@ def preset(name: str) -> ModelConfig:
     12
     """
     if name not in PRESETS:
-        raise ValueError(f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}")
+        raise ValueError(
+            f"model {name!r} is not a preset{nearest(name, PRESETS)}; the presets are {', '.join(PRESETS)}"
+        )
     return PRESETS[name]()
 
 

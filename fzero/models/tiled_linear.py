@@ -229,7 +229,9 @@ def tiled_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, tiles: in
     return _apply("swiglu", x, [w_gate, w_up, w_down], tiles, impl)
 
 
-def tiled_gelu_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, tiles: int, b_in: Tensor | None = None, b_out: Tensor | None = None) -> Tensor:
+def tiled_gelu_mlp(
+    x: Tensor, w_in: Tensor, w_out: Tensor, tiles: int, b_in: Tensor | None = None, b_out: Tensor | None = None
+) -> Tensor:
     """gelu(x w_in + b_in) w_out + b_out for x [..., D], w_in [D, F], w_out [F, D], biases [F] and [D], in tiles as
     `tiled_mlp`.
 
@@ -250,7 +252,9 @@ def tiled_gelu_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, tiles: int, b_in: Ten
 def _expect(x: Tensor, shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} is {list(tensor.shape)}; with x {list(x.shape)} and the others it must be {list(shape)}")
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}; with x {list(x.shape)} and the others it must be {list(shape)}"
+            )
 
 
 def _linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -287,7 +291,9 @@ def _layer(kind: str, params: Sequence[Tensor], tiles: int, impl: str) -> _Layer
     if kind == "columns":
         return _Layer(TiledLinear(size, tiles), (1, 0), tile_spans(size, tiles, "dim 1 of w"))
     inner = 2 if kind == "swiglu" else 1
-    activation = functools.partial(swiglu, impl=impl) if kind == "swiglu" else functools.partial(F.gelu, approximate="tanh")
+    activation = (
+        functools.partial(swiglu, impl=impl) if kind == "swiglu" else functools.partial(F.gelu, approximate="tanh")
+    )
     biased = len(params) > inner + 1
     dims = (*[1] * inner, *[0] * (len(params) - inner))
     return _Layer(TiledMLP(activation, tiles, inner, biased), dims, tile_spans(size, tiles, "F, the units,"))
@@ -306,13 +312,16 @@ def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, impl
 
 
 @operator(
-    "tiled_layer_backward(Tensor x, Tensor[] params, Tensor dy, str kind, int tiles, str impl, bool frozen) -> Tensor[]",
+    "tiled_layer_backward(Tensor x, Tensor[] params, Tensor dy, str kind, int tiles, str impl, bool frozen) "
+    "-> Tensor[]",
     lambda x, params, dy, kind, tiles, impl, frozen: [
         x.new_empty(x.shape),
         *(torch.empty_like(p) for p in ([] if frozen else params)),
     ],
 )
-def tiled_layer_backward(x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, impl: str, frozen: bool) -> list[Tensor]:
+def tiled_layer_backward(
+    x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, impl: str, frozen: bool
+) -> list[Tensor]:
     """The gradients of x and, unless they are frozen, of the parameters."""
     layer = _layer(kind, params, tiles, impl)
     grads = [] if frozen else [torch.empty_like(p) for p in params]

@@ -1,4 +1,5 @@
-"""Activations kept for the backward pass in host memory or on a disk: last in, first out, the next ones fetched one ahead."""
+"""Activations kept for the backward pass in host memory or on a disk: last in, first out, with the next list
+prefetched."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class DiskActivations:
 
 
 class HostActivations:
-    """The same stack in pinned host memory, for tensors of a CUDA device, copied by a stream of its own (in a plan there is no stream)."""
+    """The same stack in pinned host memory, for tensors of a CUDA device, copied by its own stream (in a plan:
+    none)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.planned = device, device == ELSEWHERE
@@ -50,18 +52,21 @@ class HostActivations:
         self.ahead: tuple[list[Tensor], torch.cuda.Event | None] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
-        """Push a list of tensors."""
         if self.planned:
             self.held.append([torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in tensors])
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self.held.append([torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True) for t in tensors])
+            self.held.append(
+                [
+                    torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True)
+                    for t in tensors
+                ]
+            )
         for tensor in tensors:
             tensor.record_stream(self.stream)
 
     def pop(self) -> list[Tensor]:
-        """Remove and return the last list of tensors."""
         found, event = self.ahead or self._fetch()
         self.ahead = self._fetch() if self.held else None
         if event is None:

@@ -1,4 +1,5 @@
-"""The memory through which all transfers to and from a disk pass: allocated once, lent as buffers, never more than its size."""
+"""The memory through which all transfers to and from a disk pass: allocated once, lent as buffers, never more than its
+size."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class BufferPool:
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // HUGE) * HUGE
-        self.memory = mmap.mmap(-1, self.size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a shared one has small pages
+        # a shared one has small pages
+        self.memory = mmap.mmap(-1, self.size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         start = np.frombuffer(self.memory, np.uint8).ctypes.data
@@ -51,8 +53,8 @@ class BufferPool:
             address, runtime = start + self.base, torch.cuda.cudart()
             if code := int(runtime.cudaHostRegister(address, self.size, 1)):  # 1: for all devices
                 raise ValueError(
-                    f"CUDA cannot pin the {self.size:,} bytes of the offload buffers (error {code}); give them less memory "
-                    "(nvme.buffer_mb, --buffer-mb), or allow more locked memory (ulimit -l)"
+                    f"CUDA cannot pin the {self.size:,} bytes of the offload buffers (error {code}); give them less "
+                    "memory (nvme.buffer_mb, --buffer-mb), or allow more locked memory (ulimit -l)"
                 )
             weakref.finalize(self.memory, runtime.cudaHostUnregister, address).atexit = False
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
@@ -68,14 +70,15 @@ class BufferPool:
         n = math.prod(shape) * dtype.itemsize
         size = max(PAGE, round_to_pages(n))
         while True:
-            working = busy()  # called first: a request that ends after this call has returned its memory before the next check
+            # called first: a request that ends after this call has returned its memory before the next check
+            working = busy()
             offset = self._find_room(size)
             if offset is not None:
                 break
             if not working and self.returned.empty():
                 raise ValueError(
-                    f"the offload buffers are {self.size:,} bytes, of which {self.lent:,} are in use, and {size:,} more are needed "
-                    "at once; give them more (nvme.buffer_mb, --buffer-mb)"
+                    f"the offload buffers are {self.size:,} bytes, of which {self.lent:,} are in use, and {size:,} "
+                    "more are needed at once; give them more (nvme.buffer_mb, --buffer-mb)"
                 )
             with suppress(Empty):
                 self.returned.put(self.returned.get(timeout=0.05))
@@ -90,7 +93,8 @@ class BufferPool:
         return start <= storage.data_ptr() < start + self.size
 
     def _return(self, offset: int, size: int) -> None:
-        # Called when the last reference is dropped, in any thread, even by a garbage collection inside `take`: it may not take a lock.
+        # Called when the last reference is dropped, in any thread, even by a garbage collection inside `take`: it may
+        # not take a lock.
         self.returned.put((offset, size))
 
     def _find_room(self, size: int) -> int | None:

@@ -1,4 +1,5 @@
-"""Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank, so that the file of a chunk is its bytes.
+"""Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank, so that the file of a chunk is its
+bytes.
 
 tensorstore creates and opens the arrays. On a local disk that takes direct transfers, rows of chunks are read and
 overwritten in place; elsewhere tensorstore itself reads and writes them.
@@ -50,7 +51,7 @@ class LeafFiles(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """The bytes of a chunk's file: whole pages, and one page for a leaf without elements."""
+        """The bytes of a chunk's file: whole pages, at least one."""
         return max(PAGE, round_to_pages(self.chunk_bytes))
 
     @property
@@ -85,9 +86,24 @@ class Chunks:
     """
 
     def __init__(
-        self, folder: str | Path, leaves: dict[str, LeafFiles], rank: int, ranks: int, buffers: BufferPool, disk: DiskIO, *, create: bool
+        self,
+        folder: str | Path,
+        leaves: dict[str, LeafFiles],
+        rank: int,
+        ranks: int,
+        buffers: BufferPool,
+        disk: DiskIO,
+        *,
+        create: bool,
     ) -> None:
-        self.folder, self.leaves, self.rank, self.ranks, self.buffers, self.disk = folder, leaves, rank, ranks, buffers, disk
+        self.folder, self.leaves, self.rank, self.ranks, self.buffers, self.disk = (
+            folder,
+            leaves,
+            rank,
+            ranks,
+            buffers,
+            disk,
+        )
         self.direct = not is_url(folder) and serves_direct(Path(folder))
         self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
         self.arrays: dict[str, Any] = {}
@@ -95,7 +111,9 @@ class Chunks:
         self.in_place = self.direct and file_system(mount_point(folder)) in IN_PLACE
         if not self.direct and not is_url(folder):
             warnings.warn(
-                f"{folder}: its file system refuses direct transfers (O_DIRECT); it is used through tensorstore, slower", stacklevel=3
+                f"{folder}: its file system refuses direct transfers (O_DIRECT); it is used through "
+                "tensorstore, slower",
+                stacklevel=3,
             )
         if create and rank == 0:
             for name, kept in leaves.items():
@@ -107,7 +125,10 @@ class Chunks:
     def open(self, held: set[int]) -> None:
         """Open this rank's chunks, once the arrays exist; missing files of slots that are not `held` are created."""
         if not self.direct:
-            self.arrays = {name: _open_array(self.folder, name, kept, self.ranks, create=False) for name, kept in self.leaves.items()}
+            self.arrays = {
+                name: _open_array(self.folder, name, kept, self.ranks, create=False)
+                for name, kept in self.leaves.items()
+            }
             return
         for name, kept in self.leaves.items():
             for slot in range(kept.slots):
@@ -124,7 +145,9 @@ class Chunks:
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.is_file():
-            raise Damaged(f"{path}: is missing, a part of {name}; the store in {self.folder} is damaged: resume from a checkpoint")
+            raise Damaged(
+                f"{path}: is missing, a part of {name}; the store in {self.folder} is damaged: resume from a checkpoint"
+            )
         fd = open_direct(path, os.O_RDWR | (os.O_CREAT if create else 0))
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
@@ -137,8 +160,8 @@ class Chunks:
         elif (found := os.fstat(fd).st_size) != size:
             os.close(fd)
             raise Damaged(
-                f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.folder} is damaged: "
-                "resume from a checkpoint"
+                f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.folder} is "
+                "damaged: resume from a checkpoint"
             )
         return fd
 
@@ -147,15 +170,17 @@ class Chunks:
         if error.errno == errno.ENOSPC:
             total = sum(k.slots * k.layers * k.file_bytes for k in self.leaves.values()) * self.ranks
             return ValueError(
-                f"{self.folder}: {error.strerror}; the store needs {total:,} bytes: make room, or give another folder (--nvme)"
+                f"{self.folder}: {error.strerror}; the store needs {total:,} bytes: make room, or give "
+                "another folder (--nvme)"
             )
         return ValueError(
-            f"{self.folder}: {error.strerror or error}; the store holds its last complete step: resume from it when the disk works again, "
-            "or from a checkpoint"
+            f"{self.folder}: {error.strerror or error}; the store holds its last complete step: resume from it when "
+            "the disk works again, or from a checkpoint"
         )
 
     def row_blocks(self, name: str, most: int) -> list[Rows]:
-        """Ranges of a chunk's rows, of about `most` bytes each at most, that begin at pages: each can be read and written alone."""
+        """Ranges of a chunk's rows, of about `most` bytes each at most, that begin at pages: each can be read and
+        written alone."""
         kept = self.leaves[name]
         return row_blocks((kept.chunk[0] if kept.chunk else 1, kept.row_bytes), most)
 
@@ -171,7 +196,11 @@ class Chunks:
         buffer = self.buffers.take(shape, kept.dtype, self.disk.busy)
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
-            return RowRead(buffer, self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority), self.failed)
+            return RowRead(
+                buffer,
+                self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority),
+                self.failed,
+            )
         first, count = offset // kept.dtype.itemsize, math.prod(shape)
 
         def work() -> int:
@@ -197,7 +226,9 @@ class Chunks:
         note: called with each block of the buffer before it is written.
         """
         kept, shape, offset = self._span(name, rows)
-        assert tuple(buffer.view.shape) == shape and buffer.view.dtype == kept.dtype, f"{name}: {buffer.view.shape} is not {shape}"
+        assert tuple(buffer.view.shape) == shape and buffer.view.dtype == kept.dtype, (
+            f"{name}: {buffer.view.shape} is not {shape}"
+        )
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
             return self.disk.write(self.files[name, slot, layer], buffer.raw, offset, priority=priority, note=note)
@@ -221,7 +252,11 @@ class Chunks:
             return
         slots = max(kept.slots for kept in self.leaves.values())
         names = [name for name, kept in self.leaves.items() if kept.slots == slots or slot not in self.synced]
-        fds = [fd for (name, s, _), fd in self.files.items() if name in names and (s == slot or self.leaves[name].slots == 1)]
+        fds = [
+            fd
+            for (name, s, _), fd in self.files.items()
+            if name in names and (s == slot or self.leaves[name].slots == 1)
+        ]
         if slot in self.synced and self.in_place:
             fds = fds[:1]
         each = max(1, -(-len(fds) // max(1, self.disk.settings.writers)))
@@ -245,14 +280,14 @@ class Chunks:
                 self.path(name, slot, layer).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the files."""
         for fd in self.files.values():
             os.close(fd)
         self.files.clear()
 
 
 def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, create: bool) -> Any:
-    """The array [slots, layers, ranks, elements of a chunk] of a leaf, in which the padding of a chunk's last page counts as elements."""
+    """The array [slots, layers, ranks, elements of a chunk] of a leaf, in which the padding of a chunk's last page
+    counts as elements."""
     import tensorstore
 
     n = kept.file_bytes // kept.dtype.itemsize
@@ -262,14 +297,18 @@ def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, c
             "shape": [kept.slots, kept.layers, ranks, n],
             "data_type": str(kept.dtype).removeprefix("torch."),
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 1, 1, n]}},
-            "codecs": [{"name": "bytes", **({"configuration": {"endian": "little"}} if kept.dtype.itemsize > 1 else {})}],
+            "codecs": [
+                {"name": "bytes", **({"configuration": {"endian": "little"}} if kept.dtype.itemsize > 1 else {})}
+            ],
             "attributes": {"shape": list(kept.shape), "stacked": kept.stacked, "elements": math.prod(kept.chunk)},
         }
     try:
         return tensorstore.open(spec, open=True, create=create, context=context()).result()
     except (ValueError, RuntimeError) as error:
-        said = str(error).split(" [")[0].splitlines()[0]
-        raise Damaged(f"{folder}/arrays/{name}: {said}; resume from a checkpoint, or start the run in another folder (--nvme)") from None
+        message = str(error).split(" [")[0].splitlines()[0]
+        raise Damaged(
+            f"{folder}/arrays/{name}: {message}; resume from a checkpoint, or start the run in another folder (--nvme)"
+        ) from None
 
 
 def read_chunk(folder: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
@@ -279,7 +318,6 @@ def read_chunk(folder: str | Path, name: str, kept: LeafFiles, slot: int, layer:
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
-    """The tensor's memory as a numpy array of the same dtype."""
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
 
@@ -309,5 +347,8 @@ def _allow_files(count: int) -> None:
     if soft >= wanted or soft == resource.RLIM_INFINITY:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise ValueError(f"the store has {count:,} chunk files and a process may open {hard:,} (ulimit -Hn); raise the limit to {wanted:,}")
+        raise ValueError(
+            f"the store has {count:,} chunk files and a process may open {hard:,} (ulimit -Hn); raise the "
+            f"limit to {wanted:,}"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -6,12 +6,12 @@ import json
 import os
 import re
 import tempfile
-import tomllib
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from fzero.core.storage import PAGE, is_url
+from fzero.core.foreign import parse_toml, read_text_file
+from fzero.core.storage import PAGE, is_url, naming
 from fzero.offload.disk_io import DiskSettings, mount_point
 
 
@@ -23,16 +23,17 @@ def config_file() -> Path:
 def _read_config() -> tuple[str, dict[str, Any]]:
     path = config_file()
     try:
-        text = path.read_text(encoding="utf-8")
-        found = tomllib.loads(text)
-    except FileNotFoundError:
-        return "", {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as TOML ({error}); correct it, or delete it and run `fzero bench disk` again") from None
+        if not path.exists():
+            return "", {}
+        text = read_text_file(path)
+        found = parse_toml(text, str(path))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}; correct it, or delete it and run `fzero bench disk` again") from None
     disks = found.get("disk", {})
     if not isinstance(disks, dict) or not all(isinstance(entry, dict) for entry in disks.values()):
         raise ValueError(
-            f'{path}: disk must be tables such as [disk."/mnt/nvme"]; correct it, or delete it and run `fzero bench disk` again'
+            f'{path}: disk must be tables such as [disk."/mnt/nvme"]; correct it, or delete it and run `fzero '
+            "bench disk` again"
         )
     return text, found
 
@@ -52,7 +53,8 @@ def load_settings(folder: str | Path) -> DiskSettings:
         if type(value) is not int or value < 1 or value % step:
             allowed = f"a multiple of {PAGE}" if step > 1 else "a whole number from 1"
             raise ValueError(
-                f'{config_file()}: {name} of [disk."{mount}"] is {value!r}; it must be {allowed}; run `fzero bench disk` again'
+                f'{config_file()}: {name} of [disk."{mount}"] is {value!r}; it must be {allowed}; run `fzero '
+                "bench disk` again"
             )
     return DiskSettings(**values)
 
@@ -69,18 +71,22 @@ def save_settings(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> 
     values["measured"] = date.today()
     header = f"[disk.{json.dumps(mount, ensure_ascii=False)}]"
     kept = re.sub(rf"^{re.escape(header)}[^\n]*\n(?:(?!\[)[^\n]*\n)*", "", f"{text}\n", flags=re.MULTILINE).strip()
-    after = "\n".join([*([kept, ""] if kept else []), header, *(f"{name} = {value}" for name, value in values.items()), ""])
+    after = "\n".join(
+        [*([kept, ""] if kept else []), header, *(f"{name} = {value}" for name, value in values.items()), ""]
+    )
     wanted = {**before, "disk": {**before.get("disk", {}), mount: values}}
     try:
-        same = tomllib.loads(after) == wanted
-    except tomllib.TOMLDecodeError:
+        same = parse_toml(after, str(path)) == wanted
+    except ValueError:
         same = False
     if not same:
-        raise ValueError(f"{path}: has {header} in a form that cannot be replaced; delete it there and run `fzero bench disk` again")
+        raise ValueError(
+            f"{path}: has {header} in a form that cannot be replaced; delete it there and run `fzero bench disk` again"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(prefix="config.toml.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(after)
             file.flush()
             os.fsync(file.fileno())

@@ -31,7 +31,7 @@ REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 class DiskSettings(NamedTuple):
     """Block size and threads of the transfers to a disk; `fzero bench disk` finds the best for a disk."""
 
-    block_bytes: int = 16 << 20  # of one operation: with 2 threads, enough requests to keep a disk busy at little CPU time
+    block_bytes: int = 16 << 20  # bytes of one operation: with 2 threads, enough to keep a disk busy at little CPU time
     readers: int = 2  # threads
     writers: int = 2
 
@@ -83,10 +83,11 @@ class DiskIO:
         self.order = itertools.count()
         self.in_flight = 0  # requests
         self.owner = threading.get_ident()
-        self.shared = False  # by threads that each hold buffers
         self.read_bytes, self.written_bytes, self.waited_s, self.closed = 0, 0, 0.0, False
         self.kinds = [False] * settings.readers + [True] * settings.writers
-        self.threads = [threading.Thread(target=self._serve, args=(write,), daemon=True, name="fzero-disk") for write in self.kinds]
+        self.threads = [
+            threading.Thread(target=self._serve, args=(write,), daemon=True, name="fzero-disk") for write in self.kinds
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -95,15 +96,21 @@ class DiskIO:
         return DiskTraffic(self.read_bytes, self.written_bytes, self.waited_s)
 
     def busy(self) -> bool:
-        """Whether a request is under way, or another thread uses the buffers, so that memory may be returned soon."""
-        return self.in_flight > 0 or self.shared
+        """Whether a request is under way, so that memory may be returned soon."""
+        return self.in_flight > 0
 
     def read(self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT) -> DiskRequest:
         """Start to read `raw` (uint8, contiguous; whole pages for direct files) from a file at `offset`."""
         return self._put(False, fd, raw, offset, priority)
 
     def write(
-        self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT, note: Callable[[memoryview], None] | None = None
+        self,
+        fd: int,
+        raw: Tensor,
+        offset: int,
+        *,
+        priority: int = NEXT,
+        note: Callable[[memoryview], None] | None = None,
     ) -> DiskRequest:
         """Start to write `raw` to a file at `offset`; `raw` may not change until the request is done.
 
@@ -118,12 +125,20 @@ class DiskIO:
         return pending
 
     def _put(
-        self, write: bool, fd: int, raw: Tensor, offset: int, priority: int, note: Callable[[memoryview], None] | None = None
+        self,
+        write: bool,
+        fd: int,
+        raw: Tensor,
+        offset: int,
+        priority: int,
+        note: Callable[[memoryview], None] | None = None,
     ) -> DiskRequest:
         view, block = memoryview(raw.numpy()), self.settings.block_bytes
         starts = range(0, len(view), block)
         pending = DiskRequest(self, len(starts))
-        self._queue(write, [_transfer(write, fd, view[at : at + block], offset + at, note) for at in starts], pending, priority)
+        self._queue(
+            write, [_transfer(write, fd, view[at : at + block], offset + at, note) for at in starts], pending, priority
+        )
         return pending
 
     def _queue(self, write: bool, works: list[Callable[[], int]], pending: DiskRequest, priority: int) -> None:
@@ -148,7 +163,7 @@ class DiskIO:
                 if pending.error is None:
                     moved = work()
             except Exception as failure:
-                error = failure.with_traceback(None)  # its frames would hold the buffer
+                error = failure.with_traceback(None)  # the traceback's frames would hold the buffer
             del work  # and with it the buffer
             with self.lock:
                 pending.error = pending.error or error
@@ -172,14 +187,16 @@ class DiskIO:
             thread.join()
 
 
-def _transfer(write: bool, fd: int, view: memoryview, offset: int, note: Callable[[memoryview], None] | None = None) -> Callable[[], int]:
+def _transfer(
+    write: bool, fd: int, view: memoryview, offset: int, note: Callable[[memoryview], None] | None = None
+) -> Callable[[], int]:
     move = os.pwritev if write else os.preadv
 
     def run() -> int:
         if note is not None:
             note(view)
         done, size = move(fd, [view], offset), len(view)
-        while done < size:  # a direct transfer can only continue at a page
+        while done < size:  # direct transfers must continue at a page
             moved = 0 if done % PAGE else move(fd, [view[done:]], offset + done)
             if moved == 0:
                 raise OSError(errno.EIO, f"the file ends at byte {offset + done:,}, {size - done:,} bytes too early")
@@ -220,7 +237,11 @@ def file_system(mount: str) -> str:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return ""
-    kinds = [kind for _, at, kind, *_ in map(str.split, lines) if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), at) == mount]
+    kinds = [
+        kind
+        for _, at, kind, *_ in map(str.split, lines)
+        if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), at) == mount
+    ]
     return kinds[-1] if kinds else ""
 
 

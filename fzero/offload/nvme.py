@@ -12,7 +12,7 @@ from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import LeafFiles
 from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic
 from fzero.offload.scratch import ScratchFile
-from fzero.offload.store import VersionedStore, open_store
+from fzero.offload.store import StoreRanks, VersionedStore, open_store
 from fzero.sharding.mesh import Mesh
 
 SCRATCH = "scratch"
@@ -26,9 +26,14 @@ class Nvme:
     buffer_bytes: the memory through which all transfers to and from the disk pass; None: what the plan needs (see
     `need`).
     slots: versions of the state on the disk. With 2 every step is atomic, each further one keeps a checkpoint without a
-    copy; 1 takes the least space. verify: whether checksums are made with every write and compared when a store is
-    opened again.
+    copy; 1 takes the least space. verify: whether to checksum every write and compare when a store is opened again.
     settings: block size and threads of the disk.
+    Raises ValueError for fewer than 2^20 bytes of buffers and for no slot.
+
+    >>> import tempfile
+    >>> nvme = Nvme(tempfile.mkdtemp(), slots=3)  # for init_state and make_train_step; close() ends its threads
+    >>> nvme.slots, nvme.store is None  # no store is made before a state is
+    (3, True)
     """
 
     def __init__(
@@ -42,7 +47,13 @@ class Nvme:
     ) -> None:
         if buffer_bytes is not None and buffer_bytes < 1 << 20:
             raise ValueError(f"offload: buffer_bytes is {buffer_bytes:,}; it must be at least {1 << 20:,}")
-        self.folder, self.buffer_bytes, self.slots, self.verify, self.settings = folder, buffer_bytes, slots, verify, settings
+        self.folder, self.buffer_bytes, self.slots, self.verify, self.settings = (
+            folder,
+            buffer_bytes,
+            slots,
+            verify,
+            settings,
+        )
         self.needed = 0
         self._buffers: BufferPool | None = None
         self._disk: DiskIO | None = None
@@ -60,14 +71,12 @@ class Nvme:
 
     @property
     def buffers(self) -> BufferPool:
-        """The buffer pool."""
         if self._buffers is None:
             self._buffers = BufferPool(self.pool_bytes)
         return self._buffers
 
     @property
     def disk(self) -> DiskIO:
-        """The threads that read and write."""
         if self._disk is None:
             self._disk = DiskIO(self.settings)
         return self._disk
@@ -78,14 +87,17 @@ class Nvme:
         if self._scratch is None:
             if self.folder is None or is_url(self.folder):
                 raise ValueError(
-                    f"offload: activations and gradients on a disk need a local folder and it is {self.folder}; name one (--nvme DIR)"
+                    f"offload: activations and gradients on a disk need a local folder and it is {self.folder}; "
+                    "name one (--nvme DIR)"
                 )
             path = Path(self.folder, SCRATCH)
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 self._scratch = ScratchFile(path, self.buffers, self.disk)
             except OSError as error:
-                raise ValueError(f"{error.filename or path}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+                raise ValueError(
+                    f"{error.filename or path}: {error.strerror}; give a folder that this user may write (--nvme)"
+                ) from None
         return self._scratch
 
     def open(
@@ -93,21 +105,20 @@ class Nvme:
     ) -> VersionedStore:
         """Open the store of `leaves` in the folder: a new one, or with `resume` the existing one."""
         if self.folder is None:
-            raise ValueError(f"offload: {next(iter(leaves))} is to rest on a disk and no folder is named; name one (--nvme DIR)")
+            raise ValueError(
+                f"offload: {next(iter(leaves))} is offloaded to a disk and no folder is named; name one (--nvme DIR)"
+            )
         if self.store is not None:
             self.store.close()
         self.store = open_store(
             self.folder,
             leaves,
-            buffers=self.buffers,
-            disk=self.disk,
-            rank=mesh.rank,
-            ranks=mesh.size,
+            streams=(self.buffers, self.disk),
+            ranks=StoreRanks(mesh.rank, mesh.size, partial(barrier, mesh)),
             slots=self.slots,
             verify=self.verify,
             owner=owner,
             resume=resume,
-            barrier=partial(barrier, mesh),
         )
         return self.store
 

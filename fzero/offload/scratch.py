@@ -1,4 +1,4 @@
-"""Activations and gradients of a step on a disk, in a file without a name, of which nothing is left after any crash."""
+"""Activations and gradients of a step on a disk, in a file without a name, which leaves nothing after any crash."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class ScratchFile:
         self.folder, self.buffers, self.disk, self.end = folder, buffers, disk, 0
         self.direct = serves_direct(folder)
         if not self.direct:
-            warnings.warn(f"{folder}: its file system refuses direct transfers (O_DIRECT); they go through the page cache", stacklevel=3)
+            warnings.warn(
+                f"{folder}: its file system refuses direct transfers (O_DIRECT); they go through the page cache",
+                stacklevel=3,
+            )
         path = folder / f".scratch-{os.getpid()}-{id(self)}"
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
         path.unlink()
@@ -113,7 +116,6 @@ class ScratchTensor:
         return torch.Size(chunk if self.depth is None else (self.depth, *chunk))
 
     def dim(self) -> int:
-        """The number of its dims."""
         return len(self.shape)
 
     def add(self, layer: int, value: Tensor) -> None:
@@ -139,7 +141,11 @@ class ScratchTensor:
 
     def iterate_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """(layer, row block) for all row blocks, in order, each read while the one before it is used."""
-        order = [(layer, rows) for layer in range(self.depth or 1) for rows in row_blocks(self.scratch.extents[*self.key, layer].shape)]
+        order = [
+            (layer, rows)
+            for layer in range(self.depth or 1)
+            for rows in row_blocks(self.scratch.extents[*self.key, layer].shape)
+        ]
         begun = (order[0][0], self.read(*order[0]))
         for after in [*order[1:], None]:
             layer, reading = begun
@@ -147,7 +153,9 @@ class ScratchTensor:
                 begun = (after[0], self.read(*after))
             value = reading.wait()
             if value.dtype != self.dtype:
-                # In a buffer: allocating and freeing memory of this size each time would fragment the heap.
-                value = self.scratch.buffers.take(tuple(value.shape), self.dtype, self.scratch.disk.busy).view.copy_(value)
+                # In a buffer, as repeated allocations of this size would fragment the heap.
+                value = self.scratch.buffers.take(tuple(value.shape), self.dtype, self.scratch.disk.busy).view.copy_(
+                    value
+                )
             yield layer, value
             del value, reading

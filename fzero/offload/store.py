@@ -1,8 +1,8 @@
-"""A state that lives on a disk: versions of its leaves in slots, of which one is complete at every instant.
+"""A state on a disk: versions of its leaves in slots, of which one is complete at every instant.
 
 A step reads the slot of the last complete step and writes another one; `commit` makes that the last complete step by
 replacing one small file, step.json. So after any crash the store holds exactly one of the run's steps. With one slot a
-step overwrites what it reads: step.json is marked dirty meanwhile, and a store whose run ended then cannot be resumed.
+step overwrites its input: step.json is marked dirty meanwhile, and a store whose run ended then cannot be resumed.
 
 store.json   the description of the store: its leaves, ranks and owner
 step.json    the last complete step: its slot, the checkpoints in other slots, and the small values of the state
@@ -17,12 +17,13 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.core.foreign import parse_json_value
 from fzero.core.storage import Damaged, is_url, read_text, write_text
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles, RowRead, Rows
@@ -39,7 +40,13 @@ from fzero.offload.store_manifest import (
     sums_name,
 )
 
-OURS = {"arrays", "sums", "scratch", f"{STORE}.partial"}  # may exist in a folder in which a run ended before store.json was written
+OURS = {
+    "arrays",
+    "sums",
+    "scratch",
+    f"{STORE}.partial",
+    "lock.json",  # of the run that writes the store
+}  # left in a folder if a run ended before store.json was written
 WORD = 1 << 64
 
 
@@ -51,24 +58,27 @@ class VersionedStore:
         self.buffers, self.disk, self.folder = chunks.buffers, chunks.disk, chunks.folder
         self.record: StepManifest | None = None
         self.target: int | None = None  # the slot being written
-        # Of the version being written: {(leaf, layer): {first row: sums of blocks}}.
+        # Checksums of the version being written: {(leaf, layer): {first row: sums of blocks}}.
         self.sums: dict[tuple[str, int], dict[int, list[int]]] = {}
         self.fixed: dict[str, list[int]] = {}  # checksums of leaves with one slot, which are written once
         self.writing: list[DiskRequest] = []
 
     @property
     def leaves(self) -> dict[str, LeafFiles]:
-        """Its leaves by name."""
         return self.chunks.leaves
 
     def slot_of(self, name: str, slot: int) -> int:
         """The slot of a leaf in version `slot`: a leaf that never changes has only slot 0."""
         return slot if self.leaves[name].slots > 1 else 0
 
-    def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT, slot: int | None = None) -> RowRead:
+    def read(
+        self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT, slot: int | None = None
+    ) -> RowRead:
         """Start to read rows of a layer of a leaf of the last complete step (or of a pinned slot)."""
         assert self.record is not None, "nothing was committed yet"
-        return self.chunks.read(name, self.slot_of(name, self.record.slot if slot is None else slot), layer, rows, priority=priority)
+        return self.chunks.read(
+            name, self.slot_of(name, self.record.slot if slot is None else slot), layer, rows, priority=priority
+        )
 
     def begin(self) -> None:
         """Begin the next version, in a slot that holds no needed step; does nothing if a version has been begun."""
@@ -90,26 +100,30 @@ class VersionedStore:
         assert self.target is not None, "begin was not called"
         note = None
         if self.verify:
-            # Summed by the threads that write, just before each block is written, while it is in the cache.
+            # The writing threads compute checksums just before each block is written, while it is in the cache.
             buffer.raw[buffer.view.nbytes :] = 0
             sums = self.sums.setdefault((name, layer), {}).setdefault(rows[0] if rows else 0, [])
             sums.clear()
             note = lambda block: sums.append(sum_words(block))  # noqa: E731
         self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
-        self.writing.append(self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER, note=note))
+        self.writing.append(
+            self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER, note=note)
+        )
         return self.writing[-1]
 
     def write_rows(self, name: str, layer: int, rows: Rows, value: Tensor) -> None:
         """Start to write a copy of `value`, rows of a layer of a leaf, into the next version."""
         kept = self.leaves[name]
-        buffer = self.buffers.take((rows[1] - rows[0], *kept.chunk[1:]) if kept.chunk else (), kept.dtype, self.disk.busy)
+        buffer = self.buffers.take(
+            (rows[1] - rows[0], *kept.chunk[1:]) if kept.chunk else (), kept.dtype, self.disk.busy
+        )
         buffer.view.copy_(value.reshape(buffer.view.shape))
         self.write(name, layer, rows, buffer)
 
     def flush(self) -> None:
         """Wait for all writes; raises ValueError if one failed."""
         writing, self.writing = self.writing, []
-        for pending in writing:  # all of them before an error is raised: none may land after later writes
+        for pending in writing:  # wait for all before raising an error: none may finish after later writes
             with suppress(OSError):
                 pending.wait()
         for error in filter(None, (pending.error for pending in writing)):
@@ -154,17 +168,18 @@ class VersionedStore:
         """
         if keep > self.slots - 2:
             raise ValueError(
-                f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked for; "
-                f"use nvme.slots={keep + 2}"
+                f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked "
+                f"for; use nvme.slots={keep + 2}"
             )
-        pinned = sorted({**self.record.pinned, self.record.slot: self.record.step}.items(), key=lambda item: -item[1])[:keep]
+        pinned = sorted({**self.record.pinned, self.record.slot: self.record.step}.items(), key=lambda item: -item[1])[
+            :keep
+        ]
         self._put(self.record._replace(pinned=dict(pinned)))
         return sorted(step for _, step in pinned)
 
     def trim(self) -> None:
-        """Give the space of the slots that hold no step back to the disk: a run that ends needs them no more, and one that goes on makes
-        them again.
-        """
+        """Free the disk space of slots that hold no step: a run that ends does not need them; a resumed one makes them
+        again."""
         self.chunks.trim({self.record.slot, *self.record.pinned})
 
     def finish(self) -> None:
@@ -188,11 +203,14 @@ class VersionedStore:
             return
         where = sums_name(slot, self.chunks.rank)
         try:
-            sums = json.loads(read_text(self.folder, where) or "null")
-            sums = {name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()}
+            sums = parse_json_value(read_text(self.folder, where) or "null", f"{self.folder}/{where}")
+            sums = {
+                name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()
+            }
         except (ValueError, TypeError, KeyError, IndexError):
             raise Damaged(
-                f"{self.folder}/{where}: does not hold the checksums of the store's leaves; it is damaged: resume from a checkpoint"
+                f"{self.folder}/{where}: does not hold the checksums of the store's leaves; it is damaged: "
+                "resume from a checkpoint"
             ) from None
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
@@ -203,8 +221,9 @@ class VersionedStore:
                     found += checksum(reading.buffer)
                 if found % WORD != sums[name][layer]:
                     raise Damaged(
-                        f"{self.chunks.path(name, at, layer)}: is damaged: not what was written of {name}"
-                        f"{f', layer {layer},' if kept.stacked else ''} at step {self.record.step}; resume from a checkpoint"
+                        f"{self.chunks.path(name, at, layer)}: is damaged: the checksum does not match for {name}"
+                        f"{f', layer {layer},' if kept.stacked else ''} at step "
+                        f"{self.record.step}; resume from a checkpoint"
                     )
         self.fixed = {name: sums[name] for name, kept in self.leaves.items() if kept.slots == 1}
 
@@ -228,15 +247,12 @@ class DiskTensor:
         self.shape, self.dtype, self.device = torch.Size(self.kept.shape), self.kept.dtype, torch.device("cpu")
 
     def dim(self) -> int:
-        """The number of its dims."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """The number of its elements."""
         return self.shape.numel()
 
     def element_size(self) -> int:
-        """The bytes of an element."""
         return self.dtype.itemsize
 
     def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
@@ -244,7 +260,7 @@ class DiskTensor:
         return self.store.read(self.name, layer, rows, priority=priority)
 
     def tensor(self, slot: int | None = None, *, layers: tuple[int, int] | None = None) -> Tensor:
-        """All of it, or `layers` = (first, how many) of a stacked leaf, in memory."""
+        """Read the whole leaf, or `layers` = (first, number) of a stacked one, into memory."""
         first, count = layers or (0, self.kept.layers)
         out = torch.empty((count, *self.kept.chunk) if self.kept.stacked else self.shape, dtype=self.dtype)
         for layer in range(first, first + count):
@@ -259,7 +275,7 @@ class DiskTensor:
 
 
 def checksum(buffer: Buffer) -> int:
-    """The sum of a buffer's 64-bit words, modulo 2^64; what fills its last page is set to 0."""
+    """The sum of a buffer's 64-bit words, modulo 2^64; its padding up to the end of a page is set to 0."""
     buffer.raw[buffer.view.nbytes :] = 0
     return sum_words(memoryview(buffer.raw.numpy()))
 
@@ -269,33 +285,41 @@ def sum_words(block: memoryview) -> int:
     return int(np.frombuffer(block, np.uint64).sum(dtype=np.uint64))
 
 
+class StoreRanks(NamedTuple):
+    """The processes that share a store."""
+
+    rank: int = 0
+    size: int = 1
+    barrier: Callable[[], None] = lambda: None  # returns when all ranks have called it
+
+
 def open_store(
     folder: str | Path,
     leaves: dict[str, LeafFiles],
     *,
-    buffers: BufferPool,
-    disk: DiskIO,
-    rank: int = 0,
-    ranks: int = 1,
+    streams: tuple[BufferPool, DiskIO],
+    ranks: StoreRanks | None = None,
     slots: int = 2,
     verify: bool = True,
     owner: dict[str, Any] | None = None,
     resume: bool = False,
-    barrier: Callable[[], None] = lambda: None,
 ) -> VersionedStore:
-    """Open the store of `leaves` in `folder`: a new one, to be written and committed, or with `resume` the existing one.
+    """Open the store of `leaves` in `folder`: a new one, to be written and committed, or with `resume` the existing
+    one.
 
     A new store takes over the files of a store whose run is over; the folder of a run that is not over is refused.
-    buffers, disk: the memory and threads of the transfers. rank, ranks: of this process. slots, verify: see `Nvme`.
-    owner: JSON values that must be equal when the store is opened again. barrier: returns when all ranks have called
-    it.
+    streams: the memory and threads of the transfers. ranks: None for one process. slots, verify: see `Nvme`.
+    owner: JSON values that must be equal when the store is opened again.
     Raises ValueError if the folder cannot be written or holds another store, or the disk is too small, and Damaged if
     the store is damaged.
     """
+    (buffers, disk), (rank, size, barrier) = streams, ranks or StoreRanks()
     if slots < 1:
         raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
-    leaves = {name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()}
-    wanted = describe_store(leaves, ranks, slots, owner or {})
+    leaves = {
+        name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()
+    }
+    wanted = describe_store(leaves, size, slots, owner or {})
     record = None
     if resume:
         check_same_store(folder, json.loads(json.dumps(wanted)))
@@ -304,18 +328,20 @@ def open_store(
             raise ValueError(f"{folder}: holds no complete step yet; start the run again")
         if record.dirty:
             raise Damaged(
-                f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its run ended; "
-                "resume from a checkpoint, and use nvme.slots=2 to survive a kill"
+                f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its "
+                "run ended; resume from a checkpoint, and use nvme.slots=2 to survive a kill"
             )
     elif rank == 0:
         _take_over(folder, wanted)
     barrier()
     try:
-        chunks = Chunks(folder, leaves, rank, ranks, buffers, disk, create=not resume)
+        chunks = Chunks(folder, leaves, rank, size, buffers, disk, create=not resume)
         barrier()
         chunks.open({record.slot, *record.pinned} if resume else set())
     except OSError as error:
-        raise ValueError(f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+        raise ValueError(
+            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
+        ) from None
     store = VersionedStore(chunks, slots, verify)
     if resume:
         store.record = record
@@ -330,7 +356,8 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         record = read_step_manifest(folder)
         if record is not None and not record.done:
             raise ValueError(
-                f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or give another folder (--nvme)"
+                f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or "
+                "give another folder (--nvme)"
             )
     if is_url(folder):
         write_text(folder, STORE, json.dumps(wanted))
@@ -352,7 +379,9 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
     except FileExistsError as error:
         raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
     except OSError as error:
-        raise ValueError(f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)") from None
+        raise ValueError(
+            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
+        ) from None
 
 
 def release_store(folder: str | Path) -> None:
@@ -361,7 +390,7 @@ def release_store(folder: str | Path) -> None:
         return
     try:
         record = read_step_manifest(folder)
-    except ValueError:  # it is damaged: the run resumes from a checkpoint
+    except ValueError:  # damaged: the run resumes from a checkpoint
         Path(folder, STEP).unlink()
         return
     write_text(folder, STEP, step_manifest_text(record._replace(pinned={}, done=True)))

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from fzero.core.foreign import expect_entries, parse_json, short
+from fzero.core.paths import leaf_fault
 from fzero.core.pytree import nearest
 from fzero.core.storage import Damaged, read_text
 from fzero.offload.chunk_files import LeafFiles
 
 FORMAT = 1
 STORE, STEP = "store.json", "step.json"
+MOST_DIMS = 32
+STEP_ENTRIES = {"step": int, "slot": int, "values": dict, "pinned": dict, "dirty": bool, "done": bool}
+STORE_ENTRIES = {"ranks": int, "slots": int, "owner": dict, "leaves": dict}
 
 
 class StepManifest(NamedTuple):
@@ -32,7 +40,11 @@ def sums_name(slot: int, rank: int) -> str:
 
 
 def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
-    """The content of store.json for a store of these leaves, as JSON can hold it."""
+    """The content of store.json for a store of these leaves; raises ValueError naming a leaf whose name cannot be that
+    of a folder."""
+    fault = leaf_fault(leaves)
+    if fault:
+        raise ValueError(f"offload: {fault}; rename it")
     listed = {
         name: {
             "shape": list(kept.shape),
@@ -54,18 +66,24 @@ def read_step_manifest(folder: str | Path) -> StepManifest | None:
         text = read_text(folder, STEP)
         if text is None:
             return None
-        found = json.loads(text)
+        found = parse_json(text, "it")
         if found.pop("sum") != zlib.crc32(json.dumps(found).encode()):
             raise ValueError("its checksum does not agree")
-        return StepManifest(**{**found, "pinned": {int(slot): step for slot, step in found["pinned"].items()}})
+        expect_entries(found, STEP_ENTRIES, "it")
+        found["pinned"] = {int(slot): step for slot, step in found["pinned"].items()}
+        if not all(0 <= n < 1 << 62 for n in (found["step"], found["slot"], *found["pinned"].values())):
+            raise ValueError("its numbers are below 0, or beyond any step")
+        return StepManifest(**found)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{folder}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint") from None
+        raise Damaged(
+            f"{folder}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint"
+        ) from None
 
 
 def step_manifest_text(record: StepManifest) -> str:
     """The text of step.json for a record, with a checksum."""
-    said = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
-    return json.dumps({**said, "sum": zlib.crc32(json.dumps(said).encode())})
+    values = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
+    return json.dumps({**values, "sum": zlib.crc32(json.dumps(values).encode())})
 
 
 def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
@@ -73,12 +91,14 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
     found = read_description(folder)
     if found is None:
         raise ValueError(
-            f"{folder}: holds no store (there is no {STORE}); start the run without --resume, or give the folder it began with"
+            f"{folder}: holds no store (there is no {STORE}); start the run without --resume, or give the "
+            "folder it began with"
         )
     leaves = found["leaves"]
     if found.get("format") != FORMAT:
         raise ValueError(
-            f"{folder}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the version that wrote it"
+            f"{folder}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the "
+            "version that wrote it"
         )
     for name, leaf in wanted["leaves"].items():
         if name not in leaves:
@@ -87,16 +107,34 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
                 "give the folder of this run"
             )
         if leaves[name] != leaf:
-            said, asked = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
+            there, here = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
             raise ValueError(
-                f"{folder}: is the store of another model or mesh: {name} is {said} there and {asked} here; give the folder of this run"
+                f"{folder}: is the store of another model or mesh: {name} is {there} there and {here} here; "
+                "give the folder of this run"
             )
     extra = sorted(set(leaves) - set(wanted["leaves"]))
     if extra:
-        raise ValueError(f"{folder}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run")
-    for key, fix in (("ranks", "use as many processes"), ("slots", "keep nvme.slots"), ("owner", "give the folder of this run")):
+        raise ValueError(
+            f"{folder}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run"
+        )
+    for key, fix in (
+        ("ranks", "use the same number of processes"),
+        ("slots", "keep nvme.slots"),
+        ("owner", "give the folder of this run"),
+    ):
         if found.get(key) != wanted[key]:
             raise ValueError(f"{folder}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
+
+
+def _check_leaf(name: str, leaf: dict[str, Any]) -> None:
+    """Raise ValueError if an entry of store.json describes no leaf."""
+    expect_entries(leaf, {"shape": list, "dtype": str, "stacked": bool, "fixed": bool}, f"its leaf {short(name)}")
+    shape, dtype = leaf["shape"], getattr(torch, leaf["dtype"], None)
+    whole = len(shape) <= MOST_DIMS and all(type(n) is int and n >= 0 for n in shape)
+    if not whole or math.prod(shape) >= 1 << 60 or (leaf["stacked"] and not shape):
+        raise ValueError(f"its leaf {short(name)} has the shape {short(shape)}")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"its leaf {short(name)} has the dtype {short(leaf['dtype'])}")
 
 
 def read_description(folder: str | Path) -> dict[str, Any] | None:
@@ -108,10 +146,21 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
         text = read_text(folder, STORE)
         if text is None:
             return None
-        found = json.loads(text)
-        if all(leaf.keys() >= {"shape", "dtype", "stacked", "fixed"} for leaf in found["leaves"].values()):
-            return found
-        raise ValueError("its leaves lack fields")
+        found = parse_json(text, "it")
+        expect_entries(found, STORE_ENTRIES, "it")
+        expect_entries(found["owner"], {"mesh?": dict, "stage?": int | None}, "its owner")
+        if found["ranks"] < 1 or found["slots"] < 1:
+            raise ValueError(f"it has {found['ranks']} ranks and {found['slots']} slots")
+        for name, size in found["owner"].get("mesh", {}).items():
+            expect_entries(found["owner"]["mesh"], {name: int}, "its mesh")
+            if not 1 <= size < 1 << 31:
+                raise ValueError(f"its mesh has {name}={size}")
+        if fault := leaf_fault(found["leaves"]):
+            raise ValueError(fault)
+        for name, leaf in found["leaves"].items():
+            expect_entries(found["leaves"], {name: dict}, "its leaves")
+            _check_leaf(name, leaf)
+        return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(
             f"{folder}/{STORE}: is not the description of a store ({error}); "

@@ -1,4 +1,5 @@
-"""A state cut into units that are updated one after the other: row blocks of layers, small enough to be in the buffers together."""
+"""Cut a state into units that are updated one after another: row blocks of layers that fit into the buffers
+together."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class RowBlock(NamedTuple):
         """
         part = leaf if self.layer is None else leaf[self.layer : self.layer + 1]
         dim = 0 if self.layer is None else 1
-        return part if self.rows is None or part.dim() <= dim else part.narrow(dim, self.rows[0], self.rows[1] - self.rows[0])
+        return (
+            part
+            if self.rows is None or part.dim() <= dim
+            else part.narrow(dim, self.rows[0], self.rows[1] - self.rows[0])
+        )
 
     def start(self, dims: int) -> tuple[int, ...]:
         """The index of its first element in a leaf with `dims` dims."""
@@ -48,15 +53,26 @@ UpdateUnit = tuple[RowBlock, ...]
 def cut_units(
     shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], whole: Callable[[str], bool], most: int
 ) -> list[UpdateUnit]:
-    """Cut leaves of these shapes into units, layer by layer, of about `most` elements at most and with each leaf at most once.
+    """Cut leaves of these shapes into units, layer by layer, of about `most` elements at most and with each leaf at
+    most once.
 
     stacked: (name) -> whether its first dim counts layers. whole: (name) -> whether its layers may not be cut into
     rows.
     """
-    outside = [RowBlock(n, None, rows) for n, shape in shapes.items() if not stacked(n) for rows in _rows(shape, whole(n), most)]
+    outside = [
+        RowBlock(n, None, rows)
+        for n, shape in shapes.items()
+        if not stacked(n)
+        for rows in _rows(shape, whole(n), most)
+    ]
     depth = max((shape[0] for n, shape in shapes.items() if stacked(n)), default=0)
     layers = [
-        [RowBlock(n, i, rows) for n, shape in shapes.items() if stacked(n) and i < shape[0] for rows in _rows(shape[1:], whole(n), most)]
+        [
+            RowBlock(n, i, rows)
+            for n, shape in shapes.items()
+            if stacked(n) and i < shape[0]
+            for rows in _rows(shape[1:], whole(n), most)
+        ]
         for i in range(depth)
     ]
     units: list[list[RowBlock]] = []
@@ -120,7 +136,7 @@ def read_block(leaf: Any, part: RowBlock, *, whole: bool = False) -> BlockRead:
 
 
 def begin_ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:
-    """(item, begin(item)) for all items, in order; `begin` is called up to `depth` items before the pair is used."""
+    """Yield (item, begin(item)) in order, calling `begin` up to `depth` items ahead of use."""
     waiting: list[tuple[Item, Begun]] = []
     for item in items:
         waiting.append((item, begin(item)))

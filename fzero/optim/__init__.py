@@ -3,10 +3,10 @@
 from fzero.optim.accumulate import AccumulateState, accumulate
 from fzero.optim.adafactor import AdafactorState, adafactor
 from fzero.optim.adamw import Adam8State, AdamState, adam, adamw
+from fzero.optim.average import AverageState, with_average
 from fzero.optim.base import GradientTransformation, Pass, Schedule, apply_in_place, apply_updates
 from fzero.optim.clip import clip_by_global_norm, clip_by_value
 from fzero.optim.combine import by_label, chain
-from fzero.optim.ema import ema_init, ema_update
 from fzero.optim.lamb import LambState, lamb
 from fzero.optim.lion import Lion8State, LionState, lion
 from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rules
@@ -34,6 +34,7 @@ __all__ = [
     "AdafactorState",
     "Adam8State",
     "AdamState",
+    "AverageState",
     "GradientTransformation",
     "LambState",
     "Lion8State",
@@ -58,8 +59,6 @@ __all__ = [
     "constant",
     "cosine",
     "decay_matrices",
-    "ema_init",
-    "ema_update",
     "exponential",
     "global_norm",
     "inverse_sqrt",
@@ -76,5 +75,6 @@ __all__ = [
     "sharded",
     "warmup",
     "warmup_cosine",
+    "with_average",
     "wsd",
 ]

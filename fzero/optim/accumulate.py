@@ -8,13 +8,17 @@ import torch
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, apply_in_place
-from fzero.optim.leafwise import settled
+from fzero.optim.base import GradientTransformation, apply_in_place, expect_optimizer
+from fzero.optim.leafwise import without_partial
 from fzero.sharding.spec import Spec
 
 
 class AccumulateState(NamedTuple):
-    """State of `accumulate`."""
+    """The state of `accumulate`.
+
+    >>> accumulate(sgd(0.1), every=4).init({"w": torch.zeros(2)}).sum
+    {'w': tensor([0., 0.])}
+    """
 
     count: torch.Tensor  # int64 0-dim: gradients in the sum, 0 .. every - 1
     sum: Tree  # of the gradients since the last step, like the params
@@ -22,13 +26,23 @@ class AccumulateState(NamedTuple):
 
 
 def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | None = None) -> GradientTransformation:
-    """`tx` on the mean of each `every` gradients; the updates between are zero.
+    """Return the transformation that gives `tx` the mean of each `every` gradients; the updates between are zero.
 
-    The sum is kept in `dtype` (None: the param's dtype). `tx` sees one step per `every`, so its schedules count those.
+    dtype: of the sum of gradients; None: the param's.
+    `tx` sees one step per `every` gradients, so its schedules count those.
     The pure form runs `tx` at each gradient and selects, so that it works under vmap; `apply` runs it only when its
     turn comes.
     Raises ValueError when every is not an int >= 1.
+
+    >>> tx, params = accumulate(sgd(1.0), every=2), {"w": torch.zeros(1)}
+    >>> state = tx.init(params)
+    >>> for g in (1.0, 3.0):
+    ...     updates, state = tx.update({"w": torch.tensor([g])}, state, params)
+    ...     print(updates["w"].item())
+    0.0
+    -2.0
     """
+    expect_optimizer(tx)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"accumulate: every is {every!r}; it must be an int >= 1")
 
@@ -64,7 +78,7 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
     return GradientTransformation(
         init=init,
         update=update,
-        spec=lambda specs: AccumulateState(Spec(), pytree.map(settled, specs), tx.spec(specs)),
+        spec=lambda specs: AccumulateState(Spec(), pytree.map(without_partial, specs), tx.spec(specs)),
         needs=tx.needs,
         apply=apply,
         unit=tx.unit,

@@ -9,16 +9,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import OPTIMIZER, explain_keywords
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
-from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, settled
-from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, without_partial
+from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, rms
 from fzero.sharding.spec import Spec
 
 
 class AdafactorState(NamedTuple):
-    """State of `adafactor`."""
+    """The state of `adafactor`: D + F numbers for a matrix [D, F] (Adam: 2 D F).
+
+    >>> state = adafactor().init({"w": torch.zeros(4, 6)})
+    >>> state.row["w"].shape, state.col["w"].shape
+    (torch.Size([4]), torch.Size([6]))
+    """
 
     count: Tensor  # int64 0-dim: steps made
     row: Tree  # mean of g² over the last dim, [..., D] for a matrix [..., D, F]; for a vector that of each element
@@ -26,7 +32,7 @@ class AdafactorState(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What a leaf is to Adafactor."""
+    """Adafactor's settings for a leaf."""
 
     name: str
     lead: int  # leading dims that count layers, 0 or 1
@@ -35,6 +41,7 @@ class Leaf(NamedTuple):
     decay: float
 
 
+@explain_keywords(**OPTIMIZER)
 def adafactor(
     lr: float | Tensor | Schedule = 1e-2,
     beta2_decay: float = -0.8,
@@ -47,7 +54,7 @@ def adafactor(
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
-    """Adafactor with the meaning of torch.optim.Adafactor.
+    """Return Adafactor, as torch.optim.Adafactor: of the second moments it keeps a row and a column per matrix.
 
     β = 1 - t^beta2_decay;  R = β R + (1 - β) mean(g², last dim);  C = β C + (1 - β) mean(g², last dim but one);
     V = R Cᵀ / max(mean(R), eps1);  U = g / max(√V, eps1);  α = max(eps2, rms(p)) min(lr, 1/√t);
@@ -55,25 +62,30 @@ def adafactor(
 
     A leaf of two dims or more is factored over its last two, the dims before them are a batch (E experts); a vector
     keeps V whole.
-    A leaf whose name the regex `stacked` matches is L leaves along its leading dim: they share no row, column or rms,
-    and a stacked bias [L, D] is L vectors. eps1 None is the machine epsilon of the param's dtype.
-    state_dtype: of row and col, None for the param's. `spec` reads the number of dims off each Spec: name all dims, or
-    none.
-    On sharded leaves means are over whole dims, so that row and col are sharded like the dims they have, and whole on the ranks that share
-    the dim they lack.
+    eps1: None is the machine epsilon of the param's dtype.
+    weight_decay, mask: λ, and which leaves decay (a regex over names, a predicate (name, leaf), None for all).
+    stacked: a regex; a leaf whose name it matches is L leaves along its leading dim: they share no row, column or rms,
+    and a stacked bias [L, D] is L vectors.
+    state_dtype: of row and col, None for the param's. `spec` takes Specs that name all dims, or none.
+    On sharded leaves means are over whole dims, so that row and col are sharded like the dims they have, and whole on
+    the ranks that share the dim they lack.
     Communicates: per axis that shards a dim of a layer, the means over that dim, and three numbers.
     Differs from the paper as torch does: means in place of sums, eps1 inside the quotients and not added to g², lr as
     the cap of the relative step (the paper: 1e-2), decoupled weight decay.
     Raises ValueError for numbers out of range.
+
+    >>> tx, params = adafactor(0.01), {"w": torch.full((2, 2), 5.0)}
+    >>> updates, state = tx.update({"w": torch.ones(2, 2)}, tx.init(params), params)
+    >>> updates["w"][0]  # lr is relative to the root mean square of the leaf, which is 5
+    tensor([-0.0500, -0.0500])
 
     Ref: Shazeer and Stern 2018, "Adafactor: adaptive learning rates with sublinear memory cost", arXiv:1804.04235,
     algorithms 4 and 5.
     """
     check_number("adafactor", lr=lr, eps2=eps2, weight_decay=weight_decay, **({} if eps1 is None else {"eps1": eps1}))
     check_number("adafactor", low=1.0, clip=clip)
-    if not beta2_decay <= 0:
-        raise ValueError(f"adafactor: beta2_decay is {beta2_decay!r}; it must be <= 0, such as -0.8")
-    decays = masked(mask)
+    _expect_decay(beta2_decay)
+    decays = decay_predicate(mask)
 
     def on(shards: ShardedLeaves) -> GradientTransformation:
         def mean(name: str, x: Tensor, dim: int, of: int) -> Tensor:
@@ -84,17 +96,13 @@ def adafactor(
             small = torch.finfo(p.dtype).eps if eps1 is None else eps1
             return Leaf(name, lead, p.dim() - lead >= 2, small, weight_decay if decays(name, p) else 0.0)
 
-        def scalars(count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            t, rate = (count + 1).to(torch.float64), lr_at(lr, count)
-            return rate, t**beta2_decay, torch.minimum(rate, t.rsqrt())
-
         def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
             (rate, fresh, relative), (row, col) = scalars, slots
             square = g * g
             if leaf.factored:
-                row = row + fresh * (mean(leaf.name, square, -1, of=-1) - row)
-                col = col + fresh * (mean(leaf.name, square, -2, of=-2) - col)
-                v = row.unsqueeze(-1) * col.unsqueeze(-2) / mean(leaf.name, row, -1, of=-2)[..., None, None].clamp(min=leaf.eps1)
+                row, col = (x + fresh * (mean(leaf.name, square, d, of=d) - x) for d, x in ((-1, row), (-2, col)))
+                sums = mean(leaf.name, row, -1, of=-2)[..., None, None].clamp(min=leaf.eps1)
+                v = row.unsqueeze(-1) * col.unsqueeze(-2) / sums
             else:
                 v = row = row + fresh * (square - row)
             u = g * v.clamp(min=leaf.eps1**2).rsqrt()
@@ -105,7 +113,7 @@ def adafactor(
         return leafwise(
             AdafactorState,
             [_slot(_row_dims, stacked, state_dtype), _slot(_col_dims, stacked, state_dtype)],
-            scalars,
+            lambda count: _rates(lr_at(lr, count), (count + 1).to(torch.float64), beta2_decay),
             step,
             info=info,
             pieces=layer_pieces(stacked, shards.parts),
@@ -116,7 +124,16 @@ def adafactor(
     return on(WHOLE)
 
 
-# Of the sizes of a leaf's dims, or of its spec's dims, those that row and col have.
+def _expect_decay(beta2_decay: float) -> None:
+    if not beta2_decay <= 0:
+        raise ValueError(f"adafactor: beta2_decay is {beta2_decay!r}; it must be <= 0, such as -0.8")
+
+
+def _rates(lr: Tensor, t: Tensor, beta2_decay: float) -> tuple[Tensor, Tensor, Tensor]:
+    return lr, t**beta2_decay, torch.minimum(lr, t.rsqrt())
+
+
+# The dims of row and col, from a leaf's sizes or its spec's dims.
 def _row_dims(dims: tuple, lead: int) -> tuple:
     return dims[:-1] if len(dims) - lead >= 2 else dims
 
@@ -132,6 +149,6 @@ def _slot(kept: Callable[[tuple, int], tuple], stacked: str | None, state_dtype:
     def spec(name: str, spec: Spec) -> Spec:
         # Spec() is replicated whatever the number of dims.
         lead = layer_dims("adafactor", stacked, name, len(spec.dims)) if spec.dims else 0
-        return settled(replace(spec, dims=kept(spec.dims, lead)))
+        return without_partial(replace(spec, dims=kept(spec.dims, lead)))
 
     return Slot(init, spec)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import OPTIMIZER, explain_keywords
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import adamw as kernel
 from fzero.kernels.optim_multi_tensor import adamw_step
@@ -16,7 +17,11 @@ from fzero.optim.moment_storage import storage, with_kernel
 
 
 class AdamState(NamedTuple):
-    """State of `adam` and `adamw`."""
+    """The state of `adam` and `adamw`.
+
+    >>> adamw().init({"w": torch.zeros(2)})
+    AdamState(count=tensor(0), m={'w': tensor([0., 0.])}, v={'w': tensor([0., 0.])})
+    """
 
     count: Tensor  # int64 0-dim: steps made
     m: Tree  # mean of gradients, like the params
@@ -24,7 +29,14 @@ class AdamState(NamedTuple):
 
 
 class Adam8State(NamedTuple):
-    """State of `adam` and `adamw` in 8 bits: see fzero.kernels.optim_lowbit. Leaves that stay in float32 have no scales."""
+    """The state of `adam` and `adamw` with state_bits=8: see fzero.kernels.optim_lowbit.
+
+    Leaves that stay in float32 have no scales.
+
+    >>> state = adamw(state_bits=8, block=256).init({"w": torch.zeros(16, 512)})
+    >>> state.m["w"].dtype, state.m_scale["w"].shape
+    (torch.uint8, torch.Size([16, 2]))
+    """
 
     count: Tensor  # int64 0-dim: steps made
     m: Tree  # codes (uint8) of the mean of gradients, like the params
@@ -33,6 +45,7 @@ class Adam8State(NamedTuple):
     v_scale: Tree
 
 
+@explain_keywords(**OPTIMIZER)
 def adamw(
     lr: float | Tensor | Schedule = 1e-3,
     b1: float = 0.9,
@@ -48,22 +61,29 @@ def adamw(
     seed: int = 0,
     impl: str = "auto",
 ) -> GradientTransformation:
-    """AdamW: Adam's step and, apart from it, p shrinks by lr λ p.
+    """Return AdamW: Adam's step and, apart from it, a shrinking of p by lr λ p.
 
-    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g²;  m̂ = m / (1 - b1^t);  v̂ = v / (1 - b2^t);  u = -lr m̂ / (√v̂ +
-    eps) - lr λ p, with t = count + 1.
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g²;  m̂ = m / (1 - b1^t);  v̂ = v / (1 - b2^t);
+    u = -lr m̂ / (√v̂ + eps) - lr λ p,  with t = count + 1.
 
+    lr: a number, a 0-dim tensor, or a schedule. weight_decay: λ.
     mask: which leaves decay (a regex over names, a predicate (name, leaf) such as `decay_matrices`, None for all).
     state_dtype: of m and v, None for the param's. The arithmetic is in the widest of the dtypes, at least float32.
     rounding: "stochastic" rounds bfloat16 states up or down at random (keyed by seed, name of the leaf, step and index
-    of the element), so that what is too small for their 8 bits of mantissa is not lost: v moves by (1 - b2) of itself.
+    of the element), so that changes below their 8 bits of mantissa are not lost: v moves by (1 - b2) of itself.
     state_bits: 8 keeps m and v as codes with a scale for each `block` elements of a row: 2 bytes a param for 8. Vectors
     and leaves below 4096 elements stay in float32.
     Low-precision states have the same bits on every mesh.
-    impl: of `apply`: "triton" (on CUDA: all leaves of the same dtypes in one launch), "fused" (PyTorch's, where all four
-    tensors are of one dtype), "reference", or "auto". They equal `update` + add to the rounding of a few operations. In
-    each an element's bits are its own: they depend neither on where in a leaf it lies nor on how the leaf is cut.
+    impl: of `apply`: "triton" (on CUDA: all leaves of the same dtypes in one launch), "fused" (PyTorch's, if all
+    four tensors are of one dtype), "reference", or "auto". They equal `update` + add to the rounding of a few
+    operations. In each an element's bits depend neither on its place in the leaf nor on how the
+    leaf is cut.
     Raises ValueError for numbers out of range, and for state options that do not go together.
+
+    >>> tx, params = adamw(0.1, weight_decay=0.5), {"w": torch.tensor([1.0, 4.0])}
+    >>> updates, state = tx.update({"w": torch.tensor([3.0, -3.0])}, tx.init(params), params)
+    >>> updates["w"]  # at the first step m̂ / √v̂ is the sign of g: -0.1 (1 + 0.5), -0.1 (-1 + 2)
+    tensor([-0.1500, -0.1000])
 
     Ref: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", arXiv:1711.05101, algorithm 2.
     """
@@ -71,6 +91,7 @@ def adamw(
     return _adam("adamw", lr, b1, b2, eps, kept=kept, weight_decay=weight_decay, mask=mask, impl=impl)
 
 
+@explain_keywords(**OPTIMIZER)
 def adam(
     lr: float | Tensor | Schedule = 1e-3,
     b1: float = 0.9,
@@ -86,9 +107,17 @@ def adam(
     seed: int = 0,
     impl: str = "auto",
 ) -> GradientTransformation:
-    """Adam; a weight_decay λ is L2: it adds λ p to the gradient, as torch.optim.Adam.
+    """Return Adam; a weight_decay λ is L2: it adds λ p to the gradient, as in torch.optim.Adam.
 
     The equations and arguments are those of `adamw` with g + λ p in place of g, and without the last term.
+    Raises ValueError as `adamw` does.
+
+    >>> params, grads = {"w": torch.tensor([1.0])}, {"w": torch.tensor([-1.0])}
+    >>> for weight_decay in (0.0, 2.0):  # the first step is -lr times the sign of g + λ p
+    ...     tx = adam(0.1, weight_decay=weight_decay)
+    ...     print(tx.update(grads, tx.init(params), params)[0]["w"])
+    tensor([0.1000])
+    tensor([-0.1000])
 
     Ref: Kingma and Ba 2015, "Adam: a method for stochastic optimization", arXiv:1412.6980, algorithm 1.
     """

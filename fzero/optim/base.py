@@ -23,14 +23,21 @@ UNITS = ("row", "layer", "tree")
 
 
 class Pass(NamedTuple):
-    """What one pass over memory can do beside an update; each may be None."""
+    """The work that `in_pass` does beside the update, in the same pass over memory; each field may be None.
+
+    >>> tx, params = adamw(0.1), {"w": torch.tensor([1.0])}
+    >>> more = Pass(skip=torch.tensor(True))  # such as: a gradient was not finite
+    >>> params, state = tx.in_pass({"w": torch.tensor([2.0])}, tx.init(params), params, more)
+    >>> params["w"], state.count
+    (tensor([1.]), tensor(0))
+    """
 
     factor: Tensor | None = None  # 0-dim, of every gradient
-    skip: Tensor | None = None  # bool 0-dim: nothing changes where it is set, and the host does not wait for it
+    skip: Tensor | None = None  # bool 0-dim: if true nothing changes; the host does not wait for it
     copies: Mapping[str, Tensor] | None = None  # by leaf name: is given the updated param in its own dtype
-    norm: Tensor | None = None  # of all gradients, where it is known
+    norm: Tensor | None = None  # of all gradients, if known
     at: Mapping[str, Piece] | None = None  # by leaf name: where these tensors lie in this rank's shard
-    host: bool = False  # by the form that is made for states on the host, where "auto" chooses and it serves
+    host: bool = False  # whether "auto" may choose the form for states on the host
 
 
 class Piece(NamedTuple):
@@ -41,25 +48,38 @@ class Piece(NamedTuple):
 
 
 class GradientTransformation(NamedTuple):
-    """Functions over trees of gradients, state and parameters; a state is a tree of tensors, `()` where there is none.
+    """A pair of pure functions that turn gradients into updates, the layout of their state, and faster forms of them.
 
-    `init(params) -> state`.
-    `update(grads, state, params) -> (updates, state)` is pure; updates are added to params, so they carry the sign. It
-    composes with torch.func (vmap over states, params or learning rates; grad through it).
-    `spec(param_specs) -> state_specs` has the structure of `init(params)`; each Spec names every dim of its leaf, or
-    none (replicated).
-    `needs` is what it must see whole: "elementwise" (nothing), "row" (the last dim), "matrix" (a leaf, but for the
-    leading dim that counts layers) or "tree" (every leaf).
-    `donate` means `update` but may overwrite the buffers of grads and state.
-    `apply(grads, state, params) -> (params, state)` means `update` and add, and may overwrite all three.
-    `in_pass(grads, state, params, Pass) -> (params, state)` is `apply` with a Pass.
-    `factor(grads, so_far, norm) -> number` is that by which `update` multiplies every one of `grads * so_far` (None: 1), times so_far;
-    where their `norm` (of grads) is given, grads are not looked at.
-    `members` are those of a chain.
-    `unit` is the least of a leaf that may be updated apart from the rest, with the same bits: a "row" of a layer, a "layer", or the whole
-    "tree"; an offloaded state is updated by such units.
-    `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards` says (a ShardedLeaves);
-    None where it never looks beyond an element. A train step binds its optimizer to its plan so, and `bind` does by hand.
+    Gradients, state and parameters are trees of tensors; a state is `()` if there is none.
+    init: `init(params) -> state`.
+    update: `update(grads, state, params) -> (updates, state)` is pure; updates are added to params, so they carry the
+        sign. It composes with torch.func (vmap over states, params or learning rates; grad through it).
+    spec: `spec(param_specs) -> state_specs` has the structure of `init(params)`; each Spec names every dim of its leaf,
+        or none (replicated).
+    needs: what it must see whole: "elementwise" (nothing), "row" (the last dim), "matrix" (a leaf, but for the leading
+        dim that counts layers) or "tree" (every leaf).
+    donate: `update` that may overwrite the buffers of grads and state.
+    apply: `apply(grads, state, params) -> (params, state)` is `update` and the addition; it may overwrite all three.
+    in_pass: `in_pass(grads, state, params, Pass) -> (params, state)` is `apply` with a Pass.
+    factor: if it only rescales: `factor(grads, so_far, norm) -> number` is the scale of raw gradients,
+        including the accumulated `so_far` (None: 1). `norm`, if given, is theirs, and `grads` is not read.
+    members: the transformations of a chain, in order.
+    split: `split() -> SplitChain`, for a transformation around another one (see `with_average`).
+    unit: the smallest part of a leaf that may be updated apart from the rest, with the same bits: a "row" of a layer, a
+        "layer", or the whole "tree"; an offloaded state is updated by such units.
+    on: `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards` says (a
+        ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this
+        way, and `bind` does it by hand.
+
+    Only the first three are needed to write one:
+
+    >>> half = GradientTransformation(
+    ...     init=lambda params: (),
+    ...     update=lambda grads, state, params: ({name: -0.5 * g for name, g in grads.items()}, state),
+    ...     spec=lambda specs: (),
+    ... )
+    >>> apply_in_place(half, {"w": torch.tensor([4.0])}, (), {"w": torch.tensor([5.0])})
+    ({'w': tensor([3.])}, ())
     """
 
     init: Callable[[Tree], Tree]
@@ -71,20 +91,47 @@ class GradientTransformation(NamedTuple):
     in_pass: Callable[[Tree, Tree, Tree, Pass], tuple[Tree, Tree]] | None = None
     factor: Callable[..., Tensor] | None = None
     members: tuple[GradientTransformation, ...] = ()
+    split: Callable[[], Any] | None = None
     unit: str = "layer"
     on: Callable[[Any], GradientTransformation] | None = None
 
 
+def expect_optimizer(tx: Any, name: str = "the optimizer") -> None:
+    """Raise TypeError for what is no GradientTransformation, with what to write instead."""
+    if isinstance(tx, GradientTransformation):
+        return
+    if isinstance(tx, torch.optim.Optimizer):
+        what, write = f"a torch optimizer ({type(tx).__name__})", "optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1)"
+    elif hasattr(tx, "init") and hasattr(tx, "update"):
+        what, write = f"a {type(tx).__name__}", "optim.GradientTransformation(tx.init, tx.update, spec)"
+    elif callable(tx):
+        what, write = "a function", f"optim.{getattr(tx, '__name__', 'adamw')}(1e-3), its result"
+    else:
+        what, write = f"a {type(tx).__name__}", "one of fzero.optim, such as optim.adamw(1e-3)"
+    raise TypeError(f"{name} is {what}; write {write}")
+
+
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """`params + updates`, each leaf in its param's dtype (the sum is rounded once)."""
+    """Return `params + updates`, each leaf in its param's dtype (the sum is rounded once).
+
+    Raises ValueError if the two trees differ in structure.
+
+    >>> apply_updates({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([-0.25, 0.5])})
+    {'w': tensor([0.7500, 2.5000])}
+    """
     return pytree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
 @torch.no_grad()
 def apply_in_place(tx: GradientTransformation, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-    """`(params, state)` after one step of `tx`, overwriting the buffers of all three trees.
+    """Return `(params, state)` after one step of `tx`, overwriting the buffers of all three trees.
 
-    It is `tx.apply` where there is one, else `tx.donate` or `tx.update` and an addition in place.
+    It calls `tx.apply` if there is one, else `tx.donate` or `tx.update` and adds in place.
+
+    >>> tx, params = sgd(0.5), {"w": torch.tensor([1.0, 2.0])}
+    >>> new, state = apply_in_place(tx, {"w": torch.ones(2)}, tx.init(params), params)
+    >>> new["w"], new["w"] is params["w"]
+    (tensor([0.5000, 1.5000]), True)
     """
     if tx.apply is not None:
         return tx.apply(grads, state, params)
@@ -94,15 +141,16 @@ def apply_in_place(tx: GradientTransformation, grads: Tree, state: Tree, params:
 
 @torch.no_grad()
 def overwrite(change: Callable[..., Tensor], names: Tree, grads: Tree, *rest: Tree) -> Tree:
-    """A tree of `change(name, g, *leaves of rest)`, where `change` may write into `g`, as no two share memory (see `distinct`)."""
+    """A tree of `change(name, g, *leaves of rest)`, where `change` may write into `g`, as no two share memory (see
+    `distinct`)."""
     return pytree.map(change, names, distinct(grads), *rest)
 
 
 def distinct(grads: Tree) -> Tree:
     """The gradients, each in memory of its own.
 
-    A gradient may be one element expanded, or the very buffer of another leaf's gradient (autograd gives the terms of a sum one tensor):
-    such a leaf is copied, before anything is written. What is no tensor stays as it is.
+    A gradient may be one element expanded, or the very buffer of another leaf's gradient (autograd gives the terms of a
+    sum one tensor): such a leaf is copied, before anything is written. Other leaves stay as they are.
     """
     seen: set[tuple[int, int]] = set()
 

@@ -49,7 +49,9 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
             return by if so_far is None else by * so_far.to(by.dtype)
 
         needs = "tree" if shards is WHOLE else "elementwise"
-        return GradientTransformation(lambda params: (), update, lambda specs: (), needs, donate, factor=factor, unit="tree", on=on)
+        return GradientTransformation(
+            lambda params: (), update, lambda specs: (), needs, donate, factor=factor, unit="tree", on=on
+        )
 
     return on(WHOLE)
 
@@ -58,6 +60,10 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     """Limit each element of the updates to [-max_value, max_value]; NaN stays NaN.
 
     Raises ValueError for a max_value that is not a finite number >= 0.
+
+    >>> tx = clip_by_value(1.0)
+    >>> tx.update({"w": torch.tensor([3.0, -0.5])}, tx.init({}), {})[0]["w"]
+    tensor([ 1.0000, -0.5000])
     """
     check_number("clip_by_value", max_value=max_value)
 

@@ -16,6 +16,7 @@ from fzero.optim.base import (
     GradientTransformation,
     Pass,
     apply_in_place,
+    expect_optimizer,
 )
 from fzero.optim.sharded_leaves import ShardedLeaves, bind
 from fzero.sharding.rules import Rules, match_rules
@@ -24,14 +25,20 @@ from fzero.sharding.rules import Rules, match_rules
 def chain(*txs: GradientTransformation) -> GradientTransformation:
     """The transformation that feeds each one's updates to the next; its state is the tuple of theirs.
 
-    Its `needs` is the strongest of its parts. Its `apply` donates through all but the last and applies the last. It has an
-    `in_pass` where the last has one, and the others, of which there is one at most, only multiply by a factor.
+    Its `needs` is the strongest of its parts. Its `apply` donates through all but the last and applies the last. It has
+    an `in_pass` if the last has one and at most one other precedes it, which only multiplies by a factor.
     Raises ValueError without a transformation, and in a step when the state is of another chain.
 
     >>> tx = chain(clip_by_global_norm(1.0), adamw(3e-4))
     """
-    if not txs or not all(isinstance(tx, GradientTransformation) for tx in txs):
-        raise ValueError(f"chain: takes one GradientTransformation or more, as in chain(clip, adamw); got {txs!r}")
+    takes = "chain: takes one GradientTransformation or more, as in chain(clip, adamw)"
+    if not txs:
+        raise ValueError(f"{takes}; got none")
+    for number, tx in enumerate(txs):
+        try:
+            expect_optimizer(tx, f"argument {number}")
+        except TypeError as error:
+            raise ValueError(f"{takes}; {error}") from None
 
     def check(state: Tree) -> None:
         if not isinstance(state, (tuple, list)) or len(state) != len(txs):
@@ -84,41 +91,33 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
 
 
 class SplitChain(NamedTuple):
-    """A transformation as factors of all gradients, which need their norm, and a body that may be run on some leaves at a time."""
+    """A chain split into leading rescalings (such as clipping), which need the global norm, and a body that can update
+    leaves separately."""
 
     heads: tuple[GradientTransformation, ...]
     body: GradientTransformation
+    state: Callable[[Tree], Tree] = lambda state: state  # the body's part of a state
+    whole: Callable[[Tree, Tree], Tree] = lambda state, body: body  # (state, the body's) -> the state with it
 
     def factor(self, so_far: Tensor, norm: Tensor) -> Tensor:
-        """That by which the body's gradients are multiplied, where `norm` is that of the gradients."""
+        """The factor of the body's gradients, if `norm` is the norm of all gradients and `so_far` their factor."""
         for head in self.heads:
             so_far = head.factor(None, so_far, norm)
         return so_far
 
-    def state(self, state: Tree) -> Tree:
-        """The body's part of a state."""
-        return self._body_of(state) if self.heads else state
-
-    def _body_of(self, state: Tree) -> Tree:
-        rest = state[len(self.heads) :]
-        return rest if len(rest) > 1 else rest[0]
-
-    def whole(self, state: Tree, body: Tree) -> Tree:
-        """The state with that of the body in its place."""
-        if not self.heads:
-            return body
-        return (*state[: len(self.heads)], *(body if len(state) - len(self.heads) > 1 else (body,)))
-
 
 def split_chain(tx: GradientTransformation) -> SplitChain:
     """The parts of `tx`: the leading members of a chain that only multiply by a factor, and the rest."""
-    count = 0
-    while count < len(tx.members) - 1 and tx.members[count].factor is not None:
-        count += 1
-    if not count:
+    if tx.split is not None:
+        return tx.split()
+    n = 0
+    while n < len(tx.members) - 1 and tx.members[n].factor is not None:
+        n += 1
+    if not n:
         return SplitChain((), tx)
-    rest = tx.members[count:]
-    return SplitChain(tx.members[:count], rest[0] if len(rest) == 1 else chain(*rest))
+    if len(tx.members) == n + 1:
+        return SplitChain(tx.members[:n], tx.members[n], lambda s: s[n], lambda s, body: (*s[:n], body))
+    return SplitChain(tx.members[:n], chain(*tx.members[n:]), lambda s: s[n:], lambda s, body: (*s[:n], *body))
 
 
 def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]) -> GradientTransformation:
@@ -131,6 +130,8 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
     >>> tx = by_label({"muon": muon(0.02), "adamw": adamw(3e-4)}, ((r"^blocks/.*/w_", "muon"), (".*", "adamw")))
     """
     transforms = dict(transforms)
+    for label, tx in transforms.items():
+        expect_optimizer(tx, f"by_label: transformation {label!r}")
     for pattern, label in rules:
         if label not in transforms:
             raise ValueError(
@@ -139,7 +140,9 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
             )
     for label in transforms:
         if label not in [given for _, given in rules]:
-            raise ValueError(f"by_label: transformation {label!r} has no leaf: no rule gives its label; add a rule or remove it")
+            raise ValueError(
+                f"by_label: transformation {label!r} has no leaf: no rule gives its label; add a rule or remove it"
+            )
 
     def parts(tree: Tree, partial: bool = True) -> dict[str, dict[str, Any]]:
         named = pytree.named_leaves(tree)
@@ -162,13 +165,17 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
         return by_label({label: bind(tx, shards) for label, tx in transforms.items()}, rules)
 
     return GradientTransformation(
-        init=lambda params: {label: transforms[label].init(part) for label, part in parts(params, partial=False).items()},
+        init=lambda params: {
+            label: transforms[label].init(part) for label, part in parts(params, partial=False).items()
+        },
         update=lambda *step: run(lambda tx: tx.update, *step),
         spec=lambda specs: {label: transforms[label].spec(part) for label, part in parts(specs, partial=False).items()},
         needs=max((tx.needs for tx in transforms.values()), key=NEEDS.index),
         donate=lambda *step: run(lambda tx: tx.donate or tx.update, *step),
         apply=lambda *step: run(lambda tx: lambda g, s, p: apply_in_place(tx, g, s, p), *step),
-        in_pass=(lambda *step: run(lambda tx: tx.in_pass, *step)) if all(tx.in_pass for tx in transforms.values()) else None,
+        in_pass=(lambda *step: run(lambda tx: tx.in_pass, *step))
+        if all(tx.in_pass for tx in transforms.values())
+        else None,
         unit=max((tx.unit for tx in transforms.values()), key=UNITS.index),
         on=on if any(tx.on for tx in transforms.values()) else None,
     )

@@ -7,23 +7,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import OPTIMIZER, explain_keywords
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.adamw import adam_scalars
 from fzero.optim.base import GradientTransformation, Schedule, check_number
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
-from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, layer_norm2
 
 
 class LambState(NamedTuple):
-    """State of `lamb`."""
+    """The state of `lamb`.
+
+    >>> lamb().init({"w": torch.zeros(2)})
+    LambState(count=tensor(0), m={'w': tensor([0., 0.])}, v={'w': tensor([0., 0.])})
+    """
 
     count: Tensor  # int64 0-dim: steps made
     m: Tree  # mean of gradients, like the params
     v: Tree  # mean of squared gradients, like the params
 
 
+@explain_keywords(**OPTIMIZER)
 def lamb(
     lr: float | Tensor | Schedule = 1e-3,
     b1: float = 0.9,
@@ -35,27 +41,37 @@ def lamb(
     stacked: str | None = r"^blocks/",
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
-    """LAMB: r = m̂ / (√v̂ + eps) + λ p;  u = -lr (||p|| / ||r||) r, with m̂ and v̂ as in `adamw`.
+    """Return LAMB: Adam's direction, scaled per layer so that the update is lr times as long as the weights.
+
+    r = m̂ / (√v̂ + eps) + λ p;  u = -lr (||p|| / ||r||) r,  with m̂ and v̂ as in `adamw`.
 
     The norms are of a leaf; for a leaf whose name the regex `stacked` matches, of each layer along its leading dim.
-    Where either norm is zero the ratio is 1 (φ of the paper is the identity).
-    mask: which leaves decay. state_dtype: of m and v, None for the param's.
+    If either norm is zero the ratio is 1 (φ of the paper is the identity).
+    lr: a number, a 0-dim tensor, or a schedule. weight_decay: λ. mask: which leaves decay (a regex over names, a
+    predicate (name, leaf), None for all). state_dtype: of m and v, None for the param's.
     Communicates: two numbers per layer and axis that shards it.
     Raises ValueError for numbers out of range.
+
+    >>> tx, params = lamb(0.1), {"w": torch.tensor([3.0, 4.0])}
+    >>> updates, state = tx.update({"w": torch.tensor([0.2, -7.0])}, tx.init(params), params)
+    >>> updates["w"].norm() / params["w"].norm()
+    tensor(0.1000)
 
     Ref: You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", arXiv:1904.00962,
     algorithm 2.
     """
     check_number("lamb", lr=lr, eps=eps, weight_decay=weight_decay)
     check_number("lamb", high=1.0, b1=b1, b2=b2)
-    decays = masked(mask)
+    decays = decay_predicate(mask)
 
     def on(shards: ShardedLeaves) -> GradientTransformation:
         def info(name: str, p: Tensor) -> tuple[str, float, int]:
             return name, weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p.dim())
 
-        def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, said: tuple[str, float, int]) -> tuple[Tensor, tuple]:
-            (rate, correct1, root_correct2), (m, v), (name, decay, lead) = scalars, slots, said
+        def step(
+            g: Tensor, slots: tuple, p: Tensor, scalars: tuple, details: tuple[str, float, int]
+        ) -> tuple[Tensor, tuple]:
+            (rate, correct1, root_correct2), (m, v), (name, decay, lead) = scalars, slots, details
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (g * g)
             r = (m / correct1) / (safe_sqrt(v) / root_correct2 + eps)
             r = r + decay * p if decay else r

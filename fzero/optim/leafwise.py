@@ -25,14 +25,14 @@ from fzero.sharding.spec import Spec
 
 
 class Slot(NamedTuple):
-    """One tree of the state: what it holds for a param, and where that lives."""
+    """One tree of the state: its value and Spec for a param."""
 
     init: Callable[[str, Tensor], Tensor]  # (name, param) -> its initial value
     spec: Callable[[str, Spec], Spec]  # (name, spec of the param) -> its spec
 
 
 class Row(NamedTuple):
-    """What belongs to one leaf."""
+    """The tensors of one leaf."""
 
     name: str
     g: Tensor
@@ -46,20 +46,22 @@ Step = Callable[[Tensor, tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Any], t
 
 def moment(state_dtype: torch.dtype | None) -> Slot:
     """A slot of zeros in the param's shape, in `state_dtype` (None: the param's dtype)."""
-    return Slot(lambda name, p: torch.zeros_like(p, dtype=state_dtype), lambda name, spec: settled(spec))
+    return Slot(lambda name, p: torch.zeros_like(p, dtype=state_dtype), lambda name, spec: without_partial(spec))
 
 
-def settled(spec: Spec) -> Spec:
+def without_partial(spec: Spec) -> Spec:
     """The spec with no sum owed: state is made of gradients that are summed already."""
     return replace(spec, partial=frozenset())
 
 
 def layer_dims(owner: str, stacked: str | None, name: str, dims: int) -> int:
-    """How many of the leading dims of leaf `name` count layers: 1 where the regex `stacked` is found in it, else 0."""
+    """How many of the leading dims of leaf `name` count layers: 1 if the regex `stacked` is found in it, else 0."""
     if stacked is None or re.search(stacked, name) is None:
         return 0
     if dims == 0:
-        raise ValueError(f"{owner}: {name} has no dim to count layers, yet stacked={stacked!r} matches it; change `stacked`")
+        raise ValueError(
+            f"{owner}: {name} has no dim to count layers, yet stacked={stacked!r} matches it; change `stacked`"
+        )
     return 1
 
 
@@ -83,7 +85,7 @@ def layer_pieces(
 ) -> Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]]:
     """Cuts a leaf whose name `stacked` matches into views of one layer (the leading dim kept); others stay whole.
 
-    parts: (name, dims) -> into how many parts they are cut, 1 where the leaf is whole. Of a leaf whose layers are in n
+    parts: (name, dims) -> into how many parts they are cut, 1 if the leaf is whole. Of a leaf whose layers are in n
     parts, n layers at a time, which take no more room than one: so few collectives, and a layer for each of n ranks.
     """
 
@@ -110,16 +112,18 @@ def run_step(step: Step, g: Tensor, slots: Sequence[Tensor], p: Tensor, scalars:
     dtype = torch.float32
     for x in (g, *slots, p):
         dtype = torch.promote_types(dtype, x.dtype)
-    u, new = step(g.to(dtype), tuple(s.to(dtype) for s in slots), p.to(dtype), tuple(x.to(dtype) for x in scalars), info)
+    u, new = step(
+        g.to(dtype), tuple(s.to(dtype) for s in slots), p.to(dtype), tuple(x.to(dtype) for x in scalars), info
+    )
     return u, tuple(n.to(s.dtype) for n, s in zip(new, slots))
 
 
 def apply_rows(rows: Sequence[Row], step: Step, scalars: Sequence[Tensor], info: Callable, pieces: Callable) -> None:
     """Add the update to each param and overwrite its slots, piece by piece."""
     for row in rows:
-        said = info(row.name, row.p)
+        details = info(row.name, row.p)
         for g, *slots, p in pieces(row.name, (row.g, *row.slots, row.p)):
-            u, new = run_step(step, g, slots, p, scalars, said)
+            u, new = run_step(step, g, slots, p, scalars, details)
             p.add_(u)
             for slot, value in zip(slots, new):
                 slot.copy_(value)
@@ -170,12 +174,12 @@ def leafwise(
         rows_of(grads, columns, params)  # refuses trees that do not match
 
         def one(name: str, g: Tensor, p: Tensor, *kept: Tensor) -> Tensor:
-            dtype, said = torch.float32, info(name, p)
+            dtype, details = torch.float32, info(name, p)
             for x in (g, *kept, p):
                 dtype = torch.promote_types(dtype, x.dtype)
             out = g if g.dtype == dtype else torch.empty_like(g, dtype=dtype)
             for to, from_, part, *old in pieces(name, (out, g, p, *kept)):
-                u, new = run_step(step, from_, old, part, now, said)
+                u, new = run_step(step, from_, old, part, now, details)
                 to.copy_(u)
                 for slot, value in zip(old, new):
                     slot.copy_(value)
@@ -190,4 +194,6 @@ def leafwise(
         apply_rows(rows_of(grads, columns, params), step, scalars(state.count), info, pieces)
         return params, state_type(state.count + 1, *columns, *spare)
 
-    return GradientTransformation(init, update, spec, needs, donate, apply, unit="row" if pieces is flat_pieces else "layer")
+    return GradientTransformation(
+        init, update, spec, needs, donate, apply, unit="row" if pieces is flat_pieces else "layer"
+    )

@@ -13,19 +13,34 @@ from fzero.core.pytree import Tree, nearest
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 from fzero.sharding.rules import Rules, match_rules
+from fzero.sharding.slices import shard_dim
 
+# A word of a name, or its last part, that tells a leaf which is no weight matrix though it may have two dims.
+NO_MATRIX = re.compile(
+    r"(^|[/._])([a-z]*norm\w*|ln\d*|bias(es)?|scales?|gain|gamma|beta|pos|position(s|al)?|wpe|cls)($|[/._])"
+    r"|(^|[/.])b(_[^/.]*)?$"
+)
 Mask = str | Callable[[str, Tensor], bool] | None  # regex found in the name; predicate(name, leaf); None: every leaf
 
 
 def decay_matrices(name: str, leaf: Tensor) -> bool:
-    """Whether the leaf is a weight matrix or the token embedding: its name's last part is `w*`, `router*` or `tokens`.
+    """Return whether a leaf is a weight matrix or an embedding of tokens; give it as `mask` to decay only those.
 
-    Norms, biases and positions are not. The number of dims would not tell: a stacked bias [L, D] has two.
+    It is one if it has two dims or more, in any tree. The layers that a leaf under `blocks/` is stacked of are no dim:
+    a bias [L, D] there has one. By their names norms, biases, scales and positions are none, whatever their dims: one
+    of the words norm, ln, bias, scale, gain, gamma, beta, pos, position, wpe or cls in it, or a last part b or b_*.
+
+    >>> decay_matrices("encoder/dense/kernel", torch.zeros(4, 8)), decay_matrices("encoder/dense/bias", torch.zeros(8))
+    (True, False)
+    >>> decay_matrices("blocks/attn/w_q", torch.zeros(2, 4, 4)), decay_matrices("blocks/norm", torch.zeros(2, 4))
+    (True, False)
+    >>> decay_matrices("wpe.weight", torch.zeros(16, 4))
+    False
     """
-    return re.search(r"(^|/)(w[^/]*|router[^/]*|tokens)$", name) is not None
+    return leaf.dim() - shard_dim(name) >= 2 and NO_MATRIX.search(name.lower()) is None
 
 
-def masked(mask: Mask) -> Callable[[str, Tensor], bool]:
+def decay_predicate(mask: Mask) -> Callable[[str, Tensor], bool]:
     """The predicate (name, leaf) that a mask means."""
     if mask is None:
         return lambda name, leaf: True
@@ -40,7 +55,9 @@ def check_mask(owner: str, mask: Mask) -> Callable[[Tree], None]:
     def check(params: Tree) -> None:
         names = pytree.names(params)
         if isinstance(mask, str) and names and not any(re.search(mask, n) for n in names):
-            raise ValueError(f"{owner}: mask {mask!r} matches no leaf{nearest(mask, names)}; use mask=None to decay every leaf")
+            raise ValueError(
+                f"{owner}: mask {mask!r} matches no leaf{nearest(mask, names)}; use mask=None to decay every leaf"
+            )
 
     if isinstance(mask, str):
         try:
@@ -50,7 +67,9 @@ def check_mask(owner: str, mask: Mask) -> Callable[[Tree], None]:
     return check
 
 
-def _stateless(update: Callable, donate: Callable, check: Callable = lambda params: None, unit: str = "row") -> GradientTransformation:
+def _stateless(
+    update: Callable, donate: Callable, check: Callable = lambda params: None, unit: str = "row"
+) -> GradientTransformation:
     def init(params: Tree) -> tuple:
         check(params)
         return ()
@@ -67,10 +86,15 @@ def _stateless(update: Callable, donate: Callable, check: Callable = lambda para
 def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTransformation:
     """Add weight_decay * params to the updates of the leaves that `mask` selects (L2 before an optimizer).
 
+    mask: a regex over names, a predicate (name, leaf), None for all leaves.
     Raises ValueError for a negative weight_decay and, in `init`, for a regex mask that matches no leaf.
+
+    >>> tx, params = add_decayed_weights(0.1, mask="^w"), {"w": torch.tensor([2.0]), "b": torch.tensor([2.0])}
+    >>> tx.update({"w": torch.ones(1), "b": torch.ones(1)}, tx.init(params), params)[0]
+    {'w': tensor([1.2000]), 'b': tensor([1.])}
     """
     check_number("add_decayed_weights", weight_decay=weight_decay)
-    decays = masked(mask)
+    decays = decay_predicate(mask)
 
     def update(grads: Tree, params: Tree) -> Tree:
         add = lambda n, p, g: torch.add(g, p, alpha=weight_decay).to(g.dtype) if decays(n, p) else g  # noqa: E731

@@ -1,8 +1,8 @@
-"""How an optimizer keeps its moments, and the transformation that updates them leaf by leaf with a kernel for many leaves.
+"""The storage of an optimizer's moments, and the transformation that updates many leaves with one kernel.
 
-A moment is kept in a float dtype, rounded to nearest; in bfloat16, rounded stochastically; or in 8 bits: codes with a scale for each block
-of a row. Small leaves and vectors stay in float32 where the others have 8 bits: they are few, and some are delicate.
-"""
+A moment is kept in a float dtype, rounded to nearest; in bfloat16, rounded stochastically; or in 8 bits: codes with a
+scale for each block of a row. Small leaves and vectors stay in float32 if the others have 8 bits: they are few, and
+some are delicate."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fzero.kernels import optim_lowbit
 from fzero.kernels.optim_leaf import Leaf, Rates, step_leaf
 from fzero.kernels.registry import Op
 from fzero.optim.base import GradientTransformation, Pass, Piece
-from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, settled
-from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, without_partial
+from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 from fzero.sharding.slices import shard_dim
 
@@ -31,7 +31,7 @@ ROUNDING = ("nearest", "stochastic")
 
 
 class Storage(NamedTuple):
-    """How moments are kept."""
+    """The dtype or codes of moments."""
 
     dtype: torch.dtype | None = None  # None: the param's
     bits: int | None = None  # 8, or None for dtype
@@ -42,11 +42,13 @@ class Storage(NamedTuple):
 
 
 def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int, rounding: str, seed: int) -> Storage:
-    """The Storage of an optimizer's arguments; raises ValueError for what does not go together."""
+    """The Storage of an optimizer's arguments; raises ValueError for options that do not go together."""
     if rounding not in ROUNDING:
         raise ValueError(f"{owner}: rounding is {rounding!r}; it must be {' or '.join(ROUNDING)}")
     if rounding == "stochastic" and dtype != torch.bfloat16:
-        raise ValueError(f"{owner}: rounding is 'stochastic' and state_dtype is {dtype}; it is for torch.bfloat16 states")
+        raise ValueError(
+            f"{owner}: rounding is 'stochastic' and state_dtype is {dtype}; it is for torch.bfloat16 states"
+        )
     if bits not in (None, 8):
         raise ValueError(f"{owner}: state_bits is {bits!r}; it must be 8, or None for states in state_dtype")
     if bits == 8 and dtype is not None:
@@ -58,20 +60,21 @@ def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int,
 
 @functools.lru_cache(maxsize=4096)
 def _key(seed: int, name: str) -> tuple[int, int]:
-    with disable_current_modes():  # a number, also where all tensors are fake
+    with disable_current_modes():  # a number, also if all tensors are fake
         low, high = prng.fold_in(prng.fold_in(prng.key(seed), "rounding"), name).tolist()
     return low, high
 
 
 def _coded(owner: str, kept: Storage, name: str, p: Tensor) -> bool:
-    """Whether the moments of this leaf are in 8 bits; raises ValueError where blocks would straddle shards."""
+    """Whether the moments of this leaf are in 8 bits; raises ValueError if blocks would straddle shards."""
     whole = kept.shards.window(name, tuple(p.shape))[1]
     if torch.Size(whole).numel() < SMALL or p.dim() <= shard_dim(name) + 1:
         return False
     if whole[-1] != p.shape[-1] and p.shape[-1] % kept.block:
         fits = max(n for n in (1 << i for i in range(13)) if p.shape[-1] % n == 0)
         raise ValueError(
-            f"{owner}: rows of {name} are cut into parts of {p.shape[-1]} elements, which blocks of {kept.block} do not divide; "
+            f"{owner}: rows of {name} are cut into parts of {p.shape[-1]} elements, "
+            f"which blocks of {kept.block} do not divide; "
             f"use block={fits} or less"
         )
     return True
@@ -89,7 +92,7 @@ def _slots(owner: str, kept: Storage, moments: int) -> list[Slot]:
         blocks = optim_lowbit.blocks_of(p.shape[-1], kept.block) if _coded(owner, kept, name, p) else 0
         return p.new_zeros((*p.shape[:-1], blocks), dtype=torch.float32)
 
-    spec = lambda name, spec: settled(spec)  # noqa: E731
+    spec = lambda name, spec: without_partial(spec)  # noqa: E731
     return [Slot(codes, spec)] * moments + [Slot(scales, spec)] * moments
 
 
@@ -114,22 +117,19 @@ def with_kernel(
     """
     if impl not in ("auto", "reference"):
         op.form(impl)
-    decays, exact = masked(mask), kept.bits is None and kept.rounding == "nearest"
+    decays, exact = decay_predicate(mask), kept.bits is None and kept.rounding == "nearest"
     state_type = state_types[0] if kept.bits is None else state_types[1]
     fixed = Rates((), None, block=kept.block, **numbers)
 
     def info(name: str, p: Tensor) -> float:
         return weight_decay if decays(name, p) else 0.0
 
-    def leaves(grads: Tree, state: Tree, params: Tree, at: Mapping[str, Piece] | None = None) -> tuple[list[Leaf], Rates]:
+    def leaves(
+        grads: Tree, state: Tree, params: Tree, at: Mapping[str, Piece] | None = None
+    ) -> tuple[list[Leaf], Rates]:
         found = []
         for row in rows_of(grads, state[1:], params):
-            place = None
-            if kept.rounding == "stochastic":
-                shape = tuple(row.p.shape)
-                shard, offset = at[row.name] if at else (shape, (0,) * len(shape))
-                start, whole = kept.shards.window(row.name, shard)
-                place = optim_lowbit.make_place(_key(kept.seed, row.name), shape, tuple(map(operator.add, start, offset)), whole)
+            place = _place(kept, row.name, tuple(row.p.shape), at) if kept.rounding == "stochastic" else None
             found.append(Leaf(row.p, row.g, row.slots, info(row.name, row.p), place))
         return found, fixed._replace(scalars=scalars(state.count), count=state.count)
 
@@ -168,8 +168,16 @@ def with_kernel(
         check=check_mask(owner, mask),
     )
     # The scales of rows fill no whole pages of a disk.
-    pure = pure._replace(apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer", on=None if exact else on)
+    pure = pure._replace(
+        apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer", on=None if exact else on
+    )
     return pure if exact else pure._replace(update=update, donate=None)
+
+
+def _place(kept: Storage, name: str, shape: tuple[int, ...], at: Mapping[str, Piece] | None) -> Any:
+    shard, offset = at[name] if at else (shape, (0,) * len(shape))
+    start, whole = kept.shards.window(name, shard)
+    return optim_lowbit.make_place(_key(kept.seed, name), shape, tuple(map(operator.add, start, offset)), whole)
 
 
 def alike(leaves: Sequence[Leaf]) -> list[list[Leaf]]:

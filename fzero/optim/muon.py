@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import OPTIMIZER, explain_keywords
 from fzero.core.pytree import Tree
 from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
-from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 
 
 class MuonState(NamedTuple):
-    """State of `muon`."""
+    """The state of `muon`.
+
+    >>> muon().init({"w": torch.zeros(1, 2)})
+    MuonState(count=tensor(0), momentum={'w': tensor([[0., 0.]])})
+    """
 
     count: Tensor  # int64 0-dim: steps made
     momentum: Tree  # B, like the params
 
 
 class Leaf(NamedTuple):
-    """What a leaf is to Muon."""
+    """Muon's settings for a leaf."""
 
     name: str
     lead: int  # leading dims that count layers, 0 or 1
@@ -32,6 +38,7 @@ class Leaf(NamedTuple):
     decay: float
 
 
+@explain_keywords(**OPTIMIZER)
 def muon(
     lr: float | Tensor | Schedule = 1e-3,
     momentum: float = 0.95,
@@ -49,51 +56,48 @@ def muon(
     state_dtype: torch.dtype | None = None,
     impl: str = "auto",
 ) -> GradientTransformation:
-    """Muon with the meaning of torch.optim.Muon, on the last two dims of each leaf; the dims before them are a batch.
+    """Return Muon, as torch.optim.Muon: the update is the momentum with all its singular values brought close to 1.
 
-    B = μ B + (1 - μ) g;  O = newton_schulz((1 - μ) g + μ B) with Nesterov, else newton_schulz(B);  u = -lr s O - lr λ
-    p.
+    B = μ B + (1 - μ) g;  O = newton_schulz((1 - μ) g + μ B) with Nesterov, else newton_schulz(B);
+    u = -lr s O - lr λ p.
 
+    It works on the last two dims of each leaf; the dims before them are a batch.
+    lr: a number, 0-dim tensor or schedule. momentum: μ. weight_decay: λ. mask: the leaves that decay (see `adamw`).
     adjust: "original" is s = √max(1, out/in); "match_rms_adamw" is s = 0.2 √max(out, in), with which AdamW's lr and
     decay serve.
     weights: "in_out" for weights [in, out] (x @ w, the models here), "out_in" for those of torch.nn.Linear, as
     torch.optim.Muon takes.
-    ns_dtype: of the iterations; float32 unless asked (torch: bfloat16 always, which fast bfloat16 matrix units reward).
-    mask: which leaves decay. state_dtype: of B, None for the param's.
-    The iterations are on whole matrices, of one layer at a time, so their bits do not depend on how leaves are sharded.
-    impl: of newton_schulz ("triton" is for ns_dtype bfloat16 on CUDA).
+    ns_steps, ns_coefficients, ns_eps: the iterations, see `newton_schulz`. ns_dtype: of the iterations (torch: always
+    bfloat16). stacked: a regex; a leaf whose name it matches has layers along its leading dim. state_dtype: of B, None
+    for the param's.
+    impl: of newton_schulz ("triton" is for ns_dtype bfloat16 on CUDA). It takes whole matrices, of one layer at a time,
+    so its bits do not depend on how leaves are sharded.
     Communicates: on the axes that shard a matrix, the direction of each layer to the rank that iterates on it, and the
-    result back; where the layers do not divide by the ranks, every rank gathers the direction and iterates itself.
+    result back; if the layers do not divide by the ranks, every rank gathers the direction and iterates itself.
     Raises ValueError for a leaf that is not a matrix (a stacked bias [L, D] is L vectors; give it another optimizer by
     `by_label`), an unknown adjust or weights, and numbers out of range.
 
-    Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
-    scalable for LLM training", arXiv:2502.16982, section 2.2.
+    >>> tx, params = muon(1.0, weight_decay=0.0), {"w": torch.zeros(2, 2)}
+    >>> updates, state = tx.update({"w": torch.tensor([[5.0, 0.0], [0.0, -1.0]])}, tx.init(params), params)
+    >>> torch.linalg.svdvals(updates["w"]).round()  # of the gradient they are 5 and 1
+    tensor([1., 1.])
+
+    Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025,
+    arXiv:2502.16982, section 2.2.
     """
     check_number("muon", lr=lr, weight_decay=weight_decay, ns_eps=ns_eps)
     check_number("muon", high=1.0, momentum=momentum)
-    check_number("muon", low=1, high=100, ns_steps=ns_steps)
-    if adjust not in ("original", "match_rms_adamw"):
-        raise ValueError(f"muon: adjust is {adjust!r}; it must be 'original' or 'match_rms_adamw'")
-    if weights not in ("in_out", "out_in"):
-        raise ValueError(f"muon: weights is {weights!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]")
-    decays = masked(mask)
+    _expect_choices(adjust, weights, ns_steps)
+    fixed = {"dtype": ns_dtype, "coefficients": ns_coefficients, "eps": ns_eps, "impl": impl}
+    decays, orthogonal = decay_predicate(mask), partial(newton_schulz, steps=ns_steps, **fixed)
 
     def on(shards: ShardedLeaves) -> GradientTransformation:
         def info(name: str, p: Tensor) -> Leaf:
-            lead = layer_dims("muon", stacked, name, p.dim())
-            if p.dim() - lead < 2:
-                kind = "a stack of vectors" if p.dim() == 2 else "no matrix"
-                raise ValueError(
-                    f"muon: {name} of shape {tuple(p.shape)} is {kind}; give it another optimizer: "
-                    "by_label({'muon': ..., 'adamw': ...}, rules)"
-                )
-            d_in, d_out = (p.shape[d] * shards.parts(name, (d,)) for d in ((-2, -1) if weights == "in_out" else (-1, -2)))
+            _expect_matrix(name, p, lead := layer_dims("muon", stacked, name, p.dim()))
+            last = (-2, -1) if weights == "in_out" else (-1, -2)
+            d_in, d_out = (p.shape[d] * shards.parts(name, (d,)) for d in last)
             scale = math.sqrt(max(1.0, d_out / d_in)) if adjust == "original" else 0.2 * math.sqrt(max(d_out, d_in))
             return Leaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
-
-        def orthogonal(x: Tensor) -> Tensor:
-            return newton_schulz(x, ns_steps, dtype=ns_dtype, coefficients=ns_coefficients, eps=ns_eps, impl=impl)
 
         def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
             (rate,), (b,) = scalars, slots
@@ -115,3 +119,22 @@ def muon(
         )._replace(on=on)
 
     return on(WHOLE)
+
+
+def _expect_choices(adjust: str, weights: str, ns_steps: int) -> None:
+    check_number("muon", low=1, high=100, ns_steps=ns_steps)
+    if adjust not in ("original", "match_rms_adamw"):
+        raise ValueError(f"muon: adjust is {adjust!r}; it must be 'original' or 'match_rms_adamw'")
+    if weights not in ("in_out", "out_in"):
+        raise ValueError(
+            f"muon: weights is {weights!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]"
+        )
+
+
+def _expect_matrix(name: str, p: Tensor, lead: int) -> None:
+    if p.dim() - lead < 2:
+        kind = "a stack of vectors" if p.dim() == 2 else "no matrix"
+        raise ValueError(
+            f"muon: {name} of shape {tuple(p.shape)} is {kind}; give it another optimizer: "
+            "by_label({'muon': ..., 'adamw': ...}, rules)"
+        )

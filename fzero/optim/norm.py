@@ -31,7 +31,8 @@ _COLUMNS = 1 << 16
 
 @dataclass(frozen=True)
 class Squared:
-    """In place of a leaf in a tree of which the norm is asked: what `ShardedLeaves.square` made of its pieces, in their order."""
+    """In place of a leaf in a tree of which the norm is asked: what `ShardedLeaves.square` made of its pieces, in their
+    order."""
 
     squares: list[tuple[int, Tensor]]  # (layer, square)
     shape: torch.Size
@@ -46,6 +47,9 @@ def global_norm(tree: Tree) -> Tensor:
     """The 2-norm of all elements of the tree, 0-dim, in the widest of the dtypes, at least float32 (so also its sum).
 
     An empty tree has norm 0. Differentiable; the gradient of a zero tree is zero.
+
+    >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
     """
     dtype, leaves = _wide(tree), pytree.leaves(tree)
     if _by_kernel(leaves, dtype):
@@ -59,13 +63,13 @@ def _piece_square(piece: Tensor) -> Tensor:
 
 
 def summed_by_kernel(tree: Tree) -> bool:
-    """Whether `norm` of the tree is one kernel's work, which tells nothing of its leaves."""
+    """Whether `norm` of the tree is one kernel's work, which gives no norms of leaves."""
     leaves = pytree.leaves(tree)
     return all(isinstance(leaf, Tensor) for leaf in leaves) and _by_kernel(leaves, _wide(tree))
 
 
 def _by_kernel(leaves: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether the kernel sums the squares of all leaves: on a GPU, in float32, where nothing is differentiated."""
+    """Whether the kernel sums the squares of all leaves: on a GPU, in float32, if nothing is differentiated."""
     plain = bool(leaves) and dtype == torch.float32 and not transforms() and not needs_grad(*leaves)
     return plain and all(kind_of(x) == "cuda" and x.is_contiguous() for x in leaves)
 
@@ -80,14 +84,16 @@ def _wide(tree: Tree) -> torch.dtype:
 def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
     """{a leaf's name: the sum of squares [1] of this rank's part of it and of all leaves on the same set of axes}.
 
-    By the pieces of each leaf, so that its bits are the same where the leaf is not in memory as a whole.
+    By the pieces of each leaf, so that its bits are the same for a leaf that is not in memory as a whole.
     """
     members: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(named, key=lambda name: (used[name], name)):  # the same order on all ranks
         members.setdefault(used[name], []).append(name)
 
     def total(names: list[str]) -> Tensor:
-        if all(isinstance(named[name], Tensor) for name in names) and _by_kernel([named[name] for name in names], dtype):
+        if all(isinstance(named[name], Tensor) for name in names) and _by_kernel(
+            [named[name] for name in names], dtype
+        ):
             return grad_norm([named[name] for name in names], impl="triton")[0].square()
         found = [square for name in names for _, square in _squared(named[name], shard_dim(name) == 1, _piece_square)]
         return torch.stack([square.to(found[0].device, dtype) for square in found]).sum()
@@ -100,11 +106,16 @@ def _squares_of(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> Squared
 
 
 def _squared(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> list[tuple[int, Tensor]]:
-    return x.squares if isinstance(x, Squared) else [(layer, f(piece)) for layer, piece in widened(iterate_blocks(x, stacked))]
+    return (
+        x.squares
+        if isinstance(x, Squared)
+        else [(layer, f(piece)) for layer, piece in widen(iterate_blocks(x, stacked))]
+    )
 
 
-def widened(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """The pieces (layer, tensor) in float32 or wider, those that are not in one buffer, so that a piece lasts until the next."""
+def widen(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """The pieces (layer, tensor) in float32 or wider, those that are not in one buffer, so that a piece lasts until the
+    next."""
     room = torch.empty(0)
     for layer, piece in pieces:
         wide = torch.promote_types(piece.dtype, torch.float32)
@@ -121,7 +132,8 @@ def _row_squares(piece: Tensor) -> Tensor:
     rows = piece.reshape(1, 1) if not piece.dim() else piece[:, None] if piece.dim() == 1 else piece.flatten(1)
     most = max(1, _PIECE.get(kind_of(piece), _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
     sums = [
-        _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1)) for some in rows.split(most)
+        _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1))
+        for some in rows.split(most)
     ]
     return torch.cat(sums)
 
@@ -132,7 +144,8 @@ def _row_sums(named: dict[str, Any], axes: dict[str, tuple[tuple[Axis, ...], ...
 
 
 def _fold(x: Tensor) -> Tensor:
-    """The sum over the last dim by halves: its order is that of the size alone, on any device, with any number of threads."""
+    """The sum over the last dim by halves: its order is that of the size alone, on any device, with any number of
+    threads."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
         low, high, odd = x[..., : x.shape[-1] - half], x[..., half:], x[..., x.shape[-1] - half : half]
@@ -141,7 +154,8 @@ def _fold(x: Tensor) -> Tensor:
 
 
 def _own_rows(x: Any, dim: int, axes: tuple[tuple[Axis, ...], ...]) -> Tensor:
-    """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other ranks."""
+    """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other
+    ranks."""
     over = axes[dim] if x.dim() > dim else ()  # without such a dim there is one row
     layers: dict[int, list[Tensor]] = {}
     for layer, rows in _squared(x, dim == 1, _row_squares):

@@ -39,20 +39,42 @@ def _check_values(owner: str, **values: Value) -> None:
 
 
 def constant(value: Value) -> Schedule:
-    """`value` at every step."""
+    """Return the schedule that has `value` at every step.
+
+    Raises ValueError for a value that is not finite.
+
+    >>> constant(3e-4)(1000)
+    tensor(0.0003, dtype=torch.float64)
+    """
     _check_values("constant", value=value)
     return lambda step: torch.zeros_like(_time(step)) + value
 
 
 def linear(start: Value, end: Value, steps: int) -> Schedule:
-    """start + (end - start) t / steps, and `end` after `steps` steps."""
+    """Return the schedule that is linear from `start` at step 0 to `end` at step `steps`, and constant after it.
+
+        start + (end - start) min(1, t / steps)
+
+    Raises ValueError for steps below 1 and values that are not finite.
+
+    >>> linear(1.0, 0.0, steps=4)(torch.arange(6)).tolist()
+    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
     _check_steps("linear", 1, steps=steps)
     _check_values("linear", start=start, end=end)
     return lambda step: start + (end - start) * _fraction(step, steps)
 
 
 def polynomial(start: Value, end: Value, steps: int, power: float) -> Schedule:
-    """end + (start - end) (1 - t / steps)^power, and `end` after `steps` steps."""
+    """Return the schedule that goes from `start` to `end` as a power of the steps left, and is constant after `steps`.
+
+        end + (start - end) (1 - min(1, t / steps))^power
+
+    Raises ValueError for steps below 1, a power that is not above 0, and values that are not finite.
+
+    >>> polynomial(1.0, 0.0, steps=4, power=2)(torch.arange(6)).tolist()
+    [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
+    """
     _check_steps("polynomial", 1, steps=steps)
     _check_values("polynomial", start=start, end=end, power=power)
     if not power > 0:
@@ -61,7 +83,14 @@ def polynomial(start: Value, end: Value, steps: int, power: float) -> Schedule:
 
 
 def cosine(start: Value, steps: int, end: Value = 0.0) -> Schedule:
-    """end + (start - end) (1 + cos(π t / steps)) / 2, and `end` after `steps` steps.
+    """Return the schedule that follows half a cosine from `start` at step 0 to `end` at step `steps`, then is constant.
+
+        end + (start - end) (1 + cos(π min(1, t / steps))) / 2
+
+    Raises ValueError for steps below 1 and values that are not finite.
+
+    >>> [round(cosine(1.0, steps=6)(t).item(), 4) for t in (0, 2, 3, 4, 6, 9)]
+    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
 
     Ref: Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983, equation 5, without restarts.
     """
@@ -71,7 +100,15 @@ def cosine(start: Value, steps: int, end: Value = 0.0) -> Schedule:
 
 
 def exponential(start: Value, rate: float, steps: int) -> Schedule:
-    """start rate^(t / steps): multiplied by `rate` every `steps` steps, without an end."""
+    """Return the schedule that begins at `start` and is multiplied by `rate` every `steps` steps, without an end.
+
+        start rate^(t / steps)
+
+    Raises ValueError for steps below 1, a rate that is not above 0, and values that are not finite.
+
+    >>> [round(exponential(1.0, rate=0.5, steps=10)(t).item(), 4) for t in (0, 10, 15, 20)]
+    [1.0, 0.5, 0.3536, 0.25]
+    """
     _check_steps("exponential", 1, steps=steps)
     _check_values("exponential", start=start, rate=rate)
     if not rate > 0:
@@ -80,10 +117,16 @@ def exponential(start: Value, rate: float, steps: int) -> Schedule:
 
 
 def inverse_sqrt(start: Value, scale: int) -> Schedule:
-    """start √(scale / (t + scale)).
+    """Return the schedule that falls from `start` like one over the square root of the step.
+
+        start √(scale / (t + scale))
 
     `warmup(inverse_sqrt(peak, w), w)` is peak min(t / w, √(w / t)), the schedule of Vaswani et al. 2017,
     arXiv:1706.03762, section 5.3.
+    Raises ValueError for a scale below 1 and a start that is not finite.
+
+    >>> inverse_sqrt(1.0, scale=100)(torch.tensor([0, 300, 1500])).tolist()
+    [1.0, 0.5, 0.25]
     """
     _check_steps("inverse_sqrt", 1, scale=scale)
     _check_values("inverse_sqrt", start=start)
@@ -91,13 +134,18 @@ def inverse_sqrt(start: Value, scale: int) -> Schedule:
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """The first schedule before boundaries[0], then the second, and so on; each counts from its own first step.
+    """Return the schedule that follows the first of `schedules` before step boundaries[0], then the second, and so on.
 
+    Each of them counts from its own first step: the second is at its step 0 at step boundaries[0].
     Raises ValueError unless there is one boundary fewer than schedules and the boundaries are >= 0 and ascend.
+
+    >>> join([constant(1.0), linear(1.0, 0.0, steps=2)], [3])(torch.arange(6)).tolist()
+    [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
     if len(boundaries) != len(schedules) - 1:
         raise ValueError(
-            f"join: {len(schedules)} schedules and {len(boundaries)} boundaries; there must be one boundary between each two schedules"
+            f"join: {len(schedules)} schedules and {len(boundaries)} boundaries; there must be one boundary "
+            "between each two schedules"
         )
     for i, boundary in enumerate(boundaries):
         _check_steps("join", 0, **{f"boundaries[{i}]": boundary})
@@ -115,7 +163,14 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 
 def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
-    """Linear from `start` at step 0 to `schedule(0)` at step `steps`, from where `schedule` runs, counting from 0."""
+    """Return `schedule` after a warmup: a straight line from `start` at step 0 to `schedule(0)` at step `steps`.
+
+    From step `steps` on `schedule` runs, counting from 0. With steps=0 it is `schedule` itself.
+    Raises ValueError for negative steps and a start that is not finite.
+
+    >>> warmup(linear(1.0, 0.0, steps=2), steps=4)(torch.arange(7)).tolist()
+    [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.0]
+    """
     _check_steps("warmup", 0, steps=steps)
     _check_values("warmup", start=start)
     if steps == 0:
@@ -129,23 +184,36 @@ def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
 
 
 def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) -> Schedule:
-    """Linear from 0 to `peak` in `warmup_steps`, then a cosine to `end` at step `steps` of the whole run.
+    """Return the schedule of a warmup from 0 to `peak` in `warmup_steps`, and a cosine to `end` at step `steps`.
 
+    steps: of the whole run, warmup included; see `warmup` and `cosine`.
     Raises ValueError when the warmup is not shorter than the run.
+
+    >>> schedule = warmup_cosine(1.0, warmup_steps=2, steps=8)
+    >>> [round(schedule(t).item(), 4) for t in (0, 1, 2, 4, 5, 6, 8)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     _check_steps("warmup_cosine", 0, warmup_steps=warmup_steps)
     _check_steps("warmup_cosine", 1, steps=steps)
     if warmup_steps >= steps:
-        raise ValueError(f"warmup_cosine: warmup_steps={warmup_steps} leaves nothing of steps={steps}; it must be smaller")
+        raise ValueError(
+            f"warmup_cosine: warmup_steps={warmup_steps} leaves nothing of steps={steps}; it must be smaller"
+        )
     return warmup(cosine(peak, steps - warmup_steps, end), warmup_steps)
 
 
 def one_cycle(peak: Value, steps: int, rise: float = 0.3, start_div: float = 25.0, end_div: float = 1e4) -> Schedule:
-    """A cosine from peak / start_div to `peak` at rise · steps, then one to peak / (start_div · end_div) at `steps`.
+    """Return the schedule that rises along a cosine to `peak` at step rise · steps, then falls along one to the end.
 
+    It begins at peak / start_div, and is peak / (start_div · end_div) from step `steps` on.
     Raises ValueError when `rise` is outside (0, 1) or a divisor is not positive.
-    Differs from torch.optim.lr_scheduler.OneCycleLR: its phases end one step earlier (at rise · steps - 1 and steps -
-    1).
+    Differs from torch.optim.lr_scheduler.OneCycleLR: its phases end one step earlier (at rise · steps - 1 and
+    steps - 1).
+
+    >>> schedule = one_cycle(1.0, steps=10)
+    >>> [round(schedule(t).item(), 6) for t in (0, 3, 10)]
+    [0.04, 1.0, 4e-06]
+
     Ref: Smith and Topin 2018, "Super-convergence", arXiv:1708.07120.
     """
     _check_steps("one_cycle", 1, steps=steps)
@@ -174,12 +242,20 @@ _DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def wsd(peak: Value, steps: int, warmup_steps: int, decay_steps: int, *, end: Value = 0.0, decay: str = "linear") -> Schedule:
-    """Warmup, stable, decay: linear from 0 to `peak`, `peak`, and over the last `decay_steps` of `steps` down to `end`.
+def wsd(
+    peak: Value, steps: int, warmup_steps: int, decay_steps: int, *, end: Value = 0.0, decay: str = "linear"
+) -> Schedule:
+    """Return the warmup-stable-decay schedule: linear from 0 to `peak`, constant, then down to `end` at step `steps`.
 
-    With x the fraction of the decay that is over, what is left of peak - end is 1 - x ("linear"), 1 - √x ("sqrt") or
-    (1 + cos πx) / 2 ("cosine").
+    steps: of the whole run. warmup_steps: the first ones, which rise. decay_steps: the last ones, which fall.
+
+    With x the fraction of the decay that is over, the remaining fraction of peak - end is 1 - x ("linear"), 1 - √x
+    ("sqrt") or (1 + cos πx) / 2 ("cosine").
     Raises ValueError when warmup and decay are longer than the run, and for an unknown decay.
+
+    >>> wsd(1.0, steps=8, warmup_steps=2, decay_steps=4)(torch.arange(9)).tolist()
+    [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+
     Ref: Hu et al. 2024, "MiniCPM", arXiv:2404.06395, section 4; Hägele et al. 2024, arXiv:2405.18392, for 1 - √x.
     """
     _check_steps("wsd", 1, steps=steps)

@@ -7,19 +7,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import OPTIMIZER, explain_keywords
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import leafwise, moment
-from fzero.optim.masks import Mask, check_mask, masked
+from fzero.optim.masks import Mask, check_mask, decay_predicate
 
 
 class SGDState(NamedTuple):
-    """State of `sgd`."""
+    """The state of `sgd`.
+
+    >>> sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)})
+    SGDState(count=tensor(0), momentum={'w': tensor([0., 0.])})
+    """
 
     count: Tensor  # int64 0-dim: steps made
     momentum: Tree  # B, like the params; () without momentum
 
 
+@explain_keywords(**OPTIMIZER)
 def sgd(
     lr: float | Tensor | Schedule,
     momentum: float = 0.0,
@@ -29,13 +35,20 @@ def sgd(
     mask: Mask = None,
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
-    """Stochastic gradient descent, as torch.optim.SGD without dampening.
+    """Return stochastic gradient descent, as torch.optim.SGD without dampening.
 
     g = g + λ p;  B = μ B + g;  u = -lr (g + μ B) with Nesterov, -lr B with momentum, -lr g without.
 
+    lr: a number, a 0-dim tensor, or a schedule. momentum: μ. weight_decay: λ.
     mask: which leaves decay (a regex over names, a predicate (name, leaf), None for all). state_dtype: of B, None for
     the param's.
     Raises ValueError for numbers out of range and for Nesterov without momentum.
+
+    >>> tx, params, grads = sgd(0.1, momentum=0.9), {"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> updates, state = tx.update(grads, state, params)
+    >>> updates["w"], state.momentum["w"]  # -0.1 (0.9 · 2 + 2)
+    (tensor([-0.3800]), tensor([3.8000]))
 
     Ref: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", section 2.
     """
@@ -43,7 +56,7 @@ def sgd(
     check_number("sgd", high=1.0, momentum=momentum)
     if nesterov and momentum == 0:
         raise ValueError("sgd: nesterov=True needs a momentum; give momentum in (0, 1), such as 0.9")
-    decays = masked(mask)
+    decays = decay_predicate(mask)
 
     def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, decay: Any) -> tuple[Tensor, tuple]:
         (rate,) = scalars

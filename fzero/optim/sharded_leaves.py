@@ -1,7 +1,7 @@
-"""What an optimizer that must see more than its own shard of a leaf asks of the other ranks.
+"""Functions for optimizers that must see more than their own shard of a leaf.
 
-`WHOLE` serves leaves that are whole on every rank; `sharded(plan.opt, mesh, like=plan.like)` those of a plan. A transformation is given one
-of them by its `on`: a train step does so with its own plan.
+`WHOLE` serves leaves that are whole on every rank; `sharded(plan.opt, mesh, like=plan.like)` those of a plan. A
+transformation is given one of them by its `on`: a train step does so with its own plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fzero.comm.collectives import Axis, all_gather, all_to_all, psum, pvary
 from fzero.core import pytree
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels.optim_leaf import safe_sqrt
-from fzero.optim.base import GradientTransformation
+from fzero.optim.base import GradientTransformation, expect_optimizer
 from fzero.optim.norm import (
     Squared,
     _fold,
@@ -33,34 +33,45 @@ from fzero.optim.norm import (
 )
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
-from fzero.sharding.slices import check_dims, local_slice, shard_dim
+from fzero.sharding.slices import check_dims, local_slice, narrow_part, shard_dim
 from fzero.sharding.spec import Spec
 
-# Up to so many elements a sum over ranks is one exchange of everything, and not a scatter and a gather.
+# Up to this many elements, sum over ranks by one exchange, not by a scatter and a gather.
 _SMALL = 1 << 12
 
 Dims = Sequence[int] | None
 
 
 class ShardedLeaves(NamedTuple):
-    """Functions of a leaf's full name ("blocks/attn/w_q") and tensors of this rank.
+    """Functions with which an optimizer looks beyond its own shards of the leaves; `sharded` makes them.
 
-    `dims` are dims of the leaf, counted from the front or (negative) from the back; None is all of them. Where a shard
-    is asked for, that of some layers of a stacked leaf serves as well. What comes back is for use with the shard: its
-    gradient is this rank's own part.
+    They take a leaf's full name ("blocks/attn/w_q") and tensors of this rank. `dims` are dims of the leaf, counted from
+    the front or (negative) from the back; None is all of them. Where a shard is asked for, that of some layers of a
+    stacked leaf serves as well. What comes back is for use with the shard: its gradient is this rank's own part.
+
+    >>> plan = fzero.zero_plan(1, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"dp": 4}, rank=3))
+    >>> shards = sharded(plan.opt, plan.mesh, like=plan.like)
+    >>> shards.parts("w", (0,)), shards.parts("w", (1,))
+    (4, 1)
+    >>> shards.window("w", (2, 2))  # this rank's rows begin at row 6 of 8
+    ((6, 0), (8, 2))
     """
 
-    parts: Callable[[str, Dims], int]  # (name, dims) -> into how many parts those dims are cut: 1 where they are whole
+    parts: Callable[[str, Dims], int]  # (name, dims) -> into how many parts those dims are cut: 1 if they are whole
     gather: Callable[..., Tensor]  # (name, shard, dims=None) -> the shard with those dims whole
-    own: Callable[..., Tensor]  # (name, x, dims=None) -> this rank's part of an x with those dims whole: no communication
-    psum: Callable[[str, Tensor, Dims], Tensor]  # (name, x of any shape, dims) -> summed over the axes that shard those dims
-    # (name, shard, f) -> the shard of f(x), where x has whole matrices, in its last two dims, of some of the layers
+    own: Callable[
+        ..., Tensor
+    ]  # (name, x, dims=None) -> this rank's part of an x with those dims whole: no communication
+    psum: Callable[
+        [str, Tensor, Dims], Tensor
+    ]  # (name, x of any shape, dims) -> summed over the axes that shard those dims
+    # (name, shard, f) -> the shard of f(x), with whole matrices in the last two dims of x, of some of the layers
     on_matrices: Callable[[str, Tensor, Callable[[Tensor], Tensor]], Tensor]
     norm: Callable[[Tree], Tensor]  # tree of shards -> the 2-norm of the whole tree, the same on all ranks
-    vary: Callable[[str, Tensor], Tensor]  # (name, what is the same on all ranks) -> the same, for use with the shard
+    vary: Callable[[str, Tensor], Tensor]  # (name, a replicated value) -> the same, for use with the shard
     # (name, shape of the shard) -> (where the shard begins in each dim, shape of the whole leaf)
     window: Callable[[str, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
-    square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> what `norm` needs of it
+    square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> its squares, for `norm`
 
 
 WHOLE = ShardedLeaves(
@@ -77,33 +88,37 @@ WHOLE = ShardedLeaves(
 
 
 def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> ShardedLeaves:
-    """What an optimizer can ask of leaves that rest on `mesh` as `specs` says (a plan's `opt`); `like` has their whole shapes.
+    """Return the ShardedLeaves of leaves that rest on `mesh` as `specs` says.
 
+    specs: a tree of Specs, such as a plan's `opt`. like: the tree of their whole shapes, such as a plan's `like`.
     A tree handed to `norm` may have some of the leaves only, and any structure that gives them their names.
-    ordered: `norm` has the same bits however many ranks of dp share the leaves, one process included: squares are summed
-    in float64, first within a row of the dim that dp shards, which lies whole on a rank (or in parts on the ranks of
-    other axes), then over the rows of the whole leaf, always in the same order.
+    ordered: `norm` has the same bits however many ranks of dp share the leaves, one process included: squares are
+    summed in float64, first within a row of the dim that dp shards, which lies whole on a rank (or in parts on the
+    ranks of other axes), then over the rows of the whole leaf, always in the same order.
 
     Communicates: `norm` one psum per axis that shards any leaf, of one number per set of axes, or if ordered of one
-    float64 number per row; `on_matrices` an all_to_all per axis there and back where the layers divide by its ranks, a
-    gather where they do not; the others what they say, one collective per axis.
-    Raises ValueError for a leaf without a spec, dims that their axes do not divide, and, if ordered, an axis dp on
-    another dim than that of the rows.
+    float64 number per row; `on_matrices` an all_to_all per axis there and back if the layers divide by its ranks, else
+    a gather; `gather` and `psum` one collective per axis; the others nothing.
+    Raises ValueError for a leaf without a shape, dims that their axes do not divide, and, if ordered, an axis dp on
+    another dim than that of the rows; and in each function for a leaf without a spec.
+
+    >>> plan = fzero.zero_plan(1, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"dp": 4}, rank=1))
+    >>> shards = sharded(plan.opt, plan.mesh, like=plan.like)
+    >>> shards.gather("w", torch.empty(2, 2, device="meta")).shape
+    torch.Size([8, 2])
+    >>> shards.own("w", torch.arange(16).reshape(8, 2))
+    tensor([[4, 5],
+            [6, 7]])
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in pytree.named_leaves(like).items()}
     named_specs = pytree.named_leaves(specs)
     axes = {name: _axes_of(name, spec, shapes, mesh) for name, spec in named_specs.items()}
     if ordered:
-        for name, dims in axes.items():
-            for dim, over in enumerate(dims):
-                if dim != shard_dim(name) and any(axis.name == "dp" for axis in over):
-                    raise ValueError(f"{name}: dp shards dim {dim}; ordered sums need it on dim {shard_dim(name)}; use ordered=False")
+        _expect_whole_rows(axes)
 
     def over(name: str, dims: Dims) -> list[tuple[int, Axis]]:
         # Innermost first: the order in which parts are put together.
-        if name not in axes:
-            raise ValueError(f"sharded: there is no leaf {name!r}{nearest(name, axes)}; make it from the plan of these parameters")
-        all_dims = axes[name]
+        all_dims = _dims_of(name, axes)
         chosen = range(len(all_dims)) if dims is None else sorted({range(len(all_dims))[d] for d in dims})
         return [(dim, axis) for dim in chosen for axis in reversed(all_dims[dim])]
 
@@ -117,7 +132,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 
     def own(name: str, x: Tensor, dims: Dims = None) -> Tensor:
         for dim, axis in reversed(over(name, dims)):
-            x = _part(x, dim, axis)
+            x = narrow_part(x, axis.rank, axis.size, dim)
         return x
 
     def total(name: str, x: Tensor, dims: Dims) -> Tensor:
@@ -129,25 +144,13 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         return x
 
     def on_matrices(name: str, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        def run(x: Tensor, axes: list[tuple[int, Axis]]) -> Tensor:
-            if not axes:
-                return f(x)
-            (dim, axis), *rest = axes
-            if x.dim() > 2 and x.shape[0] % axis.size == 0:
-                return all_to_all(run(all_to_all(x, axis, 0, dim, leaf=name), rest), axis, dim, 0, leaf=name)
-            return _part(run(all_gather(x, axis, dim, leaf=name), rest), dim, axis)
-
-        return run(x, over(name, (-2, -1)))
+        return _run_whole(name, x, f, over(name, (-2, -1)))
 
     def norm(tree: Tree) -> Tensor:
         named: dict[str, Any] = pytree.named_leaves(tree)
         used = {name: tuple(sorted(axis.name for _, axis in over(name, None))) for name in named}
         sums = _row_sums(named, axes) if ordered else _set_sums(named, used, _wide(tree))
-        for axis in mesh.axes:
-            keys = [key for key in sums if axis.name in used[key]]
-            if keys:
-                summed = psum(torch.cat([sums[key] for key in keys]), axis, leaf="norm")
-                sums.update(zip(keys, summed.split([sums[key].shape[0] for key in keys])))
+        _sum_over_ranks(sums, used, mesh)
         total = _fold(torch.stack([_fold(part) for part in sums.values()])) if sums else torch.zeros(())
         return safe_sqrt(total).to(_wide(tree))
 
@@ -162,32 +165,38 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         assert size == shape, f"{name}: the shard has shape {shape}, and {size} by its spec"
         return start, shapes[name]
 
-    return ShardedLeaves(parts, gather, own, total, on_matrices, norm, vary, place, _row_squares if ordered else _piece_square)
+    square = _row_squares if ordered else _piece_square
+    return ShardedLeaves(parts, gather, own, total, on_matrices, norm, vary, place, square)
 
 
-def sharded_by(plan: Plan) -> ShardedLeaves:
-    """What the optimizer of a train step can ask of the leaves of its plan."""
+def shards_of(plan: Plan) -> ShardedLeaves:
+    """The ShardedLeaves of a plan."""
     return sharded(plan.opt, plan.mesh, like=plan.like, ordered=plan.reduce == "canonical")
 
 
 def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:
-    """{name: what `shards.norm` needs of a leaf}: it takes this in place of the tree, with the same bits; it serves norms of layers too."""
-    return {name: _squares_of(leaf, shard_dim(name) == 1, shards.square) for name, leaf in pytree.named_leaves(tree).items()}
+    """{name: the squares of a leaf}: `shards.norm` takes this in place of the tree, with the same bits; also for norms
+    of layers."""
+    return {
+        name: _squares_of(leaf, shard_dim(name) == 1, shards.square) for name, leaf in pytree.named_leaves(tree).items()
+    }
 
 
 def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransformation:
-    """The same transformation on leaves that are cut as `shards` says; `tx` itself where that makes no difference to it.
+    """The same transformation on leaves that are cut as `shards` says; `tx` itself if it is elementwise.
 
     >>> import torch, fzero
     >>> from fzero import optim
     >>> plan = fzero.zero_plan(1, {"w": torch.zeros(4, 2)}, fzero.fake_mesh({"dp": 2}))
     >>> tx = bind(optim.clip_by_global_norm(1.0), sharded(plan.opt, plan.mesh, like=plan.like))
     """
+    expect_optimizer(tx)
     return tx if tx.on is None else tx.on(shards)
 
 
 def layer_norm2(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
-    """The 2-norm of each layer of a leaf of which `x` is the shard, over all dims but the first `lead`; those are kept with size 1."""
+    """The 2-norm of each layer of a leaf of which `x` is the shard, over all dims but the first `lead`; those are kept
+    with size 1."""
     dims = tuple(range(lead, x.dim()))
     norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
     return safe_sqrt(shards.psum(name, norm.square(), dims))  # the root of a square is exact
@@ -199,14 +208,45 @@ def rms(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
     return layer_norm2(shards, name, x, lead) / math.sqrt(max(1, math.prod(x.shape[lead:]) * shards.parts(name, dims)))
 
 
+def _expect_whole_rows(axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> None:
+    for name, dims in axes.items():
+        for dim, over in enumerate(dims):
+            if dim != shard_dim(name) and any(axis.name == "dp" for axis in over):
+                raise ValueError(
+                    f"{name}: dp shards dim {dim}; ordered sums need it on dim {shard_dim(name)}; use ordered=False"
+                )
+
+
+def _dims_of(name: str, axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> tuple[tuple[Axis, ...], ...]:
+    if name not in axes:
+        raise ValueError(
+            f"sharded: there is no leaf {name!r}{nearest(name, axes)}; make it from the plan of these parameters"
+        )
+    return axes[name]
+
+
+def _sum_over_ranks(sums: dict, used: dict, mesh: Mesh) -> None:
+    for axis in mesh.axes:
+        if keys := [key for key in sums if axis.name in used[key]]:
+            summed = psum(torch.cat([sums[key] for key in keys]), axis, leaf="norm")
+            sums.update(zip(keys, summed.split([sums[key].shape[0] for key in keys])))
+
+
+def _run_whole(name: str, x: Tensor, f: Callable[[Tensor], Tensor], axes: list[tuple[int, Axis]]) -> Tensor:
+    if not axes:
+        return f(x)
+    (dim, axis), *rest = axes
+    if x.dim() > 2 and x.shape[0] % axis.size == 0:
+        layers = _run_whole(name, all_to_all(x, axis, 0, dim, leaf=name), f, rest)
+        return all_to_all(layers, axis, dim, 0, leaf=name)
+    return narrow_part(_run_whole(name, all_gather(x, axis, dim, leaf=name), f, rest), axis.rank, axis.size, dim)
+
+
 def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Mesh) -> tuple[tuple[Axis, ...], ...]:
     if name not in shapes:
-        raise ValueError(f"sharded: {name} has a spec and no shape{nearest(name, shapes)}; give `like` of the same plan")
+        raise ValueError(
+            f"sharded: {name} has a spec and no shape{nearest(name, shapes)}; give `like` of the same plan"
+        )
     whole = replace(spec, dims=(*spec.dims, *((),) * (len(shapes[name]) - len(spec.dims))))
     check_dims(name, shapes[name], whole, {axis.name: axis.size for axis in mesh.axes})
     return tuple(tuple(mesh[a] for a in dim if mesh[a].size > 1) for dim in whole.dims)
-
-
-def _part(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    size = x.shape[dim] // axis.size
-    return x.narrow(dim, axis.rank * size, size)

@@ -1,1 +1,1 @@
-"""A run before it runs: its own step on fake tensors, and what follows from that."""
+"""Predict a run before it runs, from its own step on fake tensors."""

@@ -1,9 +1,9 @@
-"""The ways to train a model on a number of devices, and what each will about take: closed forms around one traced layer.
+"""The candidates of a search for the fastest way to train a model, and a cheap estimate of each.
 
-A search looks at thousands of candidates, so none is traced here. For each size of tp two layers are traced once; what a layer keeps
-for its backward pass and how long it takes follow for every micro-batch, recomputation, stage and mesh. State bytes are those of the plan's
-own specs, exact also where a leaf does not divide. The sketches say in which order candidates are worth an exact trace.
-"""
+A search compares thousands of candidates, so none is traced here. Two layers are traced once for each size of tp; the
+activation memory and time of a layer for every micro-batch, recomputation, stage and mesh follow from that. State bytes
+come from the plan's own specs, so they are exact also if a leaf does not divide evenly. The estimates decide the order
+in which candidates are traced exactly."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fzero.sharding.memory import Offload
 
 REMATS = ("none", "full", "every:2", "every:4")
 OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,grads=host,opt=host", "acts=host")
-ROWS = (1, 2, 4, 8, 16, 32)  # of a micro-batch
-TRACED_ROWS = 2  # with a single one a compiled block has views where with more it makes copies
+ROWS = (1, 2, 4, 8, 16, 32)  # micro-batch sizes to try
+TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
 
 
 class Candidate(NamedTuple):
-    """One way to train."""
+    """One way to train: a mesh, ZeRO stage, recomputation, offload and micro-batch."""
 
     dp: int
     rp: int
@@ -46,46 +46,46 @@ class Candidate(NamedTuple):
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The axes that are larger than 1."""
+        """The axes of the mesh that are larger than 1."""
         return {name: size for name, size in (("dp", self.dp), ("rp", self.rp), ("tp", self.tp)) if size > 1}
 
     def of(self, config: RunConfig) -> RunConfig:
-        """`config`, trained in this way. Activations are split along the sequence wherever tp divides it."""
+        """Return `config` changed to train in this way, with sequence parallelism wherever tp divides the sequence."""
         sequence = self.tp > 1 and config.data.seq_len % self.tp == 0
         train = replace(config.train, remat=self.remat, micro_batch=self.micro_batch)
         return replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, sequence=sequence, train=train)
 
 
 class Layer(NamedTuple):
-    """What a layer takes on a rank for each row of a micro-batch, with a size of tp. Seconds grow with the rows but for `host` of them."""
+    """The memory and time of one layer on a rank, for each row of a micro-batch, at one size of tp."""
 
-    kept_bytes: int  # for its backward pass
-    input_bytes: int  # of its input alone, which is what recomputation keeps
-    spare_bytes: int  # alive on top while it and the head are computed
+    kept_bytes: int  # activations for its backward pass
+    input_bytes: int  # its input alone, which recomputation keeps
+    spare_bytes: int  # temporary memory while it and the head are computed
     forward_s: float
     backward_s: float
     tp_s: float  # exposed communication of tensor parallelism, forward and backward
     ends_s: float  # embedding and head of a micro-batch, forward and backward
-    host: float  # the part of the seconds that the host takes to issue operators, however many rows they have
-    rest_s: float  # of the host in a step, outside the passes
+    host: float  # the fraction of the seconds that the host takes to issue operators, for any number of rows
+    rest_s: float  # host time of a step outside the forward and backward passes
 
 
 class Sketch(NamedTuple):
-    """About what a candidate takes on one rank."""
+    """The estimated memory and step time of a candidate on one rank."""
 
     candidate: Candidate
     memory: dict[str, float]  # bytes on the device, by component
-    host_bytes: float  # in the host's memory
-    time: dict[str, float]  # seconds of a step, by what they go into
+    host_bytes: float  # bytes in the host's memory
+    time: dict[str, float]  # seconds of a step, by cause
 
     @property
     def bytes(self) -> float:
-        """All of them."""
+        """The estimated bytes on the device."""
         return sum(self.memory.values())
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """The estimated seconds of a step."""
         return sum(self.time.values())
 
 
@@ -94,8 +94,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """All candidates for `ranks` ranks that the model and the batch allow; tp stays within a node.
 
-    A mesh with rp keeps ZeRO's shards within a group of dp ranks that is a power of two of a node's. Raises ValueError where there is none.
-    """
+    A mesh with rp keeps ZeRO's shards within a group of dp ranks, a power of two times those of a node. Raises
+    ValueError if there is none."""
     found = 0
     for tp in sizes_of_tp(config, ranks, on_node):
         data = ranks // tp
@@ -103,7 +103,7 @@ def candidates(
             for dp in groups_of(data, max(1, on_node // tp)):
                 for zero in range(4) if data > 1 else (0,):
                     if zero == 0 and dp != data:
-                        continue  # without shards dp and rp are one
+                        continue  # without shards, dp and rp do the same
                     for remat in remats:
                         for offload in offloads:
                             if "acts=" in offload and not Remat.parse(remat).every:
@@ -114,14 +114,16 @@ def candidates(
         widest = max(sizes_of_tp(config, ranks, on_node))
         least = ranks // widest
         raise ValueError(
-            f"no mesh of {ranks} ranks can share a batch of {config.train.batch} sequences: with tp={widest}, the largest within a node, "
-            f"there are {least} data ranks; use a --batch that {least} divides"
+            f"no mesh of {ranks} ranks can share a batch of {config.train.batch} sequences: with tp={widest}, the "
+            f"largest within a node, there are {least} data ranks; use a --batch that {least} divides"
         )
 
 
 def sizes_of_tp(config: RunConfig, ranks: int, on_node: int) -> list[int]:
     """The sizes of tp within a node that divide the ranks and the model."""
-    return [tp for tp in range(1, min(ranks, on_node) + 1) if ranks % tp == 0 and on_node % tp == 0 and divides(config, tp)]
+    return [
+        tp for tp in range(1, min(ranks, on_node) + 1) if ranks % tp == 0 and on_node % tp == 0 and divides(config, tp)
+    ]
 
 
 def divides(config: RunConfig, tp: int) -> bool:
@@ -134,7 +136,7 @@ def divides(config: RunConfig, tp: int) -> bool:
 
 
 def groups_of(data: int, on_node: int) -> list[int]:
-    """The sizes of dp, out of `data` data ranks: all of them, and powers of two times those of a node."""
+    """The sizes of dp to try for `data` data ranks: all of them, and powers of two times those of a node."""
     sizes, size = {data}, min(on_node, data)
     while size < data and size > 1:
         if data % size == 0:
@@ -144,24 +146,29 @@ def groups_of(data: int, on_node: int) -> list[int]:
 
 
 def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
-    """What a layer of `config` takes on a device where tp ranks share it, from a trace of two layers and TRACED_ROWS."""
+    """Estimate a Layer of `config` on a device shared by tp ranks, from a trace of two layers and TRACED_ROWS rows."""
     few, rows = min(2, config.model.n_layers), TRACED_ROWS
     model = replace(config.model, n_layers=few)
     one = Candidate(1, 1, tp, 0, "none", "", rows).of(
-        replace(config, preset="", model=model, train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0))
+        replace(
+            config, preset="", model=model, train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0)
+        )
     )
     traced = trace_step(one, {"tp": tp}, target=device.target)
     timing = predict(traced, device)
     kept = [m.parts["activations"] for m in traced.timeline if m.phase == "forward" and m.layer is not None]
     of_layer = {
-        i: max((m.parts["activations"] for m in traced.timeline if (m.phase, m.layer) == ("forward", i)), default=0) for i in range(few)
+        i: max((m.parts["activations"] for m in traced.timeline if (m.phase, m.layer) == ("forward", i)), default=0)
+        for i in range(few)
     }
     per_layer = of_layer[few - 1] - of_layer[0] if few > 1 else max(kept)
     policy = build_optim.make_policy(traced.config)
     share = tp if one.sequence else 1
     inputs = rows * config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
-    # In the passes: the workspace of an update grows with the parameters, and not with the rows.
-    most = max(m.parts["activations"] + m.parts["workspace"] for m in traced.timeline if m.phase in ("forward", "backward"))
+    # Only of the passes: the workspace of an update grows with the parameters and not with the rows.
+    most = max(
+        m.parts["activations"] + m.parts["workspace"] for m in traced.timeline if m.phase in ("forward", "backward")
+    )
     seconds = {phase: [timing.layers.get(f"{phase}/{i}", 0.0) for i in range(few)] for phase in ("forward", "backward")}
     ends = sum(timing.phases.get(phase, 0.0) - sum(seconds[phase]) for phase in seconds)
     host = timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values()))
@@ -179,27 +186,30 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
 
 
 class Sketcher:
-    """Makes sketches of the candidates of one search; what they share is kept."""
+    """Makes the Sketches of one search and caches what they share."""
 
     def __init__(self, config: RunConfig, device: Device, on_node: int, layers: Mapping[int, Layer] | None = None):
-        """layers: by size of tp, what `layer_of` gives; None: it is asked when needed."""
+        """layers: results of `layer_of` by size of tp; None: call it when needed."""
         self.config, self.device, self.on_node = config, device, on_node
         self.model, self.policy = models.build(config.model), build_optim.make_policy(config)
         self.plan = functools.cache(self._plan)
-        self.layer = layers.__getitem__ if layers is not None else functools.cache(lambda tp: layer_of(config, device, tp))
+        self.layer = (
+            layers.__getitem__ if layers is not None else functools.cache(lambda tp: layer_of(config, device, tp))
+        )
         o = config.optim
         state = self.policy.state.itemsize
-        # Of a parameter, with its master weight.
+        # Bytes for each parameter, with its master weight.
         self.opt_bytes = MOMENTS[o.name] * STATE_BYTES.get(o.states, state) + (state if self.policy.has_master else 0)
 
     def _plan(self, dp: int, rp: int, tp: int, zero: int) -> tuple[Plan, dict[str, int], dict[str, int]]:
-        """(the plan, elements of a rank by kind, elements of the embedding, a layer and the head)."""
+        """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
+        head)."""
         plan = zero_plan(zero, self.model, fake_mesh({"dp": dp, "rp": rp, "tp": tp}), policy=self.policy)
         trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
         return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
 
     def memory(self, c: Candidate) -> tuple[dict[str, float], float]:
-        """About (the bytes of a rank's device at the peak, by component; its bytes in the host's memory)."""
+        """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
         plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
         layer, tiers, remat = self.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
         rows, layers, policy = c.micro_batch, self.config.model.n_layers, self.policy
@@ -212,7 +222,11 @@ class Sketcher:
         sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
         sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
         gathered = (self.config.prefetch + 1) * parts.get("blocks", part) * policy.param.itemsize
-        groups = {"params": held["params"] * policy.param.itemsize, "optimizer": held["opt"] * self.opt_bytes, "grads": sums}
+        groups = {
+            "params": held["params"] * policy.param.itemsize,
+            "optimizer": held["opt"] * self.opt_bytes,
+            "grads": sums,
+        }
         where = {"params": tiers.params, "optimizer": tiers.opt, "grads": tiers.grads}
         away = {name for name, tier in where.items() if tier.memory == "host"}
         host = sum(groups[name] for name in away)
@@ -224,7 +238,7 @@ class Sketcher:
         return on_device | {"activations": rows * (kept + layer.spare_bytes)}, host
 
     def time(self, c: Candidate) -> dict[str, float]:
-        """About the seconds of a step."""
+        """Estimate the seconds of a step, by cause."""
         layer, remat, tiers = self.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
         _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
         layers, data, policy = self.config.model.n_layers, c.dp * c.rp, self.policy
@@ -236,7 +250,8 @@ class Sketcher:
             "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
             "recomputation": micro * layers * again,
             "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
-            "update": 28 * held["opt"] / (self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0)) + layer.rest_s,
+            "update": 28 * held["opt"] / (self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0))
+            + layer.rest_s,
         }
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
             out[f"communication on {axis}"] = exposed
@@ -250,15 +265,23 @@ class Sketcher:
         if tiers.acts.memory == "host":
             away += 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes
         if away:
-            rate = min((self.device.host.get(way, 0.0) for way in ("read", "write")), default=0.0) * self.device.efficiency.get("host", 1.0)
+            rate = min(
+                (self.device.host.get(way, 0.0) for way in ("read", "write")), default=0.0
+            ) * self.device.efficiency.get("host", 1.0)
             hidden = 0.0 if tiers.opt.memory == "host" else 0.8 * (out["computation"] + out["recomputation"])
             out["transfers to the host"] = max(0.0, away / rate - hidden) if rate else math.inf
         return out
 
     def exposed(
-        self, c: Candidate, micro: int, forward: float, backward: float, parts: Mapping[str, int], held: Mapping[str, int]
+        self,
+        c: Candidate,
+        micro: int,
+        forward: float,
+        backward: float,
+        parts: Mapping[str, int],
+        held: Mapping[str, int],
     ) -> dict[str, float]:
-        """Seconds of a step in which the data ranks' communication is waited for, by axis."""
+        """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
         layers, size = self.config.model.n_layers, self.policy.param.itemsize
         sums = self.policy.reduce.itemsize
         ways = ways_of(self.device, {"dp": c.dp, "rp": c.rp, "tp": c.tp})
@@ -267,7 +290,11 @@ class Sketcher:
         def seconds(axis: str, what: str, elements: float, itemsize: int) -> float:
             way = ways.get(axis)
             times = 2 if what == "psum" else 1
-            return collective_s(way, what, int(times * elements * itemsize * (way.size - 1) / way.size)).seconds if way else 0.0
+            return (
+                collective_s(way, what, int(times * elements * itemsize * (way.size - 1) / way.size)).seconds
+                if way
+                else 0.0
+            )
 
         block, whole = parts.get("blocks", 0), sum(parts.values()) + (layers - 1) * parts.get("blocks", 0)
         ends = whole - layers * block
@@ -277,18 +304,24 @@ class Sketcher:
             outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
             if c.zero == 3:
                 outside += micro * seconds("dp", "all_gather", ends, size)
-                # Of K layers that are run again all but the last one are gathered once more.
+                # Of each K recomputed layers, all but the last are gathered once more.
                 again = (2.0 - 1.0 / (Remat.parse(c.remat).every or 1)) * gather
-                out["dp"] = micro * layers * (max(0.0, gather - forward) + max(0.0, again + scatter - backward)) + outside
+                out["dp"] = (
+                    micro * layers * (max(0.0, gather - forward) + max(0.0, again + scatter - backward)) + outside
+                )
             elif c.zero == 2:
-                out["dp"] = micro * layers * max(0.0, scatter - backward) + outside + seconds("dp", "all_gather", whole, size)
+                out["dp"] = (
+                    micro * layers * max(0.0, scatter - backward) + outside + seconds("dp", "all_gather", whole, size)
+                )
             else:
-                out["dp"] = layers * max(0.0, seconds("dp", "psum" if c.zero == 0 else "psum_scatter", block, sums) - backward) + outside
+                out["dp"] = (
+                    layers * max(0.0, seconds("dp", "psum" if c.zero == 0 else "psum_scatter", block, sums) - backward)
+                    + outside
+                )
                 out["dp"] += seconds("dp", "all_gather", whole, size) if c.zero else 0.0
         if c.rp > 1:
             out["rp"] = seconds("rp", "psum", held["grads"], sums) * (micro if c.zero == 0 else 1)
         return out
 
     def sketch(self, c: Candidate) -> Sketch:
-        """The Sketch of a candidate."""
         return Sketch(c, *self.memory(c), self.time(c))

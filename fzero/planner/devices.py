@@ -1,13 +1,12 @@
-"""What a machine can do, as a value: read from a file that `fzero bench` measured, or from the data sheets that come with the package.
+"""The hardware of a rank as a value: measured by `fzero bench`, or from the data sheets that come with the package.
 
-A data sheet gives peaks, and `efficiency` the part of each that is reached: one factor for each class of operation, the same for all
-listed devices. A measured file gives curves of seconds over sizes, and no factor.
+A data sheet gives peaks, and `efficiency` the fraction of each peak that is reached: one factor for each class of
+operation, the same for all listed devices. A measured file gives curves of seconds over sizes, and needs no factor.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import types
@@ -18,133 +17,119 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.device import Target
+from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.pytree import nearest
-from fzero.core.tables import KINDS, parse_json
+from fzero.core.tables import KINDS
+from fzero.planner.device_names import device_path
 from fzero.run.machine import device_file
 
-LISTED = Path(__file__).parent / "devices"
-HOST_PART = 0.9  # of the host's memory, for tensors: the rest is the system's, the processes' own and the page cache's
-Curve = tuple[tuple[float, float], ...]  # (size, seconds), by size
-Products = tuple[tuple[int, int, int, int, float], ...]  # (batch, m, n, k, seconds) of [batch, m, k] by [batch, k, n]
+HOST_PART = 0.9  # fraction of the host's memory for tensors: the system, processes and page cache take the rest
+Curve = tuple[tuple[float, float], ...]  # (size, seconds), sorted by size
+Products = tuple[tuple[int, int, int, int, float], ...]  # (batch, m, n, k, seconds) of [batch, m, k] @ [batch, k, n]
 
 
 class Rates(NamedTuple):
-    """The seconds of operations as a step runs them: each makes its result in memory that the allocator gives it.
+    """Measured seconds of operations as a training step runs them: with results in memory that the allocator provides.
 
-    They are of one process with `threads` threads, while `processes` processes (it included) do the same on this machine.
-    """
+    Measured in one process with `threads` threads, while `processes` processes (it included) do the same on this
+    machine."""
 
     threads: int
     processes: int
     bandwidth: Curve  # bytes read and written -> seconds of a sum of two tensors
-    gemm: dict[str, Products]  # by dtype; "float32/onednn" by oneDNN, see fzero.run.machine
+    gemm: dict[str, Products]  # by dtype; "float32/onednn": computed by oneDNN, see fzero.run.machine
     kernels: dict[str, Curve]  # "name/dtype" -> seconds by bytes read and written, or by FLOP for attention
-    # Of the host: for an operator of a step ("eager"), for a call of a compiled graph ("compiled"), and for a kernel inside one ("kernel").
+    # Host seconds for an operator ("eager"), a call of a compiled graph ("compiled") and one of its kernels ("kernel").
     op_s: dict[str, float]
-    step_s: dict[str, float]  # and for each step besides
-    spread: float = 1.0  # median over minimum of a figure, the middle one of all figures: how much else the machine did
+    step_s: dict[str, float]  # host seconds for each step besides
+    spread: float = 1.0  # median over figures of a figure's median / minimum: how busy the machine was
 
 
 class Level(NamedTuple):
-    """A level of the links between ranks; the innermost comes first."""
+    """One level of the links between ranks; levels are listed innermost first."""
 
     name: str
     kind: str  # "gloo", "nccl" or "rccl"
-    ranks: int | None  # that reach each other over it; None for any number
-    bytes_s: float  # of one rank, in each direction, in a large message
-    latency_s: float  # of a message without content
-    total_bytes_s: float | None = None  # of all ranks of the level together, where they share something
-    call_s: float = 0.0  # of a call besides its messages
-    hidden: float | None = None  # the part of a large message's time that goes by while all ranks compute; None where not measured
+    ranks: int | None  # number of ranks that it connects; None for any number
+    bytes_s: float  # of one rank, in each direction, for large messages
+    latency_s: float  # of an empty message
+    total_bytes_s: float | None = None  # of all ranks of the level together, if they share a link
+    call_s: float = 0.0  # host seconds of a call, besides its messages
+    hidden: float | None = None  # the fraction of a large message's time that computation hides; None: not measured
 
 
 @dataclass(frozen=True)
 class Device:
-    """A processor with its memory and links: what a plan needs to know of one rank's hardware.
+    """A processor with its memory and links: all that a plan needs to know of one rank's hardware.
 
-    Seconds, bytes, FLOP (a multiply-add is two). None stands for what is not known.
+    Units are seconds, bytes and FLOP (a multiply-add counts as two). None: unknown.
     """
 
     name: str
     kind: str  # "cpu" or "cuda" (which torch calls AMD's GPUs too)
-    measured: bool  # by `fzero bench`, or listed from data sheets
+    measured: bool  # by `fzero bench`; False: listed from data sheets
     processors: int  # multiprocessors or compute units of a GPU; cores of a CPU
     memory_bytes: int
-    reserved_bytes: int  # that no tensor can have: the driver's context, libraries, the runtime
-    margin: float  # the part of the rest that the allocator loses to fragments
+    reserved_bytes: int  # not available to tensors: the driver's context, libraries, the runtime
+    margin: float  # the fraction of the rest that the allocator loses to fragmentation
     flops: dict[str, float]  # FLOP/s of dense products by dtype: listed, or the best that was measured
-    bandwidth_bytes_s: float  # of the memory, read and written together
+    bandwidth_bytes_s: float  # memory bandwidth, reads and writes together
     links: tuple[Level, ...]
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability
-    cache_bytes: int | None = None  # of the last level
-    efficiency: dict[str, float] = field(default_factory=dict)  # the part of a listed peak that is reached, by class
-    launch_s: float = 0.0  # between two kernels of a GPU
-    op_s: dict[str, float] = field(default_factory=dict)  # as in Rates, where nothing was measured
+    cache_bytes: int | None = None  # of the last-level cache
+    efficiency: dict[str, float] = field(default_factory=dict)  # fraction of a listed peak that is reached, by class
+    lost: float = 0.0  # fraction of a step that published runs spend on what a plan does not simulate
+    step_range: tuple[float, float] = (0.8, 1.25)  # real over predicted time of a step: the least and the most seen
+    launch_s: float = 0.0  # seconds between two kernels of a GPU
+    op_s: dict[str, float] = field(default_factory=dict)  # as in Rates, for a device that was not measured
     rates: tuple[Rates, ...] = ()
-    collectives: dict[str, Curve] = field(default_factory=dict)  # "psum/4": bytes of the whole tensor -> seconds among 4 ranks
-    # "late/4": a single point, the seconds between the first and the last rank that comes to a collective
-    host_memory_bytes: int | None = None  # of a node, beside the devices' own
-    host: dict[str, float] = field(default_factory=dict)  # bytes/s between device and host memory: "read", "write" (to the host)
+    # "psum/4": bytes of the whole tensor -> seconds among 4 ranks
+    collectives: dict[str, Curve] = field(default_factory=dict)
+    # "late/4": a single point, the seconds between the first and the last rank to reach a collective
+    host_memory_bytes: int | None = None  # of a node, without the devices' own memory
+    # bytes/s between device and host memory: "read", "write" (to the host)
+    host: dict[str, float] = field(default_factory=dict)
     nvme: dict[str, float] = field(default_factory=dict)  # bytes/s of a node's disk: "read", "write", "both"
-    price_per_hour: float | None = None  # of one device; never listed, as it changes
-    machine: dict[str, str] = field(default_factory=dict)  # what was measured: processor, versions, command, time
-    sources: dict[str, str] = field(default_factory=dict)  # of each field
+    price_per_hour: float | None = None  # of one device; never listed, as prices change
+    machine: dict[str, str] = field(default_factory=dict)  # of the measurement: processor, versions, command, time
+    sources: dict[str, str] = field(default_factory=dict)  # the source of each field
 
     @property
     def cores(self) -> int:
-        """The cores of a CPU."""
+        """The number of cores of a CPU."""
         return self.processors
 
     @property
     def capacity_bytes(self) -> int:
-        """The bytes of tensors that fit: what is neither reserved nor lost to fragments."""
+        """The bytes available to tensors: memory without reserved bytes and fragmentation."""
         return int((self.memory_bytes - self.reserved_bytes) * (1 - self.margin))
 
     def host_capacity_bytes(self, processes: int) -> int | None:
-        """The bytes of tensors that one of so many processes of a node can have in the host's memory; None where that is not known."""
+        """The bytes of host memory available to each of `processes` processes of a node; None if unknown."""
         return None if self.host_memory_bytes is None else int(self.host_memory_bytes * HOST_PART) // processes
 
     @property
     def target(self) -> Target:
-        """What choices of kernels go by."""
+        """The target by which kernels are chosen."""
         return Target("cpu") if self.kind == "cpu" else Target(self.kind, self.processors, self.capability, self.name)
 
     def rates_of(self, threads: int = 1, processes: int = 1) -> Rates | None:
-        """The measured rates that are nearest to so many threads and processes; None for a listed device."""
+        """The measured rates nearest to these numbers of threads and processes; None for a listed device."""
         return min(self.rates, key=lambda r: (abs(r.threads - threads), abs(r.processes - processes)), default=None)
 
 
 def device(name: str | Path, **changes: Any) -> Device:
-    """The Device of a name: one that is listed, "here" for what `fzero bench` measured on this machine, or the path of a device file.
+    """Return a Device by name: a listed one, "here" (measured on this machine by `fzero bench`), or the path of a
+    device file.
 
-    changes: fields to replace, such as price_per_hour. Raises ValueError for a name that is none of these, or a file that is no device.
+    changes: fields to replace, such as price_per_hour. Raises ValueError for an unknown name or an invalid device file.
     """
-    path = Path(name)
-    if str(name) == "here":
+    path = device_path(name)
+    if path is None:
         path = device_file()
         if not path.is_file():
             raise ValueError(f"device 'here': there is no {path}; run `fzero bench` on this machine first")
-    elif path.suffix != ".json":
-        path = LISTED / f"{str(name).lower()}.json"
-        if not path.is_file():
-            known = listed()
-            raise ValueError(
-                f"device {str(name)!r} is not known{nearest(str(name), known)}; the devices are {', '.join(known)}, "
-                "here (after `fzero bench`), or the path of a .json file"
-            )
-    elif not path.is_file():
-        raise ValueError(f"{path}: no such file; give a device file that `fzero bench --out` wrote, or one of {', '.join(listed())}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    return dataclasses.replace(from_json(text, str(path)), **changes)
-
-
-@functools.cache
-def listed() -> list[str]:
-    """The names of the devices that come with the package."""
-    return sorted(path.stem for path in LISTED.glob("*.json"))
+    return dataclasses.replace(from_json(read_text_file(path), str(path)), **changes)
 
 
 def to_json(device: Device) -> str:
@@ -155,7 +140,7 @@ def to_json(device: Device) -> str:
 
 
 def from_json(text: str, name: str) -> Device:
-    """The Device of a file's text. Raises ValueError naming the file `name`, the key and what is wrong with it."""
+    """Parse the text of a device file. Raises ValueError naming the file `name`, the key and the problem."""
     table = parse_json(text, name)
     try:
         found = _typed("", table, Device)
@@ -173,6 +158,10 @@ def _check(device: Device) -> None:
             raise ValueError(f"{name} is {getattr(device, name)!r}; it must be above 0")
     if not 0 <= device.margin < 1:
         raise ValueError(f"margin is {device.margin!r}; it must be at least 0 and below 1")
+    if not 0 <= device.lost < 1:
+        raise ValueError(f"lost is {device.lost!r}; it must be at least 0 and below 1")
+    if not 0 < device.step_range[0] <= 1 <= device.step_range[1] < math.inf:
+        raise ValueError(f"step_range is {list(device.step_range)}; it must be [at most 1, at least 1], both above 0")
     if not 0 <= device.reserved_bytes < device.memory_bytes:
         raise ValueError(f"reserved_bytes is {device.reserved_bytes!r}; it must be at least 0 and below memory_bytes")
     if not device.links:
@@ -180,14 +169,17 @@ def _check(device: Device) -> None:
     if device.measured and not device.rates:
         raise ValueError("rates is [] in a measured file")
     if not device.measured and not {"gemm", "memory"} <= set(device.efficiency):
-        raise ValueError(f"efficiency has {', '.join(device.efficiency) or 'nothing'}; a listed device needs gemm and memory")
+        raise ValueError(
+            f"efficiency has {', '.join(device.efficiency) or 'nothing'}; a listed device needs gemm and memory"
+        )
 
 
-# ---- between values and JSON -------------------------------------------------------------------------------------------
+# ---- between values and JSON
+# -------------------------------------------------------------------------------------------
 
 
 def _plain(value: Any) -> Any:
-    """Tables, lists, numbers and texts: tuples with names and dataclasses become tables."""
+    """Convert to tables, lists, numbers and texts: dataclasses and named tuples become tables."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -198,7 +190,7 @@ def _plain(value: Any) -> Any:
 
 
 def _laid_out(value: Any, indent: str = "") -> str:
-    """JSON in which what is short stands on one line."""
+    """Format as JSON with short values on one line."""
     short = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(short) <= 130 or not isinstance(value, dict | list) or not value:
         return short
@@ -211,9 +203,15 @@ def _laid_out(value: Any, indent: str = "") -> str:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value`, read from JSON, as the type `hint`. Raises ValueError naming the key `name`, the value and what is allowed."""
+    """Convert `value`, read from JSON, to the type `hint`.
+
+    Raises ValueError naming the key `name`, the value and what is allowed."""
     if isinstance(hint, types.UnionType):
-        return None if value is None else _typed(name, value, next(kind for kind in typing.get_args(hint) if kind is not type(None)))
+        return (
+            None
+            if value is None
+            else _typed(name, value, next(kind for kind in typing.get_args(hint) if kind is not type(None)))
+        )
     if hasattr(hint, "_fields") or dataclasses.is_dataclass(hint):
         return _fields(name, value, hint)
     kind, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -228,13 +226,18 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return float(value)
     if kind is None and type(value) is hint and hint is not float:
         return value
-    wanted = {dict: "a table", tuple: f"a list of {len(inner)} values" if kind is tuple and inner[-1] is not Ellipsis else "a list"}
+    wanted = {
+        dict: "a table",
+        tuple: f"a list of {len(inner)} values" if kind is tuple and inner[-1] is not Ellipsis else "a list",
+    }
     shown = json.dumps(value)
-    raise ValueError(f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}; it must be {wanted.get(kind) or KINDS[hint]}")
+    raise ValueError(
+        f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}; it must be {wanted.get(kind) or KINDS[hint]}"
+    )
 
 
 def _fields(name: str, value: Any, hint: Any) -> Any:
-    """A table as the dataclass or named tuple `hint`: all keys known, and none missing that has no default."""
+    """Convert a table to the dataclass or named tuple `hint`; unknown keys and missing required ones are errors."""
     hints = typing.get_type_hints(hint)
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {json.dumps(value)[:60]}; it must be a table of {', '.join(hints)}")

@@ -1,10 +1,10 @@
-"""The papers' formulas: model states by ZeRO stage, activations of a layer, elements communicated. No trace, no model is built.
+"""Closed formulas from papers: model states by ZeRO stage, activations of a layer, elements communicated.
 
-They are what one knows before a plan, and a cross-check of it: tests hold the traced numbers against them. Who comes from DeepSpeed finds
-`estimate_model_states` in the place of its estimate_zero2_model_states_mem_needs and estimate_zero3_model_states_mem_needs. Those count
-4 + 16/N bytes a parameter at stage 2 and 18/N at stage 3 (gradients in fp32 too), and 1.5 times what rests in the host's memory, for
-buffers; here each byte is one that a state of fzero's has.
-"""
+They need no trace and no model. They are rough figures before a plan, and a cross-check of it: tests compare the traced
+numbers with them. `estimate_model_states` corresponds to DeepSpeed's estimate_zero2_model_states_mem_needs and
+estimate_zero3_model_states_mem_needs. Those count 4 + 16/N bytes a parameter at stage 2 and 18/N at stage 3 (gradients
+in fp32 too), and 1.5 times the offloaded bytes in the host's memory, for buffers; here every byte counted is one that a
+state of fzero has."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.plan import ZERO, shapes_of
 from fzero.sharding.slices import STACKED
 
-# Elements of optimizer state per parameter; muon's is of a model that is matrices of blocks almost alone, adafactor's are rows and columns.
+# Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
+# adafactor: without its rows and columns.
 MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "sgd": 0, "muon": 1, "adafactor": 0}
-STATE_BYTES = {"bf16": 2.0, "8bit": 1.0 + 4.0 / 256}  # of an element; 8bit: a scale for each block of 256
+STATE_BYTES = {"bf16": 2.0, "8bit": 1.0 + 4.0 / 256}  # of an element; 8bit: with a scale for each block of 256
 
 
 class ModelStates(NamedTuple):
-    """Bytes of one rank, on its device and in the host's memory (or on a disk: what is offloaded)."""
+    """Model-state bytes of one rank, on its device and offloaded (to the host's memory or a disk)."""
 
     zero: int
     offload: str
@@ -33,20 +34,22 @@ class ModelStates(NamedTuple):
     grads: float
     master: float
     optimizer: float
-    device_bytes: float  # of those four, what is not offloaded
-    host_bytes: float  # what is
-    layer_bytes: float  # the largest part that is gathered for use where parameters are sharded or offloaded; on the device, on top
+    device_bytes: float  # of those four, not offloaded
+    host_bytes: float  # of those four, offloaded
+    # the largest part gathered for use if parameters are sharded or offloaded; on the device, on top
+    layer_bytes: float
 
     @property
     def gpu_bytes(self) -> float:
-        """What a GPU needs before the first activation."""
+        """The bytes that a GPU needs besides activations."""
         return self.device_bytes + self.layer_bytes
 
 
 def count(model: str | ModelConfig | int) -> tuple[int, int]:
-    """(parameters, those of the largest part that is gathered at a time: the embedding, a layer or the head) of a model.
+    """Return (parameters, parameters of the largest part gathered at a time: the embedding, a layer or the head) of a
+    model.
 
-    A number is a number of parameters, with no largest part known (0).
+    model: a preset's name, sizes, or a number of parameters, whose largest part is unknown (0).
     """
     if isinstance(model, int):
         return model, 0
@@ -72,19 +75,23 @@ def estimate_model_states(
     accumulate: bool = False,
     tp: int = 1,
 ) -> ModelStates:
-    """The model states of a rank: Psi parameters over N data ranks, each state whole or a share of N as the stage says.
+    """The model states of a rank: Psi parameters over N data ranks, each state whole or sharded as the stage requires.
 
     Stage 0: 16 Psi bytes in bf16 with AdamW; 1: 4 Psi + 12 Psi/N; 2: 2 Psi + 14 Psi/N; 3: 16 Psi/N.
     model: a preset's name, sizes, or a number of parameters. gpus: all of them, tp times the data ranks.
-    offload: as in `--offload`; what rests elsewhere is in host_bytes. accumulate: gradients are summed over micro-batches, in fp32.
-    Raises ValueError for a stage, offload, precision or optimizer that there is not, and gpus that tp does not divide.
+    offload: as in `--offload`; offloaded bytes are in host_bytes. accumulate: gradients are summed over micro-batches,
+    in fp32. Raises ValueError for an unknown stage, offload, precision or optimizer, and if tp does not divide gpus.
 
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.
 
     >>> round(estimate_model_states(7_500_000_000, 64, zero=2).device_bytes / 1e9, 1)
     16.6
     """
-    for what, value, allowed in (("zero", zero, ZERO), ("precision", precision, POLICIES), ("optimizer", optimizer, MOMENTS)):
+    for what, value, allowed in (
+        ("zero", zero, ZERO),
+        ("precision", precision, POLICIES),
+        ("optimizer", optimizer, MOMENTS),
+    ):
         if value not in allowed:
             raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, allowed))}")
     if states not in ("full", *STATE_BYTES):
@@ -93,7 +100,8 @@ def estimate_model_states(
         raise ValueError(f"gpus is {gpus} and tp is {tp}; both are at least 1, and tp divides gpus")
     psi, largest = (n / tp for n in count(model))
     policy, ranks, tiers = POLICIES[precision](), gpus // tp, Offload.parse(offload)
-    # The stage's row says of parameters, gradients and optimizer states (with the master weights) whether they are sharded.
+    # The stage's row says of parameters, gradients and optimizer states (with the master weights) whether they are
+    # sharded.
     params, grads, opt = (psi / (ranks if sharded else 1) for sharded in ZERO[zero])
     held = {
         "params": params * policy.param.itemsize,
@@ -105,36 +113,51 @@ def estimate_model_states(
     host = sum(held[name] * tier.fraction for name, tier in away.items() if tier.memory != "device")
     moved = (ZERO[zero][0] and ranks > 1) or tiers.params.memory != "device"
     layer = largest * policy.param.itemsize if moved else 0.0
-    return ModelStates(zero, str(tiers), **held, device_bytes=sum(held.values()) - host, host_bytes=host, layer_bytes=layer)
+    return ModelStates(
+        zero, str(tiers), **held, device_bytes=sum(held.values()) - host, host_bytes=host, layer_bytes=layer
+    )
 
 
 OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,opt=host,grads=host")
 
 
 def states_table(model: str | ModelConfig | int, gpus: int, **options: object) -> str:
-    """The model states of every stage with every choice of offload, as a text; options as of `estimate_model_states`."""
+    """The table, as text, of the model states of every stage and offload; options as in `estimate_model_states`."""
     total, largest = count(model)
     rows = []
     for stage in ZERO:
         for offload in OFFLOADS:
             s = estimate_model_states(model, gpus, zero=stage, offload=offload, **options)
-            rows.append([str(stage), offload or "none", *map(size, (s.params, s.grads, s.master, s.optimizer, s.gpu_bytes, s.host_bytes))])
+            rows.append(
+                [
+                    str(stage),
+                    offload or "none",
+                    *map(size, (s.params, s.grads, s.master, s.optimizer, s.gpu_bytes, s.host_bytes)),
+                ]
+            )
     head = ["stage", "offload", "params", "grads", "master", "optimizer", "a GPU", "host, a rank"]
-    top = f"model states of a rank: {quantity(total)} parameters, {quantity(largest)} in the largest part, on {gpus} GPUs"
+    top = (
+        f"model states of a rank: {quantity(total)} parameters, {quantity(largest)} in the largest part, on {gpus} GPUs"
+    )
     return "\n".join(
-        [top, *table(head, rows, text=(0, 1)), "a GPU: what rests there, and the largest part whole where parameters are gathered"]
+        [
+            top,
+            *table(head, rows, text=(0, 1)),
+            "a GPU: its states, and the largest gathered part if parameters are sharded or offloaded",
+        ]
     )
 
 
 def activation_bytes(
     config: ModelConfig, seq_len: int, rows: int, *, tp: int = 1, sequence: bool = False, attention: str = "flash"
 ) -> float:
-    """The bytes that one layer of a GPT keeps for its backward pass, in 16 bits: sbh (34 + 5 a s / h), over tp as it is split.
+    """The bytes that one layer of a GPT keeps for its backward pass, in 16 bits: sbh (34 + 5 a s / h), over tp as it is
+    split.
 
-    s: seq_len, b: rows, h: d_model, a: heads. attention: "full" keeps the scores and their softmax, "flash" (or selective recomputation)
-    does not: 34 sbh. With tp = t: sbh (10 + 24/t + 5 a s / (h t)); and all of it over t with sequence parallelism.
-    The formula has dropout and d_ff = 4h: a layer without dropout, of another width or fused keeps less or more.
-    Raises ValueError for another `attention`.
+    s: seq_len, b: rows, h: d_model, a: heads. attention: "full" keeps the scores and their softmax, "flash" (or
+    selective recomputation) does not: 34 sbh. With tp = t: sbh (10 + 24/t + 5 a s / (h t)); and all of it over t with
+    sequence parallelism. The formula has dropout and d_ff = 4h: a layer without dropout, of another width or fused
+    keeps less or more. Raises ValueError for another `attention`.
 
     Ref: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", equations 1, 2 and 4.
     """

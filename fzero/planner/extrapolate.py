@@ -1,13 +1,13 @@
-"""The trace of a deep model from a shallow run of it: a layer is run once and stands for those like it.
+"""The trace of a deep model from a step that runs only a few of its layers: one layer stands for all those like it.
 
-The step is made for the whole model: its state, the sums of its gradients and its update have all layers. In the forward and the backward
-pass only a few layers are run: the first ones, one (a group of K with remat "every:K") in the middle, and the last ones, enough of them
-that what is fetched ahead at either end is there. The trace then says of the one in the middle that it happens as often as there are
-layers. Whether that is so is tried: the same from one layer (group) more must be the same trace, and where it is not, every layer is run.
+The step is built for the whole model: its state, gradient sums and update have all layers. The forward and backward
+passes run only the first layers, one in the middle (a group of K with remat "every:K"), and the last ones, enough that
+all prefetching at both ends occurs. The trace then repeats the middle layer as often as the model has such layers. This
+is verified: extending the trace by one layer (group) must equal a trace with one more; if not, every layer is run.
 
-Of many micro-batches four are run: the third stands for all between the second (in which the sums of the last gradients of the first get
-their memory) and the last. Sums in canonical order hold more terms the more there are; there all of them are run.
-"""
+Of many micro-batches four are run: the third stands for all between the second (during which the gradient sums of the
+first get their memory) and the last. Sums in canonical order grow with the number of micro-batches, so there all of
+them are run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataclasses import replace
 from fzero.core.autodiff import Remat
 from fzero.core.device import CPU, Target
 from fzero.planner.step_trace import Segment, Trace, Transfer, make_trace, run_step
-from fzero.run import build as programs
+from fzero.run import build as run_build
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import START, Change, Life, Stay
@@ -25,63 +25,69 @@ from fzero.sharding import fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.train.streamed import PREFIX
 
-MANY = 40  # layers whose norms, measured one by one, are left out of a trace
-PARTS = 4  # micro-batches that are run of many
+MANY = 40  # models with more layers are traced without the norms of layers
+PARTS = 4  # micro-batches to run, if there are more
 
 
 def trace(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:
-    """The trace that `trace_step` gives, with segments that repeat; `exact` says from what it was made.
+    """Return the trace of `trace_step`, with repeated segments; `exact` says how it was extrapolated.
 
     The timeline has all layers of the micro-batches that were run.
     """
     target = CPU if target is None else target
     config = resolve_auto(config, target)
     mesh = fake_mesh(sizes, rank)
-    parts = programs.local_micro_batches(config, mesh)
+    parts = run_build.local_micro_batches(config, mesh)
     run_parts = parts if config.reduce == "canonical" else min(parts, PARTS)
     few = replace(config, train=replace(config.train, batch=config.train.batch * run_parts // parts))
     depth, (before, group, run) = config.model.n_layers, shape(config)
     if depth > MANY and config.train.measure_every:
         few = replace(few, train=replace(few.train, measure_every=0))
-    said = [] if run_parts == parts else [f"micro-batches 4 to {parts - 1} as the third"]
-    said += ["without the norms of layers"] * (few.train.measure_every != config.train.measure_every)
+    notes = [] if run_parts == parts else [f"micro-batches 4 to {parts - 1} as the third"]
+    notes += ["without the norms of layers"] * (few.train.measure_every != config.train.measure_every)
     whole = depth <= run + group
     step = run_step(few, sizes, rank, target, 0 if whole else run)
     middles: list[list[Stay]] = []
     stays = step.stays
     if not whole:
         found = deeper(stays, before, group, run, depth)
-        # What is made in a backward pass that updates is known to be of the state when the step is over.
+        # Only at the end of the step is it known which tensors of an updating backward pass belong to the state.
         more = run_step(few, sizes, rank, target, run + group, short=config.train.update != "backward")
         if found is None or not same(deeper(stays, before, group, run, run + group), more.stays):
-            step, said = run_step(few, sizes, rank, target), [*said, "no two layers are alike: all were run"]
+            step, notes = run_step(few, sizes, rank, target), [*notes, "no two layers are alike: all were run"]
             stays = step.stays
         else:
             stays, middles = found
-            said.append(f"{depth} layers from {run}")
+            notes.append(f"{depth} layers from {run}")
     segments = [segment(step.stays, middle, (depth - run) // group + 1) for middle in middles]
     if run_parts != parts:
         stays, inner = longer(stays, parts)
         segments.append(segment(distinct(stays), distinct(inner), parts - PARTS + 1))
-    step = step._replace(program=step.program._replace(config=config))
-    return make_trace(step, stays, tuple(sorted(segments, key=lambda s: (s.first, -s.last))), "; ".join(said))
+    step = step._replace(job=step.job._replace(config=config))
+    return make_trace(step, stays, tuple(sorted(segments, key=lambda s: (s.first, -s.last))), "; ".join(notes))
 
 
 def shape(config: RunConfig) -> tuple[int, int, int]:
-    """(layers before those in the middle, layers of a group, layers to be run)."""
+    """Return (layers before the middle group, layers of a group, layers to run)."""
     group = Remat.parse(config.train.remat).every or 1
     offload = Offload.parse(config.offload)
-    ahead = config.prefetch + 2 * (offload.params.memory != "device") if config.zero == 3 or offload.params.memory != "device" else 0
-    away = offload.acts.memory != "device"  # what the second group kept is fetched by the one after it
-    # The last layer's gradients are summed while the one before it computes; there its sums get their memory.
+    ahead = (
+        config.prefetch + 2 * (offload.params.memory != "device")
+        if config.zero == 3 or offload.params.memory != "device"
+        else 0
+    )
+    away = offload.acts.memory != "device"  # a group's backward pass prefetches the activations of the group before
+    # The last layer's gradient sums get their memory while the layer before it computes.
     before, behind = (-(-max(edge, ahead) // group) * group for edge in (1 + group * away, 2))
     return before, group, before + group + behind + config.model.n_layers % group
 
 
-def deeper(stays: Sequence[Stay], before: int, group: int, run: int, depth: int) -> tuple[list[Stay], list[list[Stay]]] | None:
-    """(what happens with `depth` layers where `stays` are of `run` of them, the stays that stand for several).
+def deeper(
+    stays: Sequence[Stay], before: int, group: int, run: int, depth: int
+) -> tuple[list[Stay], list[list[Stay]]] | None:
+    """Extend stays of `run` layers to `depth` layers; return (all stays, the middle stays, each standing for several).
 
-    None where it cannot be told. The layers before, ..., before + group - 1 are repeated.
+    Returns None if a pass has no middle group. The layers before, ..., before + group - 1 are repeated.
     """
     copies, shift = (depth - run) // group, depth - run
     out: list[Stay] = []
@@ -90,7 +96,9 @@ def deeper(stays: Sequence[Stay], before: int, group: int, run: int, depth: int)
     while i < len(stays):
         stay = stays[i]
         if not _middle(stay, before, group):
-            out.append(_shifted(stay, shift if stay.visit.layer is not None and stay.visit.layer >= before + group else 0))
+            out.append(
+                _shifted(stay, shift if stay.visit.layer is not None and stay.visit.layer >= before + group else 0)
+            )
             i += 1
             continue
         end = i
@@ -113,7 +121,7 @@ def _middle(stay: Stay, before: int, group: int) -> bool:
 
 
 def _shifted(stay: Stay, layers: int) -> Stay:
-    """The same stay, shifted by a number of layers."""
+    """Shift a stay by a number of layers."""
     if not layers:
         return stay
     layer = stay.visit.layer + layers
@@ -121,15 +129,19 @@ def _shifted(stay: Stay, layers: int) -> Stay:
 
 
 def longer(stays: Sequence[Stay], parts: int) -> tuple[list[Stay], list[Stay]]:
-    """(what happens with `parts` micro-batches where `stays` are of PARTS, the stays of the last but one)."""
-    begins = [i for i, stay in enumerate(stays) if stay.visit.phase == "forward" and (i == 0 or stays[i - 1].visit.span != stay.visit.span)]
+    """Extend stays of PARTS micro-batches to `parts`; return (all stays, the stays of the last but one micro-batch)."""
+    begins = [
+        i
+        for i, stay in enumerate(stays)
+        if stay.visit.phase == "forward" and (i == 0 or stays[i - 1].visit.span != stay.visit.span)
+    ]
     assert len(begins) == PARTS, f"{len(begins)} forward passes for {PARTS} micro-batches"
     steady = list(stays[begins[-2] : begins[-1]])
     left: dict[str, int] = {}
     for stay in steady:
         for life, sign, _ in stay.changes:
             left[life.component()] = left.get(life.component(), 0) + sign * life.bytes
-    # What one leaves behind (its losses), each of them does.
+    # Each repeated micro-batch leaves the same tensors (its losses).
     where = steady[-1].visit
     found = [(Life(abs(size) * (parts - PARTS), "losses", where, name), size) for name, size in left.items() if size]
     more = [Change(life, 1 if size > 0 else -1, -1) for life, size in sorted(found, key=lambda pair: pair[1])]
@@ -146,18 +158,18 @@ def _scaled(change: Change, parts: int) -> Change:
 
 
 def _of_all(stay: Stay, parts: int) -> Stay:
-    """The losses of all micro-batches are gathered at once."""
+    """Scale the one gather of the losses of all micro-batches."""
     sent = [(key, elements // PARTS * parts if key[3] == "loss" else elements) for key, elements in stay.sent]
     return stay._replace(sent=sent)
 
 
 def distinct(stays: Sequence[Stay]) -> list[Stay]:
-    """The stays without those that repeat others."""
+    """Return the stays without repetitions."""
     return list({id(stay.events): stay for stay in stays}.values())
 
 
 def segment(stays: Sequence[Stay], middle: Sequence[Stay], times: int) -> Segment:
-    """The events of neighbours `middle` among `stays`, which happen so many times."""
+    """The Segment of the events of the adjacent stays `middle`, which happen `times` times."""
     first, at = 0, 0
     while stays[at].events is not middle[0].events:
         first += len(stays[at].events)
@@ -166,7 +178,7 @@ def segment(stays: Sequence[Stay], middle: Sequence[Stay], times: int) -> Segmen
 
 
 def same(found: tuple[list[Stay], list[list[Stay]]] | None, stays: Sequence[Stay]) -> bool:
-    """Whether what was made of fewer layers is what happened, up to the end of the last backward pass."""
+    """Whether extrapolated stays equal the real ones, up to the end of the last backward pass."""
     passes = [i for i, stay in enumerate(stays) if stay.visit.phase in ("forward", "backward")]
     if found is None or len(found[0]) <= passes[-1]:
         return False
@@ -175,6 +187,8 @@ def same(found: tuple[list[Stay], list[list[Stay]]] | None, stays: Sequence[Stay
 
 def _facts(stay: Stay) -> tuple:
     visit = stay.visit
-    events = [(e.event, e.what, e.axis, e.bytes) if isinstance(e, Transfer) else e._replace(layer=None) for e in stay.events]
+    events = [
+        (e.event, e.what, e.axis, e.bytes) if isinstance(e, Transfer) else e._replace(layer=None) for e in stay.events
+    ]
     changes = [(c.sign, c.at, c.life.bytes, c.life.name, c.life.component()) for c in stay.changes]
     return visit.phase, visit.part, visit.layer, events, changes, stay.sent

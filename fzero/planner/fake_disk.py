@@ -1,7 +1,7 @@
-"""A disk that is only planned: the buffers, the store and the scratch file of a run, without memory and without files.
+"""The buffers, store and scratch file of a planned run, without memory and without files.
 
-What is read and written is told, with the bytes of whole pages that a disk with direct transfers moves. The buffer
-pool is one buffer of its full size, as a run allocates it, whatever of it is lent.
+Reads and writes are reported with the bytes of whole pages that a disk with direct transfers moves. The buffer pool
+counts as one buffer of its full size, as a run allocates it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core.device import HOST, FakeDevice
+from fzero.core.device import HOST
 from fzero.core.storage import PAGE
 from fzero.offload import Buffer, LeafFiles, Nvme
 from fzero.offload.buffer_pool import HUGE, round_to_pages
@@ -23,24 +23,22 @@ from fzero.offload.disk_io import DiskTraffic
 from fzero.offload.scratch import Extent
 from fzero.sharding.mesh import Mesh
 
-Tell = Callable[[str, int, str, int], None]  # ("start" | "wait", number, "read" | "write", bytes)
-FIRST = 1 << 40  # the number of the first transfer: collectives count from 1
+Tell = Callable[[str, int, str, int], None]  # callback("start" | "wait", number, "read" | "write", bytes)
+FIRST = 1 << 40  # number of the first transfer: collectives count from 1
 
 
 class PlannedBufferPool:
     """A buffer pool whose Buffers have no memory."""
 
-    def __init__(self, size: int, mode: FakeDevice) -> None:
-        self.size, self.mode = -(-size // HUGE) * HUGE, mode
+    def __init__(self, size: int) -> None:
+        self.size = -(-size // HUGE) * HUGE
         self.keys: set[int] = set()
         self.taking = False
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Any = None) -> Buffer:
-        """A Buffer of `shape`."""
         n = math.prod(shape) * dtype.itemsize
         self.taking = True
-        with self.mode:  # the thread of a delayed update has not entered it
-            raw = torch.empty(max(PAGE, round_to_pages(n)), dtype=torch.uint8, device=HOST)
+        raw = torch.empty(max(PAGE, round_to_pages(n)), dtype=torch.uint8, device=HOST)
         self.taking = False
         key = raw.untyped_storage()._cdata
         self.keys.add(key)
@@ -48,56 +46,55 @@ class PlannedBufferPool:
         return Buffer(raw, raw[:n].view(dtype).view(shape))
 
     def holds(self, storage: Any) -> bool:
-        """Whether a storage is a piece of this."""
+        """Whether a storage belongs to this pool."""
         return self.taking or storage._cdata in self.keys
 
 
 class PlannedPending:
-    """A transfer that was told of; `wait()` tells of the wait, once."""
+    """A reported transfer; `wait()` reports the wait, once."""
 
     def __init__(self, disk: PlannedDisk, what: str, size: int) -> None:
         self.disk, self.what, self.size = disk, what, size
         self.number: int | None = disk.start(what, size)
 
     def wait(self) -> None:
-        """Wait for it."""
         number, self.number = self.number, None
         if number is not None:
             self.disk.tell("wait", number, self.what, self.size)
 
 
 class PlannedDisk:
-    """A disk without files: it counts what it would move and tells of it."""
+    """A disk without files: it counts and reports the bytes that it would move."""
 
     def __init__(self) -> None:
         self.tell: Tell = lambda *_: None
-        self.count, self.shared, self.bytes = 0, False, {"read": 0, "write": 0}
+        self.count, self.bytes = 0, {"read": 0, "write": 0}
 
     def busy(self) -> bool:
         """Nothing is ever under way."""
         return False
 
     def start(self, what: str, size: int) -> int:
-        """Tell of a transfer; its number."""
+        """Report a transfer and return its number."""
         self.count += 1
         self.bytes[what] += size
         self.tell("start", FIRST + self.count, what, size)
         return FIRST + self.count
 
     def moved(self) -> DiskTraffic:
-        """What it would have moved."""
         return DiskTraffic(self.bytes["read"], self.bytes["write"])
 
 
 class PlannedStore:
-    """A store as a step uses it: reads give Buffers, writes take them, a commit waits for all of them."""
+    """A store as a step uses it: reads return Buffers, writes take them, a commit waits for all writes."""
 
-    def __init__(self, leaves: dict[str, LeafFiles], space: PlannedSpace) -> None:
+    def __init__(self, leaves: dict[str, LeafFiles], space: PlannedNvme) -> None:
         self.leaves, self.space, self.slots, self.folder = leaves, space, space.slots, "a planned disk"
         self.writing: list[PlannedPending] = []
 
-    def read(self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = 0, slot: int | None = None) -> RowRead:
-        """Start to read rows of a layer of a leaf."""
+    def read(
+        self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = 0, slot: int | None = None
+    ) -> RowRead:
         chunk = self.leaves[name].chunk
         shape = chunk if rows is None or not chunk else (rows[1] - rows[0], *chunk[1:])
         buffer = self.space.buffers.take(shape, self.leaves[name].dtype)
@@ -107,30 +104,27 @@ class PlannedStore:
         """Begin the next version."""
 
     def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> PlannedPending:
-        """Start to write rows of a layer of a leaf."""
         if self.space.verify:
             buffer.raw[buffer.view.nbytes :] = 0
         self.writing.append(PlannedPending(self.space.disk, "write", len(buffer.raw)))
         return self.writing[-1]
 
     def flush(self) -> None:
-        """Wait for all writes."""
         writing, self.writing = self.writing, []
         for pending in writing:
             pending.wait()
 
     def commit(self, step: int, values: dict[str, Any], barrier: Callable[[], None]) -> None:
-        """Make what was written the last complete step."""
         self.flush()
         barrier()
 
     def abandon(self) -> None:
-        """Forget what was written."""
+        """Discard the version being written."""
         self.flush()
 
 
 class Extents(dict):
-    """Where values lie; a layer that was not run is like the first."""
+    """Extents of values by key; a layer that was not run has the extent of the first."""
 
     def __missing__(self, key: tuple) -> Extent:
         return self[(*key[:-1], 0)]
@@ -139,13 +133,12 @@ class Extents(dict):
 class PlannedScratch:
     """A scratch file without a file."""
 
-    def __init__(self, space: PlannedSpace) -> None:
+    def __init__(self, space: PlannedNvme) -> None:
         self.buffers, self.disk = space.buffers, space.disk
         self.extents: dict[Any, Extent] = Extents()
         self.writing: dict[Any, PlannedPending] = {}
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
-        """Start to write a value; a tensor is copied."""
         if isinstance(value, Buffer):
             buffer = value
         else:
@@ -157,7 +150,6 @@ class PlannedScratch:
         self.writing[key] = PlannedPending(self.disk, "write", len(buffer.raw))
 
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = 0) -> RowRead:
-        """Start to read a value, or rows of it."""
         if key in self.writing:
             self.writing.pop(key).wait()
         at = self.extents[key]
@@ -166,36 +158,33 @@ class PlannedScratch:
         return RowRead(buffer, PlannedPending(self.disk, "read", len(buffer.raw)), _never)
 
 
-class PlannedSpace(Nvme):
-    """The Space of a run that is planned."""
+class PlannedNvme(Nvme):
+    """The Nvme of a planned run."""
 
-    def __init__(self, mode: FakeDevice, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(None, **options)
-        self.mode = mode
 
     @property
     def buffers(self) -> PlannedBufferPool:
-        """The buffers."""
         if self._buffers is None:
-            self._buffers = PlannedBufferPool(self.pool_bytes, self.mode)
+            self._buffers = PlannedBufferPool(self.pool_bytes)
         return self._buffers
 
     @property
     def disk(self) -> PlannedDisk:
-        """The disk."""
         if self._disk is None:
             self._disk = PlannedDisk()
         return self._disk
 
     @property
     def scratch(self) -> PlannedScratch:
-        """The file of what a step keeps for itself."""
         if self._scratch is None:
             self._scratch = PlannedScratch(self)
         return self._scratch
 
-    def open(self, leaves: dict[str, LeafFiles], mesh: Mesh, *, owner: Any = None, resume: bool = False) -> PlannedStore:
-        """The store of `leaves`."""
+    def open(
+        self, leaves: dict[str, LeafFiles], mesh: Mesh, *, owner: Any = None, resume: bool = False
+    ) -> PlannedStore:
         self.store = PlannedStore(leaves, self)
         return self.store
 

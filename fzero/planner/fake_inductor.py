@@ -1,13 +1,16 @@
-"""Compiled graphs in a plan: Inductor lowers and schedules a graph as it does for a run; the code it generates runs on fake tensors.
+"""Compiled graphs in a plan: Inductor lowers and schedules a graph as for a run, and its generated code runs on fake
+tensors.
 
-Inductor's output is a Python function which allocates and frees buffers, calls products and our operators, and launches the kernels that it
-fused. On fake tensors all of that but a launch runs as it is, so that a buffer is born, reused and freed where it is in a run. Of a fused
-kernel no code is compiled: its launch is `launched("fused", what it reads, what it writes)`.
+Inductor's output is a Python function which allocates and frees buffers, calls matrix products and our operators, and
+launches fused kernels. On fake tensors all of that runs as it is, so buffers are created, reused and freed as in a run.
+Only fused kernels are replaced: instead of compiling one, its launch is recorded as `record_launch("fused", reads,
+writes)`.
 
-This depends on Inductor's internals, so it serves only the versions of torch in VERSIONS, on which tests hold the planned peak equal to the
-allocator's. With another torch `lowering()` is None, and a plan charges the traced graph operator by operator.
+This depends on Inductor's internals, so it supports only the versions of torch in VERSIONS, for which tests compare the
+planned peak with the allocator's. With another torch `lowering()` is None, and a plan counts the traced graph operator
+by operator.
 
-Ref: torch._inductor.compile_fx, whose steps `generate_code` takes up to the code.
+Ref: torch._inductor.compile_fx, whose steps `generate_code` follows up to the code.
 """
 
 from __future__ import annotations
@@ -28,9 +31,15 @@ from fzero.core.device import ELSEWHERE, HOST, FakeDevice, Target, fake_device_o
 VERSIONS = ("2.13",)  # of torch
 _GPU = torch.device("cuda", 0)
 # Of every NVIDIA GPU from compute capability 8.0 on: CUDA programming guide, table of technical specifications.
-_LIMITS = {"regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "warp_size": 32}
-# In what is generated: what needs a GPU, or a compiler.
+_LIMITS = {
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "warp_size": 32,
+}
+# Replacements in generated code, for lines that need a GPU or a compiler.
 _RUNTIME = (
+    (r"(?m)^import triton.*$", ""),  # which need not be installed
     (r"async_compile = AsyncCompile\(\)", ""),
     (r"from torch._C import \w+ as get_raw_stream", ""),
     (r"torch\.cuda\.(_DeviceGuard|set_device)", "nothing"),
@@ -39,17 +48,18 @@ _RUNTIME = (
 
 
 def lowering() -> Callable[..., Any] | None:
-    """`lower` where this torch's Inductor is known, else None."""
+    """Return `lower` if this version of torch is supported, else None."""
     return lower if note() == "" else None
 
 
 def note() -> str:
-    """What a reader of a plan of compiled blocks should know; "" with a torch of VERSIONS."""
+    """The note for plans of compiled blocks with an unsupported torch; "" with a torch of VERSIONS."""
     if torch.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
         return ""
     known = ", ".join(VERSIONS)
     return (
-        f"compiled blocks are planned as if they were not fused: how they are is known for torch {known}, and this is {torch.__version__}"
+        f"compiled blocks are planned as if they were not fused: how they are is known for torch {known}, and "
+        f"this is {torch.__version__}"
     )
 
 
@@ -58,7 +68,7 @@ def _nothing(*_: Any) -> contextlib.AbstractContextManager[None]:
 
 
 class _Kernel:
-    """A fused kernel of this source, whose arguments are named after what it does with them, as Inductor names them."""
+    """A fused kernel; Inductor names its arguments after their use, so the names tell reads from writes."""
 
     def __init__(self, signature: str) -> None:
         names = [argument.split()[-1] for argument in signature.split(",")]
@@ -66,21 +76,23 @@ class _Kernel:
         self.writes = ["out_ptr" in name for name in names]
 
     def __call__(self, *args: Any, **options: Any) -> None:
-        """Note the launch. Arguments may be parts of one buffer, of which the largest counts."""
+        """Record the launch. Of arguments that share a buffer, the largest counts."""
         columns = []
         for flags in (self.reads, self.writes):
             chosen: dict[int, Tensor] = {}
-            for x, flag in sorted(zip(args, flags), key=lambda pair: -pair[0].numel() if isinstance(pair[0], Tensor) else 0):
+            for x, flag in sorted(
+                zip(args, flags), key=lambda pair: -pair[0].numel() if isinstance(pair[0], Tensor) else 0
+            ):
                 if flag and isinstance(x, Tensor):
                     chosen.setdefault(x.untyped_storage()._cdata, x)
             columns.append([*chosen.values()])
         record_launch("fused", *columns)
 
-    run = __call__  # as Triton's are launched
+    run = __call__  # Triton kernels are launched by `run`
 
 
 class _Kernels:
-    """What a module of Inductor's has for `async_compile`: nothing is compiled."""
+    """Stands in for `async_compile` in a module generated by Inductor, and compiles nothing."""
 
     def cpp_pybinding(self, argument_types: Sequence[str], source: str, **_: Any) -> _Kernel:
         return _Kernel(re.search(r"kernel\((.*?)\)", source, re.DOTALL)[1])
@@ -89,13 +101,20 @@ class _Kernels:
         return _Kernel(re.search(rf"def {name}\((.*?)\)", source, re.DOTALL)[1])
 
     def wait(self, _: Any) -> None:
-        """For the compilers, of which there are none."""
+        """Called to wait for the compilers; there are none."""
 
 
 @contextlib.contextmanager
 def _answering_for(target: Target) -> Iterator[None]:
-    """Inductor's questions about the GPU are answered for `target` while this is entered: it asks torch.cuda, and nobody else."""
-    from fzero.core.torch_private import CacheBase, DeviceProperties, device_interface, inductor_config, inductor_scheduler, triton_utils
+    """A context in which Inductor, which asks torch.cuda about the GPU, is answered for `target`."""
+    from fzero.core.torch_private import (
+        CacheBase,
+        DeviceProperties,
+        device_interface,
+        inductor_config,
+        inductor_scheduler,
+        triton_utils,
+    )
 
     found = types.SimpleNamespace(
         name=target.name,
@@ -116,7 +135,7 @@ def _answering_for(target: Target) -> Iterator[None]:
     )
     kept = (DeviceProperties.create, CacheBase.get_system)
     with contextlib.ExitStack() as stack:
-        # Alone: where processes that compile are waiting already, kernels are handed to them while code is generated.
+        # Without compile workers: Inductor would hand kernels to waiting ones while it generates code.
         stack.enter_context(inductor_config.patch(compile_threads=1))
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, answer))
@@ -127,9 +146,9 @@ def _answering_for(target: Target) -> Iterator[None]:
 
 
 def _on_device(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: Target) -> list[Tensor]:
-    """The examples of a plan for a GPU as fake CUDA tensors; the graph then makes its own on that device. No autograd sees them.
+    """Convert the examples of a plan for a GPU to fake CUDA tensors, and the graph's devices to match.
 
-    They are of a plan in which a graph is traced, so that its collectives give results and are not entered in a ledger.
+    Traced with FakeDevice(tracing=True), so that collectives return results and are not entered in a ledger.
     """
 
     def there(x: Any) -> Any:
@@ -141,9 +160,19 @@ def _on_device(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: 
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=there(x.device)) for x in examples]
 
 
-def generate_code(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool) -> tuple[str, dict[str, Any]]:
+def generate_code(
+    graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool
+) -> tuple[str, dict[str, Any]]:
     """Generate (the Python module that Inductor makes of a graph, the constants that it wants among its globals)."""
-    from fzero.core.torch_private import DebugContext, GraphLowering, TracingContext, V, compile_fx, tracing, view_to_reshape
+    from fzero.core.torch_private import (
+        DebugContext,
+        GraphLowering,
+        TracingContext,
+        V,
+        compile_fx,
+        tracing,
+        view_to_reshape,
+    )
 
     with contextlib.ExitStack() as stack:
         plan = next((fake_device_of(x) for x in examples if x.device == ELSEWHERE), None)
@@ -167,7 +196,9 @@ def generate_code(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backw
         return lowering.codegen()[0].value, dict(lowering.constants)
 
 
-def lower(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def lower(
+    graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """Compile a graph for fake tensors: the result is called with a list of them, which it empties.
 
     examples: fake inputs of a plan. backward: whether it is a backward pass.
@@ -185,6 +216,14 @@ def lower(graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: boo
     def part(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
         return x.as_strided(size, stride, x.storage_offset() + offset)
 
-    module |= {"empty_strided_cpu": empty, "empty_strided_cuda": functools.partial(empty, device=device), "reinterpret_tensor": part}
-    module |= {"assert_size_stride": _nothing, "assert_alignment": _nothing, "get_raw_stream": _nothing}  # shapes are as traced
+    module |= {
+        "empty_strided_cpu": empty,
+        "empty_strided_cuda": functools.partial(empty, device=device),
+        "reinterpret_tensor": part,
+    }
+    module |= {
+        "assert_size_stride": _nothing,
+        "assert_alignment": _nothing,
+        "get_raw_stream": _nothing,
+    }  # shapes are as traced
     return module["call"]

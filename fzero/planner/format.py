@@ -1,4 +1,4 @@
-"""The page that `print(report)` shows of a plan, and the words that plans, searches and answers share."""
+"""The text that `print(report)` shows of a plan, and the number formats that plans, searches and answers share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def size(amount: float) -> str:
-    """A number of bytes in words, with three digits.
+    """Format a number of bytes with three digits and a unit.
 
     >>> size(1_640_000_000), size(-312), size(0)
     ('1.64 GB', '-312 B', '0')
@@ -19,7 +19,7 @@ def size(amount: float) -> str:
 
 
 def quantity(amount: float, unit: str = "") -> str:
-    """A number with three digits and the prefix of its unit.
+    """Format a number with three digits and the prefix of its unit.
 
     >>> quantity(3.21e15, "FLOP"), quantity(1e12), quantity(12.0, "s")
     ('3.21 PFLOP', '1 T', '12 s')
@@ -31,7 +31,7 @@ def quantity(amount: float, unit: str = "") -> str:
 
 
 def digits(value: float) -> str:
-    """Three digits, without an exponent.
+    """Format a number with three digits, without an exponent.
 
     >>> digits(1234.5), digits(12.34), digits(0.01234), digits(2.0)
     ('1,234', '12.3', '0.0123', '2')
@@ -43,7 +43,7 @@ def digits(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words.
+    """Format seconds.
 
     >>> duration(0.0123), duration(4.56), duration(7200), duration(200_000)
     ('12.3 ms', '4.56 s', '2 h', '2.31 days')
@@ -51,11 +51,17 @@ def duration(seconds: float) -> str:
     for power, unit in ((86400.0, "days"), (3600.0, "h"), (100.0, "min")):
         if seconds >= 1.5 * power:
             return f"{digits(seconds / (60.0 if unit == 'min' else power))} {unit}"
-    return f"{digits(seconds)} s" if seconds >= 1 else f"{digits(1e3 * seconds)} ms" if seconds >= 1e-3 else f"{digits(1e6 * seconds)} us"
+    return (
+        f"{digits(seconds)} s"
+        if seconds >= 1
+        else f"{digits(1e3 * seconds)} ms"
+        if seconds >= 1e-3
+        else f"{digits(1e6 * seconds)} us"
+    )
 
 
 def percent(part: float) -> str:
-    """A fraction as a percentage.
+    """Format a fraction as a percentage.
 
     >>> percent(0.4321), percent(0.05), percent(0.001)
     ('43%', '5%', '0.1%')
@@ -64,7 +70,7 @@ def percent(part: float) -> str:
 
 
 def mesh_words(mesh: Mapping[str, int]) -> str:
-    """A mesh in words: "dp=8 tp=2".
+    """Format a mesh, such as "dp=8 tp=2".
 
     >>> mesh_words({"dp": 8, "tp": 1}), mesh_words({})
     ('dp=8', 'one process')
@@ -73,28 +79,32 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = (0,)) -> list[str]:
-    """The lines of a table whose columns `text` (negative ones count from the end) are set to the left and the others to the right."""
+    """Format the lines of a table; columns `text` (negative ones count from the end) are aligned left, the others
+    right."""
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     left = {i % len(header) for i in text}
-    return ["  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip() for row in cells]
+    return [
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        for row in cells
+    ]
 
 
 def listing(values: Mapping[str, float], words: Any = size, most: int = 8) -> str:
-    """ "name 1.2 GB, other 3 MB": the values that are not 0, largest first."""
+    """Format the nonzero sizes, largest first: "name 1.2 GB, other 3 MB"."""
     found = sorted(((name, value) for name, value in values.items() if value), key=lambda each: -each[1])
     return ", ".join(f"{name or 'between'} {words(value)}" for name, value in found[:most]) or "nothing"
 
 
 def place(moment: Mapping[str, Any]) -> str:
-    """Where in a step a moment is: "backward, layer 3, at aten.mm"."""
+    """Format a moment of a step: "backward, layer 3, at aten.mm"."""
     layer = "" if moment["layer"] is None else f", layer {moment['layer']}"
     op = ", at " + ".".join(moment["op"].split(".")[:2]) if moment["op"] else ""  # without the name of its overload
     return f"{moment['phase'] or 'between phases'}{layer}{op}"
 
 
 def page(r: PlanReport) -> str:
-    """The whole report, on one screen."""
+    """Format the whole report, on one screen."""
     blocks = [heading(r), memory(r), communication(r), computation(r)]
     if r.step_s is not None:
         blocks.append(step_time(r))
@@ -105,15 +115,20 @@ def page(r: PlanReport) -> str:
 
 
 def heading(r: PlanReport) -> list[str]:
-    """What is planned, and for which device."""
+    """The lines about the run and its device."""
     c, t = r.config, r.config.train
     name = c.preset or "the model"
-    options = [c.precision.policy, c.optim.name + ("" if c.optim.states == "full" else f" ({c.optim.states} states)"), f"remat {t.remat}"]
+    options = [
+        c.precision.policy,
+        c.optim.name + ("" if c.optim.states == "full" else f" ({c.optim.states} states)"),
+        f"remat {t.remat}",
+    ]
     options += [f"offload {c.offload}"] * bool(c.offload) + ["sequence parallel"] * c.sequence
     options += ["compiled blocks" if t.compiled else "blocks not compiled"]
     known = "measured" if r.device.measured else "from data sheets" if r.device.flops else "no rates"
     return [
-        f"{name}: {quantity(r.num_params)} parameters, ZeRO stage {c.zero} on {mesh_words(r.mesh)}; {', '.join(options)}",
+        f"{name}: {quantity(r.num_params)} parameters, ZeRO stage {c.zero} on {mesh_words(r.mesh)}; "
+        f"{', '.join(options)}",
         f"a step: {t.batch:,} sequences of {c.data.seq_len:,} = {r.tokens_per_step:,} tokens, {r.micro_batches} "
         f"micro-batch{'es' * (r.micro_batches > 1)} of {t.micro_batch} on each data rank",
         f"a rank: {r.device.name} ({known}), {r.ranks} rank{'s' * (r.ranks > 1)}, {r.ranks_on_node} to a node",
@@ -121,18 +136,25 @@ def heading(r: PlanReport) -> list[str]:
 
 
 def memory(r: PlanReport) -> list[str]:
-    """What fits, by how much, and what is alive at the peak."""
+    """The lines about memory: whether the run fits, with what margin, and the allocations at the peak."""
     d, share = r.device, r.ranks_on_node if r.device.kind == "cpu" else 1
     verdict = f"fits, {size(r.margin_bytes)} to spare" if r.fits else f"DOES NOT FIT: {r.too_much()}"
     most = [f"{name} ({component}) {size(n)}" for name, component, n in r.peak["largest"][:3]]
     lines = [
-        f"memory of a rank: {size(r.peak_bytes_per_rank)} of {size(r.capacity_bytes)}: {verdict}; most of it: {r.memory_binds}",
-        f"  capacity   {size(d.memory_bytes)} - {size(d.reserved_bytes)} reserved - {size(r.allocator_bytes * share)} for the allocator"
+        f"memory of a rank: {size(r.peak_bytes_per_rank)} of {size(r.capacity_bytes)}: {verdict}; most of it: "
+        f"{r.memory_binds}",
+        (
+            f"  capacity   {size(d.memory_bytes)} - {size(d.reserved_bytes)} reserved - "
+            f"{size(r.allocator_bytes * share)} for the allocator"
+        )
         + (f", shared by {share}" if share > 1 else ""),
         f"  at rest    {size(r.state_bytes_per_rank)}: {listing(r.state_bytes)}",
     ]
     if any(r.state_elsewhere.values()):
-        host = f"; in the host's memory at most {size(r.host_peak_bytes)} a rank, {size(r.host_peak_bytes * r.ranks_on_node)} a node"
+        host = (
+            f"; in the host's memory at most {size(r.host_peak_bytes)} a rank, "
+            f"{size(r.host_peak_bytes * r.ranks_on_node)} a node"
+        )
         host += f" of {size(r.host_capacity_bytes * r.ranks_on_node)}" if r.host_capacity_bytes is not None else ""
         lines.append(f"  elsewhere  {listing(r.state_elsewhere)}{host if r.state_elsewhere['host'] else ''}")
     lines += [
@@ -144,7 +166,7 @@ def memory(r: PlanReport) -> list[str]:
 
 
 def communication(r: PlanReport) -> list[str]:
-    """What one rank sends, and what goes to disks and the host."""
+    """The lines about the bytes that one rank sends, and moves to and from disks and the host."""
     sums: dict[tuple[str, str], list[int]] = {}
     for row in r.comm:
         both = sums.setdefault((row["axis"], row["collective"]), [0, 0])
@@ -153,7 +175,10 @@ def communication(r: PlanReport) -> list[str]:
     total = sum(r.comm_bytes_per_axis.values())
     lines = [f"communication: a rank sends {size(total)} a step" if total else "communication: none"]
     for axis, n in sorted(r.comm_bytes_per_axis.items(), key=lambda each: -each[1]):
-        parts = sorted(((b, f"{what} {size(b)} in {calls:,} calls") for (a, what), (b, calls) in sums.items() if a == axis), reverse=True)
+        parts = sorted(
+            ((b, f"{what} {size(b)} in {calls:,} calls") for (a, what), (b, calls) in sums.items() if a == axis),
+            reverse=True,
+        )
         lines.append(f"  {axis:<10} {size(n)}: {', '.join(text for _, text in parts)}")
     for name, moved in r.traffic.items():
         lines.append(f"  {name:<10} {size(moved['read'])} read, {size(moved['write'])} written, by a rank")
@@ -161,40 +186,69 @@ def communication(r: PlanReport) -> list[str]:
 
 
 def computation(r: PlanReport) -> list[str]:
-    """FLOPs of a step."""
+    """The lines about the FLOPs of a step."""
     more = r.flop_per_step / r.model_flop_per_step - 1 if r.model_flop_per_step else 0.0
     update = r.flop_per_step - r.pass_flop_per_step
     own = f"; {quantity(update, 'FLOP')} of a step are the optimizer's" if update else ""
     return [
-        f"computation: {quantity(r.flop_per_step, 'FLOP')} a step, {quantity(r.flop_per_step / r.ranks, 'FLOP')} a rank{own}",
+        (
+            f"computation: {quantity(r.flop_per_step, 'FLOP')} a step, {quantity(r.flop_per_step / r.ranks, 'FLOP')} "
+            f"a rank{own}"
+        ),
         f"  {100 * more:+.0f}% on the model's {quantity(r.model_flop_per_step, 'FLOP')} (6N + 12LTD; "
         f"{quantity(r.model_flop_per_step_causal, 'FLOP')} with causal attention)",
     ]
 
 
 def step_time(r: PlanReport) -> list[str]:
-    """The predicted step and what it is made of."""
+    """The lines about the predicted step time and its parts."""
     t, step = r.time, r.step_s
 
     def of_step(seconds: float) -> str:
         return f"{duration(seconds)} ({percent(seconds / step)})" if seconds else "0"
 
-    use = f"MFU {percent(r.mfu)} ({percent(r.mfu_causal)} causal), HFU {percent(r.hfu)}" if r.mfu is not None else "MFU unknown"
+    use = (
+        f"MFU {percent(r.mfu)} ({percent(r.mfu_causal)} causal), HFU {percent(r.hfu)}"
+        if r.mfu is not None
+        else "MFU unknown"
+    )
     lines = [
-        f"time: {duration(step)} a step, predicted; {t['binds']} binds",
+        f"time: {duration(step)} a step, predicted ({between(r.step_s_range)}); {t['binds']} binds",
         f"  {quantity(r.tokens_per_s)} tokens/s, {quantity(r.tokens_per_s / r.ranks)} a device; {use}",
         f"  phases     {listing(t['phases'], of_step)}",
         f"  bound by   {listing(t['bound'], of_step)}; most in {listing(t['kinds'], of_step, 4)}",
     ]
     for axis in {**t["exposed"], **t["hidden"]}:
-        lines.append(f"  {axis:<10} {of_step(t['exposed'].get(axis, 0.0))} exposed, {duration(t['hidden'].get(axis, 0.0))} hidden")
+        lines.append(
+            f"  {axis:<10} {of_step(t['exposed'].get(axis, 0.0))} exposed, {duration(t['hidden'].get(axis, 0.0))} "
+            "hidden"
+        )
     for name, waited in t["waiting"].items():
         lines.append(f"  {name:<10} {of_step(waited)} waited for, {duration(t['moving'].get(name, 0.0))} busy")
     return lines
 
 
+def between(seconds: tuple[float, float]) -> str:
+    """Format a range of durations.
+
+    >>> between((90.0, 150.0))
+    '90 s to 2.5 min'
+    """
+    return " to ".join(duration(each) for each in seconds)
+
+
 def budget(r: PlanReport) -> list[str]:
-    """Time and cost of a number of tokens."""
+    """The lines about the time and cost of a number of tokens."""
+    least, most = (r.days * 86400 * part for part in r.device.step_range)
     steps = r.tokens / r.tokens_per_step
-    price = f"{r.cost:,.0f} at {r.price_per_hour:g} an hour" if r.cost is not None else "give --price-per-gpu-hour for the cost"
-    return [f"{quantity(r.tokens)} tokens: {steps:,.0f} steps, {duration(r.days * 86400)}, {r.device_hours:,.0f} device hours; {price}"]
+    price = (
+        f"{r.cost:,.0f} at {r.price_per_hour:g} an hour"
+        if r.cost is not None
+        else "give --price-per-gpu-hour for the cost"
+    )
+    return [
+        (
+            f"{quantity(r.tokens)} tokens: {steps:,.0f} steps, {duration(r.days * 86400)} ({between((least, most))}), "
+            f"{r.device_hours:,.0f} device hours; {price}"
+        )
+    ]

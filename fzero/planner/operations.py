@@ -1,4 +1,4 @@
-"""One operator as it ran: its kind, its size, its FLOPs and the bytes it read and wrote, from the tensors it took and gave."""
+"""One executed operator: its kind, size, FLOPs and bytes read and written, from its arguments and results."""
 
 from __future__ import annotations
 
@@ -10,59 +10,108 @@ from torch import Tensor
 
 from fzero.run.measure.flops import flop_of
 
-KINDS = ("gemm", "attention", "cross_entropy", "norm", "rope", "glu", "moe", "optimizer", "random", "reduce", "pointwise", "copy", "gather",
-         "fused", "other")  # fmt: skip
+KINDS = (
+    "gemm",
+    "attention",
+    "cross_entropy",
+    "norm",
+    "rope",
+    "glu",
+    "moe",
+    "optimizer",
+    "random",
+    "reduce",
+    "pointwise",
+    "copy",
+    "gather",
+    "fused",
+    "other",
+)
 
 
 class Op(NamedTuple):
-    """One operator as it ran."""
+    """One executed operator."""
 
     phase: str
     layer: int | None
     name: str  # "aten.mm", "aten.mm/nt" (of a transposed second operand, see `layout`), "fzero.flash_forward"
     kind: str  # one of KINDS
-    dtype: str  # of its result, of what it wrote, or of what it took
+    dtype: str  # of its result, else of a tensor it wrote, else of an argument
     shape: tuple[int, ...]  # of a gemm (batch, m, n, k), else of its largest tensor
     flop: int
-    bytes: int  # read and written, each tensor once
+    bytes: int  # bytes read and written, each tensor counted once
 
 
-# By the operator's name without its namespace. What is not here is pointwise.
+# Kinds by the operator's name without its namespace; every other operator is pointwise.
 NAMED: dict[str, str] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "symmetric_product", "float8_product"), "gemm"),
-    **dict.fromkeys(("float8_emulated", "grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"),
+    **dict.fromkeys(
+        ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "symmetric_product", "float8_product"), "gemm"
+    ),
+    **dict.fromkeys(
+        ("float8_emulated", "grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"
+    ),
     **dict.fromkeys(("tiled_layer", "tiled_layer_backward"), "gemm"),
     **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
-    **dict.fromkeys(("cross_entropy_rows", "cross_entropy_rows_", "nll_loss_forward", "nll_loss_backward"), "cross_entropy"),
-    **dict.fromkeys(("norm_forward", "add_norm_forward", "norm_backward", "native_layer_norm", "native_layer_norm_backward"), "norm"),
+    **dict.fromkeys(
+        ("cross_entropy_rows", "cross_entropy_rows_", "nll_loss_forward", "nll_loss_backward"), "cross_entropy"
+    ),
+    **dict.fromkeys(
+        ("norm_forward", "add_norm_forward", "norm_backward", "native_layer_norm", "native_layer_norm_backward"), "norm"
+    ),
     **dict.fromkeys(("_fused_rms_norm", "_fused_rms_norm_backward"), "norm"),
     "rope": "rope",
     **dict.fromkeys(("glu_forward", "glu_backward"), "glu"),
     **dict.fromkeys(("route_forward", "route_backward", "group_rows", "permute_rows", "unpermute_rows"), "moe"),
     **dict.fromkeys(("unpermute_rows_backward", "sort", "topk", "bincount"), "moe"),
     **dict.fromkeys(("_fused_adamw_", "_fused_adam_", "host_step"), "optimizer"),
-    **dict.fromkeys(("dropout_add", "native_dropout", "bernoulli", "uniform_", "normal_", "rand", "randn", "randint"), "random"),
     **dict.fromkeys(
-        ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any", "all", "std", "var", "norm"), "reduce"
+        ("dropout_add", "native_dropout", "bernoulli", "uniform_", "normal_", "rand", "randn", "randint"), "random"
     ),
-    **dict.fromkeys(("linalg_vector_norm", "_foreach_norm", "logsumexp", "_softmax", "_softmax_backward_data", "_log_softmax"), "reduce"),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any", "all", "std", "var", "norm"),
+        "reduce",
+    ),
+    **dict.fromkeys(
+        ("linalg_vector_norm", "_foreach_norm", "logsumexp", "_softmax", "_softmax_backward_data", "_log_softmax"),
+        "reduce",
+    ),
     **dict.fromkeys(("_log_softmax_backward_data", "cumsum", "aminmax", "var_mean"), "reduce"),
-    **dict.fromkeys(("copy_", "_to_copy", "clone", "cat", "stack", "contiguous", "_foreach_copy_", "constant_pad_nd", "repeat"), "copy"),
-    **dict.fromkeys(("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"), "copy"),
+    **dict.fromkeys(
+        ("copy_", "_to_copy", "clone", "cat", "stack", "contiguous", "_foreach_copy_", "constant_pad_nd", "repeat"),
+        "copy",
+    ),
+    **dict.fromkeys(
+        ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"),
+        "copy",
+    ),
     **dict.fromkeys(("new_full", "arange", "lift_fresh_copy", "eye", "tril", "triu", "flip", "roll"), "copy"),
-    **dict.fromkeys(("embedding", "embedding_dense_backward", "index", "index_select", "gather", "index_put", "index_put_"), "gather"),
-    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_", "select_backward"), "gather"),
+    **dict.fromkeys(
+        ("embedding", "embedding_dense_backward", "index", "index_select", "gather", "index_put", "index_put_"),
+        "gather",
+    ),
+    **dict.fromkeys(
+        ("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_", "select_backward"), "gather"
+    ),
     **dict.fromkeys(("slice_backward", "searchsorted", "take_along_dim", "masked_select", "nonzero"), "gather"),
-    **dict.fromkeys(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"), "other"),
+    **dict.fromkeys(
+        ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"), "other"
+    ),
     **dict.fromkeys(("_local_scalar_dense", "is_same_size", "scalar_tensor"), "other"),
 }
-LOOKED_UP = ("embedding", "index", "index_select", "gather", "slice_backward", "select_backward")  # reads as many rows as it writes
+LOOKED_UP = (
+    "embedding",
+    "index",
+    "index_select",
+    "gather",
+    "slice_backward",
+    "select_backward",
+)  # reads only as many rows as it writes
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 
 
 @functools.cache
 def names_of(func: Any) -> tuple[str, str, str]:
-    """(namespace.name, name, kind) of an operator."""
+    """Return (namespace.name, name, kind) of an operator."""
     space, _, name = func._schema.name.partition("::")
     kind = NAMED.get(name)
     if kind is None:
@@ -75,20 +124,24 @@ def _launched(what: str) -> tuple[str, str, str]:
     return f"fzero.{what}", what, "fused" if what == "fused" else "optimizer"
 
 
-def describe_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, phase: str, layer: int | None) -> Op | None:
-    """The Op of an operator that took `args` and `kwargs` and gave `out`; None for a view, and for a collective, which is a transfer."""
+def describe_op(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, phase: str, layer: int | None
+) -> Op | None:
+    """Describe an operator that was called with `args` and `kwargs` and returned `out`.
+
+    Returns None for a view, and for a collective, which is a Transfer."""
     full, name, kind = names_of(func)
     if func.is_view or (full.startswith("fzero.") and name in COLLECTIVES):
         return None
-    if name == "record_launch":  # a kernel that is no operator: what it reads, what it writes
+    if name == "record_launch":  # a kernel launch instead of an operator: (reads, writes)
         full, name, kind = _launched(args[0])
         args, out = args[1:], args[2]
     given = list(_tensors((args, tuple(x for key, x in kwargs.items() if key != "out"))))
     made = list(_tensors(out))
     if not given and not made:
-        return None  # of no tensor, such as promote_types
+        return None  # no tensor involved, as in promote_types
     if not func._schema.is_mutable and made and len(given) == 1 and len(made) == 1 and _same(given[0], made[0]):
-        return None  # a view by another name, such as _unsafe_view, or a conversion to what it is
+        return None  # a view such as _unsafe_view, or a conversion to the same dtype
     flop = flop_of(func, args, kwargs, out) if kind in ("gemm", "attention") else 0
     size, largest = 0, None
     for x in made:
@@ -100,20 +153,25 @@ def describe_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
             largest = x
     dtype = made[0].dtype if made else given[0].dtype if given else None
     if kind == "gemm":
-        dtype = given[name in ("addmm", "baddbmm")].dtype  # of the factors: what is added to may be wider
+        dtype = given[name in ("addmm", "baddbmm")].dtype  # the factors' dtype: the addend may be wider
         full += layout(given) if name in ("mm", "bmm", "addmm", "baddbmm") else ""
-    shape = gemm_shape(name, given, made, args) if kind == "gemm" else tuple(largest.shape) if largest is not None else ()
+    shape = (
+        gemm_shape(name, given, made, args) if kind == "gemm" else tuple(largest.shape) if largest is not None else ()
+    )
     return Op(phase, layer, full, kind, str(dtype).removeprefix("torch."), shape, flop, 0 if kind == "other" else size)
 
 
 def layout(given: Sequence[Tensor]) -> str:
-    """Which of the last two of the operands is a transpose, by its strides: "/tn" the first, "/nt" the second, "" none."""
+    """Which of the last two operands is a transpose, by strides: "/tn" the first, "/nt" the second, "" neither."""
     first, second = (x.dim() > 1 and x.stride(-2) == 1 < x.stride(-1) for x in given[-2:])
     return "/tn" if first else "/nt" if second else ""
 
 
-def gemm_shape(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any]) -> tuple[int, int, int, int]:
-    """(batch, m, n, k) of a product of [m, k] by [k, n]; of a grouped one, as if all rows met one group's weights."""
+def gemm_shape(
+    name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any]
+) -> tuple[int, int, int, int]:
+    """Return (batch, m, n, k) of a product of [m, k] and [k, n]; a grouped one counts as if all rows used one group's
+    weights."""
     if name in ("addmm", "baddbmm"):
         a, b = args[1], args[2]
     elif name == "symmetric_product":
@@ -143,5 +201,5 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> int:
-    """The bytes of a tensor's elements; of one that was expanded, those that there are."""
+    """The bytes of a tensor's elements; for an expanded tensor, those in memory."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

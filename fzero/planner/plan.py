@@ -1,7 +1,7 @@
-"""What a run will need and how long it will take, before it runs: memory, communication, FLOPs, time and cost, as one value.
+"""Predict a run before it runs: its memory, communication, FLOPs, time and cost, as one value.
 
-`plan` traces the run's own step on fake tensors and plays the trace against a device. Nothing is allocated and no GPU is needed.
-"""
+`plan` traces the run's own step on fake tensors and simulates the trace on a device. Nothing is allocated and no GPU is
+needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
 from fzero.run import build, machine
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
-from fzero.run.config_table import from_table, to_table, updated
+from fzero.run.config_table import apply_table, from_table, to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.slices import local_numel
@@ -32,43 +32,52 @@ COMMUNICATED = ("phase", "collective", "axis", "leaf", "dtype", "calls", "elemen
 
 
 class PlanReport(NamedTuple):
-    """What `plan` found. Bytes and FLOPs are exact, as the step has them; times are predicted. `print(report)` shows one page."""
+    """The result of `plan`: whether a run fits, its memory, communication and time; `print(report)` shows one page.
 
-    config: RunConfig  # with every "auto" decided for the device
-    mesh: dict[str, int]  # the axes that are larger than 1
+    Bytes and FLOPs are exact, as the step has them; times are predicted.
+
+    >>> report = fzero.plan("mlp-tiny", gpu="a100", settings={"precision.policy": "bf16"})
+    >>> report.fits, report.num_params, report.state_bytes["master"]  # float32: 4 bytes a parameter
+    (True, 24640, 98560)
+    """
+
+    config: RunConfig  # with every "auto" resolved for the device
+    mesh: dict[str, int]  # mesh axes larger than 1
     ranks: int
     ranks_on_node: int
     device: Device
     num_params: int
     tokens_per_step: int  # of all ranks
-    micro_batches: int  # of a rank
+    micro_batches: int  # of each rank
 
     fits: bool
-    capacity_bytes: int  # what tensors of one rank can have
-    margin_bytes: int  # what is left of it at the peak; below 0: what is missing
-    allocator_bytes: int  # what the allocator is taken to lose, not in the capacity
-    binds: str  # "memory" where it does not fit, else what most of a step's time goes into
+    capacity_bytes: int  # available to the tensors of one rank
+    margin_bytes: int  # capacity left at the peak; negative: missing
+    allocator_bytes: int  # assumed loss to fragmentation, not in the capacity
+    binds: str  # "memory" if it does not fit, else the largest part of a step's time
     memory_binds: str  # the largest component at the peak
 
-    state_bytes: dict[str, int]  # of a rank at rest, on the device: params, master, opt, ema, other, and grads after a backward pass
-    state_elsewhere: dict[str, int]  # of a rank at rest: "host" and "nvme"
+    # between steps, on a rank's device: params, master, opt, ema, other, and grads after a backward pass
+    state_bytes: dict[str, int]
+    state_elsewhere: dict[str, int]  # between steps, of a rank: "host" and "nvme"
     state_bytes_per_rank: int  # params, gradients and optimizer states: the sum of state_bytes
     peak_bytes_per_rank: int
-    host_peak_bytes: int  # of a rank's tensors in the host's memory
-    host_capacity_bytes: int | None  # what a rank can have there; None: not known, and not asked
+    host_peak_bytes: int  # of a rank's tensors in the host's memory, at most
+    host_capacity_bytes: int | None  # available to a rank there; None: unknown, not checked
     peak: dict[str, Any]  # phase, layer, op, bytes, components, largest: [name, component, bytes] alive there
     phases: dict[str, int]  # the peak of each phase of the step
-    timeline: list[dict[str, Any]]  # the fullest and last moment of each stay at a part of the model
+    timeline: list[dict[str, Any]]  # the fullest and last moment of each visit of a part of the model
 
     comm: list[dict[str, Any]]  # rows of the ledger of one rank
-    comm_bytes_per_axis: dict[str, int]  # that one rank sends in a step
+    comm_bytes_per_axis: dict[str, int]  # sent by one rank in a step
     traffic: dict[str, dict[str, int]]  # "host" and "nvme": bytes of one rank in a step, "read" and "write"
 
-    flop_per_step: int  # of all ranks, as the hardware does them, recomputation included
-    pass_flop_per_step: int  # of them those of the forward and backward passes, which HFU counts: not the optimizer's products
+    flop_per_step: int  # hardware FLOPs of all ranks, with recomputation
+    pass_flop_per_step: int  # those of the forward and backward passes, which HFU counts; without the optimizer's
     model_flop_per_step: float  # 6 N + 12 L T D a token
     model_flop_per_step_causal: float  # 6 N + 6 L T D a token
-    step_s: float | None  # None: nothing is known of the device's rates
+    step_s: float | None  # None: the device's rates are unknown
+    step_s_range: tuple[float, float] | None  # the least and the most, by the errors of earlier predictions
     time: dict[str, Any]  # phases, kinds, bound, exposed, hidden, waiting: seconds
     tokens_per_s: float | None
     mfu: float | None
@@ -81,17 +90,21 @@ class PlanReport(NamedTuple):
     cost: float | None
     price_per_hour: float | None  # of one device
 
-    exact: str  # how the trace came about where it is not of all layers
+    exact: str  # how the trace was extrapolated; "" if all layers were run
     notes: list[str]
 
     def too_much(self) -> str:
-        """What is missing, in words, where it does not fit; "" where it does."""
+        """Say how much memory is missing; "" if the run fits."""
         if self.margin_bytes < 0:
             return f"{size(-self.margin_bytes)} too much"
-        return "" if self.fits else f"{size(self.host_peak_bytes - self.host_capacity_bytes)} of a rank too much for the host's memory"
+        return (
+            ""
+            if self.fits
+            else f"{size(self.host_peak_bytes - self.host_capacity_bytes)} of a rank too much for the host's memory"
+        )
 
     def to_json(self) -> str:
-        """One JSON object of all fields; `config` is the table of a run's config.json."""
+        """Format all fields as one JSON object; `config` is the table of a run's config.json."""
         table = self._asdict() | {"config": to_table(self.config), "device": device_facts(self.device)}
         return json.dumps(table, indent=1)
 
@@ -110,15 +123,16 @@ def plan(
     ranks_on_node: int | None = None,
     rank: int = 0,
 ) -> PlanReport:
-    """Predict what a run needs of memory, communication and time on a mesh of devices, without one of them.
+    """Predict the memory, communication and step time of a run on a mesh of devices, without any of them.
 
-    model: a preset's name, a model's sizes, a whole RunConfig, or the table of one (see `from_table` in run/config_table.py).
-    mesh: sizes of its axes; None: the config's.
-    gpu: a device's name (a100, h100, ...; "here" is what `fzero bench` measured; a path), or a Device.
+    model: a preset's name, a model's sizes, a whole RunConfig, or the table of one (see `from_table` in
+    run/config_table.py). mesh: sizes of its axes; None: the config's.
+    gpu: a device's name (a100, h100, ...; "here": this machine, as measured by `fzero bench`; a path), or a Device.
     settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.
-    tokens, price: a budget of tokens, and what one device costs an hour.
-    ranks_on_node: ranks on one machine; None: as the device's links have it. rank: whose memory is reported.
-    Raises ValueError for what a run would refuse, and for an unknown device.
+    tokens, price: a budget of tokens, and the price of one device for an hour.
+    ranks_on_node: ranks on one machine; None: as many as the device's innermost links connect. rank: whose memory is
+    reported.
+    Raises ValueError for an unknown device and for any config that a run would refuse.
 
     >>> report = plan("llama-tiny", {"dp": 4}, settings={"zero": 3, "train.batch": 16, "precision.policy": "bf16"})
     >>> report.fits, report.num_params
@@ -131,13 +145,15 @@ def plan(
     return report_of(trace, device, tokens=tokens, price=price, ranks_on_node=ranks_on_node)
 
 
-def config_for(model: str | ModelConfig | RunConfig | Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> RunConfig:
-    """The RunConfig of a preset, sizes, a config or a table, changed by `settings`, which have dotted names: {"train.batch": 8}."""
+def config_for(
+    model: str | ModelConfig | RunConfig | Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The RunConfig of a preset, sizes, a config or a table, changed by `settings`: {"train.batch": 8}."""
     table: dict[str, Any] = {}
     for name, value in (settings or {}).items():
         tables.put(table, name, value)
     if isinstance(model, RunConfig):
-        return updated(model, table)
+        return apply_table(model, table)
     if isinstance(model, Mapping):
         base = {key: dict(value) if isinstance(value, Mapping) else value for key, value in model.items()}
         for name, value in tables.flat(table):
@@ -147,18 +163,30 @@ def config_for(model: str | ModelConfig | RunConfig | Mapping[str, Any], setting
 
 
 def device_for(gpu: str | Device) -> Device:
-    """The Device of a name; "here" without a file of `fzero bench` is this machine with its memory and no rates."""
+    """The Device of a name; an unmeasured "here" is this machine with its memory and no rates."""
     if isinstance(gpu, Device):
         return gpu
     if gpu != "here" or machine.device_file().is_file():
         return devices.device(gpu)
     memory = machine.available_bytes()
     link = devices.Level("this machine", "gloo", None, 0.0, 0.0)
-    return Device("this machine, not measured", "cpu", False, machine.cores(), memory, min(450 << 20, memory // 2), 0.0, {}, 0.0, (link,))
+    return Device(
+        "this machine, not measured",
+        "cpu",
+        False,
+        machine.cores(),
+        memory,
+        min(450 << 20, memory // 2),
+        0.0,
+        {},
+        0.0,
+        (link,),
+    )
 
 
 def resolve_for(config: RunConfig, device: Device) -> RunConfig:
-    """Decide every "auto" of `config` as a run on the device does; on a CPU that was not measured, fp32 and uncompiled blocks."""
+    """Resolve every "auto" of `config` as a run on the device does; an unmeasured CPU gets fp32 and uncompiled
+    blocks."""
     if device.kind == "cpu" and device.measured:
         return machine.resolve_auto(config, device.target, flops=device.flops, compiled=have_compiler())
     return machine.resolve_auto(config, device.target)
@@ -177,9 +205,14 @@ def sizes_of(config: RunConfig, mesh: Mapping[str, int] | None) -> dict[str, int
 
 
 def report_of(
-    trace: Trace, device: Device, *, tokens: float | None = None, price: float | None = None, ranks_on_node: int | None = None
+    trace: Trace,
+    device: Device,
+    *,
+    tokens: float | None = None,
+    price: float | None = None,
+    ranks_on_node: int | None = None,
 ) -> PlanReport:
-    """The PlanReport of a traced step on a device."""
+    """Simulate a traced step on a device and return its PlanReport."""
     ranks = math.prod(trace.sizes.values())
     node = ranks_on_node or min(ranks, device.links[0].ranks or ranks)
     built = build.build(trace.config, fake_mesh(trace.sizes, trace.rank))
@@ -230,6 +263,7 @@ def report_of(
         model_flop_per_step=full,
         model_flop_per_step_causal=causal,
         step_s=timing.step_s if timing else None,
+        step_s_range=tuple(timing.step_s * part for part in device.step_range) if timing else None,
         time=time_facts(timing) if timing else {},
         tokens_per_s=rate,
         mfu=mfu(full / step_tokens, rate, top * ranks) if known else None,
@@ -246,9 +280,9 @@ def report_of(
 
 
 def grad_bytes(built: Job) -> int:
-    """The bytes of gradients on a rank's device after the backward pass of its last micro-batch: of ZeRO's "model states" the third.
+    """The bytes of gradients on a rank's device after its last backward pass: the third of ZeRO's model states.
 
-    With one micro-batch they are kept as they are computed; sums over several in the dtype of accumulation.
+    One micro-batch's gradients keep the dtype in which they are computed; sums over several have that of accumulation.
     """
     specs, plan = pytree.named_leaves(built.plan.grads), built.plan
     dtype = built.policy.param if build.local_micro_batches(built.config, built.mesh) == 1 else built.policy.accumulate
@@ -261,7 +295,7 @@ def grad_bytes(built: Job) -> int:
 
 
 def turns(trace: Trace) -> list[int]:
-    """How often each event of a trace happens in a step."""
+    """The number of times that each event of a trace happens in a step."""
     times = [1] * len(trace.events)
     for segment in trace.segments:
         for i in range(segment.first, segment.last):
@@ -270,13 +304,13 @@ def turns(trace: Trace) -> list[int]:
 
 
 def total_flop(trace: Trace, phases: Sequence[str] = ()) -> int:
-    """The hardware FLOPs of one rank in a step, or in some phases of it."""
+    """The hardware FLOPs of one rank in a step, or in the given phases."""
     ops = ((event, n) for event, n in zip(trace.events, turns(trace)) if not isinstance(event, Transfer))
     return sum(op.flop * n for op, n in ops if not phases or op.phase in phases)
 
 
 def traffic_of(trace: Trace) -> dict[str, dict[str, int]]:
-    """{"host" or "nvme": {"read": bytes, "write": bytes}} of one rank in a step; a memory that is not used is left out."""
+    """{"host" or "nvme": {"read": bytes, "write": bytes}} of one rank in a step, without unused memories."""
     out: dict[str, Counter[str]] = {}
     for event, n in zip(trace.events, turns(trace)):
         if isinstance(event, Transfer) and event.event == "start" and event.axis not in AXES:
@@ -301,7 +335,7 @@ def phase_peaks(trace: Trace) -> dict[str, int]:
 
 
 def moment_facts(moment: Any) -> dict[str, Any]:
-    """A Moment as a table, with the components that have bytes."""
+    """A Moment as a table, with its nonzero components."""
     table = moment._asdict()
     parts = {name: size for name, size in table.pop("parts").items() if size}
     return {**table, "components": parts, "parts": parts}
@@ -314,13 +348,27 @@ def time_facts(timing: Timing) -> dict[str, Any]:
 
 
 def device_facts(device: Device) -> dict[str, Any]:
-    """What a report says of its device: not its curves."""
-    names = ("name", "kind", "measured", "processors", "memory_bytes", "reserved_bytes", "margin", "flops", "bandwidth_bytes_s", "sources")
+    """The table of a device for a report, without its curves."""
+    names = (
+        "name",
+        "kind",
+        "measured",
+        "processors",
+        "memory_bytes",
+        "reserved_bytes",
+        "margin",
+        "flops",
+        "bandwidth_bytes_s",
+        "efficiency",
+        "lost",
+        "step_range",
+        "sources",
+    )
     return {name: getattr(device, name) for name in names} | {"links": [level._asdict() for level in device.links]}
 
 
 def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
-    """What a reader of the report should know."""
+    """The notes for the reader of the report."""
     notes = []
     if timing is None:
         notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")

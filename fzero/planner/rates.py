@@ -1,10 +1,11 @@
-"""The seconds of one operator, and of one collective, on a device: from its measured curves, or from what its data sheet lists.
+"""The seconds of one operator, and of one collective, on a device: from measured curves or data sheets.
 
-An operator takes the longer of two times, its FLOPs at the rate of its kind and shape, and its bytes at the memory's; and before that the
-host's own, to issue it. A measured curve holds both: it was taken on operators of that kind as a step runs them.
+An operator takes the longer of two times, that of its FLOPs at the rate of its kind and shape and that of its bytes at
+the memory's bandwidth, plus the host's time to issue it. A measured curve includes both: it was measured on operators
+of that kind as a step runs them.
 
-Ref: Williams et al. 2009, "Roofline"; Hockney 1994, "The communication challenge for MPP" (a message takes alpha + bytes / beta).
-"""
+Ref: Williams et al. 2009, "Roofline"; Hockney 1994, "The communication challenge for MPP" (a message takes alpha +
+bytes / beta)."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from fzero.planner.devices import Curve, Device, Level, Products, Rates
 from fzero.planner.operations import Op
 from fzero.sharding.mesh import ORDER
 
-NEIGHBOURS = 6  # measured products that a rate is interpolated between
-# Rows and columns that one processor of a GPU computes of a product at a time, and the part of the peak that tiles of this size can have:
-# smaller ones read more for each product.
+NEIGHBOURS = 6  # measured products used to interpolate a rate
+# Tile sizes of a product on one multiprocessor of a GPU, and the fraction of the peak that each can reach: small tiles
+# read more bytes for each FLOP.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (128, 64, 0.65), (64, 64, 0.45))
 
 
 class Cost(NamedTuple):
-    """What one operator takes, in seconds: of the host to issue it, of the device to compute it, and which of two holds the latter up."""
+    """The seconds of one operator: the host's to issue it, the device's to compute it, and the device's bottleneck."""
 
     host_s: float
     device_s: float
@@ -33,14 +34,17 @@ class Cost(NamedTuple):
 
 
 def threads_of(cores: int, processes: int) -> int:
-    """The threads of each of so many processes of a machine, as a run shares the cores (see doctor.share_cores)."""
+    """The threads of each of `processes` processes that share a machine's cores (see doctor.share_cores)."""
     return max(1, cores // max(1, processes))
 
 
-def op_costs(device: Device, *, threads: int = 1, processes: int = 1, fp32_matmul: str = "default") -> Callable[[Op], Cost]:
-    """The function from an Op to its Cost, on one of `processes` processes of a machine, with `threads` threads each.
+def op_costs(
+    device: Device, *, threads: int = 1, processes: int = 1, fp32_matmul: str = "default"
+) -> Callable[[Op], Cost]:
+    """Return a function from an Op to its Cost, for one of `processes` processes of a machine with `threads` threads
+    each.
 
-    Where they have more threads than there are cores, all takes as many times longer as in what was measured.
+    If these are more threads than cores, times grow in proportion.
     """
     found: dict[tuple, Cost] = {}
     rates = device.rates_of(threads, processes)
@@ -49,7 +53,7 @@ def op_costs(device: Device, *, threads: int = 1, processes: int = 1, fp32_matmu
         slower = max(1.0, threads * processes / device.cores) / max(1.0, rates.threads * rates.processes / device.cores)
 
     def cost(op: Op) -> Cost:
-        key = op[2:]  # all but where it is
+        key = op[2:]  # all facts of an op except its place in the step
         if key not in found:
             host_s, device_s, bound = _listed(device, op) if rates is None else _measured(rates, op, fp32_matmul)
             found[key] = Cost(host_s * slower, device_s * slower, bound)
@@ -62,7 +66,8 @@ def op_costs(device: Device, *, threads: int = 1, processes: int = 1, fp32_matmu
 
 
 def _measured(rates: Rates, op: Op, fp32_matmul: str) -> Cost:
-    """By the most special curve there is for an operator. What each curve holds of dispatching is in the host's part, and taken out."""
+    """Costs from the most specific curve of each operator, without the curve's own dispatch time, which the host's part
+    has."""
     host_s = rates.op_s.get("eager", 0.0)
     dispatch = rates.bandwidth[0][1]
     if op.kind == "gemm" and op.flop:
@@ -80,16 +85,17 @@ def _measured(rates: Rates, op: Op, fp32_matmul: str) -> Cost:
 
 
 def like(bandwidth: Curve, curve: Curve, size: float) -> float:
-    """The seconds of a curve over bytes at `size`; beyond either end they grow as those of the plain curve of the memory do.
+    """The seconds of a curve over bytes at `size`; beyond its ends it grows in proportion to the memory's plain curve.
 
-    An operator that was measured at small sizes alone shows what it takes to start, and nothing of its rate.
+    The curve of an operator that was measured only at small sizes shows its start-up time but not its rate.
     """
     end = min(max(size, curve[0][0]), curve[-1][0])
     return along(curve, end) * (along(bandwidth, size) / along(bandwidth, end) if size != end else 1.0)
 
 
 def products_of(rates: Rates, op: Op, fp32_matmul: str) -> Products:
-    """The measured products of an operator's dtype, by the way of float32 ones and by layout ("aten.mm/tn") where those were measured."""
+    """The measured products of an operator's dtype; those of float32's way and of the layout ("aten.mm/tn") if
+    measured."""
     layout = op.name.partition("/")[2]
     ways = (f"{op.dtype}/{fp32_matmul}", op.dtype) if op.dtype == "float32" else (op.dtype,)
     for key in (name for way in ways for name in (f"{way}/{layout}", way)):
@@ -99,9 +105,9 @@ def products_of(rates: Rates, op: Op, fp32_matmul: str) -> Products:
 
 
 def along(curve: Curve, size: float) -> float:
-    """The seconds of a curve at `size`: between two points by the power law through both, beyond the last at its rate.
+    """The seconds of a curve at `size`: a power law between neighbouring points, the last point's rate beyond it.
 
-    Below the first point they stay: what is smaller takes no less than what little there is to do.
+    Below the first point the seconds are constant: overhead dominates there.
 
     >>> round(along(((10.0, 1.0), (1000.0, 100.0)), 100.0), 6)
     10.0
@@ -117,14 +123,16 @@ def along(curve: Curve, size: float) -> float:
 
 
 def gemm_s(table: Products, shape: Sequence[int]) -> float:
-    """The seconds of a product [batch, m, k] by [batch, k, n] of shape (batch, m, n, k).
+    """The seconds of a product [batch, m, k] @ [batch, k, n] of shape (batch, m, n, k).
 
-    log(FLOP/s) is averaged over the nearest measured shapes, weighted by 1/distance^3, where a distance is the Euclidean one of the
-    logarithms of the four sizes (Shepard 1968). A measured shape has its own seconds.
+    log(FLOP/s) is the average over the nearest measured shapes, weighted by 1/distance^3, with the Euclidean distance
+    of the logarithms of the four sizes (Shepard 1968). A measured shape gets exactly its measured seconds.
     """
     if not min(shape):
         return 0.0
-    near = sorted((sum(math.log(size / known) ** 2 for size, known in zip(shape, row)), row) for row in table)[:NEIGHBOURS]
+    near = sorted((sum(math.log(size / known) ** 2 for size, known in zip(shape, row)), row) for row in table)[
+        :NEIGHBOURS
+    ]
     if near[0][0] == 0.0:
         return near[0][1][4]
     weights = [squared**-1.5 for squared, _ in near]
@@ -136,7 +144,7 @@ def gemm_s(table: Products, shape: Sequence[int]) -> float:
 
 
 def _listed(device: Device, op: Op) -> Cost:
-    """The roofline of a data sheet: peaks, times the part of each that is reached (`efficiency`, one figure for each class)."""
+    """Costs from the roofline of a data sheet: peaks times `efficiency`, one factor for each class of operation."""
     part = device.efficiency
     memory_s, compute_s = op.bytes / (device.bandwidth_bytes_s * part["memory"]), 0.0
     if op.flop:
@@ -147,14 +155,18 @@ def _listed(device: Device, op: Op) -> Cost:
             reached = part["gemm"] * tiled_part(device.processors, op.shape)
         compute_s = op.flop / (peak * reached)
     took = max(memory_s, compute_s)
-    return Cost(device.op_s.get("eager", 0.0), took + device.launch_s if took else 0.0, "compute" if compute_s > memory_s else "memory")
+    return Cost(
+        device.op_s.get("eager", 0.0),
+        took + device.launch_s if took else 0.0,
+        "compute" if compute_s > memory_s else "memory",
+    )
 
 
 def tiled_part(processors: int, shape: Sequence[int]) -> float:
-    """The part of the peak that tiles and waves leave to a product of shape (batch, m, n, k) on a GPU, in (0, 1].
+    """The fraction of the peak, in (0, 1], that tiles and waves leave to a product of shape (batch, m, n, k) on a GPU.
 
-    A processor makes whole tiles, and the last wave of tiles takes as long as a full one. The best of TILES is taken. Filling the pipeline
-    takes as long as 128 more steps of k.
+    A multiprocessor computes whole tiles, and a partial last wave of tiles takes as long as a full one. The best of
+    TILES is used. Filling the pipeline takes as long as 128 more steps of k.
 
     Ref: NVIDIA, "Matrix multiplication background user's guide", sections on tile and wave quantization.
     """
@@ -176,16 +188,18 @@ class Way(NamedTuple):
 
     size: int
     kind: str  # "gloo", "nccl" or "rccl"
-    hops: tuple[tuple[Level, int], ...]  # from the inside out: (level of links, units of the level inside it that it joins)
-    sharing: int  # ranks of the innermost level that send at the same time
-    curves: dict[str, Curve]  # measured among as many ranks: by collective, seconds over the bytes of the whole tensor
+    # innermost first: (level of links, number of units of the next inner level that it joins)
+    hops: tuple[tuple[Level, int], ...]
+    sharing: int  # ranks of an innermost unit that send at the same time
+    # measured among this number of ranks: by collective, seconds over bytes of the whole tensor
+    curves: dict[str, Curve]
 
 
 def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
     """The Way of each axis of a mesh that has more than one rank.
 
-    Ranks are numbered with the axes in ORDER, outermost first, and fill a level's units one after the other: so a group whose ranks are
-    `stride` apart has ranks/stride of them in a unit of `ranks` ranks.
+    Ranks are numbered with the axes in ORDER, outermost first, and fill a level's units in order: so a group whose
+    ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks.
     """
     world, found, stride = math.prod(sizes.values()), {}, 1
     for name in reversed(ORDER):
@@ -197,37 +211,42 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
                 if reach > inside:
                     hops.append((_reached(device, level), -(-reach // inside)))
                     inside = reach
-            if inside < size:  # the outermost level listed reaches no further: its links are taken for the rest
+            if inside < size:  # beyond the outermost listed level, its links are assumed
                 hops.append((_reached(device, device.links[-1]), -(-size // inside)))
-            curves = {key.partition("/")[0]: curve for key, curve in device.collectives.items() if key.endswith(f"/{size}")}
+            curves = {
+                key.partition("/")[0]: curve for key, curve in device.collectives.items() if key.endswith(f"/{size}")
+            }
             found[name] = Way(size, hops[0][0].kind, tuple(hops), min(world, device.links[0].ranks or world), curves)
         stride *= size
     return found
 
 
 def _reached(device: Device, level: Level) -> Level:
-    """A level with the bandwidth that is reached of what is listed; where nothing was measured, all of a transfer may be hidden."""
+    """A level with the reachable fraction of its listed bandwidth; if it was not measured, a transfer may be hidden
+    entirely."""
     hidden = 1.0 if level.hidden is None else level.hidden
     return level._replace(bytes_s=level.bytes_s * device.efficiency.get("links", 1.0), hidden=hidden)
 
 
 class Message(NamedTuple):
-    """What a collective takes, in seconds: of the host, of its links from start to end, and how long each level of them is busy."""
+    """The seconds of a collective: of the host, of its links from start to end, and by level how long its links are
+    busy."""
 
     host_s: float
     seconds: float
     busy: dict[str, float]
-    hidden: float = 1.0  # the part of `seconds` that goes by while the device computes
-    late_s: float = 0.0  # until the last rank has come to it
+    hidden: float = 1.0  # the fraction of `seconds` that computation can hide
+    late_s: float = 0.0  # until the last rank has reached the collective
 
 
 def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
-    """The Message of a collective in which one rank sends `sent_bytes`, in the counting of the ledger (see ledger.sent_elements).
+    """The Message of a collective in which one rank sends `sent_bytes`, counted as in the ledger (see
+    ledger.sent_elements).
 
-    By measured curves where there are some for as many ranks, else alpha + bytes / beta. NCCL goes in rings: of nested units each rank
-    sends all parts inside its unit, and a unit with r ranks has r links to the next one; a psum may go by trees, which have fewer steps.
-    gloo (see links.py) sends messages from each rank to each other: a small psum its whole input, one round; a large one pieces, and then
-    their sums.
+    Uses curves measured among the same number of ranks, else alpha + bytes / beta. NCCL uses rings: of nested units
+    each rank sends all parts inside its unit, and a unit with r ranks has r links to the next one; a psum may use
+    trees, which have fewer steps. gloo (see links.py) sends messages from each rank to each other: a small psum its
+    whole input, one round; a large one pieces, and then their sums.
 
     Ref: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
     """
@@ -246,7 +265,7 @@ def _by_rings(way: Way, what: str, sent_bytes: int) -> Message:
     n, rounds = way.size, 2 if what == "psum" else 1
     busy, ring, tree, inside = {}, 0.0, 0.0, 1
     for level, units in way.hops:
-        groups = n // inside  # units that are joined at this level or further out
+        groups = n // inside  # units joined at this level or an outer one
         moved = float(sent_bytes)
         if what == "all_to_all":
             moved *= (n - inside) / (n - 1)
@@ -269,4 +288,6 @@ def _by_messages(way: Way, what: str, sent_bytes: int, whole: float) -> Message:
     if level.total_bytes_s:
         seconds = max(seconds, moved * way.sharing / level.total_bytes_s)
     count = 1 if what == "ppermute" else n - 1
-    return Message(level.call_s * count * rounds, rounds * level.latency_s + seconds, {level.name: seconds}, level.hidden)
+    return Message(
+        level.call_s * count * rounds, rounds * level.latency_s + seconds, {level.name: seconds}, level.hidden
+    )

@@ -1,9 +1,9 @@
-"""The exact record of one training step that never ran: its operators, transfers and memory, from the step itself on fake tensors.
+"""The exact record of one training step run on fake tensors: its operators, transfers and memory.
 
-`trace_step` builds the program of a config as a run does, on a mesh without processes and a state without memory, and records a step of
-it: every operator with its FLOPs and bytes, every collective and every read and write of a disk in their order, every storage's birth and
-death. Nothing is computed and nothing is allocated. Where the step looks at a value (is this step to be skipped?) it is told what a step
-that goes well finds.
+`trace_step` builds the job of a config as a run does, on a mesh without processes and a state without memory, and
+records one step of it: every operator with its FLOPs and bytes, every collective and disk transfer in order, every
+storage's creation and release. Nothing is computed and nothing is allocated. A step that reads a value (such as "skip
+this step?") gets the value of a step that goes well.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from fzero.comm.ledger import Row
 from fzero.core import pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.pytree import Tree
-from fzero.core.torch_private import TorchDispatchMode
 from fzero.offload import DiskTensor
+from fzero.optim.average import AVERAGE
 from fzero.planner import fake_inductor
-from fzero.planner.fake_disk import PlannedSpace
+from fzero.planner.fake_disk import PlannedNvme
 from fzero.planner.operations import Op, describe_op
-from fzero.run import build as programs
+from fzero.run import build as run_build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import MemoryTrace, Moment, Stay, Visit, alive, device_of, moments, recorded
 from fzero.sharding import Mesh, fake_mesh
 from fzero.sharding.memory import Offload
-from fzero.train.state_on_disk import kept_leaves
+from fzero.train.state_on_disk import leaves_on_disk
 
-HOST_COPIES = 1 << 50  # the number of the first copy between host and device
+HOST_COPIES = 1 << 50  # number of the first copy between host and device
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 LOOKS = torch.ops.aten._local_scalar_dense.default
-STATE = {"params": "params", "master": "master", "opt_state": "opt", "extra/ema": "ema"}
+STATE = {"params": "params", "master": "master", AVERAGE: "ema", "opt_state": "opt"}
 
 
 class Transfer(NamedTuple):
-    """A collective, or a read or write of a disk or of the host's memory, as it starts or is waited for."""
+    """The start of, or the wait for, a collective or a read or write of a disk or of the host's memory."""
 
     event: str  # "start" or "wait"
-    number: int  # tells it from the others of a trace; a wait has the number of its start
+    number: int  # unique in a trace; a wait has the number of its start
     what: str  # "all_gather", "psum", ...; "read", "write"
-    axis: str  # of the mesh, or "nvme", "host"
-    bytes: int  # that one rank sends, or that are read or written
+    axis: str  # an axis of the mesh, or "nvme", "host"
+    bytes: int  # sent by one rank, or read or written
     phase: str
     layer: int | None
 
 
 class Segment(NamedTuple):
-    """events[first:last] run `times` times in a row."""
+    """Events [first:last] of a trace, which run `times` times in a row."""
 
     first: int
     last: int
@@ -67,38 +67,39 @@ class Trace(NamedTuple):
     """One step of one rank."""
 
     events: tuple[Op | Transfer, ...]  # in the order in which the host issues them
-    timeline: tuple[Moment, ...]  # the fullest and the last moment of each stay at a part of the model
+    timeline: tuple[Moment, ...]  # the fullest and the last moment of each visit of a part of the model
     peak: Moment
     alive: tuple[tuple[str, str, int], ...]  # (name, component, bytes) of the largest at the peak
     state: dict[str, int]  # bytes at rest on the device: "params", "master", "opt", "ema", "other"
     state_elsewhere: dict[str, int]  # bytes at rest in "host" and on "nvme", whole pages there
     ledger: tuple[Row, ...]
-    sizes: dict[str, int]  # of all axes of the mesh
+    sizes: dict[str, int]  # sizes of all axes of the mesh
     rank: int
     target: Target
     config: RunConfig
     tokens: int  # of one rank in a step
     num_params: int
-    host_peak: int = 0  # bytes of tensors in the host's memory at most, where the device is another
-    segments: tuple[Segment, ...] = ()  # events that repeat
-    exact: str = ""  # how it came about: "" for a trace of the step as it is, else what was extrapolated from what
+    host_peak: int = 0  # peak bytes of tensors in the host's memory, if the device is not the host
+    segments: tuple[Segment, ...] = ()  # repeated events
+    exact: str = ""  # "" if the whole step was traced, else how it was extrapolated
 
 
 def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:
-    """The trace of a step of `config` on `rank` of a mesh of these sizes, as it runs on `target` (None: the CPU); every layer is run.
+    """Trace a step of `config` on `rank` of a mesh of these sizes, as it runs on `target` (None: the CPU), with every
+    layer.
 
-    It is a step after the first: what a run keeps from one step to the next is there. Values that are "auto" are decided for the
-    target: bf16 on a GPU, fp32 and uncompiled blocks on a CPU. The state is that of a run's `first_state`, with other values.
-    Raises ValueError for what a run would refuse.
+    The step is not the first: anything that a run keeps between steps exists. Values that are "auto" are resolved for
+    the target: bf16 on a GPU, fp32 and uncompiled blocks on a CPU. The state has the leaves of a run's `first_state`,
+    with other values. Raises ValueError for any config that a run would refuse.
     """
     return make_trace(run_step(config, sizes, rank, target))
 
 
 class FakeStep(NamedTuple):
-    """A step that was run on fake tensors."""
+    """The record of a step that ran on fake tensors."""
 
-    program: Job
-    state: Tree
+    job: Job
+    at_rest: tuple[dict[str, int], dict[str, int]]  # the bytes of the state, see `state_bytes`
     stays: list[Stay]
     host_peak: int
     target: Target
@@ -110,69 +111,79 @@ class EndOfRecord(Exception):
 
 
 class ShortRecord(MemoryTrace):
-    """A record that ends the step after the backward pass of the last of `parts` micro-batches."""
+    """A record that ends the step after the last backward pass of `parts` micro-batches."""
 
     parts = 0
 
     def enter(self, phase: str) -> None:
-        """A phase begins."""
-        if self.parts and phase == "metrics" and len({s.visit.span for s in self.stays if s.visit.phase == "backward"}) == self.parts:
+        """Begin a phase."""
+        if (
+            self.parts
+            and phase == "metrics"
+            and len({s.visit.span for s in self.stays if s.visit.phase == "backward"}) == self.parts
+        ):
             raise EndOfRecord
         super().enter(phase)
 
 
 def run_step(
-    config: RunConfig, sizes: Mapping[str, int], rank: int = 0, target: Target | None = None, layers: int = 0, short: bool = False
+    config: RunConfig,
+    sizes: Mapping[str, int],
+    rank: int = 0,
+    target: Target | None = None,
+    layers: int = 0,
+    short: bool = False,
 ) -> FakeStep:
     """Run a step of `config` on fake tensors, with the state of all layers.
 
-    layers: how many of the layers are run, the first ones (0: all). short: end before the update.
+    layers: run only the first `layers` layers (0: all). short: end before the update.
     """
     target = CPU if target is None else target
     config, mesh = resolve_auto(config, target), shared_mesh(tuple(sizes.items()), rank)
     mesh.ledger.clear()
     with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
-        space = fake_space(config, mode)
-        program = programs.build(config, mesh, layers=layers, space=space, model=shared_model(config.model))
-        state, batch = fake_state(program, mode), fake_batch(program, mode)
-        step = program.train_step
-        if config.train.update == "delayed":  # a first step leaves the gradient that the second one applies
-            with Looking():
-                state, _ = step(state, batch)
+        nvme = fake_nvme(config)
+        job = run_build.build(config, mesh, layers=layers, nvme=nvme, model=shared_model(config.model))
+        state, batch = fake_state(job, mode), fake_batch(job, mode)
+        step, at_rest = job.train_step, state_bytes(job, state)
         tracer, device = Tracer(target.kind == "cuda"), None if target.kind == "cpu" else mode.device
-        record = ShortRecord(state, batch, device=device, buffers=space.buffers if space else None, note=tracer.note, told=tracer.told)
-        if space is not None:
-            space.disk.tell = lambda event, number, what, size: record.transfer(event, number, what, "nvme", size)
-        record.parts = programs.local_micro_batches(config, mesh) if short else 0
+        record = ShortRecord(
+            state, batch, device=device, buffers=nvme.buffers if nvme else None, note=tracer.note, told=tracer.told
+        )
+        if nvme is not None:
+            nvme.disk.tell = lambda event, number, what, size: record.transfer(event, number, what, "nvme", size)
+        record.parts = run_build.local_micro_batches(config, mesh) if short else 0
         with contextlib.suppress(EndOfRecord), recorded(record, mesh.ledger):
             state_after, _ = step(state, batch)
             record.close(state_after)
-    return FakeStep(program, state, record.stays, record.away_peak, target, rank)
+    return FakeStep(job, at_rest, record.stays, record.away_peak, target, rank)
 
 
 @functools.lru_cache(maxsize=8)
 def shared_mesh(sizes: tuple[tuple[str, int], ...], rank: int) -> Mesh:
-    """The mesh of steps that are planned. One for all of them: a block that was compiled for it is not compiled again."""
+    """The mesh of planned steps; one for all of them, so that blocks compiled for it are not compiled again."""
     return fake_mesh(dict(sizes), rank)
 
 
 @functools.lru_cache(maxsize=8)
 def shared_model(config: models.ModelConfig) -> models.Model:
-    """The model of these sizes; one for all steps that are planned, for the same reason."""
+    """The model of these sizes; one for all planned steps, so that its blocks are not compiled again."""
     return models.build(config)
 
 
 class Tracer:
-    """What makes the events of a record: operators with their costs, and transfers."""
+    """Records the events of a step: operators with their costs, and transfers."""
 
     def __init__(self, cuda: bool = False) -> None:
-        self.cuda = cuda  # whether the host's memory is another than the device's
+        self.cuda = cuda  # whether the device has memory of its own
         self.started: dict[int, tuple[str, str, int]] = {}  # number -> (what, axis, bytes)
-        self.coming: dict[int, tuple[int, weakref.ref]] = {}  # storage on its way from the host -> (number, what tells of its end)
+        self.coming: dict[
+            int, tuple[int, weakref.ref]
+        ] = {}  # storage being copied from the host -> (number, a reference whose callback reports its end)
         self.copies = HOST_COPIES
 
     def note(self, record: MemoryTrace, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator and enter it; the result."""
+        """Run an operator, record it and return its result."""
         if func is LOOKS:
             return _value_of(args[0])
         if self.coming:
@@ -187,10 +198,10 @@ class Tracer:
         return out
 
     def copied(self, record: MemoryTrace, func: Any, args: tuple, out: Tensor) -> bool:
-        """Enter a copy between the host's memory and the device as a transfer; whether it is one.
+        """Record a copy between the host's memory and the device as a transfer; return whether it is one.
 
-        What is read is waited for where it is first used, or dropped unused: another storage may then stand at its address. What is
-        written in a forward pass (activations) is not waited for.
+        A read is waited for at its first use, or when its storage is freed unused: another storage may then get the
+        same address. A write in a forward pass (activations) is not waited for.
         """
         source, there = (args[1], args[0]) if func is COPIES[1] else (args[0], out)
         if device_of(source) == device_of(there):
@@ -207,19 +218,19 @@ class Tracer:
         return True
 
     def arrived(self, record: MemoryTrace, args: Any) -> None:
-        """Enter the waits for what an operator takes of what is on its way."""
+        """Record the waits for arguments that are still being copied."""
         for x in pytree.leaves(args):
             if isinstance(x, Tensor):
                 self.come(record, x.untyped_storage()._cdata)
 
     def come(self, record: MemoryTrace, key: int) -> None:
-        """Enter the wait for a storage, if it is on its way."""
+        """Record the wait for a storage, if it is being copied."""
         number, _ = self.coming.pop(key, (None, None))
         if number is not None and not record.over:
             record.transfer("wait", number, "read", "host", 0)
 
     def told(self, event: str, number: int, what: str, axis: str, size: int, here: Visit) -> Transfer:
-        """The event of a transfer."""
+        """Make the event of a transfer."""
         if event == "start":
             self.started[number] = (what, axis, size)
         else:
@@ -228,57 +239,52 @@ class Tracer:
 
 
 def _value_of(x: Tensor) -> Any:
-    """What a step that goes well finds in a value that it looks at: nothing is skipped, and numbers are 1."""
+    """The value that a step reads if it goes well: nothing is skipped, and numbers are 1."""
     return False if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
 
 
-class Looking(TorchDispatchMode):
-    """A context in which a fake tensor that is looked at has a value."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _value_of(args[0]) if func is LOOKS else func(*args, **(kwargs or {}))
-
-
-def fake_space(config: RunConfig, mode: FakeDevice) -> PlannedSpace | None:
-    """Where the leaves live that a config puts on a disk; None where it puts none there."""
+def fake_nvme(config: RunConfig) -> PlannedNvme | None:
+    """The PlannedNvme for the leaves that a config offloads to a disk; None if there are none."""
     if "nvme" not in Offload.parse(config.offload).memories:
         return None
     size = config.nvme.buffer_mb << 20 if config.nvme.buffer_mb else None
-    return PlannedSpace(mode, buffer_bytes=size, slots=config.nvme.slots, verify=config.nvme.verify)
+    return PlannedNvme(buffer_bytes=size, slots=config.nvme.slots, verify=config.nvme.verify)
 
 
-def fake_state(program: Job, mode: FakeDevice) -> Any:
-    """A rank's state, of fake tensors of `mode` where it rests in memory."""
-    space, mesh = program.space, program.mesh
-    like, specs = programs.like_of(program), pytree.named_leaves(programs.specs_of(program))
+def fake_state(job: Job, mode: FakeDevice) -> Any:
+    """Make a rank's state, with fake tensors of `mode` for leaves in memory."""
+    nvme, mesh = job.nvme, job.mesh
+    like, specs = run_build.like_of(job), pytree.named_leaves(run_build.specs_of(job))
 
     def leaf(name: str, x: Tensor) -> Any:
         if name in stored:
-            return DiskTensor(space.store, name)
+            return DiskTensor(nvme.store, name)
         return torch.empty(x.shape, dtype=x.dtype, device=HOST if specs[name].memory == "host" else mode.device)
 
-    stored = kept_leaves(like, programs.specs_of(program), program.plan) if space is not None else {}
+    stored = leaves_on_disk(like, run_build.specs_of(job), job.plan) if nvme is not None else {}
     if stored:
-        space.open(stored, mesh)
+        nvme.open(stored, mesh)
     return pytree.map_named(leaf, like)
 
 
-def fake_batch(program: Job, mode: FakeDevice) -> dict[str, Tensor]:
-    """A rank's part of a batch, as data.stream makes it."""
-    config = program.config
-    shape = (config.train.batch // program.mesh.data_size, config.data.seq_len)
+def fake_batch(job: Job, mode: FakeDevice) -> dict[str, Tensor]:
+    """Make a rank's part of a batch, as data.stream does."""
+    config = job.config
+    shape = (config.train.batch // job.mesh.data_size, config.data.seq_len)
     dtypes = {"tokens": torch.int64, "targets": torch.int64, "documents": torch.int32, "mask": torch.bool}
     if not config.data.within_documents:
         del dtypes["documents"]
     return {name: torch.empty(shape, dtype=dtype, device=mode.device) for name, dtype in dtypes.items()}
 
 
-def make_trace(step: FakeStep, stays: Sequence[Stay] = (), segments: tuple[Segment, ...] = (), exact: str = "") -> Trace:
-    """The Trace of a step. stays: what happened in all of it, where the step was shortened; repeated ones have the same lists."""
-    stays, config, mesh = stays or step.stays, step.program.config, step.program.mesh
+def make_trace(
+    step: FakeStep, stays: Sequence[Stay] = (), segments: tuple[Segment, ...] = (), exact: str = ""
+) -> Trace:
+    """Make the Trace of a step. stays: extrapolated stays of a shortened step; repeated ones share the same lists."""
+    stays, config, mesh = stays or step.stays, step.job.config, step.job.mesh
     timeline = moments(stays)
     peak = max(timeline, key=lambda moment: moment.bytes)
-    here, elsewhere = state_bytes(step.program, step.state)
+    here, elsewhere = step.at_rest
     once = {id(stay.events): stay.events for stay in stays}
     return Trace(
         events=tuple(itertools.chain.from_iterable(once.values())),
@@ -293,7 +299,7 @@ def make_trace(step: FakeStep, stays: Sequence[Stay] = (), segments: tuple[Segme
         target=step.target,
         config=config,
         tokens=config.train.batch // mesh.data_size * config.data.seq_len,
-        num_params=programs.num_params(step.program),
+        num_params=run_build.num_params(step.job),
         host_peak=step.host_peak,
         segments=segments,
         exact=exact,
@@ -301,7 +307,7 @@ def make_trace(step: FakeStep, stays: Sequence[Stay] = (), segments: tuple[Segme
 
 
 def rows(stays: Iterable[Stay]) -> tuple[Row, ...]:
-    """The rows of the ledger of what happened."""
+    """Sum the ledger entries of all stays."""
     sums: dict[tuple, list[int]] = {}
     for stay in stays:
         for key, elements in stay.sent:
@@ -314,10 +320,10 @@ def rows(stays: Iterable[Stay]) -> tuple[Row, ...]:
     )
 
 
-def state_bytes(program: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
+def state_bytes(job: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
     """({group: bytes at rest on the device}, {"host": bytes, "nvme": bytes}) of a state, real or fake."""
     here, elsewhere = dict.fromkeys((*STATE.values(), "other"), 0), {"host": 0, "nvme": 0}
-    specs = pytree.named_leaves(programs.specs_of(program))
+    specs = pytree.named_leaves(run_build.specs_of(job))
     for name, leaf in pytree.named_leaves(state).items():
         size = leaf.numel() * leaf.element_size()
         memory = specs[name].memory if name in specs else "device"

@@ -1,16 +1,17 @@
-"""The time of a step: a trace's events played in their order against a device's rates.
+"""The time of a step: a trace's events simulated in order at a device's rates.
 
-Each rank runs the same program, so one rank is played. Clocks: the host, which issues the operators one by one; the device, which computes
-them (on a CPU both are one); one for the messages of each axis, and one for the links of each level; one for each disk, and for the way to
-the host's memory. An operator begins when the device is free and the host has come to it. A transfer begins when it is started, what it
-sends is there and the one before it on its axis is over; those of several axes share the links of a level. A wait holds the device up until
-a transfer is over. So what overlaps is what the engine overlaps: gathers ahead of use, one reduction behind the next layer's backward pass;
-a psum of tensor parallelism is waited for at once and overlaps with nothing.
+Each rank runs the same program, so one rank is simulated. Clocks: the host, which issues the operators one by one; the
+device, which computes them (on a CPU both are one); one for the messages of each axis, and one for the links of each
+level; one for each disk, and one for copies to and from the host's memory. An operator begins when the device is free
+and the host has issued it. A transfer begins when it is started, its input is ready and the previous one on its axis
+has ended; those of several axes share the links of a level. A wait blocks the device until a transfer ends. So overlap
+is that of the engine: gathers ahead of use, and the reduction of a layer during the next layer's backward pass; a psum
+of tensor parallelism is waited for immediately and overlaps with nothing.
 
-A compiled block is one call for the host, whatever kernels run inside it.
+A compiled block is one call for the host, however many kernels it runs.
 
-Messages of gloo are work for the cores that compute: only the measured part of a transfer's time goes by behind computing (Level.hidden),
-the rest is spent when it is waited for.
+Messages of gloo need the cores that compute: computation hides only the measured fraction of a transfer (Level.hidden),
+and the rest is spent when it is waited for.
 """
 
 from __future__ import annotations
@@ -24,24 +25,30 @@ from fzero.planner.devices import Device
 from fzero.planner.rates import Way, collective_s, op_costs, threads_of, ways_of
 from fzero.planner.step_trace import Op, Trace, Transfer
 
-STEADY = 3  # turns of a repeated segment that are played; the others are taken to be like the last of them
-DISKS = ("nvme", "host")  # "axes" of transfers that are no axes of the mesh
-COMPILED = ("fused", "gemm", "attention", "other")  # kinds of operators that a compiled block consists of, besides our own
+STEADY = 3  # turns of a repeated segment to simulate; the others are assumed to equal the last of them
+DISKS = ("nvme", "host")  # names used as `axis` by transfers that are not collectives
+COMPILED = (
+    "fused",
+    "gemm",
+    "attention",
+    "other",
+)  # kinds of operators in a compiled block, besides our own
 SECONDS_A_DAY = 86400.0
 
 
 class Timing(NamedTuple):
-    """What a step's time is made of, in seconds. The phases, what is exposed and what is waited for add up to step_s."""
+    """The parts of a step's time, in seconds; phases, exposed and waiting add up to step_s."""
 
     step_s: float
-    phases: dict[str, float]  # the device's, by phase, without what it waits for
+    phases: dict[str, float]  # of the device, by phase, without waits; "lost": what is not simulated (Device.lost)
     layers: dict[str, float]  # the same by "phase/layer"
     kinds: dict[str, float]  # of operators, by kind
-    bound: dict[str, float]  # the phases' sum, by what holds it up: "compute", "memory", or "host", which issues the operators
+    # the phases' sum by bottleneck: "compute", "memory", "host", which issues the operators, or "lost"
+    bound: dict[str, float]
     exposed: dict[str, float]  # waited for, by mesh axis
-    hidden: dict[str, float]  # travelling while the device computed, by mesh axis
+    hidden: dict[str, float]  # overlapped with computation, by mesh axis
     waiting: dict[str, float]  # waited for, by disk ("nvme") or memory ("host")
-    moving: dict[str, float]  # how long a disk or the way to a memory was busy
+    moving: dict[str, float]  # busy time of a disk ("nvme") or of copies to and from the host ("host")
     flop: int  # hardware FLOPs of one rank
     binds: str  # the largest part of the step: "compute", "memory", "host", "communication on dp", "nvme"
 
@@ -49,8 +56,8 @@ class Timing(NamedTuple):
 def predict(trace: Trace, device: Device, *, ranks_on_node: int | None = None) -> Timing:
     """The Timing of a traced step on a device.
 
-    ranks_on_node: processes that share a machine, its cores and disks (None: all, as far as the device's innermost links reach).
-    """
+    ranks_on_node: processes that share a machine, its cores and disks (None: as many as the device's innermost links
+    connect)."""
     world = math.prod(trace.sizes.values())
     processes = ranks_on_node or min(world, device.links[0].ranks or world)
     threads = threads_of(device.cores, processes) if device.kind == "cpu" else 1
@@ -65,30 +72,31 @@ def predict(trace: Trace, device: Device, *, ranks_on_node: int | None = None) -
     if step := step_s.get("compiled" if trace.config.train.compiled else "eager", 0.0):
         play.spend("update", None, step)
     play.run(trace.events, 0, len(trace.events), sorted(trace.segments, key=lambda s: (s.first, -s.last)))
+    if device.lost:
+        play.spend("lost", None, 0.0, play.clock["device"] * device.lost / (1.0 - device.lost), "lost")
     return play.timing()
 
 
 class Play:
-    """The state of a simulation: clocks, what is under way, and sums of seconds."""
+    """The state of a simulation: clocks, transfers under way, and sums of seconds."""
 
     def __init__(self, device: Device, cost: Any, ways: Mapping[str, Way], processes: int):
         self.device, self.cost, self.ways, self.processes = device, cost, ways, processes
         self.one_clock = device.kind == "cpu"
         self.clock: dict[str, float] = {"host": 0.0, "device": 0.0}
-        self.call_s: float | None = None  # of the host, for a call of a compiled block; None where none is compiled
-        self.again = False  # whether a block is run again in the backward pass
-        self.block: tuple[str, int] | None = None  # (phase, layer) of the block called last
-        self.done: dict[int, tuple[float, float, float]] = {}  # number -> (when it is over, its seconds, those of them that nothing hides)
+        self.call_s: float | None = None  # host seconds for a call of a compiled block; None: blocks are not compiled
+        self.again = False  # whether blocks are recomputed in the backward pass
+        self.block: tuple[str, int] | None = None  # (phase, layer) of the last block called
+        self.done: dict[int, tuple[float, float, float]] = {}  # number -> (end, seconds, seconds that cannot be hidden)
         self.sums: dict[tuple[str, str], float] = {}  # (group, key) -> seconds, or FLOPs
 
     # ---- one event ---------------------------------------------------------------------------------------------------
 
     def add(self, group: str, key: str, amount: float) -> None:
-        """Add to a sum."""
         self.sums[group, key] = self.sums.get((group, key), 0.0) + amount
 
     def spend(self, phase: str, layer: int | None, host_s: float, device_s: float = 0.0, bound: str = "host") -> None:
-        """Issue and compute something."""
+        """Issue and compute some work."""
         clock, before = self.clock, self.clock["device"]
         if self.one_clock:
             late = host_s
@@ -108,7 +116,7 @@ class Play:
         self.add("bound", bound, spent - late)
 
     def op(self, op: Op) -> None:
-        """Play an operator."""
+        """Simulate an operator."""
         cost = self.cost(op)
         host_s = self.inside(op) if self.call_s is not None else None
         host_s = cost.host_s if host_s is None else host_s
@@ -117,7 +125,8 @@ class Play:
         self.add("flop", "", op.flop)
 
     def inside(self, op: Op) -> float | None:
-        """The host's seconds for an operator of a compiled block: a call before the first, then nothing; None for one outside."""
+        """The host's seconds for an operator of a compiled block: the first has those of the call; None outside of
+        blocks."""
         if op.layer is None or op.phase not in ("forward", "backward"):
             self.block = None
             return None
@@ -128,44 +137,45 @@ class Play:
         return self.call_s * calls if before != self.block else 0.0
 
     def start(self, t: Transfer) -> None:
-        """Start a transfer."""
         if t.axis in DISKS:
             self.done[t.number] = self.moved(t)
             return
         message = collective_s(self.ways[t.axis], t.what, t.bytes)
         self.spend(t.phase, t.layer, message.host_s)
         part, own = message.hidden, f"messages on {t.axis}"
-        # Nothing travels before the last rank is there; what is computed meanwhile hides that. An axis sends one message after the other.
+        # No message begins before the last rank is ready; computation can hide that. An axis sends its messages in
+        # order.
         begin = max(self.clock["device"] + message.late_s, self.clock.get(own, 0.0))
         more = 0.0
         for name, busy in message.busy.items():
-            # Messages of several axes share a level evenly: one that meets another has half of it, until the shorter one is over.
+            # Messages of several axes share a level evenly: each of two has half of it, until the shorter one ends.
             more = max(more, min(busy * part, self.clock.get(name, 0.0) - begin))
             self.clock[name] = max(begin, self.clock.get(name, 0.0)) + busy * part
         self.clock[own] = begin + message.seconds * part + more
         self.done[t.number] = self.clock[own], message.seconds, message.seconds * (1.0 - part)
 
     def moved(self, t: Transfer) -> tuple[float, float, float]:
-        """(when a read or write of a disk, or of the host's memory, is over, its seconds, 0). Processes of a machine share them evenly."""
+        """Return (end, seconds, 0) of a read or write of a disk or of the host's memory, which a machine's processes
+        share evenly."""
         rates = self.device.nvme if t.axis == "nvme" else self.device.host
         rate = rates.get(t.what) or rates.get("both")
         if not rate:
             known = ", ".join(rates) or "none"
             raise ValueError(
-                f"device {self.device.name}: a plan with {t.axis} needs its rate of {t.what}, and it has {known}; run `fzero bench`"
+                f"device {self.device.name}: a plan with {t.axis} needs its rate of {t.what}, and it has {known}; "
+                "run `fzero bench`"
             )
         part = self.device.efficiency.get("host", 1.0) if t.axis == "host" else 1.0
         one, both = t.bytes * self.processes / (rate * part), t.bytes * self.processes / (max(rates.values()) * part)
         own, shared = f"{t.axis} {t.what}", f"{t.axis} both"
         now = self.clock["host" if t.what == "read" else "device"]
-        # Reads and writes have a rate each, and one together.
+        # Reads and writes each have a rate, and share a common one.
         self.clock[own] = max(now, self.clock.get(own, 0.0)) + one
         self.clock[shared] = max(now, self.clock.get(shared, 0.0)) + both
         self.add("moving", t.axis, one)
         return max(self.clock[own], self.clock[shared]), one, 0.0
 
     def wait(self, t: Transfer) -> None:
-        """Wait for a transfer."""
         over, seconds, own = self.done.pop(t.number)
         clock, now, disk = self.clock, self.clock["device"], t.axis in DISKS
         exposed = max(0.0, over - now) + own
@@ -179,7 +189,7 @@ class Play:
     # ---- many --------------------------------------------------------------------------------------------------------
 
     def run(self, events: Sequence[Op | Transfer], first: int, last: int, segments: Sequence[Any]) -> None:
-        """Play events[first:last], of which `segments` repeat (outer ones come before those inside them)."""
+        """Simulate events[first:last], of which `segments` repeat (outer ones come before those inside them)."""
         i, rest = first, [s for s in segments if first <= s.first and s.last <= last]
         while i < last:
             if rest and rest[0].first == i:
@@ -198,10 +208,10 @@ class Play:
             i += 1
 
     def repeat(self, events: Sequence[Op | Transfer], segment: Any, inside: Sequence[Any]) -> None:
-        """Play a repeated segment: some turns, and for the others what the last of them took.
+        """Simulate some turns of a repeated segment; the others take as long as the last of these.
 
-        A wait for what was started before the segment is, from the second turn on, one for what the turn before started and left under way.
-        """
+        From the second turn on, a wait for a transfer started before the segment waits for the one that the previous
+        turn left under way."""
         left, taken = crossing(events, segment.first, segment.last)
         turns = min(segment.times, STEADY)
         for turn in range(turns):
@@ -218,7 +228,6 @@ class Play:
             self.sums = {key: value + more * (value - sums.get(key, 0.0)) for key, value in self.sums.items()}
 
     def timing(self) -> Timing:
-        """The sums as a Timing."""
         groups: dict[str, dict[str, float]] = {}
         for (group, key), value in self.sums.items():
             groups.setdefault(group, {})[key] = value
@@ -231,7 +240,8 @@ class Play:
 
 
 def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:
-    """(numbers that are started in events[first:last] and waited for after it, numbers waited for in it and started before it)."""
+    """Numbers of transfers across the borders of events[first:last]: (started inside and waited for later, started
+    before and waited for inside)."""
     started: dict[int, None] = {}
     taken = []
     for event in events[first:last]:
@@ -245,16 +255,16 @@ def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[li
     return list(started), taken
 
 
-# ---- what follows from it ----------------------------------------------------------------------------------------------
+# ---- derived numbers ---------------------------------------------------------------------------------------------
 
 
 def tokens_per_s(timing: Timing, tokens_per_step: int) -> float:
-    """The tokens of all ranks in a second."""
+    """The tokens of all ranks per second."""
     return tokens_per_step / timing.step_s
 
 
 def days(timing: Timing, tokens_per_step: int, tokens: float) -> float:
-    """The days that `tokens` tokens take, steps alone.
+    """The days that `tokens` tokens take, counting steps only.
 
     >>> days(Timing(2.0, {}, {}, {}, {}, {}, {}, {}, {}, 0, "compute"), 1_000_000, 86_400e6)
     2.0
@@ -262,6 +272,8 @@ def days(timing: Timing, tokens_per_step: int, tokens: float) -> float:
     return tokens / tokens_per_s(timing, tokens_per_step) / SECONDS_A_DAY
 
 
-def price(timing: Timing, tokens_per_step: int, tokens: float, devices: int, price_per_hour: float | None) -> float | None:
-    """The cost of those days on `devices` devices, in the currency of the price of one for an hour; None where that is not known."""
+def price(
+    timing: Timing, tokens_per_step: int, tokens: float, devices: int, price_per_hour: float | None
+) -> float | None:
+    """The cost of those days on `devices` devices, in the currency of the hourly price; None if that is unknown."""
     return None if price_per_hour is None else 24.0 * days(timing, tokens_per_step, tokens) * devices * price_per_hour

@@ -1,4 +1,4 @@
-"""Plans of one run side by side: one for each combination of some values of its config, its mesh and its device."""
+"""Plans of one run side by side: one for each combination of chosen values of its config, mesh and device."""
 
 from __future__ import annotations
 
@@ -21,31 +21,35 @@ FACTS = (
 
 
 class Variant(NamedTuple):
-    """One combination of values: its plan, or why a run refuses it."""
+    """One combination of values: its plan, or the reason why a run refuses it."""
 
-    values: dict[str, Any]  # by the names that vary
+    values: dict[str, Any]  # by name
     report: PlanReport | None
     error: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan, and it fits."""
+        """Whether there is a plan and it fits."""
         return self.report is not None and self.report.fits
 
 
 class Variants(NamedTuple):
-    """What `vary` found, in the order of the product of the values. `print(variants)` shows a table with a row for each plan."""
+    """The result of `vary`, in the order of the product of the values. `print(variants)` shows one row for each
+    plan."""
 
     rows: tuple[Variant, ...]
 
     def best(self) -> Variant | None:
-        """The fastest that fits; of plans without times the one with the smallest peak. None where none fits."""
+        """The fastest plan that fits; without times, the one with the smallest peak. None if none fits."""
         fitting = [row for row in self.rows if row.fits]
-        slowness = [(row.report.step_s is None, -(row.report.tokens_per_s or 0.0), row.report.peak_bytes_per_rank) for row in fitting]
+        slowness = [
+            (row.report.step_s is None, -(row.report.tokens_per_s or 0.0), row.report.peak_bytes_per_rank)
+            for row in fitting
+        ]
         return fitting[slowness.index(min(slowness))] if fitting else None
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Format as one JSON object."""
         rows = []
         for row in self.rows:
             facts = {name: getattr(row.report, name) for name in FACTS} if row.report else {"fits": False}
@@ -61,7 +65,9 @@ class Variants(NamedTuple):
         last = f"the fastest that fits: {in_words(best)}" if best and best.report.step_s is not None else ""
         if not last:
             last = f"the least memory: {in_words(best)}" if best else "none of them fits"
-        return "\n".join([*table(header, cells, text=(*range(len(names)), len(names) + len(COLUMNS) - 1, -1)), "", last])
+        return "\n".join(
+            [*table(header, cells, text=(*range(len(names)), len(names) + len(COLUMNS) - 1, -1)), "", last]
+        )
 
 
 def vary(
@@ -72,11 +78,11 @@ def vary(
     gpu: str | Device = "h100",
     **options: Any,
 ) -> Variants:
-    """The plans of a run for the product of `choices`, the last name varying fastest.
+    """Plan a run for every combination of `choices`; the last name varies fastest.
 
-    choices: by name, the values to try: "mesh" (tables of axes), "gpu" (devices), or a dotted name of the config, such as "train.remat".
-    The other arguments are those of `plan`. A combination that a run would refuse has its error in place of a plan.
-    Raises ValueError where no combination can be planned.
+    choices: the values to try by name: "mesh" (tables of axes), "gpu" (devices), or a dotted name of the config, such
+    as "train.remat". The other arguments are those of `plan`. A combination that a run would refuse has its error in
+    place of a plan. Raises ValueError if no combination can be planned.
 
     >>> small = {"preset": "llama-tiny", "train": {"compiled": False}, "precision": {"policy": "bf16"}}
     >>> [row.fits for row in vary(small, {"train.remat": ["none", "full"], "zero": [0, 3]}, {"dp": 2}).rows]
@@ -90,9 +96,17 @@ def vary(
         values = dict(zip(choices, combination))
         shown = {name: value.name if isinstance(value, Device) else value for name, value in values.items()}
         changes = {name: value for name, value in values.items() if name not in ("mesh", "gpu", "preset")}
-        base = model if "preset" not in values else values["preset"] if isinstance(model, str) else {**model, "preset": values["preset"]}
+        base = (
+            model
+            if "preset" not in values
+            else values["preset"]
+            if isinstance(model, str)
+            else {**model, "preset": values["preset"]}
+        )
         try:
-            report = plan(base, values.get("mesh", mesh), gpu=values.get("gpu", gpu), settings=settings | changes, **options)
+            report = plan(
+                base, values.get("mesh", mesh), gpu=values.get("gpu", gpu), settings=settings | changes, **options
+            )
             rows.append(Variant(shown, report))
         except ValueError as error:
             rows.append(Variant(shown, None, str(error)))
@@ -102,12 +116,12 @@ def vary(
 
 
 def words(value: Any) -> str:
-    """A value of a choice as a table shows it."""
+    """Format a value of a choice for a table."""
     return mesh_words(value) if isinstance(value, Mapping) else "none" if value == "" else str(value)
 
 
 def in_words(row: Variant) -> str:
-    """The values of a plan, by name."""
+    """Format the values of a plan by name."""
     return ", ".join(f"{name} {words(value)}" for name, value in row.values.items())
 
 
@@ -116,7 +130,11 @@ def row_cells(row: Variant, budget: bool) -> list[str]:
     r = row.report
     if r is None:
         return ["-"] * (len(COLUMNS) + 3 * budget) + [f"no: {row.error.split(';')[0]}"]
-    cells = [size(r.peak_bytes_per_rank), percent(r.peak_bytes_per_rank / r.capacity_bytes), size(r.state_bytes_per_rank)]
+    cells = [
+        size(r.peak_bytes_per_rank),
+        percent(r.peak_bytes_per_rank / r.capacity_bytes),
+        size(r.state_bytes_per_rank),
+    ]
     cells.append(size(sum(r.comm_bytes_per_axis.values())))
     cells += [duration(r.step_s), quantity(r.tokens_per_s)] if r.step_s is not None else ["-", "-"]
     cells += [percent(r.mfu) if r.mfu is not None else "-", r.binds or "-"]

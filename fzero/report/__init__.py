@@ -1,1 +1,1 @@
-"""Pictures and numbers of runs."""
+"""Reports of runs: predicted and measured numbers, with pictures."""

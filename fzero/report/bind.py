@@ -1,4 +1,4 @@
-"""From a run's values to the arguments of its pictures: each function returns one that draws."""
+"""Bind a run's values to the functions of figures.py: each function here returns a function that draws a picture."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ COMPONENTS = tuple(figures.COMPONENTS)
 
 
 def loss(run: RunReport) -> Draw:
-    """Training and validation loss over tokens."""
+    """Training and validation loss over tokens seen."""
     s = run.series
     return lambda: figures.loss(s.get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"])))
 
 
 def throughput(run: RunReport) -> Draw:
-    """Tokens per second over tokens, of the steps that count."""
+    """Tokens per second over tokens, of the steady steps."""
     s, kept = run.series, steady(run.series, run.attempts)
     mfu = s.get("mfu", [None] * len(s["step"]))
     rate = s["tokens_per_s"]
     return lambda: figures.throughput(
-        [s["tokens"][i] for i in kept], [rate[i] for i in kept], [mfu[i] for i in kept], value_of(run, "tokens_per_s", predicted=True)
+        [s["tokens"][i] for i in kept],
+        [rate[i] for i in kept],
+        [mfu[i] for i in kept],
+        value_of(run, "tokens_per_s", predicted=True),
     )
 
 
@@ -35,20 +38,23 @@ def memory(run: RunReport) -> Draw:
     measured, plan = run.memory or {}, run.plan or {}
     names = [*(measured.get("components") or COMPONENTS)]
     names += [name for m in measured.get("timeline", ()) for name in m["parts"] if name not in names]
-    return lambda: figures.memory(measured.get("timeline") or (), plan.get("timeline") or (), list(dict.fromkeys(names)))
+    return lambda: figures.memory(
+        measured.get("timeline") or (), plan.get("timeline") or (), list(dict.fromkeys(names))
+    )
 
 
 def time_bars(run: RunReport) -> Draw:
-    """Phases, predicted and measured."""
+    """Seconds of a step by part, predicted and measured."""
     found = [(q.name.removeprefix("time/"), q) for q in run.quantities if q.name.startswith("time/")]
     measured, predicted = (
-        {name: getattr(q, kind) for name, q in found if getattr(q, kind) is not None} for kind in ("measured", "predicted")
+        {name: getattr(q, kind) for name, q in found if getattr(q, kind) is not None}
+        for kind in ("measured", "predicted")
     )
     return lambda: figures.time_bars(measured, predicted)
 
 
 def time_steps(run: RunReport) -> Draw:
-    """Phases of every step."""
+    """Seconds of each step by phase; the axis ends at three times the median step."""
     s = run.series
     phases = {name.removeprefix("phases."): values for name, values in s.items() if name.startswith("phases.")}
     walls = sorted(sum(v[i] or 0.0 for v in phases.values()) for i in range(len(s["step"])))
@@ -59,8 +65,9 @@ def time_steps(run: RunReport) -> Draw:
 Sent = dict[tuple[str, str, str], tuple[int | None, int | None, int | None, int | None]]
 
 
-def sent(run: RunReport) -> Sent:
-    """{(axis, collective, phase): (bytes predicted, measured, calls predicted, measured)}; None where there is no such record at all."""
+def sent_bytes(run: RunReport) -> Sent:
+    """{(axis, collective, phase): (bytes predicted, measured, calls predicted, measured)}; None if a record is
+    missing."""
     planned = (run.plan or {}).get("comm")
     records = [rows if isinstance(rows, list) else None for rows in (planned, run.ledger)]
     sums: list[dict[tuple[str, str, str], list[int]]] = [{}, {}]
@@ -77,22 +84,27 @@ def sent(run: RunReport) -> Sent:
     return {key: (of(0, key, 0), of(1, key, 0), of(0, key, 1), of(1, key, 1)) for key in keys}
 
 
-SMALL = 0.005  # of the largest: what is sent less is in the table alone
+SMALL = 0.005  # fraction of the largest row; smaller ones are only in the table
 
 
 def communication(run: RunReport) -> Draw:
-    """The larger rows of `sent` as bars, the largest first."""
-    found = sent(run)
+    """Bars of the larger rows of `sent`, the largest first."""
+    found = sent_bytes(run)
     most = max(max(p or 0, m or 0) for p, m, *_ in found.values())
     rows = [(f"{c} over {axis}, {phase or 'outside phases'}", p, m) for (axis, c, phase), (p, m, *_) in found.items()]
-    rows = sorted((row for row in rows if max(row[1] or 0, row[2] or 0) >= SMALL * most), key=lambda row: -max(row[1] or 0, row[2] or 0))
+    rows = sorted(
+        (row for row in rows if max(row[1] or 0, row[2] or 0) >= SMALL * most),
+        key=lambda row: -max(row[1] or 0, row[2] or 0),
+    )
     return lambda: figures.communication(rows)
 
 
 def norms_of(run: RunReport, kind: str) -> tuple[list[int], dict[str, list[float | None]]] | None:
-    """(steps that recorded norms, {part or layer: norm at each}) of "grad" or "param"; None of a run that has none."""
+    """Return (steps that recorded norms, {part or layer: norm at each}) of "grad" or "param"; None if no step did."""
     s = run.series
-    columns = {name.removeprefix(f"{kind}_norms."): values for name, values in s.items() if name.startswith(f"{kind}_norms.")}
+    columns = {
+        name.removeprefix(f"{kind}_norms."): values for name, values in s.items() if name.startswith(f"{kind}_norms.")
+    }
     kept = [i for i in range(len(s["step"])) if any(values[i] is not None for values in columns.values())]
     if not kept:
         return None
@@ -108,7 +120,7 @@ def norms_of(run: RunReport, kind: str) -> tuple[list[int], dict[str, list[float
 
 
 def norms(run: RunReport, kind: str) -> Draw:
-    """The norms of each layer as a map."""
+    """Norms over steps by part of the model, of "grad" or "param"."""
     steps, rows = norms_of(run, kind) or ([], {})
     return lambda: figures.norms(steps, rows, "gradient" if kind == "grad" else "parameter")
 
@@ -117,9 +129,9 @@ KINDS = ("busy_s", "comm_s", "data_s", "io_s")
 
 
 def times_of_ranks(run: RunReport) -> list[tuple[tuple[float, ...], tuple[float, float]]] | None:
-    """For each rank (mean seconds a step of KINDS, range of the busy seconds of a step); None where ranks were not recorded.
+    """For each rank (mean seconds of KINDS in a step, range of its busy seconds); None if ranks were not recorded.
 
-    The first record of an attempt holds its warm-up and is left out where there are others.
+    The first record of an attempt includes its warm-up and is left out if there are others.
     """
     s = run.series
     counts = s.get("ranks.steps", [])
@@ -140,7 +152,7 @@ def times_of_ranks(run: RunReport) -> list[tuple[tuple[float, ...], tuple[float,
 
 
 def stragglers(run: RunReport) -> Draw:
-    """Busy seconds of each rank."""
+    """Seconds that each rank was busy in a step."""
     found = times_of_ranks(run) or []
     return lambda: figures.stragglers(
         range(len(found)), [parts[0] for parts, _ in found], [spread for _, spread in found], "busy in a step, mean"
@@ -148,22 +160,30 @@ def stragglers(run: RunReport) -> Draw:
 
 
 def losses(runs: Sequence[RunReport]) -> Draw:
-    """Losses of several runs."""
-    rows = [(run.name, (s := run.series).get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"]))) for run in runs]
+    """Losses of several runs over tokens seen."""
+    rows = [
+        (run.name, (s := run.series).get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"])))
+        for run in runs
+    ]
     return lambda: figures_compare.losses(rows)
 
 
 def speeds(runs: Sequence[RunReport]) -> Draw:
-    """Tokens per second of several runs."""
+    """Tokens per second of several runs, predicted and measured."""
     rows = [(run.name, value_of(run, "tokens_per_s", predicted=True), value_of(run, "tokens_per_s")) for run in runs]
     return lambda: figures_compare.speeds(rows)
 
 
 def scaling(report: Report) -> Draw:
-    """Speed over ranks of each series: the fastest run of each number of ranks."""
+    """Speed over ranks for each series, of the fastest run for each number of ranks."""
     series = []
     for one in (report.compared or {})["scaling"]:
         best = {p["ranks"]: p for p in sorted(one["points"], key=lambda p: p["tokens_per_s"])}
         points = [best[n] for n in sorted(best)]
-        series.append((f"{one['name']} ({one['kind']})", *([p[key] for p in points] for key in ("ranks", "tokens_per_s", "efficiency"))))
+        series.append(
+            (
+                f"{one['name']} ({one['kind']})",
+                *([p[key] for p in points] for key in ("ranks", "tokens_per_s", "efficiency")),
+            )
+        )
     return lambda: figures_compare.scaling(series)

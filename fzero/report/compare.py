@@ -1,4 +1,4 @@
-"""Several runs beside each other: what differs in their configs, their losses and speeds, and how the speed grows with the ranks."""
+"""Compare several runs: differences of their configs, their losses and speeds, and the scaling of speed with ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fzero.report.attempts import subject
 from fzero.report.read import flat
 from fzero.report.values import RunReport
 
-# What may differ between the runs of one series of scaling: how the work is laid out, how much there is of it, and where files are.
+# Config values that may differ between the runs of a scaling series: layout, amount of work, and places of files.
 LAYOUT = (
     *(
         "mesh",
@@ -23,28 +24,40 @@ LAYOUT = (
         "guard.",
         "nvme.",
         "data.path",
-        "optim.lr",
-        "optim.schedule",
     ),
-    *(f"train.{name}" for name in ("batch", "micro_batch", "steps", "seed", "eval_", "checkpoint", "keep_", "compress", "snapshot_mb")),
-    *(f"train.{name}" for name in ("log_every", "digest_every", "measure_every", "hang_s", "on_save_error", "memory_check")),
+    *(
+        f"train.{name}"
+        for name in ("batch", "micro_batch", "steps", "seed", "eval_", "checkpoint", "keep_", "compress", "snapshot_mb")
+    ),
+    *(
+        f"train.{name}"
+        for name in ("log_every", "digest_every", "measure_every", "hang_s", "on_save_error", "memory_check")
+    ),
 )
 ABSENT = "(not there)"
 
 
 def compare(runs: Sequence[RunReport]) -> dict[str, Any]:
-    """{"config": differences, "losses": at the same tokens, "scaling": series} of two runs or more."""
-    return {"config": differences(runs), "losses": losses(runs), "scaling": scaling(runs)}
+    """Return {"config": differences, "losses": at equal tokens, "scaling": series, "apart": what keeps runs on
+    different numbers of ranks out of one series} of two runs or more."""
+    return {
+        "config": differences(runs),
+        "losses": losses(runs),
+        "scaling": scaling(runs),
+        "apart": apart(runs),
+    }
 
 
 def ranks_of(run: RunReport) -> int:
-    """How many processes a run was on, by its last attempt."""
-    last = run.attempts[-1] if run.attempts else {}
-    return int(last.get("processes") or run.environment.get("processes") or math.prod(run.config.get("mesh", {}).values()))
+    """The number of processes of a run, in its last attempt that made a step."""
+    last = subject(run.series["step"], run.attempts)
+    return int(
+        last.get("processes") or run.environment.get("processes") or math.prod(run.config.get("mesh", {}).values())
+    )
 
 
 def differences(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
-    """[{"key", "values": one of each run}] of the config values in which the runs are not all equal."""
+    """[{"key", "values": one for each run}] of the config values that differ between runs."""
     tables = [dict(flat(run.config)) for run in runs]
     rows = []
     for key in dict.fromkeys(key for table in tables for key in table):
@@ -55,7 +68,10 @@ def differences(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
 
 
 def losses(runs: Sequence[RunReport]) -> dict[str, Any] | None:
-    """{"tokens": the most that all runs have seen, "train": mean of the last tenth of steps before it, "val": the last one up to it}."""
+    """The losses of all runs at the largest number of tokens that all have seen.
+
+    {"tokens": that number, "train": means over the last tenth of the steps up to it, "val": the last values up to it}.
+    """
     common = min(max(run.series["tokens"]) for run in runs) if all("tokens" in run.series for run in runs) else 0
     if not common:
         return None
@@ -64,53 +80,94 @@ def losses(runs: Sequence[RunReport]) -> dict[str, Any] | None:
         upto = [i for i, tokens in enumerate(run.series["tokens"]) if tokens <= common]
         window = [run.series["loss"][i] for i in upto[-max(1, len(upto) // 10) :] if run.series["loss"][i] is not None]
         train.append(sum(window) / len(window) if window else None)
-        seen = [value for i in upto if (value := run.series.get("val_loss", [None] * len(run.series["loss"]))[i]) is not None]
+        seen = [
+            value
+            for i in upto
+            if (value := run.series.get("val_loss", [None] * len(run.series["loss"]))[i]) is not None
+        ]
         val.append(seen[-1] if seen else None)
     return {"tokens": common, "train": train, "val": val}
 
 
 def scaling(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
-    """Series of runs of the same work on different numbers of ranks, with tokens/s and efficiency of each.
+    """Series of runs of the same work on different numbers of ranks, with the tokens/s and efficiency of each.
 
-    efficiency = (tokens/s / ranks) / (tokens/s / ranks of the run with the fewest ranks). "weak": the batch of a rank is the same in all;
-    "strong": that of all ranks together is. Runs belong together where their configs agree in all but the layout and the batch.
-    """
-    series: dict[str, list[int]] = {}
+    efficiency = (tokens/s / ranks) / (tokens/s / ranks of the run with the fewest ranks). "weak": all have the same
+    batch per rank; "strong": the same global batch. The configs of a series differ only in LAYOUT, and its machines not
+    at all: the speeds of other work are not divided by each other."""
+    groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
-        same = {key: value for key, value in flat(run.config) if not key.startswith(LAYOUT)}
-        series.setdefault(json.dumps(same, sort_keys=True), []).append(i)
+        groups.setdefault(json.dumps(work_of(run), sort_keys=True), []).append(i)
     found = []
-    for members in series.values():
+    for members in groups.values():
         points = [point for i in members if (point := point_of(i, runs[i])) is not None]
-        points.sort(key=lambda p: (p["ranks"], -p["tokens_per_s"]))
-        fastest = [p for j, p in enumerate(points) if j == 0 or p["ranks"] != points[j - 1]["ranks"]]
-        if len(fastest) < 2:
-            continue
-        base = fastest[0]["tokens_per_s"] / fastest[0]["ranks"]
-        for point in points:
-            point["efficiency"] = point["tokens_per_s"] / point["ranks"] / base
-            point["speedup"] = point["tokens_per_s"] / fastest[0]["tokens_per_s"]
-        batches = {p["batch"] for p in points}
-        kind = "strong" if len(batches) == 1 else "weak" if len({p["batch"] / p["ranks"] for p in points}) == 1 else "mixed"
         name = runs[members[0]].config.get("preset") or "model"
-        found.append({"name": name, "kind": kind, "points": points})
+        for kind, chosen in series_of(points):
+            chosen.sort(key=lambda p: (p["ranks"], -p["tokens_per_s"]))
+            first = chosen[0]["tokens_per_s"]
+            base = first / chosen[0]["ranks"]
+            ratios = [
+                {"efficiency": p["tokens_per_s"] / p["ranks"] / base, "speedup": p["tokens_per_s"] / first}
+                for p in chosen
+            ]
+            found.append({"name": name, "kind": kind, "points": [p | more for p, more in zip(chosen, ratios)]})
     return found
 
 
+def series_of(points: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """[(kind, points)] of the series among points of the same work, each of at least two numbers of ranks: of all
+    points if they are of one kind, else those of the same global batch, and those of the same batch per rank."""
+    found = []
+    for kind, key in (("strong", lambda p: p["batch"]), ("weak", lambda p: p["batch"] / p["ranks"])):
+        groups: dict[Any, list[dict[str, Any]]] = {}
+        for p in points:
+            if p["batch"]:
+                groups.setdefault(key(p), []).append(p)
+        several = [group for group in groups.values() if len({p["ranks"] for p in group}) > 1]
+        if several and len(groups) == 1:
+            return [(kind, several[0])]
+        found += [(kind, group) for group in several]
+    return found
+
+
+def work_of(run: RunReport) -> dict[str, Any]:
+    """What runs of one scaling series have in common: the config but for LAYOUT, and the kind of machine."""
+    machine = subject(run.series["step"], run.attempts).get("machine") or {}
+    same = {key: value for key, value in flat(run.config) if not key.startswith(LAYOUT)}
+    return same | {"machine.cpu": machine.get("cpu"), "machine.cores": machine.get("cores")}
+
+
+def apart(runs: Sequence[RunReport]) -> list[str]:
+    """The keys of `work_of` in which runs on different numbers of ranks differ, if no series has two of the runs."""
+    if len({ranks_of(run) for run in runs}) < 2 or scaling(runs):
+        return []
+    works = [work_of(run) for run in runs]
+    keys = dict.fromkeys(key for work in works for key in work)
+    return [key for key in keys if len({json.dumps(work.get(key)) for work in works}) > 1]
+
+
 def point_of(index: int, run: RunReport) -> dict[str, Any] | None:
-    """A run as a point of scaling; None where its speed is not known."""
+    """The point of a run in a scaling series; None if its speed is unknown."""
     speed = value_of(run, "tokens_per_s")
     if speed is None:
         return None
-    last = run.attempts[-1] if run.attempts else {}
+    last = subject(run.series["step"], run.attempts)
     mesh = last.get("mesh") or run.config.get("mesh") or {}
     threads = last.get("threads", run.environment.get("threads"))
     cores = last.get("machine", {}).get("cores")
     batch = run.config.get("train", {}).get("batch")
-    return {"run": index, "ranks": ranks_of(run), "mesh": mesh, "threads": threads, "cores": cores, "batch": batch, "tokens_per_s": speed}
+    return {
+        "run": index,
+        "ranks": ranks_of(run),
+        "mesh": mesh,
+        "threads": threads,
+        "cores": cores,
+        "batch": batch,
+        "tokens_per_s": speed,
+    }
 
 
 def value_of(run: RunReport, name: str, *, predicted: bool = False) -> Any:
-    """The measured (or predicted) value of a quantity; None where it is not known."""
+    """The measured (or predicted) value of a quantity; None if unknown."""
     found: Mapping[str, Any] = {q.name: q.predicted if predicted else q.measured for q in run.quantities}
     return found.get(name)

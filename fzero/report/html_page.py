@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: its pictures are in it, and it has no script. Light, and made to print."""
+"""A report as one self-contained HTML page with its pictures inside and no script, in light colours and printable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ table { border-collapse: collapse; font-size: .86rem; }
 th, td { padding: .22rem .7rem .22rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
 thead th { border-bottom: 1.5px solid #333; vertical-align: bottom; }
 td { overflow-wrap: break-word; }
-td.long { min-width: 16rem; overflow-wrap: anywhere; font-family: "DejaVu Sans Mono", ui-monospace, monospace; font-size: .78rem; }
+td.long { min-width: 16rem; overflow-wrap: anywhere;
+          font-family: "DejaVu Sans Mono", ui-monospace, monospace; font-size: .78rem; }
 th.right, td.right { text-align: right; padding-left: .7rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th.right { white-space: normal; }
 code { font: .88em "DejaVu Sans Mono", ui-monospace, monospace; overflow-wrap: anywhere; }
@@ -60,7 +61,7 @@ summary { cursor: pointer; font-weight: 600; }
 
 
 def write(report: Report, pictures: Mapping[str, str]) -> str:
-    """The report as one HTML text. `pictures`: {name with prefix: SVG text} of all its pictures."""
+    """Format the report as one HTML text. `pictures`: {name with prefix: SVG text} of all its pictures."""
     several, body, links = report.compared is not None, [], []
     for i, (run, found) in enumerate(sections(report)):
         name, head = ("All runs" if run is None else run.name), "h3" if several else "h2"
@@ -76,7 +77,8 @@ def write(report: Report, pictures: Mapping[str, str]) -> str:
     contents = "\n".join(f"<p>{line}</p>" for line in links)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html.escape(report.title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, '
+        f'initial-scale=1">\n<title>{html.escape(report.title)}</title>\n'
         f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(report.title)}</h1>\n"
         f'<p class="note">{text(note(report))}</p>\n<nav aria-label="Contents">\n{contents}\n</nav>\n'
         + "\n".join(body)
@@ -85,7 +87,7 @@ def write(report: Report, pictures: Mapping[str, str]) -> str:
 
 
 def part_html(part: str | Table | Picture | Code, pictures: Mapping[str, str], prefix: str, heading: str) -> str:
-    """A part of a section as HTML."""
+    """A part of a section as HTML; pictures: their SVG texts by prefix and name."""
     if isinstance(part, Table):
         return table_html(part, heading)
     if isinstance(part, Picture):
@@ -98,12 +100,12 @@ def part_html(part: str | Table | Picture | Code, pictures: Mapping[str, str], p
 
 
 def missing(part: str) -> str:
-    """The attribute of a paragraph that says what is not there."""
+    """The attribute of a paragraph that lists missing records."""
     return ' class="missing"' if part.startswith("**Not recorded:**") else ""
 
 
 def table_html(table: Table, heading: str = "") -> str:
-    """A table in a box that scrolls where it is wider than the page; its caption is left out where the heading says the same."""
+    """Format a table in a scrolling box; without its caption if the heading says the same."""
 
     def row(cells: tuple[str, ...], tag: str) -> str:
         made = []
@@ -120,7 +122,7 @@ def table_html(table: Table, heading: str = "") -> str:
 
 
 def text(words: str) -> str:
-    """Words of a report as HTML: escaped, with `**strong**` and `code` as Markdown has them."""
+    """Escape a text of a report, with `**strong**` and `code` as in Markdown."""
     safe = html.escape(words)
     safe = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", safe)
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)

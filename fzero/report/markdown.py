@@ -1,4 +1,4 @@
-"""A report as Markdown: the same sections as the page, its pictures as links to files beside it."""
+"""A report as Markdown: the same sections as the page, with links to picture files beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fzero.report.values import Report
 
 
 def write(report: Report, *, runs: bool = True) -> str:
-    """The report as one Markdown text. `runs`: with the sections of single runs, not only of their comparison."""
+    """Format the report as one Markdown text. `runs`: with the sections of single runs, not only the comparison."""
     lines = [f"# {report.title}", "", note(report)]
     for i, (run, found) in enumerate(sections(report)):
         several = report.compared is not None
@@ -25,20 +25,20 @@ def write(report: Report, *, runs: bool = True) -> str:
 
 
 def note(report: Report) -> str:
-    """Who wrote the report, and how it is written again."""
+    """Say which version wrote the report, and which command writes it again."""
     by = ", ".join(f"{name} {value}" for name, value in report.by.items() if value)
     return f"Written by {by}: `{report.command}`."
 
 
 def prefix_of(report: Report, index: int) -> str:
-    """What stands before the names of the pictures of the run at this place of `sections`: nothing in a report of one run."""
+    """The prefix of the picture names of the run at this index of `sections`; empty in a report of one run."""
     if report.compared is None or index == 0:
         return ""
     return f"{index}-"
 
 
 def part_text(part: str | Table | Picture | Code, prefix: str = "") -> str:
-    """A part of a section as Markdown."""
+    """A part of a section as Markdown; prefix: of its picture's file name."""
     if isinstance(part, Table):
         return table_text(part)
     if isinstance(part, Picture):
@@ -49,19 +49,21 @@ def part_text(part: str | Table | Picture | Code, prefix: str = "") -> str:
 
 
 def table_text(table: Table) -> str:
-    """A table; cells cannot break it."""
+    """Format a table, with cells escaped."""
     rows = [table.head, tuple("---:" if i in table.right else "---" for i in range(len(table.head))), *table.rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows
+    )
 
 
 def picture_text(picture: Picture, path: str) -> str:
-    """A picture with its words for those who do not see it."""
+    """Format a picture with its alternative text."""
     alt = picture.alt.replace("[", "(").replace("]", ")").replace("\n", " ")
     return f"![{alt}]({path})"
 
 
 def find(report: Report, name: str) -> tuple[Section, Table | Picture, str] | None:
-    """(section, table or picture, prefix of its file) of a name as in `names`; None where there is none."""
+    """Return (section, table or picture, prefix of its file) for a name as in `names`; None if there is none."""
     for i, (_, found) in enumerate(sections(report)):
         prefix = prefix_of(report, i)
         for section in found:
@@ -72,7 +74,7 @@ def find(report: Report, name: str) -> tuple[Section, Table | Picture, str] | No
 
 
 def name_of(part: Table | Picture, prefix: str) -> str:
-    """The name by which a table or picture is pasted: a picture's is its file's."""
+    """The name by which a table or picture is pasted: for a picture that of its file."""
     return f"{prefix}{part.name}{'.svg' if isinstance(part, Picture) else ''}"
 
 

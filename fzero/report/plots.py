@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fzero.core.storage import naming
 from fzero.run import run_folder
 
-# Okabe and Ito's colours, which colour-blind readers tell apart and which differ in grey.
+# Okabe and Ito's colours: distinct for colour-blind readers and in grey.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#9A9A9A"
 Rows = Sequence[dict[str, Any]]
 
@@ -27,7 +28,7 @@ def write_pictures(folder: Path) -> list[Path]:
 
 
 def loss(rows: Rows, path: str | Path, title: str = "") -> None:
-    """Write the picture of training and validation loss of the rows of metrics.jsonl to `path`."""
+    """Write a picture of training and validation loss, from the rows of metrics.jsonl, to `path`."""
     known = [row for row in rows if row["loss"] is not None]
     figure, axes = _figure(title)
     tokens, values = [row["tokens"] for row in known], [row["loss"] for row in known]
@@ -36,36 +37,45 @@ def loss(rows: Rows, path: str | Path, title: str = "") -> None:
     seen = [row for row in rows if row.get("val_loss") is not None]
     if seen:
         last = f"validation (last: {seen[-1]['val_loss']:.3f})"
-        axes.plot([row["tokens"] for row in seen], [row["val_loss"] for row in seen], "o--", color=ORANGE, markersize=4, label=last)
+        axes.plot(
+            [row["tokens"] for row in seen],
+            [row["val_loss"] for row in seen],
+            "o--",
+            color=ORANGE,
+            markersize=4,
+            label=last,
+        )
     axes.set_ylabel("loss (nats per token)")
     axes.legend(frameon=False)
-    figure.savefig(path)
+    with naming(path):
+        figure.savefig(path)
 
 
 def throughput(rows: Rows, path: str | Path, title: str = "") -> None:
-    """Write the picture of tokens per second and model FLOPs utilisation of the rows of metrics.jsonl to `path`."""
+    """Write a picture of tokens per second and model FLOPs utilisation, from the rows of metrics.jsonl, to `path`."""
     figure, axes = _figure(title)
     tokens, rate = [row["tokens"] for row in rows], [row["tokens_per_s"] for row in rows]
     axes.plot(tokens, rate, color=GREY, linewidth=0.7, label="each step")
     axes.plot(tokens, smooth(rate), color=BLUE, linewidth=1.8, label="mean of the last tenth at most")
     axes.set_ylabel("throughput (tokens/s)")
     axes.set_ylim(bottom=0)
-    # One curve with two scales: MFU is the throughput times a constant of the model and the machine.
+    # MFU is proportional to the throughput, so one curve serves two scales.
     percent = 100 * rows[-1]["mfu"] / rows[-1]["tokens_per_s"]
     other = axes.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent))
     other.set_ylabel("model FLOPs utilisation (%)")
     axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path)
+    with naming(path):
+        figure.savefig(path)
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """At each place the mean of the values up to it, over a window of a tenth of them, at most 50."""
+    """Running means of the values up to each index, over a window of a tenth of them, at most 50."""
     window = max(1, min(50, len(values) // 10))
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
 def _figure(title: str) -> tuple[Any, Any]:
-    # Figure without pyplot: no display, no global state, nothing to close.
+    # A Figure without pyplot needs no display, has no global state, and need not be closed.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")

@@ -1,4 +1,4 @@
-"""A run folder, read into a RunReport: every number of it comes from a file there, and says which."""
+"""Read a run folder into a RunReport, in which every number names its file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fzero.core.tables import parse_json
+from fzero.core.foreign import read_json
+from fzero.report.attempts import belongs, counted, planned_for, subject
 from fzero.report.values import Quantity, RunReport
 from fzero.run import run_folder
 
 ATTEMPTS, LEDGER, MEMORY, PLAN = "attempts.jsonl", "ledger.json", "memory.json", "plan.json"
-WARM_UP = 2  # steps at the begin of an attempt that no figure of time counts: they compile, and make buffers
-# Of a row's phases, those that are not part of step_s.
+WARM_UP = 2  # first steps of an attempt left out of all times: they compile and allocate buffers
+# The phases of a row that are not part of step_s.
 BESIDE_THE_STEP = ("evaluate", "checkpoint")
 MISSING = {
     ATTEMPTS: "commit, command, mesh and machine of each start are not known",
@@ -23,9 +24,12 @@ MISSING = {
 }
 
 
-# Of memory.json, ledger.json and plan.json: the kind of a part, and what every item of a list has.
+# In memory.json, ledger.json and plan.json: the type of a part, and the required keys of a list's items.
 FORM: dict[str, tuple[type, tuple[str, ...]]] = {
-    **{name: (dict, ()) for name in ("state", "peak", "state_bytes", "comm_bytes_per_axis", "time", "device", "traffic")},
+    **{
+        name: (dict, ())
+        for name in ("state", "peak", "state_bytes", "comm_bytes_per_axis", "time", "device", "traffic")
+    },
     **{name: (list, ("phase", "collective", "axis", "calls", "bytes")) for name in ("rows", "comm")},
     "timeline": (list, ("phase", "bytes", "parts")),
 }
@@ -34,13 +38,16 @@ Predict = Callable[[Path], dict[str, Any] | None]
 
 
 def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
-    """What the files of the run in `folder` say. `predict` makes the prediction of a run folder that holds none.
+    """Read the files of the run in `folder`. `predict`: called to make the prediction if the folder holds none.
 
-    Raises ValueError naming the file where one is damaged, where `folder` is no run, or where it has made no step.
+    Raises ValueError naming a damaged file, and if `folder` is no run or its run has made no step.
     """
     if not (folder / run_folder.CONFIG).is_file():
-        raise ValueError(f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {run_folder.CONFIG}")
-    said = read_object(folder / run_folder.CONFIG)
+        raise ValueError(
+            f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a "
+            f"{run_folder.CONFIG}"
+        )
+    config = read_json(folder / run_folder.CONFIG)
     environment = run_folder.read_environment(folder)
     if not environment.get("corpus") and not (folder / run_folder.METRICS).is_file():
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is nothing to report")
@@ -50,18 +57,29 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
     series = columns(rows, folder / run_folder.METRICS)
     missing = [f"{name} is not there: {what}." for name, what in MISSING.items() if not (folder / name).is_file()]
     attempts = list(run_folder.read_lines(folder / ATTEMPTS))
-    memory = in_form(read_object(folder / MEMORY), folder / MEMORY) if (folder / MEMORY).is_file() else None
-    ledger = in_form(read_object(folder / LEDGER), folder / LEDGER) if (folder / LEDGER).is_file() else {}
-    predicted, plan_from = read_plan(folder, predict)
+    memory = check_form(read_json(folder / MEMORY), folder / MEMORY) if (folder / MEMORY).is_file() else None
+    ledger = check_form(read_json(folder / LEDGER), folder / LEDGER) if (folder / LEDGER).is_file() else {}
+    other = "is of an earlier attempt with another placement, so it is not compared with the last one's figures"
+    if not belongs(memory, series["step"], attempts):
+        memory, missing = None, [*missing, f"{MEMORY} {other}."]
+    if not belongs(ledger, series["step"], attempts):
+        ledger, missing = {}, [*missing, f"{LEDGER} {other}."]
+    if len(counted(series["step"], attempts)) < len(rows):
+        missing.append("Attempts with another placement are not counted in times and rates; see Attempts.")
+    predicted, plan_from = read_plan(folder, predict, subject(series["step"], attempts))
     if predicted is None:
         missing.append(f"There is no prediction: {plan_from}.")
-    for name, what in (("phases.forward", "time by phase"), ("grad_norms", "norms of each layer"), ("ranks", "times of each rank")):
+    for name, what in (
+        ("phases.forward", "time by phase"),
+        ("grad_norms", "norms of each layer"),
+        ("ranks", "times of each rank"),
+    ):
         if not any(column == name or column.startswith(f"{name}.") for column in series):
             missing.append(f"{run_folder.METRICS} has no {name.split('.')[0]}: {what} is not known.")
-    quantities = beside(series, environment, attempts, memory, ledger.get("rows"), predicted, plan_from)
+    quantities = list_quantities(series, environment, attempts, memory, ledger.get("rows"), predicted, plan_from)
     return RunReport(
         folder.absolute().name,
-        said,
+        config,
         environment,
         attempts,
         series,
@@ -74,62 +92,70 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ValueError naming the file for anything else."""
-    try:
-        value = parse_json(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not text ({error})") from None
-    return value
-
-
-def in_form(value: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`value`, whose parts that a report reads are of the kind that fzero writes. Raises ValueError naming the file and the part."""
+def check_form(value: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return `value` if its parts have the types that fzero writes; raises ValueError naming the file and the part."""
     for name, (kind, keys) in FORM.items():
         part = value.get(name)
         items = part if isinstance(part, list) else []
         whole = all(isinstance(item, dict) and all(key in item for key in keys) for item in items)
         if part is not None and not (isinstance(part, kind) and whole):
-            raise ValueError(f"{path}: {name} is not what fzero writes there; remove the file, or report the run without it")
+            raise ValueError(
+                f"{path}: {name} is not what fzero writes there; remove the file, or report the run without it"
+            )
     return value
 
 
-def read_plan(folder: Path, predict: Predict | None) -> tuple[dict[str, Any] | None, str]:
-    """(the prediction for a run or None, where it is from or why there is none)."""
+def read_plan(folder: Path, predict: Predict | None, attempt: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """Return (the prediction for an attempt of a run, or None; its source, or why there is none)."""
+    why, another = f"the run folder has no {PLAN}", f"{PLAN} is of another placement than the last attempt's"
     if (folder / PLAN).is_file():
-        return once(in_form(read_object(folder / PLAN), folder / PLAN)), PLAN
+        found = drop_repeats(check_form(read_json(folder / PLAN), folder / PLAN))
+        if planned_for(found, attempt):
+            return found, PLAN
+        why = another
     if predict is None:
-        return None, f"the run folder has no {PLAN}, and none was to be made"
+        return None, f"{why}, and none was requested"
     try:
         value = predict(folder)
-    except Exception as error:  # a report without a prediction is better than none; it says why
+    except Exception as error:  # write the report without a prediction; it says why
         return None, f"fzero plan could not make one ({' '.join(f'{type(error).__name__}: {error}'.split())[:300]})"
-    return (once(value), PLAN) if value is not None else (None, f"the run folder has no {PLAN}, and not what fzero plan needs to make one")
+    if value is not None and not planned_for(value, attempt):
+        return None, another
+    return (
+        (drop_repeats(value), PLAN)
+        if value is not None
+        else (None, f"the run folder has neither {PLAN} nor the files from which fzero plan could make one")
+    )
 
 
-def once(plan: dict[str, Any]) -> dict[str, Any]:
-    """A plan whose moments have what is alive by component once: as "parts"."""
+def drop_repeats(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan without its moments' "components" if they repeat "parts"."""
     if plan.get("timeline") is None:
         return plan
     return {
         **plan,
-        "timeline": [{name: value for name, value in m.items() if name != "components" or "parts" not in m} for m in plan["timeline"]],
+        "timeline": [
+            {name: value for name, value in m.items() if name != "components" or "parts" not in m}
+            for m in plan["timeline"]
+        ],
     }
 
 
 def columns(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, list[Any]]:
-    """{name: value of each row, None where it has none}; objects in rows become columns of their own, such as "phases.forward"."""
+    """{name: value in each row, or None}; objects in rows become columns of their own, such as "phases.forward"."""
     found: dict[str, list[Any]] = {}
     for i, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "loss" not in row:
-            raise ValueError(f"{path}:{i + 1}: is no row of metrics (step, loss, ...); it was not written by fzero")
+            raise ValueError(
+                f"{path}:{i + 1}: is not a row of metrics (step, loss, ...) as fzero writes them; remove the line"
+            )
         for name, value in flat(row):
             found.setdefault(name, [None] * len(rows))[i] = value
     return found
 
 
 def flat(row: Mapping[str, Any], where: str = "") -> list[tuple[str, Any]]:
-    """[(dotted name, value)] of an object of objects."""
+    """[(dotted name, value)] of nested objects."""
     found: list[tuple[str, Any]] = []
     for key, value in row.items():
         found += flat(value, f"{where}{key}.") if isinstance(value, dict) else [(f"{where}{key}", value)]
@@ -137,35 +163,67 @@ def flat(row: Mapping[str, Any], where: str = "") -> list[tuple[str, Any]]:
 
 
 def steady(series: Mapping[str, list[Any]], attempts: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The rows that figures of time count: not the first steps of an attempt, nor one under a recorder; all where none is left."""
+    """The rows that count for times: of attempts with the last one's placement, without the first steps of an attempt
+    and steps slowed by a recorder; else all of those attempts."""
+    like = counted(series["step"], attempts)
+    return sorted(set(like) & set(warm_rows(series, attempts))) or like
+
+
+def warm_rows(series: Mapping[str, list[Any]], attempts: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The rows without the first steps of each attempt and steps slowed by a recorder."""
     begins = {a.get("first_step", 0) for a in attempts} | {series["step"][0] - 1}
     warm = {first + i for first in begins for i in range(1, WARM_UP + 1)}
     recorded = series.get("recorded", [None] * len(series["step"]))
-    kept = [i for i, (step, how) in enumerate(zip(series["step"], recorded)) if step not in warm and how is None]
-    return kept or list(range(len(series["step"])))
+    return [i for i, (step, how) in enumerate(zip(series["step"], recorded)) if step not in warm and how is None]
 
 
 def median(series: Mapping[str, list[Any]], name: str, kept: Sequence[int]) -> tuple[float | None, str]:
-    """(the median of a column over the rows `kept`, words that say so)."""
+    """Return (the median of a column over the rows `kept`, a text that names its source)."""
     known = [series[name][i] for i in kept if series[name][i] is not None] if name in series else []
     if not known:
         return None, f"{run_folder.METRICS}: has no {name}"
     steps = [series["step"][i] for i in kept]
-    return statistics.median(known), f"{run_folder.METRICS}: median of {name} over {len(known)} of the steps {steps[0]} to {steps[-1]}"
+    return statistics.median(
+        known
+    ), f"{run_folder.METRICS}: median of {name} over {len(known)} of the steps {steps[0]} to {steps[-1]}"
 
 
 def mean_phases(series: Mapping[str, list[Any]], kept: Sequence[int]) -> dict[str, float]:
-    """{phase: mean seconds in the rows `kept`}, without evaluation and checkpoints; {} of a run that has not recorded them."""
+    """{phase: mean seconds in the rows `kept`}, without evaluation and checkpoints; {} if the run recorded no
+    phases."""
     found = {}
     for column, values in series.items():
         phase = column.removeprefix("phases.")
-        known = [values[i] for i in kept if values[i] is not None] if column.startswith("phases.") and phase not in BESIDE_THE_STEP else []
+        known = (
+            [values[i] for i in kept if values[i] is not None]
+            if column.startswith("phases.") and phase not in BESIDE_THE_STEP
+            else []
+        )
         if known:
             found[phase] = statistics.fmean(known)
     return found
 
 
-def beside(
+class Quantities:
+    """The quantities of a run so far, each with its prediction in `plan` beside it."""
+
+    def __init__(self, plan: Mapping[str, Any] | None, plan_from: str) -> None:
+        self.plan, self.plan_from, self.found = plan or {}, plan_from, list[Quantity]()
+
+    def add(self, name: str, title: str, unit: str, key: str, measured: Any, source: str, total: bool = False) -> None:
+        """Add one that is predicted or measured. key: its path in the plan, or ""; total: it is the sum of a table."""
+        predicted: Any = self.plan if key else None
+        for part in key.split("/") if key else ():
+            predicted = predicted.get(part) if isinstance(predicted, Mapping) else None
+        if predicted is not None and total:
+            predicted = sum(predicted.values())
+        plan_from = f"{self.plan_from}: {'sum of ' * total}{key.replace('/', '.')}" if predicted is not None else ""
+        if predicted is not None or measured is not None:
+            source = source if measured is not None else ""
+            self.found.append(Quantity(name, title, unit, predicted, measured, plan_from, source))
+
+
+def list_quantities(
     series: Mapping[str, list[Any]],
     environment: Mapping[str, Any],
     attempts: Sequence[Mapping[str, Any]],
@@ -174,82 +232,100 @@ def beside(
     plan: Mapping[str, Any] | None,
     plan_from: str,
 ) -> list[Quantity]:
-    """Every quantity of a run that was predicted or measured, each with where it is from."""
-    kept, plan, found = steady(series, attempts), plan or {}, []
+    """Every predicted or measured quantity of a run, with its sources."""
+    kept, last, out = steady(series, attempts), subject(series["step"], attempts), Quantities(plan, plan_from)
+    source = f"{run_folder.ENVIRONMENT}: num_params"
+    out.add("num_params", "parameters", "1", "num_params", environment.get("num_params"), source)
+    steps, source = last.get("tokens_per_step"), f"{ATTEMPTS}: tokens_per_step"
+    out.add("tokens_per_step", "tokens of a step", "tokens", "tokens_per_step", steps, source)
+    add_memory(out, memory or {})
+    add_traffic(out, ledger)
+    for way, column, words in (
+        ("read", "disk_read_bytes", "read from the disk by a rank in a step"),
+        ("write", "disk_written_bytes", "written to the disk by a rank in a step"),
+    ):
+        out.add(f"disk_bytes/{way}", words, "bytes", f"traffic/nvme/{way}", *median(series, column, kept))
+    add_flop(out, last)
+    add_times(out, series, kept)
+    out.add("tokens_per_s", "throughput", "tokens/s", "tokens_per_s", *median(series, "tokens_per_s", kept))
+    part = mfu_factor(out.plan, last)
+    for name, title in (
+        ("mfu", "MFU (6N + 12LTD)"),
+        ("mfu_causal", "MFU (6N + 6LTD)"),
+        ("hfu", "HFU, causal attention"),
+    ):
+        out.add(name, title, "fraction", name, *median(series, "hfu_causal" if name == "hfu" else name, kept))
+        found = out.found
+        if part is not None and found and found[-1].name == name and found[-1].predicted is not None:
+            source = f"{found[-1].predicted_from}, as a fraction of {ATTEMPTS}: peak_flops"
+            found[-1] = found[-1]._replace(predicted=found[-1].predicted * part, predicted_from=source)
+    return out.found
 
-    def add(name: str, title: str, unit: str, key: str, measured: Any, source: str, total: bool = False) -> None:
-        predicted: Any = plan
-        for part in key.split("/") if key else ():
-            predicted = predicted.get(part) if isinstance(predicted, Mapping) else None
-        if total and predicted is not None:
-            predicted = sum(predicted.values())
-        said = f"{plan_from}: {'sum of ' * total}{key.replace('/', '.')}" if key and predicted is not None else ""
-        predicted = predicted if key else None
-        if predicted is not None or measured is not None:
-            found.append(Quantity(name, title, unit, predicted, measured, said, source if measured is not None else ""))
 
-    add("num_params", "parameters", "1", "num_params", environment.get("num_params"), f"{run_folder.ENVIRONMENT}: num_params")
-    last = attempts[-1] if attempts else {}
-    per_step = last.get("tokens_per_step")
-    add("tokens_per_step", "tokens of a step", "tokens", "tokens_per_step", per_step, f"{ATTEMPTS}: tokens_per_step")
-    state = (memory or {}).get("state", {})
-    for group in dict.fromkeys([*plan.get("state_bytes", {}), *state]):
-        add(f"state/{group}", f"at rest: {group}", "bytes", f"state_bytes/{group}", state.get(group), f"{MEMORY}: state.{group}")
-    peak, source = (memory or {}).get("peak", {}).get("bytes"), f"{MEMORY}: peak.bytes"
-    if memory and memory.get("compiled"):
-        # No operator has the inner buffers of a compiled block, and a plan has them: only the device's allocator counts both.
+def add_memory(out: Quantities, memory: Mapping[str, Any]) -> None:
+    """Add the bytes at rest by group, and the peak."""
+    state = memory.get("state", {})
+    for group in dict.fromkeys([*out.plan.get("state_bytes", {}), *state]):
+        key, source = f"state_bytes/{group}", f"{MEMORY}: state.{group}"
+        out.add(f"state/{group}", f"at rest: {group}", "bytes", key, state.get(group), source)
+    peak, source = memory.get("peak", {}).get("bytes"), f"{MEMORY}: peak.bytes"
+    if memory.get("compiled"):
+        # Operator records miss the inner buffers of compiled blocks, which a plan has; the device's allocator counts
+        # both.
         peak, source = memory.get("allocator_peak_bytes"), f"{MEMORY}: allocator_peak_bytes"
-    add("peak_bytes", "peak of live tensors of a rank", "bytes", "peak_bytes_per_rank", peak, source)
+    out.add("peak_bytes", "peak of live tensors of a rank", "bytes", "peak_bytes_per_rank", peak, source)
+
+
+def add_traffic(out: Quantities, ledger: Sequence[Mapping[str, Any]] | None) -> None:
+    """Add the bytes sent over each axis. With a ledger, an axis without messages has the measured value 0."""
     sums: dict[str, int] = {}
     for row in ledger or ():
         sums[row["axis"]] = sums.get(row["axis"], 0) + row["bytes"]
-    for axis in dict.fromkeys([*plan.get("comm_bytes_per_axis", {}), *sums]):
-        # Nothing on an axis is a measurement too, where there is a ledger.
-        sent = sums.get(axis, None if ledger is None else 0)
-        source = f"{LEDGER}: sum of bytes where axis is {axis}"
-        add(f"comm_bytes/{axis}", f"sent by a rank in a step over {axis}", "bytes", f"comm_bytes_per_axis/{axis}", sent, source)
-    for way, column in (("read", "disk_read_bytes"), ("write", "disk_written_bytes")):
-        words = {"read": "read from the disk by a rank in a step", "write": "written to the disk by a rank in a step"}[way]
-        add(f"disk_bytes/{way}", words, "bytes", f"traffic/nvme/{way}", *median(series, column, kept))
-    for name, title, key, per_token in (
-        ("model_flop", "model FLOPs of a step, all ranks", "model_flop_per_step", "flop_per_token"),
-        ("flop", "hardware FLOPs of a step's passes, all ranks", "pass_flop_per_step", "hardware_flop_per_token_causal"),
-    ):
-        whole = last[per_token] * per_step if last.get(per_token) and per_step else None
-        add(name, title, "FLOP", key, whole, f"{ATTEMPTS}: {per_token} x tokens_per_step (a closed formula)")
-    add("step_s", "time of a step", "s", "step_s", *median(series, "step_s", kept))
-    phases, planned = mean_phases(series, kept), plan.get("time") or {}
-    # A prediction has what is waited for apart from its phases, by axis and by memory.
+    for axis in dict.fromkeys([*out.plan.get("comm_bytes_per_axis", {}), *sums]):
+        sent, source = sums.get(axis, None if ledger is None else 0), f"{LEDGER}: sum of bytes where axis is {axis}"
+        title, key = f"sent by a rank in a step over {axis}", f"comm_bytes_per_axis/{axis}"
+        out.add(f"comm_bytes/{axis}", title, "bytes", key, sent, source)
+
+
+def add_flop(out: Quantities, attempt: Mapping[str, Any]) -> None:
+    """Add the FLOPs of a step, of the model and of the hardware."""
+    tokens = attempt.get("tokens_per_step")
+    hardware = ("hardware FLOPs of a step's passes, all ranks", "pass_flop_per_step", "hardware_flop_per_token_causal")
+    for name, (title, key, per_token) in {
+        "model_flop": ("model FLOPs of a step, all ranks", "model_flop_per_step", "flop_per_token"),
+        "flop": hardware,
+    }.items():
+        whole = attempt[per_token] * tokens if attempt.get(per_token) and tokens else None
+        out.add(name, title, "FLOP", key, whole, f"{ATTEMPTS}: {per_token} x tokens_per_step (a closed formula)")
+
+
+def add_times(out: Quantities, series: Mapping[str, list[Any]], kept: Sequence[int]) -> None:
+    """Add the time of a step and of its phases. A prediction has waits apart from its phases, by axis and by memory."""
+    out.add("step_s", "time of a step", "s", "step_s", *median(series, "step_s", kept))
+    phases, planned = mean_phases(series, kept), out.plan.get("time") or {}
     whole = {"comm_exposed": "time/exposed", "io": "time/waiting"}
     extra = [name for name, key in whole.items() if planned.get(key.removeprefix("time/"))]
     for phase in dict.fromkeys([*phases, *planned.get("phases", {}), *extra]):
         source = f"{run_folder.METRICS}: mean of phases.{phase} over the steps of step_s"
         key = whole.get(phase, f"time/phases/{phase}")
-        add(f"time/{phase}", f"time: {phase}", "s", key, phases.get(phase), source, total=phase in whole)
-    add("tokens_per_s", "throughput", "tokens/s", "tokens_per_s", *median(series, "tokens_per_s", kept))
-    part = of_the_runs_peak(plan, last)
-    for name, title in (("mfu", "MFU (6N + 12LTD)"), ("mfu_causal", "MFU (6N + 6LTD)"), ("hfu", "HFU, causal attention")):
-        add(name, title, "fraction", name, *median(series, "hfu_causal" if name == "hfu" else name, kept))
-        if part is not None and found and found[-1].name == name and found[-1].predicted is not None:
-            said = f"{found[-1].predicted_from}, as a fraction of {ATTEMPTS}: peak_flops"
-            found[-1] = found[-1]._replace(predicted=found[-1].predicted * part, predicted_from=said)
-    return found
+        out.add(f"time/{phase}", f"time: {phase}", "s", key, phases.get(phase), source, total=phase in whole)
 
 
-def of_the_runs_peak(plan: Mapping[str, Any], attempt: Mapping[str, Any]) -> float | None:
-    """What a predicted MFU, a fraction of the device's highest rate, is multiplied by to be one of the run's own peak; None if unknown."""
+def mfu_factor(plan: Mapping[str, Any], attempt: Mapping[str, Any]) -> float | None:
+    """The factor from a predicted MFU, relative to the device's highest rate, to one relative to the run's peak, if
+    known."""
     if not (plan.get("mfu") and plan.get("step_s") and attempt.get("peak_flops")):
         return None
     return plan["model_flop_per_step"] / plan["step_s"] / attempt["peak_flops"] / plan["mfu"]
 
 
-# -- what is not for others
+# -- private paths
 
 FOLDERS = re.compile(r"(?<![\w.:/…])/(?:[^\s/:,='\"]+/)+")
 
 
 def without_folders(value: Any) -> Any:
-    """A JSON value in whose texts absolute paths have lost their folders: "/home/me/run" is "…/run".
+    """Remove the folders from absolute paths in the texts of a JSON value: "/home/me/run" becomes "…/run".
 
     >>> without_folders(["--out", "/home/me/run", "s3://bucket/a/b", "blocks/attn/w_q"])
     ['--out', '…/run', 's3://bucket/a/b', 'blocks/attn/w_q']

@@ -1,105 +1,121 @@
-"""The sections of a report about several runs: the runs beside each other, their losses, their scaling, what differs."""
+"""The sections of a report that compare several runs: overview, losses, scaling, differences of configs."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from fzero.core.foreign import in_form
 from fzero.report import bind
 from fzero.report.sections import Picture, Section, Table, mesh_name, of_run, pair, table
 from fzero.report.values import Report, RunReport, digits, shown
 
 
 def sections(report: Report) -> list[tuple[RunReport | None, list[Section]]]:
-    """[(run, its sections)], and first (None, the sections of the comparison) where there are several runs."""
+    """[(run, its sections)], preceded by (None, the sections of the comparison) for several runs."""
     several = [(None, comparison(report))] if report.compared is not None else []
-    return [*several, *((run, of_run(run)) for run in report.runs)]
+    found: list[tuple[RunReport | None, list[Section]]] = []
+    for run in report.runs:
+        with in_form(f"the files of run {run.name}", "; --traceback shows which value"):
+            found.append((run, of_run(run)))
+    return [*several, *found]
 
 
 def comparison(report: Report) -> list[Section]:
-    """The sections about several runs."""
+    """The sections that compare several runs."""
     runs, compared = report.runs, report.compared or {}
+    found = [Section("runs", "The runs", run_parts(runs)), Section("losses", "Losses", loss_parts(runs, compared))]
+    if compared.get("scaling"):
+        found.append(scaling(report))
+    elif keys := compared.get("apart"):
+        why = f"The runs are on different numbers of ranks and of different work ({', '.join(keys[:6])})"
+        found.append(Section("scaling", "Scaling", [f"{why}: their speeds are not divided by each other."]))
+    rows = [
+        (row["key"], *(json.dumps(v) if not isinstance(v, str) else v or '""' for v in row["values"]))
+        for row in compared.get("config", ())
+    ]
+    title, head = "Config values that are not equal in all runs", ("key", *(run.name for run in runs))
+    parts = [Table("differences", title, head, rows, frozenset())] if rows else ["Nothing: the configs are equal."]
+    found.append(Section("differences", "What differs in the configs", parts))
+    return found
+
+
+def run_parts(runs: list[RunReport]) -> list[Any]:
+    """The tables of what was run and what came of it, and the picture of the throughput."""
     facts, figures = [], []
     for run in runs:
         val = [v for v in run.series.get("val_loss", ()) if v is not None]
         mesh = (run.attempts[-1].get("mesh") if run.attempts else None) or run.config.get("mesh") or {}
         c = run.config
-        how = (mesh_name(mesh), str(c.get("zero", "-")), c.get("offload") or "-", c.get("precision", {}).get("policy", "-"))
-        facts.append((run.name, c.get("preset") or "-", *how, f"{run.series['step'][-1]:,}", digits(val[-1]) if val else "-"))
-        pairs = [next((pair(q) for q in run.quantities if q.name == name), ("-",) * 3) for name in ("tokens_per_s", "peak_bytes")]
-        figures.append((run.name, *pairs[0], *pairs[1]))
-    names = [run.name for run in runs]
+        precision = c.get("precision", {}).get("policy", "-")
+        how = (mesh_name(mesh), str(c.get("zero", "-")), c.get("offload") or "-", precision)
+        steps, last = f"{run.series['step'][-1]:,}", digits(val[-1]) if val else "-"
+        facts.append((run.name, c.get("preset") or "-", *how, steps, last))
+        speed, peak = (
+            next((pair(q) for q in run.quantities if q.name == name), ("-",) * 3)
+            for name in ("tokens_per_s", "peak_bytes")
+        )
+        figures.append((run.name, *speed, *peak))
+    names = ", ".join(run.name for run in runs)
     about = ("run", "model", "mesh", "ZeRO", "offload", "precision", "steps", "validation loss")
     head = ("run", "throughput, predicted", "measured", "ratio", "peak memory, predicted", "measured", "ratio")
-    first: list[Any] = [
+    title, text = "Throughput, predicted and measured", f"Tokens per second of {names}: predicted beside measured."
+    return [
         Table("runs", "What was run", about, facts, frozenset({3, 6, 7})),
         table("figures", "Predicted and measured; the ratio is predicted ÷ measured", head, figures),
+        Picture("speeds", title, text, bind.speeds(runs)),
     ]
-    first.append(
-        Picture(
-            "speeds",
-            "Throughput, predicted and measured",
-            f"Tokens per second of {', '.join(names)}: predicted beside measured.",
-            bind.speeds(runs),
-        )
-    )
-    found = [Section("runs", "The runs", first)]
-    at = compared.get("losses")
-    losses_parts: list[Any] = [
-        Picture(
-            "losses", "Loss of the runs (measured)", f"Training and validation loss over tokens of {', '.join(names)}.", bind.losses(runs)
-        )
-    ]
-    if at:
-        cells = [(name, *("-" if v is None else digits(v) for v in (at["train"][i], at["val"][i]))) for i, name in enumerate(names)]
-        losses_parts.append(
-            table(
-                "losses",
-                f"Loss after {at['tokens']:,} tokens, which all runs have seen (measured)",
-                ("run", "training, mean of the last tenth", "validation, last"),
-                cells,
-            )
-        )
-    found.append(Section("losses", "Losses", losses_parts))
-    if compared.get("scaling"):
-        found.append(scaling(report))
-    config = [
-        (row["key"], *(json.dumps(v) if not isinstance(v, str) else v or '""' for v in row["values"])) for row in compared.get("config", ())
-    ]
-    if config:
-        found.append(
-            Section(
-                "differences",
-                "What differs in the configs",
-                [Table("differences", "Config values that are not equal in all runs", ("key", *names), config, frozenset())],
-            )
-        )
-    else:
-        found.append(Section("differences", "What differs in the configs", ["Nothing: the configs are equal."]))
-    return found
+
+
+def loss_parts(runs: list[RunReport], compared: dict[str, Any]) -> list[Any]:
+    """The picture of the losses, and the table of them after the tokens that all runs have seen."""
+    names = [run.name for run in runs]
+    text = f"Training and validation loss over tokens of {', '.join(names)}."
+    parts: list[Any] = [Picture("losses", "Loss of the runs (measured)", text, bind.losses(runs))]
+    if at := compared.get("losses"):
+        rows = [
+            (name, *("-" if v is None else digits(v) for v in pair))
+            for name, *pair in zip(names, at["train"], at["val"])
+        ]
+        title = f"Loss after {at['tokens']:,} tokens, which all runs have seen (measured)"
+        head = ("run", "training, mean of the last tenth", "validation, last")
+        parts.append(table("losses", title, head, rows))
+    return parts
 
 
 def scaling(report: Report) -> Section:
-    """Speed and efficiency over the number of ranks."""
+    """The section on speed over ranks, of runs of the same work."""
     words = {
         "weak": "the batch of a rank is the same in all (weak scaling)",
         "strong": "the batch of all ranks together is the same (strong scaling)",
         "mixed": "batches differ",
     }
-    rows, said, ends = [], [], []
+    rows, notes, ends = [], [], []
     for series in (report.compared or {})["scaling"]:
-        said.append(f"{series['name']}: {words[series['kind']]}.")
+        notes.append(f"{series['name']}: {words[series['kind']]}.")
         for p in series["points"]:
             threads, cores = ("-" if p[key] is None else str(p[key]) for key in ("threads", "cores"))
-            rows.append((report.runs[p["run"]].name, mesh_name(p["mesh"]), f"{p['ranks']}", threads, cores,
-                         shown(p["tokens_per_s"], "tokens/s"), f"{digits(p['speedup'], 3)}x", f"{100 * p['efficiency']:.1f}%"))  # fmt: skip
+            rows.append(
+                (
+                    report.runs[p["run"]].name,
+                    mesh_name(p["mesh"]),
+                    f"{p['ranks']}",
+                    threads,
+                    cores,
+                    shown(p["tokens_per_s"], "tokens/s"),
+                    f"{digits(p['speedup'], 3)}x",
+                    f"{100 * p['efficiency']:.1f}%",
+                )
+            )
         last = series["points"][-1]
         ends.append(f"{series['name']} reaches {100 * last['efficiency']:.0f}% on {last['ranks']} ranks")
     head = ("run", "mesh", "ranks", "threads of a rank", "cores of the machine", "throughput", "speedup", "efficiency")
-    said.append(
+    notes.append(
         "Efficiency is tokens/s of a rank over that of the run with the fewest ranks. "
         "Ranks that share the cores of one machine cannot reach 100%."
     )
     alt = f"Tokens per second and scaling efficiency over the number of ranks: {'; '.join(ends)}."
     picture = Picture("scaling", "Scaling (measured)", alt, bind.scaling(report))
-    return Section("scaling", "Scaling", [picture, table("scaling", "Scaling (measured)", head, rows, left=2), " ".join(said)])
+    return Section(
+        "scaling", "Scaling", [picture, table("scaling", "Scaling (measured)", head, rows, left=2), " ".join(notes)]
+    )

@@ -1,39 +1,39 @@
-"""What a report is made of: runs as they were recorded, and each number that was predicted beside the one that was measured."""
+"""The values of a report: recorded runs, and each predicted number beside the measured one."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
 
-FORMAT = 1  # of report.json
+FORMAT = 1  # version of report.json
 Number = int | float
 
 
 class Quantity(NamedTuple):
-    """One quantity of a run, predicted and measured; None is what is not known."""
+    """One quantity of a run, predicted and measured; None: unknown."""
 
     name: str  # such as "peak_bytes"
     title: str  # such as "peak memory of a rank"
     unit: str  # such as "bytes", "s", "tokens/s", "FLOP", "1"
     predicted: Number | None
     measured: Number | None
-    predicted_from: str  # the file and what of it, such as "plan.json: peak_bytes_per_rank"
+    predicted_from: str  # the file and its key, such as "plan.json: peak_bytes_per_rank"
     measured_from: str
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured; None where either is not known or nothing was measured."""
+        """Predicted over measured, see `ratio`."""
         return ratio(self.predicted, self.measured)
 
 
 class RunReport(NamedTuple):
-    """A run: what its files say, and what follows from them."""
+    """A run: the content of its files, and the quantities derived from it."""
 
-    name: str  # of its folder
+    name: str  # the name of its folder
     config: dict[str, Any]
     environment: dict[str, Any]
     attempts: list[dict[str, Any]]
-    series: dict[str, list[Any]]  # metrics.jsonl by columns: each name's value at each step, None where a row lacks it
+    series: dict[str, list[Any]]  # metrics.jsonl by columns: the value at each step, or None
     plan: dict[str, Any] | None  # predicted: plan.json, or computed for the report
     plan_from: str  # "plan.json", "computed by ...", or why there is none
     memory: dict[str, Any] | None  # measured: memory.json
@@ -47,13 +47,13 @@ class Report(NamedTuple):
 
     title: str
     by: dict[str, Any]  # who wrote it: fzero's version and commit
-    command: str  # that writes it again
+    command: str  # the command that writes it again
     runs: list[RunReport]
-    compared: dict[str, Any] | None  # see compare.py; None of one run
+    compared: dict[str, Any] | None  # see compare.py; None for one run
 
 
 def ratio(predicted: Number | None, measured: Number | None) -> float | None:
-    """`predicted / measured`; 1 where both are 0, None where either is missing or only the measured one is 0.
+    """`predicted / measured`; 1 if both are 0, None if either is missing or only the measured one is 0.
 
     >>> ratio(3, 2), ratio(0, 0), ratio(1, 0), ratio(None, 2)
     (1.5, 1.0, None, None)
@@ -66,11 +66,14 @@ def ratio(predicted: Number | None, measured: Number | None) -> float | None:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """A report as JSON has it; `from_json` of it is the report."""
+    """Convert a report to a JSON value, from which `from_json` makes the report again."""
     runs = []
     for run in report.runs:
         quantities = [{**q._asdict(), "ratio": q.ratio} for q in run.quantities]
-        records = {name: record and {**record, "timeline": in_columns(record.get("timeline") or [])} for name, record in records_of(run)}
+        records = {
+            name: record and {**record, "timeline": in_columns(record.get("timeline") or [])}
+            for name, record in records_of(run)
+        }
         runs.append({**run._asdict(), "quantities": quantities, **records})
     return {"fzero_report": FORMAT, **report._asdict(), "runs": runs}
 
@@ -81,7 +84,8 @@ def records_of(run: RunReport) -> tuple[tuple[str, dict[str, Any] | None], ...]:
 
 
 def in_columns(moments: list[dict[str, Any]]) -> dict[str, Any]:
-    """Moments as columns, those of "parts" by component: a third of the size. None is what a moment does not have."""
+    """Convert moments to columns, those of "parts" by component: a third of the size. None: the moment has no such
+    value."""
     names = dict.fromkeys(name for m in moments for name in m if name != "parts")
     parts = dict.fromkeys(name for m in moments for name in m["parts"])
     columns = {name: [m.get(name) for m in moments] for name in names}
@@ -89,7 +93,7 @@ def in_columns(moments: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def in_rows(columns: dict[str, Any]) -> list[dict[str, Any]]:
-    """The moments that `in_columns` gave."""
+    """The inverse of `in_columns`."""
     names = [name for name in columns if name != "parts"]
     moments = [dict(zip(names, values)) for values in zip(*(columns[name] for name in names))]
     for i, moment in enumerate(moments):
@@ -98,37 +102,46 @@ def in_rows(columns: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def from_json(value: Any, where: str) -> Report:
-    """The report that `to_json` gave. Raises ValueError naming `where` for anything else."""
+    """The inverse of `to_json`. Raises ValueError naming `where` if the value is not a report."""
     if not isinstance(value, dict) or value.get("fzero_report") != FORMAT:
-        said = value.get("fzero_report") if isinstance(value, dict) else None
-        found = f"has fzero_report = {said!r}" if said is not None else "is no report"
-        raise ValueError(f"{where}: {found}; a report.json of this version has fzero_report = {FORMAT}: write it again by fzero report RUN")
+        version = value.get("fzero_report") if isinstance(value, dict) else None
+        found = f"has fzero_report = {version!r}" if version is not None else "is no report"
+        raise ValueError(
+            f"{where}: {found}; a report.json of this version has fzero_report = {FORMAT}: write it again by "
+            "fzero report RUN"
+        )
     try:
         runs = []
         for run in value["runs"]:
             quantities = [Quantity(**{name: q[name] for name in Quantity._fields}) for q in run["quantities"]]
             run = RunReport(**{**run, "quantities": quantities})
-            records = {name: record and {**record, "timeline": in_rows(record["timeline"])} for name, record in records_of(run)}
+            records = {
+                name: record and {**record, "timeline": in_rows(record["timeline"])} for name, record in records_of(run)
+            }
             runs.append(run._replace(**records))
         return Report(value["title"], value["by"], value["command"], runs, value["compared"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{where}: is not a whole report ({error!r}); write it again by fzero report RUN") from None
 
 
-# -- numbers in words
+# -- formatting of numbers
 
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def scale_of(unit: str, largest: float) -> tuple[float, str]:
-    """(factor, unit with its prefix) in which numbers up to `largest` of `unit` are shown.
+    """Return (factor, unit with its prefix) to format numbers up to `largest` of `unit`.
 
     >>> scale_of("bytes", 2_500_000), scale_of("s", 0.02)
     ((1000000.0, 'MB'), (0.001, 'ms'))
     """
     if unit == "s":
         times = ((120.0, 60.0, "min"), (1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "µs"))
-        return (1.0, "s") if largest == 0 else next((factor, name) for least, factor, name in times if largest >= least)
+        return (
+            (1.0, "s")
+            if largest == 0
+            else next(((factor, name) for least, factor, name in times if largest >= least), (1.0, "s"))
+        )
     if unit == "1" or unit == "%":
         return 1.0, "" if unit == "1" else "%"
     short = {"bytes": "B"}.get(unit, unit)
@@ -139,7 +152,7 @@ def scale_of(unit: str, largest: float) -> tuple[float, str]:
 
 
 def digits(value: float, significant: int = 4) -> str:
-    """A number with so many significant digits and commas, without an exponent where it is not tiny.
+    """Format a number with `significant` digits and commas, without an exponent unless it is tiny.
 
     >>> digits(1234567.8), digits(0.012345), digits(3), digits(2.0)
     ('1,234,568', '0.01235', '3', '2.000')
@@ -156,7 +169,7 @@ def digits(value: float, significant: int = 4) -> str:
 
 
 def shown(value: Number | None, unit: str, largest: float | None = None) -> str:
-    """A quantity with its unit, as the tables have it; "-" for what is not known. `largest` chooses the prefix, else the value does."""
+    """Format a quantity with its unit; "-" for None. `largest`: choose the prefix for this value instead."""
     if value is None:
         return "-"
     factor, name = scale_of(unit, abs(value) if largest is None else largest)
@@ -165,7 +178,7 @@ def shown(value: Number | None, unit: str, largest: float | None = None) -> str:
 
 
 def shown_ratio(value: float | None) -> str:
-    """A ratio with three decimals; "= 1" where it is one exactly, "-" where there is none."""
+    """Format a ratio; "1 exactly" for 1, "-" for None."""
     if value is None:
         return "-"
     return "1 exactly" if value == 1.0 else digits(value)

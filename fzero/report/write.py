@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fzero
+from fzero.core.foreign import in_form, read_json
 from fzero.core.storage import write_text
 from fzero.report import compare, figures, html_page, markdown, values
 from fzero.report.read import Predict, read_run, without_folders
@@ -28,35 +29,48 @@ def gather(
     commit: str = "",
     public: bool = False,
 ) -> Report:
-    """The report of the runs in `folders`, written by `command` at `commit`. `public`: without the folders of this machine.
+    """Make the report of the runs in `folders`, written by `command` at `commit`. `public`: remove this machine's
+    folders.
 
-    Raises ValueError where one is no run, or named twice, or its files are damaged.
+    Raises ValueError if a folder holds no run, is named twice, or has damaged files.
     """
     if not folders:
         raise ValueError("no run is given; name the folder of one: fzero report RUN")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"{', '.join(map(str, folders))}: a run is named twice; name each once")
-    runs = distinct([run for folder in folders for run in runs_of(folder, predict)])
+    found = []
+    for folder in folders:
+        with in_form(str(folder), "; --traceback shows where"):
+            found += runs_of(folder, predict)
+    runs = distinct(found)
     if public:
         runs = [RunReport(**{**without_folders(run._asdict()), "quantities": run.quantities}) for run in runs]
     by = {"fzero": fzero.__version__, "commit": commit}
-    title = title or (f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}")
+    title = title or (
+        f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    )
     return Report(title, by, command, runs, compare.compare(runs) if len(runs) > 1 else None)
 
 
 def runs_of(folder: Path, predict: Predict | None = None) -> list[RunReport]:
-    """The run in a folder; or those of an earlier report, where the folder holds one."""
-    return read(folder).runs if (folder / JSON).is_file() and not (folder / CONFIG).is_file() else [read_run(folder, predict)]
+    """The run in a folder, or the runs of an earlier report in it."""
+    return (
+        read(folder).runs
+        if (folder / JSON).is_file() and not (folder / CONFIG).is_file()
+        else [read_run(folder, predict)]
+    )
 
 
-def joined(reports: Sequence[Report], command: str = "") -> Report:
-    """One report of the runs of several, compared."""
+def merge(reports: Sequence[Report], command: str = "") -> Report:
+    """Merge reports into one that compares all their runs."""
     runs = distinct([run for report in reports for run in report.runs])
-    return Report(f"{len(runs)} runs: {', '.join(run.name for run in runs)}", reports[0].by, command, runs, compare.compare(runs))
+    return Report(
+        f"{len(runs)} runs: {', '.join(run.name for run in runs)}", reports[0].by, command, runs, compare.compare(runs)
+    )
 
 
 def distinct(runs: list[RunReport]) -> list[RunReport]:
-    """The runs with a number behind the names that several of them have."""
+    """Number the runs whose names are not unique."""
     names = [run.name for run in runs]
     return [
         run._replace(name=f"{run.name} ({names[: i + 1].count(run.name)})") if names.count(run.name) > 1 else run
@@ -65,19 +79,21 @@ def distinct(runs: list[RunReport]) -> list[RunReport]:
 
 
 def draw(report: Report, *, runs: bool = True) -> dict[str, str]:
-    """{name with prefix: SVG text} of every picture of a report. `runs`: those of single runs as well as of their comparison."""
-    return {
-        markdown.prefix_of(report, i) + part.name: figures.svg(part.draw)
-        for i, (run, found) in enumerate(sections(report))
-        if runs or run is None
-        for section in found
-        for part in section.parts
-        if isinstance(part, Picture)
-    }
+    """{name with prefix: SVG text} of every picture of a report. `runs`: also those of single runs, not only the
+    comparison."""
+    pictures = {}
+    for i, (run, found) in enumerate(sections(report)):
+        with in_form(
+            f"the files of run {run.name}" if run else "the files of the runs", "; --traceback shows which value"
+        ):
+            for part in (part for section in found for part in section.parts if runs or run is None):
+                if isinstance(part, Picture):
+                    pictures[markdown.prefix_of(report, i) + part.name] = figures.svg(part.draw)
+    return pictures
 
 
 def json_text(report: Report) -> str:
-    """The report as JSON text, exact; one line for each value of the first levels, so that it is short and differences can be read."""
+    """Format the report as exact JSON; the first levels have one line for each value, so that diffs are readable."""
 
     def lines(value: Any, depth: int) -> str:
         if depth and isinstance(value, dict) and value:
@@ -91,20 +107,24 @@ def json_text(report: Report) -> str:
 
 
 def default_folder(folders: Sequence[Path]) -> Path:
-    """Where a report goes that is told no other place: into its run, or beside the first of several."""
+    """The default folder of a report: inside its run, or beside the first of several."""
     return folders[0] / "report" if len(folders) == 1 else folders[0].absolute().parent / "report"
 
 
 def expect_ours(folder: Path) -> None:
-    """Raise ValueError where `folder` holds files and no report, or is a file."""
+    """Raise ValueError if `folder` is a file, or holds files but no report."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file; name a folder (--out)")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON).is_file():
-        raise ValueError(f"{folder}: is not empty and holds no {JSON}; name a new folder, or one of an earlier report (--out)")
+        raise ValueError(
+            f"{folder}: is not empty and holds no {JSON}; name a new folder, or one of an earlier report (--out)"
+        )
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write the report into `folder`, over an earlier one; returns the files. Raises ValueError where `folder` holds something else."""
+    """Write the report into `folder`, replacing an earlier one, and return the files.
+
+    Raises ValueError if `folder` holds something else."""
     expect_ours(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(report)
@@ -118,12 +138,12 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 
 def read(folder: Path) -> Report:
-    """The report in a folder; raises ValueError naming the file where there is none or it is damaged."""
+    """Read the report in a folder; raises ValueError naming the file if it is missing or damaged."""
     path = folder / JSON
     if not path.is_file():
         raise ValueError(f"{path}: no such file; fzero report RUN --out {folder} writes it")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); write it again by fzero report RUN") from None
+        raise ValueError(f"{error}; write it again by fzero report RUN") from None
     return values.from_json(value, str(path))

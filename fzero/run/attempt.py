@@ -1,4 +1,4 @@
-"""One start of a run: what its loop is given besides the state."""
+"""One start of a run: the inputs of its loop besides the state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fzero.run.ranks.coordinator import Coordinator
 
 
 class Options(NamedTuple):
-    """What a command may ask of a run that does not change its numbers."""
+    """Options of a run that do not change its numbers."""
 
     stop_at: int | None = None  # end after this step, resumably
-    peak_flops: float = 0.0  # what MFU is a fraction of, for all processes together; 0: the measured rate of products
+    peak_flops: float = 0.0  # peak for MFU, of all processes together; 0: the measured rate of products
     peak_measured: bool = False  # whether that rate was measured at the start
-    profile: str = ""  # "FROM-TO": the steps of this attempt, from 1 on, of which a trace is written
+    profile: str = ""  # "FROM-TO": steps of this attempt to trace, from 1 on
     sample: str = "def "  # prompt of the text shown at the end; "" for none
     say: Say = print
     bar: bool = False  # a progress bar on stderr in place of lines
 
 
 class Attempt(NamedTuple):
-    """A run that is ready to train: by which job, where, on what text, with which other processes."""
+    """A run that is ready to train: job, folders, processes and options."""
 
     job: Job
     folder: Path  # of the run

@@ -12,7 +12,7 @@ from fzero.kernels.registry import AUTO, Kernels
 from fzero.optim import GradientTransformation, Schedule, decay_matrices
 from fzero.run.config import Optim, RunConfig
 
-BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # muon's; the router and everything outside the blocks are AdamW's
+BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # updated by muon; AdamW updates the router and all leaves outside the blocks
 
 
 def make_policy(config: RunConfig) -> Policy:
@@ -50,7 +50,7 @@ STATES: dict[str, dict[str, Any]] = {
 def make_optimizer(config: Optim, steps: int, *, kernels: Kernels = AUTO, seed: int = 0) -> GradientTransformation:
     """The optimizer of a config: clipping, then the named one with its schedule.
 
-    kernels: the form of its operations. seed: of the rounding of its states.
+    kernels: the forms of its operations. seed: for stochastic rounding of its states.
     """
     lr, decay = make_schedule(config, config.lr, steps), {"weight_decay": config.weight_decay, "mask": decay_matrices}
     betas, adam_impl = (config.beta1, config.beta2), {"impl": kernels["adamw"]}

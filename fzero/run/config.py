@@ -1,7 +1,8 @@
-"""The configuration of a run as a value: frozen dataclasses, tables in, JSON out and back exactly, presets as functions.
+"""The configuration of a run as a value: frozen dataclasses, tables in, JSON out and back exactly, presets as
+functions.
 
-A table (of a TOML or JSON file, or of `--set`) names a preset and what differs from it. Everything that can be seen to be wrong from the
-numbers alone is refused here, before anything runs.
+A table (of a TOML or JSON file, or of `--set`) names a preset and the values that differ from it. Values that are wrong
+whatever the data and the machine are refused here, before anything runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fzero.run.config_checks import (
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on."""
+    """The training text."""
 
     path: str = "stdlib"  # a prepared corpus, or text to prepare once: a file, a folder, "stdlib"
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
@@ -27,7 +28,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over the run as a fraction of its peak. Which numbers count depends on the name: see SCHEDULES."""
+    """The learning rate over the run as a fraction of its peak. Which numbers count depends on the name: see
+    SCHEDULES."""
 
     name: str = "cosine"
     warmup_steps: int = 0  # linear from 0
@@ -44,7 +46,7 @@ class Optim:
 
     name: str = "adamw"
     lr: float = 3e-3  # the schedule's peak
-    lr_rest: float = 0.0  # muon: AdamW's peak, for what is no matrix of a block
+    lr_rest: float = 0.0  # muon: AdamW's peak, for leaves other than matrices of blocks
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -61,8 +63,10 @@ class Optim:
 class Precision:
     """How numbers are kept and multiplied. "auto" is decided on the machine at the start of a run and recorded."""
 
-    policy: str = "auto"  # bf16 where bf16 products are faster than fp32 ones, else fp32
-    fp32_matmul: str = "auto"  # onednn: its split of a float32 product into bfloat16 ones, where that is as exact and faster
+    policy: str = "auto"  # bf16 if bf16 products are faster than fp32 ones, else fp32
+    fp32_matmul: str = (
+        "auto"  # onednn: its split of a float32 product into bfloat16 ones, if that is as exact and faster
+    )
     loss_scale: LossScale = field(default_factory=LossScale)  # of fp16
 
 
@@ -75,24 +79,32 @@ class Train:
     micro_batch: int = 4
     seed: int = 0
     remat: str = "none"
-    compiled: str | bool = "auto"  # auto: where there is a compiler
-    update: str = "end"  # where states are offloaded also: backward (each layer when its gradient is reduced), delayed (one step behind)
-    mlp_tiles: int = 1  # parts that an MLP's hidden units are computed in, one at a time
-    kernels: str = "auto"  # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
+    compiled: str | bool = "auto"  # auto: if there is a compiler
+    # with offloaded states also: backward (each layer when its gradient is reduced)
+    update: str = "end"
+    kernels: str = (
+        "auto"  # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
+    )
     ema_decay: float = 0.0  # 0: no average of the weights
     eval_every: int = 100
     eval_batches: int = 16  # micro-batches of an evaluation; 0: the whole validation split
     checkpoint_every: int = 500
     keep_last: int = 2  # checkpoints; 0: all
     keep_every: int = 0  # of these steps all are kept; 0: none
-    checkpoints: str = ""  # where they go, a folder or a URL such as s3://bucket/run; "": checkpoints/ in the run folder
+    checkpoints: str = ""  # their folder, or a URL such as s3://bucket/run; "": checkpoints/ in the run folder
     compress: str = "none"  # checkpoints: zstd, or none
-    snapshot_mb: int = 0  # memory of a rank for the copy that is written while training goes on; 0: the state's size where there is room
-    on_save_error: str = "continue"  # continue: train on where a checkpoint cannot be written, and try again at the next; or stop
+    # memory of a rank for the copy that is written while training goes on; 0: the state's size if there is room
+    snapshot_mb: int = 0
+    on_save_error: str = "continue"  # if a checkpoint cannot be written: continue, and try again at the next; or stop
     log_every: int = 20
-    measure_every: int = 20  # rows of metrics.jsonl with norms by layer and times by rank; 0: none, and no record of memory and ledger
+    loggers: tuple[str, ...] = (
+        "auto",
+    )  # beside metrics.jsonl: tensorboard, wandb, csv; auto: TensorBoard if installed
+    measure_every: int = (
+        20  # rows of metrics.jsonl with norms by layer and times by rank; 0: none, and no record of memory and ledger
+    )
     digest_every: int = 0  # rows of metrics.jsonl with a digest of all parameters, for fzero replay and bisect
-    hang_s: float = 600.0  # several processes end, naming the rank, where one makes no progress for so long; 0: never
+    hang_s: float = 600.0  # end all processes, naming the rank, if one makes no progress for this time; 0: never
     memory_check: bool = True
 
 
@@ -101,14 +113,16 @@ class Nvme:
     """The disk that offloaded leaves rest on."""
 
     folder: str = ""  # on a disk that all ranks see, or a URL of tensorstore's; "": nvme/ in the run folder
-    buffer_mb: int = 0  # all that is in memory on its way to or from the disk; 0: what the plan needs
-    slots: int = 2  # versions on the disk: 2 make every step atomic, each one more keeps a checkpoint; 1 saves the space
+    buffer_mb: int = 0  # memory for transfers to and from the disk; 0: as the plan needs
+    slots: int = (
+        2  # versions on the disk: 2 make every step atomic, each one more keeps a checkpoint; 1 saves the space
+    )
     verify: bool = True  # checksums with every write, compared when the run is resumed
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What is done about a step that went wrong, and about hardware that computes wrongly: see docs/guard.md."""
+    """Policies for bad steps and for hardware that computes wrongly: see docs/guard.md."""
 
     nonfinite: str = "skip"  # a gradient that is not finite: skip the update, rollback to a checkpoint, or stop
     max_skipped: int = 50  # steps skipped in a row, at which the run ends
@@ -116,16 +130,16 @@ class Guard:
     sigmas: float = 6.0  # how far above their mean is a spike, in their standard deviations
     window: int = 100  # steps that the mean and the deviation remember
     warmup: int = 100  # losses seen before one is judged
-    rollback_steps: int = 0  # a rollback goes back at least so many steps
+    rollback_steps: int = 0  # a rollback goes back at least this many steps
     max_rollbacks: int = 10  # without a new checkpoint after the step that went wrong, at which the run ends
-    check_every: int = 0  # steps between two comparisons of what the ranks compute and hold; 0: none
+    check_every: int = 0  # steps between two comparisons of the ranks' results and replicas; 0: none
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """A whole run. Raises ValueError naming the key, its value, what is allowed and the fix."""
 
-    preset: str = ""  # whose numbers were the start of these; "" for none
+    preset: str = ""  # that the other values started from; "" for none
     model: ModelConfig = field(default_factory=MLPConfig)
     data: Data = Data()
     optim: Optim = Optim()
@@ -138,7 +152,9 @@ class RunConfig:
     accumulate: str = "shards"  # over micro-batches at stages 2 and 3: shards of gradients, or full ones
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again
-    offload: str = ""  # where groups of leaves rest: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
+    offload: str = (
+        ""  # memories of groups of leaves: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
+    )
     nvme: Nvme = Nvme()
     guard: Guard = Guard()
 

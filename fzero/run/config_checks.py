@@ -1,4 +1,4 @@
-"""What is refused in a config: values out of range, unknown choices, combinations that do not work."""
+"""Checks of a config: values out of range, unknown choices, combinations that do not work."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.autodiff import Remat
+from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, Bounds, check_bounds
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.tables import Table, flat, format_list
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
-from fzero.models.presets import family_of
+from fzero.models import sizes
+from fzero.run.measure.loggers import check_loggers
 from fzero.sharding import AXES
 from fzero.sharding.memory import Offload
 from fzero.sharding.plan import ACCUMULATE, REDUCE
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
-# The numbers that count for each schedule and optimizer.
+# The keys that each schedule and optimizer uses.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "constant": ("warmup_steps",),
     "linear": ("warmup_steps", "end"),
@@ -42,24 +44,31 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
 }
 
-# Numbers: the smallest, and whether the value may be that; the bound above, which it may not be.
-INF = math.inf
-POSITIVE, COUNT, RATE, FRACTION = (0.0, False, INF), (0, True, INF), (0.0, True, INF), (0.0, True, 1.0)
-SIZE = (1, True, INF)
-
-BOUNDS: dict[str, tuple[float, bool, float]] = {
-    **{f"model.{n}": SIZE for n in ("vocab_size", "max_len", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "n_experts")},
-    **{f"model.{n}": RATE for n in ("init_std", "balance_coef", "z_coef", "capacity_factor", "head_dim")},
-    **{"model.dropout": FRACTION, "model.norm_eps": POSITIVE, "model.rope_theta": POSITIVE, "data.seq_len": SIZE, "optim.lr": RATE},
+MOST_RANKS = 10_000_000
+BOUNDS: dict[str, Bounds] = {
+    **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
+    **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
     **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
-    **{f"train.{n}": SIZE for n in ("steps", "batch", "micro_batch", "log_every", "mlp_tiles")},
+    **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
     **{"train.snapshot_mb": COUNT, "train.digest_every": COUNT, "train.measure_every": COUNT},
-    **{"train.seed": (0, True, 2**64), "train.hang_s": RATE, "train.ema_decay": FRACTION, "zero": (0, True, 4), "prefetch": COUNT},
-    **{"nvme.buffer_mb": COUNT, "nvme.slots": SIZE, "guard.sigmas": POSITIVE, "guard.rollback_steps": COUNT, "guard.check_every": COUNT},
+    **{
+        "train.seed": (0, True, 2**64),
+        "train.hang_s": RATE,
+        "train.ema_decay": FRACTION,
+        "zero": (0, True, 4),
+        "prefetch": COUNT,
+    },
+    **{
+        "nvme.buffer_mb": COUNT,
+        "nvme.slots": SIZE,
+        "guard.sigmas": POSITIVE,
+        "guard.rollback_steps": COUNT,
+        "guard.check_every": COUNT,
+    },
     **{f"guard.{n}": SIZE for n in ("max_skipped", "window", "warmup", "max_rollbacks")},
 }
 
@@ -75,7 +84,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.compiled": ("auto", True, False),
     "train.compress": ("none", "zstd"),
     "train.on_save_error": ("continue", "stop"),
-    "train.update": ("end", "backward", "delayed"),
+    "train.update": ("end", "backward"),
     "reduce": REDUCE,
     "accumulate": ACCUMULATE,
     "guard.nonfinite": ("skip", "rollback", "stop"),
@@ -84,47 +93,53 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_leaf(name: str, value: Any) -> None:
-    """Raise ValueError where one value is out of its range or not among its choices."""
+    """Raise ValueError if one value is out of its range or not among its choices."""
     if name in CHOICES and value not in CHOICES[name]:
-        said = [str(choice).lower() if isinstance(choice, bool) else choice for choice in CHOICES[name]]
-        raise ValueError(f"{name} is {value!r}{nearest(str(value), said)}; it must be one of {', '.join(said)}")
+        allowed = [str(choice).lower() if isinstance(choice, bool) else choice for choice in CHOICES[name]]
+        raise ValueError(f"{name} is {value!r}{nearest(str(value), allowed)}; it must be one of {', '.join(allowed)}")
+    if name == "train.loggers":
+        check_loggers(value)
     if name in BOUNDS:
-        low, included, high = BOUNDS[name]
-        if not (low <= value if included else low < value) or not value < high:
-            above = "" if high == INF else f" and below {high:g}"
-            raise ValueError(f"{name} is {value!r}; it must be {'at least' if included else 'above'} {low:g}{above}")
+        check_bounds(name, value, BOUNDS[name])
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; it must be a finite number")
 
 
 def validate(config: RunConfig) -> None:
-    """Raise ValueError for the first thing in `config` that is wrong whatever the data and the machine."""
+    """Raise ValueError for the first value in `config` that is wrong whatever the data and the machine."""
     for name, value in flat(dataclasses.asdict(config)):
         check_leaf(name, value)
     c, t = config, config.train
     if t.batch % t.micro_batch:
-        sizes = [m for m in range(1, t.batch + 1) if t.batch % m == 0]
-        raise ValueError(f"train.micro_batch is {t.micro_batch} and does not divide train.batch={t.batch}; use one of {format_list(sizes)}")
+        low = [m for m in range(1, math.isqrt(t.batch) + 1) if t.batch % m == 0]
+        divisors = sorted({*low, *(t.batch // m for m in low)})
+        raise ValueError(
+            f"train.micro_batch is {t.micro_batch} and does not divide train.batch={t.batch}; use one of "
+            f"{format_list(divisors)}"
+        )
     if c.data.seq_len > c.model.max_len:
-        raise ValueError(f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make one fit the other")
+        raise ValueError(
+            f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make "
+            "one fit the other"
+        )
     remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)
     if offload.acts.memory != "device" and not remat.every:
-        raise ValueError(f"offload is {c.offload!r} and train.remat is {t.remat}: acts are what a remat policy keeps; use --remat full")
+        raise ValueError(
+            f"offload is {c.offload!r} and train.remat is {t.remat}: acts are what a remat policy keeps; use "
+            "--remat full"
+        )
     if t.update == "backward" and (c.optim.clip or not {"params=nvme", "opt=nvme"} <= set(c.offload.split(","))):
         raise ValueError(
-            f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer is updated before all gradients are "
-            "known, so nothing is clipped by their norm, and a bad step must be undone; use optim.clip=0 and --offload params=nvme,opt=nvme"
-        )
-    if t.update == "delayed" and not c.offload:
-        raise ValueError(
-            "train.update is delayed and nothing is offloaded, so there is nothing to wait for; use end, or --offload opt=host"
-        )
-    if t.mlp_tiles > 1 and family_of(c.model) not in ("gpt2", "llama"):
-        raise ValueError(
-            f"train.mlp_tiles is {t.mlp_tiles} and a model of family {family_of(c.model)} has no MLP that is computed in tiles; use 1"
+            f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer is updated "
+            "before all gradients are "
+            "known, so nothing is clipped by their norm, and a bad step must be undone; use optim.clip=0 and --offload "
+            "params=nvme,opt=nvme"
         )
     if c.nvme != type(c.nvme)() and "nvme" not in offload.memories:
-        raise ValueError(f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload params=nvme,opt=nvme")
+        raise ValueError(
+            f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload "
+            "params=nvme,opt=nvme"
+        )
     validate_guard(c)
     Kernels.parse(t.kernels)
     s = c.optim.schedule
@@ -132,64 +147,91 @@ def validate(config: RunConfig) -> None:
         raise ValueError(f"optim.schedule.warmup_steps is {s.warmup_steps}; it must be below train.steps={t.steps}")
     if s.name == "wsd" and not 1 <= s.decay_steps <= t.steps - s.warmup_steps:
         left = t.steps - s.warmup_steps
-        raise ValueError(f"optim.schedule.decay_steps is {s.decay_steps}; wsd needs 1 to {left} (train.steps - warmup_steps)")
+        raise ValueError(
+            f"optim.schedule.decay_steps is {s.decay_steps}; wsd needs 1 to {left} (train.steps - warmup_steps)"
+        )
     if s.name == "exponential" and s.end == 0:
-        raise ValueError("optim.schedule.end is 0.0; an exponential never ends there: use a fraction above 0, or linear")
+        raise ValueError(
+            "optim.schedule.end is 0.0; an exponential never ends there: use a fraction above 0, or linear"
+        )
     if c.optim.nesterov and c.optim.momentum == 0:
         raise ValueError("optim.nesterov is true and optim.momentum is 0; give a momentum, such as 0.9")
     for axis, size in c.mesh.items():
-        if axis not in AXES or size < 1:
+        if axis not in AXES or not 1 <= size <= MOST_RANKS:
             near = "" if axis in AXES else nearest(axis, AXES)
-            raise ValueError(f"mesh.{axis} is {size}{near}; the axes are {', '.join(AXES)}, each of size 1 or more")
+            raise ValueError(
+                f"mesh.{axis[:80]} is {size}{near}; the axes are {', '.join(AXES)}, each of size 1 or more"
+                f"{f', at most {MOST_RANKS:,}' if size > MOST_RANKS else ''}"
+            )
 
 
 def validate_guard(config: RunConfig) -> None:
-    """Raise ValueError where the policies of `config.guard` cannot work with the rest of the config."""
+    """Raise ValueError if the policies of `config.guard` cannot work with the rest of the config."""
     g, t, offload = config.guard, config.train, Offload.parse(config.offload)
     if g.nonfinite != "skip" and config.precision.policy == "fp16":
         raise ValueError(
-            f"guard.nonfinite is {g.nonfinite} and precision.policy is fp16, which finds its loss scale by steps that overflow; use skip"
+            f"guard.nonfinite is {g.nonfinite} and precision.policy is fp16, which finds its loss scale by "
+            "steps that overflow; use skip"
         )
     if "rollback" not in (g.nonfinite, g.spike):
         return
     policy = "guard.nonfinite is rollback" if g.nonfinite == "rollback" else "guard.spike is rollback"
     if "nvme" in (offload.params.memory, offload.opt.memory):
-        raise ValueError(f"{policy} and offload is {config.offload!r}: a state on a disk cannot be put back while a run goes on; use skip")
+        raise ValueError(
+            f"{policy} and offload is {config.offload!r}: a state on a disk cannot be put back while a run "
+            "goes on; use skip"
+        )
     if not t.checkpoint_every:
-        raise ValueError(f"{policy} and train.checkpoint_every is 0, so there is nothing to go back to; give an interval")
+        raise ValueError(
+            f"{policy} and train.checkpoint_every is 0, so there is nothing to go back to; give an interval"
+        )
     reach = (t.keep_last - 1) * t.checkpoint_every
     if t.keep_last and g.rollback_steps > reach:
         fix = f"use train.keep_last={-(-g.rollback_steps // t.checkpoint_every) + 1} or more"
         raise ValueError(
-            f"guard.rollback_steps is {g.rollback_steps} and the last {t.keep_last} checkpoints, {t.checkpoint_every} steps apart, "
+            f"guard.rollback_steps is {g.rollback_steps} and the last {t.keep_last} checkpoints, {t.checkpoint_every} "
+            "steps apart, "
             f"reach back {reach}; {fix}"
         )
 
 
 def refuse_unused(config: RunConfig, table: Table) -> None:
-    """Raise ValueError where `table`, as somebody wrote it, sets a number that the chosen optimizer or schedule does not have."""
+    """Raise ValueError if `table`, as the user wrote it, sets a key that the chosen optimizer or schedule does not
+    use."""
     optim = table.get("optim", {})
     for where, given, kind, uses in (
         ("optim", optim, config.optim.name, {*OPTIMIZERS[config.optim.name], "name", "clip", "schedule"}),
-        ("optim.schedule", optim.get("schedule", {}), config.optim.schedule.name, {*SCHEDULES[config.optim.schedule.name], "name"}),
+        (
+            "optim.schedule",
+            optim.get("schedule", {}),
+            config.optim.schedule.name,
+            {*SCHEDULES[config.optim.schedule.name], "name"},
+        ),
     ):
         for key in given:
             if key not in uses:
-                raise ValueError(f"{where}.{key} does nothing with {kind}, which has {', '.join(sorted(uses - {'name'}))}; leave it out")
+                raise ValueError(
+                    f"{where}.{key} does nothing with {kind}, which has {', '.join(sorted(uses - {'name'}))}; "
+                    "leave it out"
+                )
     g = config.guard
     for key in table.get("guard", {}):
         if key in ("sigmas", "window", "warmup") and g.spike == "off":
-            raise ValueError(f"guard.{key} does nothing with guard.spike=off; use guard.spike=skip or rollback, or leave it out")
+            raise ValueError(
+                f"guard.{key} does nothing with guard.spike=off; use guard.spike=skip or rollback, or leave it out"
+            )
         if key in ("rollback_steps", "max_rollbacks") and "rollback" not in (g.nonfinite, g.spike):
             raise ValueError(
-                f"guard.{key} does nothing without a rollback; use guard.nonfinite=rollback or guard.spike=rollback, or leave it out"
+                f"guard.{key} does nothing without a rollback; use guard.nonfinite=rollback or "
+                "guard.spike=rollback, or leave it out"
             )
 
 
 def check_vocabulary(config: RunConfig, corpus: str | Path) -> None:
-    """Raise ValueError where the prepared corpus has tokens that the model does not."""
+    """Raise ValueError if the prepared corpus has tokens that the model does not."""
     size = read_meta(corpus)["vocab_size"]
     if size > config.model.vocab_size:
         raise ValueError(
-            f"model.vocab_size is {config.model.vocab_size} and the corpus has {size} tokens; add --set model.vocab_size={size}"
+            f"model.vocab_size is {config.model.vocab_size} and the corpus has {size} tokens; add --set "
+            f"model.vocab_size={size}"
         )

@@ -8,8 +8,9 @@ import typing
 from dataclasses import replace
 from typing import Any
 
+from fzero.core.foreign import parse_json
 from fzero.core.pytree import nearest
-from fzero.core.tables import Table, check_type, parse_json
+from fzero.core.tables import Table, check_type
 from fzero.models import ModelConfig
 from fzero.models.presets import FAMILIES, family_of
 from fzero.run.config import RunConfig
@@ -22,31 +23,39 @@ DEFAULT_PRESET = "llama-tiny"
 
 
 def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
-    """The RunConfig of a table: its `preset` (default: llama-tiny, or `model`'s own sizes), changed where the table says.
+    """The RunConfig of a table: its `preset` (default: llama-tiny, or `model`'s own sizes), changed by the
+    table.
 
     `model.family` (gpt2, llama, mixtral, mlp) starts from a family's default sizes where `preset` is "".
-    Raises ValueError for an unknown key (with the nearest), a wrong type, a value out of range, and values that do not go together.
-    """
-    train, optim, sizes = (table.get(name) if isinstance(table.get(name), dict) else {} for name in ("train", "optim", "model"))
+    Raises ValueError for an unknown key (with the nearest), a wrong type, a value out of range, and values that do not
+    go together."""
+    train, optim, sizes = (
+        table.get(name) if isinstance(table.get(name), dict) else {} for name in ("train", "optim", "model")
+    )
     name = check_type("preset", table.get("preset", "" if model is not None else DEFAULT_PRESET), str)
     if not name and model is None:
         family = sizes.get("family", "")
         if family not in FAMILIES:
-            raise ValueError(f"model.family is {family!r}{nearest(str(family), FAMILIES)}; it must be one of {', '.join(FAMILIES)}")
+            raise ValueError(
+                f"model.family is {family!r}{nearest(str(family), FAMILIES)}; it must be one of {', '.join(FAMILIES)}"
+            )
         model = FAMILIES[family]()
     steps, optimizer = (check_type(f"{a}.{b}", t[b], kind) if b in t else None for a, t, b, kind in (
         ("train", train, "steps", int), ("optim", optim, "name", str)))  # fmt: skip
     base = recipe(name, model, steps=steps, optimizer=optimizer)
     given = sizes.get("family", family_of(base.model))
     if given != family_of(base.model):
-        raise ValueError(f"model.family is {given!r} and {name or 'the model'} is of family {family_of(base.model)}; leave one of them out")
+        raise ValueError(
+            f"model.family is {given!r} and {name or 'the model'} is of family {family_of(base.model)}; leave "
+            "one of them out"
+        )
     rest = {key: value for key, value in table.items() if key != "preset"}
     if sizes:
         rest["model"] = {key: value for key, value in sizes.items() if key != "family"}
-    return updated(base, rest)
+    return apply_table(base, rest)
 
 
-def updated(value: Any, table: Table, where: str = "") -> Any:
+def apply_table(value: Any, table: Table, where: str = "") -> Any:
     """The dataclass `value` with the fields in `table`, checked one by one and then together."""
     hints = typing.get_type_hints(type(value))
     changes: dict[str, Any] = {}
@@ -54,27 +63,37 @@ def updated(value: Any, table: Table, where: str = "") -> Any:
         name = f"{where}{key}"
         if key not in hints:
             keys = ", ".join([*hints, *(["family"] if where == "model." else [])])
-            raise ValueError(f"unknown key {name!r}{nearest(key, hints)}; the keys {f'of {where[:-1]} ' if where else ''}are {keys}")
+            raise ValueError(
+                f"unknown key {name!r}{nearest(key, hints)}; the keys {f'of {where[:-1]} ' if where else ''}are {keys}"
+            )
         hint, old = hints[key], getattr(value, key)
         kind = next((k for k in typing.get_args(hint) if dataclasses.is_dataclass(k)), None)
         if new is None and type(None) in typing.get_args(hint):
             changes[key] = None
         elif dataclasses.is_dataclass(old) or (kind and name != "model"):
             if not isinstance(new, dict):
-                raise ValueError(f"{name} is {new!r}; it must be a table of {', '.join(f.name for f in dataclasses.fields(old or kind))}")
-            changes[key] = updated(kind() if old is None else old, new, f"{name}.")
+                raise ValueError(
+                    f"{name} is {new!r}; it must be a table of "
+                    f"{', '.join(f.name for f in dataclasses.fields(old or kind))}"
+                )
+            changes[key] = apply_table(kind() if old is None else old, new, f"{name}.")
         else:
             changes[key] = check_type(name, new, hint)
             check_leaf(name, changes[key])
     try:
         return replace(value, **changes)
     except ValueError as error:
-        raise ValueError(f"{where[:-1]}: {error}" if where in ("model.", "precision.loss_scale.") else str(error)) from None
+        raise ValueError(
+            f"{where[:-1]}: {error}" if where in ("model.", "precision.loss_scale.") else str(error)
+        ) from None
 
 
 def to_table(config: RunConfig) -> Table:
     """The table of every value of `config`, the inverse of `from_table`."""
-    table = dataclasses.asdict(config)
+    # Lists, as JSON and TOML have them, in place of tuples.
+    table = dataclasses.asdict(
+        config, dict_factory=lambda pairs: {key: list(of) if isinstance(of, tuple) else of for key, of in pairs}
+    )
     return {**table, "model": {"family": family_of(config.model), **table["model"]}}
 
 
@@ -84,5 +103,10 @@ def to_json(config: RunConfig) -> str:
 
 
 def from_json(text: str, name: str = "config.json") -> RunConfig:
-    """The RunConfig of a JSON text; raises ValueError naming the file where it is not JSON or not a config."""
-    return from_table(parse_json(text, name))
+    """The RunConfig of a JSON text; raises ValueError naming the file if it is not JSON or not a config."""
+    table = parse_json(text, name)
+    train = table.get("train")
+    # Earlier versions have this model field in `train`.
+    if isinstance(train, dict) and (tiles := train.pop("mlp_tiles", 1)) != 1:
+        table.setdefault("model", {})["mlp_tiles"] = tiles
+    return from_table(table)

@@ -24,35 +24,45 @@ Say = Callable[[str], None]
 
 
 def find_corpus(config: Data, folder: Path, say: Say) -> Path:
-    """The prepared corpus of a run: `config.path` itself, or made from it: the standard library's in the user's cache, a text's in
-    `folder`/data.
+    """The prepared corpus of a run: `config.path` itself, or made from it: the standard library's in the user's cache,
+    a text's in `folder`/data.
     """
     path = Path(config.path)
     if config.path != "stdlib" and (path / "meta.json").is_file():
         meta = read_meta(path)
         if config.tokenizer not in ("bytes", meta["tokenizer"]):
-            raise ValueError(f"data.tokenizer is {config.tokenizer!r} and {path} was prepared with {meta['tokenizer']!r}; leave it out")
+            raise ValueError(
+                f"data.tokenizer is {config.tokenizer!r} and {path} was prepared with {meta['tokenizer']!r}; "
+                "leave it out"
+            )
         return path
     if config.path != "stdlib":
         say(f"preparing {path} ({config.tokenizer}) in {folder / run_folder.DATA}")
         say(data.describe(data.prepare(path, folder / run_folder.DATA, tokenizer=config.tokenizer)))
         return folder / run_folder.DATA
     # The library's path too: builds of one version may come with and without its tests.
-    said = (VERSION, platform.python_version(), sysconfig.get_path("stdlib"), config.tokenizer, fzero.__version__)
-    name = "stdlib-" + hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    key = (
+        VERSION,
+        "sums",
+        platform.python_version(),
+        sysconfig.get_path("stdlib"),
+        config.tokenizer,
+        fzero.__version__,
+    )
+    name = "stdlib-" + hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero" / name
     if not target.is_dir():
         say(f"preparing Python's standard library as text ({config.tokenizer}), once, in {target}")
         try:
             say(data.describe(data.prepare("stdlib", target, tokenizer=config.tokenizer)))
         except (OSError, ValueError):
-            if not target.is_dir():  # else another run has made it meanwhile
+            if not target.is_dir():  # else another run has made it
                 raise
     return target
 
 
 def corpus_digest(corpus: Path) -> str:
-    """A SHA-256 that says whether a corpus is the same one: of meta.json, which holds that of the text."""
+    """A SHA-256 that identifies a corpus: of meta.json, which holds that of the text."""
     read_meta(corpus)
     return hashlib.sha256((corpus / "meta.json").read_bytes()).hexdigest()
 
@@ -62,11 +72,12 @@ Skips = Sequence[tuple[int, int]]
 
 
 def sample_at(cursor: int, skips: Skips) -> int:
-    """The first sample of the batch of a run that has consumed `cursor` samples, where `skips` are left out of the order of the data.
+    """The first sample of the batch of a run that has consumed `cursor` samples, with `skips` left out of the
+    order of the data.
 
-    cursor: as in `state.data_cursor`, which counts what was trained on alone, so that it is step x train.batch whatever was left out.
-    skips: (first sample, count) of each batch left out, by sample numbers of the whole order (see `skips_of` in run/resume/rollback.py),
-    each beginning where a batch of the run
+    cursor: as in `state.data_cursor`, which counts samples trained on, so it is step x train.batch whatever is
+    left out. skips: (first sample, count) of each batch left out, by sample numbers of the whole order (see
+    `skips_of` in run/resume/rollback.py), each beginning where a batch of the run
     without it would. They say nothing of the batches before them: a state from before a batch was left out is
     one of the run without it too.
 
@@ -84,18 +95,20 @@ def open_micro_batches(config: RunConfig, corpus: Path) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, the same on every mesh.
 
     Of R data ranks, rank r computes the micro-batches r, r + R, ...
-    Raises ValueError where the split is too short.
+    Raises ValueError if the split is too short.
     """
     t = config.train
     stream = data.TokenStream(data.open_tokens(corpus, "train"), config.data.seq_len, t.batch, t.seed)
     return lambda sample, m: drop_documents(config, stream.samples_at(sample + m * t.micro_batch, t.micro_batch))
 
 
-def open_data(config: RunConfig, corpus: Path, mesh: Mesh) -> tuple[Callable[[int], Batch], Callable[[], Iterator[Any]]]:
+def open_data(
+    config: RunConfig, corpus: Path, mesh: Mesh
+) -> tuple[Callable[[int], Batch], Callable[[], Iterator[Any]]]:
     """(a function from the first sample of a batch to this rank's rows of it, one that gives its validation batches).
 
-    The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the validation batches too.
-    Raises ValueError where a split is too short.
+    The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the
+    validation batches too. Raises ValueError if a split is too short.
     """
     t, length, part = config.train, config.data.seq_len, open_micro_batches(config, corpus)
     split = data.open_tokens(corpus, "val")
@@ -107,13 +120,17 @@ def open_data(config: RunConfig, corpus: Path, mesh: Mesh) -> tuple[Callable[[in
         parts = [part(sample, m) for m in range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size)]
         return {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
 
-    # In batches of a micro-batch: the shapes that the training has, so that nothing is compiled again.
-    return batch_at, lambda: (drop_documents(config, b) for b in data.eval_batches(split, length, t.micro_batch, windows, share))
+    # In micro-batches, the shapes of training, so that nothing is compiled again.
+    return batch_at, lambda: (
+        drop_documents(config, b) for b in data.eval_batches(split, length, t.micro_batch, windows, share)
+    )
 
 
 def drop_documents(config: RunConfig, batch: Batch) -> Batch:
     """The batch, without document numbers where tokens attend across documents."""
-    return batch if config.data.within_documents else {name: leaf for name, leaf in batch.items() if name != "documents"}
+    return (
+        batch if config.data.within_documents else {name: leaf for name, leaf in batch.items() if name != "documents"}
+    )
 
 
 def bytes_per_token(corpus: Path) -> float:

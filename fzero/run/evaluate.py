@@ -10,17 +10,21 @@ import torch
 
 from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
+from fzero.optim import AverageState
 from fzero.run.build import Job
 from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import split_names, spread
 
 
-def evaluate_all(job: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float) -> dict[str, float]:
-    """{"val_loss": nats per token on the validation split, ...}: cross entropy; per byte where tokens are not bytes; of the average too.
+def evaluate_all(
+    job: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float
+) -> dict[str, float]:
+    """{"val_loss": nats per token on the validation split, ...}: cross entropy; also per byte unless tokens are
+    bytes, and of the average.
 
-    The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one process.
-    Communicates: what the model does, and two float64 per batch over dp and rp.
+    The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one
+    process. Communicates: what the model does, and two float64 per batch over dp and rp.
     """
     out, mesh = {}, job.mesh
     for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(job, state))):
@@ -41,11 +45,11 @@ def evaluate_all(job: Job, state: TrainState, batches: Callable[[], Iterator[Any
 
 
 def at_rest(job: Job, state: TrainState) -> Any:
-    """The average of the weights in the layout of the parameters at rest, () where there is none.
+    """The average of the weights in the layout of the parameters at rest, () if there is none.
 
-    Communicates: where the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
+    Communicates: if the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
     """
-    ema = state.extra.get("ema", ())
+    ema = state.opt_state.average if isinstance(state.opt_state, AverageState) else ()
     if not pytree.leaves(ema) or not split_names(job.plan):
         return ema
     whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=job.policy.state), state.params)

@@ -1,4 +1,5 @@
-"""Run folders from the weights of other systems, and to folders of Hugging Face `transformers`; one leaf is in memory at a time."""
+"""Run folders from the weights of other systems, and to folders of Hugging Face `transformers`; one leaf is in memory
+at a time."""
 
 from __future__ import annotations
 
@@ -12,55 +13,60 @@ from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
-from fzero.core.tables import parse_json
+from fzero.core.foreign import read_json, read_text_file
 from fzero.data.tokenizers import Tokenizer, json_tokenizer
-from fzero.run import run_folder, weights
+from fzero.run import run_folder, run_lock, weights
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.recipes import recipe
 from fzero.sharding.plan import shapes_of
 
-BUFFER_BYTES = 64 << 20  # of what is being written
+BUFFER_BYTES = 64 << 20  # of memory for writing
 
 
 def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
-    """Make the run folder `out` of the weights in `folder`, and of the tokenizer there or beside `config`; returns a line that says so.
+    """Make the run folder `out` of the weights in `folder`, and of the tokenizer there or beside `config`; returns a
+    line about it.
 
-    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `migrate.open_source` does.
-    """
-    run_folder.expect_free(out)
+    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `migrate.open_source`
+    does."""
+    if not (out / run_lock.LOCK).exists():
+        run_folder.expect_free(out)
     source = convert.open_source(folder, config)
     value = recipe("", source.config)
     tokenizer = tokenizer_of(folder, source.hf_config)
     leaves = {name: checkpoint.Lazy(*leaf) for name, leaf in source.leaves.items()}
     params = models.build(source.config).init(lambda name, shape, std, mean=0.0: leaves[name])
-    there = out.exists()
-    try:
-        run_folder.create_run(out, value, tokenizer, imported=str(folder.resolve()), imported_from=source.kind)
-        checkpoint_dir = run_folder.checkpoints_of(out, value)
-        checkpoint.save(checkpoint_dir, {"params": params}, step=0, config=to_table(value), buffer_bytes=BUFFER_BYTES)
-    except checkpoint.SaveFailed as error:
-        run_folder.clear_folder(out, keep=there)
-        raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None  # a source that is damaged
-    except BaseException:
-        run_folder.clear_folder(out, keep=there)
-        raise
+    with run_lock.owning(out) as there:
+        run_folder.expect_free(out)
+        try:
+            run_folder.create_run(out, value, tokenizer, imported=str(folder.resolve()), imported_from=source.kind)
+            place, config_table = run_folder.checkpoints_of(out, value), to_table(value)
+            checkpoint.save(place, {"params": params}, step=0, config=config_table, buffer_bytes=BUFFER_BYTES)
+        except checkpoint.SaveFailed as error:
+            run_folder.clear_folder(out, keep=there)
+            raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None  # a damaged source
+        except BaseException:
+            run_folder.clear_folder(out, keep=there)
+            raise
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     text = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
-    return f"{out}: {count:,} parameters of a {source.kind}, {text}; train on with: fzero pretrain --init {out} --data ..."
+    return (
+        f"{out}: {count:,} parameters of a {source.kind}, {text}; train on with: fzero pretrain --init {out} --data ..."
+    )
 
 
 def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
-    """Write the model of `run` to the new folder `out`; returns (a line that says so, a line for each checkpoint that was passed over).
+    """Write the model of `run` to the new folder `out`; returns (a line about it, a line for each checkpoint passed
+    over).
 
-    The weights are the master weights where the run has them. A checkpoint in which a leaf is damaged is passed over for the one before.
-    """
+    Exports the master weights if the run has them. Passes over checkpoints with a damaged leaf."""
     value = run_folder.read_config(run)
-    said = run_folder.read_environment(run)
+    recorded = run_folder.read_environment(run)
     tokenizer = run / run_folder.TOKENIZER
 
     def write(leaves: huggingface.Leaves) -> None:
-        eos = said["eos"] if said["eos"] >= 0 else None
+        eos = recorded["eos"] if recorded["eos"] >= 0 else None
         huggingface.save_hf(out, value.model, leaves, tokenizer=tokenizer if tokenizer.is_file() else None, eos=eos)
 
     def read(opened: checkpoint.CheckpointReader) -> int:
@@ -83,7 +89,10 @@ def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.CheckpointReader
     missing = [name for name in shapes if prefix + name not in held.leaves]
     if missing:
         raise ValueError(f"{held.path}: the model of the run has leaves that are not in it: {', '.join(missing[:5])}")
-    like = {name: torch.empty(held.leaves[prefix + name].shape, dtype=held.leaves[prefix + name].dtype, device="meta") for name in shapes}
+    like = {
+        name: torch.empty(held.leaves[prefix + name].shape, dtype=held.leaves[prefix + name].dtype, device="meta")
+        for name in shapes
+    }
 
     def read(name: str, index: tuple[int, ...]) -> torch.Tensor:
         shape = tuple(like[name].shape)
@@ -111,23 +120,26 @@ def on_disk(run: Path, value: RunConfig, snapshot: offload_snapshot.StoreSnapsho
 
 
 def box_of(shape: tuple[int, ...], index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) of what is at an index into the first dims of a leaf."""
+    """(start, size) of the part of a leaf at an index into its first dims."""
     inner = shape[len(index) :]
     return (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner)
 
 
 def prefix_of(run: Path, holds: Callable[[str], bool], ema: bool) -> str:
-    """Below which name the weights to export are, of those that a state has leaves below."""
+    """The prefix of the weights to export, among those with leaves in a state."""
     if ema and not holds(weights.EMA):
         raise ValueError(f"{run}: keeps no average of the weights (train.ema_decay is 0)")
     return weights.EMA if ema else weights.MASTER if holds(weights.MASTER) else weights.PARAMS
 
 
 def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
-    """The tokenizer.json in `folder` or beside a config.json, None where there is none; its eos is the one that config.json names."""
-    path = next((place / "tokenizer.json" for place in (folder, hf_config.parent) if (place / "tokenizer.json").is_file()), None)
+    """The tokenizer.json in `folder` or beside a config.json, None if there is none; its eos is the one that
+    config.json names."""
+    path = next(
+        (place / "tokenizer.json" for place in (folder, hf_config.parent) if (place / "tokenizer.json").is_file()), None
+    )
     if path is None:
         return None
-    said = parse_json(hf_config.read_bytes(), str(hf_config)).get("eos_token_id")
-    eos = said[0] if isinstance(said, list) and said else said
-    return json_tokenizer(path.read_text(encoding="utf-8"), str(path), eos)
+    recorded = read_json(hf_config).get("eos_token_id")
+    eos = recorded[0] if isinstance(recorded, list) and recorded else recorded
+    return json_tokenizer(read_text_file(path), str(path), eos)

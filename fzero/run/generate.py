@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,28 @@ from fzero.sharding.slices import STACKED
 from fzero.train.streamed import PREFIX, Parts, parts_of
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from its logits.
+
+    temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all).
+    top_p: among the fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text
+    degeneration", section 3.1). Raises ValueError for numbers out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest token)")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+
+
 @torch.no_grad()
 def generate(
     model: Model,
@@ -24,22 +47,18 @@ def generate(
     n: int,
     key: Tensor,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    sampling: Sampling = Sampling(),
     vocab_size: int | None = None,
     eos: int | None = None,
 ) -> Tensor:
-    """The prompt `tokens` (int64 [B, T]) with `n` drawn tokens after it: int64 [B, T + n], or shorter where all rows have met `eos`.
+    """The prompt `tokens` (int64 [B, T]) with `n` drawn tokens after it: int64 [B, T + n], or shorter where all rows
+    have met `eos`.
 
-    temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all). top_p: among the
-    fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1).
-    vocab_size: only ids below are drawn. The draw at a position depends on the key and the position only, so the same key gives the
-    same text. Computes in the dtype of the parameters. Parameters on a disk (DiskTensor) are read part by part, each while the
-    one before it computes, for every token anew.
-    Raises ValueError for an empty prompt, T + n above the model's max_len, an id outside the vocabulary, and numbers out of range.
-    """
-    check_sampling(temperature, top_k, top_p)
+    sampling: how a token is drawn from the logits. vocab_size: only ids below are drawn. The draw at a position depends
+    on the key and the position only, so the same key gives the same text. Computes in the dtype of the parameters.
+    Parameters on a disk (DiskTensor) are read part by part, each while the one before it computes, for every token
+    anew. Raises ValueError for an empty prompt, T + n above the model's max_len, and an id outside the
+    vocabulary."""
     parts = parts_of(model, zero_plan(0, model, one_process()))
     batch, length = tokens.shape
     vocab = vocab_size or model.config.vocab_size
@@ -48,7 +67,8 @@ def generate(
     if n < 0 or length + n > model.config.max_len:
         room = max(model.config.max_len - length, 0)
         raise ValueError(
-            f"{length} tokens of prompt and {n} more do not fit max_len={model.config.max_len}; ask for at most {room}, or shorten it"
+            f"{length} tokens of prompt and {n} more do not fit max_len={model.config.max_len}; ask for at "
+            f"most {room}, or shorten it"
         )
     if int(tokens.max()) >= vocab or int(tokens.min()) < 0:
         raise ValueError(f"the prompt has the token {int(tokens.max())}; the vocabulary has the ids 0 to {vocab - 1}")
@@ -57,23 +77,13 @@ def generate(
     for position in range(length, length + n):
         logits = forward(model, parts, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
         seen = position
-        new = draw(logits, prng.fold_in(key, position), temperature, top_k, top_p)
+        new = draw(logits, prng.fold_in(key, position), sampling)
         tokens = torch.cat((tokens, new[:, None]), 1)
         if eos is not None:
             done |= new == eos
             if bool(done.all()):
                 break
     return tokens
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """Raise ValueError for numbers out of range."""
-    if not 0.0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; it must be at least 0 (0 takes the likeliest token)")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}; it must be at least 0 (0: all tokens)")
-    if not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
 
 
 def make_caches(model: Model, params: Tree, batch: int, length: int) -> list[Cache | tuple]:
@@ -85,8 +95,11 @@ def make_caches(model: Model, params: Tree, batch: int, length: int) -> list[Cac
     return [Cache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 0) for _ in range(c.n_layers)]
 
 
-def forward(model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: list[Cache | tuple], length: int) -> Tensor:
-    """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into them."""
+def forward(
+    model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: list[Cache | tuple], length: int
+) -> Tensor:
+    """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into
+    them."""
     ctx = Ctx(dtype=pytree.leaves(params)[0].dtype)
     caches = [cache._replace(length=length) if cache else () for cache in caches]
     embed, head = Group("embed", parts.embed), Group("head", parts.head)
@@ -104,22 +117,22 @@ def forward(model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: li
     return model.logits(take(head), x, ctx)
 
 
-def draw(logits: Tensor, key: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def draw(logits: Tensor, key: Tensor, how: Sampling) -> Tensor:
     """One token per row of logits [B, V] (int64 [B]), by the largest of logits / temperature + Gumbel noise.
 
     Ref: Gumbel 1954; Maddison et al. 2014, "A* sampling", section 2.
     """
     logits = logits.double()
-    if temperature == 0.0:
+    if how.temperature == 0.0:
         return logits.argmax(-1)
-    logits = logits / temperature
-    if top_k and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, -1).values[:, -1:]
+    logits = logits / how.temperature
+    if how.top_k and how.top_k < logits.shape[-1]:
+        least = logits.topk(how.top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
-    if top_p < 1.0:
+    if how.top_p < 1.0:
         ordered, order = logits.sort(-1, descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        ordered = ordered.masked_fill(before >= top_p, -math.inf)
+        ordered = ordered.masked_fill(before >= how.top_p, -math.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     noise = prng.uniform(key, logits.shape, dtype=torch.float64)
     return (logits - (-noise.log()).log()).argmax(-1)

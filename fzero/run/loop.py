@@ -1,4 +1,4 @@
-"""The loop of a run: announce it, make its steps, go back to a checkpoint where a step went wrong, summarize it.
+"""The loop of a run: announce it, make its steps, roll back after a bad step, summarize it.
 
 Read `train` first, then `train_steps`: from there the step itself is `job.train_step` (fzero/train/step.py).
 """
@@ -18,52 +18,72 @@ from fzero.comm.tables import any_rank
 from fzero.core import prng, pytree
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
-from fzero.run import corpus, machine, run_folder
+from fzero.optim import AverageState
+from fzero.run import config_table, corpus, machine, run_folder
 from fzero.run.attempt import Attempt
 from fzero.run.build import Job, all_on_disk, num_params, specs_of
 from fzero.run.evaluate import evaluate_all
-from fzero.run.generate import generate
+from fzero.run.generate import Sampling, generate
 from fzero.run.measure import attempts
 from fzero.run.measure.flops import token_flop
-from fzero.run.measure.log import Meter, format_duration, metrics_row, metrics_writer
+from fzero.run.measure.log import Meter, metrics_row, metrics_writer
 from fzero.run.measure.profiler import steps_of
+from fzero.run.measure.progress import format_duration, show_progress
 from fzero.run.measure.step_records import Chosen, chosen, recording
 from fzero.run.memory_check import snapshot_room
+from fzero.run.placement import resume_command
 from fzero.run.ranks.signals import stop_signals
 from fzero.run.ranks.watchdog import watch
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, offload_summary, to_memory
 from fzero.run.resume.saver import CheckpointSaver
+from fzero.run.waiting import sleep_while_shared
 from fzero.sharding.digests import digest_text
 from fzero.sharding.redistribute import gather_on_first
 from fzero.train.state import TrainState
 
 
 def train(attempt: Attempt, state: TrainState) -> int:
-    """Train from `state` to the attempt's last step, and show a sample; returns the signal that stopped the training, or 0.
+    """Train from `state` to the attempt's last step, and show a sample; returns the signal that stopped the training,
+    or 0.
 
-    A step that went wrong is made again, from a checkpoint, where the config's `guard` says so.
+    Rolls back to a checkpoint after a bad step if the config's `guard` says so.
     """
     attempt = measure_peak(attempt)
     announce(attempt)
     begin = time.perf_counter()
     with ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
+        stack.enter_context(sleep_while_shared())
         stack.enter_context(watch(attempt.coordinator, attempt.job.config.train.hang_s, stop))
         state, signal, fault = train_steps(attempt, state, stop)
         while fault is not None:
-            rollback.free_state(state)  # there is room for one
+            rollback.free_state(state)  # memory holds one state
             state = rollback.roll_back(attempt.job, attempt.folder, fault, attempt.coordinator, attempt.options.say)
             state, signal, fault = train_steps(attempt, state, stop)
     summarize(attempt, state, time.perf_counter() - begin)
     return signal
 
 
-def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[TrainState, int, rollback.Fault | None]:
-    """(the state after the last step made, the signal that stopped the steps or 0, the Fault of a step that asks for a rollback or None).
+@contextmanager
+def recorder(attempt: Attempt, first: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A context of a function that writes and shows the rows of the steps after `first`."""
+    config, options = attempt.job.config, attempt.options
+    t, shown = config.train, {"bar": options.bar, "say": options.say, "compiles": bool(config.train.compiled)}
+    table = config_table.to_table(config)
+    with (
+        show_progress(first, attempt.last_step, every=t.log_every, **shown) as show,
+        metrics_writer(attempt.folder, first, show, t.loggers, table) as record,
+    ):
+        yield record
 
-    The steps end after `attempt.last_step`, after the step in which a signal came to any rank (`stop` holds this rank's), or with a fault.
-    Rank 0 writes a row of metrics for every step, checkpoints, and what the options show.
+
+def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[TrainState, int, rollback.Fault | None]:
+    """(the state after the last step made, the signal that stopped the steps or 0, the Fault of a step that asks for a
+    rollback or None).
+
+    The steps end after `attempt.last_step`, after the step in which a signal came to any rank (`stop` holds this
+    rank's), or with a fault. Rank 0 writes a row of metrics for every step, checkpoints, and shows progress.
     """
     job, folder, path, coordinator, options = attempt
     config, t, mesh, until = job.config, job.config.train, job.mesh, attempt.last_step
@@ -83,13 +103,11 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
 
     with ExitStack() as stack:
         batches = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
-        record = (
-            stack.enter_context(metrics_writer(folder, first, until, t.log_every, options.bar, options.say)) if coordinator.first else None
-        )
+        record = stack.enter_context(recorder(attempt, first)) if coordinator.first else None
         room = snapshot_room(job, machine.available_bytes() // coordinator.local_size)
         saver = stack.enter_context(CheckpointSaver(job, folder, first, room, options.say))
         saver.reserve(state)
-        step, traffic = first, job.space.moved() if job.space else DiskTraffic()
+        step, traffic = first, job.nvme.moved() if job.nvme else DiskTraffic()
         meter, recorded, make_step = stack.enter_context(measure_steps(attempt, first))
         while step < until and not (signal := any_rank(stop[0] if stop else 0, mesh)):
             coordinator.step = step
@@ -103,7 +121,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
             row |= meter.rates(step) | meter.norms(state, metrics, step)
             with mesh.ledger.phase("checkpoint"):
                 row |= disk_row(job, traffic) | saver.poll()
-            traffic = job.space.moved() if job.space else traffic
+            traffic = job.nvme.moved() if job.nvme else traffic
             if step == t.steps or (t.eval_every and step % t.eval_every == 0):
                 with mesh.ledger.phase("evaluate"):
                     row |= evaluate_all(job, state, validation, bytes_per_token)
@@ -129,14 +147,17 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         if check_every and checked != step:
             compare(state, step)
         saver.close(state, step)
-        if job.space is not None and job.space.store is not None:
-            job.space.store.trim()
+        if job.nvme is not None and job.nvme.store is not None:
+            job.nvme.store.trim()
     return state, signal, None
 
 
 @contextmanager
-def measure_steps(attempt: Attempt, first: int) -> Iterator[tuple[Meter, Chosen, Callable[[TrainState, Any, int], tuple]]]:
-    """(the meter of the steps after step `first`, which of them are recorded, the function that makes a step), rank 0 writing the records.
+def measure_steps(
+    attempt: Attempt, first: int
+) -> Iterator[tuple[Meter, Chosen, Callable[[TrainState, Any, int], tuple]]]:
+    """(the meter of the steps after step `first`, which of them are recorded, the function that makes a step), rank 0
+    writing the records.
 
     The function takes the state, the batch and the step's number.
     """
@@ -147,55 +168,68 @@ def measure_steps(attempt: Attempt, first: int) -> Iterator[tuple[Meter, Chosen,
     if coordinator.first:
         number = attempts.begin(folder, job, first, coordinator.size, flop, options.peak_flops, options.peak_measured)
     meter = Meter(job, flop, options.peak_flops)
-    with recording(job, folder, number, which if coordinator.first else Chosen()) as step, job.mesh.ledger.watched(meter.clock):
+    with (
+        recording(job, folder, number, which if coordinator.first else Chosen()) as step,
+        job.mesh.ledger.watched(meter.clock),
+    ):
         yield meter, which, step
 
 
-# ---- what is said before and after ----
+# ---- messages before and after ----
 
 
 def measure_peak(attempt: Attempt) -> Attempt:
-    """The attempt with the rate of products that MFU is a fraction of, measured where none was given."""
+    """The attempt with its peak FLOP/s, measured if none was given."""
     if attempt.options.peak_flops:
         return attempt
     coordinator = attempt.coordinator
-    rate = coordinator.size * coordinator.share(lambda: machine.peak_rate(attempt.job.policy.compute, coordinator.local_size))
+    rate = coordinator.size * coordinator.share(
+        lambda: machine.peak_rate(attempt.job.policy.compute, coordinator.local_size)
+    )
     return attempt._replace(options=attempt.options._replace(peak_flops=rate, peak_measured=True))
 
 
 def announce(attempt: Attempt) -> None:
-    """Say which model is trained, on what text, where, and what its speed is compared with."""
+    """Print the model, the corpus, the run folder and the peak for MFU."""
     job, folder, path, coordinator, options = attempt
     config, say = job.config, options.say
-    size = data.open_tokens(path).tokens.shape[0]
+    tokens = data.open_tokens(path)
+    size = tokens.tokens.shape[0]
     say(f"{config.preset or 'model'}: {num_params(job):,} parameters; run folder {folder}")
     say(f"{path}: {size:,} tokens; {config.train.batch} x {config.data.seq_len} a step")
+    if tokens.sums is None:
+        say(f"{path}: has no checksums (an earlier version prepared it), so damage to it is not noticed")
     if coordinator.size > 1:
         say(str(job.plan).splitlines()[0])
     for line in offload_summary(job):
         say(line)
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
-    where = f" by {coordinator.size} processes at once" * (coordinator.size > 1)
+    where = f" by {coordinator.size} processes together" * (coordinator.size > 1)
     given, measured = ("the", f" measured here{where}") if options.peak_measured else ("the given", "")
     say(f"MFU: model FLOPs (6N + 12LTD) over {given} {rate}{measured}")
 
 
 def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
-    """Say how far the run came; after its last step also its validation loss, what it has written, and a sample of its text.
+    """Print the progress of the run; after its last step also its validation loss, its files, and a sample.
 
-    All ranks call it. Communicates: the weights to rank 0, where a sample is asked for.
+    All ranks call it. Communicates: the weights to rank 0, if a sample is asked for.
     """
     job, folder, _, coordinator, options = attempt
     config, say, step = job.config, options.say, int(state.step)
     if step < config.train.steps:
-        again = f"{run_folder.pretrain_command(coordinator.size)} --out {folder} --resume"
+        again = resume_command(folder, config, coordinator.size)
         say(f"stopped after step {step} of {config.train.steps}; resume with: {again}")
         return
     rows = list(run_folder.read_metrics(folder)) if coordinator.first else []
     last = next((row for row in reversed(rows) if "val_loss" in row), {})
     per_byte = f" ({last['val_loss_per_byte']:.4f} per byte)" if "val_loss_per_byte" in last else ""
-    say(f"{step} steps in {format_duration(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} nats per token{per_byte}")
-    where = job.space.folder if all_on_disk(job) else f"{config.train.checkpoints or run_folder.CHECKPOINTS}/step-{step:08d}"
+    say(
+        f"{step} steps in {format_duration(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} "
+        f"nats per token{per_byte}"
+    )
+    where = (
+        job.nvme.folder if all_on_disk(job) else f"{config.train.checkpoints or run_folder.CHECKPOINTS}/step-{step:08d}"
+    )
     say(f"written: {folder}/metrics.jsonl, {where}")
     params = best_params(job, state) if options.sample else ()
     if options.sample and coordinator.first:
@@ -204,19 +238,21 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
 
 
 def best_params(job: Job, state: TrainState) -> Any:
-    """The whole weights to write text with on rank 0 (the average, where there is one), in the dtype of the parameters; () elsewhere."""
+    """The whole weights (or their average) for sampling on rank 0, in the parameters' dtype; () elsewhere."""
     specs, state = specs_of(job), to_memory(state)
-    if "ema" not in state.extra:
+    if not isinstance(state.opt_state, AverageState):
         return gather_on_first(state.params, specs.params, job.mesh)
-    whole = gather_on_first(state.extra["ema"], specs.extra["ema"], job.mesh)
+    whole = gather_on_first(state.opt_state.average, specs.opt_state.average, job.mesh)
     return pytree.map(lambda leaf: leaf.to(job.policy.param), whole)
 
 
 def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
-    """The text of up to `n` tokens that the model with these whole parameters writes after the prompt of the options."""
+    """The text of up to `n` tokens generated after the prompt of the options."""
     job, tokenizer = attempt.job, run_folder.read_tokenizer(attempt.folder)
     tokens = torch.from_numpy(tokenizer.encode(attempt.options.sample).astype("int64"))[None]
     n = min(n, job.model.config.max_len - tokens.shape[1])
     key = prng.key(job.config.train.seed)
-    out = generate(job.model, params, tokens, n, key, temperature=0.7, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos)
+    out = generate(
+        job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=tokenizer.eos
+    )
     return tokenizer.decode(out[0].tolist())

@@ -1,4 +1,4 @@
-"""This machine: cores, memory, rates of products, compiler; and what each "auto" of a config becomes on it."""
+"""This machine: cores, memory, rates of products, compiler; and the choice for each "auto" of a config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fzero
 from fzero import models
 from fzero.core.compile import have_compiler
 from fzero.core.device import CPU, Target
-from fzero.core.tables import parse_json
+from fzero.core.foreign import in_form, read_json
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base
 from fzero.offload.disk_config import config_file
@@ -48,7 +48,7 @@ def cores() -> int:
 def share_cores(processes: int) -> str:
     """Share the cores of this host among its processes, and return a line that says how many threads each uses.
 
-    torchrun sets OMP_NUM_THREADS to 1 where it is not set, so 1 means nothing; a larger number was chosen, and is kept.
+    torchrun sets OMP_NUM_THREADS to 1 if it is not set, so 1 means nothing; a larger number is kept.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, cores() // processes))
@@ -72,11 +72,12 @@ def available_bytes() -> int:
 
 
 def product_rates(kinds: Sequence[Kind]) -> list[float]:
-    """The FLOP/s of this process' products of each kind (dtype, way of float32), as `fzero bench` measured them, or as measured once here.
+    """The FLOP/s of this process' products of each kind (dtype, way of float32), as `fzero bench` measured them, or as
+    measured once here.
 
-    A process without a device file of this machine measures for 0.1 s a kind, on one thread, and counts it for all its threads: "auto"
-    cannot be decided without a figure (bf16 is many times faster than fp32 on one CPU, and many times slower on another).
-    """
+    A process without a device file of this machine measures for 0.1 s a kind, on one thread, and counts it for all its
+    threads: "auto" cannot be decided without a figure (bf16 is many times faster than fp32 on one CPU, and many times
+    slower on another)."""
     known = bench_rates()
     if not all(kind in known for kind in kinds):
         missing = [kind for kind in kinds if kind not in _MEASURED]
@@ -87,41 +88,44 @@ def product_rates(kinds: Sequence[Kind]) -> list[float]:
 
 
 def bench_rates() -> dict[Kind, float]:
-    """The best FLOP/s of products of one process by kind, of the device file that `fzero bench` wrote on this machine; else nothing.
+    """The best FLOP/s of products of one process by kind, of the device file that `fzero bench` wrote on this machine;
+    else nothing.
 
     Raises ValueError for a file that is not JSON.
     """
     path = device_file()
     if not path.is_file():
         return {}
-    table = parse_json(path.read_text(encoding="utf-8"), str(path))
-    if table.get("kind") != "cpu" or table.get("machine", {}).get("processor") != processor():
-        return {}
+    table = read_json(path)
     best: dict[Kind, float] = {}
-    for rates in table.get("rates", []):
-        if rates["processes"] > 1:
-            continue
-        for name, products in rates["gemm"].items():
-            dtype, _, way = name.partition("/")
-            kind = getattr(torch, dtype), way or "default"
-            best[kind] = max(best.get(kind, 0.0), *(2.0 * n * i * j * k / seconds for n, i, j, k, seconds in products), 0.0)
+    with in_form(str(path), "; run `fzero bench` again, or remove the file"):
+        if table.get("kind") != "cpu" or table.get("machine", {}).get("processor") != processor():
+            return {}
+        for rates in table.get("rates", []):
+            if rates["processes"] > 1:
+                continue
+            for name, products in rates["gemm"].items():
+                dtype, _, way = name.partition("/")
+                kind = getattr(torch, dtype), way or "default"
+                flops = [2.0 * n * i * j * k / seconds for n, i, j, k, seconds in products]
+                best[kind] = max(best.get(kind, 0.0), *flops, 0.0)
     return best
 
 
 def device_file() -> Path:
-    """Where `fzero bench` writes what it measured: device.json beside the user's config.toml."""
+    """The file of `fzero bench`'s measurements: device.json beside the user's config.toml."""
     return config_file().parent / "device.json"
 
 
 def processor() -> str:
-    """The name of the processor, or of its kind where the system does not have it."""
+    """The name of the processor, or its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def peak_rate(dtype: torch.dtype, processes: int = 1) -> float:
-    """The FLOP/s of products in `dtype` of one of some processes that share this host: what MFU is a fraction of."""
+    """The FLOP/s of products in `dtype` of one of `processes` that share this host: the peak for MFU."""
     (rate,) = product_rates([(dtype, fp32_matmul())])
     return rate / processes if (dtype, fp32_matmul()) in bench_rates() else rate
 
@@ -129,9 +133,9 @@ def peak_rate(dtype: torch.dtype, processes: int = 1) -> float:
 def gemm_rates(kinds: Sequence[Kind], seconds: float = 0.1) -> list[float]:
     """Time the fastest square product of each kind for `seconds`, in turn and on one thread: FLOP/s.
 
-    In turn and on one thread, so that a comparison does not depend on who else uses the machine: while another process has one of two
-    cores, a product on two threads can take a hundred times as long. The side is 1024, or less where one product would take too long.
-    """
+    In turn and on one thread, so that a comparison does not depend on who else uses the machine: while another process
+    has one of two cores, a product on two threads can take a hundred times as long. The side is 1024, or less where one
+    product would take too long."""
     all_threads, before = torch.get_num_threads(), fp32_matmul()
     torch.set_num_threads(1)
 
@@ -158,7 +162,7 @@ def gemm_rates(kinds: Sequence[Kind], seconds: float = 0.1) -> list[float]:
 
 
 def fp32_error() -> float:
-    """The error of a float32 product as it is now made: the Frobenius norm of the difference from float64, relative."""
+    """The relative error of a float32 product in the current mode, against float64, in the Frobenius norm."""
     side = torch.arange(GEMM, dtype=torch.float64)
     a = torch.sin(side[:, None] * 0.37 + side * 1.7).float()
     exact = a.double() @ a.double().T
@@ -166,7 +170,7 @@ def fp32_error() -> float:
 
 
 def onednn_switch() -> Any:
-    """Where torch keeps the switch for float32 products by oneDNN; None where it has none."""
+    """Where torch keeps the switch for float32 products by oneDNN; None if it has none."""
     switch = getattr(torch.backends.mkldnn, "matmul", None)
     return switch if torch.backends.mkldnn.is_available() and hasattr(switch, "fp32_precision") else None
 
@@ -180,11 +184,13 @@ def fp32_matmul() -> str:
 def set_fp32_matmul(mode: str) -> None:
     """Have float32 products made the "default" way, or by oneDNN from bfloat16 parts ("onednn"). For the whole process.
 
-    Raises ValueError where this torch has no such switch.
+    Raises ValueError if this torch has no such switch.
     """
     switch = onednn_switch()
     if mode == "onednn" and switch is None:
-        raise ValueError(f"precision.fp32_matmul is 'onednn' and torch {torch.__version__} has no such switch here; use default")
+        raise ValueError(
+            f"precision.fp32_matmul is 'onednn' and torch {torch.__version__} has no such switch here; use default"
+        )
     if switch is not None:
         switch.fp32_precision = "bf16" if mode == "onednn" else "none"
 
@@ -193,7 +199,7 @@ def choose_fp32_matmul(wanted: str) -> tuple[str, str]:
     """(the way float32 products are now made, a line that says why); `wanted` is auto, default or onednn.
 
     auto takes oneDNN's way where its error stays below 1e-6 and it is at least 5% faster (see product_rates).
-    Raises ValueError where "onednn" is asked for and its error is larger, or it is not there.
+    Raises ValueError if "onednn" is asked for and its error is larger, or it is not there.
     """
     set_fp32_matmul("default")
     if wanted == "default":
@@ -205,7 +211,9 @@ def choose_fp32_matmul(wanted: str) -> tuple[str, str]:
     if wanted == "onednn":
         if error >= MAX_ERROR:
             set_fp32_matmul("default")
-            raise ValueError(f"precision.fp32_matmul is 'onednn' and its error here is {error:.1e}, above {MAX_ERROR:g}; use default")
+            raise ValueError(
+                f"precision.fp32_matmul is 'onednn' and its error here is {error:.1e}, above {MAX_ERROR:g}; use default"
+            )
         return "onednn", f"fp32 products: oneDNN's, as asked (error {error:.1e})"
     plain, rate = product_rates([(torch.float32, "default"), (torch.float32, "onednn")])
     why = f"oneDNN's: error {error:.1e}, {rate / 1e9:.0f} GFLOP/s; default: {plain / 1e9:.0f}"
@@ -239,18 +247,24 @@ def resolve_auto(
 
 
 def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(`config` with every "auto" decided for this machine, lines that say what was decided and why).
+    """(`config` with every "auto" decided for this machine, lines with the decisions and their reasons).
 
-    Sets how the process makes float32 products. Raises ValueError where something asked for is not here.
+    Sets how the process makes float32 products. Raises ValueError if something asked for is not here.
     """
     flops, lines = None, []
     if config.precision.policy == "auto":
-        ways = [(torch.bfloat16, "default"), (torch.float32, "default"), *[(torch.float32, "onednn")] * (onednn_switch() is not None)]
+        ways = [
+            (torch.bfloat16, "default"),
+            (torch.float32, "default"),
+            *[(torch.float32, "onednn")] * (onednn_switch() is not None),
+        ]
         bf16, fp32, *_ = product_rates(ways)
         flops = {"bfloat16": bf16, "float32": fp32}
     found = compiler() != ""
     if config.train.compiled is True and not found:
-        raise ValueError("train.compiled is true and no C++ compiler (g++ or clang++) is on PATH; install one, or use auto or false")
+        raise ValueError(
+            "train.compiled is true and no C++ compiler (g++ or clang++) is on PATH; install one, or use auto or false"
+        )
     resolved = resolve_auto(config, CPU, flops=flops, compiled=found)
     policy, mode = resolved.precision.policy, config.precision.fp32_matmul
     if flops:
@@ -262,20 +276,23 @@ def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
         resolved = replace(resolved, precision=replace(resolved.precision, fp32_matmul=mode))
         lines.append(line)
     if config.train.compiled == "auto" and not found:
-        lines.append("blocks run uncompiled, slower and with the same numbers: no C++ compiler (g++ or clang++) is on PATH")
+        lines.append(
+            "blocks run uncompiled, slower and with the same numbers: no C++ compiler (g++ or clang++) is on PATH"
+        )
     return resolved, lines
 
 
 def compiler() -> str:
     """The C++ compiler that compiled blocks would use, "" for none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the caller says so, in one line
+        warnings.simplefilter("ignore")  # the caller reports it in one line
         found = have_compiler()
     return next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), "") if found else ""
 
 
 def forms(config: RunConfig) -> dict[str, set[str]]:
-    """The form that each hot operation of a training step takes on the CPU: found on tensors without data, nothing is computed."""
+    """The form that each hot operation of a training step takes on the CPU: found on tensors without data, nothing is
+    computed."""
     from fzero.core.torch_private import FakeTensorMode
 
     def leaf(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
@@ -295,22 +312,35 @@ def diagnose() -> str:
     found, plan = [], []
     found.append(("python", f"{platform.python_version()} ({sys.executable})"))
     found.append(("fzero, torch", f"{fzero.__version__}, {torch.__version__}"))
-    found.append(("machine", f"{platform.system()} {platform.machine()}, {cores()} cores, torch uses {torch.get_num_threads()} threads"))
+    found.append(
+        (
+            "machine",
+            f"{platform.system()} {platform.machine()}, {cores()} cores, torch uses {torch.get_num_threads()} threads",
+        )
+    )
     found.append(("memory", f"{gigabytes(available_bytes())} available"))
     found.append(("disk", f"{gigabytes(shutil.disk_usage(Path.cwd()).free)} free in this folder"))
     found.append(("compiler", compiler() or "none (g++ or clang++)"))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found.append(("GPU", gpu))
-    rates = [f"{name} {peak_rate(dtype) / 1e9:.0f} GFLOP/s" for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))]
+    rates = [
+        f"{name} {peak_rate(dtype) / 1e9:.0f} GFLOP/s"
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    ]
     found.append(("products", ", ".join(rates)))
     for name, use in OPTIONAL.items():
         found.append((name, ("here" if importlib.util.find_spec(name) else "not here") + f": {use}"))
     config, _ = resolve_here(from_table({}))
-    plan.append(("device", "the CPU" + ("" if gpu == "none" else ": fzero pretrain does not use the GPU in this version")))
+    plan.append(
+        ("device", "the CPU" + ("" if gpu == "none" else ": fzero pretrain does not use the GPU in this version"))
+    )
     plan.append(("precision", config.precision.policy))
     plan.append(("fp32 products", choose_fp32_matmul("auto")[1].removeprefix("fp32 products: ")))
     plan.append(("blocks", "compiled" if config.train.compiled else "uncompiled: no compiler"))
     plan.append(("kernels", describe(forms(config))))
     width = max(len(name) for name, _ in found + plan)
-    show = [f"  {name:{width}}  {value}" for name, value in found], [f"  {name:{width}}  {value}" for name, value in plan]
+    show = (
+        [f"  {name:{width}}  {value}" for name, value in found],
+        [f"  {name:{width}}  {value}" for name, value in plan],
+    )
     return "\n".join(["this machine", *show[0], "", "fzero will use", *show[1]])

@@ -1,10 +1,11 @@
-"""What a run needs before it begins: memory and disk of each rank, and the largest model of a kind that has room.
+"""Check a run before it begins: memory and disk of each rank, and the largest model that fits.
 
-    memory = process + state and gradients that are in memory + parameters in use + activations of a micro-batch + buffers
+    memory = process + state and gradients that are in memory + parameters in use + activations of a micro-batch +
+    buffers
     disk   = slots x state on the disk + gradients and activations there
 
-Offloaded, the memory no longer grows with the depth of a model, only with its largest part: the embedding, a layer or the head.
-"""
+Offloaded, the memory no longer grows with the depth of a model, only with its largest part: the embedding, a layer or
+the head."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.slices import local_numel
 from fzero.train.state import meta_state
-from fzero.train.state_on_disk import kept_leaves
+from fzero.train.state_on_disk import leaves_on_disk
 
 PROCESS = 450 << 20  # bytes of a process that has loaded its libraries
 
@@ -34,49 +35,53 @@ class Memory(NamedTuple):
     """Bytes that one rank of a run needs."""
 
     state: int  # parameters, master weights, optimizer state, average: exact
-    grads: int  # their sums, and those of a part of the model on their way there
+    grads: int  # their sums, and gradients of one part of the model on their way there
     gathered: int  # parameters that are whole for use
     activations: int  # of one micro-batch: a rough bound
-    buffers: int  # of what is on its way to or from a disk
+    buffers: int  # for transfers to and from a disk
 
 
-def memory_needed(program: Job) -> Memory:
-    """The bytes that each rank of `program` needs, without making a tensor of it."""
-    policy, plan, t, c = program.policy, program.plan, program.config.train, program.model.config
-    held = pytree.named_leaves(specs_of(program))
-    like = meta_state(plan, program.tx, ema=bool(t.ema_decay))
+def memory_needed(job: Job) -> Memory:
+    """The bytes that each rank of `job` needs, without making a tensor of it."""
+    policy, plan, t, c = job.policy, job.plan, job.config.train, job.model.config
+    held = pytree.named_leaves(specs_of(job))
+    like = meta_state(plan, job.tx)
     groups = pytree.named_leaves(like._replace(step=(), key=(), data_cursor=(), scaler=()))
     state = tree_bytes([x for name, x in groups.items() if held[name].memory != "nvme"])
-    micro_batches = local_micro_batches(program.config, program.mesh)
+    micro_batches = local_micro_batches(job.config, job.mesh)
     # A sum by a binary tree holds a term for each of its levels.
     terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
     part = max(part_numels(plan).values())
-    grads = terms * numel(plan, plan.grads, in_memory=True) * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
+    grads = (
+        terms * numel(plan, plan.grads, in_memory=True) * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
+    )
     moved = plan.sizes["dp"] > 1 and any("dp" in spec.axes for spec in pytree.leaves(plan.params))
-    gathered = (program.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
+    gathered = (job.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
     remat, tp = Remat.parse(t.remat), plan.sizes["tp"]
     wide = c.d_ff * (c.top_k if isinstance(c, MoEConfig) else 1)
     layer = int((10 * c.d_model + 4 * wide / tp) * remat.budget) + c.d_model
     kept = c.n_layers * layer if not remat.every else c.d_model * c.n_layers // remat.every + remat.every * layer
-    tokens = t.micro_batch * program.config.data.seq_len
+    tokens = t.micro_batch * job.config.data.seq_len
     logits = 2 * 4 * min(tokens, 1024) * c.vocab_size // tp
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
-    buffers = program.space.pool_bytes if program.space is not None else 0
+    buffers = job.nvme.pool_bytes if job.nvme is not None else 0
     return Memory(state, grads, gathered, acts, buffers)
 
 
-def snapshot_room(program: Job, available: int) -> int:
-    """The bytes that the snapshot of a checkpoint may take where the state is in memory and so many bytes are left: half of what a step
-    does not need, and 64 MiB at least.
+def snapshot_room(job: Job, available: int) -> int:
+    """The bytes that the snapshot of a checkpoint may take while `available` are left: half of those that a step does
+    not need, at least 64 MiB.
     """
-    needed = memory_needed(program)
+    needed = memory_needed(job)
     return max(64 << 20, (available - (sum(needed) - needed.state)) // 2)
 
 
 def numel(plan: Plan, specs: Tree, *, in_memory: bool = False) -> int:
     """The elements of the parameters that one rank holds by `specs`; in_memory: without those on a disk."""
     pairs = zip(pytree.leaves(plan.like), pytree.leaves(specs))
-    return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs if not in_memory or spec.memory != "nvme")
+    return sum(
+        local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs if not in_memory or spec.memory != "nvme"
+    )
 
 
 def part_numels(plan: Plan) -> dict[str, int]:
@@ -94,38 +99,42 @@ def tree_bytes(tree: Tree) -> int:
     return sum(leaf.numel() * leaf.dtype.itemsize for leaf in pytree.leaves(tree))
 
 
-def disk_needed(program: Job) -> int:
-    """The bytes that each rank of `program` takes on its disk: exact for the state, and all that a step may put there beside it."""
-    if program.space is None:
+def disk_needed(job: Job) -> int:
+    """The bytes that each rank of `job` takes on its disk: exact for the state, and all that a step may put there
+    beside it."""
+    if job.nvme is None:
         return 0
-    plan, policy, config = program.plan, program.policy, program.config
-    like = meta_state(plan, program.tx, ema=config.train.ema_decay > 0)
-    state = store_bytes(kept_leaves(like, specs_of(program), plan).values(), program.space.slots)
-    dtype = policy.param if local_micro_batches(config, program.mesh) == 1 else policy.accumulate
+    plan, policy, config = job.plan, job.policy, job.config
+    like = meta_state(plan, job.tx)
+    state = store_bytes(leaves_on_disk(like, specs_of(job), plan).values(), job.nvme.slots)
+    dtype = policy.param if local_micro_batches(config, job.mesh) == 1 else policy.accumulate
     off = [
         (leaf, spec)
         for (name, leaf), spec in zip(pytree.named_leaves(plan.like).items(), pytree.leaves(plan.grads))
         if spec.memory == "nvme" and name not in plan.frozen
     ]
     grads = (
-        0 if config.train.update == "backward" else sum(local_numel(leaf.shape, spec, plan.sizes) * dtype.itemsize for leaf, spec in off)
+        0
+        if config.train.update == "backward"
+        else sum(local_numel(leaf.shape, spec, plan.sizes) * dtype.itemsize for leaf, spec in off)
     )
     acts = 0
     if plan.acts == "nvme":
-        kept = -(-program.model.config.n_layers // Remat.parse(config.train.remat).every)
+        kept = -(-job.model.config.n_layers // Remat.parse(config.train.remat).every)
         acts = kept * round_to_pages(
-            config.train.micro_batch * config.data.seq_len * program.model.config.d_model * policy.compute.itemsize
+            config.train.micro_batch * config.data.seq_len * job.model.config.d_model * policy.compute.itemsize
         )
     return state + grads + acts
 
 
-def check_disk(program: Job, available: int) -> None:
-    """Raise ValueError where the ranks of `program` do not fit into `available` bytes of disk."""
-    need = disk_needed(program) * program.mesh.size
+def check_disk(job: Job, available: int) -> None:
+    """Raise ValueError if the ranks of `job` do not fit into `available` bytes of disk."""
+    need = disk_needed(job) * job.mesh.size
     if need > available:
-        fewer = "nvme.slots=1 halves it, at the price of a checkpoint after every kill; " if program.space.slots > 1 else ""
+        fewer = "nvme.slots=1 halves it, at the price of a checkpoint after every kill; " if job.nvme.slots > 1 else ""
         raise ValueError(
-            f"{program.space.folder}: the run needs {gigabytes(need)} of disk and {gigabytes(available)} are free; {fewer}"
+            f"{job.nvme.folder}: the run needs {gigabytes(need)} of disk and {gigabytes(available)} are free; "
+            f"{fewer}"
             "optim.states=bf16 or 8bit need less, or name another disk (--nvme)"
         )
 
@@ -137,30 +146,42 @@ class Largest(NamedTuple):
     parameters: int
     memory_bytes: int  # of a rank
     disk_bytes: int
-    binds: str  # "memory" or "disk": what the next larger model does not fit into; "depth": DEEPEST layers
+    binds: str  # "memory" or "disk": the limit of the next larger model; "depth": DEEPEST layers
 
 
 DEEPEST = 1000  # layers
 # Width, layers, heads and hidden units of Llamas from 0.1B to 400B; the largest that has room is made deeper.
 SIZES = (
-    (768, 12, 12, 2048), (1024, 16, 16, 2816), (1536, 20, 12, 4096), (2048, 16, 16, 5632), (2560, 24, 20, 6912), (3072, 28, 24, 8192),
-    (4096, 32, 32, 11008), (5120, 40, 40, 13824), (6656, 60, 52, 17920), (8192, 80, 64, 28672), (12288, 96, 96, 36864),
+    (768, 12, 12, 2048),
+    (1024, 16, 16, 2816),
+    (1536, 20, 12, 4096),
+    (2048, 16, 16, 5632),
+    (2560, 24, 20, 6912),
+    (3072, 28, 24, 8192),
+    (4096, 32, 32, 11008),
+    (5120, 40, 40, 13824),
+    (6656, 60, 52, 17920),
+    (8192, 80, 64, 28672),
+    (12288, 96, 96, 36864),
     (16384, 126, 128, 53248),
-)  # fmt: skip
+)
 
 
 def largest(config: RunConfig, memory: int, disk: int, mesh: Mesh | None = None) -> Largest:
-    """The largest Llama that trains by `config` (its vocabulary, batch, precision and offload) in `memory` and `disk` bytes of a rank.
+    """The largest Llama that trains by `config` (its vocabulary, batch, precision and offload) in `memory` and `disk`
+    bytes of a rank.
 
-    Raises ValueError where not even the smallest of SIZES does.
+    Raises ValueError if not even the smallest of SIZES does.
     """
     if not isinstance(config.model, LlamaConfig):
         raise ValueError(f"largest: the config's model is of family {family_of(config.model)}; it scales a llama")
 
     def needs(width: int, layers: int, heads: int, hidden: int) -> tuple[Job, int, int]:
-        model = replace(config.model, d_model=width, n_layers=layers, n_heads=heads, n_kv_heads=heads, d_ff=hidden, head_dim=0)
-        program = build(replace(config, preset="", model=model), mesh)
-        return program, PROCESS + sum(memory_needed(program)), disk_needed(program)
+        model = replace(
+            config.model, d_model=width, n_layers=layers, n_heads=heads, n_kv_heads=heads, d_ff=hidden, head_dim=0
+        )
+        job = build(replace(config, preset="", model=model), mesh)
+        return job, PROCESS + sum(memory_needed(job)), disk_needed(job)
 
     def fits(found: tuple[Job, int, int]) -> bool:
         return found[1] <= memory and found[2] <= disk
@@ -172,7 +193,8 @@ def largest(config: RunConfig, memory: int, disk: int, mesh: Mesh | None = None)
         best = size
     if best is None:
         raise ValueError(
-            f"largest: {gigabytes(memory)} of memory and {gigabytes(disk)} of disk do not hold {num_params(over[0]):,} parameters, "
+            f"largest: {gigabytes(memory)} of memory and {gigabytes(disk)} of disk do not hold {num_params(over[0]):,} "
+            "parameters, "
             f"which need {gigabytes(over[1])} and {gigabytes(over[2])}; offload more, or take a smaller batch"
         )
     width, layers, *rest = best
@@ -183,25 +205,28 @@ def largest(config: RunConfig, memory: int, disk: int, mesh: Mesh | None = None)
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number in [low, high] for which `holds`, which it does at `low` and at no number above one at which it does not."""
+    """The largest number in [low, high] for which the monotone `holds` is true; it is at `low`."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
     return low
 
 
-def check_memory(program: Job, available: int) -> None:
-    """Raise ValueError saying what is needed, what there is and what would fit, where a rank does not fit into `available` bytes."""
-    need = memory_needed(program)
-    if not program.config.train.memory_check or sum(need) <= available:
+def check_memory(job: Job, available: int) -> None:
+    """Raise ValueError naming the needs of a rank, and a model that would fit, if it does not fit into `available`
+    bytes."""
+    need = memory_needed(job)
+    if not job.config.train.memory_check or sum(need) <= available:
         return
-    c, n = program.config, num_params(program)
-    fixed, ranks = need.state + need.grads + need.gathered + need.buffers, program.mesh.size
+    c, n = job.config, num_params(job)
+    fixed, ranks = need.state + need.grads + need.gathered + need.buffers, job.mesh.size
     if fixed <= available:
         hint = "a smaller --micro-batch, a shorter --seq-len or --remat full needs less of them"
     else:
         fitting = [
-            (models.num_params(models.build(p())), name) for name, p in models.PRESETS.items() if family_of(p()) == family_of(c.model)
+            (models.num_params(models.build(p())), name)
+            for name, p in models.PRESETS.items()
+            if family_of(p()) == family_of(c.model)
         ]
         fitting = [(size, name) for size, name in fitting if size * fixed / n < 0.9 * available]
         hint = (
@@ -211,12 +236,17 @@ def check_memory(program: Job, available: int) -> None:
         )
     gathered = f", gathered parameters {gigabytes(need.gathered)}" if need.gathered else ""
     gathered += f", buffers {gigabytes(need.buffers)}" if need.buffers else ""
-    parts = f"state {gigabytes(need.state)}, gradients {gigabytes(need.grads)}{gathered}, activations about {gigabytes(need.activations)}"
-    if ranks > 1 and program.config.zero < 3:
+    parts = (
+        f"state {gigabytes(need.state)}, gradients {gigabytes(need.grads)}{gathered}, "
+        f"activations about {gigabytes(need.activations)}"
+    )
+    if ranks > 1 and job.config.zero < 3:
         hint = f"--zero 3 shards all of it over dp; {hint}"
     raise ValueError(
-        f"{c.preset or 'the model'} ({n / 1e9:.3g}B parameters) needs {gigabytes(sum(need))} {'a rank ' * (ranks > 1)}to train "
-        f"({parts}) and {gigabytes(available)} are available{' to each' * (ranks > 1)}; {hint}; --set train.memory_check=false tries anyway"
+        f"{c.preset or 'the model'} ({n / 1e9:.3g}B parameters) needs {gigabytes(sum(need))} "
+        f"{'a rank ' * (ranks > 1)}to train "
+        f"({parts}) and {gigabytes(available)} are available{' to each' * (ranks > 1)}; {hint}; --set "
+        "train.memory_check=false tries anyway"
     )
 
 

@@ -1,10 +1,11 @@
-"""A run of `fzero pretrain` made ready to train: `start` for a new one, `resume` for one that is there; fzero/run/loop.py trains it.
+"""Prepare a run of `fzero pretrain`: `start` a new one or `resume` an existing one; fzero/run/loop.py trains it.
 
-Both return (the Attempt, the state), or None where this process has nothing to train: it is a spare, or the run has made its steps.
-"""
+Both return (the Attempt, the state), or None if this process has nothing to train: it is a spare, or the run has made
+its steps."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,18 @@ from fzero import data
 from fzero.core.storage import is_url
 from fzero.core.tables import Table
 from fzero.data.tokens import read_meta
-from fzero.run import corpus, machine, run_folder
+from fzero.run import corpus, machine, run_folder, run_lock
 from fzero.run import weights as weights_module
 from fzero.run.attempt import Attempt, Options
 from fzero.run.build import build, first_state, num_params
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import check_vocabulary
-from fzero.run.config_table import from_json, to_json, updated
+from fzero.run.config_table import apply_table, from_json, to_json
+from fzero.run.corpus import Say
+from fzero.run.duration import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
 from fzero.run.memory_check import check_memory
+from fzero.run.placement import keep_placement
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.resume import auto_resume, rollback
@@ -37,14 +41,16 @@ def start(
     options: Options,
     *,
     grow_vocabulary: bool = True,
+    may_shorten: bool = False,
     init: Path | None = None,
     auto: bool = False,
 ) -> tuple[Attempt, TrainState] | None:
     """A new run in the free `folder`, ready to train.
 
-    grow_vocabulary: give the model as many tokens as the corpus has, where those are more. init: take the weights of this run.
-    auto: what an earlier start of this run left in `folder` before it trained is removed; a mesh that does not fit the processes is
-    changed, as in `resume`.
+    grow_vocabulary: raise the model's vocabulary to the corpus's. may_shorten: take fewer steps where a small preset's
+    own would take more than some three minutes (duration.py). init: start from the weights of this run. auto:
+    remove the files that an earlier start of this run left in `folder` before it trained; fit the mesh to the
+    processes, as in `resume`.
     Raises ValueError for whatever is wrong before anything is trained; `folder` is then as it was.
     """
     there, mesh_lines = coordinator.share(lambda: auto_resume.take_folder(folder, auto=auto)), []
@@ -58,7 +64,14 @@ def start(
     weights = weights_module.load(init, wide=True) if init else None
     config, mesh, lines = place(config, coordinator)
     config = with_absolute_paths(config)
+    coordinator.share(lambda: lock_others(config, options.say))
     job = build(config, mesh, folder)
+    whole = config.train.steps
+    steps = coordinator.share(lambda: fitting_steps(job)) if may_shorten else whole
+    if steps != whole:
+        lines.append(f"{steps} steps in place of {whole}, for about 3 minutes here; --steps {whole} makes them all")
+        config = shortened(config, steps)
+        job = build(config, mesh, folder)
     check_memory(job, machine.available_bytes() // coordinator.local_size)
     expect_disk(job, coordinator)
     expect_new(job, folder, coordinator)
@@ -67,7 +80,9 @@ def start(
         path = Path(coordinator.share(lambda: str(corpus.find_corpus(config.data, folder, options.say))))
         size = read_meta(path)["vocab_size"]
         if grow_vocabulary and size > config.model.vocab_size:
-            options.say(f"the corpus has {size:,} tokens: model.vocab_size is {size} in place of {config.model.vocab_size}")
+            options.say(
+                f"the corpus has {size:,} tokens: model.vocab_size is {size} in place of {config.model.vocab_size}"
+            )
             config = replace(config, model=replace(config.model, vocab_size=size))
             job = build(config, mesh, folder)
         check_vocabulary(config, path)
@@ -106,39 +121,44 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
 def resume(
     folder: Path, coordinator: Coordinator, options: Options, *, changes: Table | None = None, auto: bool = False
 ) -> tuple[Attempt, TrainState] | None:
-    """The run in `folder`, ready to train on from its newest sound state, by its own config.
+    """The run in `folder`, ready to resume from its newest sound state, by its own config.
 
-    changes: values of the config about the mesh, which may be another one now; where the run's own does not fit the processes and none
-    is given, it is the nearest that does (see run/ranks/elastic.py), and the processes that it leaves over are spares.
-    auto: fit the mesh where the given one does not fit too; and a run that has made its steps is no mistake.
-    Raises ValueError where `folder` is no run, its corpus is another one now, or every checkpoint is damaged.
-    """
-    text, environment = coordinator.share(lambda: [to_json(run_folder.read_config(folder)), run_folder.read_environment(folder)])
+    changes: new values of the config, such as the mesh; if the run's own mesh does not fit the processes and none is
+    given, it is the nearest that does (see run/ranks/elastic.py), with spares. auto: also fit a given mesh, and accept
+    a run that has made its steps. Raises ValueError if `folder` is no run, its corpus has changed, or every checkpoint
+    is damaged."""
+    text, environment = coordinator.share(lambda: lock_run(folder, options.say))
     recorded, changes = from_json(text, str(folder)), dict(changes or {})
     if not environment.get("corpus"):
-        raise ValueError(f"{folder}: holds imported weights, not a training run; start one from them with --init {folder}")
+        raise ValueError(
+            f"{folder}: holds imported weights, not a training run; start one from them with --init {folder}"
+        )
     coordinator.record(str(folder.absolute()))
     coordinator.share(lambda: auto_resume.remove_marker(folder))
     given, mesh_lines = changes.pop("mesh", None), []
     sizes = recorded.mesh if given is None else given
     if math.prod(sizes.values()) != coordinator.size and (auto or given is None):
-        sizes, line = refit_mesh(updated(recorded, changes), sizes, coordinator.size)
+        sizes, line = refit_mesh(apply_table(recorded, changes), sizes, coordinator.size)
         mesh_lines = [line]
         coordinator.keep(math.prod(sizes.values()))
         if coordinator.spare:
             return None
-    config, mesh, lines = place(replace(updated(recorded, changes), mesh=sizes), coordinator)
+    config, mesh, lines = place(replace(apply_table(recorded, changes), mesh=sizes), coordinator)
+    coordinator.share(lambda: lock_others(config, options.say))
     job = build(config, mesh, folder)
     check_memory(job, machine.available_bytes() // coordinator.local_size)
     path = open_corpus(config, folder, environment, coordinator, options)
     coordinator.share(lambda: rollback.finish_rollback(folder))
     init = Path(environment["init"]) if environment["init"] else None
     state = load_newest_state(job, folder, coordinator, options.say, init)
-    moved = replace(recorded, offload=config.offload, nvme=config.nvme, precision=config.precision)
-    coordinator.share(lambda: run_folder.replace_config(folder, moved))  # where the state is from now on
+    moved = keep_placement(recorded, config, given)  # the config that the state follows from now on
+    coordinator.share(lambda: run_folder.replace_config(folder, moved))
     attempt, step = Attempt(job, folder, path, coordinator, options), int(state.step)
     if auto and step >= attempt.last_step:
-        options.say(f"{folder}: {'is complete: it ' if attempt.last_step == config.train.steps else ''}has made its {step} steps")
+        options.say(
+            f"{folder}: {'is complete: it ' if attempt.last_step == config.train.steps else ''}has made its {step} "
+            "steps"
+        )
         return None
     expect_steps_left(attempt, step)
     coordinator.share(lambda: run_folder.cut_metrics(folder, step))
@@ -151,18 +171,44 @@ def resume(
     return attempt, state
 
 
-def open_corpus(config: RunConfig, folder: Path, environment: Table, coordinator: Coordinator, options: Options) -> Path:
-    """The corpus that the run in `folder` began with, by its environment.json; raises ValueError where it is another one now."""
-    path = folder / environment["corpus"]  # an absolute path stays what it is
+def lock_run(folder: Path, say: Say) -> tuple[str, Table]:
+    """Own the folder of a run; returns (config.json as a text, environment.json), read after that.
+
+    Raises ValueError if it is no run, or another process owns it.
+    """
+    run_folder.read_config(folder)
+    run_lock.take(folder, say)
+    return to_json(run_folder.read_config(folder)), run_folder.read_environment(folder)
+
+
+def lock_others(config: RunConfig, say: Say) -> None:
+    """Own the folders outside of the run's own that it writes: of checkpoints, and of offloaded state."""
+    places = [config.train.checkpoints, config.nvme.folder if "nvme" in config.offload else ""]
+    for place in places:
+        if place and not is_url(place):
+            with contextlib.suppress(OSError):  # a place that is no folder is refused by its own reader
+                run_lock.take(Path(place), say)
+
+
+def open_corpus(
+    config: RunConfig, folder: Path, environment: Table, coordinator: Coordinator, options: Options
+) -> Path:
+    """The corpus that the run in `folder` began with, by its environment.json; raises ValueError if it has changed."""
+    run_folder.expect_trained(environment, folder)
+    path = folder / environment["corpus"]  # an absolute path stays as it is
     if config.data.path == "stdlib":
-        path = Path(coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, options.say))))
+        path = Path(
+            coordinator.share(
+                lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, options.say))
+            )
+        )
     if corpus.corpus_digest(path) != environment["corpus_sha256"]:
         raise ValueError(f"{path}: is not the corpus this run began with; put that one back, or start a new run")
     return path
 
 
 def expect_steps_left(attempt: Attempt, step: int) -> None:
-    """Raise ValueError where a run that has made `step` steps has none to make."""
+    """Raise ValueError if a run that has made `step` steps has none to make."""
     folder, stop_at = attempt.folder, attempt.options.stop_at
     if step >= attempt.job.config.train.steps:
         raise ValueError(f"{folder}: is complete: it has made its {step} steps; a longer run is a new one (--out)")
@@ -171,7 +217,7 @@ def expect_steps_left(attempt: Attempt, step: int) -> None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with its corpus and its place of checkpoints named from the root, as a run records them."""
+    """The config with absolute paths of its corpus and its checkpoints."""
     if config.data.path != "stdlib":
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).absolute())))
     place = config.train.checkpoints
@@ -181,7 +227,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh, list[str]]:
-    """(the config with its mesh and every "auto" decided, the mesh, lines that say so); rank 0 decides for all.
+    """(the config with its mesh and every "auto" decided, the mesh, lines about them); rank 0 decides for all.
 
     Sets how the process makes float32 products, and on how many threads.
     """
@@ -189,7 +235,7 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
     if coordinator.size > 1 and not config.mesh:
         config = replace(config, mesh={"dp": coordinator.size})
         lines.append(f"mesh: dp={coordinator.size}, all {coordinator.size} processes (--mesh says otherwise)")
-    # Later than the watchdog, which knows more of a rank that is late.
+    # Longer than the watchdog, whose report of a late rank is better.
     mesh = coordinator.mesh(config.mesh, max(TIMEOUT_S, config.train.hang_s + 60.0))
     if coordinator.size > 1:
         lines.append(machine.share_cores(coordinator.local_size))
@@ -201,11 +247,11 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
     text, reasons = coordinator.share(decide)
     config = from_json(text)
     if not coordinator.first:
-        machine.resolve_here(config)  # nothing is left to decide: it sets, and refuses what is not here
+        machine.resolve_here(config)  # with nothing left to decide, it applies the settings, or refuses missing ones
     return config, mesh, [*lines, *reasons]
 
 
 def compare_corpus(path: Path, coordinator: Coordinator) -> None:
-    """Raise ValueError naming the rank that finds another corpus at `path` than rank 0."""
+    """Raise ValueError naming a rank whose corpus at `path` differs from rank 0's."""
     fix = "give all hosts the same files, such as a folder that all of them see"
     coordinator.compare({f"the SHA-256 of {path}/meta.json": corpus.corpus_digest(path)}, fix)

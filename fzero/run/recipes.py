@@ -1,4 +1,4 @@
-"""Presets: the optimizer's numbers and the length of a run that suit a model."""
+"""Presets: the optimizer and the length of a run for a model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ SMALL_RUNS: dict[str, tuple[int, int, int, int]] = {
 LARGE_RUN = (50_000, 256, 1, 4096)
 
 
-def recipe(name: str, model: ModelConfig | None = None, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
+def recipe(
+    name: str, model: ModelConfig | None = None, *, steps: int | None = None, optimizer: str | None = None
+) -> RunConfig:
     """The whole run of a model preset (or of `model`, under the name ""), for `steps` steps; warmup follows from them.
 
     Small models are trained with Muon, to a rate of 0; large ones by the usual recipe, AdamW to a tenth of its rate.

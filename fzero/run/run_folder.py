@@ -1,20 +1,21 @@
-"""A run folder: what `fzero pretrain` leaves behind, and what sampling, exporting and resuming read.
+"""A run folder: written by `fzero pretrain`, read for sampling, exporting and resuming.
 
 config.json       the resolved config: every value, read back equal
 environment.json  versions, machine, command, corpus and tokenizer
-metrics.jsonl     one JSON object a line and step
-checkpoints/      see fzero/checkpoint/, or elsewhere: train.checkpoints
-tokenizer.json    where the tokenizer is not bytes
-data/             the corpus, where the run prepared its own
-nvme/             what rests on a disk, where the run names no other folder: see fzero/offload/store.py
-skips.json        the batches left out, where the run has gone back to a checkpoint: see fzero/run/resume/rollback.py
+metrics.jsonl     one JSON object per line and step
+checkpoints/      see fzero/checkpoint/; train.checkpoints names another folder
+tokenizer.json    unless the tokenizer is bytes
+data/             the corpus, if the run prepared its own
+lock.json         the process that trains it now: see fzero/run/run_lock.py
+nvme/             offloaded leaves, unless nvme.folder names another folder: see fzero/offload/store.py
+skips.json        the batches left out by rollbacks: see fzero/run/resume/rollback.py
 loss.png  throughput.png  tensorboard/
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import platform
 import shutil
 import sys
@@ -27,10 +28,18 @@ import torch
 
 import fzero
 from fzero import checkpoint
+from fzero.core.foreign import (
+    LARGEST,
+    Unparsable,
+    expect_entries,
+    expect_regular,
+    parse_json,
+    read_json,
+    read_text_file,
+)
 from fzero.core.storage import write_text
-from fzero.core.tables import parse_json
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
-from fzero.run import config_table
+from fzero.run import config_table, run_lock
 from fzero.run.config import RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS, TOKENIZER, DATA, NVME = (
@@ -42,26 +51,39 @@ CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS, TOKENIZER, DATA, NVME = (
     "data",
     "nvme",
 )
+# What later commands take from environment.json: of every run, and of one that trains on a corpus.
+TRAINED = {"corpus": str, "corpus_sha256": str, "init": str, "num_params": int}
+ENTRIES = {"tokenizer": str, "eos": int | None, "threads?": int, "processes?": int}
+ENTRIES |= {f"{name}?": kind for name, kind in TRAINED.items()}
 
 
 def free_folder(name: str, among: Path = Path("runs")) -> Path:
-    """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
-    return next(path for i in count(1) if not (path := among / f"{name}-{i}").exists())
+    """The first of runs/NAME-1, runs/NAME-2, ... that does not exist, locked by this process."""
+    for path in (among / f"{name}-{i}" for i in count(1)):
+        if not path.exists():
+            with contextlib.suppress(run_lock.Owned):  # taken by another start since
+                run_lock.take(path)
+                return path
+    raise AssertionError
 
 
 def expect_free(folder: Path) -> None:
-    """Raise ValueError where `folder` holds anything: a run never writes over one."""
-    if folder.is_dir() and any(folder.iterdir()):
-        fix = "resume it with --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
+    """Raise ValueError if `folder` holds anything: a run never writes over one."""
+    if folder.is_dir() and any(path.name != run_lock.LOCK for path in folder.iterdir()):
+        fix = (
+            "resume it with --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
+        )
         raise ValueError(f"{folder}: exists and is not empty; {fix} (--out)")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")
 
 
 def clear_folder(folder: Path, *, keep: bool) -> None:
-    """Remove what is in `folder`, which was free before, and the folder itself unless `keep`."""
+    """Remove the content of `folder`, and the folder itself unless `keep`; a lock stays until it is released."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and not path.is_symlink():
+        if path.name == run_lock.LOCK:
+            keep = True
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
@@ -70,10 +92,11 @@ def clear_folder(folder: Path, *, keep: bool) -> None:
 
 
 def create_run(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **environment: Any) -> None:
-    """Write config.json, environment.json and tokenizer.json into `folder`; config.json last: with it the folder is a run."""
+    """Write config.json, environment.json and tokenizer.json into `folder`; config.json last: with it the folder is a
+    run."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer and tokenizer.json:
-        (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8")
+        write_text(folder, TOKENIZER, tokenizer.json)
     here = {
         "fzero": fzero.__version__,
         "torch": torch.__version__,
@@ -85,8 +108,8 @@ def create_run(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **en
         "eos": tokenizer.eos if tokenizer else -1,
         **environment,
     }
-    (folder / ENVIRONMENT).write_text(json.dumps(here, indent=2) + "\n", encoding="utf-8")
-    (folder / CONFIG).write_text(config_table.to_json(value), encoding="utf-8")
+    write_text(folder, ENVIRONMENT, json.dumps(here, indent=2) + "\n")
+    write_text(folder, CONFIG, config_table.to_json(value))
 
 
 def pretrain_command(processes: int) -> str:
@@ -95,11 +118,13 @@ def pretrain_command(processes: int) -> str:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The config of the run in `folder`; raises ValueError where it is no run."""
+    """The config of the run in `folder`; raises ValueError if it is no run."""
     path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {CONFIG}")
-    return config_table.from_json(path.read_text(encoding="utf-8"), str(path))
+        raise ValueError(
+            f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {CONFIG}"
+        )
+    return config_table.from_json(read_text_file(path), str(path))
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -107,53 +132,65 @@ def read_environment(folder: Path) -> dict[str, Any]:
     path = folder / ENVIRONMENT
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
-    return parse_json(path.read_text(encoding="utf-8"), str(path))
+    found = read_json(path)
+    expect_entries(found, ENTRIES, str(path))
+    return found
+
+
+def expect_trained(environment: dict[str, Any], folder: Path) -> None:
+    """Raise ValueError if the content of environment.json of a run that trains lacks what names its corpus."""
+    expect_entries(environment, TRAINED, str(folder / ENVIRONMENT))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of the run; raises ValueError where it has none (an import without tokenizer.json)."""
-    said = read_environment(folder)
-    if said["tokenizer"] == "bytes":
+    """The tokenizer of the run; raises ValueError if it has none (an import without tokenizer.json)."""
+    recorded = read_environment(folder)
+    if recorded["tokenizer"] == "bytes":
         return byte_tokenizer()
     path = folder / TOKENIZER
     if not path.is_file():
         raise ValueError(f"{path}: no such file; this run has no tokenizer, so there is no text to read or write")
-    return json_tokenizer(path.read_text(encoding="utf-8"), str(path), said["eos"])._replace(name=said["tokenizer"])
+    return json_tokenizer(read_text_file(path), str(path), recorded["eos"])._replace(name=recorded["tokenizer"])
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, in order of steps."""
-    return read_lines(folder / METRICS)
+    """The rows of metrics.jsonl, in order of steps; raises ValueError naming a line that is no such row."""
+    for number, row in enumerate(read_lines(folder / METRICS), 1):
+        if type(row.get("step")) is not int:
+            raise ValueError(
+                f"{folder / METRICS}:{number}: is not a row of metrics (step, loss, ...) as fzero writes them; remove "
+                "the line"
+            )
+        yield row
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file's lines, none where there is no file; a last line that a kill cut short is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-            return
-        if not isinstance(found, dict):
-            raise ValueError(f"{path}:{number}: is no object; it was not written by fzero")
-        yield found
+    """The JSON objects of a file's lines, none if there is no file; a last line that a kill cut short is left
+    out."""
+    if not path.exists():
+        return
+    size = expect_regular(path)
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LARGEST + 1), b""), 1):
+            try:
+                yield parse_json(line, f"{path}:{number}")
+            except Unparsable:
+                if file.tell() < size:
+                    raise
+                return
 
 
 def cut_metrics(folder: Path, step: int) -> None:
     """Remove the rows after `step` from metrics.jsonl, so that a resumed run writes each step once."""
     rows = [row for row in read_metrics(folder) if row["step"] <= step]
-    partial = folder / f"{METRICS}.partial"
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(partial, folder / METRICS)
+    write_text(folder, METRICS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def checkpoints_of(folder: Path, value: RunConfig) -> checkpoint.Folder:
-    """Where a run's checkpoints are: a folder, or the URL of one."""
+    """The folder of a run's checkpoints, or its URL."""
     return value.train.checkpoints or folder / CHECKPOINTS
 
 
 def replace_config(folder: Path, value: RunConfig) -> None:
-    """Make `value` the config of the run in `folder`, at once."""
+    """Atomically replace the config of the run in `folder`."""
     write_text(folder, CONFIG, config_table.to_json(value))

@@ -16,6 +16,7 @@ from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
 from fzero.models import Model
 from fzero.offload import Nvme
+from fzero.optim.average import AVERAGE
 from fzero.run.config import RunConfig
 from fzero.run.run_folder import (
     NVME,
@@ -27,8 +28,10 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.plan import shapes_of
 
 
-def read_newest(folder: Path, value: RunConfig, read: Callable[[checkpoint.CheckpointReader], Any]) -> tuple[Any, list[str]]:
-    """(what `read` returned of the run's newest checkpoint that is sound, a line for each that was passed over)."""
+def read_newest(
+    folder: Path, value: RunConfig, read: Callable[[checkpoint.CheckpointReader], Any]
+) -> tuple[Any, list[str]]:
+    """(`read` of the run's newest sound checkpoint, a line for each that was passed over)."""
 
     def read_one(path: checkpoint.Folder) -> Any:
         with contextlib.closing(checkpoint.open_checkpoint(path)) as opened:
@@ -38,11 +41,11 @@ def read_newest(folder: Path, value: RunConfig, read: Callable[[checkpoint.Check
     return found.value, found.lines()
 
 
-PARAMS, MASTER, EMA = "params/", "master/", "extra/ema/"
+PARAMS, MASTER, EMA = "params/", "master/", AVERAGE
 
 
 def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapshot | None:
-    """The store of the run in `folder`, where its newest state is on a disk and weights can be read from there."""
+    """The offload store of the run in `folder`, if it holds the newest weights; else None."""
     if is_url(value.nvme.folder):
         return None
     snapshot = (
@@ -52,17 +55,21 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
     )
     if snapshot is None:
         return None
-    names = pytree.names(shapes_of(models.build(value.model)))  # a fraction of them may be on the disk: then none of these counts
+    names = pytree.names(shapes_of(models.build(value.model)))  # use a group only if all of its leaves are on the disk
     whole = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in snapshot.leaves for name in names))
     parts = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if prefix not in whole)
-    snapshot = snapshot._replace(leaves={name: leaf for name, leaf in snapshot.leaves.items() if not name.startswith(parts)})
+    snapshot = snapshot._replace(
+        leaves={name: leaf for name, leaf in snapshot.leaves.items() if not name.startswith(parts)}
+    )
     if not (snapshot.holds(PARAMS) or snapshot.holds(MASTER)):
         return None
-    return snapshot if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= snapshot.record.step else None
+    return (
+        snapshot if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= snapshot.record.step else None
+    )
 
 
 def plan_of(model: Model, value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> Plan:
-    """The plan by which the ranks of a run hold their parts, as rank 0 has it."""
+    """The plan of a run, as on its rank 0."""
     options = {"reduce": value.reduce, "accumulate": value.accumulate, "sequence": value.sequence}
     return zero_plan(value.zero, model, fake_mesh(snapshot.sizes), **options)
 
@@ -78,14 +85,18 @@ class TrainedWeights(NamedTuple):
 
 
 def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> TrainedWeights:
-    """`load` whose parameters stay on a disk: in `nvme`, or in the run folder; one whole leaf is in memory at a time."""
+    """`load`, with the parameters on a disk: in `nvme`, or in the run folder; one leaf is in memory at a time."""
     value = read_config(folder)
     model = models.build(value.model)
     plan, snapshot = zero_plan(0, model, one_process()), snapshot_of(folder, value)
     damaged: list[tuple[checkpoint.Folder, str]] = []
     if snapshot is not None:
         prefix = EMA if ema else PARAMS if snapshot.holds(PARAMS) else MASTER
-        there, step, dtype = plan_of(model, value, snapshot), snapshot.record.step, POLICIES[value.precision.policy]().param
+        there, step, dtype = (
+            plan_of(model, value, snapshot),
+            snapshot.record.step,
+            POLICIES[value.precision.policy]().param,
+        )
         specs = pytree.named_leaves(there.params if prefix == PARAMS else there.opt)
         shapes = pytree.named_leaves(plan.like)
         read = lambda name: snapshot.leaf(prefix + name, tuple(shapes[name].shape), specs[name]).to(dtype)  # noqa: E731
@@ -98,17 +109,17 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
         held = any(name.startswith(prefix) for name in there.leaves)
     if not held:
         raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
-    space = Nvme(nvme or folder / "nvme-sample", slots=1)
-    space.need(3 * offload_snapshot.largest_group_bytes(plan, 4))
-    params = offload_snapshot.write_params(read, plan, space)
+    disk = Nvme(nvme or folder / "nvme-sample", slots=1)
+    disk.need(3 * offload_snapshot.largest_group_bytes(plan, 4))
+    params = offload_snapshot.write_params(read, plan, disk)
     return TrainedWeights(value, model, params, step, [f"passed over {bad}: {why}" for bad, why in damaged])
 
 
 def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeights:
     """The newest sound weights of the run in `folder`, checked.
 
-    wide: the master weights where the run has them. ema: the average of the weights.
-    Raises ValueError where there is no run, no sound checkpoint, or no average.
+    wide: the master weights if the run has them. ema: the average of the weights.
+    Raises ValueError if there is no run, no sound checkpoint, or no average.
     """
     value = read_config(folder)
     model = models.build(value.model)
@@ -119,7 +130,11 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
         prefix = EMA if ema else MASTER if snapshot.holds(MASTER) and (wide or not snapshot.holds(PARAMS)) else PARAMS
         dtype = None if wide or prefix == PARAMS else POLICIES[value.precision.policy]().param
         return TrainedWeights(
-            value, model, offload_snapshot.read_weights(snapshot, plan_of(model, value, snapshot), prefix, dtype), snapshot.record.step, []
+            value,
+            model,
+            offload_snapshot.read_weights(snapshot, plan_of(model, value, snapshot), prefix, dtype),
+            snapshot.record.step,
+            [],
         )
     like = shapes_of(model)
 
@@ -127,13 +142,13 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
         if ema and not any(name.startswith(EMA) for name in held.leaves):
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
         prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
-        return checkpoint.restore(held.path, like_saved(held, like, prefix), under=prefix.rstrip("/")), held.step
+        return checkpoint.restore(held.path, meta_like_saved(held, like, prefix), under=prefix.rstrip("/")), held.step
 
     (params, step), warnings = read_newest(folder, value, read)
     return TrainedWeights(value, model, params, step, warnings)
 
 
-def like_saved(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
+def meta_like_saved(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
     """`like` in the dtypes of the leaves of a checkpoint below `prefix`."""
     dtypes = {name: leaf.dtype for name, leaf in held.leaves.items()}
     return pytree.map_named(lambda name, leaf: leaf.to(dtypes.get(prefix + name, leaf.dtype)), like)

@@ -1,4 +1,4 @@
-"""What `print(plan)` shows: where every leaf lives, its bytes on a rank, and what is communicated of it."""
+"""The text of `print(plan)`: the layout of every leaf, its bytes on a rank, and its communication."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ Moves = tuple[tuple[str, str], ...]  # (operation, axis)
 
 
 def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tuple[Moves, Moves]:
-    """What is communicated of a leaf's gradient: (after each micro-batch, once after the last)."""
+    """The communication of a leaf's gradient: (after each micro-batch, once after the last)."""
     owed = [axis for axis in (*DATA, *sorted(compute.partial)) if sizes[axis] > 1]
     now = [("scatter" if axis in grads.axes else "psum", axis) for axis in owed if axis not in grads.partial]
-    end = [("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis) for axis in owed if axis in grads.partial]
+    end = [
+        ("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis)
+        for axis in owed
+        if axis in grads.partial
+    ]
     if sizes["dp"] > 1 and "dp" in grads.axes and "dp" not in opt.axes:
         end.append(("gather", "dp"))
     return tuple(now), tuple(end)
@@ -31,21 +35,35 @@ WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather 
 def describe(plan: Plan) -> str:
     """The table that `print(plan)` shows.
 
-    For each leaf its specs, the bytes that a rank holds of it (of the parameter at rest, of the sum of gradients between micro-batches, of
-    the master weight), and what is communicated of it.
+    For each leaf its specs, the bytes that a rank holds of it (of the parameter at rest, of the sum of gradients
+    between micro-batches, of the master weight), and its communication.
     """
     policy = plan.policy
     held = ("params", "grads", "master") if policy.has_master else ("params", "grads")
-    head = ("leaf", "shape", "compute", "params", "grads", "optimizer", *(f"{group} bytes" for group in held), "communicated")
+    head = (
+        "leaf",
+        "shape",
+        "compute",
+        "params",
+        "grads",
+        "optimizer",
+        *(f"{group} bytes" for group in held),
+        "communicated",
+    )
     rows, sent, bytes_of = [head], [0.0, 0.0], dict.fromkeys(held, 0)
     for name, leaf in plan.leaves.items():
-        words, *more = communicated(plan, name)
+        words, *more = communication(plan, name)
         sent = [total + size for total, size in zip(sent, more)]
         sizes = rank_bytes(plan, name)
         for group in held:
             bytes_of[group] += sizes[group]
         shape = "×".join(str(s) for s in leaf.shape) or "scalar"
-        specs = (leaf.compute, leaf.params, leaf.grads if leaf.trained else "frozen", leaf.opt if leaf.trained else "frozen")
+        specs = (
+            leaf.compute,
+            leaf.params,
+            leaf.grads if leaf.trained else "frozen",
+            leaf.opt if leaf.trained else "frozen",
+        )
         rows.append((name, shape, *map(str, specs), *(f"{sizes[group]:,}" for group in held), words))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
@@ -53,9 +71,12 @@ def describe(plan: Plan) -> str:
     at_rest = sum(local_numel(leaf.shape, leaf.params, plan.sizes) for leaf in plan.leaves.values())
     used = ", ".join(f"{a}={n}" for a, n in plan.sizes.items() if n > 1) or "one process"
     extra = "".join(
-        f", {text}" for text in (plan.reduce == "canonical" and "canonical sums", plan.sequence and "sequence parallel") if text
+        f", {text}"
+        for text in (plan.reduce == "canonical" and "canonical sums", plan.sequence and "sequence parallel")
+        if text
     )
-    whole = [n for n, leaf in plan.leaves.items() if plan.stage and "dp" not in leaf.opt.axes and plan.sizes["dp"] > 1]
+    cut = plan.stage and plan.sizes["dp"] > 1
+    whole = [n for n, leaf in plan.leaves.items() if cut and "dp" not in leaf.opt.axes and leaf.dtype.is_floating_point]
     notes = [f"not divisible by dp={plan.sizes['dp']}, so whole on every rank: {', '.join(whole)}"] if whole else []
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
@@ -84,20 +105,24 @@ def reduce_dtype(plan: Plan) -> torch.dtype:
 
 
 def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
-    """The bytes that a rank holds of a leaf: {"params": at rest, "grads": between micro-batches, "master": of its master weight}."""
+    """The bytes that a rank holds of a leaf: {"params": at rest, "grads": between micro-batches, "master": of its
+    master weight}."""
     leaf, policy = plan.leaves[name], plan.policy
     specs = {
-        "params": (leaf.params, policy.param, True),
+        "params": (leaf.params, leaf.dtype, True),
         "grads": (leaf.grads, policy.accumulate, leaf.trained),
         "master": (leaf.opt, policy.state, leaf.trained and policy.has_master),
     }
-    return {group: local_numel(leaf.shape, spec, plan.sizes) * dtype.itemsize * there for group, (spec, dtype, there) in specs.items()}
+    return {
+        group: local_numel(leaf.shape, spec, plan.sizes) * dtype.itemsize * there
+        for group, (spec, dtype, there) in specs.items()
+    }
 
 
-def communicated(plan: Plan, name: str) -> tuple[str, float, float]:
-    """(what is communicated of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step).
+def communication(plan: Plan, name: str) -> tuple[str, float, float]:
+    """(the communication of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step).
 
-    What tensor parallelism sends of activations is not among it; a leaf that the head shares counts once.
+    Excludes the activations that tensor parallelism sends; a leaf that the head shares counts once.
     """
     leaf, sizes = plan.leaves[name], plan.sizes
     n = local_numel(leaf.shape, leaf.compute, sizes)
@@ -110,7 +135,14 @@ def communicated(plan: Plan, name: str) -> tuple[str, float, float]:
     for when, path in enumerate(moves(leaf.compute, leaf.grads, leaf.opt, sizes) if leaf.trained else ()):
         for op, axis in path:
             words.append(WORDS[op].format(axis) + (" a step" if when else " a micro-batch") * (op != "gather"))
-            sent[when] += width * n / (cut if op != "gather" else 1) * (sizes[axis] - 1) / sizes[axis] * (2 if op == "psum" else 1)
+            sent[when] += (
+                width
+                * n
+                / (cut if op != "gather" else 1)
+                * (sizes[axis] - 1)
+                / sizes[axis]
+                * (2 if op == "psum" else 1)
+            )
             cut *= sizes[axis] if op == "scatter" else 1
     if sizes["dp"] > 1 and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
         words.append("all_gather dp after the update")

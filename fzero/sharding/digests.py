@@ -17,7 +17,7 @@ from fzero.sharding.spec import Spec
 def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
     """{name: digest of the whole leaf}, from this rank's shards by `specs`; the same on all ranks.
 
-    Leaves may rest on a disk; one of those is in memory at a time. Of the ranks that hold the same shard one computes
+    Leaves may rest on a disk; one of those is in memory at a time. One of the ranks that hold the same shard computes
     its digest, by turns.
     Communicates: 8 bytes a leaf over each axis.
     """
@@ -36,12 +36,14 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
 
 
 def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
-    """One digest of all leaves under their names, in 16 hexadecimal digits: what a row of metrics.jsonl has of the parameters."""
+    """One digest of all leaves under their names, in 16 hexadecimal digits: in a row of metrics.jsonl that of the
+    parameters."""
     return f"{combine(digests(tree, specs, mesh)):016x}"
 
 
 def shard_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:
-    """The digest of this rank's shard at its position in the whole leaf: the digests of all shards add up to that of the leaf."""
+    """The digest of this rank's shard at its position in the whole leaf: the digests of all shards add up to that of
+    the leaf."""
     x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
     whole = whole_shape(x.shape, spec, mesh)
     return digest(x, whole, local_slice(whole, spec, mesh)[0])

@@ -17,7 +17,14 @@ CHUNK = 1 << 13  # elements that are drawn at a time if runs are shorter
 
 
 def draw_normal(
-    key: Tensor, shape: tuple[int, ...], spec: Spec, mesh: Mesh, mean: float, std: float, dtype: torch.dtype, device: torch.device | str
+    key: Tensor,
+    shape: tuple[int, ...],
+    spec: Spec,
+    mesh: Mesh,
+    mean: float,
+    std: float,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> Tensor:
     """This rank's slice of prng.normal(key, shape, mean, std): the same bits, in memory of the slice's size."""
     return draw_normal_box(key, shape, *local_slice(shape, spec, mesh), mean, std, dtype, device)
@@ -46,7 +53,9 @@ def draw_normal_box(
     else:
         for begin in range(0, math.prod(size), CHUNK):
             local = torch.arange(begin, min(begin + CHUNK, math.prod(size)), device=key.device)
-            parts.append(prng.normal(key, local.shape, mean, std, dtype=dtype, index=_global(local, start, size, strides)))
+            parts.append(
+                prng.normal(key, local.shape, mean, std, dtype=dtype, index=_global(local, start, size, strides))
+            )
     return torch.cat(parts).reshape(size).to(device)
 
 

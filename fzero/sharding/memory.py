@@ -55,7 +55,10 @@ class Offload:
                     f"use {', '.join(GROUPS)}, as in params=nvme,opt=nvme"
                 )
             if memory not in MEMORIES:
-                raise ValueError(f"offload {text!r}: {memory!r} is not a memory{nearest(memory, MEMORIES)}; use {', '.join(MEMORIES)}")
+                raise ValueError(
+                    f"offload {text!r}: {memory!r} is not a memory{nearest(memory, MEMORIES)}; use "
+                    f"{', '.join(MEMORIES)}"
+                )
             if group in tiers:
                 raise ValueError(f"offload {text!r}: {group} is given twice")
             try:
@@ -64,7 +67,8 @@ class Offload:
                 share = -1.0
             if not 0.0 < share <= 1.0 or (group == "acts" and share < 1.0):
                 raise ValueError(
-                    f"offload {text!r}: the fraction {fraction!r} of {group} must be above 0 and at most 1 (acts: all of them)"
+                    f"offload {text!r}: the fraction {fraction!r} of {group} must be above 0 and at most 1 "
+                    "(acts: all of them)"
                 )
             tiers[group] = Tier(memory, share)
         return cls(**tiers)

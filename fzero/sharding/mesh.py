@@ -22,6 +22,7 @@ from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.comm.tables import BY_RANK
+from fzero.core.arguments import expect_kind
 from fzero.core.pytree import nearest
 
 AXES = {
@@ -32,7 +33,7 @@ AXES = {
     "cp": "context",
     "ep": "experts",
 }
-ORDER = BY_RANK  # of ranks, outermost first: what talks most is nearest
+ORDER = BY_RANK  # of ranks, outermost first: axes that communicate most are nearest
 DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
 _MESHES = itertools.count()  # every rank makes the same meshes in the same order
 
@@ -50,7 +51,9 @@ class Mesh:
     """
 
     axes: tuple[Axis, ...]
-    device_mesh: DeviceMesh | None = field(default=None, compare=False)  # over the axes in use, outermost first; for DTensor
+    device_mesh: DeviceMesh | None = field(
+        default=None, compare=False
+    )  # over the axes in use, outermost first; for DTensor
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     store: dist.Store | None = field(default=None, compare=False, repr=False)
     agreement: Agreement | None = field(default=None, compare=False, repr=False)
@@ -86,7 +89,8 @@ class Mesh:
         return self["rp"].rank * self["dp"].size + self["dp"].rank
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which each collective first makes sure that all ranks of its axis are at the same one (see comm.agreement).
+        """A context in which each collective first makes sure that all ranks of its axis are at the same one (see
+        comm.agreement).
 
         A mismatch then raises RankError naming both ranks and their calls, as does a rank that does not arrive within
         the mesh's timeout; a psum of a tensor that is the same on all ranks raises ValueError. Each collective costs
@@ -110,11 +114,12 @@ class Mesh:
 
 
 def _check_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
+    expect_kind("mesh", {} if sizes is None else sizes, Mapping, 'write the sizes of its axes, such as {"dp": 2}')
     sizes = dict(sizes or {})
     for name, size in sizes.items():
         if name not in AXES:
             raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(AXES)}{nearest(name, AXES)}")
-        if not isinstance(size, int) or size < 1:
+        if type(size) is not int or size < 1:
             raise ValueError(f"mesh: axis {name} has size {size!r}; a size is a whole number of at least 1")
     return {name: sizes.get(name, 1) for name in AXES}
 
@@ -131,7 +136,11 @@ def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
 
 
 def make_mesh(
-    sizes: Mapping[str, int] | None = None, *, timeout_s: float = 600.0, device: str | None = None, ordered: bool = False
+    sizes: Mapping[str, int] | None = None,
+    *,
+    timeout_s: float = 600.0,
+    device: str | None = None,
+    ordered: bool = False,
 ) -> Mesh:
     """The mesh with these axis sizes; axes that are not named have size 1. Every process calls it.
 
@@ -159,7 +168,8 @@ def make_mesh(
     world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
     if wanted != world:
         raise ValueError(
-            f"mesh {_sizes_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start it with "
+            f"mesh {_sizes_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start "
+            "it with "
             f"`torchrun --nproc-per-node {wanted} ...`, or choose sizes whose product is {world}"
         )
     if device not in (None, "cpu", "cuda"):
@@ -203,7 +213,8 @@ def one_process() -> Mesh:
 
 
 def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
-    """The mesh of these axis sizes as process `rank` sees it, without other processes: for plans on fake or meta tensors, and for shapes.
+    """The mesh of these axis sizes as process `rank` sees it, without other processes: for plans on fake or meta
+    tensors, and for shapes.
 
     Collectives return results of the right shape, without the other ranks' values, and are entered in its ledger.
     Raises ValueError for an unknown axis, a size below 1, or a rank that the mesh has not.
@@ -221,7 +232,9 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
         stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
         ranks = [rank + (k - at[name]) * stride for k in range(sizes[name])]
         communicator = (
-            Communicator(name, ranks, at[name], transport="fake", ledger=ledger, agreement=agreement) if sizes[name] > 1 else None
+            Communicator(name, ranks, at[name], transport="fake", ledger=ledger, agreement=agreement)
+            if sizes[name] > 1
+            else None
         )
         axes.append(Axis(name, sizes[name], at[name], communicator))
     return Mesh(tuple(axes), ledger=ledger, agreement=agreement)

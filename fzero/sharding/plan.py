@@ -5,9 +5,10 @@ Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training tri
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from fzero.core import pytree
-from fzero.core.precision import Policy, fp32
+from fzero.core.arguments import PLAN, expect_kind, explain_keywords
+from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload, Tier, select_largest
@@ -37,10 +39,16 @@ ACCUMULATE = ("shards", "full")
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """Where one leaf of the parameters lives, and in which dtype it rests.
+    """The layout of one leaf of the parameters in each part of a step, and the dtype in which it rests.
 
-    An axis in `compute.partial` is one over which the leaf, whole on every rank, is used differently, so that the sum of its gradient is
-    owed. In `grads.partial` it is one over which the sum is still owed after a micro-batch; it is made once, at the end.
+    An axis in `compute.partial` is one over which the leaf, whole on every rank, is used differently, so that the sum
+    of its gradient is owed. In `grads.partial` it is one over which the sum is still owed after a micro-batch; it is
+    made once, at the end.
+
+    >>> plan = fzero.zero_plan(1, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"dp": 4}))
+    >>> leaf = plan.leaves["w"]
+    >>> print(leaf.shape, leaf.params, leaf.grads, leaf.opt)
+    (8, 2) [·, ·] [·, ·] +dp [·/dp, ·]
     """
 
     shape: tuple[int, ...]  # of the whole leaf
@@ -49,14 +57,19 @@ class LeafPlan:
     params: Spec  # at rest
     grads: Spec  # after the backward pass of a micro-batch
     opt: Spec  # of the optimizer's per-parameter state, and of the update
-    trained: bool = True  # False: no gradient, no optimizer state, no update
+    trained: bool = True  # False: no gradient, no optimizer state, no update; leaves that are not floating never are
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A parallel program: the mesh, the dtypes, and for every leaf where it lives; `print(plan)` shows all of it with bytes.
+    """A parallel program: the mesh, the dtypes, and the layout of every leaf; `zero_plan` makes it.
 
-    `compute`, `params`, `grads` and `opt` are the specs as trees like the parameters.
+    `compute`, `params`, `grads` and `opt` are the specs as trees like the parameters. `print(plan)` shows all of it,
+    with bytes.
+
+    >>> plan = fzero.zero_plan(3, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"dp": 4}))
+    >>> print(plan.params["w"], plan.sizes["dp"], plan.policy.param)
+    [·/dp, ·] 4 torch.float32
     """
 
     stage: int
@@ -67,7 +80,7 @@ class Plan:
     reduce: str = "fast"  # or "canonical": one order of sums on every mesh
     sequence: bool = False  # sequence parallelism over tp
     reshard: bool = True  # gathered parameters are dropped after a layer's forward pass, and gathered again
-    acts: str = "device"  # the memory of what a remat policy keeps
+    acts: str = "device"  # the memory of activations kept by a remat policy
 
     def __str__(self) -> str:
         return describe(self)
@@ -103,7 +116,8 @@ class Plan:
         return frozenset(name for name, leaf in self.leaves.items() if not leaf.trained)
 
     def trained(self, tree: Tree) -> Tree:
-        """The part of a tree like the parameters that is trained: the tree itself, or {name: leaf} where some leaves are frozen."""
+        """The part of a tree like the parameters that is trained: the tree itself, or {name: leaf} if some leaves
+        are frozen."""
         if not self.frozen:
             return tree
         return {name: leaf for name, leaf in pytree.named_leaves(tree).items() if name not in self.frozen}
@@ -119,18 +133,58 @@ class Plan:
 
 
 def shapes_of(model: Any) -> Tree:
-    """The parameter tree of a Model, or of a tree of tensors, as meta tensors: shapes and dtypes without memory."""
-    if hasattr(model, "init"):
+    """The parameter tree of a Model, or of a tree of tensors, as meta tensors: shapes and dtypes without memory.
+
+    Raises ValueError for a tree with other leaves than tensors, or with complex ones, and TypeError for what is no
+    tree.
+    """
+    if hasattr(model, "init") and hasattr(model, "rules"):
         return model.init(lambda name, shape, std=0.0, mean=0.0: torch.empty(shape, device="meta"))
+    check_tree(model)
     return pytree.map(lambda x: torch.empty_like(x, device="meta"), model)
 
 
+def check_tree(params: Tree) -> None:
+    """Raise TypeError or ValueError, with what to write instead, if a tree is none of parameters."""
+    if isinstance(params, Iterator):
+        raise TypeError(
+            f"the parameters are a {type(params).__name__}, which can be read once; give a tree of tensors, such as "
+            "dict(module.named_parameters())"
+        )
+    if isinstance(params, str) or callable(params) or dataclasses.is_dataclass(params):
+        if not isinstance(params, torch.nn.Module):
+            shown = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
+            raise TypeError(
+                f"the model is {shown}; give a Model, such as models.build(models.preset('llama-tiny')), or a tree of "
+                "parameters"
+            )
+        raise TypeError(
+            f"the parameters are an nn.Module ({type(params).__name__}); give a tree of tensors, such as "
+            "dict(module.named_parameters()), and a loss that calls torch.func.functional_call(module, params, ...)"
+        )
+    named = pytree.named_leaves(params)
+    if not named:
+        raise ValueError("the parameter tree has no leaves; give a tree of tensors")
+    for name, leaf in named.items():
+        at = f"leaf {name!r} of the parameters"
+        if not isinstance(leaf, torch.Tensor):
+            instead = "leave it out, or use ()" if leaf is None else "use torch.as_tensor"
+            raise TypeError(f"{at} is a {type(leaf).__name__}, not a tensor; {instead}")
+        if leaf.is_complex():
+            raise ValueError(
+                f"{at} is {leaf.dtype}; give torch.view_as_real of it, and use torch.view_as_complex in the loss"
+            )
+        if leaf.layout != torch.strided:
+            raise ValueError(f"{at} is {leaf.layout}; give leaf.to_dense()")
+
+
+@explain_keywords(**PLAN)
 def zero_plan(
     stage: int,
     model: Any,
     mesh: Mesh,
     *,
-    policy: Policy = fp32(),  # noqa: B008
+    policy: Policy | str = "fp32",
     reduce: str = "fast",
     accumulate: str = "shards",
     sequence: bool = False,
@@ -138,19 +192,45 @@ def zero_plan(
     reshard: bool = True,
     offload: Offload | str = ALL_ON_DEVICE,
 ) -> Plan:
-    """The plan of a ZeRO stage for `model` (a Model, or the parameter tree of a plain loss function) on `mesh`.
+    """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
-    policy: the dtypes (see fzero.Policy): of parameters at rest, of products, of gradients on their way and in sums, of master weights.
-    At rest a sharded leaf is split over dp on its first dim, or the second where the first counts layers (`blocks/...`), after whatever
-    axes the model's own rules put there; a leaf whose dim does not divide stays whole on every rank, and the printed plan says so.
-    reduce: "canonical" gives bitwise the same sums for any power of two of data ranks, any stage and any accumulation: the gradient of
-    each micro-batch is summed over the ranks first, in the order of a binary tree; "fast" sums what is cheapest first.
-    accumulate: over the micro-batches of stages 2 and 3, gradient "shards" (a reduce-scatter each), or "full" gradients (one at the end).
+    At rest a sharded leaf is split over dp on its first dim, or the second where the first counts layers
+    (`blocks/...`), after the axes that the model's own rules put there; a leaf whose dim does not divide stays whole on
+    every rank, and the printed plan says so.
+
+    stage: 0 shards nothing over dp, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+    model: a Model, or the parameter tree of a plain loss function.
+        Leaves of integers or bools rest as they are, whole on every rank: they have no gradient and no optimizer state.
+    policy: the dtypes (see fzero.Policy), or their name, such as "bf16": of parameters at rest, of products, of
+    gradients on their way and in sums, of master weights.
+    reduce: "canonical" gives bitwise the same sums for any power of two of data ranks, any stage and any accumulation:
+    the gradient of each micro-batch is summed over the ranks first, in the order of a binary tree; "fast" sums what is
+    cheapest first.
+    accumulate: over the micro-batches of stages 2 and 3, gradient "shards" (a reduce-scatter each), or "full" gradients
+    (one at the end).
     sequence: activations outside the tensor-parallel products are split over tp along the sequence.
-    frozen: a regex of leaves that are not trained. reshard: see Plan; at stage 3.
-    offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs of the plan say it leaf by leaf.
-    Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, and rules that do not fit the leaves.
+    frozen: a regex of leaves that are not trained.
+    reshard: at stage 3, whether gathered parameters are dropped after a layer's forward pass, and gathered again.
+    offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs of the plan say it
+    leaf by leaf.
+    Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
+    leaves, complex leaves, and a tree of which nothing is trained.
+
+    >>> for stage in range(4):
+    ...     leaf = zero_plan(stage, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"dp": 4})).leaves["w"]
+    ...     print(stage, leaf.params, leaf.grads, leaf.opt)
+    0 [·, ·] [·, ·] +dp [·, ·]
+    1 [·, ·] [·, ·] +dp [·/dp, ·]
+    2 [·, ·] [·/dp, ·] [·/dp, ·]
+    3 [·/dp, ·] [·/dp, ·] [·/dp, ·]
+
+    Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
+    arXiv:1910.02054, section 5.
     """
+    expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
+    expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
+    expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
+    policy = policy_of(policy)
     check_choices(stage, mesh, reduce, accumulate, sequence)
     like = shapes_of(model)
     named = pytree.named_leaves(like)
@@ -160,13 +240,10 @@ def zero_plan(
     for name, spec in compute.items():
         check_dims(name, named[name].shape, spec, sizes)
 
+    fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
+
     def at_rest(name: str, spec: Spec) -> Spec:
-        dim, shape = shard_dim(name), named[name].shape
-        dims = list(spec.dims)
-        if dim >= len(shape) or shape[dim] % (sizes["dp"] * math.prod(sizes[a] for a in dims[dim])):
-            return Spec(tuple(dims), memory=spec.memory)
-        dims[dim] = (*dims[dim], "dp")
-        return Spec(tuple(dims), memory=spec.memory)
+        return spec if name in fixed else shard_over_dp(name, tuple(named[name].shape), spec, sizes)
 
     def gradient(name: str, spec: Spec) -> Spec:
         sharded = reduce == "canonical" or (ZERO[stage][1] and accumulate == "shards")
@@ -180,39 +257,69 @@ def zero_plan(
     (params, _, opt), grads = map(row, ZERO[stage]), {n: gradient(n, s) for n, s in compute.items()}
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
     params, grads, opt = (
-        in_memory(specs, named, sizes, tier) for specs, tier in ((params, offload.params), (grads, offload.grads), (opt, offload.opt))
+        in_memory(specs, {n: x for n, x in named.items() if n not in fixed}, sizes, tier)
+        for specs, tier in ((params, offload.params), (grads, offload.grads), (opt, offload.opt))
     )
-    out = frozen_names(frozen, list(named))
-    leaves = {
-        name: LeafPlan(tuple(leaf.shape), policy.param, compute[name], params[name], grads[name], opt[name], name not in out)
-        for name, leaf in named.items()
-    }
+    out = fixed | frozen_names(frozen, [name for name in named if name not in fixed])
+    leaves = {}
+    for name, leaf in named.items():
+        places = compute[name], params[name], grads[name], opt[name]
+        dtype = leaf.dtype if name in fixed else policy.param
+        leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
     return Plan(stage, mesh, policy, like, leaves, reduce, sequence and sizes["tp"] > 1, reshard, offload.acts.memory)
+
+
+def policy_of(policy: Policy | str) -> Policy:
+    """The policy, or the one of that name; raises TypeError or ValueError for anything else."""
+    names = ", ".join(POLICIES)
+    if isinstance(policy, str) and policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}{pytree.nearest(policy, POLICIES)}; it must be one of {names}")
+    expect_kind("policy", policy, (Policy, str), f"write fzero.bf16(), or a name: {names}")
+    return POLICIES[policy]() if isinstance(policy, str) else policy
+
+
+def shard_over_dp(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """The spec with dp on the leaf's first dim, or the second if the first counts layers; as it is if that dim does not
+    divide."""
+    dim, dims = shard_dim(name), list(spec.dims)
+    if dim < len(shape) and shape[dim] % (sizes["dp"] * math.prod(sizes[a] for a in dims[dim])) == 0:
+        dims[dim] = (*dims[dim], "dp")
+    return Spec(tuple(dims), memory=spec.memory)
 
 
 def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str, int], tier: Tier) -> dict[str, Spec]:
     """The specs with the memory of a tier, for the largest leaves that hold its fraction of the elements."""
     if tier.memory == "device":
         return specs  # as the model's own rules have them
-    names = select_largest({name: local_numel(named[name].shape, spec, sizes) for name, spec in specs.items()}, tier.fraction)
+    names = select_largest(
+        {name: local_numel(leaf.shape, specs[name], sizes) for name, leaf in named.items()}, tier.fraction
+    )
     return {name: replace(spec, memory=tier.memory) if name in names else spec for name, spec in specs.items()}
 
 
 def check_choices(stage: int, mesh: Mesh, reduce: str, accumulate: str, sequence: bool) -> None:
-    """Raise ValueError for a stage or choice that does not exist, and for axes that this version does not shard over."""
-    if stage not in ZERO:
+    """Raise ValueError for a stage or choice that does not exist, and for axes that this version does not shard
+    over."""
+    if type(stage) is not int or stage not in ZERO:
         raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
     if reduce not in REDUCE:
         raise ValueError(f"reduce is {reduce!r}; it must be {' or '.join(REDUCE)}")
     if accumulate not in ACCUMULATE:
         raise ValueError(f"accumulate is {accumulate!r}; it must be {' or '.join(ACCUMULATE)}")
     if reduce == "canonical" and accumulate == "full":
-        raise ValueError('accumulate="full" sums over micro-batches first and reduce="canonical" over ranks first; leave one of them out')
+        raise ValueError(
+            'accumulate="full" sums over micro-batches first and reduce="canonical" over ranks first; leave '
+            "one of them out"
+        )
     if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
-        raise ValueError(f'reduce="canonical" needs dp x rp to be a power of two and it is {mesh.data_size}; use reduce="fast"')
+        raise ValueError(
+            f'reduce="canonical" needs dp x rp to be a power of two and it is {mesh.data_size}; use reduce="fast"'
+        )
     for name in ("pp", "cp", "ep"):
         if mesh[name].size > 1:
-            raise ValueError(f"mesh: axis {name} has size {mesh[name].size}; this version shards over dp, rp and tp; make {name}=1")
+            raise ValueError(
+                f"mesh: axis {name} has size {mesh[name].size}; this version shards over dp, rp and tp; make {name}=1"
+            )
 
 
 def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Spec]:
@@ -229,12 +336,15 @@ def with_owed(spec: Spec, axes: set[str]) -> Spec:
 
 
 def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
-    """The names that the regex matches; raises ValueError where that is none, or all, of them."""
+    """The names that the regex matches; raises ValueError if that is none, or all, of them, or there are none."""
+    if not names:
+        raise ValueError("no leaf of the parameters is floating-point, so there is nothing to train; convert some")
     if frozen is None:
         return frozenset()
     found = frozenset(name for name in names if re.search(frozen, name))
     if len(found) in (0, len(names)):
         raise ValueError(
-            f"frozen={frozen!r} matches {'every' if found else 'no'} leaf of {', '.join(names[:6])}, ...; some must be trained"
+            f"frozen={frozen!r} matches {'every' if found else 'no'} leaf of {', '.join(names[:6])}, ...; "
+            "some must be trained"
         )
     return found

@@ -1,4 +1,5 @@
-"""Parameters from rest to use: the reads, copies and gathers of a group of leaves, started before the computation needs them."""
+"""Parameters from rest to use: the reads, copies and gathers of a group of leaves, started before the computation needs
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from fzero.sharding.slices import STACKED
 
 
 class Group(NamedTuple):
-    """The leaves of a model that are fetched, used and dropped together: those of a layer, the embedding or the head."""
+    """The leaves of a model that are fetched, used and dropped together: those of a layer, the embedding or the
+    head."""
 
     name: str
     leaves: tuple[str, ...]  # full names
@@ -47,8 +49,11 @@ class ParamFetcher:
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
         self.axis, self.ledger, self.device = plan.mesh["dp"], plan.mesh.ledger, device
         self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in plan.leaves[name].params.axes}
-        # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has `wait()`.
-        self.away = {name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device}
+        # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has
+        # `wait()`.
+        self.away = {
+            name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device
+        }
         self.stream = torch.cuda.Stream(device) if self.away and device.type == "cuda" else None  # None in a plan, too
 
     def needed(self, group: Group) -> bool:
@@ -129,7 +134,8 @@ class ParamFetcher:
 
 
 class Prefetcher:
-    """Fetches groups in a known order, up to `ahead` of them before they are taken, so that `ahead` + 1 are whole at a time.
+    """Fetches groups in a known order, up to `ahead` of them before they are taken, so that `ahead` + 1 are whole at a
+    time.
 
     Groups that are both read from elsewhere and gathered are read one earlier, because a gather begins when its shards
     have arrived.

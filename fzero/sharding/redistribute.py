@@ -41,10 +41,15 @@ def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "")
     tensor([2, 3])
     """
     if src.memory != dst.memory:
-        raise ValueError(f"redistribute {leaf}: from memory {src.memory} to {dst.memory}; it only moves data between ranks")
+        raise ValueError(
+            f"redistribute {leaf}: from memory {src.memory} to {dst.memory}; it only moves data between ranks"
+        )
     for axis in dst.partial - src.partial:
         if mesh[axis].size > 1:
-            raise ValueError(f"redistribute {leaf}: {dst} owes a sum over {axis} that {src} does not; a finished sum cannot be undone")
+            raise ValueError(
+                f"redistribute {leaf}: {dst} owes a sum over {axis} that {src} does not; a finished sum "
+                "cannot be undone"
+            )
     now, goal = (sharded_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
     owed = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
     local_shape(whole_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
@@ -61,7 +66,11 @@ def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "")
     return x
 
 
-_ALONG_A_DIM: dict[str, Callable[..., Tensor]] = {"psum_scatter": psum_scatter, "own_slice": own_slice, "all_gather": all_gather_same}
+_ALONG_A_DIM: dict[str, Callable[..., Tensor]] = {
+    "psum_scatter": psum_scatter,
+    "own_slice": own_slice,
+    "all_gather": all_gather_same,
+}
 Step = tuple[str, str] | tuple[str, str, int] | tuple[str, str, int, int]  # (collective, axis, its dims)
 
 
@@ -71,7 +80,11 @@ def _next(now: Dims, goal: Dims, owed: set[str]) -> Step | None:
     Those that make the tensor smaller come first.
     """
     # An axis can be added to a dim once all axes before it, and no others, shard the dim.
-    ready = {want[len(have)]: d for d, (have, want) in enumerate(zip(now, goal)) if len(have) < len(want) and want[: len(have)] == have}
+    ready = {
+        want[len(have)]: d
+        for d, (have, want) in enumerate(zip(now, goal))
+        if len(have) < len(want) and want[: len(have)] == have
+    }
     # Only the last axis of a dim can be removed from it; it must be if it is not the goal's axis there.
     leaving = {have[-1]: d for d, (have, want) in enumerate(zip(now, goal)) if have != want[: len(have)]}
     sharding = {axis for have in now for axis in have}
@@ -152,31 +165,43 @@ def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DT
 
     shape = whole_shape(x.shape, spec, mesh)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh.device_mesh, spec.placements(mesh), run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        x, mesh.device_mesh, spec.placements(mesh), run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def from_dtensor(t: torch.distributed.tensor.DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
-    """(x, spec): the local tensor of a DTensor, and its layout on `mesh`; the inverse of `to_dtensor`.
+    """Return (x, spec) of a DTensor: its local tensor and its layout on `mesh`; the inverse of `to_dtensor`.
 
+    x shares the memory of the DTensor.
     Communicates: nothing.
     Raises ValueError if its DeviceMesh is not that of `mesh`, or if it is partial other than by a sum.
 
-    On two processes or more, with `w` a tensor [D, F] that rank r holds rows of:
-
-        t = to_dtensor(w, Spec(("dp", None)), mesh)
-        x, spec = from_dtensor(t, mesh)             # x is w; print(spec): [·/dp, ·]
+    >>> import torch.distributed as dist
+    >>> from torch.testing._internal.distributed.fake_pg import FakeStore  # in place of a second process
+    >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    >>> mesh = make_mesh({"dp": 2}, device="cpu")
+    >>> t = to_dtensor(torch.zeros(4, 3), Spec(("dp", None)), mesh)
+    >>> x, spec = from_dtensor(t, mesh)
+    >>> print(t.shape, x.shape, spec)
+    torch.Size([8, 3]) torch.Size([4, 3]) [·/dp, ·]
+    >>> dist.destroy_process_group()
     """
     from fzero.core.torch_private import StridedShard
 
     if t.device_mesh != mesh.device_mesh:
-        raise ValueError(f"a DTensor on {t.device_mesh} is not on this mesh, {mesh.device_mesh}; make it on mesh.device_mesh")
+        raise ValueError(
+            f"a DTensor on {t.device_mesh} is not on this mesh, {mesh.device_mesh}; make it on mesh.device_mesh"
+        )
     dims: Dims = [()] * t.dim()
     partial = set()
     # From the last axis to the first: each finds those that divide its dim before it.
     for name, placement in reversed(list(zip(t.device_mesh.mesh_dim_names, t.placements))):
         if placement.is_partial():
             if placement.reduce_op != "sum":
-                raise ValueError(f"a DTensor with {placement} over {name}: only sums are owed here; redistribute it first")
+                raise ValueError(
+                    f"a DTensor with {placement} over {name}: only sums are owed here; redistribute it first"
+                )
             partial.add(name)
         elif not placement.is_replicate():
             before = placement.split_factor if isinstance(placement, StridedShard) else 1

@@ -31,11 +31,11 @@ from fzero.sharding.slices import STACKED
 class GradientReducer:
     """Sums the gradients of a step, group by group, in the layout of plan.opt.
 
-    dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. `parts` micro-batches.
-    At most one part's gradients travel while the next one's are computed.
-    away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with `add(layer, value)` and `plus(another)`.
-    early: is handed (leaf, layer, sum) of each layer as soon as that is final, so that nothing of layers is left for the end.
-    rooms: the memory of sums that rest in the host's memory, for the next step too.
+    dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. `parts`
+    micro-batches. At most one part's gradients travel while the next one's are computed.
+    away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with `add(layer, value)`
+    and `plus(another)`. early: is handed (leaf, layer, sum) of each layer as soon as that is final, so that nothing of
+    layers is left for the end. rooms: the memory of sums that rest in the host's memory, for the next step too.
     narrow: with one micro-batch the sums keep its dtype at the end.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
@@ -49,7 +49,13 @@ class GradientReducer:
         rooms: dict[Any, Tensor] | None = None,
         narrow: bool = False,
     ):
-        self.mesh, self.accumulate, self.parts, self.away, self.early = plan.mesh, plan.policy.accumulate, parts, away, early
+        self.mesh, self.accumulate, self.parts, self.away, self.early = (
+            plan.mesh,
+            plan.policy.accumulate,
+            parts,
+            away,
+            early,
+        )
         self.rooms, self.narrow = {} if rooms is None else rooms, narrow
         self.last = False  # whether the micro-batch under way is the last one
         self.memory = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
@@ -59,10 +65,20 @@ class GradientReducer:
         self.depth = {name: leaf.shape[0] for name, leaf in plan.leaves.items() if name.startswith(STACKED)}
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.begun: set[tuple[str, str, int | None]] = set()  # the keys whose part of `final` holds a sum already
-        self.owed: dict[tuple[str, str, int | None], Tensor | TreeSum] = {}  # sums over micro-batches before the last one
+        self.owed: dict[
+            tuple[str, str, int | None], Tensor | TreeSum
+        ] = {}  # sums over micro-batches before the last one
         self.flying: list[Iterator[Pending]] = []
 
-    def put(self, group: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
+    def put(
+        self,
+        group: Group,
+        names: Sequence[str],
+        grads: list[Tensor],
+        *,
+        last: bool,
+        again: frozenset[str] = frozenset(),
+    ) -> None:
         """Take a micro-batch's gradients of the leaves `names` of a group; the list is emptied.
 
         last: whether the micro-batch is the last one. again: leaves for which another group gives a gradient in the
@@ -88,7 +104,9 @@ class GradientReducer:
                 pass
         self.flying.clear()
 
-    def job(self, group: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool) -> Iterator[Pending]:
+    def job(
+        self, group: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool
+    ) -> Iterator[Pending]:
         """Reduce the gradients of one bucket and add them to their sums.
 
         Yields whenever a collective has been started.
@@ -150,7 +168,9 @@ class GradientReducer:
             self.early(name, layer, self.ended(key, value))
             return
         if self.memory[name] == "nvme":
-            self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name))).add(layer or 0, self.wide(value))
+            self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name))).add(
+                layer or 0, self.wide(value)
+            )
             return
         whole = self.final.get((stream, name))
         if whole is None:

@@ -12,7 +12,9 @@ Value = TypeVar("Value")
 Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)
 
 
-def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules", partial: bool = False) -> dict[str, Value]:
+def match_rules(
+    rules: Rules[Value], names: Sequence[str], *, what: str = "rules", partial: bool = False
+) -> dict[str, Value]:
     """{leaf name: value of the first rule whose regular expression is found in it}.
 
     rules: (regular expression, value) pairs, in order. names: the names of a tree's leaves. what: the rules' name in
@@ -38,9 +40,12 @@ def match_rules(rules: Rules[Value], names: Sequence[str], *, what: str = "rules
                 break
         else:
             raise ValueError(
-                f"{what}: no rule matches leaf {name!r}{nearest(name, [p for p, _ in rules])}; add a rule, or a last one ('.*', ...)"
+                f"{what}: no rule matches leaf {name!r}{nearest(name, [p for p, _ in rules])}; add a rule, or "
+                "a last one ('.*', ...)"
             )
     for i, (pattern, _) in enumerate(rules):
         if i not in used and not partial:
-            raise ValueError(f"{what}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it")
+            raise ValueError(
+                f"{what}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it"
+            )
     return matched

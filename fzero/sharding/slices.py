@@ -59,7 +59,9 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
         if local[dim] % ranks:
             sizes = ", ".join(f"{axis}={mesh[axis].size}" for axis in axes)
             fit = f"pad it to {-(-local[dim] // ranks) * ranks}, or leave it whole"
-            raise ValueError(f"{leaf or 'tensor'}: dim {dim} has size {local[dim]}, not divisible by {ranks} ({sizes}); {fit}")
+            raise ValueError(
+                f"{leaf or 'tensor'}: dim {dim} has size {local[dim]}, not divisible by {ranks} ({sizes}); {fit}"
+            )
         local[dim] //= ranks
     return tuple(local)
 
@@ -69,7 +71,9 @@ def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]
     return tuple(size * ranks for size, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape))))
 
 
-def local_slice(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_slice(
+    shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = ""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(start, size) per dim of this rank's slice by `spec` of a tensor of this shape.
 
     Raises ValueError as `local_shape` does.
@@ -88,6 +92,12 @@ def narrow_box(x: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
     for dim, (at, extent) in enumerate(zip(start, size)):
         x = x.narrow(dim, at, extent)
     return x
+
+
+def narrow_part(x: Tensor, part: int, parts: int, dim: int) -> Tensor:
+    """The view of part number `part` of x cut into `parts` equal parts along a dim; x itself if there is one part."""
+    size = x.shape[dim] // parts
+    return x.narrow(dim, part * size, size) if parts > 1 else x
 
 
 def narrow_to(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
@@ -125,7 +135,8 @@ def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str
             fits = [str(n) for n in range(1, 65) if size % n == 0]
             padded = -(-size // ranks) * ranks
             raise ValueError(
-                f"{name}: dim {dim} has size {size}, not divisible by {factors}; use one of {', '.join(fits)}, or pad it to {padded}"
+                f"{name}: dim {dim} has size {size}, not divisible by {factors}; use one of {', '.join(fits)}, "
+                f"or pad it to {padded}"
             )
 
 
@@ -152,7 +163,8 @@ def row_blocks(shape: Sequence[int], most: int = MOST_ELEMENTS) -> list[tuple[in
 
 
 def iterate_blocks(x: Any, stacked: bool) -> Iterator[tuple[int, Tensor]]:
-    """(layer, row block) for all row blocks of a leaf, in order: of a tensor, or of a leaf with an `iterate_blocks` of its own."""
+    """(layer, row block) for all row blocks of a leaf, in order: of a tensor, or of a leaf with an `iterate_blocks` of
+    its own."""
     if not isinstance(x, Tensor):
         yield from x.iterate_blocks()
         return

@@ -1,4 +1,5 @@
-"""Spec: for one leaf, the mesh axes that shard each tensor dim, the axes over which a sum is owed, and the memory it rests in."""
+"""Spec: for one leaf, the mesh axes that shard each tensor dim, the axes over which a sum is owed, and the memory it
+rests in."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class Spec:
     """The layout of one tensor on a mesh. It is a leaf in trees; `Spec()` is a tensor that is whole on every rank.
 
     dims: for each tensor dim the mesh axes that shard it, outermost first; a trailing dim that is not given is whole.
-    partial: the axes over which a sum is owed: the tensor is the sum of what their ranks hold.
+    partial: the axes over which a sum is owed: the tensor is the sum of their ranks' values.
     memory: "device", "host" or "nvme".
 
     The text form, which `parse` reads, is "[L/pp, D/tp+dp, F] +cp @host": a letter for each dim, its axes after a
@@ -83,7 +84,8 @@ class Spec:
         for dim, axes in enumerate(self.dims):
             sizes = [(axis, mesh[axis].size) for axis in axes if mesh[axis].size > 1]
             for i, (axis, _) in enumerate(sizes):
-                # A DTensor divides a dim by the mesh's axes in their order; one that comes before those that divide it first is "strided".
+                # A DTensor divides a dim by the mesh's axes in their order; one that comes before those that divide it
+                # first is "strided".
                 before = [size for name, size in sizes[:i] if names.index(name) > names.index(axis)]
                 found[axis] = StridedShard(dim, split_factor=math.prod(before)) if before else Shard(dim)
         return tuple(found[name] for name in names)

@@ -24,9 +24,12 @@ def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "")
     """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest.
 
     Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
-    tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently.
+    tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently. A leaf of integers
+    has none, and is whole.
     Communicates: an all_gather over dp if that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
     """
+    if not x.is_floating_point():
+        return x
     owed = [axis for axis in DATA if axis not in rest.axes] + sorted(compute.partial)
     for axis in owed:
         x = pvary(x, mesh[axis], leaf=leaf)
@@ -39,7 +42,9 @@ def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "")
 def unshard_tree(params: Tree, plan: Plan) -> Tree:
     """`unshard` of every leaf of a tree of parameters, or of a part of one with the same names."""
     leaves = plan.leaves
-    return pytree.map_named(lambda name, x: unshard(x, leaves[name].params, leaves[name].compute, plan.mesh, leaf=name), params)
+    return pytree.map_named(
+        lambda name, x: unshard(x, leaves[name].params, leaves[name].compute, plan.mesh, leaf=name), params
+    )
 
 
 def unshard_block(block: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -58,6 +63,8 @@ def _unshard_block(block: Callable[..., Any], specs: tuple, mesh: Mesh) -> Calla
     at = {name: (rest, compute) for name, rest, compute in specs}
 
     def fetched_block(params: Tree, x: Any, ctx: Any) -> Any:
-        return block(pytree.map_named(lambda name, leaf: unshard(leaf, *at[name], mesh, leaf=STACKED + name), params), x, ctx)
+        return block(
+            pytree.map_named(lambda name, leaf: unshard(leaf, *at[name], mesh, leaf=STACKED + name), params), x, ctx
+        )
 
     return fetched_block

@@ -1,57 +1,141 @@
-"""What does not go together in a step: the plan, the optimizer, the options, the state."""
+"""Check that plan, optimizer, options and state of a step go together."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from fzero.core import pytree
-from fzero.core.autodiff import Remat
+from fzero.core.arguments import expect_kind
+from fzero.core.autodiff import Remat, transforms
+from fzero.core.torch_private import FakeTensor
+from fzero.kernels.cross_entropy_rows import is_tracing
 from fzero.models import base
 from fzero.optim import GradientTransformation
+from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
 from fzero.sharding.plan import shapes_of
 from fzero.train.loss import LossFn
-from fzero.train.state import TrainState, expect_shapes
+from fzero.train.state import TrainState, expect_alive, expect_shapes
+
+
+def expect_program(loss_fn: Any) -> None:
+    """Raise TypeError for what is neither a Model nor a function of (params, batch)."""
+    if isinstance(loss_fn, base.Model):
+        return
+    if isinstance(loss_fn, torch.nn.Module):
+        raise TypeError(
+            f"the model is an nn.Module ({type(loss_fn).__name__}); give a function loss(params, batch) that calls "
+            "torch.func.functional_call(module, params, ...), and dict(module.named_parameters()) to zero_plan and "
+            "init_state"
+        )
+    if isinstance(loss_fn, type):
+        raise TypeError(f"the model is the class {loss_fn.__name__}; {PROGRAM}")
+    if not callable(loss_fn):
+        expect_kind("the model", loss_fn, base.Model, PROGRAM)
+
+
+PROGRAM = (
+    "give a Model, such as models.build(models.preset('llama-tiny')), or a function loss(params, batch) that returns "
+    "(sum, number of samples)"
+)
+
+
+def expect_arguments(loss_fn: Any, tx: Any, plan: Any) -> None:
+    """Raise TypeError for arguments of a step that are of other kinds."""
+    expect_program(loss_fn)
+    expect_optimizer(tx)
+    expect_kind("plan", plan, Plan, "write make_train_step(model, tx, zero_plan(stage, model, mesh))")
 
 
 def expect_options(plan: Plan, remat: Remat, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
     """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
     if offloaded and not donate:
         raise ValueError(
-            f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it with donate=True"
+            f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it "
+            "with donate=True"
         )
     if plan.acts != "device" and not remat.every:
-        raise ValueError(f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full or every:K")
-    if update not in ("end", "backward", "delayed"):
-        raise ValueError(f"update is {update!r}; it must be end, backward or delayed")
+        raise ValueError(
+            f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full "
+            "or every:K"
+        )
+    if update not in ("end", "backward"):
+        raise ValueError(f"update is {update!r}; it must be end or backward")
     if update != "end" and not (offloaded and layered):
-        raise ValueError(f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."')
+        raise ValueError(
+            f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."'
+        )
 
 
 def plan_memories(plan: Plan) -> str:
-    """Which memories a plan uses beside the device, in words."""
-    memories = [(group, getattr(leaf, group).memory) for group in ("params", "grads", "opt") for leaf in plan.leaves.values()]
+    """The text of the memories that a plan uses beside the device."""
+    memories = [
+        (group, getattr(leaf, group).memory) for group in ("params", "grads", "opt") for leaf in plan.leaves.values()
+    ]
     return ", ".join(dict.fromkeys(f"{group}={memory}" for group, memory in memories if memory != "device"))
 
 
 def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan) -> None:
-    """Raise ValueError where the plan was made for another model, or the optimizer needs whole leaves that the plan cuts."""
+    """Raise ValueError if the plan was made for another model, or the optimizer needs whole leaves that the plan
+    cuts."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
-    cut = [name for name, leaf in plan.leaves.items() if leaf.trained and any(plan.sizes[axis] > 1 for axis in leaf.opt.axes)]
+    cut = [
+        name
+        for name, leaf in plan.leaves.items()
+        if leaf.trained and any(plan.sizes[axis] > 1 for axis in leaf.opt.axes)
+    ]
     if tx.needs != "elementwise" and cut:
         raise ValueError(
-            f"the optimizer needs whole leaves (needs={tx.needs!r}) and the plan cuts {cut[0]} and {len(cut) - 1} more; "
+            f"the optimizer needs whole leaves (needs={tx.needs!r}) and the "
+            f"plan cuts {cut[0]} and {len(cut) - 1} more; "
             "give it an `on`, which makes it one for shards (see fzero.optim.GradientTransformation), or use stage 0"
         )
 
 
-def expect_state(plan: Plan, state: TrainState, ema_decay: float) -> None:
-    """Raise ValueError where the state was made for another plan or policy, or lacks what the step is to keep beside the parameters."""
+def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bool) -> None:
+    """Raise ValueError if the state was made for another plan, policy or optimizer, or may not be overwritten,
+    or was."""
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], TrainState):
+        raise TypeError("the state is the pair that a step returned; write state, metrics = step(state, batch)")
+    expect_kind("the state", state, TrainState, "give the one that init_state, restore or the last step returned")
+    expect_alive(state.step)
+    if donate and transforms():
+        raise ValueError("a train step under a torch.func transform overwrites its input; make it with donate=False")
     expect_shapes(plan, state.params, shards=True)
     policy = plan.policy
     for name, leaf in pytree.named_leaves(state.params).items():
-        if leaf.dtype != policy.param:
-            raise ValueError(f"{name} is {leaf.dtype} and the plan's policy {policy.name} has {policy.param}; give init_state this plan")
+        if leaf.dtype != plan.leaves[name].dtype:
+            raise ValueError(
+                f"{name} is {leaf.dtype} and the plan, of policy {policy.name}, has {plan.leaves[name].dtype}; give "
+                "init_state this plan"
+            )
     if bool(pytree.leaves(state.master)) != policy.has_master or bool(state.scaler) != bool(policy.loss_scale):
         raise ValueError(f"the state was not made for the plan's policy {policy.name}; give init_state this plan")
-    if ema_decay and "ema" not in state.extra:
-        raise ValueError(f"ema_decay is {ema_decay} and the state keeps no average; give init_state ema=True")
+    found = pytree.names(state.opt_state)
+    if found != opt_names:
+        odd = next(name for name in [*opt_names, *found] if (name in opt_names) != (name in found))
+        raise ValueError(
+            f"opt_state/{odd} is {'missing from the state' if odd in opt_names else 'unknown to the optimizer'}: the "
+            "state was made with another optimizer; give init_state this tx"
+        )
+
+
+def check_values(model: base.Model | LossFn, batch: Any, ctx: base.Ctx) -> bool:
+    """Raise ValueError if a Model's batch has tokens or targets outside its vocabulary; False if they cannot be looked
+    at.
+
+    That waits for the device, so a step does it once.
+    """
+    if (
+        transforms()
+        or is_tracing()
+        or any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in pytree.leaves(batch))
+    ):
+        return False
+    if isinstance(model, base.Model) and hasattr(model.config, "vocab_size"):
+        base.check_batch(model, batch, ctx)
+        base.check_tokens(batch, model.config.vocab_size)
+    return True

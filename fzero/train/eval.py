@@ -7,36 +7,62 @@ from typing import Any
 
 import torch
 
+from fzero.core.arguments import STEP, expect_kind, explain_keywords
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding import Plan
+from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution
-from fzero.train.loss import LossFn, context_of, make_loss
+from fzero.train.loss import LossFn, context_of, make_loss, sum_losses
+from fzero.train.state import TrainState, expect_alive
 from fzero.train.streamed import StreamedModel, parts_of
 
 
+@explain_keywords(**STEP)
 def make_eval_step(
     model: base.Model | LossFn,
     plan: Plan,
     *,
     execution: Execution = Execution(),  # noqa: B008
+    reduce: bool = True,
 ) -> Callable[[Tree, Any], base.Loss]:
-    """The function `(params, batch) -> Loss` without dropout: this rank's sums, to be added up over batches and data ranks.
+    """Return the function `(params, batch) -> Loss` without dropout, for the loss on a validation set.
 
-    model: a Model, or a function loss(params, batch) of whole parameters. plan: how the parameters rest, and the dtypes.
-    execution: compiled, kernels and prefetch of it; there is no backward pass to compute anything again for.
+    The Loss has the sums over all ranks, to be added up over batches. On a mesh the batch is this rank's rows.
+    model: a Model, or a function loss(params, batch) of whole parameters. plan: how the parameters rest, and the
+    dtypes. execution: compiled, kernels and prefetch of it; there is no backward pass to compute anything again for.
+    reduce: False returns this rank's own sums, which are then to be added up over the data ranks too.
+    Communicates: what the model does, and an all_gather of a few float64 over each of dp and rp.
     All ranks of the mesh must call the function together.
+
+    >>> def loss(params, batch):  # (sum, number of tokens)
+    ...     return (batch["x"] @ params["w"]).square().sum(), batch["x"].shape[0]
+    >>> params = {"w": torch.tensor([1.0, 3.0])}
+    >>> eval_step = make_eval_step(loss, fzero.zero_plan(0, params, fzero.one_process()))
+    >>> out = eval_step(params, {"x": torch.eye(2)})
+    >>> out.total / out.num_tokens
+    tensor(5.)
     """
+    expect_program(model)
+    expect_kind("plan", plan, Plan, "write zero_plan(stage, model, mesh)")
+    expect_kind("execution", execution, Execution, "write fzero.Execution(compiled=True)")
+    ctx = context_of(plan, execution)
+    unseen = [ctx]
     if isinstance(model, base.Model):
-        ctx = context_of(plan, execution)
         loss = StreamedModel(model, parts_of(model, plan), plan, ctx, Remat(), execution.prefetch).forward
     else:
         loss = make_loss(model, plan, execution)
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Any) -> base.Loss:
+        if isinstance(params, TrainState):
+            raise TypeError("the parameters are a TrainState; write eval_step(state.params, batch)")
+        expect_alive(params)
+        if unseen and check_values(model, batch, unseen[0]):
+            unseen.clear()
         with plan.mesh.ledger.phase("evaluate"):
-            return loss(params, batch, (), 0)
+            out = loss(params, batch, (), 0)
+            return sum_losses([out], plan.mesh) if reduce and plan.mesh.data_size > 1 else out
 
     return eval_step

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch and its gradient, for a Model and for a plain function: what a step, and whoever checks one, computes."""
+"""The loss of a micro-batch and its gradient, for a Model and for a plain function."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.in_memory import own
 
 
-def make_backward(loss_fn: base.Model | LossFn, plan: Plan, how: Execution, nvme: Nvme | None = None) -> Callable[..., base.Loss]:
-    """`(params, part, first, key, seed, sink, last=, ready=) -> Loss` of one micro-batch, whose rows begin with row `first` of the batch.
+def make_backward(
+    loss_fn: base.Model | LossFn, plan: Plan, how: Execution, nvme: Nvme | None = None
+) -> Callable[..., base.Loss]:
+    """`(params, part, first, key, seed, sink, last=, ready=) -> Loss` of one micro-batch, whose rows begin with row
+    `first` of the batch.
 
-    The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to `sink.put`, as of a Reducer, part of
-    the model by part. last, ready: see StreamedModel.backward.
+    The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to `sink.put`, as
+    of a Reducer, part of the model by part. last, ready: see StreamedModel.backward.
     """
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, how)
@@ -37,15 +40,21 @@ def make_backward(loss_fn: base.Model | LossFn, plan: Plan, how: Execution, nvme
         parts = parts._replace(depth=how._layers or parts.depth)
         streamed = StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, nvme)
 
-        def layered(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:
-            return streamed.backward(params, part, key, torch.tensor(first).to(seed.device), seed, sink, last=last, ready=ready)
+        def layered(
+            params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None
+        ) -> base.Loss:
+            return streamed.backward(
+                params, part, key, torch.tensor(first).to(seed.device), seed, sink, last=last, ready=ready
+            )
 
         return layered
 
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, plan.policy)
 
-    def plain(params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None) -> base.Loss:
+    def plain(
+        params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None
+    ) -> base.Loss:
         grads, losses = functional(call, whole_params(params, plan, seed.device), plan, [part], [first], key, seed)
         put_whole(sink, grads, last=last)
         return losses[0]
@@ -60,10 +69,11 @@ def make_gradient(
     nvme: Nvme | None = None,
     lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
 ) -> Callable[..., tuple[Tree, base.Loss]]:
-    """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all ranks.
+    """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all
+    ranks.
 
-    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. lasting: see Reducer, rooms and narrow.
-    """
+    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. lasting: see Reducer, rooms
+    and narrow."""
     loss, backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
     mesh, policy = plan.mesh, plan.policy
 
@@ -92,7 +102,7 @@ def make_gradient(
         losses = []
         for j, (part, first) in enumerate(zip(parts, firsts)):
             last = j == len(parts) - 1
-            # Behind the last forward pass the sum of all losses is known.
+            # After the last forward pass the sum of all losses is known.
             ready = (lambda loss: known(sum_losses([*losses, loss], mesh))) if last and early is not None else None
             losses.append(backward(state.params, part, first, key, seed, reducer, last, ready))
         like = plan.trained(plan.like)
@@ -111,7 +121,7 @@ def put_whole(reducer: GradientReducer, grads: Tree, last: bool) -> None:
 
 
 def whole_params(params: Tree, plan: Plan, device: torch.device) -> Tree:
-    """The parameters gathered over dp, all at once: for a plain loss function."""
+    """All parameters gathered over dp, for a plain loss function."""
     gather = ParamFetcher(params, plan, device)
 
     def whole(name: str, leaf: Any) -> Tensor:
@@ -127,8 +137,10 @@ def whole_params(params: Tree, plan: Plan, device: torch.device) -> Tree:
 Objective = Callable[..., base.Loss]  # (params, batch, key, first) -> Loss
 
 
-def functional(loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, Any]:
-    """(gradient in the layout at rest, losses of the parts) by torch.func.grad: what may itself be transformed.
+def functional(
+    loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor
+) -> tuple[Tree, Any]:
+    """(gradient in the layout at rest, losses of the parts) by torch.func.grad, so that it may itself be transformed.
 
     Canonical sums follow the binary tree over the micro-batches that GradientReducer's do, in policy.accumulate.
     """
@@ -139,7 +151,9 @@ def functional(loss: Objective, params: Tree, plan: Plan, parts: list[Any], firs
         return out.total * seed, out
 
     gradient = torch.func.grad(objective, has_aux=True)
-    sums: list[tuple[int, Tree]] = []  # (terms, their sum): of a binary counter, largest first; fast sums have one entry
+    sums: list[
+        tuple[int, Tree]
+    ] = []  # (terms, their sum): of a binary counter, largest first; fast sums have one entry
     losses = []
     for part, first in zip(parts, firsts):
         grads, out = gradient(trained, part, first)

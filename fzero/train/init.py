@@ -1,4 +1,4 @@
-"""The state before the first step: drawn or taken, each rank its own part, in whichever memory it rests."""
+"""The state before the first step: drawn or copied, each rank its own part, in the memory of the plan."""
 
 from __future__ import annotations
 
@@ -6,51 +6,68 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
+from fzero.core.arguments import STATE, expect_kind, explain_keywords
 from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import Nvme
-from fzero.optim import GradientTransformation, ema_init
-from fzero.optim.sharded_leaves import bind, sharded_by
+from fzero.optim import GradientTransformation
+from fzero.optim.sharded_leaves import bind, shards_of
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.plan import shapes_of
-from fzero.sharding.slices import local_slice
+from fzero.sharding.slices import local_slice, narrow_box
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs
-from fzero.train.state_on_disk import on_disk, stored_state
+from fzero.train.state_on_disk import init_on_disk, on_disk
 from fzero.train.update.in_memory import own
 
 
+@explain_keywords(**STATE)
 def init_state(
     model: base.Model | Tree,
     tx: GradientTransformation,
     plan: Plan,
     *,
     seed: int | Tensor,
-    ema: bool = False,
     device: torch.device | str = "cpu",
     nvme: Nvme | None = None,
 ) -> TrainState:
-    """This rank's state before the first step. Parameters are drawn from the seed (or key) for a Model, and taken from a whole tree.
+    """Return this rank's TrainState before the first step.
 
-    ema: whether averaged weights are kept, for a step made with `ema_decay`. A rank draws or copies its own shards only, so that nothing
-    larger is ever held: the same elements on every mesh.
-    nvme: where the leaves live that the plan puts on a disk; a store is made there, and they are drawn a few rows at a time.
+    model: a Model, whose parameters are drawn, or a tree of whole parameters, which are copied.
+    tx: the optimizer; it is bound to the plan's shards. plan: the plan of the train step.
+    seed: an int, or a key (int64 [2]); parameters and dropout follow from it.
+    device: of the state.
+    nvme: the folder of the leaves that the plan puts on a disk; a store is made there, and they are drawn a few rows at
+    a time.
+
+    A rank draws or copies its own shards only, so nothing larger is ever held; the elements are the same on every mesh.
+    Raises ValueError naming a leaf whose shape is not that of the plan, and if a disk is needed and nvme is None.
+
+    >>> model = fzero.models.build(fzero.models.preset("mlp-tiny"))
+    >>> plan = fzero.zero_plan(3, model, fzero.fake_mesh({"dp": 4}))
+    >>> state = init_state(model, fzero.optim.adamw(), plan, seed=0)
+    >>> plan.leaves["head/w"].shape, state.params["head"]["w"].shape
+    ((256, 32), torch.Size([64, 32]))
     """
+    expect_kind("plan", plan, Plan, "write init_state(model, tx, zero_plan(stage, model, mesh), seed=0)")
+    expect_kind("seed", seed, (int, Tensor), "give an int, or a key: fzero.random.key(0)")
     key = seed.to(device) if isinstance(seed, Tensor) else prng.key(seed, device)
     drawn = isinstance(model, base.Model)
     expect_shapes(plan, shapes_of(model))
-    tx, policy = bind(tx, sharded_by(plan)), plan.policy
+    if not drawn:  # a module's parameters have a graph of their own
+        model = pytree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf, model)
+    tx, policy = bind(tx, shards_of(plan)), plan.policy
     if on_disk(plan):
-        return stored_state(model, tx, plan, key, ema, device, nvme)
+        return init_on_disk(model, tx, plan, key, device, nvme)
     masters = {}
 
     def keep(name: str, leaf: Tensor) -> Tensor:
         if policy.has_master and name not in plan.frozen:
-            masters[name] = part_of(leaf, plan, name) if drawn else whole_part(leaf, plan.leaves[name].opt, plan.mesh)
-            masters[name] = masters[name].to(policy.state, copy=True)
-        rest = leaf if drawn else whole_part(leaf, plan.leaves[name].params, plan.mesh)
-        return rest.to(policy.param, copy=not drawn)
+            masters[name] = part_of(leaf, plan, name) if drawn else slice_of(leaf, plan.leaves[name].opt, plan.mesh)
+            masters[name] = copy_of(masters[name], policy.state)
+        rest = leaf if drawn else slice_of(leaf, plan.leaves[name].params, plan.mesh)
+        return rest if drawn and rest.dtype == policy.param else copy_of(rest, plan.leaves[name].dtype)
 
     if drawn:
         init_key = prng.fold_in(key, "init")
@@ -67,10 +84,15 @@ def init_state(
         scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
         data_cursor=torch.tensor(0).to(device),
-        extra=({"ema": ema_init(target)} if ema else {}) | {LOSS: init_stats(device)},
+        extra={LOSS: init_stats(device)},
     )
     on_host = any("host" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
-    return in_host_memory(state, state_specs(plan, tx, ema=ema)) if on_host else state
+    return in_host_memory(state, state_specs(plan, tx)) if on_host else state
+
+
+def copy_of(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in this dtype, contiguous: messages and kernels take a leaf's memory in the order of its elements."""
+    return leaf.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def part_of(leaf: Tensor, plan: Plan, name: str) -> Tensor:
@@ -78,8 +100,6 @@ def part_of(leaf: Tensor, plan: Plan, name: str) -> Tensor:
     return own(plan, {name: leaf})[name]
 
 
-def whole_part(leaf: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
-    """This rank's slice, a view, of a whole leaf."""
-    for dim, (start, size) in enumerate(zip(*local_slice(tuple(leaf.shape), spec, mesh))):
-        leaf = leaf.narrow(dim, start, size)
-    return leaf
+def slice_of(leaf: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
+    """This rank's slice, a view, of a whole leaf; ignores `partial`."""
+    return narrow_box(leaf, *local_slice(leaf.shape, spec, mesh))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.comm.tables import BY_DATA_RANK, gather_rows
 from fzero.core import prng, pytree
+from fzero.core.arguments import expect_kind
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import tree_sum_rows
@@ -23,14 +24,18 @@ LossFn = Callable[[Tree, Any], Any]
 
 
 def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Callable[..., base.Loss]:
-    """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters at rest.
+    """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters
+    at rest.
 
-    A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the loss of a step is
-    the mean over its micro-batches. It is given whole parameters in policy.compute. `key` is () for no dropout.
-    """
+    A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the
+    loss of a step is the mean over its micro-batches. A function that compares samples with each other sees those of
+    one micro-batch of one rank (see examples/contrastive.py). It is given whole parameters in policy.compute,
+    and those that are not floating-point as they are. `key` is () for no dropout."""
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, how)._replace(remat=how.remat)
-        return lambda params, batch, key, first: base.loss(loss_fn, params, batch, ctx._replace(key=key, first=first), plan)
+        return lambda params, batch, key, first: base.loss(
+            loss_fn, params, batch, ctx._replace(key=key, first=first), plan
+        )
 
     def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
         whole = params if plan.mesh.size == 1 else unshard_tree(params, plan)
@@ -40,7 +45,7 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Calla
 
 
 def context_of(plan: Plan, how: Execution) -> base.Ctx:
-    """What a Model computes with under a plan."""
+    """The Ctx of a Model under a plan."""
     return base.Ctx(
         mesh=plan.mesh,
         dtype=plan.policy.compute,
@@ -48,16 +53,45 @@ def context_of(plan: Plan, how: Execution) -> base.Ctx:
         compiled=how.compiled,
         kernels=how.kernels,
         sequence=plan.sequence,
-        tiles=how.mlp_tiles,
     )
 
 
 def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> base.Loss:
     """The Loss of a plain function of whole parameters."""
-    out = loss_fn(pytree.map(lambda leaf: leaf.to(policy.compute), params), batch)
-    out = out if isinstance(out, tuple) else (out, torch.ones_like(out.detach()))
-    total, num_tokens, *extra = out
-    return base.Loss(total, torch.as_tensor(num_tokens), *extra)
+    out = loss_fn(pytree.map(lambda x: x.to(policy.compute) if x.is_floating_point() else x, params), batch)
+    return loss_of(out)
+
+
+def loss_of(out: Any) -> base.Loss:
+    """The Loss that a plain function returned; raises TypeError or ValueError, with what to write instead, for anything
+    else."""
+    pair = "return (losses.sum(), losses.numel())"
+    if isinstance(out, dict):
+        raise TypeError(
+            f"the loss function returned a dict of {', '.join(map(str, out)) or 'nothing'}; return (sum, number of "
+            "samples, {name: sum to report})"
+        )
+    if isinstance(out, list) or (isinstance(out, tuple) and len(out) not in (2, 3)):
+        raise TypeError(f"the loss function returned a {type(out).__name__} of {len(out)}; {pair}")
+    total, number, *extra = out if isinstance(out, tuple) else (out, 1.0)
+    if isinstance(total, (int, float)):
+        raise TypeError(
+            f"the loss function returned the number {total!r}, which has no gradient; return a tensor, not its .item()"
+        )
+    expect_kind("what the loss function returned", total, Tensor, pair)
+    if total.dim() or not total.is_floating_point():
+        raise ValueError(f"the loss function returned {total.dtype} of shape {list(total.shape)}; {pair}")
+    if not isinstance(out, tuple):
+        return base.Loss(total, torch.ones_like(total.detach()))
+    sums = {"the number of samples": number}
+    if extra:
+        expect_kind("the third result of the loss function", extra[0], dict, "return {name: sum to report}")
+        sums |= {f"{name!r} of the loss function's sums": value for name, value in extra[0].items()}
+    for what, value in sums.items():
+        expect_kind(what, value, (Tensor, int, float), "return a scalar, such as len(batch['x'])")
+        if isinstance(value, Tensor) and value.dim():
+            raise ValueError(f"{what} has shape {list(value.shape)}; return its sum, a scalar")
+    return base.Loss(total, torch.as_tensor(number), *({n: torch.as_tensor(x) for n, x in e.items()} for e in extra))
 
 
 def dropout_key(loss_fn: base.Model | LossFn, state: TrainState) -> Tensor | tuple:

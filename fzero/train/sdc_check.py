@@ -1,10 +1,10 @@
-"""Silent corruption: what one rank computes, another computes again; what several hold, is compared. All of it as digests.
+"""Detect silent corruption: compute each rank's micro-batch on another rank too, and compare replicas, as digests.
 
-A processor that multiplies wrongly now and then, or a memory that flips a bit, raises no error, and the run goes on with other numbers.
-But the gradient of a micro-batch is a function: whoever computes it must get the same bits. And what the plan replicates must be the same
-on all its ranks.
-Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245; Gemini Team 2023, arXiv:2312.11805, section 3 (deterministic
-replay against silent data corruption).
+A processor that multiplies wrongly now and then, or a memory that flips a bit, raises no error, and the run goes on
+with other numbers. But the gradient of a micro-batch is a function: whoever computes it must get the same bits. And
+what the plan replicates must be the same on all its ranks.
+Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245; Gemini Team 2023, arXiv:2312.11805,
+section 3 (deterministic replay against silent data corruption).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
 from fzero.train.gradient import make_backward
 from fzero.train.loss import LossFn, dropout_key
-from fzero.train.state import TrainState, state_specs
+from fzero.train.state import TrainState, expect_alive, state_specs
 
 WORD = 1 << 64
 
@@ -42,7 +42,9 @@ class Digests:
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
 
-    def put(self, part: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()) -> None:
+    def put(
+        self, part: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()
+    ) -> None:
         """Take (and empty) the gradients of a part; those of a leaf's layers, and of a leaf with two uses, add up."""
         for name, grad in zip(names, grads):
             layer = part.layer or 0
@@ -56,20 +58,30 @@ def make_check(
     tx: GradientTransformation,
     plan: Plan,
     *,
-    ema: bool = False,
     execution: Execution = Execution(),  # noqa: B008
     nvme: Nvme | None = None,
 ) -> Callable[[TrainState, Callable[[int], Any]], list[str]]:
-    """The function `(state, part) -> lines`, one for each difference between ranks that should be none; the same lines on all ranks.
+    """Return the function `(state, part) -> lines` that looks for silent data corruption; [] if it finds none.
 
-    `part(m)` is micro-batch m of a batch, for any m below the number of data ranks R. Data rank r computes the loss and the gradient of
-    micro-batch r, and those of micro-batch r - 1 (mod R), which rank r - 1 has computed; alone, it computes its own one twice. The state is
-    not changed, and nothing is summed: the digests are of what each rank has itself. What rests on a disk is not compared.
-    The arguments are those of `make_train_step`.
-    Communicates: what two micro-batches do for their parameters, and an all_gather of 8 bytes a leaf.
+    There is a line for each difference between ranks that should be none; the lines are the same on all ranks.
+    `part(m)` is micro-batch m of a batch, for any m below the number of data ranks R. Data rank r computes the loss and
+    the gradient of micro-batch r, and those of micro-batch r - 1 (mod R), which rank r - 1 has computed; alone, it
+    computes its own one twice. The state is not changed, and nothing is summed: the digests are of each rank's own
+    values. Leaves on a disk are not compared. The arguments are those of `make_train_step`.
+    Communicates: for the parameters, as much as the passes of two micro-batches; and an all_gather of 8 bytes a leaf.
+
+    >>> def loss(params, batch):
+    ...     return (batch["x"] @ params["w"]).square().sum(), batch["x"].shape[0]
+    >>> params, tx = {"w": torch.ones(2)}, fzero.optim.sgd(0.1)
+    >>> plan = fzero.zero_plan(0, params, fzero.one_process())
+    >>> check = make_check(loss, tx, plan)
+    >>> check(fzero.init_state(params, tx, plan, seed=0), lambda m: {"x": torch.eye(2)})
+    []
+
+    Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245.
     """
     backward, mesh, policy = make_backward(model, plan, execution, nvme), plan.mesh, plan.policy
-    specs = state_specs(plan, tx, ema=ema)
+    specs = state_specs(plan, tx)
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
     def computed(state: TrainState, m: int, part: Any) -> dict[str, int]:
@@ -80,6 +92,7 @@ def make_check(
         return {"the loss": digest(loss.total.detach()), **dict(sorted(sink.found.items()))}
 
     def check(state: TrainState, part: Callable[[int], Any]) -> list[str]:
+        expect_alive(state)
         with torch.no_grad(), mesh.ledger.phase("check"):
             before = (mesh.data_rank - 1) % mesh.data_size
             own, again = (computed(state, m, part(m)) for m in (mesh.data_rank, before))
@@ -96,7 +109,9 @@ def gather_words(words: list[int], mesh: Mesh) -> list[list[int]]:
 
     Communicates: an all_gather over each axis.
     """
-    row = torch.tensor([word - WORD if word >= WORD // 2 else word for word in words], dtype=torch.int64, device=device_of(mesh))
+    row = torch.tensor(
+        [word - WORD if word >= WORD // 2 else word for word in words], dtype=torch.int64, device=device_of(mesh)
+    )
     return gather_rows(row, mesh, leaf="digests").tolist()
 
 
@@ -119,8 +134,8 @@ def replicas(spec: Spec, mesh: Mesh) -> list[list[int]]:
 
 
 def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mesh: Mesh) -> list[str]:
-    """A line for each group of ranks that hold different values of what should be one; the fewer are to blame."""
-    lines, told = [], set()
+    """A line for each group of ranks whose replicas differ; the minority is to blame."""
+    lines, reported = [], set()
     groups = {spec.axes: replicas(spec, mesh) for spec in specs.values()}
     for i, name in enumerate(names):
         for ranks in groups[specs[name].axes]:
@@ -129,16 +144,21 @@ def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mes
                 continue
             value, most = counts.most_common(1)[0]
             odd = tuple(r for r in ranks if table[r][i] != value) if 2 * most > len(ranks) else ()
-            if (odd, tuple(ranks)) in told:
+            if (odd, tuple(ranks)) in reported:
                 continue
-            told.add((odd, tuple(ranks)))
+            reported.add((odd, tuple(ranks)))
             group = f"{show(ranks)} should hold the same {name}"
-            lines.append(f"{group} and {show(odd)} {'has' if len(odd) == 1 else 'have'} another one" if odd else f"{group} and do not")
+            lines.append(
+                f"{group} and {show(odd)} {'has' if len(odd) == 1 else 'have'} another one"
+                if odd
+                else f"{group} and do not"
+            )
     return lines
 
 
 def disagreeing(names: list[str], own: list[list[int]], again: list[list[int]], mesh: Mesh) -> list[str]:
-    """A line for each rank whose micro-batch the next one computes otherwise; who differs from both its neighbours is to blame."""
+    """A line for each rank whose micro-batch the next rank computes differently; a rank that differs from both
+    neighbours is to blame."""
     ranks = {tuple(where.values()): rank for rank, where in enumerate(coordinates(mesh))}
     found = []
     for rank, where in enumerate(coordinates(mesh)):

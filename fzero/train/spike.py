@@ -1,14 +1,14 @@
-"""Loss spikes: a running mean and variance of the loss, as part of the state, and what is far above them.
+"""Loss spikes: a running mean and variance of the loss, as part of the state, and losses far above them.
 
-With the losses x_1, x_2, ... and the rate r_t = max(1/t, 1/window), as in Finch 2009, "Incremental calculation of weighted mean and
-variance", section 9:
+With the losses x_1, x_2, ... and the rate r_t = max(1/t, 1/window), as in Finch 2009, "Incremental calculation of
+weighted mean and variance", section 9:
 
     d = x_t - mean;  mean += r_t d;  var = (1 - r_t) (var + r_t d^2)
 
-So they are the plain mean and variance of the first `window` losses, and from then on forget with 1 - 1/window a step. A loss above
-mean + sigmas sqrt(var) of those before it is a spike. To leave out the update of such a step, and the 6 sigmas, are `SkipStepOptimizer`
-of OLMo-core (olmo_core/optim/skip_step_optimizer.py), which keeps the last 128 losses themselves.
-"""
+So they are the plain mean and variance of the first `window` losses, and from then on forget with 1 - 1/window a step.
+A loss above mean + sigmas sqrt(var) of those before it is a spike. To leave out the update of such a step, and the 6
+sigmas, are `SkipStepOptimizer` of OLMo-core (olmo_core/optim/skip_step_optimizer.py), which keeps the last 128 losses
+themselves."""
 
 from __future__ import annotations
 
@@ -23,9 +23,18 @@ LOSS = "loss"  # the name of the statistics in `state.extra`
 
 @dataclass(frozen=True)
 class Spike:
-    """What a spike is: a loss above the mean of those before it by `sigmas` of their standard deviations.
+    """The rule by which a loss is a spike: it exceeds the mean of the losses before it by `sigmas` standard deviations.
 
-    window: losses that they remember. warmup: losses seen before one is judged, at least 1.
+    window: the number of losses that mean and deviation remember. warmup: the number of losses that are seen before the
+    first one is judged, at least 1.
+    Raises ValueError unless sigmas > 0, window >= 1 and warmup >= 1.
+
+    >>> from fzero.train.spike import init_stats, judge
+    >>> stats = init_stats()
+    >>> for loss in (2.0, 2.2, 1.9, 9.0):
+    ...     is_spike, stats = judge(Spike(sigmas=6.0, warmup=3), stats, torch.tensor(loss))
+    >>> is_spike
+    tensor(True)
     """
 
     sigmas: float = 6.0
@@ -39,7 +48,8 @@ class Spike:
 
 @dataclass(frozen=True)
 class Skip:
-    """Which steps make no update: parameters, optimizer state and averages stay as they were, and `metrics.skipped` is true.
+    """Which steps make no update: parameters, optimizer state and averages stay as they were, and `metrics.skipped` is
+    true.
 
     nonfinite: those whose gradient is not finite. False updates whatever comes, and waits for no value.
     spike: those whose loss is one by these numbers; None: none is.
@@ -69,9 +79,9 @@ def init_stats(device: torch.device | str = "cpu") -> LossStats:
 def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossStats]:
     """(whether `loss` is a spike, a bool scalar; the statistics after it). Pure, without branches: it vmaps.
 
-    A spike enters the statistics as the largest loss that is none: one of them moves them little, and where all losses have risen for
-    good, the bound follows within tens of steps. A loss that is not finite is a spike, and does not enter.
-    """
+    A spike enters the statistics as the largest loss that is none: one of them moves them little, and if all losses
+    have risen for good, the bound follows within tens of steps. A loss that is not finite is a spike, and does not
+    enter."""
     x = loss.detach().to(torch.float64)
     bound = stats.mean + spike.sigmas * stats.var.sqrt()
     judged = stats.count >= spike.warmup
@@ -82,3 +92,21 @@ def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossSta
     new = LossStats(stats.mean + rate * d, (1.0 - rate) * (stats.var + rate * d * d), stats.count + 1)
     enters = torch.isfinite(x)
     return bad, LossStats(*(torch.where(enters, after, before) for after, before in zip(new, stats)))
+
+
+class Verdict(NamedTuple):
+    """Whether a step makes its update, and why not."""
+
+    skipped: Tensor  # bool scalar
+    overflow: Tensor  # bool scalar: the gradient is not finite, and such steps are skipped
+    spike: Tensor | tuple  # bool scalar: the loss is a spike; () if that is not judged
+    stats: LossStats  # after the step
+
+
+def judge_step(skip: Skip, stats: LossStats, loss: Tensor, grad_norm: Tensor) -> Verdict:
+    """The verdict on a step with this mean loss and gradient norm (scalars). Pure, without branches: it vmaps."""
+    overflow = ~torch.isfinite(grad_norm) if skip.nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
+    if skip.spike is None:
+        return Verdict(overflow, overflow, (), stats)
+    spike, stats = judge(skip.spike, stats, loss)
+    return Verdict(overflow | spike, overflow, spike, stats)

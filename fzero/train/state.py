@@ -1,9 +1,10 @@
-"""The state of a training run as a value: what is in it, and how the states of the ranks make up one."""
+"""The state of a training run as a value: its parts, and their sharding over ranks."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,28 +12,50 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
+from fzero.core.torch_private import disable_current_modes
 from fzero.optim import GradientTransformation
-from fzero.optim.sharded_leaves import bind, sharded_by
+from fzero.optim.sharded_leaves import bind, shards_of
 from fzero.sharding import Plan, Spec
 from fzero.sharding.slices import local_slice
 from fzero.train.spike import LOSS, init_stats
 
 
 class TrainState(NamedTuple):
-    """All of a training run, and nothing elsewhere. Every leaf is a tensor; `()` stands for what a run does without."""
+    """All the state of a training run: nothing of it is kept elsewhere.
+
+    Every leaf is a tensor; a part that a run does without is `()`.
+
+    >>> params, tx = {"w": torch.ones(2)}, fzero.optim.adamw()
+    >>> plan = fzero.zero_plan(0, params, fzero.one_process())
+    >>> state = fzero.init_state(params, tx, plan, seed=0)
+    >>> fzero.pytree.names(state)[:5]
+    ['step', 'params/w', 'opt_state/count', 'opt_state/m/w', 'opt_state/v/w']
+    >>> state.step, state.master  # float32 parameters need no master weights
+    (tensor(0), ())
+    """
 
     step: Tensor  # int64 scalar: steps made, skipped ones among them
-    params: Tree  # in policy.param
+    params: Tree  # in policy.param; leaves that are not floating-point in their own dtype
     master: Tree  # the trained ones in policy.state, in the optimizer's layout, or ()
     opt_state: Tree
     scaler: ScalerState | tuple
     key: Tensor  # int64 [2]
     data_cursor: Tensor  # int64 scalar: samples consumed
-    extra: dict[str, Tree]  # "loss": its running statistics; "ema": the averaged weights, where asked for
+    extra: dict[str, Tree]  # "loss": its running statistics
 
 
-def state_specs(plan: Plan, tx: GradientTransformation, *, ema: bool = False) -> TrainState:
-    """The state with a Spec in place of each tensor: how the states of the ranks make up one, whatever the mesh."""
+def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
+    """Return a TrainState with a Spec in place of each tensor: how the state is sharded over the ranks.
+
+    A checkpoint of a state on several ranks is saved with it.
+    plan, tx: those that the state is made with, see `init_state`.
+
+    >>> params, tx = {"w": torch.zeros(8, 2)}, fzero.optim.adamw()
+    >>> plan = fzero.zero_plan(1, params, fzero.fake_mesh({"dp": 4}))
+    >>> specs = state_specs(plan, tx)
+    >>> print(specs.params["w"], specs.opt_state.m["w"])
+    [·, ·] [·/dp, ·]
+    """
     trained, policy = plan.trained(plan.opt), plan.policy
     scaler = init_scaler(policy.loss_scale) if policy.loss_scale else ()
     return TrainState(
@@ -43,7 +66,7 @@ def state_specs(plan: Plan, tx: GradientTransformation, *, ema: bool = False) ->
         scaler=pytree.map(lambda _: Spec(), scaler),
         key=Spec(),
         data_cursor=Spec(),
-        extra=({"ema": trained} if ema else {}) | {LOSS: pytree.map(lambda _: Spec(), init_stats())},
+        extra={LOSS: pytree.map(lambda _: Spec(), init_stats())},
     )
 
 
@@ -57,33 +80,42 @@ def expect_shapes(plan: Plan, given: Tree, *, shards: bool = False) -> None:
     for name, leaf in plan.leaves.items():
         shape = local_slice(leaf.shape, leaf.params, plan.mesh)[1] if shards else leaf.shape
         if tuple(leaves[name].shape) != shape:
-            raise ValueError(f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}")
+            raise ValueError(
+                f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}"
+            )
+        if leaves[name].dtype.is_floating_point != leaf.dtype.is_floating_point:
+            raise ValueError(f"{name}: the plan was made for {leaf.dtype} and the leaf is {leaves[name].dtype}")
 
 
-def meta_state(plan: Plan, tx: GradientTransformation, *, ema: bool = False) -> TrainState:
+def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
     """A rank's state with meta tensors for leaves: shapes and dtypes without memory."""
 
     def local(specs: Tree, dtype: torch.dtype) -> Tree:
-        return pytree.map(
-            lambda leaf, spec: leaf.new_empty(local_slice(tuple(leaf.shape), spec, plan.mesh)[1], dtype=dtype), plan.like, specs
-        )
+        def make(leaf: Tensor, spec: Spec) -> Tensor:
+            shape = local_slice(tuple(leaf.shape), spec, plan.mesh)[1]
+            return leaf.new_empty(shape, dtype=dtype if leaf.is_floating_point() else leaf.dtype)
+
+        return pytree.map(make, plan.like, specs)
 
     policy = plan.policy
-    params, opt = local(plan.params, policy.param), plan.trained(local(plan.opt, policy.state if policy.has_master else policy.param))
+    params, opt = (
+        local(plan.params, policy.param),
+        plan.trained(local(plan.opt, policy.state if policy.has_master else policy.param)),
+    )
     return TrainState(
         step=torch.empty((), dtype=torch.int64, device="meta"),
         params=params,
         master=opt if policy.has_master else (),
-        opt_state=bind(tx, sharded_by(plan)).init(opt),
+        opt_state=bind(tx, shards_of(plan)).init(opt),
         scaler=pytree.map(lambda x: x.to("meta"), init_scaler(policy.loss_scale)) if policy.loss_scale else (),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
         data_cursor=torch.empty((), dtype=torch.int64, device="meta"),
-        extra=({"ema": opt} if ema else {}) | {LOSS: init_stats("meta")},
+        extra={LOSS: init_stats("meta")},
     )
 
 
 def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
-    """The state with the leaves whose spec says so in the host's memory, pinned where there is CUDA."""
+    """The state with the leaves whose spec says so in the host's memory, pinned if there is CUDA."""
     named = pytree.named_leaves(specs)
 
     def move(name: str, leaf: Any) -> Any:
@@ -92,3 +124,64 @@ def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
         return leaf.to("cpu").pin_memory() if torch.cuda.is_available() else leaf.to("cpu")
 
     return pytree.map_named(move, state)
+
+
+DONATED = (
+    "this state was donated to a train step, which has written the new one into its buffers: use the state that "
+    "the step returned, or make the step with donate=False, which leaves its input valid"
+)
+
+
+MARK = "fzero_donated"  # the attribute of a donated state's step
+
+
+class Donated(Tensor):
+    """What a donated state holds in place of its leaves: whatever is asked of it raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise ValueError(DONATED)
+
+
+with disable_current_modes():  # this file may be imported while a step runs on fake tensors
+    GONE = torch.empty(0, device="cpu").as_subclass(Donated)
+
+
+def hand_over(old: TrainState, new: TrainState) -> TrainState:
+    """`new`, made in the buffers of `old`, whose next use raises from here on.
+
+    Tensors stay the same objects. The outermost dicts and lists of `new` are its own; those of `old` lose their
+    entries, which takes microseconds however many leaves are below. A tree of tuples has none: its state is known by
+    its step.
+    """
+    new = new._replace(params=own_containers(new.params), master=own_containers(new.master))
+    new = new._replace(opt_state=own_containers(new.opt_state))
+    for tree in (old.params, old.master, old.opt_state):
+        empty_containers(tree)
+    setattr(old.step, MARK, True)
+    return new
+
+
+def own_containers(tree: Tree) -> Tree:
+    """The tree with copies of its outermost dicts and lists."""
+    if isinstance(tree, (dict, list)):
+        return copy.copy(tree)
+    if not isinstance(tree, tuple):
+        return tree
+    return type(tree)(*map(own_containers, tree)) if hasattr(tree, "_fields") else tuple(map(own_containers, tree))
+
+
+def empty_containers(tree: Tree) -> None:
+    """Replace what the outermost dicts and lists of a tree hold."""
+    if isinstance(tree, (dict, list)):
+        for key in tree if isinstance(tree, dict) else range(len(tree)):
+            tree[key] = GONE
+    elif isinstance(tree, tuple):
+        for child in tree:
+            empty_containers(child)
+
+
+def expect_alive(tree: Tree) -> None:
+    """Raise ValueError if a tree is, or belongs to, a state that was donated."""
+    if any(isinstance(leaf, Donated) or getattr(leaf, MARK, False) for leaf in pytree.leaves(tree)):
+        raise ValueError(DONATED)

@@ -1,4 +1,5 @@
-"""A state part of which rests on a disk: made there a few rows at a time, committed with every step, and found again."""
+"""A state part of which rests on a disk: made there a few rows at a time, committed with every step, and found
+again."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
 from fzero.offload.update_units import RowBlock, params_of_leaves
 from fzero.optim import GradientTransformation
+from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.draw import draw_normal_box
-from fzero.sharding.slices import local_slice, row_blocks, shard_dim
+from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory, meta_state, state_specs
-from fzero.train.update.delayed import settled
 
 
 def on_disk(plan: Plan) -> bool:
@@ -33,12 +34,12 @@ def on_disk(plan: Plan) -> bool:
 
 
 def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
-    """{leaf of the state: the parameter that it belongs to, or None}."""
+    """{leaf of the state: its parameter, or None}."""
     return params_of_leaves(pytree.names(state), pytree.names(plan.like))
 
 
-def kept_leaves(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, LeafFiles]:
-    """The leaves of a state that rest on a disk, by name; what belongs to stacked parameters is stacked."""
+def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, LeafFiles]:
+    """The leaves of a state that rest on a disk, by name; leaves of stacked parameters are stacked."""
     named, owner = pytree.named_leaves(specs), owner_of(like, plan)
     frozen = {f"params/{name}" for name in plan.frozen}
     return {
@@ -48,19 +49,18 @@ def kept_leaves(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, Le
     }
 
 
-def stored_state(
+def init_on_disk(
     model: base.Model | Tree,
     tx: GradientTransformation,
     plan: Plan,
     key: Tensor,
-    ema: bool,
     device: torch.device | str,
     nvme: Nvme | None,
 ) -> TrainState:
-    """`init_state` where some leaves rest on a disk: nothing larger than a few rows of them is ever in memory."""
+    """`init_state` with leaves on a disk: only a few rows of them are ever in memory."""
     policy, mesh = plan.policy, plan.mesh
-    like, specs = meta_state(plan, tx, ema=ema), state_specs(plan, tx, ema=ema)
-    leaves = kept_leaves(like, specs, plan)
+    like, specs = meta_state(plan, tx), state_specs(plan, tx)
+    leaves = leaves_on_disk(like, specs, plan)
     store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
     named_specs, shapes = pytree.named_leaves(specs), pytree.named_leaves(like)
@@ -78,7 +78,7 @@ def stored_state(
     owner = owner_of(like, plan)
 
     def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> None:
-        drawn = [n for n, of in owner.items() if of == name and n.startswith(("params/", "master/", "extra/ema/"))]
+        drawn = [n for n, of in owner.items() if of == name and n.startswith(("params/", "master/", AVERAGE))]
         windows: dict[Any, list[str]] = {}
         for n in drawn:
             windows.setdefault(local_slice(shape, named_specs[n], mesh), []).append(n)
@@ -97,10 +97,8 @@ def stored_state(
 
     def element(name: str, shape: Any, start: Any, size: Any, std: float, mean: float) -> Tensor:
         if name in given:
-            leaf = given[name]
-            for dim, (at, n) in enumerate(zip(start, size)):
-                leaf = leaf.narrow(dim, at, n)
-            return leaf.to(policy.state)
+            part = narrow_box(given[name], start, size)
+            return part.to(policy.state) if part.is_floating_point() else part
         if std == 0.0:
             return torch.full(size, mean, dtype=policy.state)
         return draw_normal_box(prng.fold_in(init_key, name), shape, start, size, mean, std, policy.state, "cpu")
@@ -111,7 +109,7 @@ def stored_state(
     else:
         model.init(make)
     for name, leaf in shapes.items():
-        if not name.startswith("opt_state/"):
+        if not name.startswith("opt_state/") or name.startswith(AVERAGE):
             continue
         if name not in leaves:
             out[name] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
@@ -125,7 +123,7 @@ def stored_state(
         fixed |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)})
     fixed |= pytree.named_leaves({"extra": {LOSS: init_stats()}})
     out |= {name: leaf.to(device) for name, leaf in fixed.items()}
-    state = assembled(like, out, store)
+    state = assemble_state(like, out, store)
     commit(nvme, state, plan.mesh)
     return in_host_memory(state, specs)
 
@@ -134,48 +132,64 @@ def open_in(nvme: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, *, resu
     """The store of some leaves in `nvme`."""
     if nvme is None:
         raise ValueError(
-            f"offload: {next(iter(leaves))} rests on a disk by the plan; give nvme=fzero.Nvme(folder) to init_state and the step"
+            f"offload: {next(iter(leaves))} rests on a disk by the plan; give nvme=fzero.Nvme(folder) to "
+            "init_state and the step"
         )
     return nvme.open(leaves, plan.mesh, owner=owner_table(plan), resume=resume)
 
 
 def owner_table(plan: Plan) -> dict[str, Any]:
-    """What a store says of the plan that it was made by."""
+    """The record of a plan in its store."""
     return {"mesh": {name: size for name, size in plan.sizes.items() if size > 1}, "stage": plan.stage}
 
 
-def assembled(like: TrainState, held: dict[str, Any], store: VersionedStore) -> TrainState:
+def assemble_state(like: TrainState, held: dict[str, Any], store: VersionedStore) -> TrainState:
     """The state whose leaves are those in memory and those of the store."""
     named = {name: held[name] if name in held else DiskTensor(store, name) for name in pytree.names(like)}
     return pytree.from_named(named, like)
 
 
 def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
-    """Make the state the last complete step of its store, with the values that lie outside of it: counts, keys, the loss scale."""
+    """Make the state the last complete step of its store, with the values that lie outside of it: counts, keys, the
+    loss scale."""
     if nvme is None or nvme.store is None:
         return
-    leaves = pytree.named_leaves(settled(state))
+    leaves = pytree.named_leaves(state)
     owner = params_of_leaves(list(leaves), pytree.names(state.params))
     values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
     nvme.store.commit(int(state.step), values, partial(barrier, mesh))
 
 
-def reopened(tx: GradientTransformation, plan: Plan, nvme: Nvme, *, ema: bool = False) -> TrainState:
-    """This rank's state of the last complete step in the store of `nvme`: after a kill, or in a later process.
+def reopen_state(tx: GradientTransformation, plan: Plan, nvme: Nvme) -> TrainState:
+    """Return this rank's state of the last complete step in the store of `nvme`: after a kill, or in a later process.
 
-    What the plan keeps on the device is made of what is in the store: parameters of their master weights.
-    Raises ValueError where the store is of another run, damaged, or lacks something that cannot be made.
+    tx, plan: those that the state was made with. nvme: the folder that it was made in.
+    Leaves that the plan keeps on the device are made from those in the store: parameters from their master weights.
+    Raises ValueError if the store is of another run, damaged, or lacks something that cannot be made.
+
+    >>> import tempfile
+    >>> params, tx, folder = {"w": torch.ones(2)}, fzero.optim.adamw(), tempfile.mkdtemp()
+    >>> plan = fzero.zero_plan(0, params, fzero.one_process(), offload="params=nvme,opt=nvme")
+    >>> nvme = fzero.Nvme(folder, buffer_bytes=1 << 20)
+    >>> _ = fzero.init_state(params, tx, plan, seed=0, nvme=nvme)
+    >>> nvme.close()
+    >>> nvme = fzero.Nvme(folder, buffer_bytes=1 << 20)  # as a later process does
+    >>> state = reopen_state(tx, plan, nvme)
+    >>> state.step, state.params["w"].tensor()
+    (tensor(0), tensor([1., 1.]))
+    >>> nvme.close()
     """
-    like, specs = meta_state(plan, tx, ema=ema), state_specs(plan, tx, ema=ema)
-    store = open_in(nvme, kept_leaves(like, specs, plan), plan, resume=True)
-    # Stores of earlier versions have no statistics of the loss.
+    like, specs = meta_state(plan, tx), state_specs(plan, tx)
+    store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=True)
+    # Earlier versions stored no statistics of the loss.
     held: dict[str, Any] = pytree.named_leaves({"extra": {LOSS: init_stats()}})
     held |= {name: from_text(text) for name, text in store.record.values.items()}
     shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
-    lost = lost_leaves(like, specs, plan)
+    lost = missing_leaves(like, specs, plan)
     if lost:
         raise ValueError(
-            f"{nvme.folder}: holds step {store.record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan keeps in memory; "
+            f"{nvme.folder}: holds step {store.record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
+            "keeps in memory; "
             "resume from a checkpoint"
         )
     derived = [name for name in shapes if name not in held and name not in store.leaves]
@@ -184,12 +198,12 @@ def reopened(tx: GradientTransformation, plan: Plan, nvme: Nvme, *, ema: bool = 
         if part.shape != shapes[name].shape:
             part = all_gather(part, plan.mesh["dp"], shard_dim(owner[name]), leaf=owner[name])
         held[name] = part
-    return in_host_memory(assembled(like, held, store), specs)
+    return in_host_memory(assemble_state(like, held, store), specs)
 
 
-def lost_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
+def missing_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
     """The leaves of a state that its store neither holds nor determines: parameters follow from master weights."""
-    stored, owner = kept_leaves(like, specs, plan), owner_of(like, plan)
+    stored, owner = leaves_on_disk(like, specs, plan), owner_of(like, plan)
     return [
         name
         for name, of in owner.items()
@@ -198,10 +212,15 @@ def lost_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
 
 
 def put_on_disk(
-    read: Callable[[str, Tensor, int | None], Tensor], like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None
+    read: Callable[[str, Tensor, int | None], Tensor],
+    like: TrainState,
+    specs: TrainState,
+    plan: Plan,
+    nvme: Nvme | None,
 ) -> TrainState:
-    """The state whose leaves are `read(name, meta tensor, layer)` in a new store: a layer of a stacked leaf, or all of it for None."""
-    leaves = kept_leaves(like, specs, plan)
+    """The state whose leaves are `read(name, meta tensor, layer)` in a new store: a layer of a stacked leaf, or all of
+    it for None."""
+    leaves = leaves_on_disk(like, specs, plan)
     store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
     held: dict[str, Tensor] = {}
@@ -213,7 +232,7 @@ def put_on_disk(
             layer = read(name, leaf, i if leaves[name].stacked else None)
             for rows in row_blocks(leaves[name].chunk):
                 store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
-    state = assembled(like, held, store)
+    state = assemble_state(like, held, store)
     commit(nvme, state, plan.mesh)
     return in_host_memory(state, specs)
 

@@ -1,9 +1,10 @@
-"""The gradients of a step: micro-batch by micro-batch, part by part, from the parameters at rest to the optimizer's shards.
+"""The gradients of a step: micro-batch by micro-batch, part by part, from the parameters at rest to the optimizer's
+shards.
 
-A layered model is embedding, layers, head. Each part is fetched (with the next ones on their way), run and dropped; in the backward pass
-the same in reverse, and each part's gradients leave for where they are summed as soon as they are there. This is torch.func.grad of
-`models.base.loss`, which defines it and serves under transforms; written out, so that memory and messages are where we say.
-"""
+A layered model is embedding, layers, head. Each part is fetched (with the next ones on their way), run and dropped; in
+the backward pass the same in reverse, and each part's gradients leave to be summed as soon as they are
+ready. This is torch.func.grad of `models.base.loss`, which defines it and serves under transforms; written out, to
+control memory and messages."""
 
 from __future__ import annotations
 
@@ -40,20 +41,24 @@ class Parts(NamedTuple):
     plan: Plan
 
     def trained(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The names of `names` that get a gradient."""
+        """The trained ones among `names`."""
         return tuple(name for name in names if name not in self.frozen)
 
 
 def parts_of(model: base.Model, plan: Plan) -> Parts:
-    """The parts of a model; raises ValueError for a leaf outside embed, blocks and head, or a shared leaf that is not there."""
+    """The parts of a model; raises ValueError for a leaf outside embed, blocks and head, or a shared leaf that is not
+    there."""
     names = pytree.names(plan.like)
     for name in model.shared:
         if name not in names:
-            raise ValueError(f"the model says that its head uses {name!r}, which is no leaf of it{pytree.nearest(name, names)}")
+            raise ValueError(
+                f"the model says that its head uses {name!r}, which is no leaf of it{pytree.nearest(name, names)}"
+            )
     for name in names:
         if name.split("/")[0] not in ("embed", PREFIX, "head"):
             raise ValueError(
-                f"{name}: a layered model's leaves are under embed/, blocks/ and head/; move it, or train a plain loss function"
+                f"{name}: a layered model's leaves are under embed/, blocks/ and head/; move it, or train a "
+                "plain loss function"
             )
 
     def ordered(chosen: Sequence[str]) -> tuple[str, ...]:
@@ -65,7 +70,8 @@ def parts_of(model: base.Model, plan: Plan) -> Parts:
 
 
 class StreamedModel(NamedTuple):
-    """The loss of a layered model, and its gradient, over parameters at rest. `ahead`: parts fetched before they are needed."""
+    """The loss of a layered model, and its gradient, over parameters at rest. `ahead`: parts fetched before they are
+    needed."""
 
     model: base.Model
     parts: Parts
@@ -75,14 +81,17 @@ class StreamedModel(NamedTuple):
     ahead: int
     nvme: Nvme | None = None
 
-    def program(self, kind: str, f: Any, names: tuple[str, ...], x_def: Any, extra: Any) -> tuple[Any, list[Any], list[Tensor]]:
-        """(pair, structure of its result, the tensors of `extra`) of a function of the model; blocks alone are compiled."""
+    def program(
+        self, kind: str, f: Any, names: tuple[str, ...], x_def: Any, extra: Any
+    ) -> tuple[Any, list[Any], list[Tensor]]:
+        """(pair, structure of its result, the tensors of `extra`) of a function of the model; blocks alone are
+        compiled."""
         leaves, extra_def = pytree.flatten(extra)
         block = kind == "block"
         short = tuple(name.removeprefix(STACKED) for name in names) if block else names
         compiled, budget = (self.ctx.compiled, self.remat.budget) if block else (False, 1.0)
         skip = sum(name in self.plan.frozen for name in names)
-        pair, out_def = part_pair(kind, f, short, x_def, extra_def, static_signature(leaves), compiled, budget, skip)
+        pair, out_def = part_pair(kind, f, (short, x_def, extra_def, static_signature(leaves)), compiled, budget, skip)
         return pair, out_def, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def forward(self, params: Tree, batch: base.Batch, key: Any, first: Any) -> base.Loss:
@@ -113,7 +122,7 @@ class StreamedModel(NamedTuple):
         last: bool,
         ready: Callable[[base.Loss], None] | None = None,
     ) -> base.Loss:
-        """The loss of a micro-batch; the gradient of total * seed goes to `reducer`, for which it may be the `last` one.
+        """The loss of a micro-batch; the gradient of total * seed goes to `reducer`; `last`: it is the final one.
 
         ready: is called with the loss between the forward and the backward pass.
         """
@@ -127,11 +136,15 @@ class StreamedModel(NamedTuple):
         none, zero = pytree.flatten(())[1], torch.tensor(0).to(device)
         with torch.no_grad(), self.plan.mesh.ledger.phase("forward"):
             embed_pair, out_def, embed_extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
-            x, embed_kept = embed_pair.forward([*ahead.take(embed), zero, *embed_extra], drops["embed"] * len(parts.embed))
+            x, embed_kept = embed_pair.forward(
+                [*ahead.take(embed), zero, *embed_extra], drops["embed"] * len(parts.embed)
+            )
             x_def = out_def[0]
             pair, _, extra = self.program("block", self.model.block, parts.blocks, x_def, ctx)
             at = self.plan.mesh.ledger.at
-            run = LayerLoop(pair, parts.depth, self.remat.every, drops[PREFIX], **self.pile(device), at=lambda i: at(PREFIX, i))
+            run = LayerLoop(
+                pair, parts.depth, self.remat.every, drops[PREFIX], **self.pile(device), at=lambda i: at(PREFIX, i)
+            )
             x = run.forward(lambda i: ahead.take(layers[i]), x, extra)
             ahead.expect([layers[i] for i in run.order()] + [embed] * bool(embed_kept.needs), "backward")
             head_pair, out_def, head_extra = self.program("head", self.model.head, parts.head, x_def, (ctx, batch))
@@ -160,8 +173,12 @@ class StreamedModel(NamedTuple):
         return loss
 
     def context(self, batch: base.Batch, key: Any, first: Any) -> base.Ctx:
-        """The ctx of a batch; checks the batch."""
+        """The ctx of a batch; checks the batch.
+
+        `first` is for dropout alone: without a key it is 0, so that training and evaluation share a compiled block.
+        """
         base.check_batch(self.model, batch, self.ctx)
+        first = first if pytree.leaves(key) else 0
         return self.ctx._replace(documents=batch.get("documents", ()), key=key, first=first)
 
     def fetcher(self, params: Tree, device: torch.device) -> Prefetcher:
@@ -169,7 +186,7 @@ class StreamedModel(NamedTuple):
         return Prefetcher(ParamFetcher(params, self.plan, device), self.ahead)
 
     def pile(self, device: torch.device) -> dict[str, Any]:
-        """{"kept": where what the remat policy keeps waits for the backward pass}, {} where that is on the device."""
+        """{"kept": the storage of activations kept by the remat policy}, {} for the device."""
         if self.plan.acts == "nvme":
             return {"kept": DiskActivations(self.nvme.scratch)}
         return {"kept": HostActivations(device)} if self.plan.acts == "host" and device != HOST else {}

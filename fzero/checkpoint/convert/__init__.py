@@ -1,7 +1,7 @@
-"""Weights that other systems left on a disk, as our leaves, to be read one at a time.
+"""Import weights that other systems saved, as leaves of ours that are read one at a time.
 
-What is in a folder is found by what is in it: a model that `transformers` saved, a `torch.distributed.checkpoint`, or a DeepSpeed
-universal checkpoint. The last two hold no sizes, so a config.json of `transformers` must say them.
+The content of a folder tells its kind: a model that `transformers` saved, a `torch.distributed.checkpoint`, or a
+DeepSpeed universal checkpoint. The last two do not contain sizes, so they need a config.json of `transformers`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 class Source(NamedTuple):
     """A model in a folder of another system."""
 
-    kind: str  # what it is, in words
+    kind: str  # the kind, for messages
     config: Any  # the sizes, as one of fzero.models
-    leaves: dict[str, Entry]  # our leaves, each made when it is asked for
-    hf_config: Path  # the config.json that says the sizes
+    leaves: dict[str, Entry]  # our leaves, each read on request
+    hf_config: Path  # the config.json with the sizes
 
 
 def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: torch.dtype | None = None) -> Source:
-    """The GPT-2, Llama or Mixtral in `folder`; nothing of its weights is read yet.
+    """Open the GPT-2, Llama or Mixtral in `folder`; its weights are read later.
 
-    config: the config.json of transformers that says its sizes; None takes the one in the folder. dtype: of the leaves; None keeps theirs.
-    Raises ValueError, in one line, where nothing that fzero knows is in the folder, where there is no config, and naming the tensor that is
-    missing, unexpected, or of another shape or dtype. A damaged tensor is found when it is read.
-    """
+    config: the config.json of transformers with its sizes; None takes the one in the folder. dtype: of the leaves; None
+    keeps the stored one. Raises ValueError of one line for an unknown folder, for a missing config, and naming a tensor
+    that is missing, unexpected, or of another shape or dtype. A damaged tensor is found only when it is read."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: {'is not a folder' if folder.exists() else 'no such folder'}")
@@ -51,20 +50,25 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: 
         kind, tensors, alone = "DeepSpeed universal checkpoint", open_universal, True
     elif is_plain_deepspeed(folder):
         raise ValueError(
-            f"{folder}: a DeepSpeed checkpoint that is not universal; convert it first: python -m deepspeed.checkpoint.ds_to_universal "
-            f"--input_folder {folder} --output_folder ... --inject_missing_state"
+            f"{folder}: a DeepSpeed checkpoint that is not universal; convert it first: python -m "
+            f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder ... --inject_missing_state"
         )
     else:
-        wanted = f"{SAFETENSORS[0]} (or its index), {METADATA} (torch.distributed.checkpoint), {ZERO}/*/{FP32} (DeepSpeed universal)"
-        raise ValueError(f"{folder}: nothing in it that fzero imports; looked for {wanted}")
+        wanted = (
+            f"{SAFETENSORS[0]} (or its index), {METADATA} (torch.distributed.checkpoint), {ZERO}/*/{FP32} "
+            "(DeepSpeed universal)"
+        )
+        raise ValueError(f"{folder}: holds nothing that fzero imports; looked for {wanted}")
     where = Path(config) if config is not None else folder / "config.json"
     if config is None and not where.is_file():
-        raise ValueError(f"{folder}: a {kind} without a config.json, which says the model's sizes; name it: --config HF_CONFIG.json")
+        raise ValueError(
+            f"{folder}: a {kind} without a config.json with the model's sizes; name it: --config HF_CONFIG.json"
+        )
     place = universal if tensors is open_universal and universal is not None else folder
     ours, family = read_hf_config(where, bare=not alone or tensors is open_universal)
     return Source(kind, ours, leaves_of(place, ours, family, tensors(place), dtype=dtype, alone=alone), where)
 
 
 def load(source: Source) -> Tree:
-    """The parameters of a source, all of them in memory. Raises ValueError naming the tensor that is damaged."""
+    """Load all parameters of a source into memory. Raises ValueError naming a damaged tensor."""
     return build(source.config).init(lambda name, shape, std, mean=0.0: source.leaves[name].give())

@@ -1,15 +1,17 @@
-"""The weights of a DeepSpeed universal checkpoint, which deepspeed.checkpoint.ds_to_universal makes of one of any ZeRO stage.
+"""The weights of a DeepSpeed universal checkpoint, which deepspeed.checkpoint.ds_to_universal makes for any ZeRO stage.
 
-    zero/<parameter>/fp32.pt            the master weight: {"param": tensor, ...} from stages 1 and 2, the bare elements from stage 3
-    zero/<parameter>/exp_avg.pt ...     Adam's moments, of the same form
-    mp_rank_00_model_states.pt          (stage 3: zero_pp_rank_R_mp_rank_00_model_states.pt) shapes, frozen and shared parameters,
-                                        and whatever else the program saved
+    zero/<parameter>/fp32.pt        the master weight: {"param": tensor, ...} from stages 1 and 2, from stage 3 its
+    elements
+    zero/<parameter>/exp_avg.pt     and others: Adam's moments, of the same form
+    mp_rank_00_model_states.pt      shapes, frozen and shared parameters, and other values that the program saved
+                                    (stage 3: zero_pp_rank_R_mp_rank_00_model_states.pt)
 
-Found by experiment with DeepSpeed 0.19.8. The elements of stage 3 have no shape: param_shapes in the model states has them. A frozen
-parameter is in zero/ after stages 1 and 2, and in pieces in the model states of all ranks after stage 3. A tied head is in zero/ after
-stages 1 and 2, with its weights rounded as the model computed with them: shared_params says that it is the embedding.
+Found by experiment with DeepSpeed 0.19.8. The elements of stage 3 have no shape: param_shapes in the model states has
+them. A frozen parameter is in zero/ for stages 1 and 2, and in pieces in the model states of all ranks for stage 3. A
+tied head is in zero/ for stages 1 and 2, with its weights rounded to the compute dtype; shared_params names it as the
+embedding.
 
-All weights are float32. Moments are not taken.
+All weights are float32. Moments are not imported.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from torch import Tensor
 
 from fzero.checkpoint.convert.safetensors import Entry
 from fzero.checkpoint.convert.torch_zip import expect_sound
+from fzero.core.paths import path_fault
 
 ZERO, FP32, STATES = "zero", "fp32.pt", "*_model_states.pt"
 
 
 class _Inert:
-    """Stands for an object of a class that has nothing to do with tensors: it is not made, and its state is dropped."""
+    """Replaces an object of a class unrelated to tensors: no such object is made, and its state is dropped."""
 
     def __new__(cls, *args: Any, **options: Any) -> _Inert:
         return super().__new__(cls)
@@ -44,37 +47,48 @@ class _Inert:
 
 
 def find_universal(folder: Path) -> Path | None:
-    """`folder` where it is a universal checkpoint, the one in it that its file latest_universal names, or None."""
+    """Return `folder` if it is a universal checkpoint, else the one that its file latest_universal names, or None."""
     if next(folder.glob(f"{ZERO}/*/{FP32}"), None) is not None:
         return folder
     latest = folder / "latest_universal"
-    inner = folder / latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else folder
-    return inner if inner != folder and next(inner.glob(f"{ZERO}/*/{FP32}"), None) is not None else None
+    if not latest.is_file():
+        return None
+    name = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if fault := path_fault(name):
+        raise ValueError(f"{latest}: damaged: the folder {name[:80]!r} that it names {fault}")
+    inner = folder / name
+    return inner if next(inner.glob(f"{ZERO}/*/{FP32}"), None) is not None else None
 
 
 def is_plain_deepspeed(folder: Path) -> bool:
     """Whether a DeepSpeed checkpoint that was not converted is in `folder`, or one folder below."""
-    return any(next(folder.glob(f"{below}{name}"), None) is not None for below in ("", "*/") for name in (STATES, "*_optim_states.pt"))
+    return any(
+        next(folder.glob(f"{below}{name}"), None) is not None
+        for below in ("", "*/")
+        for name in (STATES, "*_optim_states.pt")
+    )
 
 
 def open_universal(folder: Path) -> dict[str, Entry]:
-    """{name: tensor to be read} of the checkpoint in `folder`: the float32 weights.
+    """{name: Entry of a tensor} of the checkpoint in `folder`: the float32 weights.
 
-    Raises ValueError naming the file that is damaged, or of another form.
+    Raises ValueError naming a file that is damaged or of another form.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     shared: dict[str, str] = {}
     frozen: dict[str, tuple[int, ...]] = {}
     states = sorted(folder.glob(STATES), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     for path in states:
-        said = _load(path, "meta")
+        content = _load(path, "meta")
         try:
-            for group in said["param_shapes"]:
+            for group in content["param_shapes"]:
                 shapes |= {name: torch.Size(shape) for name, shape in group.items()}
-            shared |= said.get("shared_params") or {}
-            frozen |= {name: torch.Size(shape) for name, shape in (said.get("frozen_param_shapes") or {}).items()}
+            shared |= content.get("shared_params") or {}
+            frozen |= {name: torch.Size(shape) for name, shape in (content.get("frozen_param_shapes") or {}).items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: damaged, or not the model states of DeepSpeed ({type(error).__name__}: {error})") from None
+            raise ValueError(
+                f"{path}: damaged, or not the model states of DeepSpeed ({type(error).__name__}: {error})"
+            ) from None
     entries = {}
     for path in sorted(folder.glob(f"{ZERO}/*/{FP32}")):
         name = path.parent.name
@@ -87,33 +101,43 @@ def open_universal(folder: Path) -> dict[str, Entry]:
 
 
 def _load(path: Path, device: str, *, mapped: bool = False) -> Any:
-    """What torch.save wrote to `path`: tensors and plain values; objects of other classes are not made. On "meta", no data are read."""
+    """Load a file of torch.save: tensors and plain values; objects of other classes are not made. On "meta", no data
+    are read."""
     try:
         unknown = [(_Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
         with torch.serialization.safe_globals(unknown):
             return torch.load(path, map_location=device, weights_only=True, mmap=mapped or None)
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, pickle.UnpicklingError) as error:
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        pickle.UnpicklingError,
+    ) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"{path}: damaged, or not what torch.save writes: {text[:200]}") from None
 
 
-def _tensor(path: Path, said: Any) -> Tensor:
-    tensor = said.get("param") if isinstance(said, dict) else said
+def _tensor(path: Path, content: Any) -> Tensor:
+    tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path}: no tensor in it; a universal checkpoint has one here, or one under 'param'")
     return tensor
 
 
 def _look(path: Path, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], torch.dtype]:
-    """(shape, dtype) of the tensor in a file; `shape` is what the model states say."""
-    said = _load(path, "meta")
-    tensor = _tensor(path, said)
-    if isinstance(said, dict):
+    """(shape, dtype) of the tensor in a file; `shape` is that of the model states."""
+    content = _load(path, "meta")
+    tensor = _tensor(path, content)
+    if isinstance(content, dict):
         return tuple(tensor.shape), tensor.dtype
     if shape is None:
-        raise ValueError(f"{path}: elements without a shape, and no {STATES} in {path.parent.parent.parent} says it")
+        raise ValueError(f"{path}: elements without a shape, and no {STATES} in {path.parent.parent.parent} has it")
     if tensor.numel() != math.prod(shape):
-        raise ValueError(f"{path}: {tensor.numel()} elements, and the model states say the shape {list(shape)}")
+        raise ValueError(f"{path}: {tensor.numel()} elements, and the model states have the shape {list(shape)}")
     return shape, tensor.dtype
 
 
@@ -123,7 +147,7 @@ def _read(path: Path, shape: tuple[int, ...]) -> Tensor:
 
 
 def _read_frozen(states: list[Path], name: str, shape: tuple[int, ...]) -> Tensor:
-    """A parameter that was not trained, of the pieces that ranks of stage 3 hold: in order, and padded at the end."""
+    """Assemble a frozen parameter from the ranks' pieces of stage 3, in order, without the padding at the end."""
 
     def pieces() -> Iterator[Tensor]:
         for path in states:
@@ -133,5 +157,7 @@ def _read_frozen(states: list[Path], name: str, shape: tuple[int, ...]) -> Tenso
 
     whole, size = torch.cat([*pieces(), torch.empty(0)]), math.prod(shape)
     if whole.numel() < size:
-        raise ValueError(f"{states[0].parent}: {name} is frozen, and the model states have {whole.numel()} of its {size} elements")
+        raise ValueError(
+            f"{states[0].parent}: {name} is frozen, and the model states have {whole.numel()} of its {size} elements"
+        )
     return whole[:size].reshape(shape).clone()

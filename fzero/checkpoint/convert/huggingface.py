@@ -1,10 +1,11 @@
 """GPT-2, Llama and Mixtral weights to and from folders that Hugging Face `transformers` reads and writes.
 
-The names are data, in huggingface_names.py; import and export read the same rows. One tensor is held at a time beside the parameters.
+The names are data, in huggingface_names.py; import and export read the same rows. One tensor is held at a time beside
+the parameters.
 
-Differs from transformers: no dropout of attention probabilities (attn_pdrop, which no weight depends on, is passed over), and one rate
-for embeddings and residual branches; Mixtral's auxiliary loss is taken per sequence (see MoEConfig).
-"""
+Differs from transformers: no dropout of attention probabilities (attn_pdrop, which no weight depends on, is passed
+over), and one rate for embeddings and residual branches; Mixtral's auxiliary loss is taken per sequence (see
+MoEConfig)."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from fzero.checkpoint.convert.huggingface_read import FLOATS, leaves_of, like, r
 from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
 from fzero.core import pytree
 from fzero.core.pytree import Tree
+from fzero.core.storage import write_text
 from fzero.models import build
 
 # ---- import ----
@@ -30,10 +32,10 @@ from fzero.models import build
 def load_hf(folder: str | Path, *, dtype: torch.dtype | None = None) -> tuple[Any, Tree]:
     """(config, params) of the GPT-2, Llama or Mixtral model that `transformers` saved to `folder`.
 
-    Reads config.json with model.safetensors or the files of model.safetensors.index.json. dtype: of the parameters; None keeps what is
-    stored. The parameters own their memory; Mixtral's config has z_coef=0.
-    Raises ValueError naming the architecture, the config entry or the tensor that is unknown, missing, unexpected or of another shape.
-    """
+    Reads config.json with model.safetensors or the files of model.safetensors.index.json. dtype: of the parameters;
+    None keeps the stored one. The parameters own their memory; Mixtral's config has z_coef=0.
+    Raises ValueError naming the architecture, the config entry or the tensor that is unknown, missing, unexpected or of
+    another shape."""
     folder = Path(folder)
     config, family = read_hf_config(folder / "config.json")
     leaves = leaves_of(folder, config, family, tensors_of(folder), dtype=dtype)
@@ -44,10 +46,11 @@ def load_hf(folder: str | Path, *, dtype: torch.dtype | None = None) -> tuple[An
 
 
 class Leaves(NamedTuple):
-    """The parameters of a model, wherever they are, to be read a piece at a time."""
+    """The parameters of a model in any memory, read a piece at a time."""
 
     like: dict[str, Tensor]  # their names, shapes and dtypes
-    read: Callable[[str, tuple[int, ...]], Tensor]  # the part of a leaf at an index into its first dims; () for the whole
+    # reads the part of a leaf at an index into its first dims; () for the whole leaf
+    read: Callable[[str, tuple[int, ...]], Tensor]
 
 
 def save_hf(
@@ -59,14 +62,13 @@ def save_hf(
     eos: int | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
-    """The path of `folder`, written so that `transformers` loads the model from it: config.json and model.safetensors, in several files
-    with an index where the weights exceed `max_shard_bytes`.
+    """Write `folder` for `transformers` to load: config.json and model.safetensors; return its path.
 
-    params: their tree, or where they are: then a tensor of theirs is in memory at a time, with what is read for it.
-    tokenizer: a tokenizer.json (or its folder) to lay beside it. eos: the id of the end-of-document token. The folder appears when it is
-    complete.
-    Raises ValueError where it exists, where `params` are not those of `config`, and for what transformers does not compute: an attention
-    pattern of another kind than the architecture has, and expert capacity.
+    The weights are split into several files with an index if they exceed `max_shard_bytes`. params: their tree, or
+    Leaves: then one tensor of theirs is in memory at a time, with the leaves read for it. tokenizer: a tokenizer.json
+    (or its folder) to copy. eos: the id of the end-of-document token. The folder appears only when it is complete.
+    Raises ValueError if it exists, if `params` are not those of `config`, and for features that transformers does not
+    compute: an attention pattern of another kind than the architecture has, and expert capacity.
     """
     folder = Path(folder)
     if folder.exists():
@@ -78,16 +80,20 @@ def save_hf(
     _expect_params(leaves.like, shapes)
     rows = [row for row in family.layouts[0] if row.ours in shapes]
     dtypes = {leaf.dtype for leaf in leaves.like.values()}
-    hf |= {"torch_dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None, "bos_token_id": None, "eos_token_id": eos}
+    hf |= {
+        "torch_dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+    }
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+        write_text(partial, "config.json", json.dumps(hf, indent=2) + "\n")
         if source:
-            shutil.copyfile(source, partial / "tokenizer.json")
+            write_text(partial, "tokenizer.json", source.read_text(encoding="utf-8"))
             about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
-            (partial / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+            write_text(partial, "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
         _write_tensors(partial, _tensors(family, rows, leaves), max_shard_bytes)
         partial.rename(folder)
     except BaseException:
@@ -103,7 +109,7 @@ def in_memory(params: Tree) -> Leaves:
 
 
 def _tensors(family: Family, rows: list[Row], leaves: Leaves) -> dict[str, Entry]:
-    """Their tensors, leaf by leaf in the order of the layers, each made from ours when it is asked for."""
+    """The tensors of transformers, in the order of leaves and layers, each made from ours on request."""
     sources: dict[str, list[tuple[Row, tuple[int, ...]]]] = {}
     for row in rows:
         for name, index in places(row, leaves.like[row.ours].shape):
@@ -119,7 +125,7 @@ def _tensors(family: Family, rows: list[Row], leaves: Leaves) -> dict[str, Entry
 
 
 def _tensor(leaves: Leaves, parts: list[tuple[Row, tuple[int, ...]]]) -> Tensor:
-    """One tensor of theirs."""
+    """One tensor of transformers."""
     ours = [leaves.read(row.ours, index) for row, index in parts]
     whole = torch.cat(ours, -1) if len(ours) > 1 else ours[0]
     return whole.transpose(-1, -2) if parts[0][0].transposed else whole
@@ -144,7 +150,7 @@ def _write_tensors(folder: Path, entries: dict[str, Entry], max_shard_bytes: int
         write_safetensors(folder / file, shard)
         weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_text(folder, "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
 def _expect_params(named: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:

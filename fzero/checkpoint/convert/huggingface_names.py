@@ -1,7 +1,7 @@
 """The names of Hugging Face `transformers` for GPT-2, Llama and Mixtral: of tensors, and of the entries of config.json.
 
-A family is data: rows that say which part of which of their tensors a leaf of ours is, and fields that say which entry of their
-config.json a size of ours is.
+A family is data: rows that map a leaf of ours to parts of their tensors, and fields that map a size of ours to an entry
+of their config.json.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero.core.bounds import check_bounds
+from fzero.core.foreign import expect_entries, short
 from fzero.kernels.attention import Pattern
 from fzero.models import GPT2Config, LlamaConfig, MoEConfig, RopeScaling
+from fzero.models.sizes import BOUNDS
 
 REQUIRED = object()
 
 
 class Row(NamedTuple):
-    """A leaf of ours in tensors of theirs: `ours[l, e]` is part `part` of `parts`, along the last dim, of `theirs`, transposed or not."""
+    """A leaf of ours in tensors of theirs: `ours[l, e]` is part `part` of `parts`, along the last dim, of `theirs`."""
 
     ours: str
-    theirs: str  # with {l} where it is one layer's tensor, {e} where it is one expert's
-    transposed: bool = False  # theirs is [out, in]
+    theirs: str  # with {l} if each layer has its tensor, {e} if each expert has
+    transposed: bool = False  # whether theirs is [out, in]
     part: int = 0
     parts: int = 1
 
 
 class Field(NamedTuple):
-    """A size of ours and the entry of config.json that holds it; `default` is what transformers takes where there is none."""
+    """A size of ours and its entry in config.json; `default`: the value that transformers assumes if there is none."""
 
     ours: str
     theirs: str
@@ -42,10 +45,11 @@ class Family(NamedTuple):
     architecture: str
     model_type: str
     config: type
-    prefix: str  # of all names but the head's; a file may leave it out
+    prefix: str  # of all names except the head's; files may omit it
     layouts: tuple[tuple[Row, ...], ...]  # the first is written, all are read
     fields: tuple[Field, ...]
-    fixed: dict[str, tuple[Any, ...]]  # entries that fzero supports in these values only; the first is the default, and is written
+    # entries with the only values that fzero supports; the first is the default, and is written
+    fixed: dict[str, tuple[Any, ...]]
     passed_over: str  # tensors that are not weights
 
 
@@ -79,7 +83,7 @@ LLAMA_ROWS = (
     *(Row(f"blocks/mlp/w_{n}", f"layers.{{l}}.mlp.{n}_proj.weight", True) for n in ("gate", "up", "down")),
     *HEAD_ROWS,
 )
-# As published, and as save_pretrained writes it.
+# The published layout, which save_pretrained writes.
 MIXTRAL_ROWS = (
     *ATTENTION_ROWS,
     Row("blocks/moe/router", "layers.{l}.block_sparse_moe.gate.weight", True),
@@ -88,7 +92,7 @@ MIXTRAL_ROWS = (
     Row("blocks/moe/w_up", "layers.{l}.block_sparse_moe.experts.{e}.w3.weight", True),
     *HEAD_ROWS,
 )
-# As transformers 5 holds it, and as save_pretrained(save_original_format=False) writes it.
+# The layout of transformers 5 in memory, which save_pretrained(save_original_format=False) writes.
 MIXTRAL_FUSED_ROWS = (
     *ATTENTION_ROWS,
     Row("blocks/moe/router", "layers.{l}.mlp.gate.weight", True),
@@ -141,6 +145,7 @@ GPT2_FIXED = {
     "add_cross_attention": (False,),
 }
 MIXTRAL_FIXED = {"hidden_act": ("silu",), "attention_dropout": (0.0,), "router_jitter_noise": (0.0,)}
+ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 INV_FREQ = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 FAMILIES = (
     Family(
@@ -153,7 +158,16 @@ FAMILIES = (
         GPT2_FIXED,
         r"h\.\d+\.attn\.(bias|masked_bias)",
     ),
-    Family("LlamaForCausalLM", "llama", LlamaConfig, "model.", (LLAMA_ROWS,), _llama_fields(2048, 1e-6), LLAMA_FIXED, INV_FREQ),
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        LlamaConfig,
+        "model.",
+        (LLAMA_ROWS,),
+        _llama_fields(2048, 1e-6),
+        LLAMA_FIXED,
+        INV_FREQ,
+    ),
     Family(
         "MixtralForCausalLM",
         "mixtral",
@@ -171,21 +185,21 @@ FAMILIES = (
 
 
 def places(row: Row, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name of theirs without prefix, index into our leaf of this shape) of every tensor that a row speaks of."""
+    """(name of theirs without prefix, index into our leaf of this shape) of every tensor of a row."""
     letters = [letter for letter in "le" if f"{{{letter}}}" in row.theirs]
     for index in itertools.product(*(range(n) for n in shape[: len(letters)])):
         yield row.theirs.format(**dict(zip(letters, index))), index
 
 
 def their_shape(row: Row, shape: Sequence[int]) -> list[int]:
-    """The shape of theirs, from that of our part of it."""
+    """The shape of their tensor, from that of our part of it."""
     *outer, last = shape
     whole = [*outer, last * row.parts]
     return [*whole[:-2], whole[-1], whole[-2]] if row.transposed else whole
 
 
 def full_name(family: Family, name: str) -> str:
-    """The name in a file of transformers, from the one in the rows."""
+    """The name in a file of transformers, from the one in a row."""
     return name if name.startswith("lm_head.") else family.prefix + name
 
 
@@ -193,9 +207,9 @@ def full_name(family: Family, name: str) -> str:
 
 
 def find_family(hf: dict[str, Any], where: Path, *, bare: bool = False) -> Family:
-    """The family of the model that a config.json describes; raises ValueError for one that fzero does not have.
+    """The family of the model that a config.json describes; raises ValueError for an unsupported one.
 
-    bare: model_type alone will do where there are no architectures, as a config that no model was saved with has none.
+    bare: accept a model_type without architectures, as in a config that was saved without a model.
     """
     names = hf.get("architectures") or []
     for family in FAMILIES:
@@ -206,58 +220,96 @@ def find_family(hf: dict[str, Any], where: Path, *, bare: bool = False) -> Famil
 
 
 def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
-    """Our config from the content of a config.json; raises ValueError naming the entry that is missing or not supported."""
-    for name, allowed in {**family.fixed, "quantization_config": (None,)}.items():
-        value = hf.get(name, allowed[0])
-        if value not in allowed:
-            raise ValueError(f"{where}: {name} is {value!r}; fzero supports {' or '.join(map(repr, allowed))} only")
+    """Convert the content of a config.json to our config; raises ValueError naming an entry that is missing or
+    unsupported."""
+    name = str(where)
+    for entry, choices in {**family.fixed, "quantization_config": (None,)}.items():
+        value = hf.get(entry, choices[0])
+        if value not in choices:
+            raise ValueError(
+                f"{where}: {entry} is {short(value)}; fzero supports {' or '.join(map(repr, choices))} only"
+            )
     sizes: dict[str, Any] = {}
     kinds = {field.name: field.type for field in dataclasses.fields(family.config)}
     for field in family.fields:
         value = hf.get(field.theirs, field.default)
         if value is REQUIRED:
             raise ValueError(f"{where}: {field.theirs} is missing")
-        kind = {"int": int, "bool": bool}.get(kinds[field.ours], int | float)
-        if not isinstance(value, kind) and not (value is None is field.default):
-            raise ValueError(f"{where}: {field.theirs} is {value!r}; it must be of type {kinds[field.ours]}")
+        allowed = {"int": int, "bool": bool}.get(kinds[field.ours], float)
+        expect_entries(
+            {field.theirs: value}, {field.theirs: allowed | None if field.default is None else allowed}, name
+        )
         if sizes.setdefault(field.ours, value) != value:
             other = next(f.theirs for f in family.fields if f.ours == field.ours)
-            raise ValueError(f"{where}: {field.theirs} is {value} and {other} is {sizes[field.ours]}; fzero has one {field.ours} for both")
+            raise ValueError(
+                f"{where}: {field.theirs} is {value} and {other} is {sizes[field.ours]}; fzero has one {field.ours} "
+                "for both"
+            )
     if family.config is GPT2Config:
-        sizes["d_ff"] = sizes["d_ff"] or 4 * sizes["d_model"]
-        return GPT2Config(**sizes)
-    sizes["n_kv_heads"] = sizes["n_kv_heads"] or sizes["n_heads"]
-    if sizes["head_dim"] is None or sizes["head_dim"] * sizes["n_heads"] == sizes["d_model"]:
-        sizes["head_dim"] = 0
-    sizes |= _read_rope(hf, 1e6 if family.config is MoEConfig else 1e4, where)
+        sizes["d_ff"] = 4 * sizes["d_model"] if sizes["d_ff"] is None else sizes["d_ff"]
+    else:
+        if sizes["n_kv_heads"] is None:
+            sizes["n_kv_heads"] = sizes["n_heads"]
+        if sizes["head_dim"] is None or sizes["head_dim"] * sizes["n_heads"] == sizes["d_model"]:
+            sizes["head_dim"] = 0
+        elif sizes["head_dim"] < 1:
+            raise ValueError(f"{where}: head_dim is {sizes['head_dim']}; it must be at least 1")
+        sizes |= _read_rope(hf, 1e6 if family.config is MoEConfig else 1e4, where)
     if family.config is MoEConfig:
+        expect_entries(hf, {"sliding_window?": int | None}, name)
         sizes["z_coef"] = 0.0
-        sizes["pattern"] = f"window:{hf['sliding_window']}" if hf.get("sliding_window") else "full"
-    return family.config(**sizes)
+        window = hf.get("sliding_window")
+        sizes["pattern"] = "full" if window is None else f"window:{max(0, window)}"
+    return _build(family, sizes, where)
+
+
+def _build(family: Family, sizes: dict[str, Any], where: Path) -> Any:
+    """The config of these sizes; raises ValueError with the names of config.json for one that is out of bounds."""
+    theirs = {field.ours: field.theirs for field in family.fields}
+    try:
+        for ours, value in sizes.items():
+            if ours in BOUNDS:
+                check_bounds(theirs.get(ours, ours), value, BOUNDS[ours])
+        return family.config(**sizes)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _read_rope(hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
-    """RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
-    said = {"rope_theta": hf.get("rope_theta", theta), **(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    if any(isinstance(value, dict) for value in said.values()):
+    """Read RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
+    expect_entries(hf, {"rope_scaling?": dict | None, "rope_parameters?": dict | None}, str(where))
+    rope: dict[str, Any] = {}
+    for table in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, {"rope_theta": hf.get("rope_theta")}):
+        expect_entries(table, {f"{name}?": float | None for name in ("rope_theta", *ROPE)}, str(where))
+        for name, value in table.items():
+            if value is not None and rope.setdefault(name, value) != value:
+                raise ValueError(
+                    f"{where}: {name} of RoPE is both {short(value)} and {short(rope[name])}; make them equal"
+                )
+    rope.setdefault("rope_theta", theta)
+    if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; fzero has one RoPE for all")
-    kind = said.get("rope_type", said.get("type", "default"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(f"{where}: rope_type is {kind!r}; fzero supports 'default' and 'llama3' only")
-    turned = said.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    turned = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if turned != 1.0:
         raise ValueError(f"{where}: partial_rotary_factor is {turned}; fzero turns whole heads only")
+    expect_entries(rope, {"rope_theta": float}, str(where))
     if kind == "default":
-        return {"rope_theta": float(said["rope_theta"]), "rope_scaling": None}
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    for name in names:
-        if not isinstance(said.get(name), int | float):
-            raise ValueError(f"{where}: {name} of the llama3 rope scaling is {said.get(name)!r}; it must be a number")
-    return {"rope_theta": float(said["rope_theta"]), "rope_scaling": RopeScaling(*(said[name] for name in names))}
+        return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": None}
+    expect_entries(rope, {**dict.fromkeys(ROPE[:3], float), ROPE[3]: int}, f"{where}: the llama3 rope scaling")
+    try:
+        scaling = RopeScaling(*(rope[name] for name in ROPE))
+    except ValueError as error:
+        text = str(error).replace("original_max_len", ROPE[3])
+        raise ValueError(f"{where}: the llama3 rope scaling: {text}") from None
+    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
 
 
 def write_config(config: Any) -> tuple[dict[str, Any], Family]:
-    """(the content of config.json, the family) of one of our configs; ValueError for what transformers does not compute."""
+    """(the content of config.json, the family) of one of our configs; ValueError for features that transformers
+    lacks."""
     family = next((family for family in FAMILIES if type(config) is family.config), None)
     if family is None:
         known = ", ".join(family.config.__name__ for family in FAMILIES)
@@ -281,11 +333,13 @@ def write_config(config: Any) -> tuple[dict[str, Any], Family]:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_len,
         }
-    # In both spellings: of transformers 4 and most other readers, and of transformers 5.
+    # In the spellings of transformers 4 and most other readers, and of transformers 5.
     hf |= {"rope_theta": config.rope_theta, "rope_scaling": rope if scaling is not None else None}
     hf["rope_parameters"] = {**rope, "rope_theta": config.rope_theta}
     if family.config is MoEConfig:
         if config.capacity_factor:
-            raise ValueError(f"capacity_factor is {config.capacity_factor}; Mixtral in transformers is dropless: export with 0")
+            raise ValueError(
+                f"capacity_factor is {config.capacity_factor}; Mixtral in transformers is dropless: export with 0"
+            )
         hf["sliding_window"] = pattern.size or None
     return hf, family

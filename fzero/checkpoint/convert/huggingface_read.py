@@ -1,13 +1,14 @@
-"""The leaves of our parameters, out of tensors that go by the names of `transformers`, wherever those lie.
+"""Build the leaves of our parameters from tensors with the names of `transformers`, in any source.
 
-A source of weights is a table {name: Entry}: shapes and dtypes are known, and a tensor is read when it is asked for. What is made of it
-is a table of our leaves of the same kind. So everything that can be wrong with names, shapes and dtypes is found before a tensor is read,
-and one leaf is in memory at a time.
+A source of weights is a table {name: Entry} with shapes and dtypes; a tensor is read on request. The result is such a
+table of our leaves. So all problems of names, shapes and dtypes are found before a tensor is read, and one leaf is in
+memory at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,15 +17,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.huggingface_names import Family, Row, find_family, full_name, places, read_config, their_shape
+from fzero.checkpoint.convert.huggingface_names import (
+    Family,
+    Row,
+    find_family,
+    full_name,
+    places,
+    read_config,
+    their_shape,
+)
 from fzero.checkpoint.convert.safetensors import Entry, memory_of, read_safetensors
 from fzero.core import pytree
-from fzero.core.tables import parse_json
+from fzero.core.foreign import read_json
+from fzero.core.paths import path_fault
 from fzero.models import build
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEAD = "lm_head.weight"
-# What wrappers of PyTorch put within the names of the parameters that they wrap.
+MOST_MODELS = 16  # in one source, looked into before it is refused
+# Parts that wrappers of PyTorch insert into parameter names.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
@@ -37,27 +48,35 @@ def like(config: Any) -> dict[str, Tensor]:
 def read_hf_config(where: Path, *, bare: bool = False) -> tuple[Any, Family]:
     """(our config, the family) of the model that a config.json describes. bare: see find_family.
 
-    Raises ValueError naming the architecture or the entry that fzero has not.
+    Raises ValueError naming an unsupported architecture or entry.
     """
     if not where.is_file():
-        raise ValueError(f"{where}: no such file; a model folder of transformers has a config.json, which says the model's sizes")
-    hf = parse_json(where.read_bytes(), str(where))
+        raise ValueError(
+            f"{where}: no such file; a model folder of transformers has a config.json, which says the model's sizes"
+        )
+    hf = read_json(where)
     family = find_family(hf, where, bare=bare)
     return read_config(hf, family, where), family
 
 
 def tensors_of(folder: Path) -> dict[str, Entry]:
-    """{name: tensor} of the safetensors files in a folder; raises ValueError where there are none, and naming a damaged one."""
+    """{name: Entry} of the safetensors files in a folder; raises ValueError if there are none, and naming a damaged
+    one."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         shards = ["model.safetensors"]
     elif index.is_file():
-        table = parse_json(index.read_bytes(), str(index)).get("weight_map")
-        if not isinstance(table, dict):
-            raise ValueError(f"{index}: damaged: it has no weight_map")
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+            raise ValueError(f"{index}: damaged: it has no weight_map from tensors to files")
+        for name, shard in table.items():
+            if fault := path_fault(shard):
+                raise ValueError(f"{index}: damaged: the file of {name}, {shard!r}, {fault}")
         shards = sorted(set(table.values()))
     else:
-        raise ValueError(f"{folder}: neither model.safetensors nor {index.name} in it; fzero reads no other weights (no .bin files)")
+        raise ValueError(
+            f"{folder}: neither model.safetensors nor {index.name} in it; fzero reads no other weights (no .bin files)"
+        )
     found: dict[str, Entry] = {}
     for shard in shards:
         if not (folder / shard).is_file():
@@ -70,19 +89,25 @@ def tensors_of(folder: Path) -> dict[str, Entry]:
 
 
 class Names(NamedTuple):
-    """Which tensors of a source are the model's."""
+    """The names of a model's tensors in a source."""
 
-    rows: tuple[Row, ...]  # of the layout that the source has
+    rows: tuple[Row, ...]  # of the source's layout
     where: dict[str, str]  # the name in the rows -> the name in the source
 
 
 def leaves_of(
-    source: Path, config: Any, family: Family, tensors: dict[str, Entry], *, dtype: torch.dtype | None = None, alone: bool = True
+    source: Path,
+    config: Any,
+    family: Family,
+    tensors: dict[str, Entry],
+    *,
+    dtype: torch.dtype | None = None,
+    alone: bool = True,
 ) -> dict[str, Entry]:
-    """{name: leaf} of a model of this config, each made of `tensors` when it is asked for.
+    """{name: Entry} of the leaves of a model of this config, each made from `tensors` on request.
 
-    dtype: of the leaves; None keeps theirs. alone: there is nothing but the model in the source; else there may be other things beside it.
-    Raises ValueError naming `source` and the tensor that is missing, unexpected, or of another shape or dtype.
+    dtype: of the leaves; None keeps the stored one. alone: the source holds only the model; else other tensors are
+    allowed. Raises ValueError naming `source` and the tensor that is missing, unexpected, or of another shape or dtype.
     """
     leaves = like(config)
     names = find_names(source, family, leaves, tensors, alone=alone)
@@ -93,17 +118,20 @@ def leaves_of(
         tokens = next(row.theirs for row in names.rows if row.ours == "embed/tokens")
         if found[HEAD][:2] != found[tokens][:2] or _digest(found[HEAD]) != _digest(found[tokens]):
             raise ValueError(
-                f"{source}: the config says tie_word_embeddings, but {names.where[HEAD]} is not {names.where[tokens]}; make it false"
+                f"{source}: the config says tie_word_embeddings, but {names.where[HEAD]} is not {names.where[tokens]}; "
+                "make it false"
             )
     made = {row.ours: _leaf(row, tuple(leaves[row.ours].shape), found, dtype) for row in names.rows}
     return {name: made[name] for name in leaves}
 
 
-def find_names(source: Path, family: Family, leaves: dict[str, Tensor], tensors: Iterable[str], *, alone: bool) -> Names:
-    """The tensors that a model of `family` is made of, under whatever prefix they are.
+def find_names(
+    source: Path, family: Family, leaves: dict[str, Tensor], tensors: Iterable[str], *, alone: bool
+) -> Names:
+    """Find the tensors of a model of `family`, under any prefix.
 
-    The embedding's name is looked for at the end of names; what is in front of it is in front of all others but the head's, which lacks
-    the family's own part of it.
+    A name that ends in the embedding's gives the prefix of all others, except the head, whose name lacks the family's
+    own part of it.
     """
     plain: dict[str, str] = {}
     for there in tensors:
@@ -114,6 +142,18 @@ def find_names(source: Path, family: Family, leaves: dict[str, Tensor], tensors:
     layouts = [tuple(row for row in layout if row.ours in leaves) for layout in family.layouts]
     anchor = next(row.theirs for row in layouts[0] if row.ours == "embed/tokens")
     stems = {name.removesuffix(anchor) for name in plain if name == anchor or name.endswith(f".{anchor}")}
+    # Before any name is made: a config of 10^5 layers with 10^5 experts has more names than memory holds.
+    counts = [sum(math.prod(leaves[row.ours].shape[: row.theirs.count("{")]) for row in rows) for rows in layouts]
+    layouts = [rows for rows, count in zip(layouts, counts) if count <= 10 * len(plain) + 10_000]
+    if not layouts:
+        raise ValueError(
+            f"{source}: the config asks for {min(counts):,} tensors and {len(plain):,} are there; its layers or "
+            "experts are those of another model"
+        )
+    if len(stems) > MOST_MODELS:
+        raise ValueError(
+            f"{source}: the weights of {len(stems)} models are in it; save the one to be imported by itself"
+        )
     best: list[tuple[int, str, tuple[Row, ...], set[str]]] = []
     for stem in sorted(stems or {family.prefix}):
         for rows in layouts:
@@ -123,7 +163,10 @@ def find_names(source: Path, family: Family, leaves: dict[str, Tensor], tensors:
     full = sorted({stem for count, stem, *_ in best if count == most})
     if len(full) > 1:
         shown = " and ".join(f"{stem}{anchor}" for stem in full)
-        raise ValueError(f"{source}: the weights of more than one model are in it, as {shown} say; save the one to be imported by itself")
+        raise ValueError(
+            f"{source}: the weights of more than one model are in it, as {shown} say; save the one to be "
+            "imported by itself"
+        )
     stem, rows, wanted = next(rest for count, *rest in best if count == most)
     where = {name: plain[there] for name in (*wanted, HEAD) if (there := _put(stem, family, name)) in plain}
     if not set(where) - {HEAD}:
@@ -142,27 +185,36 @@ def find_names(source: Path, family: Family, leaves: dict[str, Tensor], tensors:
     for what, names in (("are missing", missing), ("are unexpected", extra)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"{source}: tensors {what} for a {family.architecture} of these sizes: {', '.join(names[:5])}{more}")
+            raise ValueError(
+                f"{source}: tensors {what} for a {family.architecture} of these sizes: {', '.join(names[:5])}{more}"
+            )
     return Names(rows, where)
 
 
 def _put(stem: str, family: Family, name: str) -> str:
-    """The name of a tensor of the rows behind `stem`."""
+    """The name in the source of a tensor of the rows, with prefix `stem`."""
     return (stem.removesuffix(family.prefix) if name.startswith("lm_head.") else stem) + name
 
 
-def _check(source: Path, row: Row, shape: torch.Size, found: dict[str, Entry], where: dict[str, str], dtype: torch.dtype | None) -> None:
+def _check(
+    source: Path, row: Row, shape: torch.Size, found: dict[str, Entry], where: dict[str, str], dtype: torch.dtype | None
+) -> None:
     first = None
     for name, index in places(row, shape):
         theirs, wanted = found[name], their_shape(row, shape[len(index) :])
         if list(theirs.shape) != wanted:
-            raise ValueError(f"{source}: tensor {where[name]} has shape {list(theirs.shape)}, config.json asks for {wanted}")
+            raise ValueError(
+                f"{source}: tensor {where[name]} has shape {list(theirs.shape)}, config.json asks for {wanted}"
+            )
         if theirs.dtype not in FLOATS:
-            raise ValueError(f"{source}: tensor {where[name]} is {theirs.dtype}; fzero reads float32, bfloat16, float16 and float64")
+            raise ValueError(
+                f"{source}: tensor {where[name]} is {theirs.dtype}; fzero reads float32, bfloat16, float16 and float64"
+            )
         first = first or theirs.dtype
         if dtype is None and theirs.dtype != first:
             raise ValueError(
-                f"{source}: tensor {where[name]} is {theirs.dtype} and other layers {first}; give load_hf a dtype, or save it in one"
+                f"{source}: tensor {where[name]} is {theirs.dtype} and other layers {first}; give load_hf a "
+                "dtype, or save it in one"
             )
 
 
@@ -170,7 +222,7 @@ def _leaf(row: Row, shape: tuple[int, ...], found: dict[str, Entry], dtype: torc
     spots = list(places(row, shape))
     theirs = found[spots[0][0]]
     if spots[0][1] == () and not row.transposed and row.parts == 1 and dtype in (None, theirs.dtype):
-        return Entry(theirs.dtype, shape, theirs.give)  # without a copy
+        return Entry(theirs.dtype, shape, theirs.give)  # shares the memory
 
     def give() -> Tensor:
         leaf = torch.empty(shape, dtype=dtype or theirs.dtype)

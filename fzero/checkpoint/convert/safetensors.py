@@ -1,23 +1,28 @@
-"""safetensors files, a tensor at a time: written as tensors are made, read as they are asked for. No memory beside that one tensor.
+"""safetensors files, written as tensors are made and read on request, with one tensor in memory at a time.
 
 8 bytes     the length of the header, little-endian
-header      JSON: {name: {dtype, shape, data_offsets: [begin, end] behind the header}}, and texts under __metadata__
+header      JSON: {name: {dtype, shape, data_offsets: [begin, end] after the header}}, and texts under __metadata__
 data        the tensors, without gaps
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.core.foreign import LARGEST, expect_entries, parse_json, short
+from fzero.core.storage import naming
+
 CHUNK_BYTES = 1 << 22
-LONGEST_HEADER = 100_000_000  # bytes, as other readers have it
+LONGEST_HEADER = LARGEST  # bytes
+MOST_DIMS = 32
 
 # The names that the safetensors format has for dtypes.
 DTYPES = {
@@ -38,7 +43,7 @@ NAMED = {text: dtype for dtype, text in DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """A tensor that is made when it is asked for."""
+    """A tensor that is made on request."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,11 +54,11 @@ class Entry(NamedTuple):
 
 
 def write_safetensors(path: Path, entries: dict[str, Entry]) -> int:
-    """The bytes of the safetensors file written to `path`, which must not exist; it is on the disk on return.
+    """Write a safetensors file to `path`, which must not exist; return its size in bytes once it is durable.
 
-    One tensor is asked for at a time, and dropped before the next.
+    One tensor is made at a time, and dropped before the next.
     """
-    # Wide dtypes first: then every tensor is aligned, which readers that map the file rely on.
+    # Wide dtypes first, so that every tensor is aligned, as readers that map the file require.
     order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
     table, place = {}, 0
     for name in order:
@@ -63,7 +68,7 @@ def write_safetensors(path: Path, entries: dict[str, Entry]) -> int:
         place = end
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "xb") as f:
+    with naming(path), open(path, "xb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             _write(f, name, entries[name])
@@ -81,7 +86,7 @@ def _write(f: BinaryIO, name: str, entry: Entry) -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the CPU."""
+    """The bytes of a contiguous CPU tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -89,10 +94,10 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def read_safetensors(path: Path) -> dict[str, Entry]:
-    """{name: tensor to be read} of a safetensors file. Only its header is read here; a tensor is read from the file when it is asked for.
+    """{name: Entry} of a safetensors file. Only its header is read now; a tensor is read on request.
 
-    Raises ValueError naming the file where it is damaged: cut, with a header that is none, or with places that do not fit the data; and
-    the tensor that has a dtype torch has none for.
+    Raises ValueError naming a damaged file (truncated, with an invalid header, or with offsets that do not fit the
+    data), and naming a tensor whose dtype torch lacks.
     """
     have = path.stat().st_size
     with open(path, "rb") as f:
@@ -100,14 +105,14 @@ def read_safetensors(path: Path) -> dict[str, Entry]:
         if have < 8 or length > min(have - 8, LONGEST_HEADER):
             raise ValueError(f"{path}: damaged: a header of {length} bytes in a file of {have}")
         try:
-            table = json.loads(f.read(length))
-            table.pop("__metadata__", None)
-            said = {name: (x["dtype"], tuple(x["shape"]), *x["data_offsets"]) for name, x in table.items()}
-            entries = {name: _entry(path, 8 + length, name, *x) for name, x in said.items()}
-        except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: damaged: its header is not that of a safetensors file ({type(error).__name__}: {error})") from None
+            table = parse_json(f.read(length), str(path))
+        except ValueError as error:
+            raise ValueError(f"{error}; its header is not that of a safetensors file") from None
+    table.pop("__metadata__", None)
+    places = {name: _place(path, name, entry) for name, entry in table.items()}
+    entries = {name: _entry(path, 8 + length, name, *place) for name, place in places.items()}
     place = 0
-    for name, (_, _, begin, end) in sorted(said.items(), key=lambda item: item[1][2:]):
+    for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
         if begin != place:
             raise ValueError(f"{path}: damaged: tensor {name} begins at byte {begin} of the data; {place} is free")
         place = end
@@ -116,11 +121,25 @@ def read_safetensors(path: Path) -> dict[str, Entry]:
     return entries
 
 
+def _place(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, begin, end) of an entry of a header, whose types are checked."""
+    where = f"{path}: damaged: tensor {short(name)} of its header"
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} is {short(entry)}; it must be a table")
+    expect_entries(entry, {"dtype": str, "shape": list, "data_offsets": list}, where)
+    shape, span = entry["shape"], entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, *span)) or len(span) != 2 or len(shape) > MOST_DIMS:
+        raise ValueError(
+            f"{where} has shape {short(shape)} and data_offsets {short(span)}; a shape is of whole numbers"
+        )
+    return entry["dtype"], tuple(shape), span[0], span[1]
+
+
 def _entry(path: Path, base: int, name: str, text: str, shape: tuple[int, ...], begin: int, end: int) -> Entry:
     if text not in NAMED:
-        raise ValueError(f"{path}: tensor {name} is of dtype {text}; these are known: {', '.join(NAMED)}")
+        raise ValueError(f"{path}: tensor {name[:200]} is of dtype {text[:80]}; these are known: {', '.join(NAMED)}")
     dtype = NAMED[text]
-    if end - begin != dtype.itemsize * torch.Size(shape).numel():
+    if end - begin != dtype.itemsize * math.prod(shape):
         raise ValueError(f"{path}: damaged: tensor {name} {list(shape)} of {text} has {end - begin} bytes")
 
     def give() -> Tensor:

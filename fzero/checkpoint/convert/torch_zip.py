@@ -1,4 +1,4 @@
-"""The zip files that torch.save writes, and their checksums, which torch.load does not look at."""
+"""The zip files of torch.save, and their checksums, which torch.load ignores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Span(io.RawIOBase):
-    """The bytes [begin, begin + length) of a file, as a file of their own."""
+    """The bytes [begin, begin + length) of a file, as a file object."""
 
     def __init__(self, path: Path, begin: int, length: int) -> None:
         super().__init__()
@@ -16,24 +16,19 @@ class Span(io.RawIOBase):
         self.begin, self.length, self.at = begin, length, 0
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; returns it."""
         self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
         return self.at
 
     def tell(self) -> int:
-        """The place."""
         return self.at
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill `buffer` with what comes next; returns how many bytes that was."""
         view = memoryview(buffer)[: max(0, self.length - self.at)]
         self.file.seek(self.begin + self.at)
         got = self.file.readinto(view)
@@ -41,20 +36,22 @@ class Span(io.RawIOBase):
         return got
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
         super().close()
 
 
 def expect_sound(path: Path, begin: int = 0, length: int | None = None) -> None:
-    """Raise ValueError naming the file where the zip in these bytes of it is not what torch.save wrote. Reads it whole, in pieces.
+    """Raise ValueError naming the file if the zip in these bytes does not match its checksums. Reads it whole, in
+    pieces.
 
-    A writer that was told to leave checksums out (torch.serialization.set_crc32_options) is believed.
+    A zip written without checksums (torch.serialization.set_crc32_options) passes.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        with zipfile.ZipFile(io.BufferedReader(Span(path, begin, path.stat().st_size if length is None else length), 1 << 20)) as file:
+        with zipfile.ZipFile(
+            io.BufferedReader(Span(path, begin, path.stat().st_size if length is None else length), 1 << 20)
+        ) as file:
             kept = [info for info in file.infolist() if info.CRC]
             for info in kept:
                 with file.open(info) as inside:

@@ -1,1 +1,1 @@
-"""What this machine does in which time, for plans: `fzero bench` measures it and writes the device file (see fzero.planner.devices)."""
+"""Measure how long this machine takes for its operations, for plans: `fzero bench` writes the device file."""

@@ -1,4 +1,4 @@
-"""From figures to the tables of a device file: few points of a curve, and one figure where two were taken."""
+"""Reduce Figures to the tables of a device file: curves of few points, and one value for each size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from fzero.planner.calibrate.timed import Figure
 from fzero.planner.devices import Curve, Products
 
 Figures = dict[str, dict[Any, Figure]]
-STEP = 1.6  # sizes nearer to each other than this factor become one point
-DIGITS = 5  # of a figure: more say nothing
+STEP = 1.6  # sizes within this factor are merged into one point
+DIGITS = 5  # significant digits of a figure
 
 
-def rounded(seconds: float) -> float:
-    """The seconds with as many digits as they are worth."""
+def round_rates(seconds: float) -> float:
+    """Round seconds to DIGITS significant digits, as device files have them."""
     return float(f"{seconds:.{DIGITS}g}")
 
 
 def curve_of(sizes: dict[float, Figure]) -> Curve:
-    """The points (size, seconds) by size; sizes within a factor of 1.6 become one, at the geometric means of both."""
+    """The points (size, seconds) by size; sizes within a factor of STEP are merged into one, at the geometric means of
+    both."""
     points: list[list[tuple[float, float]]] = []
     for size, each in sorted(sizes.items()):
         if points and size <= points[-1][0][0] * STEP:
@@ -28,23 +29,29 @@ def curve_of(sizes: dict[float, Figure]) -> Curve:
         else:
             points.append([(size, each.s)])
     means = [[statistics.geometric_mean(max(point[i], 1e-12) for point in group) for i in (0, 1)] for group in points]
-    return tuple((rounded(size), rounded(seconds)) for size, seconds in means)
+    return tuple((round_rates(size), round_rates(seconds)) for size, seconds in means)
 
 
 def products_of(found: dict[str, dict[tuple[int, ...], Figure]]) -> dict[str, Products]:
-    """The rows (batch, m, n, k, seconds) by key. Layouts of a dtype stay apart only where each was measured over the whole grid."""
-    whole = {key for key in found if len(found[key]) > 0.5 * len(found.get(key.removesuffix("/nt").removesuffix("/tn"), {}))}
+    """The rows (batch, m, n, k, seconds) by key; a layout of a dtype has rows of its own only if measured on most of
+    the grid."""
+    whole = {
+        key for key in found if len(found[key]) > 0.5 * len(found.get(key.removesuffix("/nt").removesuffix("/tn"), {}))
+    }
     out: dict[str, dict[tuple[int, ...], list[float]]] = {}
     for key, shapes in found.items():
         plain = key.removesuffix("/nt").removesuffix("/tn")
         for shape, each in shapes.items():
             out.setdefault(key if key in whole else plain, {}).setdefault(shape, []).append(each.s)
-    rows = {key: [(*shape, rounded(statistics.fmean(s))) for shape, s in shapes.items()] for key, shapes in out.items()}
+    rows = {
+        key: [(*shape, round_rates(statistics.fmean(s))) for shape, s in shapes.items()] for key, shapes in out.items()
+    }
     return {key: tuple(sorted(table)) for key, table in rows.items()}
 
 
-def joined(first: Figures, second: Figures, outside: bool = False) -> Figures:
-    """Both, where `first` comes before; outside: of `second` only what is a factor of 2 beyond the sizes of `first`."""
+def join_curves(first: Figures, second: Figures, outside: bool = False) -> Figures:
+    """Merge figures, preferring `first`; outside: of `second`, only sizes at least a factor of 2 outside those of
+    `first`."""
     out = {key: dict(sizes) for key, sizes in first.items()}
     for key, sizes in second.items():
         have = out.setdefault(key, {})

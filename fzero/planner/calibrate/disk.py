@@ -1,7 +1,7 @@
-"""How fast a disk is, and the Settings that suit it: what `fzero bench disk` does.
+"""Measure how fast a disk is, and find the DiskSettings that suit it, for `fzero bench disk`.
 
-Every transfer is direct, so the page cache has no part in a figure. The files lose their names as soon as they are open, so none stays.
-"""
+Every transfer is direct, so the page cache does not affect the figures. The files are unlinked as soon as they are
+open, so none is left on the disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fzero.core.storage import PAGE
+from fzero.core.storage import PAGE, naming
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_config import load_settings, save_settings
 from fzero.offload.disk_io import REFUSED, DiskIO, DiskSettings, file_system, mount_point, open_direct, serves_direct
@@ -36,21 +36,21 @@ BLOCKS = tuple(m * MB for m in (1, 2, 4, 8, 16))
 THREADS = (1, 2, 4)
 DEPTHS = (1, 2, 4)  # requests under way, for each thread
 DEPTH = 2
-KINDS = {"read": (False,), "write": (True,), "mixed": (False, True)}  # by whether a transfer writes
+KINDS = {"read": (False,), "write": (True,), "mixed": (False, True)}  # kind -> whether its transfers write
 ANCHOR_THREADS, ANCHOR_BLOCK, FIO_DEPTH = 8, 4 * MB, 8
-CLOSE = 0.95  # rates that differ less are the same: disks are no steadier
+CLOSE = 0.95  # rates above this fraction of each other count as equal: disks are no steadier
 MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 class Rate(NamedTuple):
-    """What moved, in GB (1e9 bytes) per second, reads and writes together, and the CPU time it took."""
+    """Transfer rate in GB (1e9 bytes) per second, reads and writes together, and its CPU time."""
 
     gbs: float
     cpu_s_per_gb: float
 
 
 class Row(NamedTuple):
-    """One way to use the disk, and its rates by kind; a kind that was not measured is absent."""
+    """One way to use the disk, and its rates by kind, without kinds that were not measured."""
 
     name: str
     rates: dict[str, Rate]
@@ -59,16 +59,16 @@ class Row(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What `sweep` found."""
+    """The result of `sweep`."""
 
     anchors: list[Row]
-    rows: list[Row]  # of the engine
+    rows: list[Row]  # of our own DiskIO
     best: Row
-    spread: float  # the most that a figure of an anchor changed meanwhile, as a factor
+    spread: float  # the largest ratio between two measurements of an anchor
 
 
 class Files(NamedTuple):
-    """Two nameless files on the disk, each of `size` bytes that were written once: one to read and one to write."""
+    """Two nameless files on the disk, each of `size` bytes, already written: one to read and one to write."""
 
     fds: dict[bool, int]
     size: int
@@ -76,39 +76,48 @@ class Files(NamedTuple):
 
 @contextmanager
 def open_files(folder: Path, size: int) -> Iterator[Files]:
-    """Files of `size` bytes (a multiple of 1 MiB) in `folder`, which have no name from the start and so are gone whatever happens.
+    """Create Files of `size` bytes (a multiple of 1 MiB) in `folder`; they have no name, so any exit removes them.
 
-    Raises ValueError where the folder is missing, cannot be written, is in memory, refuses direct transfers, or has too little space.
-    """
+    Raises ValueError if the folder is missing, cannot be written, is in memory, refuses direct transfers, or has too
+    little space."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: {'is not a folder' if folder.exists() else 'no such folder'}; give a folder on the disk to measure")
+        raise ValueError(
+            f"{folder}: {'is not a folder' if folder.exists() else 'no such folder'}; give a folder on the "
+            "disk to measure"
+        )
     if (kind := file_system(mount_point(folder))) in MEMORY:
         raise ValueError(f"{folder}: is in memory ({kind}); give a folder on a disk")
     fds: dict[bool, int] = {}
     try:
         if not serves_direct(folder):
             raise ValueError(
-                f"{folder}: its file system refuses direct transfers (O_DIRECT), as network file systems do; offload works there through "
-                "tensorstore, which has no settings to find; give a folder on a local disk"
+                f"{folder}: its file system refuses direct transfers (O_DIRECT), as network file systems do; offload "
+                "works there through tensorstore, which has no settings to find; give a folder on a local disk"
             )
         system = os.statvfs(folder)
         free = system.f_bavail * system.f_frsize
         if free < 2 * size:
-            raise ValueError(f"{folder}: has {free / 1e9:,.2f} GB free and {2 * size / 1e9:,.2f} GB are needed; use a smaller --size-gb")
+            raise ValueError(
+                f"{folder}: has {free / 1e9:,.2f} GB free and {2 * size / 1e9:,.2f} GB are needed; use a "
+                "smaller --size-gb"
+            )
         fill = memoryview(torch.randint(0, 256, (MB + PAGE,), dtype=torch.uint8).numpy())
         aligned = fill[-np.frombuffer(fill, np.uint8).ctypes.data % PAGE :][:MB]
         for write in (False, True):
             fds[write] = _nameless(folder)
-            os.posix_fallocate(fds[write], 0, size)
-            for at in range(0, size, MB):
-                os.pwritev(fds[write], [aligned], at)
-            os.fsync(fds[write])
+            with naming(folder):
+                os.posix_fallocate(fds[write], 0, size)
+                for at in range(0, size, MB):
+                    os.pwritev(fds[write], [aligned], at)
+                os.fsync(fds[write])
         yield Files(fds, size)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ValueError(f"{folder}: {error.strerror}; give a folder that this user may write") from None
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ValueError(f"{folder}: {error.strerror} for {2 * size / 1e9:,.2f} GB; use a smaller --size-gb") from None
+            raise ValueError(
+                f"{folder}: {error.strerror} for {2 * size / 1e9:,.2f} GB; use a smaller --size-gb"
+            ) from None
         raise
     finally:
         for fd in fds.values():
@@ -128,7 +137,8 @@ def _nameless(folder: Path) -> int:
 
 
 def timed(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: float, parallel: int = 1) -> Rate:
-    """The rate of `work(write, end)`, which moves bytes until the time `end` and returns how many: `parallel` threads of each kind."""
+    """Measure `work(write, end)`, which moves bytes until the time `end` and returns their number, in `parallel`
+    threads a kind."""
     jobs = [write for write in kinds for _ in range(parallel)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         cpu, begin = time.process_time(), time.perf_counter()
@@ -137,8 +147,11 @@ def timed(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: fl
         return Rate(gb / (time.perf_counter() - begin), (time.process_time() - cpu) / gb)
 
 
-def engine(files: Files, buffers: BufferPool, settings: DiskSettings, depth: int, kinds: Sequence[bool], seconds: float) -> Rate:
-    """The rate of a Disk of these settings on requests of one block each, `depth` of them under way for each thread."""
+def engine(
+    files: Files, buffers: BufferPool, settings: DiskSettings, depth: int, kinds: Sequence[bool], seconds: float
+) -> Rate:
+    """The rate of a DiskIO with these settings on requests of one block each, `depth` of them under way for each
+    thread."""
     disk, block = DiskIO(settings), settings.block_bytes
 
     def stream(write: bool, end: float) -> int:
@@ -163,7 +176,7 @@ def engine(files: Files, buffers: BufferPool, settings: DiskSettings, depth: int
 
 
 def anchor(files: Files, buffers: BufferPool, kinds: Sequence[bool], seconds: float) -> Rate:
-    """The rate of direct transfers in many threads that do nothing else: what the disk can do."""
+    """The rate of plain direct transfers in many threads: the disk's limit."""
     block = min(ANCHOR_BLOCK, files.size)
     turns = {write: iter(range(1 << 62)) for write in kinds}
 
@@ -178,7 +191,8 @@ def anchor(files: Files, buffers: BufferPool, kinds: Sequence[bool], seconds: fl
 
 
 def fio(files: Files, kinds: Sequence[bool], seconds: float) -> Rate:
-    """The rate of fio (libaio, direct, 4 MiB, depth 8, buffers in huge pages). Raises ValueError with its words where it fails."""
+    """The rate of fio (libaio, direct, 4 MiB, depth 8, buffers in huge pages). Raises ValueError with its message if it
+    fails."""
     args = [
         "fio",
         "--output-format=json",
@@ -187,7 +201,13 @@ def fio(files: Files, kinds: Sequence[bool], seconds: float) -> Rate:
         f"--bs={min(ANCHOR_BLOCK, files.size)}",
         f"--iodepth={FIO_DEPTH}",
     ]
-    args += ["--iomem=malloc", "--iomem_align=2M", f"--size={files.size}", "--time_based", f"--runtime={round(seconds * 1000)}ms"]
+    args += [
+        "--iomem=malloc",
+        "--iomem_align=2M",
+        f"--size={files.size}",
+        "--time_based",
+        f"--runtime={round(seconds * 1000)}ms",
+    ]
     for write in kinds:
         kind = "write" if write else "read"
         args += [f"--name={kind}", f"--filename=/proc/{os.getpid()}/fd/{files.fds[write]}", f"--rw={kind}"]
@@ -200,19 +220,21 @@ def fio(files: Files, kinds: Sequence[bool], seconds: float) -> Rate:
         cpu = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
         return Rate(gbs, cpu / gb)
     except (ValueError, KeyError, ZeroDivisionError):
-        said = (done.stderr or done.stdout or "it says nothing").strip().splitlines()[0]
-        raise ValueError(f"fio failed with exit code {done.returncode}: {said}") from None
+        message = (done.stderr or done.stdout or "no message").strip().splitlines()[0]
+        raise ValueError(f"fio failed with exit code {done.returncode}: {message}") from None
 
 
 def has_fio() -> bool:
-    """Whether fio is installed."""
+    """Whether the program fio is on PATH."""
     return shutil.which("fio") is not None
 
 
 def named(settings: DiskSettings, depth: int = DEPTH) -> str:
-    """The settings in words, for the table."""
+    """Format the settings for the table."""
     size = settings.block_bytes
-    return f"{size // MB} MiB, {settings.readers} + {settings.writers} threads" + (f", depth {depth}" if depth != DEPTH else "")
+    return f"{size // MB} MiB, {settings.readers} + {settings.writers} threads" + (
+        f", depth {depth}" if depth != DEPTH else ""
+    )
 
 
 def sweep(
@@ -225,24 +247,35 @@ def sweep(
     rounds: int = 3,
     say: Callable[[Row], None] = lambda row: None,
 ) -> Found:
-    """The rates of the anchors and of the engine, each measured for `seconds`.
+    """Measure the rates of the anchors and of DiskIO, each for `seconds`.
 
-    Sizes of blocks with equal numbers of readers and writers come first, then other numbers with the best size, then the four best and the
-    defaults again, `rounds` times in turn, for their medians, then depths. The anchors are measured between, and their medians taken.
-    """
+    First come block sizes with equal numbers of readers and writers, then other numbers with the best size, then the
+    four best and the defaults again, for the medians of `rounds` alternating rounds, then depths. The anchors are
+    measured in between, and their medians taken."""
     blocks = [block for block in blocks if block <= files.size]
-    buffers = BufferPool(2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks)))
-    fill = buffers.take((buffers.size,), torch.uint8)  # a disk may be quicker at zeros
+    buffers = BufferPool(
+        2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks))
+    )
+    fill = buffers.take((buffers.size,), torch.uint8)  # a disk may write zeros faster
     fill.view.view(-1, 2 * MB).copy_(torch.randint(0, 256, (2 * MB,), dtype=torch.uint8))
     del fill
     anchors: dict[str, dict[str, list[Rate]]] = {}
 
     def measure(settings: DiskSettings, depth: int = DEPTH) -> Row:
-        return Row(named(settings, depth), {k: engine(files, buffers, settings, depth, KINDS[k], seconds) for k in KINDS}, settings, depth)
+        return Row(
+            named(settings, depth),
+            {k: engine(files, buffers, settings, depth, KINDS[k], seconds) for k in KINDS},
+            settings,
+            depth,
+        )
 
     def measure_anchors() -> None:
         for kind, writes in KINDS.items():
-            ways = {f"raw O_DIRECT, {ANCHOR_THREADS} threads a kind": lambda writes=writes: anchor(files, buffers, writes, seconds)}
+            ways = {
+                f"raw O_DIRECT, {ANCHOR_THREADS} threads a kind": lambda writes=writes: anchor(
+                    files, buffers, writes, seconds
+                )
+            }
             if has_fio():
                 ways[f"fio, libaio, depth {FIO_DEPTH} a kind"] = lambda writes=writes: fio(files, writes, seconds)
             for name, rate in ways.items():
@@ -287,7 +320,7 @@ def sweep(
 
 
 def median(rates: Sequence[Rate]) -> Rate:
-    """The medians of both figures."""
+    """The medians of both fields."""
     return Rate(*(statistics.median(figure) for figure in zip(*rates)))
 
 
@@ -296,7 +329,8 @@ def _score(row: Row) -> float:
 
 
 def choose(rows: Sequence[Row]) -> Row:
-    """Of the rows within 5% of the fastest (geometric mean of the rates) the defaults, or else that of the least CPU time."""
+    """Of the rows within 5% of the fastest (by geometric mean of the rates) the defaults, else the one of the least CPU
+    time."""
     close = [row for row in rows if _score(row) >= CLOSE * max(map(_score, rows))]
     return min(close, key=lambda row: (row.settings != DiskSettings(), row.rates["mixed"].cpu_s_per_gb))
 
@@ -307,39 +341,46 @@ def choose_depth(rows: Sequence[Row]) -> int:
 
 
 def table(found: Found) -> str:
-    """The rates as text: GB/s and, for each, its ratio to the faster anchor; CPU seconds per GB of reading and writing at once."""
+    """Format the rates: GB/s and the ratio to the faster anchor, and CPU seconds per GB of simultaneous reads and
+    writes."""
     bar = {kind: max(row.rates[kind].gbs for row in found.anchors) for kind in KINDS}
     lines = [f"{'':34}" + "".join(f"{title:>15}" for title in ("read", "write", "read+write")) + f"{'CPU s/GB':>10}"]
     for row in (*found.anchors, *found.rows):
         cells = [f"{row.rates[k].gbs:8.2f}  ({row.rates[k].gbs / bar[k]:.2f})"[-15:].rjust(15) for k in KINDS]
         chosen = row.settings == found.best.settings and row.depth == found.best.depth
-        lines.append(f"{row.name:34}{''.join(cells)}{row.rates['mixed'].cpu_s_per_gb:10.4f}{'  <- best' if chosen else ''}")
+        lines.append(
+            f"{row.name:34}{''.join(cells)}{row.rates['mixed'].cpu_s_per_gb:10.4f}{'  <- best' if chosen else ''}"
+        )
     return "\n".join(lines)
 
 
 def cached(files: Files) -> float | None:
-    """The part of the pages of the files that the page cache holds; None where the system does not tell (mincore)."""
+    """The fraction of the files' pages in the page cache; None if the system does not report it (mincore)."""
     held = pages = 0
     for fd in files.fds.values():
         with mmap.mmap(fd, files.size, prot=mmap.PROT_READ) as mapped:
             memory = np.frombuffer(mapped, np.uint8)
-            told = np.zeros(-(-files.size // mmap.PAGESIZE), np.uint8)
+            present = np.zeros(-(-files.size // mmap.PAGESIZE), np.uint8)
             libc = ctypes.CDLL(None)
-            refused = libc.mincore(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(files.size), ctypes.c_void_p(told.ctypes.data))
-            del memory  # so that the map can be closed
+            refused = libc.mincore(
+                ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(files.size), ctypes.c_void_p(present.ctypes.data)
+            )
+            del memory  # its reference would keep the map open
             if refused:
                 return None
-            held, pages = held + int((told & 1).sum()), pages + len(told)
+            held, pages = held + int((present & 1).sum()), pages + len(present)
     return held / pages
 
 
-def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, progress: Callable[[str], None] = lambda line: None) -> str:
-    """Measure the disk of `folder` with two files of `size` bytes, write the best Settings into the user's file; returns what it found.
+def bench_disk(
+    folder: Path, *, size: int, seconds: float, write_config: bool, progress: Callable[[str], None] = lambda line: None
+) -> str:
+    """Measure the disk of `folder` with two files of `size` bytes, save the best settings for the user, return a text.
 
-    Raises ValueError where the folder or the user's file is not fit, see `open_files` and `settings_for`.
+    Raises ValueError for an unsuitable folder or an invalid settings file, see `open_files` and `save_settings`.
     """
     if write_config and folder.exists():
-        load_settings(folder)  # a broken file is said now and not after a minute
+        load_settings(folder)  # reports an invalid file now instead of a minute later
     with open_files(folder, size) as files:
         mount = mount_point(folder)
 
@@ -351,15 +392,18 @@ def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, p
     best = found.best
     enough = choose_depth([row for row in found.rows if row.settings == best.settings])
     lines = [
-        f"{folder}, on {mount} ({file_system(mount) or 'unknown'}): two files of {size / 1e9:.2f} GB, {seconds:g} s for each figure",
+        (
+            f"{folder}, on {mount} ({file_system(mount) or 'unknown'}): two files of {size / 1e9:.2f} GB, {seconds:g} "
+            "s for each figure"
+        ),
         table(found),
-        "GB/s (its ratio to the fastest of the first lines); the CPU time is that of reading and writing at once.",
-        "page cache: passed by (O_DIRECT)"
+        "GB/s (ratio to the fastest of the first lines); the CPU time is for simultaneous reading and writing.",
+        "page cache: bypassed (O_DIRECT)"
         + ("" if held is None else f"; afterwards it held {100 * held:.0f}% of the files")
-        + ". What a host or the drive itself caches is not known.",
+        + ". Caches of a host or of the drive itself are unknown.",
         *([] if has_fio() else ["fio is not installed; with it the bar is the faster of two."]),
         *(
-            [f"the disk was in other use: its own figures changed by {found.spread:.1f}x meanwhile; measure again."]
+            [f"the disk was busy: its raw rates varied by {found.spread:.1f}x meanwhile; measure again."]
             if found.spread > 1.5
             else []
         ),
@@ -369,5 +413,5 @@ def bench_disk(folder: Path, *, size: int, seconds: float, write_config: bool, p
         path = save_settings(mount, best.settings, {kind: rate.gbs for kind, rate in best.rates.items()})
         lines.append(f'written to {path}, [disk."{mount}"]')
     else:
-        lines.append("nothing is written (--no-write-config)")
+        lines.append("no settings were written (--no-write-config)")
     return "\n".join(lines)

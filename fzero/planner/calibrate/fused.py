@@ -1,4 +1,5 @@
-"""Fused loops: seconds by bytes of what Inductor makes of pointwise operators and of a reduction, as in a compiled block."""
+"""Fused kernels: seconds by bytes of Inductor's code for pointwise operators and for a reduction, as in compiled
+blocks."""
 
 from __future__ import annotations
 
@@ -17,20 +18,22 @@ ROWS = (4, 128, 1024, 8192, 65536)  # of tensors [rows, 256]
 
 
 def gated(a: Tensor, b: Tensor) -> Tensor:
-    """silu(a) b in float32, as an MLP has it: reads two tensors, writes one."""
+    """silu(a) b in float32, as in an MLP: reads two tensors, writes one."""
     return (torch.nn.functional.silu(a.float()) * b.float()).to(a.dtype)
 
 
 def normed(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of a and b over its root mean square: reads two tensors (twice: what is summed is in the cache), writes one."""
+    """(a + b) over its root mean square: reads two tensors (twice: the second time from the cache), writes one."""
     x = a.float() + b.float()
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)).to(a.dtype)
 
 
 def measure_fused(seconds: float, *, threads: int = 1, device: str = "cpu") -> dict[str, dict[float, Figure]]:
-    """The Figures by "fused/dtype" and the bytes read and written: the mean of two loops, without what a call takes of the host.
+    """The Figures by "fused/dtype" and bytes read and written: the mean of two loops, without the host's time for a
+    call.
 
-    What is left of a call of next to nothing is that of an operator of next to nothing, as in the other curves.
+    The call's time is that of a nearly empty call minus that of a nearly empty operator, which the other curves
+    include.
     """
     found: dict[str, dict[float, Figure]] = {}
     for dtype in (torch.bfloat16, torch.float32):

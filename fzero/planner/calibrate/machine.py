@@ -15,38 +15,46 @@ import torch
 
 import fzero
 from fzero.core.compile import have_compiler
+from fzero.core.storage import naming
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_config import load_settings
 from fzero.planner.calibrate import fused, memory, products, ranks, steps
-from fzero.planner.calibrate.curves import curve_of, joined, products_of
+from fzero.planner.calibrate.curves import curve_of, join_curves, products_of
 from fzero.planner.calibrate.disk import DEPTH, KINDS, MB, engine, open_files
 from fzero.planner.calibrate.timed import Figure, spread_of, warm_heap
 from fzero.planner.devices import Device, Level, Rates, from_json, to_json
 from fzero.run.machine import cores, processor
 
 PARTS = ("memory", "gemm", "steps", "fused", "links")
-SECONDS = {"memory": 4.0, "gemm": 12.0, "steps": 8.0, "overhead": 3.0, "fused": 3.0, "links": 6.0}  # of the figures, in one sweep
-QUICK = 0.2  # of those
-RESERVED_BYTES = 1 << 30  # of a process that are not tensors: Python, PyTorch's libraries, what the system keeps
+SECONDS = {
+    "memory": 4.0,
+    "gemm": 12.0,
+    "steps": 8.0,
+    "overhead": 3.0,
+    "fused": 3.0,
+    "links": 6.0,
+}  # time of the figures in one sweep
+QUICK = 0.2  # factor of these times with --quick
+RESERVED_BYTES = 1 << 30  # memory of a process besides tensors: Python, PyTorch's libraries, the system
 MARGIN = 0.05
 DISK_BYTES = 512 * MB
 Found = dict[str, dict[Any, Figure]]
 
 
 class Effort(NamedTuple):
-    """What to measure, and how long."""
+    """The parts to measure, and how long."""
 
     parts: tuple[str, ...] = PARTS
     quick: bool = False
     device: str = "cpu"
 
     def seconds(self, part: str) -> float:
-        """Of the figures of a part, without what prepares them."""
+        """The seconds for the figures of a part, without their preparation."""
         return SECONDS[part] * (QUICK if self.quick else 1.0)
 
 
 class Sweep(NamedTuple):
-    """What one process measured while so many did the same."""
+    """The figures of one process, measured while a number of processes did the same."""
 
     memory: Found
     gemm: Found
@@ -56,12 +64,17 @@ class Sweep(NamedTuple):
 
 
 def measure(
-    effort: Effort, *, disk: Path | None = None, before: Device | None = None, say: Callable[[str], None] = lambda line: None
+    effort: Effort,
+    *,
+    disk: Path | None = None,
+    before: Device | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Device:
-    """The Device of this machine. `before`: its figures stay for the parts that are not measured now. disk: a folder to measure too.
+    """Measure this machine and return its Device. before: keep its figures of parts not measured now. disk: a folder
+    whose disk to measure too.
 
-    Three sweeps: one thread, all threads, and as many processes at once as there are cores. A GPU has one.
-    Raises ValueError for a part that there is not, and where a process of the measurement fails.
+    Measures three sweeps: one thread, all threads, and one process for each core simultaneously. A GPU has one sweep.
+    Raises ValueError for an unknown part, and if a process of the measurement fails.
     """
     for part in effort.parts:
         if part not in PARTS:
@@ -71,7 +84,13 @@ def measure(
     say("one thread")
     alone = sweep(effort, 1)
     overhead = None
-    if "steps" in effort.parts and "fused" in effort.parts and effort.device == "cpu" and have_compiler() and not effort.quick:
+    if (
+        "steps" in effort.parts
+        and "fused" in effort.parts
+        and effort.device == "cpu"
+        and have_compiler()
+        and not effort.quick
+    ):
         say("compiled steps")
         overhead = steps.measure_overhead(effort.seconds("overhead"), compiled=True)
     earlier = {(r.threads, r.processes): r for r in before.rates} if before is not None else {}
@@ -83,14 +102,16 @@ def measure(
     sizes = _rank_counts(effort, count)
     for n in sizes:
         say(f"{n} processes")
-        both = ranks.on_ranks(n, _together, effort, n == count and not effort.quick, "links" in effort.parts, device=effort.device)
+        both = ranks.on_ranks(
+            n, _together, effort, n == count and not effort.quick, "links" in effort.parts, device=effort.device
+        )
         if both[0][0] is not None:
-            merged = Sweep(*(ranks.merged([each[0][i] for each in both]) for i in range(len(Sweep._fields))))
+            merged = Sweep(*(ranks.merge_ranks([each[0][i] for each in both]) for i in range(len(Sweep._fields))))
             found.append(rates_of(merged, 1, n, overhead, earlier.get((1, n))))
         if both[0][1] is not None:
             messages[n] = ranks.slowest([each[1] for each in both])
     kept = [r for key, r in earlier.items() if key not in {(new.threads, new.processes) for new in found}]
-    device = assembled(effort, [*found, *kept], messages, before)
+    device = assemble_device(effort, [*found, *kept], messages, before)
     if disk is not None:
         say(f"the disk of {disk}")
         device = replace(device, nvme=disk_rates(disk, effort.quick))
@@ -98,10 +119,10 @@ def measure(
 
 
 def sweep(effort: Effort, threads: int, few: bool = False) -> Sweep:
-    """The figures of this process on so many threads; few: with a smaller grid of products."""
+    """Measure this process with `threads` threads; few: with a smaller grid of products."""
     device, quick, parts = effort.device, effort.quick, effort.parts
     options = {"threads": threads, "device": device}
-    share = 1.0 if "memory" in parts else 0.3  # the bandwidth is in every file
+    share = 1.0 if "memory" in parts else 0.3  # every device file has the bandwidth
     found = memory.measure_memory(effort.seconds("memory") * share, quick=quick or share < 1.0, **options)
     gemm = products.measure_products(effort.seconds("gemm"), quick=quick or few, **options) if "gemm" in parts else {}
     kernels, host = {}, {}
@@ -110,19 +131,27 @@ def sweep(effort: Effort, threads: int, few: bool = False) -> Sweep:
         recorded = steps.record(effort.seconds("steps"), threads=threads, ladder=ladder)
         kernels = recorded.kernels
         host = {"eager": {"op": Figure(steps.host_of(recorded.steps, min(found["add"].items())[1].s))}}
-        gemm = joined(recorded.gemm, gemm)
-    loops = fused.measure_fused(effort.seconds("fused"), **options) if "fused" in parts and have_compiler() and not quick else {}
+        gemm = join_curves(recorded.gemm, gemm)
+    loops = (
+        fused.measure_fused(effort.seconds("fused"), **options)
+        if "fused" in parts and have_compiler() and not quick
+        else {}
+    )
     return Sweep(found, gemm, kernels, loops, host)
 
 
 def _together(mesh: Any, effort: Effort, sweeps: bool, links: bool) -> tuple[Sweep | None, ranks.Messages | None]:
-    """On each of several processes: what they compute at the same time, and what links between them carry."""
-    found = ranks.sweep(mesh, sweep, effort._replace(parts=tuple(p for p in effort.parts if p != "links")), 1, True) if sweeps else None
+    """On each of several processes: measure them computing simultaneously, and the links between them."""
+    found = (
+        ranks.sweep(mesh, sweep, effort._replace(parts=tuple(p for p in effort.parts if p != "links")), 1, True)
+        if sweeps
+        else None
+    )
     return found, ranks.messages(mesh, effort.seconds("links")) if links else None
 
 
 def _rank_counts(effort: Effort, count: int) -> list[int]:
-    """The numbers of processes to start: those of links, and as many as there are cores."""
+    """The numbers of processes to start: 2 and 4 for links, and one for each core."""
     if effort.device == "cuda":
         gpus = torch.cuda.device_count()
         return [n for n in (2, 4, 8) if n <= gpus] if "links" in effort.parts else []
@@ -131,20 +160,26 @@ def _rank_counts(effort: Effort, count: int) -> list[int]:
     return sorted({*links, *together})
 
 
-def rates_of(found: Sweep, threads: int, processes: int, overhead: steps.Overhead | None, before: Rates | None) -> Rates:
-    """The Rates of a sweep; what it has not comes from `before`."""
+def rates_of(
+    found: Sweep, threads: int, processes: int, overhead: steps.Overhead | None, before: Rates | None
+) -> Rates:
+    """The Rates of a sweep; parts not measured come from `before`."""
     add = found.memory["add"]
     others = {key: sizes for key, sizes in found.memory.items() if key != "add"}
-    kernels = {key: curve_of(sizes) for key, sizes in joined(joined(found.kernels, others, outside=True), found.fused).items()}
+    kernels = {
+        key: curve_of(sizes)
+        for key, sizes in join_curves(join_curves(found.kernels, others, outside=True), found.fused).items()
+    }
     figures = [f for part in found[:4] for sizes in part.values() for f in sizes.values()]
     op_s, step_s = {}, {}
     if found.host:
         op_s["eager"] = found.host["eager"]["op"].s
     if overhead is not None and found.host:
-        # Measured on steps that compute nothing, and longer in others, by as much as what was measured on both.
+        # Overhead was measured on steps that compute nothing; scale it by the ratio of the eager time in real steps.
         longer = op_s["eager"] / overhead.op_s["eager"]
         op_s = {key: s * longer for key, s in overhead.op_s.items()}
-        step_s = {key: s * longer for key, s in overhead.step_s.items() if key != "eager"}  # there it is part of each operator's
+        # an eager step's is part of its operators'
+        step_s = {key: s * longer for key, s in overhead.step_s.items() if key != "eager"}
     old = before or Rates(threads, processes, (), {}, {}, {}, {})
     return Rates(
         threads,
@@ -158,8 +193,10 @@ def rates_of(found: Sweep, threads: int, processes: int, overhead: steps.Overhea
     )
 
 
-def assembled(effort: Effort, found: list[Rates], messages: dict[int, ranks.Messages], before: Device | None) -> Device:
-    """The Device of these rates and messages; what was not measured comes from `before`, or is left open."""
+def assemble_device(
+    effort: Effort, found: list[Rates], messages: dict[int, ranks.Messages], before: Device | None
+) -> Device:
+    """The Device of these rates and messages; parts not measured come from `before`, or are left open."""
     flops: dict[str, float] = dict(before.flops) if before is not None else {}
     for rates in found:
         for key, rows in rates.gemm.items():
@@ -191,11 +228,14 @@ def assembled(effort: Effort, found: list[Rates], messages: dict[int, ranks.Mess
         collectives=collectives,
         host=host_rates() if on_gpu else {},
         nvme=before.nvme if before is not None else {},
-        sources={"all": "measured by fzero bench, see machine", "margin": "assumption: 5% lost to fragments of the heap"},
+        sources={
+            "all": "measured by fzero bench, see machine",
+            "margin": "assumption: 5% lost to fragments of the heap",
+        },
     )
 
 
-# Of a machine whose links were not measured: nothing is known to be slow.
+# Links that were not measured are assumed to cost nothing.
 UNKNOWN = Level("not measured", "gloo", None, 1e9, 1e-4)
 
 
@@ -211,22 +251,27 @@ def link_of(messages: dict[int, ranks.Messages], device: str) -> Level:
 
 
 def disk_rates(folder: Path, quick: bool = False) -> dict[str, float]:
-    """The bytes/s of the disk of `folder`, with the settings that a run would use there; see fzero.planner.calibrate.disk.
+    """The bytes/s of the disk of `folder`, with the settings that a run would use there (see calibrate/disk.py).
 
-    Raises ValueError where the folder is not fit.
+    Raises ValueError for an unsuitable folder.
     """
     settings = load_settings(folder)
     size = max(DISK_BYTES // (8 if quick else 1), 4 * settings.block_bytes)
     with open_files(folder, size) as files:
         buffers = BufferPool(4 * max(settings.readers, settings.writers) * DEPTH * settings.block_bytes)
         seconds = 0.2 if quick else 1.0
-        found = {kind: engine(files, buffers, settings, DEPTH, writes, seconds).gbs * 1e9 for kind, writes in KINDS.items()}
+        found = {
+            kind: engine(files, buffers, settings, DEPTH, writes, seconds).gbs * 1e9 for kind, writes in KINDS.items()
+        }
     return {"read": found["read"], "write": found["write"], "both": found["mixed"]}
 
 
 def host_rates(size: int = 256 << 20) -> dict[str, float]:
     """The bytes/s between a GPU and pinned memory of its host, in each direction."""
-    here, there = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
+    here, there = (
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        torch.empty(size, dtype=torch.uint8, device="cuda"),
+    )
     found = {}
     for name, target, source in (("read", there, here), ("write", here, there)):
         samples = []
@@ -240,11 +285,11 @@ def host_rates(size: int = 256 << 20) -> dict[str, float]:
     return found
 
 
-# ---- what the machine is -----------------------------------------------------------------------------------------------
+# ---- facts about the machine -------------------------------------------------------------------------------------
 
 
 def total_bytes() -> int:
-    """The memory of this machine, or what its control group may have of it."""
+    """The memory of this machine, or its control group's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     group = Path("/sys/fs/cgroup/memory.max")
     if group.is_file() and (limit := group.read_text().strip()) != "max":
@@ -253,15 +298,17 @@ def total_bytes() -> int:
 
 
 def cache_bytes() -> int | None:
-    """The bytes of the last level of cache, where the system tells."""
+    """The bytes of the last-level cache, if the system reports it."""
     if "SC_LEVEL3_CACHE_SIZE" not in os.sysconf_names:
         return None
     return max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), 0) or None
 
 
 def machine(effort: Effort, took: float, found: list[Rates]) -> dict[str, str]:
-    """What was measured, when, with what, and how steady it was."""
-    spreads = ", ".join(f"{r.spread:.2f} ({r.threads} thread{'s' * (r.threads > 1)}, {r.processes} at once)" for r in found)
+    """The facts of the measurement: processor, time, versions, and how steady it was."""
+    spreads = ", ".join(
+        f"{r.spread:.2f} ({r.threads} thread{'s' * (r.threads > 1)}, {r.processes} at once)" for r in found
+    )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     return {
         "processor": processor(),
@@ -277,13 +324,13 @@ def machine(effort: Effort, took: float, found: list[Rates]) -> dict[str, str]:
 
 
 def save(device: Device, path: Path) -> None:
-    """Write the device file, whole or not at all."""
+    """Write the device file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = to_json(device)
     assert from_json(text, str(path)) == device
     descriptor, partial = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(partial, path)
     except BaseException:

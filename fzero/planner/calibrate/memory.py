@@ -1,4 +1,5 @@
-"""Memory: seconds by bytes of plain operations, from what lies in a cache to what does not, and of memory that is touched first."""
+"""Memory: seconds by bytes of plain operations, from sizes in a cache to large ones, and of first touching new
+memory."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from torch import Tensor
 from fzero.planner.calibrate.timed import Case, Figure, time_cases
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a tensor
-FEW = (4 << 10, 64 << 10, 1 << 20, 12 << 20)  # for operations that are one of many
+FEW = (4 << 10, 64 << 10, 1 << 20, 12 << 20)  # fewer, for operations with many variants
 Unary = Callable[[Tensor], Any]
-# What a call reads and writes, in bytes for each byte of its input.
+# Bytes that a call reads and writes, for each byte of its input.
 UNARY: dict[str, tuple[Unary, float]] = {
     "aten.mul": (lambda x: x * x, 2),
     "aten.exp": (torch.exp, 2),
@@ -28,8 +29,11 @@ UNARY: dict[str, tuple[Unary, float]] = {
 }
 
 
-def measure_memory(seconds: float, *, threads: int = 1, device: str = "cpu", quick: bool = False) -> dict[str, dict[float, Figure]]:
-    """The Figures by "name/dtype" and the bytes read and written: "add" is of float32 and is the bandwidth; "fresh" by bytes touched."""
+def measure_memory(
+    seconds: float, *, threads: int = 1, device: str = "cpu", quick: bool = False
+) -> dict[str, dict[float, Figure]]:
+    """The Figures by "name/dtype" and bytes read and written. "add" is of float32 and gives the bandwidth; "fresh": by
+    bytes touched."""
     cases = [Case(("add", 3.0 * size), _binary(size, device)) for size in (FEW if quick else SIZES)]
     for size in FEW:
         for dtype in (torch.float32, torch.bfloat16):
@@ -38,7 +42,7 @@ def measure_memory(seconds: float, *, threads: int = 1, device: str = "cpu", qui
                 cases.append(Case((f"{what}/{name}", moved * size), _unary(f, size, dtype, device)))
             other = torch.bfloat16 if dtype == torch.float32 else torch.float32
             total = size * (1 + other.itemsize / dtype.itemsize)
-            # A curve of a cast is found by the dtype of its result.
+            # Curves of casts are looked up by the dtype of the result.
             key = f"aten._to_copy/{str(other).removeprefix('torch.')}"
             cases.append(Case((key, total), _unary(lambda x, other=other: x.to(other), size, dtype, device)))
     if device == "cpu":

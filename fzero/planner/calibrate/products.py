@@ -1,4 +1,4 @@
-"""Products of matrices: seconds by dtype, layout and shape, in the shapes of training."""
+"""Matrix products: seconds by dtype, layout and shape, in the shapes of training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from fzero.run.machine import fp32_error, fp32_matmul, onednn_switch, set_fp32_m
 
 Shape = tuple[int, int, int, int]  # batch, m, n, k
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
-LAYOUTS = ("", "/nt", "/tn")  # as x @ w, g @ w.T and x.T @ g read their operands
-MOST_FLOP = {"bfloat16": 6e9, "float32": 2.2e9, "float64": 3e8, "float16": 2e7}  # of one product: what is larger takes too long
-MAX_ERROR = 1e-6  # of float32 products by oneDNN, as in fzero.run.machine
+LAYOUTS = ("", "/nt", "/tn")  # operands as read by x @ w, g @ w.T and x.T @ g
+MOST_FLOP = {
+    "bfloat16": 6e9,
+    "float32": 2.2e9,
+    "float64": 3e8,
+    "float16": 2e7,
+}  # of one product: larger ones take too long
+MAX_ERROR = 1e-6  # allowed error of float32 products by oneDNN, as in fzero.run.machine
 
 
 def shapes(quick: bool) -> list[Shape]:
-    """The grid: squares, tokens by widths as in a layer's forward and backward pass, heads of attention, batches of whole layers."""
+    """The grid: squares, tokens by widths as in a layer's forward and backward pass, heads of attention, batched
+    layers."""
     squares = (64, 128, 256, 512, 1024) if quick else (32, 64, 128, 256, 512, 1024, 2048)
     tokens, widths = ((512, 2048), (256, 704)) if quick else ((256, 1024, 2048, 4096), (64, 128, 256, 512, 704, 1408))
     found = [(1, side, side, side) for side in squares]
@@ -36,7 +42,7 @@ def shapes(quick: bool) -> list[Shape]:
 
 
 def ways() -> list[tuple[str, str]]:
-    """(dtype, way of float32) of the products that this machine can make; oneDNN's float32 where its error is small, as in training."""
+    """(dtype, way of float32) of the products to measure; float32 by oneDNN if its error is small, as in training."""
     found = [("bfloat16", "default"), ("float32", "default"), ("float64", "default"), ("float16", "default")]
     if onednn_switch() is None:
         return found
@@ -50,10 +56,14 @@ def ways() -> list[tuple[str, str]]:
 def measure_products(
     seconds: float, *, threads: int = 1, device: str = "cpu", quick: bool = False, grid: Sequence[Shape] | None = None
 ) -> dict[str, dict[Shape, Figure]]:
-    """The Figures by dtype, way and layout ("bfloat16/tn", "float32/onednn") and shape, in about `seconds` in all."""
+    """Measure products for about `seconds`; Figures by dtype, way and layout ("bfloat16/tn", "float32/onednn") and
+    shape."""
     grid = shapes(quick) if grid is None else grid
     found: dict[str, dict[Shape, Figure]] = {}
-    before, all_ways = fp32_matmul(), ways() if device == "cpu" else [(dtype, "default") for dtype in ("bfloat16", "float32", "float16")]
+    before, all_ways = (
+        fp32_matmul(),
+        ways() if device == "cpu" else [(dtype, "default") for dtype in ("bfloat16", "float32", "float16")],
+    )
     shares = {way: 0.1 if way[0] in ("float16", "float64") else 1.0 for way in all_ways}
     for (dtype, way), share in shares.items():
         set_fp32_matmul(way) if device == "cpu" else None
@@ -62,7 +72,9 @@ def measure_products(
         fits = fits[:: 8 if share < 1 else 1]
         layouts = LAYOUTS if (share == 1.0 and dtype == "bfloat16") or way == "onednn" else LAYOUTS[:1]
         cases = [_case(dtype, way, layout, shape, device) for shape in fits for layout in layouts]
-        for (key, shape), each in time_cases(cases, seconds * share / sum(shares.values()), threads=threads, device=device).items():
+        for (key, shape), each in time_cases(
+            cases, seconds * share / sum(shares.values()), threads=threads, device=device
+        ).items():
             found.setdefault(key, {})[shape] = each
     set_fp32_matmul(before) if device == "cpu" else None
     return found
@@ -81,7 +93,7 @@ def _case(dtype: str, way: str, layout: str, shape: Shape, device: str) -> Case:
 
 
 def _operand(size: tuple[int, int], batch: int, transposed: bool, dtype: str, device: str) -> Tensor:
-    """A matrix, or a batch of them, laid out by columns where it is `transposed`."""
+    """A matrix, or a batch of them; `transposed`: stored column by column."""
     size = size[::-1] if transposed else size
     x = torch.randn(*((batch,) if batch > 1 else ()), *size, device=device).to(DTYPES[dtype])
     return x.mT if transposed else x

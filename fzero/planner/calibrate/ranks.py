@@ -1,4 +1,4 @@
-"""Several processes at once: what links between them carry, and what each computes while the others do the same."""
+"""Measure several processes running simultaneously: the links between them, and their computations."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from fzero.sharding.mesh import Mesh, make_mesh
 
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes of the whole tensor
-BETWEEN = 8  # products and sums between two collectives
-IN_A_ROW = 4  # collectives of one sample
-TIMEOUT_S = 600.0  # for another process: a busy machine takes its time
+BETWEEN = 8  # products and sums computed between two collectives
+IN_A_ROW = 4  # collectives in one sample
+TIMEOUT_S = 600.0  # time for a process to answer; long, for busy machines
 
 
 class Messages(NamedTuple):
-    """What messages between some ranks take, in seconds: medians over their repeats, of the slowest rank."""
+    """Seconds of messages between some ranks: medians over repetitions, of the slowest rank."""
 
     curves: dict[str, dict[float, float]]  # by collective, bytes of the whole tensor -> seconds
-    call_s: float  # CPU time of the calling thread in a collective next to empty
-    hidden: float  # the part of a large all_gather that went by while all computed
-    late_s: float = 0.0  # that a collective between computations takes longer than one by itself: ranks come to it one after the other
+    call_s: float  # CPU time of the calling thread in a nearly empty collective
+    hidden: float  # the fraction of a large all_gather hidden by computation on all ranks
+    # extra time of a collective between computations, as ranks reach it at different times
+    late_s: float = 0.0
 
 
 def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """The results of `f(mesh, *args)` by rank, in n new processes with one thread each, on the mesh {"dp": n}.
+    """Call `f(mesh, *args)` in n new processes with one thread each, on the mesh {"dp": n}; return the results by rank.
 
-    f: a function at the top of a module. Raises ValueError with what a process said that failed, or naming it where it is late.
-    """
+    f: a function at the top of a module. Raises ValueError with the error of a process that failed, or naming a process
+    that did not answer in time."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
@@ -56,14 +57,16 @@ def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", tim
             waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                raise ValueError(f"process {min(waiting.values())} of {n} of the measurement did not answer within {timeout_s:g} s")
+                raise ValueError(
+                    f"process {min(waiting.values())} of {n} of the measurement did not answer within {timeout_s:g} s"
+                )
             for pipe in ready:
                 try:
-                    said, results[waiting[pipe]] = pipe.recv()
+                    problem, results[waiting[pipe]] = pipe.recv()
                 except EOFError:
-                    said = f"it ended with exit code {processes[waiting[pipe]].exitcode}"
-                if said:
-                    raise ValueError(f"process {waiting[pipe]} of {n} of the measurement failed: {said}")
+                    problem = f"it ended with exit code {processes[waiting[pipe]].exitcode}"
+                if problem:
+                    raise ValueError(f"process {waiting[pipe]} of {n} of the measurement failed: {problem}")
         return [results[rank] for rank in range(n)]
     finally:
         for process in processes:
@@ -78,7 +81,9 @@ def _work(rank: int, n: int, port: int, device: str, pipe: Any, f: Callable[...,
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         if device == "cuda":
             torch.cuda.set_device(rank)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=n, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=n, timeout=timeout
+        )
         result = f(make_mesh({"dp": n}, device=device), *args)
         dist.barrier()
         pipe.send(("", result))
@@ -91,13 +96,13 @@ def _work(rank: int, n: int, port: int, device: str, pipe: Any, f: Callable[...,
 
 
 def messages(mesh: Mesh, seconds: float, sizes: Sequence[int] = MESSAGES) -> Messages:
-    """What collectives take between the ranks of `mesh`, in about `seconds`; called on all of them."""
+    """Measure collectives between the ranks of `mesh` for about `seconds`; called on all of them."""
     communicator, device = mesh["dp"].communicator, "cuda" if mesh["dp"].communicator.transport == "nccl" else "cpu"
     calls = {(kind, size): _call(communicator, kind, size, device) for kind in COLLECTIVES for size in sizes}
     samples: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for call in calls.values():
         call()
-    # A number of rounds that all ranks agree on.
+    # All ranks must agree on the number of rounds.
     begin = time.perf_counter()
     _round(calls, samples, device)
     took = torch.tensor([time.perf_counter() - begin], device=device)
@@ -116,7 +121,9 @@ def messages(mesh: Mesh, seconds: float, sizes: Sequence[int] = MESSAGES) -> Mes
     return Messages(curves, call_s, _hidden(communicator, sizes[-1], device), _late(small, device))
 
 
-def _round(calls: dict[tuple[str, int], Callable[[], Any]], samples: dict[tuple[str, int], list[float]], device: str) -> None:
+def _round(
+    calls: dict[tuple[str, int], Callable[[], Any]], samples: dict[tuple[str, int], list[float]], device: str
+) -> None:
     for key, call in calls.items():
         dist.barrier()
         begin = time.perf_counter()
@@ -127,7 +134,7 @@ def _round(calls: dict[tuple[str, int], Callable[[], Any]], samples: dict[tuple[
 
 
 def _late(calls: Sequence[tuple[Callable[[], Any], float]], device: str) -> float:
-    """The seconds that small collectives take longer between the computations of a layer than by themselves, as the pairs say."""
+    """The extra seconds of small collectives between computations, compared with the seconds in `calls`."""
     a, x = torch.ones(256, 256, device=device), torch.ones(512, 256, device=device)
 
     def took(call: Callable[[], Any] | None) -> float:
@@ -163,7 +170,7 @@ def _call(communicator: Communicator, kind: str, size: int, device: str) -> Call
 
 
 def _hidden(communicator: Communicator, size: int, device: str) -> float:
-    """The part of an all_gather's time that goes by while all ranks compute about twice as long."""
+    """The fraction of an all_gather's time that is hidden while all ranks compute for about twice as long."""
     x, side = torch.ones(max(1, size // 4 // communicator.size), device=device), 256
     a = torch.ones(side, side, device=device)
 
@@ -188,15 +195,18 @@ def _hidden(communicator: Communicator, size: int, device: str) -> float:
         pending.wait()
 
     alone = took(lambda: communicator.start_all_gather(x).wait())
-    # The same number on all ranks is not needed: who is early waits.
+    # Ranks may disagree on this number: an early rank waits.
     times = max(1, round(2 * alone / max(took(lambda: compute(10)) / 10, 1e-7)))
     computing, together = took(lambda: compute(times)), took(both)
     return min(1.0, max(0.0, (alone + computing - together) / alone))
 
 
 def slowest(found: Sequence[Messages]) -> Messages:
-    """The Messages of all ranks as one: of each size the slowest rank's, of the rest the median."""
-    curves = {kind: {size: max(each.curves[kind][size] for each in found) for size in sizes} for kind, sizes in found[0].curves.items()}
+    """Merge the Messages of all ranks: curves of the slowest rank, medians of the rest."""
+    curves = {
+        kind: {size: max(each.curves[kind][size] for each in found) for size in sizes}
+        for kind, sizes in found[0].curves.items()
+    }
     call_s, hidden, late_s = (statistics.median(values) for values in zip(*(m[1:] for m in found)))
     return Messages(curves, call_s, hidden, late_s)
 
@@ -209,7 +219,7 @@ class Fit(NamedTuple):
 
 
 def fit(curve: dict[float, float], part: float = 1.0) -> Fit:
-    """The Fit of a curve in which a message has `part` of the bytes: the latency of the smallest, the slope to the largest.
+    """Fit a curve in which a message has `part` of the bytes: latency of the smallest, slope to the largest.
 
     Ref: Hockney 1994, "The communication challenge for MPP": t = alpha + n / beta.
     """
@@ -218,18 +228,18 @@ def fit(curve: dict[float, float], part: float = 1.0) -> Fit:
     return Fit(latency, (large - small) * part / max(curve[large] - latency, 1e-12))
 
 
-# ---- rates of processes that compute at the same time -------------------------------------------------------------------
+# ---- rates of processes that compute simultaneously --------------------------------------------------------------
 
 
 def sweep(mesh: Mesh, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What `measure(*args)` gives on each rank while all others do the same; called on all of them."""
+    """Run `measure(*args)` on all ranks simultaneously; called on all of them."""
     warm_heap()
     dist.barrier()
     return measure(*args)
 
 
-def merged(found: Sequence[dict[str, dict[Any, Figure]]]) -> dict[str, dict[Any, Figure]]:
-    """The figures of several processes as one: the means of those that all have."""
+def merge_ranks(found: Sequence[dict[str, dict[Any, Figure]]]) -> dict[str, dict[Any, Figure]]:
+    """Merge the figures of several processes: means over all that have a figure."""
     first, out = found[0], {}
     for key, sizes in first.items():
         for size in sizes:

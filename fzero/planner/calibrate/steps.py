@@ -1,7 +1,7 @@
-"""Training steps of small models, each operator timed where it runs: the rates of operations as a step uses them.
+"""Training steps of small models with each operator timed in place: the rates of operations as a step uses them.
 
-The sizes are a ladder of their own; a plan reads other sizes off the curves. What the host does besides (Python, autograd, dispatch) is the
-difference of two depths of a model too small to compute anything.
+LADDER has sizes of its own; a plan interpolates other sizes on the curves. The host's overhead (Python, autograd,
+dispatch) is the difference between two depths of a model too small to compute anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAMILIES = {"llama": "llama-tiny", "gpt2": "gpt2-tiny", "mixtral": "mixtral-tiny
 
 
 class Sizes(NamedTuple):
-    """A step to record."""
+    """The sizes of a step to record."""
 
     family: str
     d_model: int
@@ -40,11 +40,11 @@ class Sizes(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
         return self.seq_len * self.batch
 
 
-# Beyond the sequences that attention by blocks serves: on a CPU without small products (see kernels/tiled.py), torch's own takes these.
+# Longer sequences than blockwise attention handles on a CPU without small products (see kernels/tiled.py): torch's own
+# attention computes them.
 LONG = Sizes("llama", 64, 1, MIN_BLOCK * MAX_BLOCKS + 128, 1)
 LADDER = (
     Sizes("llama", 64, 2, 64, 2),
@@ -61,10 +61,15 @@ EMPTY = Sizes("llama", 16, 1, 8, 1)  # computes next to nothing
 DEEPER = 3
 
 
-def program_of(sizes: Sizes, precision: str, compiled: bool = False) -> Job:
-    """The program of a step of these sizes, on this process alone."""
+def job_of(sizes: Sizes, precision: str, compiled: bool = False) -> Job:
+    """The job of a step of these sizes, in this process alone."""
     heads = max(1, sizes.d_model // 64)
-    model: dict[str, Any] = {"d_model": sizes.d_model, "n_layers": sizes.n_layers, "n_heads": heads, "d_ff": sizes.d_model * 11 // 4}
+    model: dict[str, Any] = {
+        "d_model": sizes.d_model,
+        "n_layers": sizes.n_layers,
+        "n_heads": heads,
+        "d_ff": sizes.d_model * 11 // 4,
+    }
     if sizes.family != "gpt2":
         model["n_kv_heads"] = max(1, heads // 2) if heads % 2 == 0 else heads
     model["max_len"] = max(1024, sizes.seq_len)
@@ -82,20 +87,20 @@ def batch_of(sizes: Sizes, vocab: int) -> dict[str, Tensor]:
 
 
 class Ran(NamedTuple):
-    """An operator that ran."""
+    """A timed operator."""
 
     op: Op
-    layout: str  # of a product, see `layout`
-    inside: bool  # of a compiled graph, which has its products written into buffers of its own (aten.mm.out)
+    layout: str  # for a product, see `layout`
+    inside: bool  # of a compiled graph, whose products write into its own buffers (aten.mm.out)
     s: float
 
 
 class Watching(TorchDispatchMode):
-    """Calls `told(ran)` for each operator that runs while this is entered."""
+    """A context that calls `report(ran)` for each operator that runs in it."""
 
-    def __init__(self, now: Callable[[], float], told: Callable[[Ran], None]):
+    def __init__(self, now: Callable[[], float], report: Callable[[Ran], None]):
         super().__init__()
-        self.now, self.told = now, told
+        self.now, self.report = now, report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         begin = self.now()
@@ -103,19 +108,19 @@ class Watching(TorchDispatchMode):
         took = self.now() - begin
         op = describe_op(func, args, kwargs or {}, out, "", None)
         if op is not None:
-            self.told(Ran(op, layout(args) if op.kind == "gemm" else "", func._overloadname == "out", took))
+            self.report(Ran(op, layout(args) if op.kind == "gemm" else "", func._overloadname == "out", took))
         return out
 
 
 def layout(args: Sequence[Any]) -> str:
-    """Which operand of a product is a transpose: "/tn" the first, "/nt" the second, "" none."""
+    """Which operand of a product is a transpose: "/tn" the first, "/nt" the second, "" neither."""
     a, b = [x for x in args if isinstance(x, Tensor)][-2:]
     by_columns = [x.dim() > 1 and x.stride(-2) == 1 < x.stride(-1) for x in (a, b)]
     return "/tn" if by_columns[0] else "/nt" if by_columns[1] else ""
 
 
 class Step(NamedTuple):
-    """A whole step: its seconds, those of its operators, and their number."""
+    """The seconds of a whole step, those of its operators, and their number."""
 
     s: float
     ops_s: float
@@ -123,21 +128,26 @@ class Step(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What recorded steps took."""
+    """The figures of recorded steps."""
 
-    kernels: dict[str, dict[float, Figure]]  # "name/dtype" and "kind/dtype" -> bytes moved, or FLOP of attention -> Figure
+    # "name/dtype" and "kind/dtype" -> bytes moved, or FLOP of attention -> Figure
+    kernels: dict[str, dict[float, Figure]]
     gemm: dict[str, dict[tuple[int, ...], Figure]]  # as in products
     steps: list[Step]
 
 
-def record(seconds: float, *, threads: int = 1, ladder: Sequence[Sizes] = LADDER, precisions: Sequence[str] = ("bf16", "fp32")) -> Recorded:
-    """The figures of the operators of the steps of `ladder`, which take turns for `seconds`; two rounds of timing at least."""
+def record(
+    seconds: float, *, threads: int = 1, ladder: Sequence[Sizes] = LADDER, precisions: Sequence[str] = ("bf16", "fp32")
+) -> Recorded:
+    """Measure the operators of the steps of `ladder`, in turns for `seconds`; each step is timed in at least two
+    rounds."""
     programs = []
     for sizes in ladder:
         for precision in precisions:
-            program = program_of(sizes, precision)
-            programs.append([program, first_state(program), batch_of(sizes, program.model.config.vocab_size)])
-    # By program and place in its step, as the operators of one size differ in shape: of one place the quartile, of several places the mean.
+            job = job_of(sizes, precision)
+            programs.append([job, first_state(job), batch_of(sizes, job.model.config.vocab_size)])
+    # Samples are kept by job and position in its step, as operators of one size differ in shape: the figure of a
+    # position is a quartile, the figure of a size the mean over positions.
     samples: dict[tuple[int, int], tuple[Ran, list[float]]] = {}
     whole: dict[int, list[float]] = {}
     now = clock(threads)
@@ -145,17 +155,19 @@ def record(seconds: float, *, threads: int = 1, ladder: Sequence[Sizes] = LADDER
     with on_threads(threads):
         while turn < 3 or time.perf_counter() < end:
             for number, each in enumerate(programs):
-                program, state, batch = each
+                job, state, batch = each
                 if turn < 3 or time.perf_counter() < end:
                     places = itertools.count()
 
-                    def told(ran: Ran, number: int = number, places: Iterator[int] = places) -> None:
+                    def add_sample(ran: Ran, number: int = number, places: Iterator[int] = places) -> None:
                         samples.setdefault((number, next(places)), (ran, []))[1].append(ran.s)
 
-                    with Watching(now, told) if turn else contextlib.nullcontext():  # the first step prepares kernels and buffers
-                        state, _ = program.train_step(state, batch)
+                    with (
+                        Watching(now, add_sample) if turn else contextlib.nullcontext()
+                    ):  # the first step allocates buffers and compiles kernels
+                        state, _ = job.train_step(state, batch)
                     begin = now()
-                    each[1], _ = program.train_step(state, batch)
+                    each[1], _ = job.train_step(state, batch)
                     whole.setdefault(number, []).append(now() - begin)
             turn += 1
     kernels: dict[str, dict[float, list[Figure]]] = {}
@@ -168,40 +180,48 @@ def record(seconds: float, *, threads: int = 1, ladder: Sequence[Sizes] = LADDER
                 kernels.setdefault(key, {}).setdefault(float(size), []).append(figure(took))
     found = []
     for number, took in whole.items():
-        places = [figure(each).s for (program, _), (_, each) in samples.items() if program == number]
+        places = [figure(each).s for (job, _), (_, each) in samples.items() if job == number]
         found.append(Step(figure(took).s, sum(places), len(places)))
     return Recorded(_means(kernels), _means(products), found)
 
 
 def host_of(found: Sequence[Step], dispatch_s: float) -> float:
-    """The seconds of the host for an operator: what steps take besides their operators, by the number of these; the median of the steps.
+    """The host's seconds for an operator: the median over steps of their time besides operators, divided by their
+    number.
 
-    dispatch_s: of an operator next to empty; it is part of each operator's own seconds, and counted with the host's here. The host takes
-    more than in a step that computes nothing, as operators push its code and data out of the caches.
-    """
+    dispatch_s: of a nearly empty operator; each operator's own seconds include it, and here it counts as the host's.
+    The host is slower than in a step that computes nothing, as operators evict its code and data from the caches."""
     return max(statistics.median((step.s - step.ops_s) / step.ops for step in found) + dispatch_s, 1e-7)
 
 
 def _means(found: dict[str, dict[Any, list[Figure]]]) -> dict[str, dict[Any, Figure]]:
     return {
-        key: {size: Figure(statistics.fmean(f.s for f in each), statistics.median(f.spread for f in each)) for size, each in sizes.items()}
+        key: {
+            size: Figure(statistics.fmean(f.s for f in each), statistics.median(f.spread for f in each))
+            for size, each in sizes.items()
+        }
         for key, sizes in found.items()
     }
 
 
 class Overhead(NamedTuple):
-    """What the host does: seconds for an operator ("eager"), a call of a compiled graph, a kernel inside one, and for each step besides."""
+    """The host's seconds for an operator ("eager"), a call of a compiled graph, a kernel inside one, and for each step
+    besides."""
 
     op_s: dict[str, float]
     step_s: dict[str, float]
 
 
 def measure_overhead(seconds: float, *, compiled: bool, threads: int = 1) -> Overhead:
-    """The Overhead of steps that compute next to nothing, uncompiled and (where asked) compiled, from two depths of each.
+    """The Overhead of steps that compute next to nothing, uncompiled and (if `compiled`) compiled, from two depths of
+    each.
 
-    A call of a compiled graph is what a layer more takes of two calls, less what is known of the operators around and of the kernels in it.
-    """
-    pairs = {way: [_Counted(depth, way == "compiled", threads) for depth in (1, DEEPER)] for way in ("eager", "compiled")[: 1 + compiled]}
+    The time of a call of a compiled graph: half the time of an added layer, without the known times of its operators
+    and kernels."""
+    pairs = {
+        way: [_Counted(depth, way == "compiled", threads) for depth in (1, DEEPER)]
+        for way in ("eager", "compiled")[: 1 + compiled]
+    }
     kernel_s = _kernel_s() if compiled else 0.0
     samples: dict[tuple[str, int], list[float]] = {}
     end, now = time.perf_counter() + seconds, clock(threads)
@@ -227,31 +247,32 @@ def measure_overhead(seconds: float, *, compiled: bool, threads: int = 1) -> Ove
 
 
 class _Counted:
-    """A step with its state, and the number of its operators outside and inside of compiled graphs."""
+    """A step with its state, and the numbers of its operators outside and inside of compiled graphs."""
 
     def __init__(self, depth: int, compiled: bool, threads: int):
         sizes = EMPTY._replace(n_layers=depth)
-        self.program = program_of(sizes, "fp32", compiled)
-        self.batch = batch_of(sizes, self.program.model.config.vocab_size)
-        self.state = first_state(self.program)
+        self.job = job_of(sizes, "fp32", compiled)
+        self.batch = batch_of(sizes, self.job.model.config.vocab_size)
+        self.state = first_state(self.job)
         self.outside = self.inside = 0
         with on_threads(threads):
             self.step()
             self.step()
-            with Watching(lambda: 0.0, self._told):
+            with Watching(lambda: 0.0, self._count):
                 self.step()
 
     def step(self) -> None:
-        self.state, _ = self.program.train_step(self.state, self.batch)
+        self.state, _ = self.job.train_step(self.state, self.batch)
 
-    def _told(self, ran: Ran) -> None:
-        # The fused kernels of a graph are no operators, and not seen: they are part of the graph's own time.
+    def _count(self, ran: Ran) -> None:
+        # Fused kernels are not operators and not counted: their time is part of the graph's own.
         self.inside += ran.inside
         self.outside += not ran.inside
 
 
 def _kernel_s() -> float:
-    """The seconds of a tiny product inside a compiled graph: of the graph's own Python, an allocation, and the call."""
+    """The seconds of a tiny product inside a compiled graph: its share of the graph's Python, an allocation, and the
+    call."""
     x, lengths = torch.ones(8, 8), (2, 18)
     took = []
     for length in lengths:

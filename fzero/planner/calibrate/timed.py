@@ -1,7 +1,7 @@
-"""Timing in company: figures of calls that take turns, so that what else the machine does falls on all alike.
+"""Time calls that take turns, so that other load on the machine affects all of them equally.
 
-One thread is timed by its own CPU time, which stands still while another program has the core. Several threads are timed by the clock on
-the wall. On a GPU both ends of a call wait for the device.
+One thread is timed by its own CPU time, which stops while another program has the core. Several threads are timed by
+wall-clock time. On a GPU the device is synchronised before and after a call.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 HEAP_BYTES = 512 << 20
 BLOCK_BYTES = 16 << 20
 GROUP = 16  # cases that take turns
-LEAST_S = 2e-4  # of a figure: shorter calls are repeated
+LEAST_S = 2e-4  # of one sample: shorter calls are repeated
 
 
 class Case(NamedTuple):
-    """One thing to time: `make()` prepares it and returns the call."""
+    """A call to time: `make()` prepares it and returns the call."""
 
     key: tuple[Any, ...]
     make: Callable[[], Callable[[], Any]]
 
 
 class Figure(NamedTuple):
-    """The seconds of a call: the first quartile of its samples, the median over the minimum, and the minimum."""
+    """The seconds of a call: the first quartile of its samples, median / minimum, and the minimum."""
 
     s: float
     spread: float = 1.0
@@ -36,7 +36,7 @@ class Figure(NamedTuple):
 
 
 def clock(threads: int, device: str = "cpu") -> Callable[[], float]:
-    """The clock for calls on so many threads."""
+    """The clock for calls with this number of threads."""
     if device == "cuda":
 
         def synchronized() -> float:
@@ -49,7 +49,7 @@ def clock(threads: int, device: str = "cpu") -> Callable[[], float]:
 
 @contextlib.contextmanager
 def on_threads(threads: int) -> Iterator[None]:
-    """A context in which PyTorch computes on so many threads."""
+    """A context in which PyTorch computes with this number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -59,7 +59,8 @@ def on_threads(threads: int) -> Iterator[None]:
 
 
 def figure(samples: Sequence[float]) -> Figure:
-    """The Figure of samples: what disturbs a call only makes it longer, so the first quartile is nearer to what it takes alone."""
+    """The Figure of samples. Disturbances only make a call longer, so its undisturbed time is near the first
+    quartile."""
     ordered = sorted(samples)
     return Figure(ordered[(len(ordered) - 1) // 4], statistics.median(ordered) / max(ordered[0], 1e-12), ordered[0])
 
@@ -67,10 +68,10 @@ def figure(samples: Sequence[float]) -> Figure:
 def time_cases(
     cases: Iterable[Case], seconds: float, *, threads: int = 1, device: str = "cpu", rounds: int = 5
 ) -> dict[tuple[Any, ...], Figure]:
-    """The Figure of each case by its key, in about `seconds` in all.
+    """The Figure of each case by its key, in about `seconds` for all.
 
-    Each group of 16 cases is prepared, and its calls run in turn, round by round. A short call is repeated until the clock can tell. When
-    the group's time is up the rest of its rounds are left out, but for the first.
+    Cases are timed in groups of 16: prepared, then called in turn, round by round. A short call is repeated until the
+    clock can resolve it. When the group's time is up, its remaining rounds are skipped, except the first.
     """
     cases, found = list(cases), {}
     end, now = time.perf_counter() + seconds, clock(threads, device)
@@ -79,7 +80,7 @@ def time_cases(
             calls = []
             for case in group:
                 call = case.make()
-                call()  # which prepares kernels and buffers
+                call()  # the first call allocates buffers and compiles kernels
                 calls.append((case, call, _times(call, now)))
             samples: dict[tuple[Any, ...], list[float]] = {case.key: [] for case in group}
             due = time.perf_counter() + max(0.0, end - time.perf_counter()) / max(1, len(cases) / GROUP - number)
@@ -103,16 +104,17 @@ def _times(call: Callable[[], Any], now: Callable[[], float]) -> int:
     begin = now()
     call()
     took = max(now() - begin, 1e-7)
-    # Twice at least: the first finds its operands in memory, the second in a cache, and a step has some of both.
+    # At least twice: with operands in memory first, then in a cache, as a step has both.
     return max(2, min(1000, round(LEAST_S / took)))
 
 
 def warm_heap() -> None:
-    """Have the C library's heap grown as it is in a training step: then memory below 32 MB is used again, and not mapped anew each time.
+    """Grow the C library's heap to its size in a training step, so that blocks below 32 MB are reused and not mapped
+    each time.
 
-    glibc maps large blocks one by one, until one was freed: from then on what is no larger comes from the heap (mallopt(3), "dynamic mmap
-    threshold", 32 MB at most), whose free end it gives back. The last block stays, so that the others are not at the end.
-    """
+    glibc maps large blocks one by one until one is freed; from then on blocks no larger come from the heap (mallopt(3),
+    "dynamic mmap threshold", 32 MB at most), whose free end is returned to the system. The last block is kept, so that
+    the others are not at the end."""
     if _KEPT:
         return
     torch.empty(BLOCK_BYTES * 2 - (1 << 16), dtype=torch.uint8)
@@ -125,6 +127,6 @@ _KEPT: list[torch.Tensor] = []
 
 
 def spread_of(figures: Iterable[Figure]) -> float:
-    """The middle one of the spreads, 1 where there are none."""
+    """The median of the spreads; 1 if there are none."""
     spreads = [each.spread for each in figures]
     return statistics.median(spreads) if spreads else 1.0

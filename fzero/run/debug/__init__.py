@@ -1,1 +1,1 @@
-"""Looking at runs afterwards: a step again, where two runs part, what checkpoints hold and how they differ."""
+"""Inspect finished runs: replay a step, find where two runs part, list and compare checkpoints."""

@@ -1,7 +1,7 @@
-"""Where two runs part: the first step, and the first leaf of the state, in which they are not the same to the bit.
+"""Find the first step, and the first leaf of the state, in which two runs differ by a bit.
 
-First by what both have recorded: rows and checkpoints. Then, from the last checkpoint in which they are equal, both are made again side
-by side in this process, step by step, until their states differ.
+Compare the recorded rows and checkpoints first. Then replay both runs side by side in this process, from the last equal
+checkpoint, until their states differ.
 """
 
 from __future__ import annotations
@@ -36,20 +36,40 @@ from fzero.run.debug.replay import (
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
-from fzero.train.update.delayed import settled
 
 # The numbers of a row that follow from a run's state and data, in the order in which a step computes them.
-NUMBERS = ("loss", "cross_entropy", "balance", "router_z", "grad_norm", "lr", "loss_scale", "skipped", "num_tokens", "digest", "val_loss")
-ELSEWHERE = ("fzero", "torch", "python", "platform", "threads", "processes", "corpus_sha256", "init")  # of environment.json
+NUMBERS = (
+    "loss",
+    "cross_entropy",
+    "balance",
+    "router_z",
+    "grad_norm",
+    "lr",
+    "loss_scale",
+    "skipped",
+    "num_tokens",
+    "digest",
+    "val_loss",
+)
+ELSEWHERE = (
+    "fzero",
+    "torch",
+    "python",
+    "platform",
+    "threads",
+    "processes",
+    "corpus_sha256",
+    "init",
+)  # of environment.json
 
 
 class FirstDifference(NamedTuple):
     """The first step in which two runs are not the same."""
 
     step: int  # 0: their first states
-    numbers: list[str]  # of the rows made again that differ: loss, grad_norm, ...; "batch" where the data does
-    leaf: str  # the first leaf of the state after the step that differs, in the order of the tree; "" where none does
-    note: str  # where in it, and by how much
+    numbers: list[str]  # in the replayed rows that differ: loss, grad_norm, ...; "batch" if the data does
+    leaf: str  # the first differing leaf of the state after the step, in the order of the tree; "" for none
+    note: str  # where in the leaf, and by how much
 
 
 class BisectResult(NamedTuple):
@@ -57,15 +77,15 @@ class BisectResult(NamedTuple):
 
     differing: list[tuple[str, Any, Any]]  # values of the configs and the environments
     recorded: int | None  # the first step whose rows or checkpoints differ
-    what: str  # which number or leaf of those does
-    parting: FirstDifference | None  # what making them again has shown; None where it has shown no difference, or was not needed
-    strays: list[Path]  # runs whose recorded rows are not those they have when made again
-    elsewhere: bool  # whether a run was made in a way whose bits one process need not have
-    steps: int  # steps both have a record of
+    what: str  # the name of that number or leaf
+    parting: FirstDifference | None  # the difference found by replaying; None for none, or if no replay was needed
+    strays: list[Path]  # runs whose replayed rows differ from the recorded ones
+    elsewhere: bool  # whether one process may compute other bits than a run recorded
+    steps: int  # that both have recorded
 
     @property
     def equal(self) -> bool:
-        """Whether nothing that both have recorded differs."""
+        """Whether the records of both runs agree."""
         return self.recorded is None
 
     def __str__(self) -> str:
@@ -77,19 +97,27 @@ class BisectResult(NamedTuple):
                 return f"part before step 1: leaf {leaf}{note}"
             first = ", ".join([*numbers, *([f"leaf {leaf}{note}"] if leaf else [])])
             return f"part at step {step}: {first}"
-        where = f"recorded as parting at step {self.recorded} ({self.what}), and equal there when made again in one process"
+        where = (
+            f"recorded as parting at step {self.recorded} ({self.what}), and equal there when made again in one process"
+        )
         if self.elsewhere:
-            return f"{where}: the meshes they ran on add in another order (reduce=canonical does not), or the hardware made a mistake"
+            return (
+                f"{where}: the meshes they ran on add in another order (reduce=canonical does not), or the "
+                "hardware made a mistake"
+            )
         if len(self.strays) == 1:
             return f"{where}: {self.strays[0]} does not reproduce itself"
-        return f"{where}: {'neither run reproduces itself' if self.strays else 'both runs reproduce what they recorded of it'}"
+        return (
+            f"{where}: "
+            f"{'neither run reproduces itself' if self.strays else 'both runs reproduce what they recorded of it'}"
+        )
 
 
 def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line: None) -> BisectResult:
-    """Where the runs in the folders `a` and `b` part. Nothing in them is changed.
+    """Find where the runs in the folders `a` and `b` part, without changing them.
 
-    nvme: what they keep on a disk is put below this folder meanwhile (None: the system's).
-    Raises ValueError where one is no run, they have no record of a common step, or what is needed to make them again is not there.
+    nvme: a folder for temporary copies of offloaded leaves (None: the system's).
+    Raises ValueError if one is no run, they have no record of a common step, or files needed for a replay are missing.
     """
     folders = (a, b)
     kept = [checkpoints_in(folder) for folder in folders]
@@ -102,13 +130,14 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
         return BisectResult(differing, None, "", None, [], False, steps)
     configs = [recorded_config(folder, bound, held) for folder, held in zip(folders, kept)]
     here = [replace(config, mesh={}) for config in configs]
-    if any(config.train.update == "delayed" for config in here):
-        equal = 0  # no checkpoint has the gradient that waits
     begin = f"checkpoint {equal}" if equal else "the start of each"
     say(f"recorded: the first difference is at step {bound} ({what}); making both again from {begin}, in one process")
     strays: list[Path] = []
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(open_job(folder, config, Coordinator(), nvme, say)) for folder, config in zip(folders, here)]
+        opened = [
+            stack.enter_context(open_job(folder, config, Coordinator(), nvme, say))
+            for folder, config in zip(folders, here)
+        ]
         states = [state_at(f, p, held[equal] if equal else None) for f, (p, *_), held in zip(folders, opened, kept)]
         parting = first_parting(int(states[0].step), [], *states)
         made = [replay_steps(again, state, bound) for again, state in zip(opened, states)]
@@ -119,7 +148,7 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
                 if strays_from(one, record.get(step, {}), held.get(step)) and folder not in strays:
                     strays.append(folder)
             numbers = [n for n in NUMBERS if differ(pair[0].row, pair[1].row, n)]
-            parting = first_parting(step, ["batch"] * (not same_batch(*pair)) + numbers, *(settled(one.state) for one in pair))
+            parting = first_parting(step, ["batch"] * (not same_batch(*pair)) + numbers, *(one.state for one in pair))
             del pair
     elsewhere = not all(same_bits(config, there) for config, there in zip(configs, here))
     return BisectResult(differing, bound, what, parting, strays, elsewhere, steps)
@@ -128,8 +157,8 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
 def recorded_difference(
     kept: list[dict[int, checkpoint.Folder]], rows: list[dict[int, dict[str, Any]]]
 ) -> tuple[int, int | None, str, int]:
-    """(the last step before the difference whose checkpoints are equal, 0 for none; the first step of which the rows or the checkpoints
-    of two runs differ, None for none; what differs; the number of steps that both have a record of).
+    """(the last step before the difference whose checkpoints are equal, 0 for none; the first step whose rows or
+    checkpoints differ, None for none; the name of the difference; the number of steps that both have recorded).
     """
     common, both = kept[0].keys() & kept[1].keys(), rows[0].keys() & rows[1].keys()
     equal, steps = 0, sorted(common | both)
@@ -144,27 +173,27 @@ def recorded_difference(
 
 
 def report(result: BisectResult) -> Iterator[str]:
-    """The lines that say what was found; the last one is the verdict."""
+    """The lines of a report; the last one is the verdict."""
     for name, x, y in result.differing:
         yield f"{name}: {x!r} and {y!r}"
     yield str(result)
 
 
 def differences(a: Path, b: Path) -> Iterator[tuple[str, Any, Any]]:
-    """The values of the configs, and of what was recorded of the machine and the corpus, that differ."""
+    """The values of the configs, and of the recorded machines and corpora, that differ."""
     tables = [dict(flat(to_table(run_folder.read_config(folder)))) for folder in (a, b)]
-    said = [{n: v for n, v in run_folder.read_environment(folder).items() if n in ELSEWHERE} for folder in (a, b)]
-    for x, y in (tables, said):
+    machines = [{n: v for n, v in run_folder.read_environment(folder).items() if n in ELSEWHERE} for folder in (a, b)]
+    for x, y in (tables, machines):
         yield from ((name, x.get(name), y.get(name)) for name in {**x, **y} if x.get(name) != y.get(name))
 
 
 def differ(x: dict[str, Any], y: dict[str, Any], name: str) -> bool:
-    """Whether two rows have another number under a name that both have."""
+    """Whether both rows have the number `name`, with different values."""
     return name in x and name in y and x[name] != y[name]
 
 
 def first_leaf(a: checkpoint.Folder, b: checkpoint.Folder) -> list[str]:
-    """The first leaf, in the order of the tree, that two checkpoints do not both have alike, and how; [] where they are equal."""
+    """The first leaf that differs between two checkpoints, in the order of the tree, and how; [] if they are equal."""
     x, y = recorded_digests(a), recorded_digests(b)
     for name in {**x, **y}:
         if name not in x or name not in y:
@@ -176,21 +205,21 @@ def first_leaf(a: checkpoint.Folder, b: checkpoint.Folder) -> list[str]:
 
 
 def strays_from(one: ReplayedStep, row: dict[str, Any], path: checkpoint.Folder | None) -> bool:
-    """Whether a step made again is not what its run recorded of it."""
+    """Whether a replayed step differs from its run's record."""
     if "digest" in row:
         one.row["digest"] = f"{combine(digest_tree(to_memory(one.state.params))):016x}"
     if any(differ(one.row, row, name) for name in NUMBERS):
         return True
-    return path is not None and digest_tree(to_memory(settled(one.state))) != recorded_digests(path)
+    return path is not None and digest_tree(to_memory(one.state)) != recorded_digests(path)
 
 
 def same_batch(x: ReplayedStep, y: ReplayedStep) -> bool:
-    """Whether two steps were given the same data."""
+    """Whether two steps had the same batch."""
     return x.batch.keys() == y.batch.keys() and all(torch.equal(leaf, y.batch[name]) for name, leaf in x.batch.items())
 
 
 def first_parting(step: int, numbers: list[str], x: TrainState, y: TrainState) -> FirstDifference | None:
-    """What differs behind a step; None where nothing does."""
+    """The first difference after a step; None for none."""
     mine, theirs = pytree.named_leaves(x), pytree.named_leaves(y)
     for name in {**mine, **theirs}:
         if name not in mine or name not in theirs:

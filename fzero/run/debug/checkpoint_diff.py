@@ -1,4 +1,4 @@
-"""How two checkpoints differ: by the digests in their manifests first, then element by element, a few MB of each at a time."""
+"""Compare two checkpoints: by the digests in their manifests, then element by element, a few MB at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fzero.checkpoint import CheckpointReader, Folder
 from fzero.checkpoint.restore_tree import dtype_name
 from fzero.run.debug.checkpoint_list import path_of
 
-BLOCK = 4 << 20  # bytes of each leaf in memory at a time, where its chunks are not larger
+BLOCK = 4 << 20  # bytes of each leaf in memory at a time, unless its chunks are larger
 Index = tuple[int, ...]
 
 
 class LeafDifference(NamedTuple):
-    """How a leaf that both have differs."""
+    """The difference of a leaf that both checkpoints have."""
 
     name: str
     differing: int  # elements
     elements: int
-    largest: float  # absolute difference; infinite where one is no number
+    largest: float  # absolute difference; infinite if one is no number
     largest_relative: float  # as a fraction of the larger of both
-    first: list[int]  # the index of the first element that differs, rows first; [] where none does
+    first: list[int]  # the index of the first element that differs, rows first; [] if none does
     values: tuple[Any, Any] | None  # of that element
 
     def __str__(self) -> str:
@@ -39,14 +39,14 @@ class LeafDifference(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How two checkpoints differ."""
+    """The result of a comparison of two checkpoints."""
 
     a: Folder
     b: Folder
     only_a: list[str]
     only_b: list[str]
-    other: list[str]  # leaves of another shape or dtype, with both
-    differing: list[str]  # leaves of another digest, in the order of the tree
+    other: list[str]  # leaves whose shapes or dtypes differ, with both
+    differing: list[str]  # leaves whose digests differ, in the order of the tree
     compared: list[LeafDifference]  # those of them that were read
     leaves: int  # that both have
 
@@ -57,11 +57,11 @@ class Difference(NamedTuple):
 
 
 def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> Difference:
-    """How the checkpoints `a` and `b` differ (a run, folder or URL: its newest). Leaves of which the digests agree are not read.
+    """Compare the checkpoints `a` and `b` (a run, folder or URL: its newest), reading only leaves whose digests differ.
 
-    tolerance: elements that differ by no more than this are taken as equal; 0: to the bit, so -0.0 is not 0.0 and a NaN is that NaN.
-    every: read all leaves that differ; else up to the first that differs by more than the tolerance.
-    Raises ValueError where there is no checkpoint, and Damaged for one that is not what was written.
+    tolerance: elements that differ by no more than this count as equal; 0: compare bits, so -0.0 is not 0.0 and a NaN
+    equals itself. every: read all leaves that differ; else up to the first that differs by more than the tolerance.
+    Raises ValueError if there is no checkpoint, and Damaged if one does not match its digests.
     """
     if not tolerance >= 0 or math.isinf(tolerance):
         raise ValueError(f"--tolerance is {tolerance}; it must be a number of at least 0")
@@ -69,8 +69,16 @@ def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> D
     try:
         common = [name for name in x.leaves if name in y.leaves]
         kinds = {name: [(held.leaves[name].shape, held.leaves[name].dtype) for held in (x, y)] for name in common}
-        other = [f"{name}: {said(*kinds[name][0])} and {said(*kinds[name][1])}" for name in common if kinds[name][0] != kinds[name][1]]
-        differing = [name for name in common if kinds[name][0] == kinds[name][1] and x.leaves[name].digest != y.leaves[name].digest]
+        other = [
+            f"{name}: {describe_difference(*kinds[name][0])} and {describe_difference(*kinds[name][1])}"
+            for name in common
+            if kinds[name][0] != kinds[name][1]
+        ]
+        differing = [
+            name
+            for name in common
+            if kinds[name][0] == kinds[name][1] and x.leaves[name].digest != y.leaves[name].digest
+        ]
         compared = []
         for name in differing:
             compared.append(compare_leaf(x, y, name, tolerance))
@@ -83,13 +91,13 @@ def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> D
     return Difference(x.path, y.path, *only, other, differing, compared, len(common))
 
 
-def said(shape: Index, dtype: torch.dtype) -> str:
+def describe_difference(shape: Index, dtype: torch.dtype) -> str:
     """A shape and a dtype in words."""
     return f"{dtype_name(dtype)} {list(shape)}"
 
 
 def compare_leaf(x: CheckpointReader, y: CheckpointReader, name: str, tolerance: float) -> LeafDifference:
-    """How a leaf of two checkpoints differs, which has one shape and dtype in both."""
+    """Compare a leaf that has the same shape and dtype in two checkpoints."""
     ours, theirs = x.leaves[name], y.leaves[name]
     differing, largest, relative = 0, 0.0, 0.0
     first: tuple[int, list[int], tuple[Any, Any]] | None = None

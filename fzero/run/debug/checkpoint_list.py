@@ -1,4 +1,4 @@
-"""What checkpoints there are and what each holds, by manifests and the names and sizes of files alone; and how some are removed."""
+"""List, describe and remove checkpoints, reading only manifests and the names and sizes of files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Entry(NamedTuple):
 
     step: int
     path: Folder
-    state: str  # complete; damaged (by its manifest, or files that are missing or too short); incomplete (it has no manifest)
-    note: str  # what is wrong, or left over
-    written: float | None  # when it became complete, in seconds since 1970; None where the store does not tell
-    size: int | None  # bytes of its files; None where the store does not tell
+    # complete; damaged (by its manifest, or files that are missing or too short); incomplete (it has no manifest)
+    state: str
+    note: str  # the damage, or leftover files
+    written: float | None  # when it became complete, in seconds since 1970; None if the store does not tell
+    size: int | None  # bytes of its files; None if the store does not tell
     leaves: int | None
-    nbytes: int | None  # of the leaves' elements
+    nbytes: int | None  # bytes of the leaves' elements
     mesh: dict[str, int] | None  # of the run that saved it; axes of one process are left out
 
 
@@ -39,7 +40,7 @@ class OnDisk(NamedTuple):
     """The store that a run keeps its state in, by its record."""
 
     place: str
-    step: int | None  # the last complete one; None where there is none
+    step: int | None  # the last complete one; None if there is none
     pinned: list[int]  # earlier steps that it keeps as checkpoints
     note: str
 
@@ -49,46 +50,51 @@ class Listing(NamedTuple):
 
     checkpoint_dir: Folder
     entries: list[Entry]  # by step
-    spare: int  # bytes of files that wait for the next save to write over them
-    store: OnDisk | None  # of a run whose state is on a disk
+    spare: int  # bytes of files that the next save will overwrite
+    store: OnDisk | None  # if the run keeps its state on a disk
 
 
 class Shown(NamedTuple):
-    """What a manifest says."""
+    """The content of a manifest."""
 
     path: Folder
     step: int
     versions: dict[str, str]
     mesh: dict[str, int]
-    config: dict[str, Any]  # `a.b`: value, of what differs from the preset
+    config: dict[str, Any]  # `a.b`: value, for values that differ from the preset
     leaves: dict[str, dict[str, Any]]  # name: shape, dtype, spec, parts, chunk, bytes, digest
-    totals: dict[str, dict[str, int]]  # params, master, opt_state, ...: leaves, elements, bytes; of all leaves, selected or not
+    totals: dict[
+        str, dict[str, int]
+    ]  # params, master, opt_state, ...: leaves, elements, bytes; of all leaves, selected or not
 
 
 def home_of(place: str) -> tuple[Folder, Path | None]:
-    """(where the checkpoints of a run, or in a folder or below a URL, are; the run's folder, None where `place` is no run)."""
+    """(the folder of the checkpoints of a run, folder or URL; the run's folder, None if `place` is no run)."""
     if is_url(place):
-        return trimmed(place), None
+        return trim_zeros(place), None
     folder = Path(place)
     if not folder.is_dir():
-        raise ValueError(f"{place}: no such folder; give a run, a folder with checkpoints, or a URL such as s3://bucket/run")
+        raise ValueError(
+            f"{place}: no such folder; give a run, a folder with checkpoints, or a URL such as s3://bucket/run"
+        )
     if (folder / run_folder.CONFIG).is_file():
         return run_folder.checkpoints_of(folder, run_folder.read_config(folder)), folder
     return folder, None
 
 
 def path_of(place: str) -> Folder:
-    """The checkpoint that `place` names: itself, or the newest complete one of a run, a folder or a URL. Raises ValueError for none."""
+    """The checkpoint that `place` names: itself, or the newest complete one of a run, a folder or a URL. Raises
+    ValueError for none."""
     if is_url(place):
         here = Objects(place).read(MANIFEST) is not None
-        return trimmed(place) if here else checkpoint.latest(trimmed(place))
+        return trim_zeros(place) if here else checkpoint.latest(trim_zeros(place))
     here = Path(place)
     if (here / MANIFEST).is_file() or (here.is_dir() and step_of(here.name) is not None):
         return here
     return checkpoint.latest(home_of(place)[0])
 
 
-def trimmed(url: str) -> str:
+def trim_zeros(url: str) -> str:
     """A URL without the slashes at its end."""
     return url if url.endswith("://") else url.rstrip("/")
 
@@ -97,25 +103,38 @@ def trimmed(url: str) -> str:
 
 
 def listing(place: str) -> Listing:
-    """The checkpoints of a run, a folder or a URL, whole or not. Raises ValueError where there is no such folder."""
+    """The checkpoints of a run, a folder or a URL, whole or not. Raises ValueError if there is no such folder."""
     checkpoint_dir, folder = home_of(place)
     found = files_of(checkpoint_dir)
     if MANIFEST in found.get("", {}):
         raise ValueError(f"{place}: is a checkpoint; give the folder that it is in, or use `fzero ckpt show`")
     by_step = sorted((step, name) for name in found if (step := step_of(name)) is not None)
     entries = [entry_of(join(checkpoint_dir, name), step, found[name]) for step, name in by_step]
-    return Listing(checkpoint_dir, entries, sum(size or 0 for size in found.get(SPARE, {}).values()), on_disk(folder) if folder else None)
+    return Listing(
+        checkpoint_dir,
+        entries,
+        sum(size or 0 for size in found.get(SPARE, {}).values()),
+        on_disk(folder) if folder else None,
+    )
 
 
 def files_of(checkpoint_dir: Folder) -> dict[str, dict[str, int | None]]:
-    """{folder: {file below it: bytes}} of what is in a folder of checkpoints ("": in none); bytes are None for a URL."""
+    """{folder: {file below it: bytes}} in a folder of checkpoints ("": in none); bytes are None for a URL."""
     found: dict[str, dict[str, int | None]] = {}
     if is_url(checkpoint_dir):
         sizes: dict[str, int | None] = dict.fromkeys(Objects(str(checkpoint_dir)).names())
     else:
-        there = [path for path in Path(checkpoint_dir).rglob("*") if path.is_file()] if Path(checkpoint_dir).is_dir() else []
+        there = (
+            [path for path in Path(checkpoint_dir).rglob("*") if path.is_file()]
+            if Path(checkpoint_dir).is_dir()
+            else []
+        )
         sizes = {path.relative_to(checkpoint_dir).as_posix(): path.stat().st_size for path in there}
-        found |= {path.name: {} for path in (Path(checkpoint_dir).iterdir() if Path(checkpoint_dir).is_dir() else ()) if path.is_dir()}
+        found |= {
+            path.name: {}
+            for path in (Path(checkpoint_dir).iterdir() if Path(checkpoint_dir).is_dir() else ())
+            if path.is_dir()
+        }
     for name, size in sizes.items():
         top, slash, rest = name.partition("/")
         found.setdefault(top if slash else "", {})[rest if slash else top] = size
@@ -123,7 +142,7 @@ def files_of(checkpoint_dir: Folder) -> dict[str, dict[str, int | None]]:
 
 
 def entry_of(path: Folder, step: int, files: dict[str, int | None]) -> Entry:
-    """What is known of a step from its manifest and the names and sizes of its files."""
+    """The Entry of a step, from its manifest and the names and sizes of its files."""
     size = None if is_url(path) else sum(size or 0 for size in files.values())
     if MANIFEST not in files:
         note = f"{len(files)} files that no manifest names: of a save that is under way, or did not end"
@@ -135,16 +154,32 @@ def entry_of(path: Folder, step: int, files: dict[str, int | None]) -> Entry:
         return Entry(step, path, "damaged", str(error), written, size, None, None, None)
     leaves = {name: parse_leaf(table) for name, table in record["leaves"].items()}
     parts = {
-        f"{record['arrays']}/{part_name(leaf.layout, name, part)}": None if leaf.layout.compress else leaf.layout.file_bytes
+        f"{record['arrays']}/{part_name(leaf.layout, name, part)}": None
+        if leaf.layout.compress
+        else leaf.layout.file_bytes
         for name, leaf in leaves.items()
         for part in leaf.layout.parts()
     }
-    short = [name for name, least in parts.items() if name not in files or (None not in (least, files[name]) and files[name] < least)]
+    short = [
+        name
+        for name, least in parts.items()
+        if name not in files or (None not in (least, files[name]) and files[name] < least)
+    ]
     beside = [name for name in files if name != MANIFEST and not name.startswith(f"{record['arrays']}/")]
     state, note = ("damaged", f"{some(short)} missing or too short") if short else ("complete", "")
     if beside and not note:
         note = f"{some(beside)} left by a save that did not end"
-    return Entry(step, path, state, note, written, size, len(leaves), sum(leaf.layout.nbytes for leaf in leaves.values()), record["mesh"])
+    return Entry(
+        step,
+        path,
+        state,
+        note,
+        written,
+        size,
+        len(leaves),
+        sum(leaf.layout.nbytes for leaf in leaves.values()),
+        record["mesh"],
+    )
 
 
 def some(names: list[str]) -> str:
@@ -153,7 +188,7 @@ def some(names: list[str]) -> str:
 
 
 def on_disk(folder: Path) -> OnDisk | None:
-    """The store of the run in `folder`; None where its state is not on a disk."""
+    """The store of the run in `folder`; None if its state is not on a disk."""
     value = run_folder.read_config(folder)
     if "nvme" not in Offload.parse(value.offload).memories:
         return None
@@ -171,8 +206,9 @@ def on_disk(folder: Path) -> OnDisk | None:
 # ---- what one holds ----
 
 
-def described(place: str) -> Shown:
-    """What the manifest of a checkpoint says (a run, folder or URL: of its newest). Raises ValueError where there is none."""
+def describe_checkpoint(place: str) -> Shown:
+    """The content of the manifest of a checkpoint (a run, folder or URL: of its newest). Raises ValueError if there is
+    none."""
     path = path_of(place)
     record = checkpoint.read_manifest(path)
     leaves, totals = {}, {}
@@ -190,11 +226,13 @@ def described(place: str) -> Shown:
         total = totals.setdefault(name.split("/")[0], {"leaves": 0, "elements": 0, "bytes": 0})
         for key, value in (("leaves", 1), ("elements", math.prod(layout.shape)), ("bytes", layout.nbytes)):
             total[key] += value
-    return Shown(path, record["step"], record["versions"], record["mesh"], differing_values(record["config"]), leaves, totals)
+    return Shown(
+        path, record["step"], record["versions"], record["mesh"], differing_values(record["config"]), leaves, totals
+    )
 
 
 def differing_values(saved: Any) -> dict[str, Any]:
-    """`a.b`: value, of a config in a manifest that differs from its preset; all of one that is no run's."""
+    """{`a.b`: value} where a manifest's config differs from its preset; all values if the config is no run's."""
     if not isinstance(saved, dict):
         return {} if saved is None else {"": saved}
     values = dict(flat(saved))
@@ -215,7 +253,7 @@ def differing_values(saved: Any) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON gives it back."""
+    """A value after a round trip through JSON."""
     return value if value is ... else json.loads(json.dumps(value))
 
 
@@ -223,10 +261,10 @@ def as_json(value: Any) -> Any:
 
 
 def remove(places: list[str], steps: list[int] | None = None, *, force: bool = False) -> list[str]:
-    """Remove checkpoints, each whole, and what saves that did not end have left; returns a line for each.
+    """Remove checkpoints and the leftovers of unfinished saves; returns a line for each.
 
-    places: checkpoints; or, with `steps`, one run, folder or URL that has them. force: also where no complete checkpoint is left then.
-    Raises ValueError before anything is removed.
+    places: checkpoints; or, with `steps`, one run, folder or URL that has them. force: even if no complete
+    checkpoint would be left. Raises ValueError before anything is removed.
     """
     if steps and len(places) != 1:
         raise ValueError(f"--step names checkpoints of one run and {len(places)} places are given; give one")
@@ -234,25 +272,34 @@ def remove(places: list[str], steps: list[int] | None = None, *, force: bool = F
         checkpoint_dir = home_of(places[0])[0]
         paths = [checkpoint.step_folder(checkpoint_dir, step) for step in steps]
     else:
-        paths = [trimmed(place) if is_url(place) else Path(place) for place in places]
+        paths = [trim_zeros(place) if is_url(place) else Path(place) for place in places]
     homes: dict[str, list[tuple[Folder, int]]] = {}
     for path in dict.fromkeys(paths):
         name = str(path).rsplit("/", 1)[-1] if is_url(path) else path.absolute().name
         if step_of(name) is None:
-            raise ValueError(f"{path}: is not a checkpoint, which is a folder step-XXXXXXXX; name one, or use --step N with a run")
+            raise ValueError(
+                f"{path}: is not a checkpoint, which is a folder step-XXXXXXXX; name one, or use --step N with a run"
+            )
         checkpoint_dir = str(path).rsplit("/", 1)[0] if is_url(path) else str(path.absolute().parent)
         homes.setdefault(checkpoint_dir, []).append((path, step_of(name)))
-    states = {checkpoint_dir: {entry.step: entry.state for entry in listing(checkpoint_dir).entries} for checkpoint_dir in homes}
+    states = {
+        checkpoint_dir: {entry.step: entry.state for entry in listing(checkpoint_dir).entries}
+        for checkpoint_dir in homes
+    }
     for checkpoint_dir, gone in homes.items():
         for path, step in gone:
             if step not in states[checkpoint_dir]:
                 raise ValueError(
-                    f"{path}: no such checkpoint; {checkpoint_dir} has {', '.join(map(str, states[checkpoint_dir])) or 'none'}"
+                    f"{path}: no such checkpoint; {checkpoint_dir} has "
+                    f"{', '.join(map(str, states[checkpoint_dir])) or 'none'}"
                 )
         whole = {step for step, state in states[checkpoint_dir].items() if state == "complete"}
         if whole and not force and not whole - {step for _, step in gone}:
             last = checkpoint.step_folder(checkpoint_dir, max(whole))
-            raise ValueError(f"{last}: is the last complete checkpoint in {checkpoint_dir}; nothing was removed (--force removes it too)")
+            raise ValueError(
+                f"{last}: is the last complete checkpoint in {checkpoint_dir}; nothing was removed (--force "
+                "removes it too)"
+            )
     lines = []
     for checkpoint_dir, gone in homes.items():
         for path, step in gone:

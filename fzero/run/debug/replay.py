@@ -1,9 +1,8 @@
-"""A recorded step of a run made again: from the nearest checkpoint before it, by the run's own config, without writing to its folder.
+"""Replay a recorded step of a run from the nearest checkpoint before it, without writing to the run's folder.
 
-A step is a function of a state and of the data's position, so what a run has recorded of it can be asked again: the numbers of its row,
-and every leaf of a checkpoint. Where sums have the same order (the same mesh and stage, or `reduce = "canonical"`, and as many threads)
-the bits must be the same; what is not then has another cause: hardware, another version, or something that is no part of the state.
-"""
+A step is a function of a state and a position in the data, so a replay must give the numbers of its row, and every leaf
+of its checkpoint. If sums have the same order (the same mesh and stage, or `reduce = "canonical"`, and as many threads)
+the bits must be equal; a difference then comes from hardware, another version, or something outside the state."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from fzero.data.stream import Batch
 from fzero.run import corpus, machine, run_folder, weights
 from fzero.run.build import Job, build, first_state, restore, save_store, specs_of
 from fzero.run.config import RunConfig
-from fzero.run.config_table import from_table, updated
+from fzero.run.config_table import apply_table, from_table
 from fzero.run.corpus import Say
 from fzero.run.measure.log import metrics_row
 from fzero.run.memory_check import check_memory
@@ -39,17 +38,16 @@ from fzero.sharding.digests import digest_text, digests
 from fzero.sharding.memory import Offload
 from fzero.sharding.redistribute import gather_whole
 from fzero.train.state import TrainState
-from fzero.train.update.delayed import settled
 
-SHOWN = 12  # lines of what differs
+SHOWN = 12  # lines about differences
 PIECE = 1 << 22  # elements compared at a time
-# The largest relative difference of a loss that passes where sums have another order, by the bits of what is multiplied.
+# The largest relative difference of a loss that passes if sums have another order, by the bits of the factors.
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
-EXACT = ("lr", "loss_scale", "skipped", "num_tokens")  # numbers of a row that no order of sums changes
+EXACT = ("lr", "loss_scale", "skipped", "num_tokens")  # numbers of a row that do not depend on the order of sums
 
 
 class Comparison(NamedTuple):
-    """A number of a step's row, or a leaf of the state after it (then digests are compared), as it was and as it is."""
+    """A recorded number, or digest of a leaf, beside the replayed one."""
 
     step: int
     name: str
@@ -65,7 +63,7 @@ class Comparison(NamedTuple):
 
     @property
     def apart(self) -> float:
-        """How far a number is from what it was, as a fraction of that."""
+        """The relative difference from the recorded number."""
         a, b = self.recorded, self.replayed
         if self.same or a is None or b is None:
             return 0.0 if self.same else math.inf
@@ -75,22 +73,26 @@ class Comparison(NamedTuple):
         what = f"step {self.step}: {'leaf ' * self.leaf}{self.name}"
         if self.leaf:
             return f"{what} differs{self.note}"
-        by = f" (by {self.apart:.1e} of it)" if isinstance(self.recorded, float) and isinstance(self.replayed, float) else ""
+        by = (
+            f" (by {self.apart:.1e} of it)"
+            if isinstance(self.recorded, float) and isinstance(self.replayed, float)
+            else ""
+        )
         return f"{what} was {self.recorded!r} and is {self.replayed!r}{by}"
 
 
 class ReplayResult(NamedTuple):
-    """What came of a replay."""
+    """The result of a replay."""
 
-    start: int  # the step of the state it began with
-    step: int  # the last step made again
-    source: str  # where that state came from
+    start: int  # the step of the initial state
+    step: int  # the last replayed step
+    source: str  # of the initial state: a checkpoint or the start of the run
     rows: list[Comparison]  # every comparison, in the order in which the run computes
     tolerance: float  # 0: all bits
 
     @property
     def failed(self) -> list[Comparison]:
-        """The comparisons that say that the step does not come out as it was."""
+        """The comparisons that failed."""
         if not self.tolerance:
             return [row for row in self.rows if not row.same]
         close = [row for row in self.rows if row.name == "loss" and not row.apart <= self.tolerance]
@@ -98,7 +100,7 @@ class ReplayResult(NamedTuple):
 
     @property
     def reproduces(self) -> bool:
-        """Whether it came out as it was: to the bit, or within the tolerance."""
+        """Whether the replay agrees with the record, to the bit or within the tolerance."""
         return not self.failed
 
     @property
@@ -109,35 +111,33 @@ class ReplayResult(NamedTuple):
     def __str__(self) -> str:
         steps = f"steps {self.start + 1} to {self.step}" if self.step > self.start + 1 else f"step {self.step}"
         numbers, leaves = (len([row for row in self.rows if row.leaf == leaf]) for leaf in (False, True))
-        said = f"{steps}, from {self.source}: {numbers} numbers" + f" and {leaves} leaves" * bool(leaves)
+        counts = f"{steps}, from {self.source}: {numbers} numbers" + f" and {leaves} leaves" * bool(leaves)
         if all(row.same for row in self.rows):
-            return f"reproduces bit for bit ({said})"
+            return f"reproduces bit for bit ({counts})"
         if self.reproduces:
-            return f"agrees within {self.tolerance:g}: the losses differ by {self.apart:.1e} at most ({said})"
+            return f"agrees within {self.tolerance:g}: the losses differ by {self.apart:.1e} at most ({counts})"
         first = self.failed[0]
-        return f"parts at step {first.step} ({first.name}; {said}, of which {len(self.failed)} fail)"
+        return f"parts at step {first.step} ({first.name}; {counts}, of which {len(self.failed)} fail)"
 
 
 def replay(
     folder: Path,
     step: int,
-    mesh: dict[str, int] | None = None,
+    changes: Table | None = None,
     *,
-    zero: int | None = None,
     start: int | None = None,
     tolerance: float | None = None,
     nvme: str | None = None,
     coordinator: Coordinator | None = None,
     say: Say = lambda line: None,
 ) -> ReplayResult:
-    """Make step `step` of the run in `folder` again, from the newest sound checkpoint before it or else the run's first state.
+    """Replay step `step` of the run in `folder`, from the newest sound checkpoint before it or else from the start.
 
-    Every step on the way is compared with its row in metrics.jsonl, and with its checkpoint where there is one. Nothing in `folder`
-    is changed: what the run has on a disk is put into a folder of its own below `nvme` (None: the system's), which is gone afterwards.
-    mesh, zero: of these processes; without them the run's own where it fits them, else dp over all. start: the checkpoint's step; 0 is the
-    first state. tolerance: relative, of losses; None: 0 where the same bits are due, else CLOSE.
-    Raises ValueError where there is no such run, checkpoint or record.
-    """
+    Compares every step on the way with its row in metrics.jsonl, and with its checkpoint if there is one. Nothing in
+    `folder` is changed: offloaded leaves go to a temporary folder below `nvme` (None: the system's). changes: of the
+    config, such as {"mesh": {"dp": 2}, "zero": 3}; the mesh is the run's own if it fits these processes, else dp over
+    all. start: the checkpoint's step; 0 is the first state. tolerance: relative, of losses; None: 0 if the same bits
+    are due, else CLOSE. Raises ValueError if there is no such run, checkpoint or record."""
     coordinator = coordinator or Coordinator()
     if step < 1:
         raise ValueError(f"--step is {step}; it must be at least 1")
@@ -149,12 +149,12 @@ def replay(
     if step not in rows and step not in kept:
         last = max([*rows, *kept], default=0)
         raise ValueError(
-            f"{folder}: has no record of step {step}, neither a row of {run_folder.METRICS} nor a checkpoint; its last is {last}"
+            f"{folder}: has no record of step {step}, neither a row of {run_folder.METRICS} nor a checkpoint; "
+            f"its last is {last}"
         )
-    changes: Table = {} if zero is None else {"zero": zero}
     fits = math.prod(config.mesh.values()) == coordinator.size
-    changes["mesh"] = mesh if mesh is not None else config.mesh if fits else {}
-    with open_job(folder, updated(replace(config, mesh={}), changes), coordinator, nvme, say) as again:
+    changes = {"mesh": config.mesh if fits else {}, **(changes or {})}
+    with open_job(folder, apply_table(replace(config, mesh={}), changes), coordinator, nvme, say) as again:
         job, room = again.job, again.room
         begin = choose_start(kept, step, start, job, coordinator, say)
         state = state_at(folder, job, kept[begin] if begin else None)
@@ -169,7 +169,9 @@ def replay(
             number, recorded = int(made.state.step), rows.get(int(made.state.step), {})
             if "digest" in recorded:
                 made.row["digest"] = digest_text(made.state.params, specs_of(job).params, job.mesh)
-            found += [Comparison(number, n, recorded[n], made.row[n]) for n in made.row if n in recorded and n != "step"]
+            found += [
+                Comparison(number, n, recorded[n], made.row[n]) for n in made.row if n in recorded and n != "step"
+            ]
             if number in kept:
                 parted = any(row.leaf and not row.same for row in found)
                 found += compare_leaves(job, made.state, kept[number], number, explain=not parted)
@@ -177,9 +179,9 @@ def replay(
 
 
 def report(result: ReplayResult) -> Iterator[str]:
-    """The lines that say what came of a replay; the last one is the verdict."""
+    """The lines of a report; the last one is the verdict."""
     lines: list[str] = []
-    steps: dict[int, int] = {}  # of leaves that differ, and how many; the first of them has its line
+    steps: dict[int, int] = {}  # step: number of differing leaves; the first has its own line
     for row in result.failed:
         steps[row.step] = steps.get(row.step, 0) + row.leaf
         if not row.leaf or steps[row.step] == 1:
@@ -194,11 +196,11 @@ def report(result: ReplayResult) -> Iterator[str]:
     yield str(result)
 
 
-# -- the run again
+# -- replaying
 
 
 class ReplayedStep(NamedTuple):
-    """A step that was computed again."""
+    """A replayed step."""
 
     state: TrainState  # after it
     row: dict[str, Any]  # as the run records it
@@ -206,19 +208,19 @@ class ReplayedStep(NamedTuple):
 
 
 class ReplayJob(NamedTuple):
-    """The values needed to compute steps of a run again."""
+    """The values needed to replay steps of a run."""
 
     job: Job
     batch_at: Callable[[int], Batch]  # this rank's rows by `state.data_cursor`
-    threads: int  # that the run had
-    room: Path | None  # a folder for what is on a disk, where the run has any
+    threads: int  # of the run
+    room: Path | None  # a folder for offloaded leaves, if the run has any
 
 
 def replay_steps(again: ReplayJob, state: TrainState, until: int) -> Iterator[ReplayedStep]:
     """The steps of a run from `state` to step `until`. Each overwrites the state before it."""
     job = again.job
     while (step := int(state.step)) < until:
-        # Of the process; another run beside this one may have others.
+        # Threads are of the process; another run replayed beside this one may use another number.
         torch.set_num_threads(again.threads)
         machine.set_fp32_matmul(job.config.precision.fp32_matmul)
         batch = again.batch_at(int(state.data_cursor))
@@ -227,31 +229,41 @@ def replay_steps(again: ReplayJob, state: TrainState, until: int) -> Iterator[Re
 
 
 @contextlib.contextmanager
-def open_job(folder: Path, config: RunConfig, coordinator: Coordinator, nvme: str | None, say: Say) -> Iterator[ReplayJob]:
-    """The program of the run in `folder` by `config`, with as many threads as the run had; its room is removed at the end."""
-    said, before = run_folder.read_environment(folder), torch.get_num_threads()
-    if not said.get("corpus"):
+def open_job(
+    folder: Path, config: RunConfig, coordinator: Coordinator, nvme: str | None, say: Say
+) -> Iterator[ReplayJob]:
+    """A context with the ReplayJob of the run in `folder` by `config`; its room is removed at the end."""
+    environment, before = run_folder.read_environment(folder), torch.get_num_threads()
+    if not environment.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is no step to make again")
+    run_folder.expect_trained(environment, folder)
     config = replace(config, nvme=replace(config.nvme, folder="", slots=min(config.nvme.slots, 2)))
     config, mesh, _ = place(config, coordinator)
     room = None
     try:
-        torch.set_num_threads(said.get("threads", before))
+        torch.set_num_threads(environment.get("threads", before))
         if "nvme" in Offload.parse(config.offload).memories:
             room = Path(coordinator.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
         job = build(config, mesh, room)
         check_memory(job, machine.available_bytes() // coordinator.local_size)
         expect_disk(job, coordinator)
-        path = folder / said["corpus"]  # an absolute path stays what it is
+        path = folder / environment["corpus"]  # an absolute path stays as it is
         if config.data.path == "stdlib":
-            path = Path(coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, say))))
-        if corpus.corpus_digest(path) != said["corpus_sha256"]:
+            path = Path(
+                coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, say)))
+            )
+        if corpus.corpus_digest(path) != environment["corpus_sha256"]:
             raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
         with watch(coordinator):
-            batch_at, skips = corpus.open_data(config, path, mesh)[0], coordinator.share(lambda: rollback.skips_of(folder))
-            yield ReplayJob(job, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room)
-        if job.space is not None:
-            job.space.close()
+            batch_at, skips = (
+                corpus.open_data(config, path, mesh)[0],
+                coordinator.share(lambda: rollback.skips_of(folder)),
+            )
+            yield ReplayJob(
+                job, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room
+            )
+        if job.nvme is not None:
+            job.nvme.close()
         coordinator.share(lambda: "all have closed their files")
     finally:
         torch.set_num_threads(before)
@@ -259,16 +271,18 @@ def open_job(folder: Path, config: RunConfig, coordinator: Coordinator, nvme: st
             shutil.rmtree(room, ignore_errors=True)
 
 
-def choose_start(kept: dict[int, checkpoint.Folder], step: int, asked: int | None, job: Job, coordinator: Coordinator, say: Say) -> int:
-    """The step of the checkpoint to begin with for step `step`; 0 for the first state. asked: the one that it must be."""
+def choose_start(
+    kept: dict[int, checkpoint.Folder], step: int, asked: int | None, job: Job, coordinator: Coordinator, say: Say
+) -> int:
+    """The step of the checkpoint to replay `step` from; 0 for the first state. asked: the required one."""
     found = sorted(n for n in kept if n < step)
     if asked is not None and asked not in (0, *found):
-        raise ValueError(f"--from {asked}: there is no such checkpoint below step {step}; there are 0 (the start), {list_steps(found)}")
+        raise ValueError(
+            f"--from {asked}: there is no such checkpoint below step {step}; there are 0 (the start), "
+            f"{list_steps(found)}"
+        )
     if asked is not None:
         return asked
-    if job.config.train.update == "delayed" and found:
-        say("train.update is delayed: no checkpoint has the gradient that waits for its update; from the start of the run")
-        return 0
 
     def look() -> tuple[int, list[str]]:
         sound = checkpoint.first_sound([kept[n] for n in reversed(found)], checkpoint.expect_sound)
@@ -279,7 +293,7 @@ def choose_start(kept: dict[int, checkpoint.Folder], step: int, asked: int | Non
         say(line)
     if newest:
         return newest
-    why = ", and the disk of its state has its last step alone" if job.space is not None else ""
+    why = ", and the disk of its state has its last step alone" if job.nvme is not None else ""
     say(f"there is no checkpoint below step {step} of the run{why}; from its start")
     return 0
 
@@ -293,7 +307,7 @@ def state_at(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainSta
 
 
 def step_on_disk(job: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Folder]:
-    """{step: a checkpoint in `room`} of what the disk of the run has, where that is this step; else {}."""
+    """{step: a checkpoint in `room`} of the state on the run's disk, if that is at this step; else {}."""
     config = run_folder.read_config(folder)
     snapshot = weights.snapshot_of(folder, config)
     if snapshot is None or snapshot.record.step != step or snapshot.record.dirty:
@@ -309,7 +323,7 @@ def checkpoints_in(folder: Path) -> dict[int, checkpoint.Folder]:
 
 
 def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Folder]) -> RunConfig:
-    """The config by which the run made step `step`: that of the checkpoint after it, as a resumed run may have another mesh."""
+    """The config with which the run made step `step`: that of the next checkpoint, as a resumed run may change mesh."""
     config = run_folder.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
     table = checkpoint.read_manifest(kept[after])["config"] if after is not None else None
@@ -317,7 +331,7 @@ def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Folder])
 
 
 def same_bits(recorded: RunConfig, here: RunConfig) -> bool:
-    """Whether a step must have the same bits by both configs, of one run."""
+    """Whether a step must have the same bits by both configs of a run."""
 
     def sizes(config: RunConfig) -> dict[str, int]:
         return {axis: size for axis, size in config.mesh.items() if size > 1}
@@ -346,9 +360,12 @@ def recorded_digests(path: checkpoint.Folder) -> dict[str, int]:
     return {name: int(leaf.digest, 16) for name, leaf in checkpoint.open_checkpoint(path).leaves.items()}
 
 
-def compare_leaves(job: Job, state: TrainState, path: checkpoint.Folder, step: int, *, explain: bool) -> list[Comparison]:
-    """The leaves of a state beside those of a checkpoint, by digest. explain: say of the first that differs where, and by how much."""
-    state, specs = settled(state), specs_of(job)
+def compare_leaves(
+    job: Job, state: TrainState, path: checkpoint.Folder, step: int, *, explain: bool
+) -> list[Comparison]:
+    """Compare the leaves of a state and of a checkpoint by digest. explain: say where the first differs, and by how
+    much."""
+    specs = specs_of(job)
     theirs, mine = recorded_digests(path), digests(state, specs, job.mesh)
     if theirs.keys() != mine.keys():
         odd = next(name for name in [*mine, *theirs] if (name in mine) != (name in theirs))
@@ -366,7 +383,7 @@ def compare_leaves(job: Job, state: TrainState, path: checkpoint.Folder, step: i
 
 
 def describe_difference(a: Tensor, b: Tensor, values: str) -> str:
-    """Where and by how much two leaves that differ do, in words; "" where all bits are equal. values: of the first, in words."""
+    """Where and by how much two leaves differ; "" if all bits are equal. values: the format of the first pair."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f": {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}".replace("torch.", "")
     differ, largest, first = 0, 0.0, None
@@ -376,7 +393,9 @@ def describe_difference(a: Tensor, b: Tensor, values: str) -> str:
             continue
         other = (one.reshape(len(x), -1) != two.reshape(len(y), -1)).any(-1)
         differ += int(other.sum())
-        largest = max(largest, float((x.to(torch.float64) - y.to(torch.float64))[other].abs().nan_to_num(math.inf).max()))
+        largest = max(
+            largest, float((x.to(torch.float64) - y.to(torch.float64))[other].abs().nan_to_num(math.inf).max())
+        )
         first = at * PIECE + int(other.to(torch.uint8).argmax()) if first is None else first
     if first is None:
         return ""

@@ -1,1 +1,1 @@
-"""What a run measures of itself: rows of metrics, time by phase, live bytes, norms, rank times, FLOPs."""
+"""The measurements of a run: rows of metrics, time by phase, live bytes, norms, rank times, FLOPs."""

@@ -1,4 +1,4 @@
-"""The attempts of a run: a line of attempts.jsonl for each start of its loop, with the facts that the later figures depend on."""
+"""Attempts of a run: a line of attempts.jsonl for each start of its loop, with the facts that its figures depend on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import fzero
+from fzero.core.storage import naming
 from fzero.core.tables import Table
 from fzero.run import machine as doctor
 from fzero.run import run_folder
@@ -24,7 +25,9 @@ from fzero.run.measure.flops import TokenFlop
 ATTEMPTS, PLAN = "attempts.jsonl", "plan.json"
 
 
-def begin(folder: Path, program: Job, first: int, processes: int, flop: TokenFlop, peak_flops: float, measured: bool) -> int:
+def begin(
+    folder: Path, program: Job, first: int, processes: int, flop: TokenFlop, peak_flops: float, measured: bool
+) -> int:
     """Write the line of an attempt that continues after step `first`; returns its number, from 1 on."""
     config, t = program.config, program.config.train
     number = len(read(folder)) + 1
@@ -59,7 +62,7 @@ def begin(folder: Path, program: Job, first: int, processes: int, flop: TokenFlo
         "machine": machine(),
         "config": to_table(config),  # a resumed run may have another mesh, stage and offload than config.json
     }
-    with (folder / ATTEMPTS).open("a", encoding="utf-8") as file:
+    with naming(folder / ATTEMPTS), (folder / ATTEMPTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     return number
 
@@ -70,22 +73,25 @@ def read(folder: Path) -> list[Table]:
 
 
 def commit_of(folder: Path) -> tuple[str, bool]:
-    """(the commit of the checkout that `folder` is in, whether its files were changed since); ("", False) where it is in none."""
+    """(the commit of the checkout that `folder` is in, whether its files were changed since); ("", False) where it is
+    in none."""
     if not (folder.parent / ".git").exists():  # installed, perhaps below somebody else's checkout
         return "", False
 
-    def said(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20, check=True)
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20, check=True
+        )
         return done.stdout.strip()
 
     try:
-        return said("rev-parse", "HEAD"), bool(said("status", "--porcelain", "--untracked-files=no"))
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
         return "", False
 
 
 def machine() -> Table:
-    """The facts of this machine that figures depend on; its name as a part of a hash, to tell runs on one machine from others."""
+    """The facts of this machine that figures depend on; its name as a part of a hash, to match runs on one machine."""
     return {
         "cpu": doctor.processor(),
         "cores": doctor.cores(),

@@ -1,14 +1,15 @@
 """FLOPs: of the model by the papers' formulas, and of the hardware by counting the operators that run.
 
-Model FLOPs are what training on a token needs, whatever is recomputed; MFU is their share of the peak. Hardware FLOPs are those of the
-operators as they ran, recomputation included; HFU is their share. A multiply-add counts as two. Products and attention count, nothing else.
+Model FLOPs are what training on a token needs, whatever is recomputed; MFU is their share of the peak. Hardware FLOPs
+are those of the operators as they ran, recomputation included; HFU is their share. A multiply-add counts as two.
+Products and attention count, nothing else.
 
-Attention has two conventions. "full" counts every pair of positions, "causal" the half that a causal model uses. Of the operators torch's
-own attention counts full, as torch.utils.flop_counter has it, and fzero's kernels the pairs that their pattern leaves, as they skip the
-others. Documents are never counted off: how they lie is data.
+Attention has two conventions. "full" counts every pair of positions, "causal" the half that a causal model uses. Of the
+operators torch's own attention counts full, as torch.utils.flop_counter has it, and fzero's kernels the pairs that
+their pattern leaves, as they skip the others. Documents are never counted off: how they lie is data.
 
-Ref: Chowdhery et al. 2022, "PaLM", appendix B (MFU); Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
-models", section 5 and appendix A (hardware FLOPs).
+Ref: Chowdhery et al. 2022, "PaLM", appendix B (MFU); Korthikanti et al. 2022, "Reducing activation recomputation in
+large transformer models", section 5 and appendix A (hardware FLOPs).
 """
 
 from __future__ import annotations
@@ -47,16 +48,18 @@ class TokenFlop(NamedTuple):
 
 
 def token_flop(job: Job) -> TokenFlop:
-    """Count the FLOPs of training on one token by formulas: 6 N + 12 L T D (causal: 6 L T D), and what is computed again.
+    """Count the FLOPs of training on one token by formulas: 6 N + 12 L T D (causal: 6 L T D), and
+    recomputation.
 
-    N: parameters that are multiplied with (the head also where it is tied to the embedding, rows that are looked up not; of a token's
-    experts, the top_k). D: the dims of all heads of a layer. T: seq_len.
-    Hardware: of the model, and what the remat policy and tiled MLPs compute again: 2 N and 4 L T D (causal: 2 L T D) of the layers where
-    remat is full or every:K, 2 N of the MLPs where they are tiled. What a partitioner chooses to recompute (selective:F), what kernels
-    make again inside, and the optimizer's products are not in it; `fzero plan` counts operator by operator.
+    N: parameters that are multiplied with (the head also if it is tied to the embedding, rows that are looked up
+    not; of a token's experts, the top_k). D: the dims of all heads of a layer. T: seq_len.
+    Hardware: of the model, and what the remat policy and tiled MLPs compute again: 2 N and 4 L T D (causal: 2 L T D) of
+    the layers where remat is full or every:K, 2 N of the MLPs where they are tiled. What a partitioner chooses to
+    recompute (selective:F), what kernels make again inside, and the optimizer's products are not in it; `fzero plan`
+    counts operator by operator.
 
-    Ref: Chowdhery et al. 2022, "PaLM", appendix B, which counts full; causal as in Dao 2023, "FlashAttention-2", section 4.1; hardware:
-    Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
+    Ref: Chowdhery et al. 2022, "PaLM", appendix B, which counts full; causal as in Dao 2023, "FlashAttention-2",
+    section 4.1; hardware: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
     """
     c, t = job.model.config, job.config.train
     active = layers = mlps = 0.0
@@ -70,7 +73,7 @@ def token_flop(job: Job) -> TokenFlop:
     width = heads * getattr(c, "key_dim", c.d_model // heads) if heads else 0
     attention = float(c.n_layers * job.config.data.seq_len * width)  # L T D
     model, causal = 6.0 * active + 12.0 * attention, 6.0 * active + 6.0 * attention
-    again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * (t.mlp_tiles > 1)
+    again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * (getattr(c, "mlp_tiles", 1) > 1)
     full_again, causal_again = ((2.0 * layers + pairs * attention) * again + tiles for pairs in (4.0, 2.0))
     return TokenFlop(model, causal, model + full_again, causal + causal_again)
 
@@ -87,9 +90,9 @@ def mfu(model_flop_per_token: float, tokens_per_s: float, peak_flop_per_s: float
 
 
 def hfu(hardware_flop: float, step_s: float, peak_flop_per_s: float) -> float:
-    """The hardware FLOPs utilization of one processor: what its passes compute in a step, recomputation included, over its peak.
+    """The hardware FLOPs utilization of one processor: its FLOP/s in a step, recomputation included, over its peak.
 
-    The optimizer's products (Muon's) are time, and not use.
+    The optimizer's products (Muon's) count as time, not as FLOPs.
 
     Ref: Korthikanti et al. 2022, section 5 ("hardware FLOPs utilization").
     """
@@ -100,7 +103,7 @@ def hfu(hardware_flop: float, step_s: float, peak_flop_per_s: float) -> float:
 
 
 def flop_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """The FLOPs of one operator (an OpOverload) that took `args` and `kwargs` and gave `out`; 0 for what is no product or attention."""
+    """The FLOPs of one operator (an OpOverload) with these arguments and result; 0 unless a product or attention."""
     formula = _registry().get(getattr(func, "_overloadpacket", func))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
@@ -178,8 +181,8 @@ def _tiled(products: int) -> Callable[..., int]:
 def _seen(q: Tensor, k: Tensor, kind: str, size: int, keep: int, query_start: int, key_start: int) -> int:
     if kind == "full":
         return pairs(kind, size, keep, q.shape[1], k.shape[1], query_start - key_start)
-    behind = pairs(kind, size, keep, q.shape[1], key_start + k.shape[1], query_start)
-    return behind - pairs(kind, size, keep, q.shape[1], key_start, query_start)
+    upto = pairs(kind, size, keep, q.shape[1], key_start + k.shape[1], query_start)
+    return upto - pairs(kind, size, keep, q.shape[1], key_start, query_start)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:

@@ -1,18 +1,18 @@
-"""Bytes of live tensors, counted operator by operator, and what each of them was for: of real tensors and of fake ones alike.
+"""Count the bytes of live tensors, real or fake, operator by operator and by component.
 
-Every storage that an operator's arguments or results have is counted once, from when it is first seen until it is freed. What never
-meets the dispatcher is not seen: scratch inside an operator, and buffers of Inductor's compiled code.
+Every storage of an operator's arguments or results is counted once, from its first use until it is freed. Memory that
+never meets the dispatcher is not seen: scratch inside an operator, and buffers of Inductor's compiled code.
 
 A storage belongs to one component, by where it was born and where it died:
 
-| component | what |
+| component | content |
 |---|---|
-| params, master, optimizer, ema, batch | what the step is given, by the group of the state |
-| grads | gradients handed to their sums, on their way over the ranks, and the sums: all that leaves the backward pass |
+| params, master, optimizer, ema, batch | inputs of the step, by the group of the state |
+| grads | gradients on their way to their sums, and the sums |
 | gathered | parameters whole for use |
-| activations | made in one part of the model and freed in another: what the backward pass needs, recomputed or not, and its gradients |
+| activations | made in one part of the model and freed in another: inputs of the backward pass, and its gradients |
 | workspace | made and freed in one part of the model, or in the update |
-| buffers | the buffer pool of what is on a disk, in full; the counters, keys and statistics of the state |
+| buffers | the whole buffer pool of offloaded leaves; the counters, keys and statistics of the state |
 """
 
 from __future__ import annotations
@@ -32,13 +32,31 @@ from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import FakeTensor, TorchDispatchMode
+from fzero.optim.average import AVERAGE
 
-COMPONENTS = ("params", "master", "optimizer", "ema", "batch", "grads", "gathered", "activations", "workspace", "buffers")
-GROUPS = {"params": "params", "master": "master", "opt_state": "optimizer", "extra/ema": "ema", "extra/pending": "grads", "batch": "batch"}
+COMPONENTS = (
+    "params",
+    "master",
+    "optimizer",
+    "ema",
+    "batch",
+    "grads",
+    "gathered",
+    "activations",
+    "workspace",
+    "buffers",
+)
+GROUPS = {
+    "params": "params",
+    "master": "master",
+    AVERAGE: "ema",
+    "opt_state": "optimizer",
+    "batch": "batch",
+}
 
 
 class Moment(NamedTuple):
-    """What was alive at one time of a step."""
+    """The live bytes at one time of a step."""
 
     at: int  # index into the step's events: the operator or transfer under way
     phase: str
@@ -64,13 +82,13 @@ class Visit(NamedTuple):
 
 @dataclass(slots=True)
 class Life:
-    """One storage: where it was born, and where it died."""
+    """The lifetime of a storage."""
 
     bytes: int
-    name: str  # of what the step is given, and else of the operator that made it
+    name: str  # of an input of the step, or the operator that made it
     born: Visit
-    group: str = ""  # of what the step is given, and of what the program says (see Ledger.holds)
-    reducing: bool = False  # born while a sum over ranks was started
+    group: str = ""  # of an input of the step, or as given by the program (see Ledger.holds)
+    reducing: bool = False  # born inside the start of a sum over ranks
     died: Visit | None = None
     dropped: bool = False  # died before the end of the record
 
@@ -96,7 +114,7 @@ class Change(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """What happened during one visit, in order."""
+    """The events of one visit, in order."""
 
     visit: Visit
     events: list[Any]
@@ -125,12 +143,12 @@ def name_of(func: Any) -> str:
 class LiveBytes(TorchDispatchMode):
     """A context that counts: `now` bytes are alive, `peak` were at most.
 
-    device: what is elsewhere is counted apart, in `away` (None: all is counted together).
+    device: tensors elsewhere are counted apart, in `away` (None: all together).
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else Dynamo is imported, which takes a second, and asked at every operator; it traces none of this
+        return False  # else Dynamo is imported, which takes a second, and asked at every operator
 
     def __init__(self, *trees: Any, device: torch.device | None = None):
         super().__init__()
@@ -150,7 +168,9 @@ class LiveBytes(TorchDispatchMode):
         if key in self._known:
             return
         size, device = storage.nbytes(), device_of(x)
-        if size == 0 or device.type == "meta" or self.lent(storage):  # a shape without memory; memory that is counted already
+        if (
+            size == 0 or device.type == "meta" or self.lent(storage)
+        ):  # a shape without memory; memory that is counted already
             return
         here = self.device is None or device == self.device
 
@@ -172,7 +192,7 @@ class LiveBytes(TorchDispatchMode):
         end = self.born(x, key, size, here)
 
     def born(self, x: Tensor, key: int, size: int, here: bool) -> Callable[[], None] | None:
-        """What a new storage is noted as; the function returned is called when it is freed."""
+        """Note a new storage; the returned function is called when it is freed."""
         return None
 
     def lent(self, storage: Any) -> bool:
@@ -194,13 +214,13 @@ class LiveBytes(TorchDispatchMode):
 
 
 class MemoryTrace(LiveBytes):
-    """The record of one step, of real tensors or of fake ones: births and deaths of storages, and what was going on.
+    """The record of one step, real or fake: births and deaths of storages, and events.
 
-    It is entered around the step and told of phases, parts of the model and transfers by the ledger (see `recorded`).
+    A context around the step; the ledger reports phases, parts of the model and transfers to it (see `recorded`).
 
-    note: (operator, args, kwargs, result) -> what is entered as an event, None for nothing; without it, operators are counted by name.
+    note: (operator, args, kwargs, result) -> the event to enter, or None; without it, operators are counted by name.
     told: ("start" | "wait", number, what, axis, bytes, visit) -> an event of a transfer.
-    buffers: of what is on a disk: one buffer of its full size, whatever is lent of it.
+    buffers: the pool of offloaded leaves, counted at its full size.
     """
 
     def __init__(
@@ -232,18 +252,21 @@ class MemoryTrace(LiveBytes):
         self.peak = self.now
 
     def given(self, prefix: str, tree: Tree) -> None:
-        """Enter what the step is given."""
+        """Enter the inputs of the step."""
         for name, leaf in pytree.named_leaves(tree).items():
             self.op = prefix + name
-            self.group = next((group for start, group in GROUPS.items() if (prefix + name).startswith(start)), "buffers")
+            self.group = next(
+                (group for start, group in GROUPS.items() if (prefix + name).startswith(start)), "buffers"
+            )
             self.see(leaf)
         self.op = self.group = ""
 
-    # ---- storages -------------------------------------------------------------------------------------------------------
+    # ---- storages
+    # -------------------------------------------------------------------------------------------------------
 
     @property
     def here(self) -> Visit:
-        """Where the program is."""
+        """The current visit."""
         return self.stays[-1].visit
 
     def event(self, event: Any) -> None:
@@ -255,7 +278,7 @@ class MemoryTrace(LiveBytes):
         stay.changes.append(Change(life, sign, len(stay.events) - 1))
 
     def born(self, x: Tensor, key: int, size: int, here: bool) -> Callable[[], None] | None:
-        """A storage begins to live; those that are elsewhere than on the device are not of this record."""
+        """Enter the birth of a storage, if it is on the device."""
         if not here:
             return None
         life = self.lives[key] = Life(size, self.op, self.here, self.group, self.reducing > 0)
@@ -272,11 +295,11 @@ class MemoryTrace(LiveBytes):
         return ended
 
     def lent(self, storage: Any) -> bool:
-        """Whether it is a piece of the buffer pool."""
+        """Whether a storage is a piece of the buffer pool."""
         return self.buffers is not None and self.buffers.holds(storage)
 
     def holds(self, component: str, tensors: Sequence[Tensor]) -> None:
-        """What the program says some tensors are; what the step was given stays what it was."""
+        """Set the component of some tensors, except inputs of the step."""
         for x in tensors:
             if isinstance(x, Tensor):
                 life = self.lives.get(x.untyped_storage()._cdata)
@@ -298,7 +321,8 @@ class MemoryTrace(LiveBytes):
             self.peak, self.at_peak = self.now, self.op
         return out
 
-    # ---- the program ----------------------------------------------------------------------------------------------------
+    # ---- the program
+    # ----------------------------------------------------------------------------------------------------
 
     def _go(self, part: str, layer: int | None) -> None:
         self.visits += 1
@@ -306,7 +330,7 @@ class MemoryTrace(LiveBytes):
         self.stays.append(Stay(Visit(self.visits, span, phase, part, layer), [], [], []))
 
     def enter(self, phase: str) -> None:
-        """A phase begins; what is started within a forward or a backward pass for another phase stays in that."""
+        """A phase begins; one inside a forward or backward pass counts as part of that."""
         self.reducing += phase == "reduce"
         inside = self.spans[-1][1] in ("forward", "backward", phase)
         self.spans.append(self.spans[-1] if inside else (self.entered + 1, phase))
@@ -327,7 +351,12 @@ class MemoryTrace(LiveBytes):
 
     def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
         """A collective is started."""
-        gathers = collective == "all_gather" and axis == "dp" and self.here.phase in ("forward", "backward", "update") and not self.reducing
+        gathers = (
+            collective == "all_gather"
+            and axis == "dp"
+            and self.here.phase in ("forward", "backward", "update")
+            and not self.reducing
+        )
         self.collective = leaf if gathers else ""
         if self.ledger is not None and self.ledger.entered is not None:
             self.stays[-1].sent.append(self.ledger.entered)
@@ -345,10 +374,11 @@ class MemoryTrace(LiveBytes):
         if self.told is not None:
             self.event(self.told(event, number, what, axis, sent_bytes, self.here))
 
-    # ---- what came of it ------------------------------------------------------------------------------------------------
+    # ---- results
+    # ------------------------------------------------------------------------------------------------
 
     def close(self, state: Tree | None = None) -> None:
-        """The step is over, and `state` is what it gave: what is new of it belongs to its group."""
+        """End the record; new tensors of the resulting `state` belong to its groups."""
         self.over = True
         named = pytree.named_leaves(state._asdict()) if hasattr(state, "_asdict") else {}
         for name, leaf in named.items():
@@ -362,14 +392,14 @@ class MemoryTrace(LiveBytes):
         return moments(self.stays)
 
     def alive(self, at: Moment, most: int = 20) -> tuple[tuple[str, str, int], ...]:
-        """What was alive at one of them: see `alive`."""
+        """The largest storages alive at one of them: see `alive`."""
         return alive(self.stays, at, most)
 
 
 def moments(stays: Iterable[Stay]) -> tuple[Moment, ...]:
-    """The step's beginning with what it was given; then for each stay at a place its fullest moment and its last, in order.
+    """The start of the step with its inputs; then for each stay its fullest moment and its last, in order.
 
-    A stay that repeats an earlier one, with the same list of events, is at those.
+    A stay that repeats the events of an earlier one shares its moments.
     """
     out: list[Moment] = []
     now, parts, end, changes, starts = 0, dict.fromkeys(COMPONENTS, 0), 0, 0, {}
@@ -386,32 +416,45 @@ def moments(stays: Iterable[Stay]) -> tuple[Moment, ...]:
             parts[change.life.component()] += change.sign * change.life.bytes
             if i in (fullest, last):
                 at = starts[id(stay.events)] + max(0, change.at)
-                out.append(Moment(at, stay.visit.phase, stay.visit.layer, change.life.name, totals[i], dict(parts), changes + i))
+                out.append(
+                    Moment(
+                        at, stay.visit.phase, stay.visit.layer, change.life.name, totals[i], dict(parts), changes + i
+                    )
+                )
         changes += len(totals)
     return tuple(out)
 
 
 def alive(stays: Iterable[Stay], at: Moment, most: int = 20) -> tuple[tuple[str, str, int], ...]:
-    """(name, component, bytes) of the largest storages alive at a moment of `moments(stays)`, those of one operator and place together."""
+    """(name, component, bytes) of the largest storages alive at a moment of `moments(stays)`, those of one operator and
+    place together.
+
+    All layers count as one: a repeated stay frees storages that bear the name of another layer than those it makes.
+    """
     sums: dict[tuple[str, str], int] = {}
     changes = itertools.chain.from_iterable(stay.changes for stay in stays)
     for life, sign, _ in itertools.islice(changes, at.change + 1):
-        key = (life.name if life.born is START else f"{life.name} in {life.born}", life.component())
+        key = (
+            life.name if life.born is START else f"{life.name} in {life.born._replace(layer=None)}",
+            life.component(),
+        )
         sums[key] = sums.get(key, 0) + sign * life.bytes
-    largest = sorted(((size, key) for key, size in sums.items() if size), reverse=True)[:most]
+    largest = sorted(((size, key) for key, size in sums.items() if size > 0), reverse=True)[:most]
     return tuple((name, component, size) for size, (name, component) in largest)
 
 
 @contextlib.contextmanager
 def recorded(record: MemoryTrace, ledger: Ledger) -> Iterator[MemoryTrace]:
-    """A context in which `record` sees every operator, and is told of phases, parts and transfers by `ledger`."""
+    """A context in which `record` sees every operator, and `ledger`'s phases, parts and transfers."""
     record.ledger = ledger
     with ledger.watched(record), record:
         yield record
 
 
-def record_step(step: Callable[..., Any], state: Any, batch: Any, ledger: Ledger, **options: Any) -> tuple[Any, Any, MemoryTrace]:
-    """(state, metrics, record) of `step(state, batch)`. options: see Record."""
+def record_step(
+    step: Callable[..., Any], state: Any, batch: Any, ledger: Ledger, **options: Any
+) -> tuple[Any, Any, MemoryTrace]:
+    """(state, metrics, record) of `step(state, batch)`. options: see MemoryTrace."""
     record = MemoryTrace(state, batch, **options)
     with recorded(record, ledger):
         state, metrics = step(state, batch)
@@ -429,7 +472,7 @@ def peak_of(f: Callable[..., Any], *args: Any) -> int:
 
 
 def predict_peak(make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> int:
-    """`peak_of(f, *args)` for the (f, args) that `make()` gives, all on fake tensors: no memory is used and nothing is computed.
+    """`peak_of(f, *args)` for the (f, args) that `make()` gives, on fake tensors: without memory and computation.
 
     A train step is made with `fake_mesh` and skip_nonfinite=False, as a fake tensor has no value to branch on.
     """

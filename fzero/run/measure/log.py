@@ -1,22 +1,22 @@
-"""The row that a step adds to metrics.jsonl: its numbers and times; and where rows go: file, terminal, TensorBoard."""
+"""The row of a step in metrics.jsonl: its numbers and times; and its writers: file, terminal, loggers."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from fzero.core.storage import naming
 from fzero.run import run_folder
 from fzero.run.build import Job
-from fzero.run.corpus import Say
 from fzero.run.measure import norms
 from fzero.run.measure.flops import TokenFlop
+from fzero.run.measure.loggers import Log, open_loggers
 from fzero.run.measure.rank_times import RankTimes
 from fzero.run.measure.timer import Clock
 from fzero.train.state import TrainState
@@ -24,7 +24,7 @@ from fzero.train.step import Metrics
 
 
 def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
-    """The row of a step's metrics, with None for numbers that are not finite. step: the steps made before."""
+    """The row of a step's metrics, with None for numbers that are not finite. step: the number of steps before."""
     values = {
         "loss": float(metrics.loss),
         **{name: float(value) for name, value in metrics.extra.items()},
@@ -40,12 +40,13 @@ def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
 
 
 class Meter:
-    """The times and rates in the rows of an attempt. Every rank has one. peak_flops: FLOP/s of all processes together."""
+    """The times and rates in the rows of an attempt. Every rank has one. peak_flops: FLOP/s of all processes
+    together."""
 
     def __init__(self, job: Job, flop: TokenFlop, peak_flops: float) -> None:
         self.job, self.flop, self.peak = job, flop, peak_flops
-        space = job.space
-        self.clock = Clock(waited=None if space is None else lambda: space.moved().waited_s)
+        nvme = job.nvme
+        self.clock = Clock(waited=None if nvme is None else lambda: nvme.moved().waited_s)
         self.tokens = job.config.train.batch * job.config.data.seq_len
         self.every = job.config.train.measure_every
         self.spent = RankTimes()
@@ -76,18 +77,20 @@ class Meter:
         }
 
     def norms(self, state: TrainState, metrics: Metrics, step: int) -> dict[str, Any]:
-        """The norms of gradients and parameters layer by layer, where this step is one in `train.measure_every`; {} elsewhere."""
+        """The norms of gradients and parameters by layer, every `train.measure_every` steps; else {}."""
         if not self.every or step % self.every:
             return {}
         plan, mesh = self.job.plan, self.job.mesh
-        grads = norms.by_part(norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor))
+        grads = norms.by_part(
+            norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor)
+        )
         params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
         return {"grad_norms": grads, "param_norms": params}
 
     def times(self, step: int, how: str) -> dict[str, Any]:
         """The seconds since the row before by phase, and every `train.measure_every` steps those of all ranks.
 
-        how: what recorded the step ("" for nothing); the time of a recorded step is not counted for its rank.
+        how: the recorder of the step, or ""; the time of a recorded step is not counted for its rank.
         """
         times = self.clock.take()
         if not how:
@@ -100,44 +103,28 @@ class Meter:
 
 
 @contextlib.contextmanager
-def metrics_writer(folder: Path, first: int, until: int, every: int, bar: bool, say: Say) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that writes a step's row to metrics.jsonl, to the terminal, and to TensorBoard where that is installed."""
+def metrics_writer(
+    folder: Path, first: int, show: Log, loggers: Sequence[str], config: Mapping[str, Any]
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A context of a function that writes a step's row to metrics.jsonl, the terminal and the loggers."""
+    path = folder / run_folder.METRICS
     with ExitStack() as stack:
-        file = stack.enter_context((folder / run_folder.METRICS).open("a", encoding="utf-8"))
-        shown = board = None
-        if bar:
-            from tqdm import tqdm
-
-            shown = stack.enter_context(tqdm(total=until, initial=first, unit="step", dynamic_ncols=True))
-        if importlib.util.find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            board = stack.enter_context(SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1))
-        recent: list[float] = []
-        val = ""
+        with naming(path):
+            file = path.open("a", encoding="utf-8")
+        stack.callback(close_flushed, file)
+        log = stack.enter_context(open_loggers(loggers, folder, first=first, config=config))
 
         def record(row: dict[str, Any]) -> None:
-            nonlocal val
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            for name, value in row.items() if board else ():
-                if name != "step" and isinstance(value, (int, float)):
-                    board.add_scalar(name, value, row["step"])
-            recent[:] = [*recent[-19:], row["step_s"]]
-            loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
-            val = f"  val {row['val_loss']:.4f}" if "val_loss" in row else val
-            speed = f"{row['tokens_per_s']:,.0f} tokens/s  MFU {100 * row['mfu']:.0f}%"
-            if shown is not None:
-                shown.set_postfix_str(f"loss {loss}{val}  {speed}", refresh=False)
-                shown.update()
-            elif row["step"] % every == 0 or row["step"] in (first + 1, until) or "val_loss" in row:
-                left = format_duration((until - row["step"]) * sum(recent) / len(recent))
-                say(f"step {row['step']}/{until}  loss {loss}{val}  {speed}  ETA {left}{'  SKIPPED' if row['skipped'] else ''}")
+            with naming(path):
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+            log(row)
+            show(row)
 
         yield record
 
 
-def format_duration(seconds: float) -> str:
-    """A duration in words: 0:42, 12:05, 3:00:00."""
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+def close_flushed(file: IO[str]) -> None:
+    """Close a file that was flushed after every write: what is left could not be written, which was said then."""
+    with contextlib.suppress(OSError):
+        file.close()

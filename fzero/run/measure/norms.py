@@ -1,9 +1,8 @@
-"""The norms of gradients and parameters, layer by layer: what a measured run says of each part of its model.
+"""The norms of gradients and parameters, layer by layer.
 
     norms.by_part(norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor))
 
-The squares of gradients are those that a step's own norm is made of, so nothing is read again and no gradient is held longer.
-"""
+The squares of gradients come from the step's own norm, so nothing is read again and no gradient is held longer."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def sums(squared: Mapping[str, Squared]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def of_params(params: Tree) -> dict[str, Tensor]:
-    """`sums` of this rank's parameters; leaves that rest on a disk are left out, as they would have to be read."""
+    """`sums` of this rank's parameters; leaves on a disk are left out, to avoid reading them."""
     here = {name: leaf for name, leaf in pytree.named_leaves(params).items() if isinstance(leaf, Tensor)}
     return sums(squares(WHOLE, here))
 
@@ -47,8 +46,8 @@ def of_params(params: Tree) -> dict[str, Tensor]:
 def by_part(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, whole: Tree, factor: float = 1.0) -> Norms:
     """The 2-norms, times `factor`, of the parts of a model: the embedding, each layer, the head; the same on all ranks.
 
-    local: this rank's `sums` of leaves that `specs` shard. whole: what has the names of all leaves; a part of which one is missing in
-    `local` is None. A number that is not finite is None too.
+    local: this rank's `sums` of leaves that `specs` shard. whole: a tree with all leaves; a part with a leaf
+    missing in `local` is None. A number that is not finite is None too.
     Communicates: one psum per axis that shards any leaf, of a float64 number per leaf and layer.
     """
     named = pytree.named_leaves(specs)

@@ -1,6 +1,6 @@
-"""A Chrome trace of some steps: operators, and around them the step's phases and layers by name; collectives beside them.
+"""A Chrome trace of some steps: operators inside named phases and layers, and collectives beside them.
 
-https://ui.perfetto.dev and chrome://tracing show it. Names come from the marks that the ledger tells its watches.
+https://ui.perfetto.dev and chrome://tracing show it. Names come from the ledger's marks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from torch.profiler import record_function
 
 from fzero.comm.ledger import Ledger
+from fzero.core.storage import naming
 
 TRACE = "trace.json.gz"
 
 
 def hush() -> None:
-    """Keep the profiler's own lines off stderr; before its first use."""
+    """Keep the profiler's own lines off stderr; call it before the first profile."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
@@ -36,7 +37,7 @@ def profiler() -> Any:
 
 
 class Named:
-    """Who watches a ledger and gives its phases, parts and waits to torch's profiler as ranges that nest (see ledger.Watcher)."""
+    """A ledger.Watcher that gives phases, parts and waits to torch's profiler as nested ranges."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[str, str, Any]] = []  # (kind, name, the range), outermost first
@@ -58,7 +59,7 @@ class Named:
         self._push("phase", phase)
 
     def leave(self, phase: str) -> None:
-        """The innermost phase ends, and the part that it was at."""
+        """The innermost phase ends, and its current part."""
         while self._pop() != "phase":
             pass
 
@@ -75,11 +76,11 @@ class Named:
         self.under_way[number] = (name, axis, time.perf_counter())
 
     def wait(self, number: int) -> None:
-        """The program waits for it."""
+        """The program waits for collective `number`."""
         self._push("wait", f"wait {self.under_way[number][1]}" if number in self.under_way else "wait")
 
     def done(self, number: int) -> None:
-        """It is there."""
+        """Its result has arrived."""
         self._pop()
         if number in self.under_way:
             name, axis, begin = self.under_way[number]
@@ -87,7 +88,7 @@ class Named:
 
 
 class Profile:
-    """The trace of the steps from `first` to `last` (numbers of the run), written into `path` behind the last of them."""
+    """The trace of the run's steps `first` to `last`, written into `path` after the last one."""
 
     def __init__(self, path: Path, ledger: Ledger, first: int, last: int) -> None:
         self.path, self.ledger, self.first, self.last = path, ledger, first, last
@@ -109,7 +110,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """End the profile, if it was begun, and write what it has."""
+        """End the profile, if it was begun, and write its trace."""
         if self.stack is None:
             return
         self.stack.close()
@@ -121,21 +122,26 @@ class Profile:
         for name in ("host_name", "traceName"):
             trace.pop(name, None)
         trace["traceEvents"] = [*apart(trace["traceEvents"]), *self.messages(trace["traceEvents"])]
-        with gzip.open(self.path, "wt", encoding="utf-8") as file:
+        with naming(self.path), gzip.open(self.path, "wt", encoding="utf-8") as file:
             json.dump(trace, file)
 
     def messages(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The collectives as events of their own, each from its start to when it was there: they overlap, so they do not nest."""
-        first = min((e for e in events if e.get("ph") == "X" and str(e.get("name")).startswith("step ")), key=lambda e: e["ts"])
+        """The collectives as separate events, from start to arrival: they overlap, so they do not nest."""
+        first = min(
+            (e for e in events if e.get("ph") == "X" and str(e.get("name")).startswith("step ")), key=lambda e: e["ts"]
+        )
         out = []
         for number, name, axis, begin, end in self.named.sent:
             common = {"cat": axis, "name": name, "id": number, "pid": first["pid"], "tid": first["tid"]}
-            out += [{**common, "ph": ph, "ts": first["ts"] + 1e6 * (at - self.begun)} for ph, at in (("b", begin), ("e", end))]
+            out += [
+                {**common, "ph": ph, "ts": first["ts"] + 1e6 * (at - self.begun)}
+                for ph, at in (("b", begin), ("e", end))
+            ]
         return out
 
 
 def apart(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The events of a trace, where the messages of gloo, which overlap the ranges of the thread that started them, are beside these."""
+    """The events of a trace, with gloo's messages moved to a track beside the overlapping ranges of their thread."""
     for number, event in enumerate(events):
         if event.get("ph") == "X" and event["name"].startswith("gloo:"):
             common = {key: event[key] for key in ("name", "pid", "tid")} | {"cat": "gloo", "id": number}
@@ -146,8 +152,11 @@ def apart(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def steps_of(text: str, first: int) -> tuple[int, int]:
-    """(first, last) step of the run that a text "3-5" or "4" names, counted from the step behind `first`; raises ValueError."""
+    """(first, last) step of the run for a text "3-5" or "4", counted from the step after `first`; raises ValueError."""
     begin, dash, end = text.partition("-")
     if not (begin.isdecimal() and (end.isdecimal() or not dash)) or not 1 <= int(begin) <= int(end or begin):
-        raise ValueError(f"--profile {text!r} is not of the form FROM-TO, such as 3-5, counted from the first step that this command makes")
+        raise ValueError(
+            f"--profile {text!r} is not of the form FROM-TO, such as 3-5, counted from the first step that "
+            "this command makes"
+        )
     return first + int(begin), first + int(end or begin)

@@ -1,4 +1,4 @@
-"""Who waits for whom: the times of every rank, gathered now and then in one small collective."""
+"""Find stragglers: the times of every rank, gathered at intervals in one small collective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fzero.comm.tables import device_of, gather_rows
 from fzero.run.measure.timer import COMM, IO, Times
 from fzero.sharding import Mesh
 
-BEHIND = 1.05  # of the others' median: from there on a rank is a straggler
+BEHIND = 1.05  # times the others' median: above it a rank is a straggler
 COLUMNS = ("busy_s", "comm_s", "data_s", "io_s")
 
 
@@ -22,14 +22,15 @@ class RankTimes:
         self.steps, self.sums = 0, [0.0] * len(COLUMNS)
 
     def add(self, times: Times) -> None:
-        """Count a step."""
+        """Add the times of a step."""
         phases = times.phases
         self.steps += 1
         for i, value in enumerate((times.busy, phases[COMM], phases["data"], phases[IO])):
             self.sums[i] += value
 
     def gather(self, mesh: Mesh) -> dict[str, Any]:
-        """The times of all ranks, as lists by rank, and the straggler; the sums begin again at 0. All ranks call it after the same step.
+        """The times of all ranks, as lists by rank, and the straggler; resets the sums. All ranks call it
+        after the same step.
 
         Communicates: four float64 of each rank.
         """

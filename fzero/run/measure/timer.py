@@ -1,4 +1,4 @@
-"""The clock of a step: how its time splits over phases and collectives, told by the ledger's marks.
+"""The clock of a step: how its time splits over phases and collectives, by the ledger's marks.
 
     clock = Clock()
     with mesh.ledger.watched(clock):
@@ -7,7 +7,7 @@
         state, metrics = train_step(state, batch)
     times = clock.take()
 
-While a step runs, a mark is a line in a list; what the marks mean is worked out by `take`, behind it.
+While a step runs, a mark is a line in a list; `take` interprets the marks after the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The phases of a row, each second in one of them. What the ledger calls otherwise is "rest".
+# The phases of a row, each second in one of them. Other phases of the ledger are "rest".
 PHASES = ("data", "forward", "backward", "metrics", "update", "comm_exposed", "io", "evaluate", "checkpoint", "rest")
 WHOLE = ("evaluate", "checkpoint")  # with their own collectives and their own waiting for a disk
 COMM, IO, REST = "comm_exposed", "io", "rest"
@@ -27,30 +27,30 @@ COMM, IO, REST = "comm_exposed", "io", "rest"
 class Comm(NamedTuple):
     """The seconds of the collectives over an axis."""
 
-    exposed: float = 0.0  # in which the program waited
+    exposed: float = 0.0  # the program waited
     hidden: float = 0.0  # from a start to the wait for it; the messages may have been there sooner
 
 
 class Times(NamedTuple):
-    """Where the time went between two calls of `Clock.take`, in seconds."""
+    """The time between two calls of `Clock.take`, in seconds."""
 
     wall: float
-    phases: dict[str, float]  # of PHASES, all of them; they add up to `wall`
-    comm: dict[str, Comm]  # by axis; the exposed ones add up to phases["comm_exposed"]
+    phases: dict[str, float]  # every one of PHASES; they add up to `wall`
+    comm: dict[str, Comm]  # by axis; exposed times add up to phases["comm_exposed"]
 
     @property
     def busy(self) -> float:
-        """What was spent on the step itself: neither waiting nor beside it."""
+        """The seconds of the step's own computation, without data, waiting, evaluations and checkpoints."""
         return self.wall - sum(self.phases[name] for name in ("data", COMM, IO, *WHOLE))
 
 
 class Clock:
-    """Who watches a ledger with a clock (see ledger.Watcher).
+    """A ledger.Watcher that measures time.
 
-    A second belongs to the outermost phase, whatever is entered inside it; but waiting for a collective is "comm_exposed", and waiting
-    for a disk and the commit of a store are "io", outside evaluations and checkpoints. On a GPU the marks are events in the current
-    stream, and `take` waits for the last one: exposed is how long that stream waited.
-    waited: the seconds that this thread has waited for a disk so far (None: it has none).
+    A second belongs to the outermost phase, whatever is entered inside it; but waiting for a collective is
+    "comm_exposed", and waiting for a disk and the commit of a store are "io", outside evaluations and checkpoints. On a
+    GPU the marks are events in the current stream, and `take` waits for the last one: exposed is how long that stream
+    waited. waited: the seconds that this thread has waited for a disk so far (None: it has none).
     """
 
     def __init__(self, device: torch.device | str = "cpu", waited: Callable[[], float] | None = None) -> None:
@@ -64,7 +64,7 @@ class Clock:
     def _note(self, what: str, value: Any) -> None:
         self.log.append((what, value, self.now(), self.waited()))
 
-    # ---- what a ledger tells -------------------------------------------------------------------------------------
+    # ---- called by a ledger -------------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
         """A phase begins."""
@@ -75,21 +75,21 @@ class Clock:
         self._note("leave", phase)
 
     def at(self, part: str, layer: int | None) -> None:
-        """The program comes to a part of the model, which is nothing to a clock of phases."""
+        """Ignore a part of the model: only phases count."""
 
     def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
         """A collective is started."""
         self._note("start", (number, axis))
 
     def wait(self, number: int) -> None:
-        """The program waits for it."""
+        """The program waits for collective `number`."""
         self._note("wait", number)
 
     def done(self, number: int) -> None:
-        """It is there."""
+        """Its result has arrived."""
         self._note("done", number)
 
-    # ---- what a loop asks ----------------------------------------------------------------------------------------
+    # ---- called by a loop ----------------------------------------------------------------------------------------
 
     def take(self) -> Times:
         """The times since the last call, or since the clock was made. No collective may be under way."""
@@ -100,7 +100,7 @@ class Clock:
             end.synchronize()
         (last, waited), self.last = self.last, log[-1][2:]
         wall, phases, axes = _between(last, end), dict.fromkeys(PHASES, 0.0), {}
-        started: dict[int, tuple[str, Any]] = {}  # number -> (axis, the mark behind which it travels)
+        started: dict[int, tuple[str, Any]] = {}  # number -> (axis, the mark after which it travels)
         waiting = ""
         for what, value, mark, disk in log:
             spent, idle, name = _between(last, mark), 0.0, _name(self.open, waiting)
@@ -129,7 +129,7 @@ class Clock:
 
 
 def _name(phases: list[str], waiting: str) -> str:
-    """The phase of a row to which a second belongs, inside these phases of the ledger; waiting: the axis of a collective, or ""."""
+    """The phase of a row for a second inside these phases of the ledger. waiting: the axis of a collective, or ""."""
     if phases and phases[0] in WHOLE:
         return phases[0]
     if waiting:

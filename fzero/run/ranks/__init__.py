@@ -1,1 +1,1 @@
-"""The processes of a run: how they find each other, agree, notice signals and hangs, and end together."""
+"""The processes of a run: rendezvous, agreement, signals, hangs, and a common end."""

@@ -1,9 +1,9 @@
-"""The processes of one command: what they tell each other besides tensors, and how all of them end when one does.
+"""Coordinate the processes of one command: exchange values besides tensors, and end all processes when one ends.
 
-torchrun starts every process with the same command. They agree through its store: the first (rank 0) decides what must be the same and
-speaks for all. A rank that fails leaves its reason there before it ends; the others, whose collectives then fail, find it and end in
-silence, so that there is one line. Where a rank could leave nothing (a kill), the first to notice says so.
-"""
+torchrun starts every process with the same command. They agree through its store: the first (rank 0) decides what must
+be the same and speaks for all. A rank that fails leaves its reason there before it ends; the others, whose collectives
+then fail, find it and end in silence, so that one line is printed. If a rank was killed and left nothing, the first to
+notice says so."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ import torch.distributed as dist
 
 from fzero.comm.agreement import RankError
 from fzero.run.ranks.rendezvous import meet, read_hellos
-from fzero.run.ranks.signals import Stopped, exit_code, under_torchrun
+from fzero.run.ranks.signals import Stopped, exit_code, expect_environment, under_torchrun
 from fzero.sharding import Mesh, make_mesh, one_process
 
 TIMEOUT_S = 600.0  # for another rank, in a collective and at a comparison
-LOST_S = 2.0  # for the reason of a rank that is gone, until what was noticed of it is said
-NODE_S = 5.0  # for a signal to this node too, where one to another node has stopped the run
-# Keys: why all end, that they have ended, who is done, a spare's signal, the run.
+LOST_S = 2.0  # to wait for the reason of a rank that is gone, before reporting that it is gone
+NODE_S = 5.0  # to wait for a signal to this node, if one to another node has stopped the run
+# Keys: the reason to end, the end, processes that are done, a spare's signal, the run.
 REASON, OVER, BYE, STOP, FOLDER = "reason", "over", "bye", "stop", "folder"
-SIGNAL = "signal "  # how a reason begins that is no failure
+SIGNAL = "signal "  # prefix of a reason that is no failure
 AGAIN = "torchrun's report says how it ended; resume from the last checkpoint with --resume"
 
 
 class Ended(Exception):
-    """Another rank has said why all of them end."""
+    """Another rank has left the reason why all ranks end."""
 
 
 class Coordinator:
-    """The processes of a command as this one sees them; one alone agrees with itself at once. See `join`.
+    """The processes of a command as this one sees them. See `join`.
 
     store: of these processes alone. lasting: of all attempts of the same torchrun. names: of the processes, by rank.
     """
@@ -56,10 +56,10 @@ class Coordinator:
     ) -> None:
         self.rank, self.size, self.local_size = rank, size, local_size
         self.store, self.lasting, self.names = store, lasting, names or []
-        self.asked = 0  # of what is agreed on: the same on all ranks at the same point of the program
+        self.asked = 0  # number of agreements so far: the same on all ranks at the same point of the program
         self.spares = 0  # processes, after the others, that wait for the run to end
-        self.signalled = False  # whether a signal came to this process itself while it trained
-        # For whoever looks for a rank that hangs (fzero/run/ranks/watchdog.py), from another thread.
+        self.signalled = False  # whether this process itself received a signal while training
+        # Read by the watchdog from another thread.
         self.step, self.waiting = 0, ""
         self.at: Mesh | None = None
 
@@ -70,7 +70,7 @@ class Coordinator:
 
     @property
     def spare(self) -> bool:
-        """Whether this process is left over: it waits for the run to end (see fzero.run.ranks.elastic.stand_by)."""
+        """Whether this process is a spare: it waits for the run to end (see fzero.run.ranks.elastic.stand_by)."""
         return self.rank >= self.size
 
     def keep(self, size: int) -> None:
@@ -78,9 +78,9 @@ class Coordinator:
         self.size, self.spares = size, self.size - size
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """What `make()` returns on rank 0 (anything JSON can hold), on all ranks; they wait for it however long it takes.
+        """Return rank 0's `make()` (any JSON value) on all ranks, however long it takes.
 
-        Raises Ended where a rank has failed meanwhile.
+        Raises Ended if a rank has failed meanwhile.
         """
         self.asked += 1
         if self.store is None:
@@ -90,16 +90,18 @@ class Coordinator:
         return json.loads(self._hear(str(self.asked), "rank 0", None))
 
     def gather(self, value: Any) -> list[Any]:
-        """The values (anything JSON can hold) of all ranks, in their order, on all ranks.
+        """Return the values (any JSON) of all ranks, in rank order, on all ranks.
 
-        Raises Ended where a rank has failed, TimeoutError naming one that does not come.
+        Raises Ended if a rank has failed, TimeoutError naming one that does not come.
         """
         if self.store is None:
             return [value]
         self.asked += 1
         key = str(self.asked)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        return self.share(lambda: [json.loads(self._hear(f"{key}/{rank}", f"rank {rank}", TIMEOUT_S)) for rank in range(self.size)])
+        return self.share(
+            lambda: [json.loads(self._hear(f"{key}/{rank}", f"rank {rank}", TIMEOUT_S)) for rank in range(self.size)]
+        )
 
     def compare(self, values: dict[str, Any], fix: str) -> None:
         """Raise ValueError, on all ranks, naming the first rank and value that differ from rank 0's, and the `fix`."""
@@ -107,16 +109,20 @@ class Coordinator:
         for rank, theirs in enumerate(others, 1):
             for name in [*mine, *theirs]:
                 if mine.get(name) != theirs.get(name):
-                    raise ValueError(f"{name} is {theirs.get(name)!r} on rank {rank} and {mine.get(name)!r} on rank 0; {fix}")
+                    raise ValueError(
+                        f"{name} is {theirs.get(name)!r} on rank {rank} and {mine.get(name)!r} on rank 0; {fix}"
+                    )
 
     def mesh(self, sizes: Mapping[str, int], timeout_s: float = TIMEOUT_S) -> Mesh:
-        """The mesh of these processes over the CPU; raises ValueError where its sizes do not multiply to their number.
+        """The mesh of these processes over the CPU; raises ValueError if its sizes do not multiply to their number.
 
         timeout_s: how long a collective waits for another rank.
         """
         if self.size > 1 and self.store is not None:
             if sys.platform == "linux" and self.local_size >= self.size:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host needs no network, whatever its name resolves to
+                os.environ.setdefault(
+                    "GLOO_SOCKET_IFNAME", "lo"
+                )  # one host needs no network, whatever its name resolves to
             timeout, store = timedelta(seconds=timeout_s), dist.PrefixStore("group", self.store)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         if self.size == 1 and self.spares and math.prod(sizes.values()) == 1:
@@ -126,12 +132,15 @@ class Coordinator:
         return self.at
 
     def close(self, stopped: int = 0) -> None:
-        """Wait until rank 0 is here too, let the spares go, and end torch.distributed. stopped: the signal that ended the run, or 0."""
+        """Wait until rank 0 is here too, let the spares go, and end torch.distributed. stopped: the signal that ended
+        the run, or 0."""
         self.share(lambda: "end")
         if self.store is not None and self.first:
             self.store.set(OVER, str(stopped))
             end = time.monotonic() + NODE_S
-            while rank_0_keeps_store() and self.store.add(BYE, 0) < self.size + self.spares - 1 and time.monotonic() < end:
+            while (
+                rank_0_keeps_store() and self.store.add(BYE, 0) < self.size + self.spares - 1 and time.monotonic() < end
+            ):
                 time.sleep(0.01)  # the store ends with this process
         self.bye()
         if self.store is not None and dist.is_initialized():
@@ -145,7 +154,7 @@ class Coordinator:
     def code(self, stopped: int) -> int:
         """The exit code of this process where the signal `stopped` (0: none) ended the run.
 
-        On several nodes, one of which was told to go: 2 on those that were not, so that torchrun goes on with them.
+        If one of several nodes was stopped: 2 on the others, so that torchrun continues with them.
         """
         if not stopped or self.signalled or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
             return exit_code(stopped)
@@ -156,7 +165,7 @@ class Coordinator:
         return 2
 
     def stop(self, number: int) -> None:
-        """Let all ranks end by the signal `number`, where there is nothing to save."""
+        """End all ranks by the signal `number`, with nothing to save."""
         with contextlib.suppress(RuntimeError):
             self.claim(f"{SIGNAL}{number}")
 
@@ -171,28 +180,32 @@ class Coordinator:
         return self.store.get(REASON).decode() if self.store is not None and self.store.check([REASON]) else ""
 
     def recorded(self) -> str:
-        """The run folder that an attempt of the same torchrun has taken before; "" for none."""
+        """The run folder of an earlier attempt under the same torchrun; "" for none."""
         return self.lasting.get(FOLDER).decode() if self.lasting is not None and self.lasting.check([FOLDER]) else ""
 
     def record(self, folder: str) -> None:
-        """Note, for attempts after this one, that `folder` is this torchrun's run."""
+        """Record, for later attempts, that `folder` is this torchrun's run."""
         if self.lasting is not None:
             self.lasting.set(FOLDER, folder)
 
     def _hear(self, key: str, whose: str, timeout_s: float | None) -> bytes:
-        # By looking again and again: a wait inside the store is deaf to signals and to a rank that has failed.
+        # Poll: a wait inside the store notices neither signals nor a rank that has failed.
         begin, pause, looked, self.waiting = time.monotonic(), 0.002, 0.0, whose
         while not self._answered(key):
             now, reason = time.monotonic(), self.reason()
             if reason:
                 raise Stopped(int(reason.removeprefix(SIGNAL))) if reason.startswith(SIGNAL) else Ended
             if timeout_s is not None and now - begin > timeout_s:
-                raise TimeoutError(f"{whose} did not come within {timeout_s:g} s; look what it is doing, and start all ranks again")
+                raise TimeoutError(
+                    f"{whose} did not come within {timeout_s:g} s; look what it is doing, and start all ranks again"
+                )
             if self.names and now - looked > 1.0:
                 looked = now
                 for rank, (name, found) in enumerate(zip(self.names, read_hellos(self.lasting, len(self.names)))):
                     if name != found:
-                        raise TimeoutError(f"rank {rank} was started again, without the others; let torchrun restart all of them")
+                        raise TimeoutError(
+                            f"rank {rank} was started again, without the others; let torchrun restart all of them"
+                        )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         self.waiting = ""
@@ -208,14 +221,15 @@ class Coordinator:
 
 
 def join(timeout_s: float = 60.0) -> Coordinator:
-    """The coordinator of this process: of one process alone, or of those that torchrun started, when all of them are here.
+    """The coordinator of this process, once all processes that torchrun started have joined.
 
     timeout_s: for the store.
-    Raises ValueError where the environment is not torchrun's, or its store does not answer; TimeoutError where a rank does not come.
-    """
+    Raises ValueError if the environment is not torchrun's, or its store does not answer; TimeoutError if a rank
+    does not come."""
     if not under_torchrun():
         return Coordinator()
-    rank, size, local = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    expect_environment()
+    rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     lasting = torchrun_store(timeout_s)
     number, names = meet(lasting, rank, size, TIMEOUT_S)
     return Coordinator(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names)
@@ -229,18 +243,14 @@ def rank_0_keeps_store() -> bool:
 def torchrun_store(timeout_s: float) -> dist.Store:
     """torchrun's store, under the name of its run.
 
-    Raises ValueError where the environment is not torchrun's, or the store does not answer.
+    Raises ValueError if the environment is not torchrun's, or the store does not answer.
     """
+    expect_environment()
     env = os.environ
+    host, port, where = env["MASTER_ADDR"], int(env["MASTER_PORT"]), f"fzero/{env['TORCHELASTIC_RUN_ID']}"
     try:
-        _ = [int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")]
-        host, port, where = env["MASTER_ADDR"], int(env["MASTER_PORT"]), f"fzero/{env['TORCHELASTIC_RUN_ID']}"
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"WORLD_SIZE is {env.get('WORLD_SIZE', '')} and the rest of torchrun's environment is not there ({error}); use torchrun"
-        ) from None
-    try:
-        # Where torchrun keeps no store for its workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 does: a new one at every restart.
+        # If torchrun keeps no store for its workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 does: a new one
+        # at every restart.
         mine = rank_0_keeps_store() and env["RANK"] == "0"
         store = dist.TCPStore(host, port, is_master=mine, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -254,31 +264,39 @@ _PARENT, _ENDING = os.getppid(), threading.Lock()
 
 
 def end_as_orphan() -> None:
-    """End this process where torchrun, which started it, was killed: nobody restarts or stops it, and the others do without it."""
+    """End this process if its torchrun was killed: nobody restarts or stops it."""
     if os.getppid() != _PARENT:
-        _ENDING.acquire()  # of two threads that find it one says so
+        _ENDING.acquire()  # only one of two threads reports it
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("fzero: error: torchrun is gone; resume from the last checkpoint with --resume", file=sys.stderr, flush=True)
+            print(
+                "fzero: error: torchrun is gone; resume from the last checkpoint with --resume",
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(2)
 
 
 def last_words(text: str, coordinator: Coordinator | None, *, lost: bool = False) -> tuple[str, int]:
-    """(what this process is to print of its reason to end, its exit code): the text with its rank, or "" where another rank has said why.
+    """(the line to print when this process ends, its exit code): the text with its rank, or "" if another rank has
+    reported the reason.
 
-    coordinator: None where it fails before it has joined the others. lost: the reason is that another rank is gone, which may be about to
-    say more of it. The code is 2, unless a signal has ended the run.
+    coordinator: None if it fails before it has joined the others. lost: the reason is that another rank is gone,
+    which may still report more. The code is 2, unless a signal has ended the run.
     """
     if not under_torchrun():
         return text, 2
-    # torchrun ends what is left as soon as one process has ended; what is left may be about to say why.
+    # torchrun ends the others as soon as one process has ended; they may be about to report why.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text += f"; {AGAIN}" if lost and "is gone" in text else ""
+    joined = coordinator is not None and coordinator.store is not None
     try:
-        if coordinator is None or coordinator.store is None:
-            # Nothing tells attempts apart here but torchrun's count of them.
+        if not joined:
+            # Only torchrun's count distinguishes attempts here.
             early = f"early/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-            coordinator = Coordinator(int(os.environ.get("RANK", "0")), store=dist.PrefixStore(early, torchrun_store(5.0)))
-        # The same mistake on all ranks is for rank 0 to say.
+            coordinator = Coordinator(
+                int(os.environ.get("RANK", "0")), store=dist.PrefixStore(early, torchrun_store(5.0))
+            )
+        # Rank 0 reports a mistake that all ranks share.
         end = time.monotonic() + (LOST_S if lost else 0.0 if coordinator.first else 0.5)
         while time.monotonic() < end and not coordinator.reason():
             time.sleep(0.02)
@@ -288,5 +306,6 @@ def last_words(text: str, coordinator: Coordinator | None, *, lost: bool = False
             return "", exit_code(int(first.removeprefix(SIGNAL)))
         return text if first == text else "", 2
     except (ValueError, RuntimeError):
-        end_as_orphan()  # the store went with torchrun, or with rank 0
+        if joined:  # else there may never have been a torchrun
+            end_as_orphan()  # the store went with torchrun, or with rank 0
         return text, 2  # nobody can be asked

@@ -1,4 +1,4 @@
-"""A run on another number of processes: the mesh that fits them, and what the processes left over do."""
+"""Resume on another number of processes: fit the mesh, and keep the processes left over as spares."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from fzero.run.ranks.signals import stop_signals
 from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, read_beats
 
 
-def fit_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *, canonical: bool = False) -> dict[str, int]:
+def fit_mesh(
+    sizes: Mapping[str, int], processes: int, micro_batches: int, *, canonical: bool = False
+) -> dict[str, int]:
     """The sizes of a mesh like `sizes` for this number of processes, or for fewer.
 
-    Each axis but dp keeps its size where that fits, tp first, and else takes its largest divisor that does. dp is as large as the rest of
-    the processes allow, where the data ranks (dp x rp) divide the micro-batches of a step, and are a power of two for canonical sums.
-    """
+    Each axis but dp keeps its size if that fits, tp first, else its largest divisor that does. dp is as large as the
+    rest of the processes allow, such that the data ranks (dp x rp) divide the micro-batches of a step, and are a power
+    of two for canonical sums."""
     out, left = {}, processes
     for axis in sorted(sizes.keys() - {"dp"}, key=lambda axis: (axis != "tp", axis)):
         out[axis] = max(d for d in range(1, sizes[axis] + 1) if sizes[axis] % d == 0 and d <= left)
@@ -29,7 +31,7 @@ def fit_mesh(sizes: Mapping[str, int], processes: int, micro_batches: int, *, ca
 
 
 def refit_mesh(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tuple[dict[str, int], str]:
-    """(the mesh that `fit_mesh` finds for the run, a line that says so)."""
+    """(the mesh of `fit_mesh` for the run, a line that describes it)."""
     micro_batches = config.train.batch // config.train.micro_batch
     mesh = fit_mesh(sizes, processes, micro_batches, canonical=config.reduce == "canonical")
     used = math.prod(mesh.values())
@@ -50,10 +52,10 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 def stand_by(coordinator: Coordinator) -> int:
     """Wait, as a spare, until the run of the others has ended; returns the signal that stopped it, or 0.
 
-    A signal to this process is passed on to them: they save, and end. Raises Ended where one of them has failed, TimeoutError where none
-    of them gives a sign of life.
+    Passes a signal to this process on to them: they save, and end. Raises Ended if one of them has failed,
+    TimeoutError if none of them gives a sign of life.
     """
-    heard, seen, told, beat = time.monotonic(), {}, 0.0, 0.0
+    heard, seen, signalled_at, beat = time.monotonic(), {}, 0.0, 0.0
     with stop_signals() as received:
         while not coordinator.store.check([OVER]):
             now = time.monotonic()
@@ -63,13 +65,15 @@ def stand_by(coordinator: Coordinator) -> int:
                 beat, found = now, read_beats(coordinator)
                 coordinator.store.set(f"beat/{coordinator.rank}", "spare")
                 heard, seen = (heard, seen) if found == seen and found else (now, found)
-            if received and not told:
-                told, heard, coordinator.signalled = now, now, True
+            if received and not signalled_at:
+                signalled_at, heard, coordinator.signalled = now, now, True
                 coordinator.store.set(STOP, str(received[0]))
-            if told and now - heard > SILENT_S:
+            if signalled_at and now - heard > SILENT_S:
                 return received[0]  # torchrun ends the others too, and did not wait for them
             if now - heard > TIMEOUT_S:
-                raise TimeoutError(f"rank {coordinator.rank}, a spare: no other rank gives a sign of life for {TIMEOUT_S:g} s")
+                raise TimeoutError(
+                    f"rank {coordinator.rank}, a spare: no other rank gives a sign of life for {TIMEOUT_S:g} s"
+                )
             time.sleep(0.1)
         stopped = int(coordinator.store.get(OVER))
         coordinator.bye()

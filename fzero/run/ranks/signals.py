@@ -1,4 +1,4 @@
-"""Signals that end a run: they end the process at once while there is nothing to save, and are noted while it trains.
+"""Signals that end a run: immediately while there is nothing to save, after the current step while it trains.
 
 Imports nothing heavy, so that a signal is heeded from the start of a command.
 """
@@ -12,9 +12,29 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from fzero.core.foreign import environment_number
+
+# What torchrun sets for each process: all of it is needed, and these are numbers.
+RANK_NUMBERS = (
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+TORCHRUN = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
 
 class Stopped(Exception):
-    """A signal, to this rank or to another one, has ended the run where there was nothing to save."""
+    """A signal, to this rank or another, has ended the run with nothing to save."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -22,12 +42,39 @@ class Stopped(Exception):
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or something like it) started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    """Whether torchrun (or the like) started this process, by its environment as it is: see `expect_environment`."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return "TORCHELASTIC_RUN_ID" in os.environ or (size.isdecimal() and int(size) > 1)
+
+
+def expect_environment() -> int:
+    """Return WORLD_SIZE, the number of processes, 1 if it is not set.
+
+    Raises ValueError naming a variable of torchrun's whose text is no number, or out of range, and if only a part of
+    them is set.
+    """
+    size = environment_number("WORLD_SIZE", 1, 1)
+    rank = environment_number("RANK", 0)
+    for name in RANK_NUMBERS:
+        environment_number(name, 0)
+    environment_number("MASTER_PORT", 1, 1, 65535)
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if missing and under_torchrun():
+        there = next((name for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID") if name in os.environ), "WORLD_SIZE")
+        raise ValueError(
+            f"{there} is {os.environ.get(there, '')!r} and {missing[0]} is not set, so torchrun did not start this "
+            "process; start it with torchrun --nproc-per-node N -m fzero ..., or unset these variables"
+        )
+    if rank >= size:
+        raise ValueError(
+            f"RANK is {rank} and WORLD_SIZE is {os.environ.get('WORLD_SIZE', 'not set')}; torchrun sets both: start "
+            "fzero with it, or unset RANK for one process"
+        )
+    return size
 
 
 def exit_code(number: int) -> int:
-    """The exit code of a run that a signal stopped (0: none did): as asked, unless it was Ctrl-C."""
+    """The exit code of a run stopped by a signal (0: none): 130 for Ctrl-C, else 0."""
     return 130 if number == signal.SIGINT else 0
 
 
@@ -45,7 +92,7 @@ def raise_on_sigterm() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # torchrun sends SIGTERM when another rank has ended; this one is about to say, or to find out, why.
+        # torchrun sends SIGTERM when another rank has ended; this one is about to report, or to find, the reason.
         before = signal.SIG_IGN if under_torchrun() else before
         raise
     finally:
@@ -65,7 +112,9 @@ def stop_signals() -> Iterator[list[int]]:
     try:
         yield received
     except BaseException:
-        before[signal.SIGTERM] = signal.SIG_IGN if under_torchrun() else before[signal.SIGTERM]  # as in `ending`
+        before[signal.SIGTERM] = (
+            signal.SIG_IGN if under_torchrun() else before[signal.SIGTERM]
+        )  # as in `raise_on_sigterm`
         raise
     finally:
         for number, handler in before.items():

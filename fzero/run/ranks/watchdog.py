@@ -1,9 +1,9 @@
-"""The watch thread of a rank: signs of life, the end of a process whose main thread waits for a rank that is gone, and hangs by name.
+"""The watch thread of a rank: publish signs of life, end a process that waits for a dead rank, name hanging ranks.
 
-Each rank publishes, once a second, where its main thread is: how many collectives it has begun, which one it waits in, its step, the top of
-its stack. The main thread pays for that with three attributes a collective (comm/communicator.py). A rank whose own main thread makes no
-progress looks at the others', and after `hang_s` says which of them hangs and what the rest wait for.
-"""
+Each rank publishes once a second the state of its main thread: collectives begun, the one it waits in, its step, the
+top of its stack. The main thread pays for that with three attributes a collective (comm/communicator.py).
+A rank whose own main thread makes no progress reads the others', and after `hang_s` reports which of them hangs
+and what the rest wait for."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fzero.comm.agreement import Call
 from fzero.run.ranks.coordinator import AGAIN, LOST_S, STOP, Coordinator, end_as_orphan
 
 BEAT_S = 1.0  # between two signs of life
-SILENT_S = 8.0  # without one, after a SIGTERM, until a rank counts as gone
-STALE_S = 3.0  # without one, at a hang, until its process counts as stopped
+SILENT_S = 8.0  # without a sign of life after a SIGTERM, a rank counts as gone
+STALE_S = 3.0  # without one at a hang, a process counts as stopped
 DONE = b"done"  # in place of a sign of life: the rank's training is over
 
 
@@ -37,17 +37,17 @@ class Beat(NamedTuple):
     step: int  # steps made
     calls: int  # collectives begun
     last: str  # the last of them
-    waits: str  # what it waits in for others; "" where it waits for nobody
+    waits: str  # what it waits in for others; "" if it waits for nobody
     at: str  # the top of its stack
 
 
 @contextlib.contextmanager
 def watch(coordinator: Coordinator, hang_s: float = 0.0, stop: list[int] | None = None) -> Iterator[None]:
-    """A context in which a thread ends this process where the main thread cannot, because it waits for a rank that is gone.
+    """A context in which a thread ends this process if the main thread waits for a rank that is gone.
 
-    It gives signs of life and looks for a reason to end. After a SIGTERM, which torchrun sends when a process has ended, it looks for
-    those of the other ranks. hang_s: end all ranks where one makes no progress for so long (0: never). stop: takes the number of a signal
-    that came to a spare.
+    The thread publishes signs of life and looks for a reason to end. After a SIGTERM, which torchrun sends when a
+    process has ended, it checks the signs of the other ranks. hang_s: seconds without progress of a rank after which
+    all ranks end (0: never). stop: receives the number of a signal to a spare.
     """
     if coordinator.store is None:
         yield
@@ -57,7 +57,9 @@ def watch(coordinator: Coordinator, hang_s: float = 0.0, stop: list[int] | None 
     ours.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(coordinator, ours, over, hang_s, [] if stop is None else stop), name="fzero-watch")
+    thread = threading.Thread(
+        target=_watch, args=(coordinator, ours, over, hang_s, [] if stop is None else stop), name="fzero-watch"
+    )
     thread.start()
     try:
         yield
@@ -80,20 +82,24 @@ def _heed(coordinator: Coordinator, received: bytes) -> bool:
     return signal.SIGTERM in received
 
 
-def _watch(coordinator: Coordinator, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]) -> None:
-    # A connection of its own: the other one is taken while the main thread waits in it.
+def _watch(
+    coordinator: Coordinator, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]
+) -> None:
+    # A separate connection: the main thread blocks the other one while it waits.
     mine = Coordinator(coordinator.rank, coordinator.size, coordinator.local_size, coordinator.store.clone())
     main, moved = threading.main_thread(), time.monotonic()
     number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
-    # Where the store is gone there is little to look at.
+    # Without a store there is little to look at.
     with contextlib.suppress(RuntimeError):
         mine.store.set(f"process/{coordinator.rank}", str(os.getpid()))
         while not over.is_set() and main.is_alive():
             number, now, place = number + 1, time.monotonic(), progress_of(coordinator)
             if place != before:
                 before, moved = place, now
-            mine.store.set(f"beat/{coordinator.rank}", json.dumps(beat_of(coordinator, number, now - moved, main.ident)))
+            mine.store.set(
+                f"beat/{coordinator.rank}", json.dumps(beat_of(coordinator, number, now - moved, main.ident))
+            )
             if coordinator.spares and coordinator.first and not stop and mine.store.check([STOP]):
                 stop.append(int(mine.store.get(STOP)))
             if select.select([wakeup], [], [], BEAT_S)[0] and _heed(coordinator, wakeup.recv(64)) and not term:
@@ -107,13 +113,19 @@ def _watch(coordinator: Coordinator, wakeup: socket.socket, over: threading.Even
             end_as_orphan()
             if term and now - term > SILENT_S:
                 found = read_beats(mine)
-                gone = [str(rank) for rank in range(coordinator.size) if found.get(rank) != DONE and found.get(rank) == seen.get(rank)]
+                gone = [
+                    str(rank)
+                    for rank in range(coordinator.size)
+                    if found.get(rank) != DONE and found.get(rank) == seen.get(rank)
+                ]
                 term, seen = now, found
                 if gone:
                     say_and_end(
-                        mine, f"rank {coordinator.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} s; {AGAIN}"
+                        mine,
+                        f"rank {coordinator.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} "
+                        f"s; {AGAIN}",
                     )
-            # From half of the time on, so that at the end of it there is something to compare with.
+            # Start at half of the time, to have signs to compare with at its end.
             if not hang_s or coordinator.size == 1 or now - moved < hang_s / 2:
                 heard = {}
                 continue
@@ -139,15 +151,15 @@ def read_beats(coordinator: Coordinator) -> dict[int, bytes]:
 
 
 def say_and_end(coordinator: Coordinator, text: str) -> None:
-    """End this process, with the text on stderr unless another rank has said why all end."""
-    mine = f"{text}\n{coordinator.rank}"  # others may find the same
+    """End this process, with the text on stderr unless another rank has left a reason."""
+    mine = f"{text}\n{coordinator.rank}"  # other ranks may find the same text
     if coordinator.claim(mine) == mine:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
 def kill_sibling(process: int) -> None:
-    """SIGKILL the process where torchrun started it as it did this one: it heeds nothing else, and torchrun would wait for it for 30 s."""
+    """SIGKILL a stopped process of the same torchrun, which would wait 30 s for it."""
     with contextlib.suppress(OSError):
         parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
         if parent == os.getppid() and process != os.getpid():
@@ -166,15 +178,29 @@ def progress_of(coordinator: Coordinator) -> tuple[object, ...]:
 
 
 def beat_of(coordinator: Coordinator, number: int, idle_s: float, main: int | None) -> Beat:
-    """This rank's sign of life."""
+    """The current Beat of this rank."""
     agreement = coordinator.at.agreement if coordinator.at is not None else None
     last, call = (brief(agreement.last), agreement.waiting) if agreement is not None else ("", None)
-    waits = f"{brief(call)} (#{call.number})" if call is not None else f"a message of {coordinator.waiting}" if coordinator.waiting else ""
-    return Beat(number, round(idle_s, 1), coordinator.step, agreement.number if agreement is not None else 0, last, waits, stack_top(main))
+    waits = (
+        f"{brief(call)} (#{call.number})"
+        if call is not None
+        else f"a message of {coordinator.waiting}"
+        if coordinator.waiting
+        else ""
+    )
+    return Beat(
+        number,
+        round(idle_s, 1),
+        coordinator.step,
+        agreement.number if agreement is not None else 0,
+        last,
+        waits,
+        stack_top(main),
+    )
 
 
 def brief(call: Call | None) -> str:
-    """A collective in words, of several leaves the first."""
+    """The text of a collective, naming the first of several leaves."""
     if call is None:
         return ""
     first, *more = call.leaf.split(" ")
@@ -182,7 +208,7 @@ def brief(call: Call | None) -> str:
 
 
 def stack_top(thread: int | None) -> str:
-    """Where a thread is in Python: file:line and function."""
+    """The top of a thread's Python stack: file:line and function."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return ""
@@ -191,31 +217,38 @@ def stack_top(thread: int | None) -> str:
 
 
 def verdict(states: Mapping[int, Beat], stale: Mapping[int, float], hang_s: float) -> str:
-    """Which of the ranks hangs, where, and what the others wait for, in one line; "" where none does.
+    """Which of the ranks hangs, where, and what the others wait for, in one line; "" if none does.
 
-    stale: the seconds for which the process of a rank gave no sign of life.
+    stale: seconds without a sign of life, by rank.
     """
     hung = sorted(stale) or [rank for rank, s in sorted(states.items()) if not s.waits and s.idle_s >= hang_s]
     if not hung and states and all(s.waits and s.idle_s >= hang_s for s in states.values()):
-        # All wait: the one that has begun the fewest collectives keeps the others waiting.
+        # All wait: the rank that has begun the fewest collectives blocks the others.
         fewest = min(s.calls for s in states.values())
         hung = [rank for rank, s in sorted(states.items()) if s.calls == fewest][:1]
     if not hung:
         return ""
-    told = []
+    hangs = []
     for rank in hung:
         s = states[rank]
         if rank in stale:
-            how = f"its process gives no sign of life for {stale[rank]:.0f} s (stopped, or its host is gone), and was last in"
+            how = (
+                f"its process gives no sign of life for {stale[rank]:.0f} s (stopped, or its host is gone), and "
+                "was last in"
+            )
         else:
             how = f"no progress for {s.idle_s:.0f} s, in"
         waits = f" waiting in {s.waits}" if s.waits else ""
         passed = "" if s.waits else f", after {s.last} (#{s.calls})" if s.last else ", before any collective"
-        told.append(f"rank {rank} hangs: {how} step {s.step + 1}{waits} at {s.at or 'an unknown place'}{passed}")
+        hangs.append(f"rank {rank} hangs: {how} step {s.step + 1}{waits} at {s.at or 'an unknown place'}{passed}")
     waiting: dict[str, list[int]] = {}
     for rank, s in sorted(states.items()):
         if rank not in hung and s.waits:
             waiting.setdefault(f"{s.waits}, step {s.step + 1}", []).append(rank)
-    others = [f"rank {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {what}" for what, ranks in waiting.items()]
-    fix = "resume from the last checkpoint with --resume, or let torchrun --max-restarts do it; train.hang_s is the limit"
-    return "; ".join([*told, *others, fix])
+    others = [
+        f"rank {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {what}" for what, ranks in waiting.items()
+    ]
+    fix = (
+        "resume from the last checkpoint with --resume, or let torchrun --max-restarts do it; train.hang_s is the limit"
+    )
+    return "; ".join([*hangs, *others, fix])

@@ -1,1 +1,1 @@
-"""How a run survives: checkpoints while training, the newest sound state, the same command again, rollbacks."""
+"""Checkpoints while training, loading the newest sound state, resuming by the same command, rollbacks."""

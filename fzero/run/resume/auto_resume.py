@@ -1,4 +1,4 @@
-"""Resume a run by the command that started it: is there a run in the folder, and which of the command's values may it take."""
+"""Resume a run by the command that started it: detect the run in the folder, and check the command's values."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any
 
 from fzero.core.tables import Table, flat, put
 from fzero.models.presets import family_of
-from fzero.run import run_folder
+from fzero.run import run_folder, run_lock
 from fzero.run.config import RunConfig
-from fzero.run.config_table import to_table, updated
+from fzero.run.config_table import apply_table, to_table
+from fzero.run.placement import KEYS
 
-MARKER = "begun"  # a file in the folder of a run that has no config.json yet: the other files there are its own
-# What may be another value when a run is resumed.
-MAY_CHANGE = ("mesh", "zero", "reduce", "sequence", "accumulate", "prefetch", "reshard", "offload")
-MAY_CHANGE += ("nvme.folder", "nvme.buffer_mb", "precision.policy")
+MARKER = "begun"  # a file that marks the folder of a run without config.json yet: its files belong to that run
 
 
 def take_folder(folder: Path, *, auto: bool) -> bool:
-    """Make sure that `folder` is free for a new run; returns whether it exists.
+    """Make this process the owner of a `folder` that is free for a new run; returns whether it was there before.
 
     auto: remove the files of an earlier start of the run that ended before it trained.
-    Raises ValueError where the folder holds anything else.
+    Raises ValueError if the folder holds anything else, or another process owns it.
     """
+    if not any((folder / name).exists() for name in (run_lock.LOCK, *([MARKER] if auto else []))):
+        run_folder.expect_free(folder)
+    there = run_lock.take(folder)
     if auto and (folder / MARKER).is_file() and not (folder / run_folder.CONFIG).is_file():
         run_folder.clear_folder(folder, keep=True)
     run_folder.expect_free(folder)
-    return folder.exists()
+    return there
 
 
 def put_marker(folder: Path) -> None:
-    """Mark `folder` as that of a run that has no config.json yet."""
+    """Mark `folder` as that of a run without config.json yet."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
 
@@ -42,18 +43,18 @@ def remove_marker(folder: Path) -> None:
 
 
 def run_exists(folder: Path) -> bool:
-    """Whether there is a run in `folder`."""
+    """Whether `folder` holds a run."""
     return (folder / run_folder.CONFIG).is_file()
 
 
 def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
     """The values in the table of a command that a resumed run may change.
 
-    Raises ValueError naming the first key whose value in `table` differs from that of the run in `folder`, and may not.
+    Raises ValueError naming the first other key whose value in `table` differs from that of the run in `folder`.
     """
-    old, said = run_folder.read_config(folder), run_folder.read_environment(folder)
-    if init is not None and str(init.resolve()) != said.get("init", ""):
-        raise difference_error("--init", init, said.get("init") or "no other run", folder)
+    old, recorded = run_folder.read_config(folder), run_folder.read_environment(folder)
+    if init is not None and str(init.resolve()) != recorded.get("init", ""):
+        raise difference_error("--init", init, recorded.get("init") or "no other run", folder)
     if table.get("preset", old.preset) != old.preset:
         raise difference_error("preset", table["preset"], old.preset, folder)
     rest: Table = {}
@@ -62,8 +63,8 @@ def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
         if key == "model.family":
             if value != family_of(old.model):
                 raise difference_error(key, value, family_of(old.model), folder)
-        elif value != "auto":  # which is decided already
-            put(changes if key in MAY_CHANGE or key.startswith("mesh.") else rest, key, value)
+        elif value != "auto":  # decided already
+            put(changes if key in KEYS or key.startswith("mesh.") else rest, key, value)
     given, mine = dict(flat(to_table(apply_settings(old, rest)))), dict(flat(to_table(old)))
     for key, _ in flat(rest):
         if given[key] != mine[key]:
@@ -72,9 +73,9 @@ def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
 
 
 def apply_settings(old: RunConfig, table: Table) -> RunConfig:
-    """The run's config with the values of `table`, and the corpus named as a run records it."""
+    """The run's config with the values of `table`, and an absolute path of the corpus."""
     path = old.data.path
-    new = updated(replace(old, mesh={}), table)
+    new = apply_table(replace(old, mesh={}), table)
     if new.data.path not in ("stdlib", path):
         new = replace(new, data=replace(new.data, path=str(Path(new.data.path).absolute())))
     return new
@@ -83,5 +84,6 @@ def apply_settings(old: RunConfig, table: Table) -> RunConfig:
 def difference_error(key: str, given: Any, there: Any, folder: Path) -> ValueError:
     """The error for a value that differs from the run's."""
     return ValueError(
-        f"{key} is {given} here and {there} in {folder}, which is to be resumed; give the same, leave it out, or name another --out"
+        f"{key} is {given} here and {there} in {folder}, which is to be resumed; give the same, leave it out, "
+        "or name another --out"
     )

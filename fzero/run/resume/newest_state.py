@@ -1,4 +1,4 @@
-"""The newest state of a run: in the store on its disk, in a checkpoint, or the first one; and the traffic of that disk."""
+"""Load the newest state of a run, from its offload store or a checkpoint; report the traffic of its disk."""
 
 from __future__ import annotations
 
@@ -22,34 +22,39 @@ from fzero.run.corpus import Say
 from fzero.run.memory_check import check_disk
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.train.state import TrainState
-from fzero.train.state_on_disk import kept_leaves, on_disk, owner_table
+from fzero.train.state_on_disk import leaves_on_disk, on_disk, owner_table
 
 
 def expect_disk(job: Job, coordinator: Coordinator) -> None:
-    """Raise ValueError where the disk of a new run is too small for its state."""
-    place = job.space.folder if job.space is not None else None
+    """Raise ValueError if the disk of a new run is too small for its state."""
+    place = job.nvme.folder if job.nvme is not None else None
     if place is None or is_url(place) or not job.config.train.memory_check:
         return
     there = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.exists())
-    held = sum(path.stat().st_blocks * 512 for path in Path(place).rglob("*") if path.is_file())  # of a run that is over, taken over
+    held = sum(
+        path.stat().st_blocks * 512 for path in Path(place).rglob("*") if path.is_file()
+    )  # taken over from a finished run
     coordinator.share(lambda: check_disk(job, shutil.disk_usage(there).free + held))
 
 
 def expect_new(job: Job, folder: Path, coordinator: Coordinator) -> None:
-    """Raise ValueError where the place that a new run names for its checkpoints has some, OSError where its store cannot be reached."""
+    """Raise ValueError if a new run's checkpoint folder already has checkpoints, OSError if its store cannot be
+    reached."""
     if job.config.train.checkpoints and not all_on_disk(job):
         checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
         if found := coordinator.share(lambda: checkpoint.steps(checkpoint_dir)):
-            raise ValueError(f"train.checkpoints is {checkpoint_dir}, which has the step {found[-1]} of a run already; name another place")
+            raise ValueError(
+                f"train.checkpoints is {checkpoint_dir}, which has the step {found[-1]} of a run already; "
+                "name another place"
+            )
 
 
 def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say, init: Path | None) -> TrainState:
-    """The state to resume from: of the last complete step on the run's disk, else of the newest sound checkpoint, else the first one.
+    """The state to resume from: the last complete step on the run's disk, else the newest sound checkpoint, else the
+    first state.
 
-    It may have been written with another mesh, stage, offload and policy.
-
-    A damaged store or checkpoint is passed over where there is another checkpoint. The store of another plan becomes a checkpoint first.
-    """
+    It may have been written with another mesh, stage, offload and policy. A damaged store or checkpoint is passed over
+    if there is another checkpoint. The store of another plan is first converted into a checkpoint."""
     checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
     saved = coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
     before = run_folder.read_config(folder)
@@ -66,7 +71,7 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
         if not saved:
             raise ValueError(failures[0])
         say(f"passed over: {failures[0]}")
-        coordinator.share(lambda: release_store(job.space.folder))
+        coordinator.share(lambda: release_store(job.nvme.folder))
     else:
         saved = convert_other_store(job, folder, before, saved, coordinator, say)
     if not saved:
@@ -75,20 +80,24 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
 
 
 def is_own_store(job: Job) -> bool:
-    """Whether the store in the run's folder was made by the same plan. True where there is none, or its description is damaged."""
+    """Whether the store in the run's folder was made by the same plan. True if there is none, or its description is
+    damaged."""
     try:
-        said = read_description(job.space.folder)
+        record = read_description(job.nvme.folder)
     except Damaged:
         return True
-    if said is None or said["ranks"] != job.mesh.size or said["owner"] != owner_table(job.plan):
-        return said is None
-    leaves = kept_leaves(like_of(job), specs_of(job), job.plan)
+    if record is None or record["ranks"] != job.mesh.size or record["owner"] != owner_table(job.plan):
+        return record is None
+    leaves = leaves_on_disk(like_of(job), specs_of(job), job.plan)
     ours = {name: [list(kept.shape), str(kept.dtype).removeprefix("torch.")] for name, kept in leaves.items()}
-    return ours == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in said["leaves"].items()}
+    return ours == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in record["leaves"].items()}
 
 
-def convert_other_store(job: Job, folder: Path, before: RunConfig, saved: list[int], coordinator: Coordinator, say: Say) -> list[int]:
-    """Convert an offload store written under another plan into a checkpoint, release its folder, and list the checkpoints' steps."""
+def convert_other_store(
+    job: Job, folder: Path, before: RunConfig, saved: list[int], coordinator: Coordinator, say: Say
+) -> list[int]:
+    """Convert an offload store written under another plan into a checkpoint, release its folder, and list the
+    checkpoints' steps."""
     snapshot, checkpoint_dir = weights.snapshot_of(folder, before), run_folder.checkpoints_of(folder, job.config)
     failure, place = "", None
     if snapshot is not None and not snapshot.record.done and not lacks_optimizer_state(job, snapshot):
@@ -103,7 +112,9 @@ def convert_other_store(job: Job, folder: Path, before: RunConfig, saved: list[i
         say(f"passed over: {failures[0]}")
     elif place is not None:
         say(f"step {snapshot.record.step} on the disk was another plan's: it is {place} now")
-    for where in {str(snapshot.folder)} if snapshot is not None else {str(job.space.folder)} if job.space is not None else ():
+    for where in (
+        {str(snapshot.folder)} if snapshot is not None else {str(job.nvme.folder)} if job.nvme is not None else ()
+    ):
         coordinator.share(lambda where=where: release_store(where))
     return coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
 
@@ -114,9 +125,11 @@ def lacks_optimizer_state(job: Job, snapshot: StoreSnapshot) -> bool:
     return any(name not in snapshot.leaves and name not in snapshot.record.values for name in names)
 
 
-def restore_newest(job: Job, checkpoint_dir: checkpoint.Folder, saved: list[int], coordinator: Coordinator, say: Say) -> TrainState:
-    """The state of the newest sound one of the checkpoints of these steps; says which ones were passed over."""
-    if on_disk(job.plan):  # all ranks make a store together: what it is made of is looked at first
+def restore_newest(
+    job: Job, checkpoint_dir: checkpoint.Folder, saved: list[int], coordinator: Coordinator, say: Say
+) -> TrainState:
+    """The state of the newest sound checkpoint among `steps`; says which ones were passed over."""
+    if on_disk(job.plan):  # all ranks make a store together, so check its source first
 
         def look() -> tuple[str, list[str]]:
             found = newest_sound(checkpoint_dir, checkpoint.expect_sound)
@@ -135,9 +148,10 @@ def restore_newest(job: Job, checkpoint_dir: checkpoint.Folder, saved: list[int]
 def restore_on_all(
     job: Job, path: checkpoint.Folder, coordinator: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
 ) -> TrainState:
-    """This rank's state from the checkpoint at `path`; raises Damaged, on all ranks, where it is damaged for one of them.
+    """This rank's state from the checkpoint at `path`; raises Damaged, on all ranks, if it is damaged for one of
+    them.
 
-    check: says what is wrong with this rank's state besides; "" where nothing is.
+    check: returns another fault of this rank's state, or "".
     """
     try:
         state = restore(job, path)
@@ -151,23 +165,23 @@ def restore_on_all(
 
 
 def offload_summary(job: Job) -> list[str]:
-    """Lines about the run's disk, for its start: none where it has none."""
-    if job.space is None:
+    """The lines about the run's disk shown at its start; none without a disk."""
+    if job.nvme is None:
         return []
-    size = job.space.pool_bytes
-    lines = [f"offload {job.config.offload}: {job.space.folder}, {size / 1e6:,.0f} MB of buffers a process"]
+    size = job.nvme.pool_bytes
+    lines = [f"offload {job.config.offload}: {job.nvme.folder}, {size / 1e6:,.0f} MB of buffers a process"]
     if all_on_disk(job):
-        kept = job.space.slots - 2
+        kept = job.nvme.slots - 2
         more = f", and the last {kept} checkpoints are kept" if kept > 0 else ""
         lines.append(f"every step is complete on the disk when it ends: --resume resumes from the last one{more}")
     return lines
 
 
 def disk_row(job: Job, before: DiskTraffic) -> dict[str, Any]:
-    """The bytes that a step read and wrote on the disk, and the seconds that it waited for them, as fields of its row."""
-    if job.space is None:
+    """The fields of a step's row: bytes read from and written to the disk, and seconds waited for them."""
+    if job.nvme is None:
         return {}
-    now = job.space.moved()
+    now = job.nvme.moved()
     return {
         "disk_read_bytes": now.read_bytes - before.read_bytes,
         "disk_written_bytes": now.written_bytes - before.written_bytes,

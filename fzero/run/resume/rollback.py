@@ -1,20 +1,20 @@
-"""What a run does after a step that went wrong: train on without its update, go back to a checkpoint, or end.
+"""The policy after a bad step: train on without its update, roll back to a checkpoint, or stop.
 
-A step whose gradient is not finite, or whose loss is a spike, makes no update (see `train.make_train_step`); a policy of the config says
-what comes next. A rollback tries the same batch again at first: what a fault of the hardware did, such as a bit that flipped in the
-parameters of one rank, is then gone, and the run has the bits of one without it. Where it comes again with the same batch, the data is to
-blame, and the run goes back once more and leaves that batch out for good.
+A step whose gradient is not finite, or whose loss is a spike, makes no update (see `train.make_train_step`); the config
+names the policy. A rollback first retries the same batch: a hardware fault, such as a flipped bit in the parameters of
+one rank, is then gone, and the run has the bits of one without it. If the fault returns with the same batch, the data
+is to blame, and the run rolls back once more and leaves that batch out for good.
 
-What was decided is in RUN/skips.json, replaced as a whole before anything follows from it:
+Decisions are in RUN/skips.json, replaced as a whole before they take effect:
 
     skips       [first sample, count] of each batch that is left out: see corpus.sample_at
-    tried       first samples of batches that are being tried again
-    back_to     a step: checkpoints of later ones no longer count, and are being removed; null where no rollback is under way
-    behind      the number of the last step that went wrong
+    tried       first samples of batches under retry
+    back_to     a step: later checkpoints are invalid and being removed; null if no rollback is under way
+    behind      the number of the last bad step
     in_a_row    rollbacks since a checkpoint was saved at or after it
     rollbacks   all of them, with their reasons
 
-So a run that is killed at any instant goes on as it would have.
+So a run that is killed at any instant resumes as if it had not been.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.core import pytree
+from fzero.core.foreign import expect_entries, parse_json, short
 from fzero.core.pytree import Tree
 from fzero.core.storage import read_text, write_text
 from fzero.run import run_folder, weights
@@ -46,8 +47,8 @@ REASONS = {"nonfinite": "the gradient is not finite", "spike": "the loss is a sp
 class Fault(NamedTuple):
     """A step that asks for a rollback."""
 
-    step: int  # steps made before it
-    sample: int  # the first of its batch
+    step: int  # steps made before
+    sample: int  # first of the batch
     why: str
 
 
@@ -62,15 +63,25 @@ class RollbackLog(NamedTuple):
     rollbacks: list[dict[str, Any]]
 
 
+ENTRIES = {"skips": list, "tried": list, "back_to": int | None, "behind": int, "in_a_row": int, "rollbacks": list}
+
+
 def read_log(folder: Path) -> RollbackLog:
-    """The rollback log of the run in `folder`, an empty one where there is no file; raises ValueError where it is damaged."""
+    """The rollback log of the run in `folder`, an empty one if there is no file; raises ValueError if it is
+    damaged."""
     text = read_text(folder, SKIPS)
     if text is None:
         return RollbackLog([], [], None, 0, 0, [])
     try:
-        return RollbackLog(**json.loads(text))
+        found = parse_json(text, "it")
+        expect_entries(found, ENTRIES, "it")
+        if not all(type(n) is int for pair in found["skips"] for n in pair) or {*map(len, found["skips"])} - {2}:
+            raise ValueError(f"its skips are {short(found['skips'])}")
+        return RollbackLog(**found)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{folder / SKIPS}: is not the record of a run's rollbacks ({error}); put it back, or start a new run") from None
+        raise ValueError(
+            f"{folder / SKIPS}: is not the record of a run's rollbacks ({error}); put it back, or start a new run"
+        ) from None
 
 
 def write_log(folder: Path, record: RollbackLog) -> None:
@@ -79,14 +90,14 @@ def write_log(folder: Path, record: RollbackLog) -> None:
 
 
 def skips_of(folder: Path) -> list[tuple[int, int]]:
-    """(first sample, count) of each batch that the run in `folder` leaves out: what `corpus.sample_at` takes."""
+    """(first sample, count) of each batch that the run in `folder` leaves out: the `skips` of `corpus.sample_at`."""
     return [(first, count) for first, count in read_log(folder).skips]
 
 
 def finish_rollback(folder: Path) -> None:
-    """End a rollback that was under way: remove the checkpoints, and the rows of metrics, after the step that it goes back to.
+    """Finish a rollback under way, if any: remove the checkpoints and the rows of metrics after its target step.
 
-    One process calls it, before it looks for the newest checkpoint. Nothing happens where none is under way.
+    One process calls it, before looking for the newest checkpoint.
     """
     record = read_log(folder)
     if record.back_to is None:
@@ -102,8 +113,8 @@ def finish_rollback(folder: Path) -> None:
 def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
     """The Fault of a step that asks for a rollback; None for a step that is sound or is only skipped.
 
-    row: of the step's metrics. sample: the first of its batch. skipped: steps skipped in a row, with this one.
-    Raises FloatingPointError where the policy is to stop, or too many were skipped.
+    row: the step's metrics. sample: the first of its batch. skipped: steps skipped in a row, this one included.
+    Raises FloatingPointError if the policy is to stop, or too many were skipped.
     """
     if not row["skipped"]:
         return None
@@ -114,31 +125,39 @@ def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int)
     if policy == "rollback":
         return Fault(step - 1, sample, why)
     if policy == "stop":
-        raise FloatingPointError(f"step {step}: {why}, with the batch of sample {sample}; guard.nonfinite=stop ends the run here")
+        raise FloatingPointError(
+            f"step {step}: {why}, with the batch of sample {sample}; guard.nonfinite=stop ends the run here"
+        )
     if skipped >= g.max_skipped and reason == "nonfinite":
-        raise FloatingPointError(f"the gradient has not been finite for {skipped} steps in a row (to step {step}); lower --lr")
+        raise FloatingPointError(
+            f"the gradient has not been finite for {skipped} steps in a row (to step {step}); lower --lr"
+        )
     if skipped >= g.max_skipped:
-        raise FloatingPointError(f"{skipped} steps in a row were skipped (to step {step}, where {why}); lower --lr, or raise guard.sigmas")
+        raise FloatingPointError(
+            f"{skipped} steps in a row were skipped (to step {step}, where {why}); lower --lr, or raise guard.sigmas"
+        )
     return None
 
 
 def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
-    """Raise FloatingPointError, on all ranks, if they compute or hold different values of one thing (see train/sdc_check.py)."""
+    """Raise FloatingPointError, on all ranks, if they compute or hold different values of one thing (see
+    train/sdc_check.py)."""
     lines = job.check(state, part)
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise FloatingPointError(
-            f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has changed; the checkpoints are from before: resume "
+            f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has "
+            "changed; the checkpoints are from before: resume "
             "with --resume, without that host"
         )
 
 
 def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, say: Say) -> TrainState:
-    """The state to resume from after a fault: of the newest checkpoint that is sound and far enough back, else of the start of the run.
+    """The state to resume from after a fault: the newest sound checkpoint far enough back, else the start of the run.
 
-    A checkpoint with a damaged leaf, or with a value that is not finite, is passed over. The record then says whether the batch is tried
-    again or left out, and the checkpoints and rows after the step are removed. All ranks call it, with nothing else of the state in memory.
-    Raises FloatingPointError where the run has gone back too often.
+    A checkpoint with a damaged leaf, or with a value that is not finite, is passed over. Logs whether the batch is
+    retried or left out, and removes the checkpoints and rows after the step. All ranks call it, after freeing the
+    state. Raises FloatingPointError if the run has gone back too often.
     """
     checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
     steps, init = coordinator.share(lambda: candidates(job.config.guard, folder, checkpoint_dir, fault))
@@ -158,16 +177,18 @@ def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, sa
 
 
 def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault) -> tuple[list[int], str]:
-    """(steps of the checkpoints in `checkpoint_dir` to go back to, the best first; the run whose weights this one began with, or "").
+    """(steps of the checkpoints to roll back to, the best first; the run whose weights this one started from, or "").
 
     Those at least guard.rollback_steps before the fault, newest first; then the later ones, oldest first.
-    Raises FloatingPointError where the run has gone back too often.
+    Raises FloatingPointError if the run has gone back too often.
     """
     record, steps = merge_progress(read_log(folder), checkpoint_dir), checkpoint.steps(checkpoint_dir)
     if record.in_a_row >= g.max_rollbacks:
         raise FloatingPointError(
-            f"step {fault.step + 1}: {fault.why}, and the run has gone back {record.in_a_row} times without coming to a checkpoint at or "
-            f"behind step {record.behind}; lower --lr, or look at the hardware (guard.max_rollbacks is {g.max_rollbacks})"
+            f"step {fault.step + 1}: {fault.why}, and the run has gone back {record.in_a_row} "
+            "times without coming to a checkpoint at or "
+            f"after step {record.behind}; lower --lr, or look at the hardware "
+            f"(guard.max_rollbacks is {g.max_rollbacks})"
         )
     limit = fault.step - g.rollback_steps
     order = [step for step in reversed(steps) if step <= limit] + [step for step in steps if limit < step <= fault.step]
@@ -175,13 +196,13 @@ def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Folder, fault:
 
 
 def merge_progress(record: RollbackLog, checkpoint_dir: checkpoint.Folder) -> RollbackLog:
-    """The log, with the count of rollbacks reset where `checkpoint_dir` has a checkpoint at or after the last step that went wrong."""
+    """The log, with the count of rollbacks reset if a checkpoint at or after the last bad step exists."""
     progress = any(step >= record.behind for step in checkpoint.steps(checkpoint_dir))
     return record._replace(behind=0, in_a_row=0) if progress else record
 
 
 def free_state(state: TrainState) -> None:
-    """Free the memory of a state that nobody may use any more, whoever still holds its tensors."""
+    """Free the memory of a state, even if its tensors are still referenced."""
     for leaf in pytree.leaves(state):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().resizable():
             leaf.untyped_storage().resize_(0)
@@ -198,22 +219,30 @@ def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Folder, f
     record, batch = merge_progress(read_log(folder), checkpoint_dir), job.config.train.batch
     again = fault.sample in record.tried
     if again:
-        skips, tried = [*record.skips, [fault.sample, batch]], [first for first in record.tried if first != fault.sample]
+        skips, tried = (
+            [*record.skips, [fault.sample, batch]],
+            [first for first in record.tried if first != fault.sample],
+        )
     else:
         skips, tried = record.skips, [*record.tried, fault.sample]
-    said = {"step": fault.step + 1, "to": to, "sample": fault.sample, "why": fault.why, "left_out": again}
+    entry = {"step": fault.step + 1, "to": to, "sample": fault.sample, "why": fault.why, "left_out": again}
     behind = max(record.behind, fault.step + 1)
-    write_log(folder, RollbackLog(skips, tried, to, behind, record.in_a_row + 1, [*record.rollbacks, said]))
+    write_log(folder, RollbackLog(skips, tried, to, behind, record.in_a_row + 1, [*record.rollbacks, entry]))
     finish_rollback(folder)
     if again:
         end = f"again with the same batch, so the data is to blame; back to step {to}, and samples {fault.sample} to "
         return f"step {fault.step + 1}: {fault.why} {end}{fault.sample + batch - 1} are left out"
     why = "bad hardware may pass, bad data does not"
-    return f"step {fault.step + 1}: {fault.why}; back to step {to}, to try the batch of sample {fault.sample} again: {why}"
+    return (
+        f"step {fault.step + 1}: {fault.why}; back to step {to}, to try the batch of sample {fault.sample} again: {why}"
+    )
 
 
 def record_recovery(folder: Path, step: int, sample: int, tried: list[int], coordinator: Coordinator, say: Say) -> None:
-    """Log and say that a batch which was tried again went well; it is removed from `tried`."""
+    """Log and announce that a retried batch went well, and remove it from `tried`."""
     tried.remove(sample)
     coordinator.share(lambda: write_log(folder, read_log(folder)._replace(tried=tried)))
-    say(f"step {step}: went well when it was tried again: the batch is sound, and a fault of the hardware likely; look at the hosts")
+    say(
+        f"step {step}: went well when it was tried again: the batch is sound, and a fault of the hardware "
+        "likely; look at the hosts"
+    )

@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes while it trains, and what follows where one cannot be written."""
+"""The checkpoints that a run writes while it trains, and the policy if one cannot be written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero import checkpoint
+from fzero.checkpoint import directory
 from fzero.core.pytree import leaves
 from fzero.offload import DiskTensor
 from fzero.run import run_folder
@@ -14,13 +15,12 @@ from fzero.run.build import Job, all_on_disk, specs_of
 from fzero.run.config_table import to_table
 from fzero.run.corpus import Say
 from fzero.train.state import TrainState
-from fzero.train.update.delayed import settled
 
 
 class CheckpointSaver:
-    """`save` after steps that are to be kept, `poll` after every step, `close` at the end; all ranks alike. In a `with`, an error ends it.
+    """Write checkpoints: all ranks call `save` after steps to keep, `poll` after every step, `close` at the end.
 
-    A run whose whole state is committed to a disk with every step writes no checkpoints: a slot of its store is one.
+    A run that commits its whole state to a disk with every step pins slots of its store in place of checkpoints.
     room: bytes of memory that a snapshot may take.
     """
 
@@ -29,7 +29,7 @@ class CheckpointSaver:
         self.job, self.say, self.saved = job, say, step
         self.specs, self.config = specs_of(job), to_table(job.config)
         self.on_error, self.every, self.writer = t.on_save_error, t.checkpoint_every, None
-        self.done: checkpoint.Saved | None = None  # and not in a row of metrics yet
+        self.done: checkpoint.Saved | None = None  # completed, and not in a row of metrics yet
         if not all_on_disk(job):
             self.writer = checkpoint.Writer(
                 run_folder.checkpoints_of(folder, job.config),
@@ -39,6 +39,8 @@ class CheckpointSaver:
                 compress=t.compress.replace("none", ""),
                 buffer_bytes=t.snapshot_mb << 20 or room,
             )
+            if job.mesh.rank == 0:
+                retire_left(run_folder.checkpoints_of(folder, job.config), step, t.keep_last, t.keep_every, say)
 
     def reserve(self, state: TrainState) -> None:
         """Allocate the memory of the snapshots before the first step."""
@@ -47,20 +49,24 @@ class CheckpointSaver:
             self.writer.reserve(sum(int(1.02 * leaf.nbytes) + 8192 for leaf in held))
 
     def save(self, state: TrainState, step: int) -> None:
-        """Begin the checkpoint of `step`; the state may change when this returns. Raises SaveFailed where the policy is to stop."""
+        """Begin the checkpoint of `step`; the state may change after this returns. Raises SaveFailed if the policy is
+        to stop."""
         self.saved = step
         if self.writer is None:
-            if self.job.space.slots > 2:
-                self.job.space.store.pin(self.job.space.slots - 2)
+            if self.job.nvme.slots > 2:
+                self.job.nvme.store.pin(self.job.nvme.slots - 2)
             return
         self.done = self._saved(self.writer.wait) or self.done
-        self.writer.save(settled(state), step=step, config=self.config, specs=self.specs)
+        self.writer.save(state, step=step, config=self.config, specs=self.specs)
 
     def poll(self) -> dict[str, Any]:
-        """The fields of a row of metrics for a checkpoint that was completed since the last call; raises as `save` does."""
+        """The fields of a row of metrics for a checkpoint that was completed since the last call; raises as `save`
+        does."""
         done = self.done or (self._saved(self.writer.poll) if self.writer is not None else None)
         self.done = None
-        return {} if done is None else {"saved_step": done.step, "save_blocked_s": done.blocked_s, "save_s": done.total_s}
+        return (
+            {} if done is None else {"saved_step": done.step, "save_blocked_s": done.blocked_s, "save_s": done.total_s}
+        )
 
     def _saved(self, ask: Any) -> checkpoint.Saved | None:
         try:
@@ -79,12 +85,12 @@ class CheckpointSaver:
             return
         if issubclass(kind, Exception) and self.job.mesh.size == 1:
             with contextlib.suppress(checkpoint.SaveFailed):
-                self.writer.close()  # what was begun is worth having
+                self.writer.close()  # finish the checkpoint under way
         else:
             self.writer.abandon()  # it may need a rank that is gone
 
     def close(self, state: TrainState | None, step: int) -> None:
-        """End the saves, with a checkpoint of `step` where there is none yet. Raises SaveFailed where that cannot be written."""
+        """Wait for the saves, and save `step` if it has no checkpoint. Raises SaveFailed if that cannot be written."""
         try:
             if state is not None and self.saved != step:
                 self.save(state, step)
@@ -95,3 +101,17 @@ class CheckpointSaver:
         finally:
             if self.writer is not None:
                 self.writer.close()
+
+
+def retire_left(checkpoint_dir: checkpoint.Folder, step: int, keep_last: int, keep_every: int, say: Say) -> None:
+    """Remove the checkpoints that a run, killed after it had completed one, left beyond `keep_last`.
+
+    step: that of the state that the run resumes from. Without a checkpoint of it nothing is removed: which ones are
+    sound is not known then.
+    """
+    if not keep_last or step not in checkpoint.steps(checkpoint_dir):
+        return
+    try:
+        directory.retire(checkpoint_dir, step, keep_last=keep_last, keep_every=keep_every or None, spare=False)
+    except OSError as error:
+        say(f"{checkpoint_dir}: an old checkpoint cannot be removed: {error}")

@@ -1,1 +1,2 @@
-"""The second half of a step: from summed gradients to the new state, in memory, offloaded, or inside the backward pass."""
+"""The second half of a step: from summed gradients to the new state, in memory, offloaded, or inside the backward
+pass."""

@@ -1,7 +1,8 @@
-"""Layers updated during the backward pass, each as soon as its gradient is reduced: then no gradient of layers is ever kept.
+"""Layers updated during the backward pass, each as soon as its gradient is reduced: then no gradient of layers is ever
+kept.
 
-The same bits as an update at the end. A gradient that turns out not to be finite is found when others are updated already: what was
-written is a slot of the store that is then not committed.
+The same bits as an update at the end. A gradient that is not finite may be found after others were updated: the
+slot of the store that they were written to is then not committed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import UpdateUnit
-from fzero.optim.norm import Squared, widened
+from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import ShardedLeaves
 from fzero.sharding import Plan
 from fzero.sharding.slices import iterate_blocks, shard_dim
@@ -23,13 +24,19 @@ from fzero.train.update.offloaded import StreamedUpdate, Update
 
 
 def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> None:
-    """Raise ValueError where layers cannot be updated before all gradients are known."""
+    """Raise ValueError if layers cannot be updated before all gradients are known."""
     if how.parts.heads:
         raise ValueError(
-            'update="backward": the optimizer begins with clip_by_global_norm, which needs all gradients before the first update; '
+            'update="backward": the optimizer begins with clip_by_global_norm, which needs all gradients before the '
+            "first update; "
             'leave it out (optim.clip=0), or use update="end"'
         )
-    specs = [spec for tree in (plan.params, plan.opt) for name, spec in pytree.named_leaves(tree).items() if name not in plan.frozen]
+    specs = [
+        spec
+        for tree in (plan.params, plan.opt)
+        for name, spec in pytree.named_leaves(tree).items()
+        if name not in plan.frozen
+    ]
     if skips and not (slots > 1 and all(spec.memory == "nvme" for spec in specs)):
         raise ValueError(
             'update="backward": a step whose gradient is not finite is undone by not committing it, which needs '
@@ -38,10 +45,11 @@ def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> No
 
 
 class EarlyUpdate:
-    """One step's update: `begin` when the factor of the gradients is known, `take` for every layer's leaf, `finish` with the others."""
+    """One step's update: `begin` when the factor of the gradients is known, `take` for every layer's leaf, `finish`
+    with the others."""
 
-    def __init__(self, how: StreamedUpdate, shards: ShardedLeaves, state: Tree, ema_decay: float) -> None:
-        self.how, self.shards, self.state, self.ema_decay = how, shards, state, ema_decay
+    def __init__(self, how: StreamedUpdate, shards: ShardedLeaves, state: Tree) -> None:
+        self.how, self.shards, self.state = how, shards, state
         self.stacked = {name for name in how.shards if shard_dim(name) == 1}
         self.update: Update | None = None
         self.layers: dict[int | None, list[UpdateUnit]] = {}
@@ -49,15 +57,15 @@ class EarlyUpdate:
         self.squares_of: dict[str, dict[int, list[Tensor]]] = {name: {} for name in self.stacked}
 
     def begin(self, factor: Tensor) -> None:
-        """Begin, with that by which the sums of gradients are multiplied."""
+        """Begin the update; `factor` scales the sums of gradients."""
         one = torch.ones_like(factor)
-        self.update = Update(self.how, Gradients({}, factor, one), self.state, self.ema_decay)
+        self.update = Update(self.how, Gradients({}, factor, one), self.state)
         for unit in self.how.units(self.update.width()):
             self.layers.setdefault(unit[0].layer, []).append(unit)
 
     def take(self, name: str, layer: int, value: Tensor) -> None:
-        """The final sum of a layer of a leaf; the layer is updated when all of its leaves are here."""
-        self.squares_of[name][layer] = [self.shards.square(piece) for _, piece in widened(iterate_blocks(value, False))]
+        """Receive the reduced gradient of one leaf of one layer; update the layer once all its leaves have arrived."""
+        self.squares_of[name][layer] = [self.shards.square(piece) for _, piece in widen(iterate_blocks(value, False))]
         held = self.waiting.setdefault(layer, {})
         held[name] = value
         if len(held) == len(self.stacked):
@@ -66,19 +74,19 @@ class EarlyUpdate:
             self.update.layer = {}
 
     def squares(self, outside: Tree) -> dict[str, Any]:
-        """What `shards.norm` needs of all sums, where `outside` are those of the leaves without layers."""
+        """The squares of all sums for `shards.norm`; `outside`: the sums of leaves without layers."""
         leaves: dict[str, Any] = dict(pytree.named_leaves(outside))
         for name, layers in self.squares_of.items():
             found = [(layer, square) for layer in sorted(layers) for square in layers[layer]]
             leaves[name] = Squared(found, torch.Size(self.how.shards[name]), self.how.plan.policy.accumulate)
         return leaves
 
-    def finish(self, outside: Tree, skipped: bool) -> Tree:
-        """The state after the update of what is left; as it was where the step is skipped."""
-        if skipped:
+    def finish(self, outside: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
+        """`state` after the update of the leaves without layers; if the step is skipped, without any update."""
+        if skipped is not None and bool(skipped):
             if self.how.nvme.store is not None:
                 self.how.nvme.store.abandon()
-            return self.state
-        self.update.grads = pytree.named_leaves(outside)
+            return state
+        self.update.state, self.update.grads = state, pytree.named_leaves(outside.sums)
         self.update.run(self.layers.get(None, []))
         return self.update.finish()

@@ -10,20 +10,21 @@ from torch import Tensor
 
 from fzero.comm.bucket import SMALL
 from fzero.comm.collectives import all_gather, start_all_gather
+from fzero.comm.communicator import Pending
 from fzero.core import pytree
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_cpu import MANY
-from fzero.optim import GradientTransformation, apply_in_place, apply_updates, ema_update
+from fzero.optim import GradientTransformation, apply_in_place, apply_updates
 from fzero.optim.base import Pass, name_tree, overwrite
 from fzero.optim.combine import split_chain
 from fzero.sharding import Plan
-from fzero.sharding.slices import shard_dim
+from fzero.sharding.slices import narrow_part, shard_dim
 
 
 class Gradients(NamedTuple):
-    """The sums of a step's gradients, in the layout of plan.opt, and what makes gradients of the mean loss of them."""
+    """The sums of a step's gradients, in the layout of plan.opt, and their factor for the mean loss."""
 
     sums: Tree
     factor: Tensor  # 0-dim
@@ -45,8 +46,7 @@ def own(plan: Plan, params: Tree) -> Tree:
     def part(name: str, leaf: Tensor) -> Tensor:
         if name not in names:
             return leaf
-        size = leaf.shape[shard_dim(name)] // axis.size
-        return leaf.narrow(shard_dim(name), axis.rank * size, size)
+        return narrow_part(leaf, axis.rank, axis.size, shard_dim(name))
 
     return pytree.map_named(part, plan.trained(params))
 
@@ -57,21 +57,28 @@ def on_device(grads: Tree) -> bool:
 
 
 def on_host(body: GradientTransformation, elements: int) -> bool:
-    """Whether the one-pass form for a CPU pays, which must be compiled, for so many elements of all leaves of a rank.
+    """Whether to use the compiled one-pass update on a CPU: worth its compile time for many elements per rank.
 
-    By their number alone, so that a state in memory and one that is streamed take the same form, and have the same bits.
-    """
+    Depends on their number alone, so that in-memory and streamed states have the same bits."""
     return body.in_pass is not None and elements >= MANY and have_compiler()
 
 
 def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -> None:
-    """Write the updated parts (any dtype) into the trained parameters, in place, and those of the other ranks beside them.
+    """Write the updated parts (any dtype) into the trained parameters, in place, and those of the other ranks beside
+    them.
 
     done: leaves that have been written already.
 
     Communicates: an all_gather over dp of each leaf that is updated in shards (of each layer of a large one).
     """
-    names, axis, pending = split_names(plan), plan.mesh["dp"], []
+    names, axis = split_names(plan), plan.mesh["dp"]
+    pending: list[tuple[Pending, Tensor | None]] = []  # and where the gathered leaf is copied to, dp leading
+
+    def gather(part: Tensor, name: str, where: Tensor) -> None:
+        into = where if where.is_contiguous() else None  # a state made by hand may have any strides
+        started = start_all_gather(part.to(where.dtype).contiguous(), axis, leaf=name, out=into)
+        pending.append((started, where if into is None else None))
+
     values, leaves = pytree.named_leaves(target), pytree.named_leaves(plan.trained(params))
     with plan.mesh.ledger.phase("update"):
         for name, leaf in leaves.items():
@@ -82,16 +89,16 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
                 continue
             if dim and value[0].numel() * leaf.element_size() >= SMALL:
                 for i in range(leaf.shape[0]):
-                    pending.append((start_all_gather(value[i].to(leaf.dtype).contiguous(), axis, leaf=name, out=leaf[i]), None))
+                    gather(value[i], name, leaf[i])
             elif dim:
                 part = value.to(leaf.dtype).transpose(0, 1).contiguous()
-                pending.append((start_all_gather(part, axis, leaf=name), leaf))
+                pending.append((start_all_gather(part, axis, leaf=name), leaf.transpose(0, 1)))
             else:
-                pending.append((start_all_gather(value.to(leaf.dtype).contiguous(), axis, leaf=name, out=leaf), None))
-        for gathering, leaf in pending:
+                gather(value, name, leaf)
+        for gathering, where in pending:
             whole = gathering.wait()
-            if leaf is not None:
-                leaf.copy_(whole.transpose(0, 1))
+            if where is not None:
+                where.copy_(whole)
 
 
 @torch.no_grad()
@@ -101,15 +108,14 @@ def update_donated(
     grads: Gradients,
     state: Tree,
     skipped: Tensor | None,
-    ema_decay: float,
 ) -> Tree:
-    """The state after the optimizer's update, in the buffers of `state`; as it was where the step is skipped.
+    """The state after the optimizer's update, in the buffers of `state`; unchanged if the step is skipped.
 
     An optimizer that can (AdamW, Lion) updates, clips and writes the parameters in one pass; on a GPU without waiting.
-    skipped: None where nothing is ever skipped, and no value is waited for.
+    skipped: None if nothing is ever skipped, and no value is waited for.
     """
     parts = split_chain(tx)
-    waits_not = parts.body.in_pass is not None and not ema_decay and on_device(grads.sums)
+    waits_not = parts.body.in_pass is not None and on_device(grads.sums)
     if skipped is not None and not waits_not:
         if bool(skipped):
             return state
@@ -131,11 +137,8 @@ def update_donated(
         scaled = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums)
         target, body_state = apply_in_place(parts.body, scaled, body_state, target)
     spread(plan, target, state.params, done=copies)
-    extra = state.extra
-    if ema_decay:
-        extra = {**extra, "ema": ema_update(extra["ema"], target, ema_decay)}
     opt_state = parts.whole(state.opt_state, body_state)
-    return state._replace(master=target if plan.policy.has_master else (), opt_state=opt_state, extra=extra)
+    return state._replace(master=target if plan.policy.has_master else (), opt_state=opt_state)
 
 
 def update_pure(
@@ -144,7 +147,6 @@ def update_pure(
     grads: Gradients,
     state: Tree,
     skipped: Tensor | None,
-    ema_decay: float,
 ) -> Tree:
     """The same as a pure function, which chooses by torch.where: it composes with vmap and grad."""
     before = state.master if plan.policy.has_master else own(plan, state.params)
@@ -158,8 +160,5 @@ def update_pure(
 
     with plan.mesh.ledger.phase("update"):
         params = plan.whole(pytree.map_named(rest, target), state.params)
-    extra = state.extra
-    if ema_decay:
-        extra = {**extra, "ema": ema_update(extra["ema"], target, ema_decay)}
-    new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state, extra=extra)
+    new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state)
     return new if skipped is None else pytree.map(lambda a, b: torch.where(skipped, a, b), state, new)

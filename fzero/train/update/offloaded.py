@@ -1,8 +1,8 @@
-"""The end of a step where part of the state rests in the host's memory or on a disk: the same update, unit by unit.
+"""The end of a step with offloaded state: the same update, unit by unit.
 
-While unit i is updated, unit i + 1 is read and unit i - 1 written; parameters leave in their own dtype as soon as they are updated. The
-arithmetic is that of fzero.train.update.in_memory on the same rows, so the bits are those of a state in memory.
-Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 6.2.
+While unit i is updated, unit i + 1 is read and unit i - 1 written; parameters leave in their own dtype as soon as they
+are updated. The arithmetic is that of fzero.train.update.in_memory on the same rows, so the bits are those of a state
+in memory. Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 6.2.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from fzero.core import pytree
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.offload import Buffer, DiskTensor, Nvme
-from fzero.offload.update_units import OFF, BlockRead, RowBlock, UpdateUnit, begin_ahead, cut_units, params_of_leaves, read_block
-from fzero.optim import GradientTransformation, apply_in_place, ema_update
+from fzero.offload.update_units import (
+    OFF,
+    BlockRead,
+    RowBlock,
+    UpdateUnit,
+    begin_ahead,
+    cut_units,
+    params_of_leaves,
+    read_block,
+)
+from fzero.optim import GradientTransformation, apply_in_place
 from fzero.optim.base import Pass, Piece, distinct
 from fzero.optim.combine import split_chain
 from fzero.sharding import Plan
-from fzero.sharding.slices import MOST_ELEMENTS, local_slice, shard_dim
+from fzero.sharding.slices import MOST_ELEMENTS, local_slice, narrow_part, shard_dim
 from fzero.train.update.in_memory import Gradients, on_host, split_names
 
 AHEAD = 2  # units read before their turn
@@ -36,59 +45,64 @@ def is_offloaded(plan: Plan) -> bool:
 
 
 class StreamedUpdate:
-    """The update of a plan whose state is not all on the device; `run(grads, state, skipped, ema_decay)` gives the state after it."""
+    """The update of a plan whose state is not all on the device; `run(grads, state, skipped)` gives the
+    state after it."""
 
     def __init__(self, tx: GradientTransformation, plan: Plan, nvme: Nvme | None) -> None:
         self.parts, self.plan, self.nvme = split_chain(tx), plan, nvme or Nvme()
         if self.parts.body.unit == "tree" or self.parts.body.needs == "tree":
             raise ValueError(
-                "offload: the optimizer looks at the whole tree (as scale_by_rules does, and clip_by_global_norm where it is not the first "
+                "offload: the optimizer looks at the whole tree (as scale_by_rules does, and clip_by_global_norm where "
+                "it is not the first "
                 "of a chain), and an offloaded state is updated part by part; leave that out, or put the clipping first"
             )
         self.split = split_names(plan)
         opt = pytree.named_leaves(plan.trained(plan.opt))
         self.shards = {
-            n: local_slice(tuple(x.shape), opt[n], plan.mesh)[1] for n, x in pytree.named_leaves(plan.trained(plan.like)).items()
+            n: local_slice(tuple(x.shape), opt[n], plan.mesh)[1]
+            for n, x in pytree.named_leaves(plan.trained(plan.like)).items()
         }
         self.whole = {n for n in self.shards if self.parts.body.unit != "row" or n in self.split}
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
 
     def units(self, width: int) -> list[UpdateUnit]:
-        """The units, where a parameter takes `width` bytes of buffers."""
+        """The units, with `width` bytes of buffers per parameter."""
         most = max(1, self.nvme.buffers.size // (SHARE * width)) if width else MOST_ELEMENTS
         return cut_units(self.shards, lambda n: shard_dim(n) == 1, lambda n: n in self.whole, most)
 
     @torch.no_grad()
-    def run(self, grads: Gradients, state: Tree, skipped: Tensor | None, ema_decay: float) -> Tree:
-        """The state after the update; as it was where the step is skipped."""
+    def run(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
+        """The state after the update; unchanged if the step is skipped."""
         if skipped is not None and bool(skipped):
             return state
-        return Update(self, grads, state, ema_decay).all()
+        return Update(self, grads, state).all()
 
 
 class Update:
-    """One update under way."""
+    """An update in progress."""
 
-    def __init__(self, how: StreamedUpdate, grads: Gradients, state: Tree, ema_decay: float, *, defer: bool = False) -> None:
-        self.how, self.state, self.ema_decay = how, state, ema_decay
-        self.deferred: list[tuple[Tensor, Tensor]] | None = [] if defer else None  # (parameters in memory, their new values)
+    def __init__(self, how: StreamedUpdate, grads: Gradients, state: Tree) -> None:
+        self.how, self.state = how, state
         parts, plan = how.parts, how.plan
         self.grads = pytree.named_leaves(distinct(grads.sums))
         self.params = pytree.named_leaves(plan.trained(state.params))
         self.master = pytree.named_leaves(state.master)
-        self.ema = pytree.named_leaves(state.extra["ema"]) if ema_decay else {}
         self.body = parts.state(state.opt_state)
         self.columns = pytree.named_leaves(self.body)
-        # A name of the body's own leaves has no path in front of it where the body is a parameter tree itself.
+        # Names of the body's leaves have no path prefix if the body is itself a parameter tree.
         self.owner = params_of_leaves([f"/{name}" for name in self.columns], list(self.params))
         self.owner = {name.removeprefix("/"): owner for name, owner in self.owner.items()}
-        # On the host where any of the optimizer's own state is, or comes from a disk; else on the device.
-        kept = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None] + list(self.master.values())
-        self.where = torch.device("cpu") if any(isinstance(x, OFF) or kind_of(x) == "cpu" for x in kept) else state.step.device
+        # On the host if any optimizer state is there or on a disk; else on the device.
+        kept = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None] + list(
+            self.master.values()
+        )
+        self.where = (
+            torch.device("cpu") if any(isinstance(x, OFF) or kind_of(x) == "cpu" for x in kept) else state.step.device
+        )
         self.factor = parts.factor(grads.factor, grads.norm).to(self.where)
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
-        self.layer: dict[str, Tensor] = {}  # the gradients of the layer that is updated, where it is updated by itself
+        self.layer: dict[str, Tensor] = {}  # the gradients of a layer that is updated by itself
         self.store = how.nvme.store
         if self.store is not None:
             self.store.begin()
@@ -99,8 +113,9 @@ class Update:
         return self.finish()
 
     def width(self) -> int:
-        """The bytes of buffers that a parameter takes, on the average, while it is updated; 0 where nothing is on a disk."""
-        columns = (*self.columns.values(), *(self.master or self.params).values(), *self.ema.values())
+        """The bytes of buffers that a parameter takes, on the average, while it is updated; 0 if nothing is on a
+        disk."""
+        columns = (*self.columns.values(), *(self.master or self.params).values())
         off = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
         return -(-off // len(self.params)) + 8 if off or any(isinstance(x, OFF) for x in self.grads.values()) else 0
 
@@ -110,7 +125,7 @@ class Update:
             self.update(unit, fetched)
 
     def begin(self, unit: UpdateUnit) -> dict[str, dict[str, BlockRead]]:
-        """Start to fetch all that a unit needs: {parameter: {column: what is on its way}}."""
+        """Start the reads of a unit: {parameter: {column: read}}."""
         out: dict[str, dict[str, BlockRead]] = {}
         for part in unit:
             name, master = part.name, bool(self.master)
@@ -121,16 +136,18 @@ class Update:
                 else read_block(self.grads[name], part),
                 "target": read_block(target, part, whole=not master and name in self.how.split),
             }
-            if self.ema:
-                found["ema"] = read_block(self.ema[name], part)
-            found |= {column: read_block(leaf, part) for column, leaf in self.columns.items() if self.owner[column] == name}
+            found |= {
+                column: read_block(leaf, part) for column, leaf in self.columns.items() if self.owner[column] == name
+            }
             out[name] = found
         return out
 
     def update(self, unit: UpdateUnit, fetched: dict[str, dict[str, BlockRead]]) -> None:
         """Update a unit, and start to write it."""
         parts, at = {part.name: part for part in unit}, {}
-        homes = {name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()}
+        homes = {
+            name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()
+        }
         values = {name: {column: x.to(self.where) for column, x in found.items()} for name, found in homes.items()}
         grads, targets = {}, {}
         for name, part in parts.items():
@@ -141,11 +158,17 @@ class Update:
             at[name] = Piece(shape, part.start(len(shape)))
         like, pruned = self.structure(frozenset(parts))
         flat = {column: x for found in values.values() for column, x in found.items()}
-        flat |= {column: self.columns[column].to(self.where) for column in pytree.leaves(pruned) if self.owner[column] is None}
+        flat |= {
+            column: self.columns[column].to(self.where)
+            for column in pytree.leaves(pruned)
+            if self.owner[column] is None
+        }
         state = pytree.map(lambda column: flat[column], pruned)
         emitted = {name: self.room(part) for name, part in parts.items() if self.master and name not in self.how.split}
         copies = {name: view for name, (_, view) in emitted.items() if view.device == self.where}
-        new_targets, new_state = self.apply(pytree.from_named(grads, like), state, pytree.from_named(targets, like), at, copies)
+        new_targets, new_state = self.apply(
+            pytree.from_named(grads, like), state, pytree.from_named(targets, like), at, copies
+        )
         for column, new in zip(pytree.leaves(pruned), pytree.leaves(new_state)):
             if self.owner[column] is None:
                 self.shared.setdefault(column, new.to(self.columns[column].device))
@@ -154,8 +177,6 @@ class Update:
         for name, new in pytree.named_leaves(new_targets).items():
             same(targets[name], new)
         for name, part in parts.items():
-            if self.ema:
-                same(values[name]["ema"], ema_update(values[name]["ema"], targets[name], self.ema_decay))
             if name in emitted and name not in copies:
                 emitted[name][1].copy_(targets[name])
             for column, home in homes[name].items():
@@ -163,26 +184,29 @@ class Update:
                     home.copy_(values[name][column])
             self.put(part, fetched[name], targets[name], emitted.get(name, (None, None))[0])
 
-    def apply(self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece], copies: Mapping[str, Tensor]) -> tuple[Tree, Tree]:
+    def apply(
+        self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece], copies: Mapping[str, Tensor]
+    ) -> tuple[Tree, Tree]:
         """The optimizer's step on some rows; `copies` are given the updated parameters in their own dtype."""
         body = self.how.parts.body
         if self.how.on_host:
             return body.in_pass(grads, state, targets, Pass(factor=self.factor, at=at, copies=copies, host=True))
         scaled = pytree.map(lambda g: g.mul_(self.factor), grads)
-        new = body.in_pass(scaled, state, targets, Pass(at=at)) if body.in_pass else apply_in_place(body, scaled, state, targets)
+        new = (
+            body.in_pass(scaled, state, targets, Pass(at=at))
+            if body.in_pass
+            else apply_in_place(body, scaled, state, targets)
+        )
         for name, target in pytree.named_leaves(new[0]).items():
             if name in copies:
                 copies[name].copy_(target)
         return new
 
     def room(self, part: RowBlock) -> tuple[Buffer | None, Tensor]:
-        """Where updated parameters go that are a copy of their master weights: (a buffer, where they rest on a disk; the rows)."""
+        """The target of parameters that are copies of master weights: (a buffer if they are on a disk; the rows)."""
         rest = self.params[part.name]
         if not isinstance(rest, DiskTensor):
-            if self.deferred is None:
-                return None, part.of(rest)
-            self.deferred.append((part.of(rest), torch.empty_like(part.of(rest))))
-            return None, self.deferred[-1][1]
+            return None, part.of(rest)
         shape = tuple(rest.shape if part.layer is None else rest.shape[1:])
         if part.rows is not None:
             shape = (part.rows[1] - part.rows[0], *shape[1:])
@@ -194,7 +218,9 @@ class Update:
         if names not in self.how.pruned:
             like = pytree.map_named(lambda name, _: name, self.how.plan.trained(self.how.plan.like))
             state = pytree.map_named(lambda name, _: name, self.body)
-            owner = self.owner  # not self, which holds the gradients: a recursive function keeps what it sees until it is collected
+            owner = (
+                self.owner
+            )  # not self, which holds the gradients: a recursive function keeps what it sees until it is collected
             kept = pytree.prune(state, lambda column: owner[column] is None or owner[column] in names)
             self.how.pruned[names] = pytree.prune(like, lambda name: name in names), kept
         return self.how.pruned[names]
@@ -203,17 +229,15 @@ class Update:
         """This rank's part of a target."""
         if self.master or name not in self.how.split:
             return target
-        axis, dim = self.how.plan.mesh["dp"], shard_dim(name)
-        size = target.shape[dim] // axis.size
-        part = target.narrow(dim, axis.rank * size, size)
-        return part if part.is_contiguous() else part.contiguous()
+        axis = self.how.plan.mesh["dp"]
+        return narrow_part(target, axis.rank, axis.size, shard_dim(name)).contiguous()
 
     def put(self, part: RowBlock, fetched: dict[str, BlockRead], target: Tensor, emitted: Buffer | None) -> None:
-        """Write what was updated to where it rests; what is in memory was updated there."""
+        """Write updated rows to the disk; those in memory were updated in place."""
         name, rest = part.name, self.params[part.name]
         for column, one in fetched.items():
             if column not in ("grad", "target") and one.reading is not None:
-                self.write(self.ema[name] if column == "ema" else self.columns[column], part, one.reading.buffer)
+                self.write(self.columns[column], part, one.reading.buffer)
         if fetched["target"].reading is not None and (self.master or name not in self.how.split):
             self.write(self.master[name] if self.master else rest, part, fetched["target"].reading.buffer)
         if name in self.how.split:
@@ -224,23 +248,20 @@ class Update:
         if emitted is not None:
             self.write(rest, part, emitted)
 
-    def emit(self) -> None:
-        """Write the parameters in memory whose new values were held back."""
-        for rest, value in self.deferred or ():
-            rest.copy_(value)
-
     def write(self, leaf: DiskTensor, part: RowBlock, buffer: Buffer) -> None:
         self.store.write(leaf.name, part.layer or 0, part.rows, buffer)
 
     def finish(self) -> Tree:
         """The state, once all units were updated."""
-        assert self.shared.keys() == {name for name, owner in self.owner.items() if owner is None}, "an update without a unit"
+        assert self.shared.keys() == {name for name, owner in self.owner.items() if owner is None}, (
+            "an update without a unit"
+        )
         body = pytree.map_named(lambda column, leaf: self.shared.get(column, leaf), self.body)
         return self.state._replace(opt_state=self.how.parts.whole(self.state.opt_state, body))
 
 
 def same(old: Tensor, new: Tensor) -> None:
-    """Make the memory of `old` hold `new`, where it is not the same already."""
+    """Copy `new` into the memory of `old`, unless they share it."""
     if new is not old and (_address(new) != _address(old) or new.dtype != old.dtype):
         old.copy_(new)
 

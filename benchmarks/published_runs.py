@@ -1,0 +1,239 @@
+"""Published training runs of other programs that fzero can plan: their settings, hardware and tokens per second.
+
+A fact of a run's hardware that differs from the listed device (a slower network) stands in its row; nothing is fitted
+to a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fzero.models.presets import GPT2Config, ModelConfig
+
+A3_NETWORK = 12.5e9  # bytes/s of a GPU: Google's a3-highgpu-8g, four interfaces of 200 Gb/s for eight GPUs
+
+
+class Run(NamedTuple):
+    """A published run: what it was, and its figures by GPU."""
+
+    name: str
+    source: str
+    gpu: str
+    model: str | ModelConfig
+    mesh: dict[str, int]
+    batch: int  # sequences of all ranks
+    micro_batch: int
+    seq_len: int
+    remat: str
+    compiled: bool
+    tokens_per_s: float  # of a GPU
+    zero: int = 3
+    memory_gib: float | None = None
+    network_bytes_s: float | None = None  # between nodes, of a GPU; None: as listed
+    older: bool = False  # software of 2023 on Hopper, before its products and attention were tuned
+    differs: str = ""
+
+
+def _mpt(d_model: int, n_layers: int, n_heads: int, seq_len: int) -> GPT2Config:
+    """MosaicML's MPT without biases is planned as a GPT-2 with its sizes and vocabulary."""
+    sizes = {"vocab_size": 50368, "max_len": seq_len, "d_ff": 4 * d_model}
+    return GPT2Config(d_model=d_model, n_layers=n_layers, n_heads=n_heads, **sizes)
+
+
+MPT = {
+    "70b": (8192, 80, 64),
+    "30b": (7168, 48, 56),
+    "13b": (5120, 40, 40),
+    "7b": (4096, 32, 32),
+    "3b": (2560, 32, 20),
+    "1b": (2048, 24, 16),
+    "760m": (1536, 24, 12),
+    "125m": (768, 12, 12),
+}
+
+# Of scripts/train/benchmarking/README.md of mosaicml/llm-foundry: size, length, GPUs, micro-batch, gradient
+# accumulation, whether activations are recomputed, tokens/s of a GPU.
+MOSAIC_A100 = [
+    ("70b", 2048, 64, 8, 4, True, 410),
+    ("30b", 2048, 8, 3, 21, True, 916),
+    ("13b", 8192, 8, 5, 3, True, 1795),
+    ("13b", 2048, 8, 2, 3, False, 2262),
+    ("7b", 8192, 8, 8, 2, True, 3206),
+    ("7b", 2048, 8, 6, 2, False, 4641),
+    ("3b", 2048, 8, 10, 2, False, 10811),
+    ("1b", 2048, 8, 14, 4, False, 20513),
+    ("760m", 2048, 8, 24, 2, False, 32434),
+    ("125m", 2048, 8, 32, 2, False, 141737),
+]
+MOSAIC_H100 = [
+    ("70b", 2048, 64, 8, 4, True, 1039),
+    ("30b", 2048, 32, 14, 3, True, 2308),
+    ("13b", 4096, 8, 10, 3, True, 4717),
+    ("13b", 2048, 64, 2, 1, False, 4800),
+    ("7b", 32768, 8, 2, 2, True, 3318),
+    ("7b", 2048, 8, 6, 1, False, 10643),
+    ("3b", 8192, 8, 3, 6, False, 16578),
+    ("1b", 2048, 64, 20, 1, False, 44402),
+]
+
+
+def _mosaic(gpu: str, rows: list[tuple[str, int, int, int, int, bool, int]]) -> list[Run]:
+    source = "MosaicML, llm-foundry, benchmarking/README.md"
+    differs = "ALiBi and no biases; activations are recomputed whole" if gpu == "a100" else "software of 2023"
+    return [
+        Run(
+            f"mpt-{size}-{seq_len}-{ranks}-{gpu}",
+            source,
+            gpu,
+            _mpt(*MPT[size], seq_len),
+            {"dp": ranks},
+            batch=ranks * micro * times,
+            micro_batch=micro,
+            seq_len=seq_len,
+            remat="full" if again else "none",
+            compiled=False,
+            tokens_per_s=tokens,
+            older=gpu == "h100",
+            differs=differs,
+        )
+        for size, seq_len, ranks, micro, times, again, tokens in rows
+    ]
+
+
+def _llm_c() -> list[Run]:
+    common = {
+        "source": "llm.c on 8 H100",
+        "gpu": "h100",
+        "mesh": {"dp": 8},
+        "zero": 1,
+        "seq_len": 1024,
+        "remat": "none",
+        "compiled": True,
+        "differs": "C and CUDA without Python; cuDNN's attention",
+    }
+    return [
+        Run("gpt2-124m", model="gpt2-124m", batch=512, micro_batch=64, tokens_per_s=468e3, **common),
+        Run("gpt2-1.5b", model="gpt2-1.5b", batch=1024, micro_batch=16, tokens_per_s=48.5e3, **common),
+    ]
+
+
+def _titan_h100() -> list[Run]:
+    common = {
+        "gpu": "h100-500w",
+        "model": "llama-8b",
+        "micro_batch": 2,
+        "seq_len": 8192,
+        "remat": "selective:0.5",
+        "differs": "keeps whole float32 logits; its memory is what the allocator reserved",
+    }
+    source = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table"
+    rows = [
+        ("llama-8b-8", 1, 8, False, 5762, 82.4),
+        ("llama-8b-8-compiled", 1, 8, True, 6667, 77.0),
+        ("llama-8b-128", 3, 128, False, 5605, 67.0),
+        ("llama-8b-128-compiled", 3, 128, True, 6514, 62.0),
+    ]
+    return [
+        Run(
+            name,
+            f"{source} {table}",
+            mesh={"dp": ranks},
+            batch=2 * ranks,
+            compiled=compiled,
+            tokens_per_s=tokens,
+            memory_gib=memory,
+            **common,
+        )
+        for name, table, ranks, compiled, tokens, memory in rows
+    ]
+
+
+def _titan_a100() -> list[Run]:
+    common = {
+        "gpu": "a100",
+        "mesh": {"dp": 64},
+        "source": "torchtitan, docs/performance.md (May 2024)",
+        "compiled": True,
+        "differs": "between its nodes RDMA of a speed that is not said; whether compiled is not said",
+    }
+    rows = [
+        ("llama-8b-a100", "llama-8b", 64, 1, 8192, "selective:0.5", 2973),
+        ("llama-70b-a100", "llama-70b", 64, 1, 8192, "full", 331),
+        ("llama2-13b-a100", "llama2-13b", 128, 2, 4096, "none", 2162),
+        ("llama2-13b-a100-selective", "llama2-13b", 128, 2, 4096, "selective:0.5", 1904),
+        ("llama2-70b-a100", "llama2-70b", 128, 2, 4096, "full", 353),
+    ]
+    return [
+        Run(
+            name,
+            model=model,
+            batch=batch,
+            micro_batch=micro,
+            seq_len=seq_len,
+            remat=remat,
+            tokens_per_s=tokens,
+            **common,
+        )
+        for name, model, batch, micro, seq_len, remat, tokens in rows
+    ]
+
+
+def _maxtext() -> list[Run]:
+    # Its TFLOP/s count 6 N and causal attention, 6 L T D; Llama 2 7B has 6.738e9 parameters.
+    flop = 6 * 6.738e9 + 6 * 32 * 4096 * 4096
+    common = {"gpu": "h100", "model": "llama2-7b", "micro_batch": 4, "seq_len": 4096, "remat": "none"}
+    return [
+        Run(
+            f"llama2-7b-maxtext-{8 * nodes}",
+            "MaxText, configs/a3/llama_2_7b/README.md",
+            mesh={"dp": 8, "rp": nodes} if nodes > 1 else {"dp": 8},
+            batch=32 * nodes,
+            compiled=True,
+            tokens_per_s=tflops * 1e12 / flop,
+            network_bytes_s=A3_NETWORK,
+            differs="XLA; cuDNN's attention; it recomputes what lies between products",
+            **common,
+        )
+        for nodes, tflops in ((1, 492), (2, 422), (4, 407), (8, 409), (16, 375))
+    ]
+
+
+def _fms() -> list[Run]:
+    source = "IBM, foundation-model-stack/fms-fsdp, README.md"
+    common = {"seq_len": 4096, "differs": "whether compiled is not said; its nodes' network neither"}
+    node = {"dp": 8, "rp": 16}
+    none, a100 = {"remat": "none"}, {"gpu": "a100", "compiled": False, "source": source}
+    return [
+        Run("llama2-7b-fms-h100", f"{source} (May 2024, as issue 89 has it)", "h100", "llama2-7b", node, batch=256,
+            micro_batch=2, compiled=True, tokens_per_s=9600, **none, **common),
+        Run("llama2-7b-fms", model="llama2-7b", mesh=node, batch=256, micro_batch=2, tokens_per_s=3760, **none, **a100,
+            **common),
+        Run("llama2-13b-fms", model="llama2-13b", mesh=node, batch=128, micro_batch=1, tokens_per_s=1700, **none,
+            **a100, **common),
+        Run("llama2-70b-fms", model="llama2-70b", mesh={"dp": 128}, batch=768, micro_batch=6, tokens_per_s=380,
+            remat="full", **a100, **common),
+    ]  # fmt: skip
+
+
+def _megatron() -> list[Run]:
+    # 4 sequences of 2048 tokens in 1.10 s on 8 GPUs.
+    model = GPT2Config(d_model=6144, n_layers=48, n_heads=64, d_ff=4 * 6144, vocab_size=51200, max_len=2048)
+    differs = "attention without a fused kernel, recomputed; sequence parallelism"
+    return [
+        Run("megatron-22b", "Korthikanti et al. 2022, table 5", "a100", model, {"tp": 8}, batch=4, micro_batch=4,
+            seq_len=2048, remat="none", compiled=False, tokens_per_s=4 * 2048 / 1.10 / 8, zero=0, differs=differs),
+    ]  # fmt: skip
+
+
+def runs() -> list[Run]:
+    """The published runs that fzero can plan."""
+    named = [*_llm_c(), *_titan_h100(), *_titan_a100(), *_maxtext(), *_fms(), *_megatron()]
+    return [*named, *_mosaic("a100", MOSAIC_A100), *_mosaic("h100", MOSAIC_H100)]
+
+
+LEFT_OUT = {
+    "Llama 3 405B, torchtitan tables 5 and 6, Megatron-LM above 22B": "pipelines, which a plan does not have",
+    "torchtitan tables 2 and 4": "float8 products with asynchronous tensor parallelism; context parallelism",
+    "Megatron-LM on H100 (41 to 48% MFU)": "its sizes and meshes are in a picture",
+    "DeepSpeed ZeRO-2 on H200 (47% causal MFU)": "published without batch, mesh or recomputation",
+}

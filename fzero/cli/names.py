@@ -1,0 +1,40 @@
+"""Names that a command line gives are checked before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fzero.core.foreign import nearest
+from fzero.planner.device_names import device_path
+
+
+@functools.cache
+def preset_names() -> tuple[str, ...]:
+    """The names in fzero.models.PRESETS, taken from its source, as that module imports torch."""
+    source = Path(__file__).parent.parent / "models" / "presets.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and ast.unparse(node.target) == "PRESETS"
+            and isinstance(node.value, ast.Dict)
+        ):
+            return tuple(key.value for key in node.value.keys if isinstance(key, ast.Constant))
+    raise AssertionError(f"{source}: no PRESETS")
+
+
+def check_preset(name: Any) -> None:
+    """Raise ValueError naming the nearest preset for an unknown name; "" and the path of a file are no presets."""
+    names = preset_names()
+    if isinstance(name, str) and name and name not in names and not name.endswith(".json"):
+        raise ValueError(f"model {name!r} is not a preset{nearest(name, names)}; the presets are {', '.join(names)}")
+
+
+def check_names(table: Mapping[str, Any], *gpus: str) -> None:
+    """Check the preset of a config's table, and names of devices."""
+    check_preset(table.get("preset"))
+    for gpu in gpus:
+        device_path(gpu)

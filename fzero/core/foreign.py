@@ -1,0 +1,235 @@
+"""Text from elsewhere: JSON and TOML that other programs or people wrote, and environment variables.
+
+Every file of JSON or TOML that fzero reads is parsed here, so that the same bounds hold everywhere: bytes, values,
+depth, whole numbers of 64 bits, and texts without half a character. What a file says is checked by its reader, with
+`expect_entries` and `in_form`. Imports nothing heavy, so that a command checks its surroundings at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import math
+import os
+import stat
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+LARGEST = 1 << 26  # bytes of a text that is read whole
+LARGEST_TOML, MOST_DOTS = 1 << 20, 200  # characters of a text, dots in a line of it
+MOST_VALUES = 4_000_000  # in one text: each takes up to 70 bytes in memory
+DEEPEST = 64  # tables and lists within one another
+LOWEST, HIGHEST = -(2**63), 2**64 - 1  # whole numbers
+NAMES: dict[type, str] = {
+    dict: "a table",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+class Unparsable(ValueError):
+    """Raised for a text that is not of the format it should be of."""
+
+
+def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object; raises ValueError naming the file `name` if the text is not JSON, not an object, or beyond
+    the bounds of this module.
+
+    >>> parse_json('{"a": [1, 2]}', "sizes.json")
+    {'a': [1, 2]}
+    """
+    table = parse_json_value(text, name)
+    if not isinstance(table, dict):
+        raise ValueError(f"{name}: not a JSON object, but a {type(table).__name__}")
+    return table
+
+
+def parse_json_value(text: str | bytes, name: str) -> Any:
+    """Parse any JSON value; raises ValueError as `parse_json` does."""
+    return _parse(text, name, "JSON", json.loads, (",", "[", "{"))
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """Parse TOML; raises ValueError as `parse_json` does."""
+    if len(text) > LARGEST_TOML:
+        raise ValueError(f"{name}: {len(text):,} characters of TOML; at most {LARGEST_TOML:,} are read")
+    for number, line in enumerate(text.splitlines(), 1):
+        # Python's parser takes a time that grows with the square of a key's parts.
+        if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
+            raise ValueError(f"{name}:{number}: more than {MOST_DOTS} dots; tables are at most {DEEPEST} deep")
+    return _parse(text, name, "TOML", tomllib.loads, (",", "[", "{", "="))
+
+
+def _parse(text: str | bytes, name: str, kind: str, parse: Any, marks: tuple[str, ...]) -> Any:
+    if len(text) > LARGEST:
+        raise ValueError(f"{name}: {len(text):,} bytes of {kind}; at most {LARGEST:,} are read")
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Unparsable(f"{name}: not {kind} ({error})") from None
+    # Counted before parsing: a text of [[],[],...] takes thirty times its bytes.
+    if len(text) > MOST_VALUES and sum(map(text.count, marks)) > MOST_VALUES:
+        raise ValueError(f"{name}: more than {MOST_VALUES:,} values; this is too large to be meant")
+    try:
+        value = parse(text)
+    except RecursionError:
+        raise ValueError(f"{name}: tables and lists are nested more than {DEEPEST} deep") from None
+    except ValueError as error:  # also of a number with thousands of digits
+        raise Unparsable(f"{name}: not {kind} ({error})") from None
+    _check_values(value, name)
+    return value
+
+
+def _check_values(value: Any, name: str) -> None:
+    """Raise ValueError if a parsed value is beyond the bounds of this module."""
+    level, depth = [value], 0
+    while level:
+        deeper: list[Any] = []
+        for each in level:
+            if isinstance(each, str):
+                if not each.isascii() and any("\ud800" <= c <= "\udfff" for c in each):
+                    raise ValueError(
+                        f"{name}: {_place(value, each)}{short(each)}, with half a surrogate pair, which is no text"
+                    )
+            elif isinstance(each, dict):
+                deeper += each.keys()
+                deeper += each.values()
+            elif isinstance(each, list):
+                deeper += each
+            elif isinstance(each, int) and not LOWEST <= each <= HIGHEST:
+                raise ValueError(f"{name}: {_place(value, each)}{short(each)} does not fit into 64 bits")
+        level, depth = deeper, depth + 1
+        if level and depth > DEEPEST:
+            raise ValueError(f"{name}: tables and lists are nested more than {DEEPEST} deep")
+
+
+def _place(value: Any, part: Any) -> str:
+    """The words `a.b is ` for the place of `part` in a parsed value, or "" for a key."""
+    work: list[tuple[str, Any]] = [("", value)]
+    for where, each in work:
+        if each is part:
+            return f"{short(where[1:], 200)[1:-1]} is " if where else "the value "
+        items = each.items() if isinstance(each, dict) else enumerate(each) if isinstance(each, list) else ()
+        work += [(f"{where}.{key}", inner) for key, inner in items]
+    return "the key "
+
+
+def short(value: Any, most: int = 80) -> str:
+    """`repr(value)`, cut to `most` characters."""
+    text = "a number of thousands of digits" if isinstance(value, int) and abs(value) >> 10_000 else repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def read_text_file(path: str | Path, most: int = LARGEST) -> str:
+    """The text of a file; raises ValueError naming it if it is not there, not a regular file (a FIFO would be waited
+    for), larger than `most` bytes, or not UTF-8.
+    """
+    path = Path(path)
+    size = expect_regular(path)
+    if size > most:
+        raise ValueError(f"{path}: {size:,} bytes; a file of this kind has at most {most:,}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error})") from None
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file; raises ValueError as `read_text_file` and `parse_json` do."""
+    return parse_json(read_text_file(path), str(path))
+
+
+def expect_regular(path: str | Path) -> int:
+    """Return the bytes of a file; raises ValueError if there is none, or if it is a folder, a FIFO, a socket or a
+    device, which may never end.
+    """
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path}: no such file") from None
+    except ValueError as error:  # a NUL in the name
+        raise ValueError(f"{str(path)!r}: is no name of a file ({error})") from None
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {
+            stat.S_IFDIR: "a folder",
+            stat.S_IFIFO: "a FIFO",
+            stat.S_IFSOCK: "a socket",
+            stat.S_IFCHR: "a device",
+            stat.S_IFBLK: "a device",
+        }
+        kind = kinds.get(stat.S_IFMT(found.st_mode), "no file")
+        raise ValueError(f"{path}: is {kind}; it must be a regular file (copy what it gives into one)")
+    return found.st_size
+
+
+# ---- what a file says ----
+
+
+def expect_entries(table: Mapping[str, Any], entries: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError naming the file `name` and the first of `entries` that `table` lacks, or has in another type.
+
+    entries: {key: type}, such as {"eos": int | None}; a key that ends in ? may be missing. An int serves as a float, a
+    bool not as a number, and a float must be finite.
+
+    >>> expect_entries({"eos": "x"}, {"eos": int}, "environment.json")
+    Traceback (most recent call last):
+    ValueError: environment.json: eos is 'x'; it must be a whole number
+    """
+    for key, hint in entries.items():
+        bare = key.removesuffix("?")
+        if bare not in table:
+            if bare == key:
+                raise ValueError(f"{name}: {key} is missing; the file is damaged, or of another program")
+            continue
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        value = table[bare]
+        good = type(value) in kinds or (float in kinds and type(value) is int)
+        if not good or (isinstance(value, float) and not math.isfinite(value)):
+            wanted = " or ".join(NAMES[kind] for kind in kinds)
+            raise ValueError(f"{name}: {bare} is {short(value)}; it must be {wanted}")
+
+
+@contextlib.contextmanager
+def in_form(name: str, fix: str = "") -> Iterator[None]:
+    """A context that looks into values of a file which only fzero writes: a value of another form is a ValueError that
+    names the file.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        what = f"{type(error).__name__}: {short(str(error), 200)}"
+        raise ValueError(f"{name}: damaged, or not of the form that fzero writes ({what}){fix}") from error
+
+
+def nearest(name: str, among: Iterable[str]) -> str:
+    """The text ` (did you mean X?)` with the name X in `among` that is closest to `name`, or "" if none is close."""
+    close = difflib.get_close_matches(name[:100], list(among), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+# ---- environment variables ----
+
+
+def environment_number(name: str, default: int, least: int = 0, most: int = 2**31 - 1) -> int:
+    """The whole number in an environment variable, `default` if it is not set or empty; raises ValueError for another
+    text, and outside of [least, most].
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        raise ValueError(
+            f"the environment variable {name} is {short(text)}; it must be a whole number from {least} to {most}: "
+            "torchrun sets it, else unset it"
+        )
+    return int(text)

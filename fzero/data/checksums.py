@@ -1,0 +1,112 @@
+"""Checksums of a corpus: the crc32c of every CHUNK bytes of its token and document files.
+
+SPLIT.sums holds them as little-endian uint32, those of SPLIT.bin and then those of SPLIT.docs; meta.json has the
+SHA-256 of that file, so the digest of meta.json stands for the content of the corpus. A chunk of tokens is compared
+when it is read for the first time, a file of documents when it is opened. Corpora of earlier versions have no
+checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+
+from fzero.core.storage import naming
+
+CHUNK = 1 << 16  # bytes
+FIX = "put the file back, or prepare the corpus again (fzero data prepare)"
+
+
+class SummedFile:
+    """A file being written, and the checksums of its chunks: `sums` is whole once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        with naming(path):
+            self.path, self.file = path, path.open("wb")
+        self.sums: list[int] = []
+        self.size = self.crc = 0
+
+    def write(self, data: bytes) -> None:
+        """Append some bytes."""
+        with naming(self.path):
+            self.file.write(data)
+        view = memoryview(data)
+        while view:
+            part = view[: CHUNK - self.size % CHUNK]
+            self.crc, self.size, view = crc32c(part, self.crc), self.size + len(part), view[len(part) :]
+            if self.size % CHUNK == 0:
+                self.sums.append(self.crc)
+                self.crc = 0
+
+    def close(self) -> None:
+        """Write what is left."""
+        with naming(self.path):
+            self.file.close()
+        if self.size % CHUNK:
+            self.sums.append(self.crc)
+            self.size = self.crc = 0
+
+
+def write_sums(path: Path, files: list[SummedFile]) -> str:
+    """Write the checksums of closed files to `path`; returns the SHA-256 of that file."""
+    raw = np.array([crc for file in files for crc in file.sums], "<u4").tobytes()
+    with naming(path):
+        path.write_bytes(raw)
+    return hashlib.sha256(raw).hexdigest()
+
+
+class ChunkSums:
+    """The checksums of a file's chunks, of which each is compared once."""
+
+    def __init__(self, path: Path, content: np.ndarray, sums: np.ndarray) -> None:
+        """content: the bytes (uint8) of the file, memory-mapped."""
+        self.path, self.content, self.sums = path, memoryview(content), memoryview(sums)  # faster to index than arrays
+        self.left = bytearray(b"\1") * len(sums)  # 1 for each chunk that was not compared so far
+        self.count = len(sums)
+
+    def expect(self, begin: np.ndarray, end: np.ndarray) -> None:
+        """Compare the chunks of the bytes [begin, end), for each pair, that were not compared before.
+
+        Raises ValueError naming the first one that does not match.
+        """
+        if not self.count:
+            return
+        for first, last in zip((begin // CHUNK).tolist(), ((end - 1) // CHUNK).tolist()):
+            for chunk in range(first, last + 1):
+                if self.left[chunk]:
+                    if not self._matches(chunk):
+                        raise ValueError(f"{line(self, chunk)}; {FIX}")
+                    self.left[chunk] = 0
+                    self.count -= 1
+
+    def damaged(self) -> list[int]:
+        """The numbers of all chunks that do not match."""
+        return [chunk for chunk in range(len(self.sums)) if not self._matches(chunk)]
+
+    def _matches(self, chunk: int) -> bool:
+        return crc32c(self.content[chunk * CHUNK : (chunk + 1) * CHUNK]) == self.sums[chunk]
+
+
+def line(sums: ChunkSums, chunk: int) -> str:
+    """The line that says that a chunk is damaged."""
+    end = min(len(sums.content), (chunk + 1) * CHUNK)
+    return f"{sums.path}: damaged: the bytes {chunk * CHUNK:,} to {end - 1:,} do not match their checksum"
+
+
+def read_sums(folder: Path, split: str, wanted: str, files: list[np.ndarray]) -> list[ChunkSums]:
+    """The ChunkSums of SPLIT.bin and SPLIT.docs, whose bytes are `files`.
+
+    wanted: the SHA-256 of SPLIT.sums. Raises ValueError if that is missing or damaged.
+    """
+    path = folder / f"{split}.sums"
+    raw = path.read_bytes() if path.is_file() else b""
+    counts = [-(-len(content) // CHUNK) for content in files]
+    if hashlib.sha256(raw).hexdigest() != wanted or len(raw) != 4 * sum(counts):
+        what = "damaged: it is not the one that meta.json names" if path.is_file() else "no such file"
+        raise ValueError(f"{path}: {what}; {FIX}")
+    parts = np.split(np.frombuffer(raw, "<u4"), [counts[0]])
+    names = (f"{split}.bin", f"{split}.docs")
+    return [ChunkSums(folder / name, content, sums) for name, content, sums in zip(names, files, parts)]

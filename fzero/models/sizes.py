@@ -1,0 +1,43 @@
+"""The bounds of a model's sizes, wherever a config comes from: beyond them nothing can be computed, or even listed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fzero.core.bounds import FRACTION, POSITIVE, RATE, Bounds, check_bounds
+
+BOUNDS: dict[str, Bounds] = {
+    "vocab_size": (1, True, 1e9),
+    "max_len": (1, True, 1e9),
+    "d_model": (1, True, 1e6),
+    "n_layers": (1, True, 1e5),
+    "d_ff": (1, True, 1e8),
+    "n_heads": (1, True, 1e5),
+    "n_kv_heads": (1, True, 1e5),
+    "n_experts": (1, True, 1e5),
+    "top_k": (1, True, 1e5),
+    "mlp_tiles": (1, True, 1e5),
+    "head_dim": (0, True, 1e5),  # 0: d_model / n_heads
+    **dict.fromkeys(("init_std", "balance_coef", "z_coef", "capacity_factor"), RATE),
+    "dropout": FRACTION,
+    "norm_eps": POSITIVE,
+    "rope_theta": (0.0, False, 1e30),  # float32 computes its powers
+}
+MOST_ELEMENTS = 1 << 60  # of a leaf: its bytes are counted in 64 bits
+
+
+def check_sizes(config: Any) -> None:
+    """Raise ValueError naming the first size of a model's config that is out of bounds, or the sizes of a leaf that no
+    memory can address.
+    """
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for name, value in found.items():
+        if name in BOUNDS:
+            check_bounds(name, value, BOUNDS[name])
+    stacked = found["n_layers"] * found.get("n_experts", 1)
+    widest = max(found["d_ff"], found.get("n_heads", 1) * found.get("head_dim", 0), found["d_model"])
+    if stacked * found["d_model"] * widest >= MOST_ELEMENTS:
+        names = [name for name in ("n_layers", "n_experts", "d_model", "d_ff") if name in found]
+        sizes = ", ".join(f"{name}={found[name]}" for name in names)
+        raise ValueError(f"a leaf of {sizes} has more elements than memory can address; make the sizes smaller")

@@ -1,0 +1,88 @@
+"""Start what a search found: what it decides itself, the command that trains by its config, and a script for Slurm.
+
+Imports nothing heavy, so that a command is refused at once.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fzero.core import tables
+
+# What a search decides: keys of a config, or tables of them.
+DECIDED = ("mesh", "zero", "train.remat", "offload", "train.micro_batch", "sequence")
+PORT = 29500
+
+
+def refuse_decided(table: Mapping[str, Any], said: str) -> None:
+    """Raise ValueError if `table` sets a value that a search decides; `said`: where it is set, such as "--set".
+
+    >>> refuse_decided({"mesh": {"cp": 2}}, "--set")
+    Traceback (most recent call last):
+    ValueError: --set gives mesh.cp=2, and a search decides mesh, zero, train.remat, offload, train.micro_batch, ...
+    """
+    given = [f"{key}={value}" for key, value in tables.flat(dict(table)) if decides(key)]
+    if given:
+        raise ValueError(
+            f"{said} gives {', '.join(given)}, and a search decides {', '.join(DECIDED)} itself; leave that "
+            "out, or plan it without --search"
+        )
+
+
+def decides(key: str) -> bool:
+    """Whether a search decides the value of a config's key."""
+    return any(key == name or key.startswith(f"{name}.") for name in DECIDED)
+
+
+def machines(ranks: int, on_node: int) -> tuple[int, int]:
+    """(number of machines, ranks on each) for `ranks` ranks with at most `on_node` on a machine: all have equally many.
+
+    >>> machines(16, 8), machines(12, 8), machines(4, 8)
+    ((2, 8), (2, 6), (1, 4))
+    """
+    each = max(n for n in range(1, min(ranks, on_node) + 1) if ranks % n == 0)
+    return ranks // each, each
+
+
+def launch_command(config: str | Path, ranks: int, on_node: int, host: str = "HOST") -> str:
+    """The command that trains by the file `config` on `ranks` ranks, `on_node` of them on a machine; with several
+    machines each runs it. host: the name of the first machine.
+
+    >>> launch_command("best.toml", 8, 8)
+    'torchrun --nproc-per-node 8 -m fzero pretrain --config best.toml'
+    """
+    train = f"fzero pretrain --config {shlex.quote(str(config))}"
+    if ranks == 1:
+        return train
+    nodes, on_node = machines(ranks, on_node)
+    if nodes == 1:
+        return f"torchrun --nproc-per-node {ranks} -m {train}"
+    meet = f"--rdzv-backend c10d --rdzv-endpoint {host}:{PORT} --rdzv-id {shlex.quote(Path(config).stem)}"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {on_node} {meet} -m {train}"
+
+
+def slurm_script(config: str | Path, ranks: int, on_node: int, *, gpu: bool = True) -> str:
+    """The text of a script for sbatch that trains by the file `config`, resumed if the job is requeued."""
+    (nodes, on_node), name = machines(ranks, on_node), Path(config).stem
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={shlex.quote(name)}",
+        f"#SBATCH --nodes={nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        *([f"#SBATCH --gpus-per-node={on_node}"] if gpu else []),
+        "#SBATCH --exclusive",
+        "#SBATCH --requeue",
+        f"#SBATCH --output={name}-%j.log",
+        "# Add what your cluster asks for: --partition, --account, --time.",
+        "set -eu",
+    ]
+    host = "$host"
+    if nodes > 1:
+        lines.append('host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
+    command = launch_command(config, ranks, on_node, host)
+    command = command.replace(f"--rdzv-id {shlex.quote(name)}", '--rdzv-id "$SLURM_JOB_ID"')
+    lines.append(f"srun {command} --out {shlex.quote(f'runs/{name}')} --auto-resume")
+    return "\n".join(lines) + "\n"

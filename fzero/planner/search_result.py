@@ -1,0 +1,266 @@
+"""The result of a search: the candidates found, why the others are slower or do not fit, and its text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fzero.planner.candidates import Candidate, Sketch
+from fzero.planner.devices import Device
+from fzero.planner.format import duration, mesh_words, percent, quantity, size, table
+from fzero.planner.plan import PlanReport
+from fzero.run.config import RunConfig
+from fzero.run.config_table import to_table
+
+SPARE = 0.9  # the fraction of the capacity that a sketch, being rough, may fill
+ALIKE = 5e-4  # relative differences of step times below this count as equal
+
+
+class Room(NamedTuple):
+    """The memory available to the tensors of a rank, in bytes."""
+
+    device: int
+    host: int | None  # None: unknown
+
+    def has(self, sketch: Sketch, part: float = SPARE) -> bool:
+        """Whether a sketch fits into the fraction `part` of the device, and into the host's memory."""
+        return sketch.bytes <= part * self.device and (self.host is None or sketch.host_bytes <= self.host)
+
+
+class Found(NamedTuple):
+    """A traced candidate."""
+
+    candidate: Candidate
+    report: PlanReport
+    reason: str  # why it is slower than the best; "" for the best
+
+
+class Alternative(NamedTuple):
+    """For one alternative choice (such as tp=4): the best plan that uses it, and why it is slower."""
+
+    choice: str  # "tp=4", "stage 0", "remat none", ...
+    count: int
+    candidate: Candidate
+    reason: str
+    exact: bool  # whether the numbers come from a trace; False: from closed forms
+
+
+class SearchResult(NamedTuple):
+    """The result of `search`. `print(result)` shows it."""
+
+    best: tuple[Found, ...]  # fastest first
+    losers: tuple[Alternative, ...]
+    config: RunConfig  # the best candidate's, ready for `fzero pretrain`
+    considered: int
+    fitting: int  # number of candidates that fit by closed forms
+    traced: int
+    seconds: float
+
+    def to_json(self) -> str:
+        """Format as one JSON object."""
+        found = [
+            {
+                **f.candidate._asdict(),
+                "mesh": f.candidate.mesh,
+                "reason": f.reason,
+                "plan": json.loads(f.report.to_json()),
+            }
+            for f in self.best
+        ]
+        for each in found:
+            del each["plan"]["timeline"]
+        losers = [{**loser._asdict(), "candidate": loser.candidate._asdict()} for loser in self.losers]
+        rest = {"considered": self.considered, "fitting": self.fitting, "traced": self.traced, "seconds": self.seconds}
+        return json.dumps({"best": found, "losers": losers, "config": to_table(self.config), **rest}, indent=1)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+# ---- reasons -----------------------------------------------------------------------------------------------------
+
+
+def seconds_of(report: PlanReport) -> dict[str, float]:
+    """Split a predicted step time: computation, update, exposed communication by axis, and waiting by memory."""
+    t = report.time
+    named = {"update": t["phases"].get("update", 0.0)}
+    named["computation"] = sum(t["phases"].values()) - named["update"]
+    named |= {f"exposed communication on {axis}": s for axis, s in t["exposed"].items()}
+    return named | {f"waiting for {name}": s for name, s in t["waiting"].items()}
+
+
+def slower(report: PlanReport, best: PlanReport) -> str:
+    """Say how much slower a plan is than the best one, and what causes most of the difference."""
+    mine, other = seconds_of(report), seconds_of(best)
+    more = {name: seconds - other.get(name, 0.0) for name, seconds in mine.items()}
+    worst = max(more, key=more.__getitem__)
+    what = worst
+    if worst == "computation":
+        flop = report.flop_per_step / best.flop_per_step - 1
+        what = (
+            f"recomputation ({percent(flop)} more FLOPs)"
+            if flop > 0.01
+            else "computation in smaller pieces, or bound by memory"
+        )
+    longer = report.step_s / best.step_s - 1
+    return (
+        f"{percent(longer)} slower: {duration(more[worst])} more {what}"
+        if longer >= ALIKE and more[worst] > 0
+        else "as fast"
+    )
+
+
+def slower_sketch(sketch: Sketch, best: Sketch) -> str:
+    """As `slower`, from closed forms."""
+    more = {name: seconds - best.time.get(name, 0.0) for name, seconds in sketch.time.items()}
+    worst = max(more, key=more.__getitem__)
+    if not math.isfinite(sketch.step_s):
+        return f"{worst}: the device's rate is not known"
+    if sketch.step_s <= best.step_s:
+        return "about as fast"
+    return f"about {percent(sketch.step_s / best.step_s - 1)} slower: {duration(more[worst])} more {worst}"
+
+
+def does_not_fit(report: PlanReport) -> str:
+    """Say why a plan does not fit."""
+    parts = report.peak["components"]
+    most = max(parts, key=parts.__getitem__)
+    of = f"{size(report.peak_bytes_per_rank)} of {size(report.capacity_bytes)}"
+    return f"does not fit: {of}, {report.too_much()}; {most} {size(parts[most])}"
+
+
+def too_much(sketch: Sketch, room: Room) -> str:
+    """Say why a sketch does not fit, or is too close to be traced."""
+    most = max(sketch.memory, key=sketch.memory.__getitem__)
+    of, large = f"{size(sketch.bytes)} of {size(room.device)}", f"{most} {size(sketch.memory[most])}"
+    if sketch.bytes > room.device:
+        return f"does not fit: {of}, {size(sketch.bytes - room.device)} too much; {large}"
+    if room.host is not None and sketch.host_bytes > room.host:
+        return f"does not fit: {size(sketch.host_bytes)} in the host's memory, where a rank can have {size(room.host)}"
+    return f"too close: {of}, and closed forms may fill {percent(SPARE)}; {large}"
+
+
+def least(sketches: Sequence[Sketch], room: Room) -> Sketch:
+    """The sketch that comes closest to fitting."""
+    return min(sketches, key=lambda s: max(s.bytes / room.device, s.host_bytes / room.host if room.host else 0.0))
+
+
+def choices(c: Candidate) -> dict[str, str]:
+    """The choices of a candidate, as texts by kind."""
+    return {
+        "tp": f"tp={c.tp}",
+        "rp": f"rp={c.rp}",
+        "zero": f"stage {c.zero}",
+        "remat": f"remat {c.remat}",
+        "offload": f"offload {c.offload}" if c.offload else "no offload",
+        "micro_batch": f"micro-batch {c.micro_batch}",
+    }
+
+
+def best_alternatives(
+    sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: Found, room: Room
+) -> list[Alternative]:
+    """For each choice that the best candidate does not make: the best candidate with it, and why that is slower."""
+    classes: dict[tuple[str, str], list[Sketch]] = {}
+    mine = choices(best.candidate)
+    for sketch in sketches:
+        for kind, text in choices(sketch.candidate).items():
+            if text != mine[kind]:
+                classes.setdefault((kind, text), []).append(sketch)
+    top = next(s for s in sketches if s.candidate == best.candidate)
+    out = []
+    for (_, text), members in sorted(classes.items()):
+        known = [s for s in members if s.candidate in reports and reports[s.candidate].fits]
+        fit = [s for s in members if room.has(s)]
+        if known:
+            s = min(known, key=lambda s: reports[s.candidate].step_s)
+            reason = slower(reports[s.candidate], best.report)
+        elif fit:
+            s = fit[0]  # sketches are sorted by time
+            over = reports.get(s.candidate)
+            reason = does_not_fit(over) if over else slower_sketch(s, top)
+        else:
+            s = least(members, room)
+            reason = too_much(s, room)
+        out.append(Alternative(text, len(members), s.candidate, reason, s.candidate in reports))
+    return out
+
+
+def nothing_fits(sketches: Sequence[Sketch], over: Sequence[Found], room: Room, gpus: int, device: Device) -> str:
+    """The error message of a search that finds nothing."""
+    if over:
+        found = min(over, key=lambda f: f.report.peak_bytes_per_rank)
+        nearest, why = words(found.candidate), does_not_fit(found.report)
+    else:
+        sketch = least(sketches, room)
+        nearest, why = f"about {words(sketch.candidate)}", too_much(sketch, room)
+    return f"nothing fits on {gpus} {device.name}; the least is {nearest}: it {why}; use more devices, or larger ones"
+
+
+# ---- formatting --------------------------------------------------------------------------------------------------
+
+
+def words(c: Candidate) -> str:
+    """Format a candidate."""
+    offload = f", offload {c.offload}" if c.offload else ""
+    return f"{mesh_words(c.mesh)}, stage {c.zero}, remat {c.remat}{offload}, micro-batch {c.micro_batch}"
+
+
+def describe(result: SearchResult) -> str:
+    """The text that `print(result)` shows."""
+    first = result.best[0].report
+    t = result.config.train
+    head = ["", "mesh", "zero", "remat", "offload", "micro", "step", "tokens/s", "MFU", "memory", "of it", "reason"]
+    rows = []
+    for i, found in enumerate(result.best, 1):
+        c, r = found.candidate, found.report
+        use = percent(r.mfu) if r.mfu is not None else "-"
+        cells = [
+            str(i),
+            mesh_words(c.mesh),
+            str(c.zero),
+            c.remat,
+            c.offload or "-",
+            str(c.micro_batch),
+            duration(r.step_s),
+        ]
+        cells += [
+            quantity(r.tokens_per_s),
+            use,
+            size(r.peak_bytes_per_rank),
+            percent(r.peak_bytes_per_rank / r.capacity_bytes),
+        ]
+        rows.append([*cells, found.reason or f"the fastest; {r.time['binds']} binds"])
+    lines = [
+        f"{result.config.preset or 'the model'} on {first.ranks} {first.device.name}: {quantity(first.num_params)} "
+        f"parameters, batches of {t.batch:,} sequences of {result.config.data.seq_len:,}",
+        (
+            f"{result.considered:,} candidates, {result.fitting:,} should fit, {result.traced} traced exactly; "
+            f"{result.seconds:.1f} s"
+        ),
+        "",
+        *table(head, rows, text=(0, 1, 3, 4, -1)),
+        "",
+        "why the others lose (the best of each; ~ by closed forms)",
+        *table(["choice", "of them", "the best of them", ""], alternative_rows(result.losers), text=(0, 2, 3)),
+    ]
+    if first.days is not None:
+        cost = f", {first.cost:,.0f} at {first.price_per_hour:g} an hour" if first.cost is not None else ""
+        lines += [
+            "",
+            (
+                f"{quantity(first.tokens)} tokens: {duration(first.days * 86400)}, {first.device_hours:,.0f} "
+                f"device hours{cost}"
+            ),
+        ]
+    return "\n".join(lines)
+
+
+def alternative_rows(alternatives: Sequence[Alternative]) -> list[list[str]]:
+    """The table rows of the alternatives."""
+    return [
+        [loser.choice, f"{loser.count:,}", words(loser.candidate), ("" if loser.exact else "~ ") + loser.reason]
+        for loser in alternatives
+    ]

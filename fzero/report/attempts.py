@@ -1,0 +1,81 @@
+"""Which attempts of a run are counted together: the last one that made a step, and those like it.
+
+A resumed run may have another mesh, stage, offload or machine, and its steps then take another time. A figure of the
+run is that of one placement, and what belongs to another one is neither averaged with it nor divided by it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fzero.core.tables import flat
+from fzero.run.placement import FLAGS
+
+Attempt = Mapping[str, Any]
+# What the time of a step depends on, of a line of attempts.jsonl.
+FACTS = ("processes", "zero", "offload", "precision", "threads", "micro_batches", "compiled", "fp32_matmul", "update")
+FACTS += ("machine", "versions", "config")
+
+
+def sizes(mesh: Any) -> dict[str, int]:
+    """The axes of a mesh that divide something."""
+    return {axis: size for axis, size in (mesh or {}).items() if size != 1}
+
+
+def alike(one: Attempt, other: Attempt) -> bool:
+    """Whether two attempts computed the same thing in the same place."""
+    same_mesh = sizes(one.get("mesh")) == sizes(other.get("mesh"))
+    return same_mesh and all(one.get(key) == other.get(key) for key in FACTS)
+
+
+def attempt_of_rows(steps: Sequence[int], attempts: Sequence[Attempt]) -> list[int]:
+    """The index of the attempt that made each step; -1 for a step before all of them."""
+    firsts = [a.get("first_step", 0) for a in attempts]
+    return [max((i for i, first in enumerate(firsts) if first < step), default=-1) for step in steps]
+
+
+def subject(steps: Sequence[int], attempts: Sequence[Attempt]) -> Attempt:
+    """The last attempt that made a step, of which the figures of a run are; {} if none is recorded."""
+    made = attempt_of_rows(steps, attempts)
+    return attempts[made[-1]] if attempts and made and made[-1] >= 0 else (attempts[-1] if attempts else {})
+
+
+def counted(steps: Sequence[int], attempts: Sequence[Attempt]) -> list[int]:
+    """The rows of the subject and of the attempts like it."""
+    about = subject(steps, attempts)
+    of = [about, *attempts]  # index -1 + 1: before all
+    return [i for i, made in enumerate(attempt_of_rows(steps, attempts)) if alike(of[made + 1], about)]
+
+
+def belongs(record: Mapping[str, Any] | None, steps: Sequence[int], attempts: Sequence[Attempt]) -> bool:
+    """Whether a record that names its attempt was made by the subject, or one like it."""
+    number = (record or {}).get("attempt")
+    made = [a for i, a in enumerate(attempts, 1) if a.get("attempt", i) == number]
+    return number is None or not made or alike(made[0], subject(steps, attempts))
+
+
+def planned_for(plan: Mapping[str, Any], attempt: Attempt) -> bool:
+    """Whether a plan is of the placement of an attempt, as far as it tells."""
+    there, here = (dict(flat(found.get("config") or {})) for found in (plan, attempt))
+    keys = [key for key in FLAGS if key in there and key in here and not key.startswith("nvme.")]
+    if "mesh" in plan and "mesh" in attempt and sizes(plan["mesh"]) != sizes(attempt["mesh"]):
+        return False
+    return all(there[key] == here[key] for key in keys)
+
+
+def rates(
+    series: Mapping[str, list[Any]], attempts: Sequence[Attempt], kept: Sequence[int]
+) -> list[tuple[int, float | None, float | None]]:
+    """(steps made, median seconds of a step, median tokens/s) of each attempt, over its rows among `kept`."""
+    made, found = attempt_of_rows(series["step"], attempts), []
+
+    def middle(name: str, rows: list[int]) -> float | None:
+        known = [value for i in rows if (value := series.get(name, {i: None})[i]) is not None]
+        return statistics.median(known) if known else None
+
+    for number in range(len(attempts)):
+        rows = [i for i in kept if made[i] == number]
+        found.append((made.count(number), middle("step_s", rows), middle("tokens_per_s", rows)))
+    return found

@@ -1,0 +1,93 @@
+"""A config as commented TOML: each value with the comment of its field, and its default where the value differs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from fzero.core.tables import Table, flat, put, to_toml
+from fzero.run.config import RunConfig
+from fzero.run.config_checks import refuse_unused
+from fzero.run.config_table import to_table
+
+
+def commented(config: RunConfig) -> str:
+    """The TOML text of every value of a config, which `fzero pretrain --config` takes; unset values are left out, and
+    those that do nothing with the chosen optimizer, schedule or policies are behind a "#".
+
+    >>> from fzero.run.config_table import from_table
+    >>> [line for line in commented(from_table({"zero": 3})).splitlines() if line.startswith("zero")]
+    ['zero = 3  # ZeRO stage (default 0)']
+    """
+    said, notes = {}, {}
+    kinds = kinds_of(config)
+    usual = dict(flat(to_table(RunConfig(model=type(config.model)()))))
+    for name, value in flat(to_table(config)):
+        if value is None:
+            continue
+        put(said, name, value)
+        parent, _, field = name.rpartition(".")
+        words = [comments_of(kinds[parent]).get(field, "")] if parent in kinds else []
+        if name in usual and value != usual[name] and name not in ("preset", "model.family"):
+            words.append(f"(default {usual[name]!r})")
+        notes[name] = " ".join(filter(None, words))
+    return "\n".join(without_unused(config, to_toml(said, notes).splitlines())) + "\n"
+
+
+def without_unused(config: RunConfig, lines: list[str]) -> Iterator[str]:
+    """The lines of a TOML text, with a "# " before values that a config file may not set."""
+    where = ""
+    for line in lines:
+        if line.startswith("["):
+            where = line.strip("[]") + "."
+        table: Table = {}
+        key = line.partition(" = ")[0]
+        if " = " in line:
+            put(table, where + key, None)
+        try:
+            refuse_unused(config, table)
+        except ValueError:
+            line = f"# {line}"
+        yield line
+
+
+def differences(config: RunConfig, other: RunConfig) -> list[str]:
+    """A line for each value of `config` that differs from the one of `other`: "train.steps = 400, not 1000"."""
+    theirs = dict(flat(to_table(other)))
+    return [
+        f"{name} = {value!r}, not {theirs.get(name)!r}"
+        for name, value in flat(to_table(config))
+        if value != theirs.get(name)
+    ]
+
+
+def kinds_of(value: Any, where: str = "") -> dict[str, type]:
+    """{name of a table of the config: its dataclass}; the outermost is ""."""
+    found = {where: type(value)}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            found |= kinds_of(inner, f"{where}.{field.name}".lstrip("."))
+    return found
+
+
+@functools.cache
+def comments_of(kind: type) -> dict[str, str]:
+    """{field: its comment} of a dataclass: behind its line, or on lines of their own above it."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        own = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno] if "  # " in line]
+        above, at = [], node.lineno - 2
+        while lines[at].strip().startswith("# "):
+            above.insert(0, lines[at].strip()[2:])
+            at -= 1
+        found[node.target.id] = " ".join([*above, *own])
+    return found

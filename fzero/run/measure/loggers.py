@@ -1,0 +1,140 @@
+"""Where rows of metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, a CSV file."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fzero.core.foreign import read_text_file
+from fzero.core.pytree import nearest
+from fzero.core.storage import naming, write_text
+
+Log = Callable[[Mapping[str, Any]], None]  # takes the row of a step: its "step", and values by name
+LOGGERS = ("tensorboard", "wandb", "csv")
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise ValueError for a name that is no logger, and for one whose package is not installed."""
+    for name in names:
+        if name not in LOGGERS and name != "auto":
+            raise ValueError(
+                f"train.loggers has {name!r}{nearest(name, LOGGERS)}; it must be a list of auto, {', '.join(LOGGERS)}"
+            )
+        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+            raise ValueError(f"train.loggers has {name!r} and its package is not installed: pip install fzero[{name}]")
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row besides its step, as loggers draw them.
+
+    >>> numbers({"step": 3, "loss": 1.5, "skipped": False, "phases": {"forward": 0.1}})
+    {'loss': 1.5, 'skipped': False}
+    """
+    return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+
+
+@contextlib.contextmanager
+def open_loggers(
+    names: Sequence[str], folder: Path, *, first: int = 0, config: Mapping[str, Any] | None = None
+) -> Iterator[Log]:
+    """A context of a function that gives a step's row to all loggers of these names.
+
+    names: of LOGGERS; "auto" is TensorBoard if it is installed. folder: of the run; TensorBoard writes `tensorboard/`,
+    wandb `wandb/` and csv `metrics.csv` there. first: the step before the first row; later rows of an earlier attempt
+    are dropped. config: shown by wandb beside the run.
+    Raises ValueError for an unknown name, and for one whose package is not installed.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with open_loggers(["csv"], folder) as log:
+    ...     for step in (1, 2):
+    ...         log({"step": step, "loss": 1.0 / step})
+    >>> print((folder / "metrics.csv").read_text().strip())
+    step,loss
+    1,1.0
+    2,0.5
+    """
+    check_loggers(names)
+    found = importlib.util.find_spec("tensorboard") is not None
+    wanted = dict.fromkeys(one for name in names for one in (("tensorboard",) * found if name == "auto" else (name,)))
+    with ExitStack() as stack:
+        logs = [stack.enter_context(OPENERS[name](folder, first, config or {})) for name in wanted]
+
+        def log(row: Mapping[str, Any]) -> None:
+            for each in logs:
+                each(row)
+
+        yield log
+
+
+@contextlib.contextmanager
+def _tensorboard(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1) as board:
+
+        def log(row: Mapping[str, Any]) -> None:
+            for name, value in numbers(row).items():
+                board.add_scalar(name, value, row["step"])
+
+        yield log
+
+
+@contextlib.contextmanager
+def _wandb(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
+    import wandb
+
+    # A resumed attempt continues the run of its folder; steps that wandb has already are passed over by it.
+    run = wandb.init(dir=str(folder), name=folder.name, id=folder.name, resume="allow", config=dict(config))
+    try:
+        yield lambda row: run.log(numbers(row), step=row["step"])
+    finally:
+        run.finish()
+
+
+@contextlib.contextmanager
+def _csv(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
+    """A row a step; the file is written anew, whole, when a row brings a new column, such as the first val_loss.
+
+    The last rows of an earlier attempt, which this one makes again, are dropped.
+    """
+    path = folder / "metrics.csv"
+    rows = list(csv.DictReader(read_text_file(path).splitlines())) if path.is_file() else []
+    columns = list(rows[0]) if rows else []
+    if rows:
+        write_rows(path, columns, [row for row in rows if int(row["step"]) <= first])
+
+    def log(row: Mapping[str, Any]) -> None:
+        values = {"step": row["step"], **numbers(row)}
+        if new := [name for name in values if name not in columns]:
+            rows = list(csv.DictReader(read_text_file(path).splitlines())) if path.is_file() else []
+            columns.extend(new)
+            write_rows(path, columns, [*rows, values])
+        else:
+            with naming(path), path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, columns, lineterminator="\n").writerow(values)
+
+    yield log
+
+
+def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a CSV file whole: the old one stays until the new one is there."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path.parent, path.name, text.getvalue())
+
+
+OPENERS: dict[str, Callable[[Path, int, Mapping[str, Any]], contextlib.AbstractContextManager[Log]]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "csv": _csv,
+}

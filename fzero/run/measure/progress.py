@@ -1,0 +1,83 @@
+"""What a terminal shows of a run: a line every few steps, or a bar."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from fzero.run.corpus import Say
+
+RECENT = 20  # steps whose mean predicts the rest
+COMPILING = "compiling (about 25 s on two cores, once a machine)"
+
+
+@contextlib.contextmanager
+def show_progress(
+    first: int, until: int, *, every: int, bar: bool, compiles: bool, say: Say
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A context of a function that shows a step's row.
+
+    first, until: the step before the first row, and the last one. every: steps from line to line; the bar is drawn
+    anew after each. compiles: the first step waits for the compiler, which is said; its time predicts nothing.
+    """
+    recent: list[float] = []
+    val = ""
+    with ExitStack() as stack:
+        shown = stack.enter_context(open_bar(first, until)) if bar else None
+        if compiles and shown is None:
+            say(COMPILING)
+        waiting = stack.enter_context(elapsing(shown, COMPILING if compiles else "first step"))
+
+        def show(row: dict[str, Any]) -> None:
+            nonlocal val
+            is_first = row["step"] == first + 1
+            waiting()
+            if not is_first:
+                recent[:] = [*recent[1 - RECENT :], row["step_s"]]
+            loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+            val = f"  val {row['val_loss']:.4f}" if "val_loss" in row else val
+            speed = f"{row['tokens_per_s']:,.0f} tokens/s  MFU {100 * row['mfu']:.0f}%"
+            if shown is not None:
+                shown.set_postfix_str(f"loss {loss}{val}  {speed}", refresh=False)
+                shown.update()
+                if is_first:  # the bar counts its rate from here on
+                    shown.initial, shown.start_t = shown.n, shown.last_print_t
+            elif row["step"] % every == 0 or is_first or row["step"] == until or "val_loss" in row:
+                left = f"  ETA {format_duration((until - row['step']) * sum(recent) / len(recent))}" if recent else ""
+                say(f"step {row['step']}/{until}  loss {loss}{val}  {speed}{left}{'  SKIPPED' * bool(row['skipped'])}")
+
+        yield show
+
+
+def open_bar(first: int, until: int) -> Any:
+    """A progress bar on stderr."""
+    from tqdm import tqdm
+
+    return tqdm(total=until, initial=first, unit="step", dynamic_ncols=True)
+
+
+@contextlib.contextmanager
+def elapsing(shown: Any, what: str) -> Iterator[Callable[[], None]]:
+    """A context in which a bar says `what` and counts seconds, until the function that it gives is called."""
+    end = threading.Event()
+
+    def count() -> None:
+        while not end.wait(1.0):
+            shown.refresh()
+
+    if shown is not None:
+        shown.set_postfix_str(what)
+        threading.Thread(target=count, name="fzero-progress", daemon=True).start()
+    try:
+        yield end.set
+    finally:
+        end.set()
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in words: 0:42, 12:05, 3:00:00."""
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"

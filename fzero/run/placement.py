@@ -1,0 +1,55 @@
+"""The placement of a run: the values that a resumed run may change. Those of its last attempt are the default of the
+next one, and the printed command that resumes it carries them."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from fzero.core.tables import flat
+from fzero.run.config import RunConfig
+from fzero.run.config_table import to_table
+from fzero.run.run_folder import pretrain_command
+
+# key of the config: the flag of `fzero pretrain` that sets it; "" for none
+FLAGS = {
+    "zero": "--zero",
+    "reduce": "--reduce",
+    "sequence": "--sequence",
+    "accumulate": "--accumulate",
+    "prefetch": "--prefetch",
+    "reshard": "",
+    "offload": "--offload",
+    "nvme.folder": "--nvme",
+    "nvme.buffer_mb": "--buffer-mb",
+    "precision.policy": "",  # decided once: config.json has it
+}
+KEYS = ("mesh", *FLAGS)
+
+
+def keep_placement(recorded: RunConfig, config: RunConfig, mesh: dict[str, int] | None) -> RunConfig:
+    """The config of a run from now on: `recorded` with the placement of the attempt's `config`.
+
+    mesh: the sizes that were asked for; None keeps the recorded ones, from which a mesh is fitted to the processes of
+    each attempt (run/ranks/elastic.py): fewer processes for a while do not make the mesh smaller for good.
+    """
+    parts = dict.fromkeys(key.partition(".")[0] for key in FLAGS)
+    return replace(
+        recorded,
+        mesh=recorded.mesh if mesh is None else mesh,
+        **{name: getattr(config, name) for name in parts},
+    )
+
+
+def resume_command(folder: Path, config: RunConfig, processes: int) -> str:
+    """The command that resumes the run in `folder` with the placement of `config`, as far as it is not the default."""
+    words, here = [], dict(flat(to_table(config)))
+    if math.prod(config.mesh.values()) == processes and {"dp": processes} != config.mesh and processes > 1:
+        words += ["--mesh", ",".join(f"{axis}={size}" for axis, size in config.mesh.items())]
+    usual = dict(flat(to_table(RunConfig())))
+    for key, flag in FLAGS.items():
+        if flag and here[key] != usual[key]:
+            words += [flag] if here[key] is True else [flag, str(here[key])]
+    return f"{pretrain_command(processes)} --out {shlex.quote(str(folder))} --resume {shlex.join(words)}".rstrip()

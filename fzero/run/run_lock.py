@@ -1,0 +1,247 @@
+"""The lock of a folder that a run writes: one process owns it at a time, and a second start is refused in one line.
+
+FOLDER/lock.json names the owner: host, pid, when it began; its modification time is the heartbeat, renewed every BEAT_S
+seconds. A dead owner's lock is taken over: at once if it was a process of this host, else once the heartbeat is
+SILENT_S seconds old. A start that finds an owner on another host watches the heartbeat for as long, so the clocks of
+hosts need not agree. Of several ranks only rank 0 owns the folder: the others are its own, and torchrun starts no new
+ranks before the old ones have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fzero.core.foreign import parse_json
+from fzero.core.storage import naming
+
+LOCK = "lock.json"
+BEAT_S = 5.0
+SILENT_S = 60.0
+
+
+class Owned(ValueError):
+    """Another process owns the folder."""
+
+
+class Held:
+    """A lock of this process, and the thread that renews its heartbeat."""
+
+    def __init__(self, folder: Path, text: str, made: list[Path]) -> None:
+        self.folder, self.text, self.made = folder, text, made  # made: the folders that taking the lock made
+        self.over = threading.Event()
+        threading.Thread(target=self.beat, name="fzero-lock", daemon=True).start()
+
+    def beat(self) -> None:
+        """Renew the heartbeat until `over`; end the process if another has taken the lock over."""
+        while not self.over.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a full or slow disk: tried again after the next pause
+                path = self.folder / LOCK
+                text = path.read_text(encoding="utf-8")
+                if text != self.text and not self.over.is_set():
+                    print(
+                        f"fzero: error: {self.folder}: {describe(parse(text))} has taken this run over, as it heard "
+                        f"nothing of this process for {SILENT_S:g} s; this process ends, and saves nothing",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    os._exit(2)
+                os.utime(path)
+
+
+_HELD: dict[str, Held] = {}
+
+
+def take(folder: Path, say: Callable[[str], None] = print) -> bool:
+    """Make this process the owner of `folder`, which is made if it is missing; returns whether it was there before.
+
+    A process that owns it already stays its owner. Raises Owned naming another owner that lives. `release_all` ends
+    it; a process that is killed needs no release.
+    """
+    key = os.path.realpath(folder)
+    if key not in _HELD:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            _HELD[key] = Held(folder, _take(folder, say), made)
+        except BaseException:
+            _remove_empty(made)
+            raise
+    return not _HELD[key].made
+
+
+def release(folder: Path) -> None:
+    """Give up the lock of `folder`, and remove the folders that were made for it and are empty."""
+    held = _HELD.pop(os.path.realpath(folder))
+    held.over.set()
+    with contextlib.suppress(OSError), _guarded(held.folder, make=False) as fd:
+        if _read(fd) == held.text:
+            os.unlink(held.folder / LOCK)
+    _remove_empty(held.made)
+
+
+def release_all() -> None:
+    """Give up every lock of this process."""
+    for key in list(_HELD):
+        release(_HELD[key].folder)
+
+
+@contextlib.contextmanager
+def owning(folder: Path) -> Iterator[bool]:
+    """A context in which this process owns `folder`; its value says whether that was there before."""
+    there = take(folder)
+    try:
+        yield there
+    finally:
+        release(folder)
+
+
+def _take(folder: Path, say: Callable[[str], None]) -> str:
+    mine, seen, begin = json.dumps(identity()) + "\n", None, 0.0
+    while True:
+        with _guarded(folder) as fd:
+            text, beat = _read(fd), os.fstat(fd).st_mtime_ns
+            owner = parse(text)
+            if (
+                owner is None
+                or (is_here(owner) and not is_alive(owner))
+                or _is_silent(folder, owner, beat, seen, begin)
+            ):
+                with naming(folder / LOCK):
+                    os.ftruncate(fd, 0)
+                    with open(fd, "wb", closefd=False) as file:  # writes all of it, or raises
+                        file.write(mine.encode())
+                    os.fsync(fd)
+                return mine
+        if is_here(owner) or (seen is not None and seen != (text, beat)):
+            stop = f"stop it (kill {owner['pid']})" if is_here(owner) else "stop it there"
+            fix = f"wait until it ends, {stop}, or name another folder (--out)"
+            raise Owned(f"{folder}: is in use by {describe(owner)}; {fix}")
+        if seen is None:
+            seen, begin = (text, beat), time.monotonic()
+            say(f"{folder}: was in use by {describe(owner)}; looking for its heartbeat, for {SILENT_S:g} s at most")
+        time.sleep(min(1.0, SILENT_S / 10))
+
+
+def _is_silent(folder: Path, owner: dict[str, Any], beat: int, seen: tuple[str, int] | None, begin: float) -> bool:
+    """Whether an owner on another host has been silent: by the times of the file system, or as long as we have
+    looked."""
+    if is_here(owner):
+        return False
+    if seen is not None:
+        return seen[1] == beat and time.monotonic() - begin > SILENT_S
+    with tempfile.NamedTemporaryFile(prefix=".lock-", dir=folder) as probe:  # its time is of the same clock
+        return os.fstat(probe.fileno()).st_mtime_ns - beat > SILENT_S * 1e9
+
+
+# ---- the owner ----
+
+
+def identity() -> dict[str, Any]:
+    """What lock.json says of this process. A pid means something on one boot of one host, in one namespace of pids."""
+    boot = pids = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pids = os.readlink("/proc/self/ns/pid")
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    here = {"host": platform.node(), "boot": boot, "pids": pids}
+    return {**here, "pid": os.getpid(), "started": started(os.getpid()), "since": began}
+
+
+def parse(text: str) -> dict[str, Any] | None:
+    """The owner that a lock's text names; None for none, as in a text that a kill cut short."""
+    try:
+        owner = parse_json(text, LOCK)
+        wanted = {"host": str, "boot": str, "pids": str, "pid": int, "started": str, "since": str}
+        return owner if all(type(owner[key]) is kind for key, kind in wanted.items()) else None
+    except (ValueError, KeyError):
+        return None
+
+
+def describe(owner: dict[str, Any] | None) -> str:
+    """An owner in words."""
+    if owner is None:
+        return "another process"
+    return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+
+
+def is_here(owner: dict[str, Any]) -> bool:
+    """Whether the owner's pid is one that this process can look up."""
+    me = identity()
+    return all(owner[key] == me[key] for key in ("host", "boot", "pids"))
+
+
+def is_alive(owner: dict[str, Any]) -> bool:
+    """Whether the owner, a process of this host, lives."""
+    return started(owner["pid"]) == owner["started"] != ""
+
+
+def started(pid: int) -> str:
+    """When a process of this host began, in the kernel's ticks, so that a pid used again is another process; "" if it
+    has ended."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in ("Z", "X") else rest[18]
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return ""
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        os.kill(pid, 0)
+    except (OSError, OverflowError):
+        return ""
+    return "unknown"
+
+
+# ---- the file ----
+
+
+@contextlib.contextmanager
+def _guarded(folder: Path, *, make: bool = True) -> Iterator[int]:
+    """The open lock file, while no other process reads or changes it."""
+    path = folder / LOCK
+    while True:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
+        except FileNotFoundError:
+            if make:
+                continue  # an owner that ended removed the folder
+            raise
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                    raise  # else a file system without locks of files: then two starts must not be of one instant
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                    yield fd
+                    return
+        finally:
+            os.close(fd)
+
+
+def _read(fd: int) -> str:
+    return os.pread(fd, 1 << 16, 0).decode(errors="replace")
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders that are empty, the innermost first."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return

@@ -1,0 +1,112 @@
+"""How threads without work wait: they spin on a machine of their own, and sleep on one that they share.
+
+OpenMP's threads try again for milliseconds before they sleep. Alone that is right (on two cores a step takes up to a
+third longer if they sleep at once, because they must be woken); beside other busy processes they burn the time that the
+others and their own process need. GCC's OpenMP, which torch's Linux wheels bring, reads its environment once, but it
+cuts the spinning to 100 tries while the process has more OpenMP threads than cores. So `sleep_while_shared` watches how
+long this process' threads wait for a core, and while they do it keeps a second team of threads, which never works.
+
+Ref: libgomp manual, GOMP_SPINCOUNT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# The user's own choice, of GCC's, Intel's and LLVM's OpenMP: then nothing is done.
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+INTERVAL = 0.25  # seconds between two looks
+SHARED, OWN = 0.05, 0.02  # cores' worth of waiting: above the first threads sleep, below the second they may spin again
+QUIET = 8  # looks in a row below OWN until they spin
+
+
+def core_wait_s() -> float:
+    """Seconds that this process' threads, those that live, were ready to run and had no core.
+
+    Raises OSError where the system does not tell (not Linux).
+    """
+    total = 0
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            total += int(Path("/proc/self/task", name, "schedstat").read_text().split()[1])
+    return total / 1e9
+
+
+def loaded_openmp() -> str:
+    """The path of GCC's OpenMP library in this process, or ""."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if path.rpartition("/")[2].startswith("libgomp"):
+            return "/" + path
+    return ""
+
+
+def idle_team(openmp: str, cores: int) -> tuple[threading.Thread, threading.Event]:
+    """A thread that has a team of more OpenMP threads than cores, all asleep, until the event is set."""
+    end, library, libc = threading.Event(), ctypes.CDLL(openmp), ctypes.CDLL(None)
+
+    def hold() -> None:
+        nothing = ctypes.cast(libc.free, ctypes.c_void_p)  # free(NULL): a function of the right type that does nothing
+        library.GOMP_parallel(nothing, None, ctypes.c_uint(cores + 1), ctypes.c_uint(0))
+        end.wait()
+
+    thread = threading.Thread(target=hold, name="fzero-idle-team", daemon=True)
+    thread.start()
+    return thread, end
+
+
+def watch(stop: threading.Event, waited: Callable[[], float], hold: Callable[[], Callable[[], None]]) -> None:
+    """Until `stop` is set: call `hold` when the threads begin to wait for cores, and what it returned when they cease.
+
+    waited: seconds of waiting so far, as `core_wait_s`.
+    """
+    release, quiet, before = None, 0, waited()
+    while not stop.wait(INTERVAL):
+        now = waited()
+        share, before = (now - before) / INTERVAL, now
+        quiet = quiet + 1 if share < OWN else 0
+        if release is None and share > SHARED:
+            release = hold()
+        elif release is not None and quiet >= QUIET:
+            release = release()
+    if release is not None:
+        release()
+
+
+@contextlib.contextmanager
+def sleep_while_shared() -> Iterator[None]:
+    """A context in which OpenMP's idle threads sleep while this process waits for cores; numbers do not change.
+
+    Does nothing if one of VARIABLES is set, and on systems whose OpenMP or whose waiting it does not know.
+    """
+    try:
+        known = not any(name in os.environ for name in VARIABLES) and core_wait_s() >= 0
+        openmp = loaded_openmp() if known else ""
+    except OSError:
+        openmp = ""
+    if not openmp:
+        yield
+        return
+
+    def hold() -> Callable[[], None]:
+        thread, end = idle_team(openmp, os.cpu_count() or 1)
+
+        def release() -> None:
+            end.set()
+            thread.join()
+
+        return release
+
+    stop = threading.Event()
+    watcher = threading.Thread(target=watch, args=(stop, core_wait_s, hold), name="fzero-waiting", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()

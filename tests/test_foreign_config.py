@@ -1,0 +1,157 @@
+"""Every number of a foreign config.json is checked once, by bounds and types and against the weights; and so are the
+sizes of a model that a user writes."""
+
+import json
+import math
+import re
+import time
+
+import pytest
+from foreign_cases import MODELS, READERS
+
+from fzero import models
+from fzero.checkpoint.convert.huggingface_names import FAMILIES, REQUIRED
+from fzero.checkpoint.convert.huggingface_read import read_hf_config
+from fzero.models import RopeScaling
+from fzero.run.config_checks import BOUNDS
+from fzero.run.config_table import from_table
+
+ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# What no entry may be. 0 and fractions are left to each entry's bounds.
+WRONG = (-1, 10**30, True, "1", [1], {"a": 1}, math.nan, math.inf, -0.5)
+ZERO_IS_FINE = {"resid_pdrop", "embd_pdrop", "initializer_range", "router_aux_loss_coef"}
+ENTRIES = [
+    *((family.model_type, field.theirs) for family in FAMILIES for field in family.fields),
+    *((family.model_type, "rope_theta") for family in FAMILIES[1:]),
+    *(("llama", f"rope_scaling.{name}") for name in ROPE),
+    *(("llama", f"rope_parameters.{name}") for name in (*ROPE, "rope_theta")),
+    ("mixtral", "sliding_window"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for name in MODELS:
+        made[name] = tmp_path_factory.mktemp(name)
+        READERS[f"hf-{name}"].make(made[name])
+    return made
+
+
+def changed(folder, entry, value):
+    """The config.json of a model with one entry of another value, in a folder beside it."""
+    table = json.loads((folder / "model/config.json").read_text())
+    place, _, name = entry.rpartition(".")
+    (table[place] if place else table)[name] = value
+    path = folder / "changed.json"
+    path.write_text(json.dumps(table))
+    return path
+
+
+@pytest.mark.parametrize(("model", "entry"), ENTRIES)
+def test_every_number_is_refused_by_name_where_it_cannot_compute(folders, model, entry):
+    name = entry.rpartition(".")[2]
+    truth = name == "tie_word_embeddings"
+    for value in (*WRONG, *(() if name in ZERO_IS_FINE else (0,))):
+        if truth and isinstance(value, bool):
+            continue
+        with pytest.raises(
+            ValueError, match=rf"changed\.json: .*{name}|changed\.json: .*sliding|changed\.json: .*window"
+        ):
+            read_hf_config(changed(folders[model], entry, value))
+
+
+def test_the_sound_configs_are_read(folders):
+    for name, config in MODELS.items():
+        assert read_hf_config(folders[name] / "model/config.json")[0] == config
+    for family in FAMILIES:  # the table above has every entry that must be there
+        assert {f.theirs for f in family.fields if f.default is REQUIRED} <= {
+            e for m, e in ENTRIES if m == family.model_type
+        }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_size_is_compared_with_the_weights(folders, model):
+    from fzero.checkpoint import convert
+
+    family = next(f for f in FAMILIES if f.model_type == model)
+    table = json.loads((folders[model] / "model/config.json").read_text())
+    free = {
+        "layer_norm_epsilon",
+        "rms_norm_eps",
+        "initializer_range",
+        "tie_word_embeddings",
+        "resid_pdrop",
+        "embd_pdrop",
+    }
+    free |= {"router_aux_loss_coef", "num_experts_per_tok", "max_position_embeddings"}
+    free |= {"n_head"}  # any divisor of n_embd makes the same tensors
+    for field in family.fields:
+        if field.theirs not in free and table.get(field.theirs) is not None:
+            for factor in (2, 50_000):
+                path = changed(folders[model], field.theirs, table[field.theirs] * factor)
+                begin = time.monotonic()
+                with pytest.raises(ValueError):
+                    convert.open_source(folders[model] / "model", path)
+                assert time.monotonic() - begin < 2, (field.theirs, factor)
+
+
+def test_a_billion_layers_are_refused_before_memory_is_taken(folders, tmp_path):
+    from fzero.checkpoint import convert
+
+    begin = time.monotonic()
+    for value, message in ((10**9, "num_hidden_layers is 1000000000; it must be at least 1 and below 100000"),
+                           (99_999, r"asks for 899,994 tensors and 21 are there")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            convert.open_source(folders["llama"] / "model", changed(folders["llama"], "num_hidden_layers", value))
+    path = changed(folders["mixtral"], "num_local_experts", 99_999)
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps({**table, "num_hidden_layers": 99_999}))
+    with pytest.raises(ValueError, match=r"tensors and .* are there"):
+        convert.open_source(folders["mixtral"] / "model", path)
+    assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("config", [*MODELS.values(), models.MLPConfig()], ids=lambda config: type(config).__name__)
+def test_the_sizes_of_a_model_have_bounds_wherever_they_come_from(config):
+    names = [name.removeprefix("model.") for name in BOUNDS if name.startswith("model.")]
+    for name in (name for name in names if hasattr(config, name)):
+        low, included, high = BOUNDS[f"model.{name}"]
+        wrong = [low - 1, *([] if included else [low]), math.nan, *([high] if high < math.inf else []), math.inf]
+        for value in wrong:
+            with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}; it must be"):
+                type(config)(**{**vars(config), name: value})
+    with pytest.raises(ValueError, match=r"a leaf of n_layers=99999, .* has more elements than memory can address"):
+        type(config)(**{**vars(config), "n_layers": 99_999, "d_model": 999_936, "d_ff": 99_999_999})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"factor": 0.0}, {"factor": 0.5}, {"low_freq_factor": 4.0}, {"high_freq_factor": 1.0}, {"original_max_len": 0}],
+)
+def test_a_scaling_of_rope_that_divides_by_zero(table):
+    with pytest.raises(
+        ValueError, match=rf"{next(iter(table))} is .*; it must be|high_freq_factor is .*; it must be above"
+    ):
+        RopeScaling(**table)
+    with pytest.raises(ValueError, match="must be"):
+        from_table({"preset": "llama-tiny", "model": {"rope_scaling": table}})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"model": {"n_layers": 10**9}},
+        {"model": {"max_len": 2**62}},
+        {"train": {"batch": 2**62, "micro_batch": 3}},
+        {"train": {"batch": 999_999_999_989, "micro_batch": 7}},
+        {"mesh": {"dp": 2**62}},
+        {"data": {"seq_len": 2**40}},
+    ],
+    ids=str,
+)
+def test_a_run_of_impossible_sizes_is_refused_at_once(table):
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"; it must be|; the axes are|does not divide"):
+        from_table({"preset": "llama-tiny", **table})
+    assert time.monotonic() - begin < 2

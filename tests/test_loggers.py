@@ -1,0 +1,125 @@
+"""Where a run's numbers go: loggers by name, and what the terminal shows of them."""
+
+import csv
+import io
+import sys
+import types
+
+import pytest
+
+from fzero import models
+from fzero.core.tables import check_type
+from fzero.run import build, config_table, duration
+from fzero.run.measure import loggers
+from fzero.run.measure.progress import show_progress
+from fzero.sharding import one_process
+
+
+def row(step, **values):
+    return {
+        "step": step,
+        "loss": 2.0 / step,
+        "step_s": 1.0,
+        "tokens_per_s": 10.0,
+        "mfu": 0.5,
+        "skipped": False,
+    } | values
+
+
+def rows_of(folder):
+    return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+
+
+def test_a_resumed_run_makes_its_last_rows_again(tmp_path):
+    with loggers.open_loggers(["csv"], tmp_path) as log:
+        for step in (1, 2, 3):
+            log(row(step))
+    with loggers.open_loggers(["csv"], tmp_path, first=2) as log:
+        log(row(3, loss=7.0))
+        log(row(4))
+    found = rows_of(tmp_path)
+    assert [int(each["step"]) for each in found] == [1, 2, 3, 4]
+    assert [each["loss"] for each in found] == ["2.0", "1.0", "7.0", "0.5"]
+
+
+def test_a_column_that_comes_later_is_kept(tmp_path):
+    """As val_loss, which only rows of evaluations have; also in the next attempt."""
+    with loggers.open_loggers(["csv"], tmp_path) as log:
+        log(row(1))
+        log(row(2, val_loss=3.5))
+        log(row(3))
+    with loggers.open_loggers(["csv"], tmp_path, first=3) as log:
+        log(row(4, val_loss=2.5, val_loss_ema=2.25))
+    found = rows_of(tmp_path)
+    assert [each["val_loss"] for each in found] == ["", "3.5", "", "2.5"]
+    assert [each["val_loss_ema"] for each in found] == ["", "", "", "2.25"] and found[0]["loss"] == "2.0"
+
+
+def test_an_error_of_the_run_does_not_name_the_file_of_a_logger(tmp_path):
+    with pytest.raises(OSError, match=r"^\[Errno 28\] full$"), loggers.open_loggers(["csv"], tmp_path):
+        raise OSError(28, "full")
+
+
+def test_wandb_gets_the_numbers_and_the_config(tmp_path, monkeypatch):
+    got = []
+    run = types.SimpleNamespace(log=lambda values, step: got.append((step, values)), finish=lambda: got.append("end"))
+    fake = types.SimpleNamespace(init=lambda **options: got.append(options) or run, __spec__=object())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with loggers.open_loggers(["wandb"], tmp_path, config={"zero": 3}) as log:
+        log({"step": 1, "loss": 2.0, "phases": {"forward": 1.0}})
+    assert got[0]["config"] == {"zero": 3} and got[1:] == [(1, {"loss": 2.0}), "end"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (["tensorbord"], "did you mean tensorboard"),
+        ("csv", 'a list of texts, such as \\["csv"\\]'),
+        ([1], "a list of texts"),
+        (["wandb"], r"pip install fzero\[wandb\]"),
+    ],
+)
+def test_names_that_are_no_loggers(value, said, monkeypatch):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=said):
+        config_table.from_table({"train": {"loggers": value}})
+
+
+def test_a_config_keeps_its_loggers():
+    config = config_table.from_table({"train": {"loggers": ["csv"]}})
+    assert config.train.loggers == ("csv",) and config_table.from_json(config_table.to_json(config)) == config
+    assert check_type("x", [], tuple[str, ...]) == ()
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_lines_predict_nothing_from_the_first_step(compiles):
+    lines = []
+    with show_progress(4, 9, every=1, bar=False, compiles=compiles, say=lines.append) as show:
+        for step in (5, 6, 9):
+            show(row(step, step_s=60.0 if step == 5 else 1.0))
+    assert lines[0].startswith("compiling (about 25 s") == compiles
+    first, second, last = lines[compiles:]
+    assert "ETA" not in first and second.endswith("ETA 0:03") and last.endswith("ETA 0:00")
+
+
+def test_a_bar_counts_seconds_while_it_compiles(monkeypatch):
+    text = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", text)
+    with show_progress(0, 3, every=1, bar=True, compiles=True, say=print) as show:
+        for step in (1, 2, 3):
+            show(row(step))
+    assert "compiling (about 25 s" in text.getvalue() and "3/3" in text.getvalue()
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(1e15, 400), (4e11, 200), (1e9, 100)])
+def test_the_default_run_has_the_longest_length_that_ends_in_time(rate, steps, monkeypatch):
+    """At 35 TFLOP of 400 steps and 0.35 of the rate."""
+    monkeypatch.setattr(duration, "peak_rate", lambda dtype, processes: rate)
+    table = {"precision": {"policy": "bf16"}, "train": {"compiled": False}}
+    job = build.build(config_table.from_table(table), one_process(), None)
+    assert duration.fitting_steps(job) == steps
+    short = duration.shortened(job.config, steps)
+    assert short == config_table.from_table({**table, "train": {"compiled": False, "steps": steps}})
+    large = config_table.from_table({"preset": "gpt2-124m", **table, "data": {"seq_len": 64}})
+    assert models.preset("gpt2-124m") == large.model
+    assert duration.fitting_steps(job._replace(config=large)) == large.train.steps

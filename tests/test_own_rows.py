@@ -1,0 +1,112 @@
+"""Each rank trains on rows of its own, dealt as its step takes them; an evaluation is of the rows of all ranks."""
+
+import pytest
+import ranks
+import torch
+from close import assert_close
+from zero_cases import FP64, batch_for, model_of
+
+import fzero
+from fzero import optim
+from fzero.core import pytree
+
+ROWS = 8
+MICRO = "local_batch dealt this batch for micro_batches={} and the step has micro_batches={}, .* write local_batch"
+SAME = (
+    "ranks 0 and 1 were given the same batch, .* write step\\(state, local_batch\\(batch, mesh, micro_batches=2\\)\\)"
+)
+FEWER = "rank 0 was given 8 rows and rank 1 4; give every rank as many, as local_batch"
+
+
+def equal_rows(batch):
+    return pytree.map(lambda leaf: leaf[:1].expand(leaf.shape).contiguous(), batch)
+
+
+DEALS = {  # how a batch comes to the ranks -> what a step with two micro-batches says
+    "dealt": (lambda batch, mesh, m: fzero.local_batch(batch, mesh, m), ""),
+    "dealt for one micro-batch": (lambda batch, mesh, m: fzero.local_batch(batch, mesh), MICRO.format(1, 2)),
+    "dealt for four": (lambda batch, mesh, m: fzero.local_batch(batch, mesh, 4), MICRO.format(4, 2)),
+    "all forget": (lambda batch, mesh, m: batch, SAME),
+    "all forget, in copies": (lambda batch, mesh, m: pytree.map(torch.clone, batch), SAME),
+    "rank 0 forgets": (lambda batch, mesh, m: batch if mesh.rank == 0 else fzero.local_batch(batch, mesh, m), FEWER),
+    "equal rows that were dealt": (lambda batch, mesh, m: fzero.local_batch(equal_rows(batch), mesh, m), ""),
+    "zeros": (lambda batch, mesh, m: pytree.map(torch.zeros_like, batch), ""),
+    "by hand": (lambda batch, mesh, m: pytree.map(lambda leaf: leaf[mesh.rank :: 2], batch), ""),
+}
+
+
+def outcome(mesh, name):
+    """What a step says to the batch of a deal; "" if it takes it."""
+    model = model_of("gpt2", dropout=0.0)
+    plan, tx = fzero.zero_plan(2, model, mesh, policy=FP64), optim.sgd(0.1)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=2)
+    state = fzero.init_state(model, tx, plan, seed=0)
+    try:
+        step(state, DEALS[name][0](batch_for(0, ROWS), mesh, 2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def outcomes(mesh):
+    return [outcome(mesh, name) for name in DEALS]
+
+
+def test_a_step_refuses_rows_that_are_not_its_own():
+    for found in ranks.run(2, outcomes):
+        for said, (_, expected) in zip(found, DEALS.values()):
+            assert (said == "") == (expected == ""), (said, expected)
+            if expected:
+                with pytest.raises(ValueError, match=expected):
+                    raise ValueError(said)
+
+
+def unlike_over_tp(mesh):
+    model = model_of("gpt2", dropout=0.0)
+    plan, tx = fzero.zero_plan(0, model, mesh, policy=FP64), optim.sgd(0.1)
+    step = fzero.make_train_step(model, tx, plan)
+    state = fzero.init_state(model, tx, plan, seed=0)
+    with pytest.raises(ValueError, match=r"^ranks 0 and 1 are of one tp group and were given different batches; give"):
+        step(state, batch_for(mesh.rank, ROWS))
+    step(state, batch_for(7, ROWS))
+
+
+def test_the_ranks_of_a_tp_group_have_the_same_rows():
+    ranks.run(2, unlike_over_tp, mesh={"tp": 2})
+
+
+def test_alone_a_rank_has_all_rows_for_any_number_of_micro_batches():
+    model = model_of("gpt2", dropout=0.0)
+    plan, tx = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64), optim.sgd(0.1)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=2)
+    step(fzero.init_state(model, tx, plan, seed=0), fzero.local_batch(batch_for(0, ROWS), plan.mesh))
+
+
+def evaluations(mesh, stage):
+    """(the sums of all ranks, this rank's) of a model and of a function."""
+    model, out = model_of("gpt2", dropout=0.0), []
+    params = {"w": torch.arange(20.0, dtype=torch.float64)}
+
+    def loss(params, batch):
+        return params["w"][batch["targets"]].sum(), batch["mask"].sum(), {"first": params["w"][batch["tokens"]].sum()}
+
+    for program, source in ((model, model), (loss, params)):
+        plan, tx = fzero.zero_plan(stage, source, mesh, policy=FP64), optim.sgd(0.1)
+        state, batch = fzero.init_state(source, tx, plan, seed=0), fzero.local_batch(batch_for(0, ROWS), mesh, 2)
+        for options in ({}, {"reduce": False}):
+            out.append(fzero.make_eval_step(program, plan, **options)(state.params, batch))
+    return out
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_evaluation_is_of_all_ranks(stage):
+    alone = evaluations(fzero.one_process(), 0)
+    found = ranks.run(2, evaluations, stage)
+    for i in (0, 2):
+        for by_rank in found:
+            assert_close(by_rank[i], alone[i], rtol=1e-12)
+            assert int(by_rank[i].num_tokens) == int(alone[i].num_tokens)
+    for i in (1, 3):
+        parts = [by_rank[i] for by_rank in found]
+        assert int(parts[0].num_tokens) != int(parts[1].num_tokens)
+        assert_close(pytree.map(torch.add, *parts), alone[i], rtol=1e-12)

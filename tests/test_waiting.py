@@ -1,0 +1,111 @@
+"""OpenMP's threads sleep while the process shares its cores, and spin else: fzero/run/waiting.py."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from fzero.run import waiting
+
+
+@pytest.fixture
+def openmp():
+    try:
+        waiting.core_wait_s()
+        path = waiting.loaded_openmp()
+    except OSError:
+        path = ""
+    return path or pytest.skip("the system does not tell how long threads wait, or torch brings another OpenMP")
+
+
+def watched(waits: list[float]) -> list[str]:
+    """What `watch` does when its looks find these cores' worth of waiting, one after the other."""
+    stop, total, done = threading.Event(), iter([0.0, *waits]), []
+    seconds = 0.0
+
+    def waited() -> float:
+        nonlocal seconds
+        share = next(total, None)
+        if share is None:
+            stop.set()
+            share = 0.0
+        seconds += share * waiting.INTERVAL
+        return seconds
+
+    def hold():
+        done.append("sleep")
+        return lambda: done.append("spin")
+
+    waiting.watch(stop, waited, hold)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("waits", "done"),
+    [
+        ([0.0] * 4, []),
+        ([0.03] * 4, []),  # some waiting is no neighbour
+        ([0.5, 0.5], ["sleep", "spin"]),  # at the end of the run, too
+        ([0.5, *[0.0] * waiting.QUIET, 0.0], ["sleep", "spin"]),
+        ([0.5, *[0.0] * waiting.QUIET, 0.0, 0.5], ["sleep", "spin", "sleep", "spin"]),
+        ([0.5, *[0.0, 0.0, 0.03] * waiting.QUIET], ["sleep", "spin"]),  # not before the end
+    ],
+)
+def test_threads_sleep_from_the_first_wait_until_some_time_after_the_last(monkeypatch, waits, done):
+    monkeypatch.setattr(waiting, "INTERVAL", 0.001)
+    assert watched(waits) == done
+
+
+def spinning_s(x: torch.Tensor) -> float:
+    """CPU seconds of this process for 20 short parallel operations with pauses between them."""
+    begin = time.process_time()
+    for _ in range(20):
+        x.add_(1)
+        time.sleep(0.005)
+    return time.process_time() - begin
+
+
+def test_an_idle_team_puts_openmps_idle_threads_to_sleep(openmp):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = torch.ones(1 << 17)
+        spinning = min(spinning_s(x) for _ in range(2))
+        thread, end = waiting.idle_team(openmp, os.cpu_count())
+        time.sleep(0.05)
+        asleep = min(spinning_s(x) for _ in range(3))
+        end.set()
+        thread.join()
+        again = max(spinning_s(x) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
+    if os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT"):
+        assert asleep < 0.05
+    else:
+        assert asleep < spinning / 3 and asleep < again / 3, (spinning, asleep, again)
+
+
+@pytest.mark.parametrize("name", waiting.VARIABLES)
+def test_nothing_is_done_if_the_user_has_chosen(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    with waiting.sleep_while_shared():
+        assert "fzero-waiting" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_run_is_watched_and_the_threads_end_with_it(openmp, monkeypatch):
+    for name in waiting.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(waiting, "INTERVAL", 0.001)
+    monkeypatch.setattr(waiting, "SHARED", -1.0)  # every process seems to wait
+    before = threading.active_count()
+    with waiting.sleep_while_shared():
+        names = set()
+        for _ in range(2000):
+            names |= {thread.name for thread in threading.enumerate()}
+            if "fzero-idle-team" in names:
+                break
+            time.sleep(0.005)
+    assert {"fzero-waiting", "fzero-idle-team"} <= names
+    assert threading.active_count() == before
