@@ -383,7 +383,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
     until(lambda: steps_of(folder / "nap") >= 1, process)
     begin = time.monotonic()
     code, _, said, codes = ended(folder, process, log="-nap")
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - begin < 60
     assert code == 1 and len(said) == 1 and codes == [2, 2], said
     hung = r"rank 1 hangs: no progress for \d s, in step 3 at nap.py:11 nap, after all_gather over dp .*"
     hung += r" of blocks/\S+ and 8 more in forward \(#\d+\)"
@@ -401,7 +401,7 @@ def test_a_stopped_rank_is_named(folder, rank):
     stopped, begin = ranks_of(process)[rank], time.monotonic()
     os.kill(stopped, signal.SIGSTOP)
     code, _, said, codes = ended(folder, process, log=log)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     assert code == 1 and len(said) == 1 and codes == [-9, 2], (said, codes)
     assert (
         f"error: rank {rank} hangs: its process gives no sign of life for " in said[0]
@@ -530,7 +530,7 @@ def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(folder, n
     begin = time.monotonic()
     os.kill(ranks_of(process)[int(to[-1])] if to.startswith("rank") else process.pid, signal.SIGTERM)
     code, _, said, codes = ended(folder, process, log=log)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 45
     assert code == (1 if to == "torchrun" else 0) and codes == [] and not (folder / "first").exists()
     assert said in (["fzero: stopped by SIGTERM; there was nothing to save"], []), said
 

@@ -109,7 +109,7 @@ def test_a_killed_rank_ends_all(folder):
     process, begin = started(folder, "killed", 2, "--zero", 3), time.monotonic()
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     one_line(ended(folder, process), ["rank 0: ", "rank 1 is gone", "--resume"], [-9, 2])
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 90
 
 
 @pytest.mark.slow
