@@ -19,8 +19,19 @@ from reported import STATE, make_run
 
 from fzero.cli import main
 from fzero.core.tables import put
-from fzero.report import attempts, compare, figures, html_page, markdown, read, sections_compare, values, write
-from fzero.report.sections import Picture, Table
+from fzero.report import (
+    attempts,
+    compare,
+    figures,
+    figures_memory,
+    html_page,
+    markdown,
+    read,
+    sections_compare,
+    values,
+    write,
+)
+from fzero.report.parts import Picture, Table
 from fzero.report.values import Quantity
 
 ROOT = Path(__file__).parent.parent
@@ -341,15 +352,15 @@ def test_the_predicted_line_follows_the_measured_places(runs):
     run = read.read_run(runs / "zero3")
     measured = run.memory["timeline"]
     predicted = [{**m, "at": 3 * m["at"] ** 2} for m in measured]  # the same moments, counted otherwise
-    assert figures.align(predicted, measured) == pytest.approx(figures.along(measured))
+    assert figures_memory.align(predicted, measured) == pytest.approx(figures_memory.along(measured))
     between = [
         *predicted[:3],
         {**predicted[3], "op": "another", "at": (predicted[2]["at"] + predicted[3]["at"]) / 2},
         *predicted[3:],
     ]
-    x = figures.align(between, measured)
+    x = figures_memory.align(between, measured)
     assert x[2] < x[3] < x[4] and x == sorted(x)
-    assert figures.align(predicted, []) == figures.along(predicted)
+    assert figures_memory.align(predicted, []) == figures_memory.along(predicted)
 
 
 def test_what_an_old_run_lacks_is_said(runs):

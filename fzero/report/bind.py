@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fzero.report import figures, figures_compare
+from fzero.report import figures, figures_bars, figures_compare, figures_curves, figures_memory
 from fzero.report.compare import value_of
 from fzero.report.read import steady
 from fzero.report.values import Report, RunReport
@@ -17,7 +17,9 @@ COMPONENTS = tuple(figures.COMPONENTS)
 def loss(run: RunReport) -> Draw:
     """Training and validation loss over tokens seen."""
     s = run.series
-    return lambda: figures.loss(s.get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"])))
+    return lambda: figures_curves.loss(
+        s.get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"]))
+    )
 
 
 def throughput(run: RunReport) -> Draw:
@@ -25,7 +27,7 @@ def throughput(run: RunReport) -> Draw:
     s, kept = run.series, steady(run.series, run.attempts)
     mfu = s.get("mfu", [None] * len(s["step"]))
     rate = s["tokens_per_s"]
-    return lambda: figures.throughput(
+    return lambda: figures_curves.throughput(
         [s["tokens"][i] for i in kept],
         [rate[i] for i in kept],
         [mfu[i] for i in kept],
@@ -38,7 +40,7 @@ def memory(run: RunReport) -> Draw:
     measured, plan = run.memory or {}, run.plan or {}
     names = [*(measured.get("components") or COMPONENTS)]
     names += [name for m in measured.get("timeline", ()) for name in m["parts"] if name not in names]
-    return lambda: figures.memory(
+    return lambda: figures_memory.memory(
         measured.get("timeline") or (), plan.get("timeline") or (), list(dict.fromkeys(names))
     )
 
@@ -50,7 +52,7 @@ def time_bars(run: RunReport) -> Draw:
         {name: getattr(q, kind) for name, q in found if getattr(q, kind) is not None}
         for kind in ("measured", "predicted")
     )
-    return lambda: figures.time_bars(measured, predicted)
+    return lambda: figures_bars.time_bars(measured, predicted)
 
 
 def time_steps(run: RunReport) -> Draw:
@@ -59,7 +61,7 @@ def time_steps(run: RunReport) -> Draw:
     phases = {name.removeprefix("phases."): values for name, values in s.items() if name.startswith("phases.")}
     walls = sorted(sum(v[i] or 0.0 for v in phases.values()) for i in range(len(s["step"])))
     ceiling = min(walls[-1], 3 * walls[len(walls) // 2]) * 1.05
-    return lambda: figures.time_steps(s["step"], phases, ceiling)
+    return lambda: figures_bars.time_steps(s["step"], phases, ceiling)
 
 
 Sent = dict[tuple[str, str, str], tuple[int | None, int | None, int | None, int | None]]
@@ -96,7 +98,7 @@ def communication(run: RunReport) -> Draw:
         (row for row in rows if max(row[1] or 0, row[2] or 0) >= SMALL * most),
         key=lambda row: -max(row[1] or 0, row[2] or 0),
     )
-    return lambda: figures.communication(rows)
+    return lambda: figures_bars.communication(rows)
 
 
 def norms_of(run: RunReport, kind: str) -> tuple[list[int], dict[str, list[float | None]]] | None:
@@ -122,7 +124,7 @@ def norms_of(run: RunReport, kind: str) -> tuple[list[int], dict[str, list[float
 def norms(run: RunReport, kind: str) -> Draw:
     """Norms over steps by part of the model, of "grad" or "param"."""
     steps, rows = norms_of(run, kind) or ([], {})
-    return lambda: figures.norms(steps, rows, "gradient" if kind == "grad" else "parameter")
+    return lambda: figures_curves.norms(steps, rows, "gradient" if kind == "grad" else "parameter")
 
 
 KINDS = ("busy_s", "comm_s", "data_s", "io_s")
@@ -154,7 +156,7 @@ def times_of_ranks(run: RunReport) -> list[tuple[tuple[float, ...], tuple[float,
 def stragglers(run: RunReport) -> Draw:
     """Seconds that each rank was busy in a step."""
     found = times_of_ranks(run) or []
-    return lambda: figures.stragglers(
+    return lambda: figures_bars.stragglers(
         range(len(found)), [parts[0] for parts, _ in found], [spread for _, spread in found], "busy in a step, mean"
     )
 

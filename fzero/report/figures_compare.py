@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fzero.report.figures import GREY, LINES, blank, format_counts, paired_bars, thin_out
+from fzero.report.figures import GREY, LINES, blank, format_counts, thin_out
+from fzero.report.figures_bars import paired_bars
 from fzero.report.plots import smooth
 
 

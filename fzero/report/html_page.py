@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from fzero.report.markdown import note, prefix_of
-from fzero.report.sections import Code, Picture, Table
+from fzero.report.parts import Code, Picture, Table
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report
 

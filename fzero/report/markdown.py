@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.report.sections import Code, Picture, Section, Table
+from fzero.report.parts import Code, Picture, Section, Table
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report
 

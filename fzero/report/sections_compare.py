@@ -7,7 +7,8 @@ from typing import Any
 
 from fzero.core.foreign import in_form
 from fzero.report import bind
-from fzero.report.sections import Picture, Section, Table, mesh_name, of_run, pair, table
+from fzero.report.parts import Picture, Section, Table, mesh_name, pair, table
+from fzero.report.sections import of_run
 from fzero.report.values import Report, RunReport, digits, shown
 
 

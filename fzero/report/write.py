@@ -11,8 +11,8 @@ import fzero
 from fzero.core.foreign import in_form, read_json
 from fzero.core.storage import write_text
 from fzero.report import compare, figures, html_page, markdown, values
+from fzero.report.parts import Picture
 from fzero.report.read import Predict, read_run, without_folders
-from fzero.report.sections import Picture
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report, RunReport
 from fzero.run.run_folder import CONFIG
