@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero.report import figures, figures_bars, figures_compare, figures_curves, figures_memory
+from fzero.report.attempts import starts
 from fzero.report.compare import value_of
 from fzero.report.read import steady
-from fzero.report.values import Report, RunReport
+from fzero.report.values import Report, RunReport, shown
 
 Draw = Callable[[], Any]
 COMPONENTS = tuple(figures.COMPONENTS)
@@ -16,10 +17,14 @@ COMPONENTS = tuple(figures.COMPONENTS)
 
 def loss(run: RunReport) -> Draw:
     """Training and validation loss over tokens seen."""
-    s = run.series
-    return lambda: figures_curves.loss(
-        s.get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"]))
-    )
+    s, marks = run.series, starts(run.series, run.attempts)
+    val = s.get("val_loss", [None] * len(s["loss"]))
+    return lambda: figures_curves.loss(places(run), s["loss"], val, marks)
+
+
+def places(run: RunReport) -> list[int]:
+    """The tokens seen at each step, or the steps if tokens were not recorded."""
+    return run.series.get("tokens", run.series["step"])
 
 
 def throughput(run: RunReport) -> Draw:
@@ -32,6 +37,7 @@ def throughput(run: RunReport) -> Draw:
         [rate[i] for i in kept],
         [mfu[i] for i in kept],
         value_of(run, "tokens_per_s", predicted=True),
+        starts(s, run.attempts),
     )
 
 
@@ -56,12 +62,30 @@ def time_bars(run: RunReport) -> Draw:
 
 
 def time_steps(run: RunReport) -> Draw:
-    """Seconds of each step by phase; the axis ends at three times the median step."""
+    """Seconds of each step by phase, on an axis that a few slow steps do not stretch."""
     s = run.series
     phases = {name.removeprefix("phases."): values for name, values in s.items() if name.startswith("phases.")}
-    walls = sorted(sum(v[i] or 0.0 for v in phases.values()) for i in range(len(s["step"])))
-    ceiling = min(walls[-1], 3 * walls[len(walls) // 2]) * 1.05
-    return lambda: figures_bars.time_steps(s["step"], phases, ceiling)
+    walls = [sum(v[i] or 0.0 for v in phases.values()) for i in range(len(s["step"]))]
+    ceiling = highest_shown(walls)
+    over = [(wall, step) for wall, step in zip(walls, s["step"]) if wall > ceiling]
+    note = ""
+    if over:
+        longest, step = max(over)
+        note = f"{len(over)} of {len(walls):,} steps are longer; the longest, step {step:,}, {shown(longest, 's')}"
+    return lambda: figures_bars.time_steps(s["step"], phases, ceiling, note)
+
+
+def highest_shown(values: Sequence[float]) -> float:
+    """The end of an axis for `values`: a little above their 95th percentile and at most three times their median; above
+    them all if none is far from the others.
+
+    >>> highest_shown([1.0] * 30 + [9.0]), highest_shown([2.0, 4.0, 4.0])
+    (1.1, 4.2)
+    """
+    ordered = sorted(values)
+    near = ordered[max(0, len(ordered) - 1 - max(1, len(ordered) // 20))]
+    ceiling = min(1.1 * near, 3 * ordered[len(ordered) // 2])
+    return ceiling if ordered[-1] > ceiling > 0 else 1.05 * ordered[-1]
 
 
 Sent = dict[tuple[str, str, str], tuple[int | None, int | None, int | None, int | None]]
@@ -161,13 +185,16 @@ def stragglers(run: RunReport) -> Draw:
     )
 
 
-def losses(runs: Sequence[RunReport]) -> Draw:
-    """Losses of several runs over tokens seen."""
+def losses(report: Report) -> Draw:
+    """Losses of several runs over tokens seen, with a line at the tokens that all have seen."""
     rows = [
-        (run.name, (s := run.series).get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"])))
-        for run in runs
+        (run.name, places(run), run.series["loss"], run.series.get("val_loss", [None] * len(run.series["loss"])))
+        for run in report.runs
     ]
-    return lambda: figures_compare.losses(rows)
+    common = ((report.compared or {}).get("losses") or {}).get("tokens")
+    ends = {max(tokens) for _, tokens, _, _ in rows}
+    marks = [[x for x, _ in starts(run.series, run.attempts)] for run in report.runs]
+    return lambda: figures_compare.losses(rows, marks, common if len(ends) > 1 else None)
 
 
 def speeds(runs: Sequence[RunReport]) -> Draw:

@@ -1,15 +1,17 @@
 """What all pictures share: colours, axes, and a figure as SVG.
 
 The colours are Okabe and Ito's, distinct for colour-blind readers. Adjacent areas and lines also differ in hatch, line
-style or marker, so that a black-and-white print shows the same. `svg` is deterministic.
+style or marker, so that a black-and-white print shows the same. `draw_svg` is deterministic. A picture has its own dark
+colours, which a viewer that prefers dark takes, with the background: it is legible on any page.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
@@ -51,6 +53,13 @@ LINES = (
 )
 POINTS = 1000  # most points of a line
 BINS = 80  # bars in the picture of many steps
+WHITE, DIM = "#FFFFFF", "#555555"
+# What a viewer that prefers dark sees in place of a colour; the others are legible on both backgrounds. A blue area is,
+# and has to differ from SKY.
+DARK = {
+    "fill": {BLACK: "#E4E7EB", WHITE: "#14171B"},
+    "stroke": {BLACK: "#E4E7EB", WHITE: "#14171B", BLUE: "#45A0DB", DIM: "#A8AEB6"},
+}
 PREDICTED = {"color": BLACK, "linestyle": (0, (5, 2)), "linewidth": 1.6}
 TAG = re.compile(r"<[^>]*>")
 PATH = re.compile(r'\bd="([^"]*)"')
@@ -66,12 +75,12 @@ STYLE = {
 }
 
 
-def blank(rows: int = 1, columns: int = 1, height: float = 3.7, **options: Any) -> tuple[Any, Any]:
+def blank(rows: int = 1, columns: int = 1, height: float = 3.7, width: float = 7.8) -> tuple[Any, Any]:
     """Return (a figure without pyplot, so without a display and with nothing to close; its axes)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.8, height), dpi=100, layout="constrained")
-    axes = figure.subplots(rows, columns, **options)
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    axes = figure.subplots(rows, columns)
     for one in figure.axes:
         one.grid(alpha=0.25, linewidth=0.6)
         one.set_axisbelow(True)
@@ -80,21 +89,102 @@ def blank(rows: int = 1, columns: int = 1, height: float = 3.7, **options: Any) 
     return figure, axes
 
 
+class Drawn(NamedTuple):
+    """A picture as SVG, with what a page says of the points under the pointer (see `read_out`)."""
+
+    svg: str
+    points: list[dict[str, Any]]
+
+
 def svg(draw: Callable[[], Any]) -> str:
     """Render the figure of `draw()` as SVG with selectable text; equal values give equal bytes."""
+    return draw_svg(draw).svg
+
+
+def draw_svg(draw: Callable[[], Any], log: bool = False) -> Drawn:
+    """Render the figure of `draw()`, with logarithmic axes if `log`; the SVG and the values of its lines."""
     import matplotlib
 
     stream = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        draw().savefig(stream, format="svg")
+        figure = draw()
+        if log:
+            set_log(figure)
+        figure.savefig(stream, format="svg")
     text = stream.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = text.replace("*{", "text{font-family: 'DejaVu Sans', Verdana, sans-serif} *{").replace(
-        " font-family: 'DejaVu Sans';", ""
-    )
-    return "".join(
-        line.strip() + "\n" for line in TAG.sub(lambda found: tag(found[0]), text).splitlines() if line.strip()
-    )
+    own = "text{font-family: 'DejaVu Sans', Verdana, sans-serif} " + dark_style() + " *{"
+    text = text.replace("*{", own, 1).replace(" font-family: 'DejaVu Sans';", "")
+    text = TAG.sub(lambda found: tag(found[0]), text)
+    return Drawn("".join(line.strip() + "\n" for line in text.splitlines() if line.strip()), read_out(figure))
+
+
+def dark_style() -> str:
+    """The style rules of an SVG that replace its colours where dark ones are preferred."""
+    ink = DARK["fill"][BLACK]
+    rules = [f'text,g>path[style]:not([style*="fill"]){{fill:{ink}!important}}']  # matplotlib writes no black
+    for what, colours in DARK.items():
+        for light, dark in colours.items():
+            rules.append(f'[style*="{what}: {light.lower()}"]{{{what}:{dark}!important}}')
+    for light, dark in DARK["fill"].items():
+        rules.append(f'pattern rect[fill="{light.lower()}"]{{fill:{dark}!important}}')
+    return f"@media screen and (prefers-color-scheme: dark){{{''.join(rules)}}}"
+
+
+def set_log(figure: Any) -> None:
+    """Make the axes of a figure logarithmic, with plain numbers at their ticks."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    for axes in figure.axes:
+        axes.set(xscale="log", yscale="log")
+        for axis, among in ((axes.xaxis, (1, 2, 5)), (axes.yaxis, (1, 1.5, 2, 3, 4, 5, 7))):
+            axis.set_major_locator(LogLocator(subs=among))
+            axis.set_minor_locator(NullLocator())
+        format_counts(axes.xaxis)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def read_out(figure: Any) -> list[dict[str, Any]]:
+    """The lines of each axes of a drawn figure: {"box": its left, top, right and bottom as fractions of the picture,
+    "x": the limits, "log": whether x is logarithmic, "name": of x, "xs": lists of x, "lines": [name, index into xs,
+    values of y]}. A line across the whole axes has the index -1."""
+    found = []
+    for axes in figure.axes:
+        xs: list[list[float]] = []
+        lines = []
+        for line in axes.lines:
+            name = str(line.get_label()).split(" (")[0]
+            x, y = ([exact(value) for value in data] for data in line.get_data())
+            if name.startswith("_"):  # matplotlib's for a line without a name
+                continue
+            if line.get_transform() is not axes.transData:
+                lines.append([name, -1, y[:1]])
+                continue
+            if x not in xs:
+                xs.append(x)
+            lines.append([name, xs.index(x), y])
+        if xs:
+            box = axes.get_position()
+            edges = [round(float(edge), 4) for edge in (box.x0, 1 - box.y1, box.x1, 1 - box.y0)]
+            found.append(
+                {
+                    "box": edges,
+                    "x": [float(limit) for limit in axes.get_xlim()],
+                    "log": axes.get_xscale() == "log",
+                    "name": axes.get_xlabel().split(" (")[0],
+                    "xs": xs,
+                    "lines": lines,
+                }
+            )
+    return found
+
+
+def exact(value: Any) -> float | None:
+    """A number as JSON: whole ones as they are, others to five digits; None if it is not finite."""
+    value = float(value)
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else float(f"{value:.5g}")
 
 
 def tag(text: str) -> str:
@@ -142,7 +232,7 @@ def look_of(name: str, table: Mapping[str, tuple[str, str]], names: Sequence[str
     """The colour, hatch and edge of a part of a stack."""
     unknown = [other for other in names if other not in table]
     colour, hatch = table[name] if name in table else REST[unknown.index(name) % len(REST)]
-    edge = "#FFFFFF" if colour == BLACK else "#333333"
+    edge = WHITE if colour == BLACK else "#333333"
     return {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
 
 

@@ -11,6 +11,7 @@ from fzero.report.figures import (
     BLUE,
     PHASES,
     SKY,
+    WHITE,
     band,
     blank,
     format_counts,
@@ -47,9 +48,11 @@ def time_bars(measured: Mapping[str, float], predicted: Mapping[str, float]) -> 
     return figure
 
 
-def time_steps(steps: Sequence[int], phases: Mapping[str, Sequence[float | None]], ceiling: float) -> Any:
+def time_steps(
+    steps: Sequence[int], phases: Mapping[str, Sequence[float | None]], ceiling: float, note: str = ""
+) -> Any:
     """Draw the measured seconds of each step by phase, stacked; many steps are averaged in bins. Bars are cut at
-    `ceiling`."""
+    `ceiling`, and `note` says above them which ones."""
     figure, axes = blank(height=3.5)
     factor, unit = scale_of("s", ceiling)
     names = [name for name in [*PHASES, *sorted(set(phases) - set(PHASES))] if any(phases.get(name, ()))]
@@ -62,6 +65,7 @@ def time_steps(steps: Sequence[int], phases: Mapping[str, Sequence[float | None]
         band(axes, edges, below, top, label=name, **look_of(name, PHASES, names))
         below = top
     axes.set(xlabel="step (number)", ylabel=f"time ({unit})", ylim=(0, ceiling / factor), xlim=(edges[0], edges[-1]))
+    axes.set_title(note, fontsize=8.5, loc="left")
     format_counts(axes.xaxis)
     legend_beside(axes)
     return figure
@@ -82,7 +86,7 @@ def paired_bars(rows: Sequence[tuple[str, float | None, float | None]], what: st
     kinds = [
         (index, label, look)
         for index, label, look in (
-            (1, "predicted", {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": BLACK}),
+            (1, "predicted", {"facecolor": WHITE, "hatch": "////", "edgecolor": BLACK}),
             (2, "measured", {"facecolor": BLUE, "edgecolor": BLACK}),
         )
         if any(row[index] is not None for row in rows)

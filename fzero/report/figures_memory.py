@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fzero.report.figures import COMPONENTS, PREDICTED, band, blank, legend_beside, look_of, stairs
+from fzero.report.figures import COMPONENTS, DIM, PREDICTED, band, blank, legend_beside, look_of, stairs
 from fzero.report.values import scale_of
 
 
@@ -91,7 +91,7 @@ def name_phases(axes: Any, edges: Sequence[float], phases: Sequence[str]) -> Non
     named = [right - edges[i] > 1.1 * len(phases[i]) + 1 for i, right in zip(begins, ends)]  # a letter is about 1% wide
     for n, (i, right) in enumerate(zip(begins, ends)):
         if i and (named[n] or named[n - 1]):
-            axes.axvline(edges[i], color="#555555", linewidth=0.6, linestyle=":")
+            axes.axvline(edges[i], color=DIM, linewidth=0.6, linestyle=":")
         if named[n]:
             axes.text(
                 (edges[i] + right) / 2,

@@ -28,14 +28,17 @@ class Picture(NamedTuple):
     caption: str
     alt: str
     draw: Callable[[], Any]  # returns a matplotlib Figure
+    log: bool = False  # whether the page has it with logarithmic axes too
 
 
 class Code(NamedTuple):
-    """A long text, collapsed until opened."""
+    """A long text, collapsed until opened unless `open`."""
 
     name: str
     caption: str
     text: str
+    kind: str = "json"  # of the text, as Markdown names it
+    open: bool = False
 
 
 class Section(NamedTuple):

@@ -12,14 +12,14 @@ from fzero.report.compare import ranks_of, value_of
 from fzero.report.parts import PAIR, Code, Section, Table, command_of, mesh_name, pair, table
 from fzero.report.read import WARM_UP, warm_rows
 from fzero.report.sections_cost import communication, memory, stragglers, time
-from fzero.report.sections_curves import loss, norms, throughput
+from fzero.report.sections_curves import loss, norms, samples, throughput
 from fzero.report.values import RunReport, shown
 
 
 def of_run(run: RunReport) -> list[Section]:
     """The sections of one run, without empty ones."""
-    made = (the_run, summary, loss, throughput, memory, time, communication, norms, stragglers, attempts, configuration)
-    return [section for make in made if (section := make(run)).parts]
+    made = (the_run, summary, loss, samples, throughput, memory, time, communication, norms, stragglers, attempts)
+    return [section for make in (*made, configuration) if (section := make(run)).parts]
 
 
 def the_run(run: RunReport) -> Section:

@@ -1,12 +1,13 @@
-"""The sections of a run on its way: loss, throughput, norms."""
+"""The sections of a run on its way: loss, samples of text, throughput, norms."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fzero.report import bind
 from fzero.report.compare import value_of
-from fzero.report.parts import PAIR, Picture, Section, pair, table
+from fzero.report.parts import PAIR, Code, Picture, Section, pair, table
 from fzero.report.values import RunReport, digits, shown
 
 
@@ -37,11 +38,22 @@ def loss(run: RunReport) -> Section:
         if known
         else "Loss: no step has a finite one."
     )
-    parts: list[Any] = [Picture("loss", "Loss over the tokens seen (measured)", alt, bind.loss(run))]
+    parts: list[Any] = [Picture("loss", "Loss over the tokens seen (measured)", alt, bind.loss(run), log=True)]
     parts.append(table("loss", "Loss (measured, nats per token)", ("", "loss", "at step"), rows))
     if skipped:
         parts.append(f"{skipped} steps were skipped, their updates not made.")
     return Section("loss", "Loss", parts)
+
+
+def samples(run: RunReport) -> Section:
+    """The section of the texts that the run generated, the last of each step."""
+    last = {(one["step"], one["prompt"]): one["text"] for one in run.samples}
+    named = {
+        (step, prompt): f"after step {step:,}, of the prompt {json.dumps(prompt, ensure_ascii=False)}"
+        for step, prompt in last
+    }
+    parts: list[Any] = [Code("sample", f"A sample {named[key]}", text, "text", True) for key, text in last.items()]
+    return Section("samples", "Samples of text", parts)
 
 
 def throughput(run: RunReport) -> Section:
