@@ -16,6 +16,8 @@ from fzero.report import (
     attempts,
     bind,
     figures,
+    figures_compare,
+    figures_curves,
     figures_memory,
     html_page,
     markdown,
@@ -366,6 +368,17 @@ def test_the_picture_of_all_steps_says_what_it_cuts_off(runs):
     assert times[0] > bind.highest_shown(times) >= max(times[1:])
 
 
+@pytest.mark.parametrize("count", [1, 40, 5000])
+def test_a_long_run_has_no_larger_picture(count):
+    steps = [1024 * i for i in range(1, count + 1)]
+    values = [2.0 + math.sin(i) for i in steps]
+    for figure in (figures_curves.loss(steps, values, values), figures_compare.losses([("a", steps, values, values)])):
+        (axes,) = figure.axes
+        whole = [line for line in axes.lines if line.get_marker() != "None"]
+        assert all(len(steps[:: line.get_markevery()]) < 2 * figures.MARKS for line in whole) and whole
+        assert all(len(line.get_xdata()) <= figures.POINTS for line in axes.lines if line not in whole)
+
+
 # ---- under the pointer ----
 
 
@@ -387,6 +400,8 @@ def test_the_points_of_a_picture_are_its_values(runs, log):
         at = axes["box"][0] + part * (axes["box"][2] - axes["box"][0])
         place = figure.transFigure.inverted().transform(there.transData.transform((x, 3.0)))
         assert at == pytest.approx(place[0], abs=2e-4)
+    corner = figure.transFigure.inverted().transform(there.transAxes.transform((1.0, 1.0)))
+    assert axes["box"][1:3] == pytest.approx([1 - corner[1], corner[0]], abs=2e-4) and axes["box"][3] > 0.8
 
 
 def test_the_page_has_the_points_of_its_pictures(written):

@@ -52,6 +52,7 @@ LINES = (
     (BLACK, (0, (1, 1)), "x"),
 )
 POINTS = 1000  # most points of a line
+MARKS = 60  # most marks of a line
 BINS = 80  # bars in the picture of many steps
 WHITE, DIM = "#FFFFFF", "#555555"
 # What a viewer that prefers dark sees in place of a colour; the others are legible on both backgrounds. A blue area is,
@@ -234,6 +235,11 @@ def look_of(name: str, table: Mapping[str, tuple[str, str]], names: Sequence[str
     colour, hatch = table[name] if name in table else REST[unknown.index(name) % len(REST)]
     edge = WHITE if colour == BLACK else "#333333"
     return {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
+
+
+def every_mark(points: Sequence[Any]) -> int:
+    """How many points of a line have one mark: the `markevery` of matplotlib."""
+    return max(1, len(points) // MARKS)
 
 
 def thin_out(count: int) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fzero.report.figures import DIM, GREY, LINES, blank, format_counts, thin_out
+from fzero.report.figures import DIM, GREY, LINES, blank, every_mark, format_counts, thin_out
 from fzero.report.figures_bars import paired_bars
 from fzero.report.plots import smooth
 
@@ -29,7 +29,7 @@ def losses(runs: Sequence[Losses], marks: Sequence[Sequence[int]] = (), common: 
             drawn += axes.plot(x[::every], smooth(y)[::every], color=colour, linestyle=style, linewidth=1.6, label=name)
         if seen:
             look = {"linestyle": "none", "marker": marker, "markersize": 6, "markerfacecolor": "none", "color": colour}
-            drawn += axes.plot(*zip(*seen), **look, label=f"{name}, validation")
+            drawn += axes.plot(*zip(*seen), **look, markevery=every_mark(seen), label=f"{name}, validation")
         handles += drawn[:1]
         for x in marks[i] if marks else ():
             axes.axvline(x, color=colour, linewidth=0.8, linestyle=(0, (2, 2)))

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fzero.report.figures import BLUE, DIM, GREY, LINES, PREDICTED, VERMILION, blank, format_counts, thin_out
+from fzero.report.figures import (
+    BLUE,
+    DIM,
+    GREY,
+    LINES,
+    PREDICTED,
+    VERMILION,
+    blank,
+    every_mark,
+    format_counts,
+    thin_out,
+)
 from fzero.report.plots import smooth
 from fzero.report.values import digits, perplexity
 
@@ -31,6 +42,7 @@ def loss(tokens: Sequence[int], train: Sequence[float | None], val: Sequence[flo
             linestyle="--",
             marker="o",
             markersize=4.5,
+            markevery=every_mark(seen),
             color=VERMILION,
             label=f"validation (last {last:.3f}, perplexity {digits(perplexity(last), 3)})",
         )
@@ -90,7 +102,8 @@ def small(curves: Sequence[Curve], x: str, y: str, marks: Marks = (), points: Se
         axes.plot(places[::every], values[::every], color=colour, linestyle=style, linewidth=1.5, label=name)
     for i, (name, places, values) in enumerate(points):
         colour, _, marker = LINES[(i + (len(points) == 1)) % len(LINES)]
-        axes.plot(places, values, color=colour, linestyle="none", marker=marker, markersize=4, label=name)
+        look = {"color": colour, "linestyle": "none", "marker": marker, "markersize": 4}
+        axes.plot(places, values, **look, markevery=every_mark(values), label=name)
     axes.set(xlabel=x, ylabel=y)
     format_counts(axes.xaxis)
     if "(tokens/s)" in y:

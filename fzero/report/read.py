@@ -171,7 +171,9 @@ def columns(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, list[Any
                 f"{path}:{i + 1}: is not a row of metrics (step, loss, ...) as fzero writes them; remove the line"
             )
         for name, value in flat(row):
-            found.setdefault(name, [None] * len(rows))[i] = value
+            if name not in found:
+                found[name] = [None] * len(rows)
+            found[name][i] = value
     return found
 
 
