@@ -358,6 +358,9 @@ def test_a_few_slow_steps_do_not_stretch_the_axis(count, far):
     times = [50.0 + i for i in range(slow)] + usual[slow:]
     ceiling = bind.highest_shown(times)
     assert sum(t > ceiling for t in times) == slow and ceiling < 1.3
+    many = [50.0] * (count // 5) + usual[count // 5 :]  # such as evaluations
+    ceiling = bind.highest_shown(many)
+    assert sum(t > ceiling for t in many) == count // 5 and ceiling < 3.3
 
 
 def test_the_picture_of_all_steps_says_what_it_cuts_off(runs):
