@@ -124,8 +124,8 @@ def compare() -> None:
     found = write.merge([write.read(folder) for folder in folders], "python reports/make.py --paste")
     shutil.rmtree(REPORTS / SEVERAL, ignore_errors=True)
     (REPORTS / SEVERAL).mkdir()
-    for name, text in write.draw(found, runs=False).items():
-        (REPORTS / SEVERAL / f"{name}.svg").write_text(text)
+    for name, drawn in write.draw(found, runs=False).items():
+        (REPORTS / SEVERAL / f"{name}.svg").write_text(drawn.svg)
     (REPORTS / SEVERAL / write.MARKDOWN).write_text(markdown.write(found, runs=False))
 
 

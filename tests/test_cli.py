@@ -72,7 +72,7 @@ def test_a_run_from_a_text_file(fz):
     run = Path("runs/mlp-tiny-1")
     assert {path.name for path in run.iterdir()} == {
         *("config.json", "environment.json", "metrics.jsonl", "checkpoints", "data", "loss.png", "throughput.png"),
-        *("attempts.jsonl", "ledger.json", "memory.json"),
+        *("attempts.jsonl", "ledger.json", "memory.json", "samples.jsonl"),
     } | ({"tensorboard"} if (run / "tensorboard").exists() else set())
     written = list(run_folder.read_metrics(run))
     assert [row["step"] for row in written] == list(range(1, 9))
@@ -82,6 +82,12 @@ def test_a_run_from_a_text_file(fz):
     )
     assert written[-1]["loss"] < written[0]["loss"]
     assert f"validation loss {written[-1]['val_loss']:.4f}" in out and "\nline " in out
+    (sample,) = run_folder.read_lines(run / "samples.jsonl")
+    assert (
+        (sample["step"], sample["prompt"]) == (8, "line ")
+        and sample["text"].startswith("line ")
+        and sample["text"] in out
+    )
     for name in ("loss.png", "throughput.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG") and (run / name).stat().st_size > 5000
     resolved = run_folder.read_config(run)
@@ -91,6 +97,7 @@ def test_a_run_from_a_text_file(fz):
     # The recorded config makes the same run again, under the next free name.
     ok(fz("pretrain", "--config", run / "config.json", *PEAK, "--sample", ""))
     assert rows("runs/mlp-tiny-1") == rows(run)
+    assert not Path("runs/mlp-tiny-2/samples.jsonl").exists()
     assert leaves("runs/mlp-tiny-2") == leaves(run) and rows("runs/mlp-tiny-2") == rows(run)
 
 

@@ -34,7 +34,7 @@ def report(
 ) -> int:
     """Write reports of runs, predicted beside measured: JSON, Markdown, and a page with pictures."""
     from fzero.report import write
-    from fzero.report.sections import command_of
+    from fzero.report.parts import command_of
     from fzero.run.measure import attempts
 
     folder = out if out is not None else None if as_json or not runs else write.default_folder(runs)
@@ -80,11 +80,12 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
 
 
 def lines(found: object) -> list[str]:
-    """The short tables of a report for a terminal."""
-    from fzero.report.sections import Table
+    """What became of the runs, and the short tables of a report, for a terminal."""
+    from fzero.report.opening import opening
+    from fzero.report.parts import Table
     from fzero.report.sections_compare import sections
 
-    out: list[str] = []
+    out = [*(part.replace("**", "") for part in opening(found).parts if isinstance(part, str)), ""]
     for run, parts in sections(found):
         tables = [part for section in parts for part in section.parts if isinstance(part, Table) and part.name in SHOWN]
         for one in tables:

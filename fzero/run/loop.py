@@ -234,7 +234,9 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
     params = best_params(job, state) if options.sample else ()
     if options.sample and coordinator.first:
         say(f"a sample (fzero sample {folder} --prompt ...):\n")
-        say(sample_text(attempt, params))
+        text = sample_text(attempt, params)
+        say(text)
+        run_folder.add_sample(folder, step, options.sample, text)
 
 
 def best_params(job: Job, state: TrainState) -> Any:
