@@ -26,7 +26,7 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     "--gpu",
     default="h100",
     show_default=True,
-    help="The kind of the devices: h100, a100, 4090, ... (docs/bench.md lists them), here (see fzero bench), or a file.",
+    help="The kind of the devices: h100, a100, 4090, ... (docs/bench.md lists them), here (fzero bench), or a file.",
 )
 @click.option(
     "--nproc-per-node",
