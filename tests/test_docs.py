@@ -27,9 +27,12 @@ SLOW = (
     "parallel",
     "plan",
     "pretrain",
+    "recipes",
     "replay",
     "report",
+    "start",
 )
+WHOLE = ("recipes",)  # each of their python blocks is a program of its own
 KINDS = {"python", "bash", "console", "text", "toml", "json"}  # the first two are executed
 
 
@@ -86,7 +89,7 @@ def each_page(pages: list[Path]):
 
 
 def run_page(page: Path, folder: Path) -> list[str]:
-    """Run the page's blocks in order; returns what was left out, and why. A failure names page and line."""
+    """Run the page's blocks in order, its python blocks in one namespace unless the page is in WHOLE; returns what was left out, and why. A failure names page and line."""
     namespace, left_out = {"__name__": "__docs__"}, []
     for block in blocks_of(page):
         if missing(block):
@@ -94,7 +97,7 @@ def run_page(page: Path, folder: Path) -> list[str]:
             continue
         try:
             if block.kind == "python":
-                run_python(block, page, namespace)
+                run_python(block, page, {"__name__": "__docs__"} if page.stem in WHOLE else namespace)
             elif block.kind == "bash":
                 run_bash(block, page, folder)
         except Exception as error:
@@ -143,6 +146,13 @@ def test_what_runs_and_what_does_not(tmp_path):
     assert left_out == "page.md:8: needs no_such_package, which is not installed"
     page.write_text("```bash\npython -c 'import fzero'\necho made > here.txt\n```\n")
     assert run_page(page, tmp_path) == [] and (tmp_path / "here.txt").read_text() == "made\n"
+
+
+def test_a_block_of_whole_programs_has_nothing_from_the_one_before(tmp_path):
+    page = tmp_path / f"{WHOLE[0]}.md"
+    page.write_text("```python\nx = 1\n```\n```python\nx\n```\n")
+    with pytest.raises(AssertionError, match="recipes.md:5: the python block fails: NameError"):
+        run_page(page, tmp_path)
 
 
 def test_every_page_runs_something():
