@@ -30,7 +30,7 @@ FOLDER = click.Path(path_type=Path)
     help="Measure only this part and keep the file's figures of the others. Repeatable.",
 )
 @click.option("--disk", type=FOLDER, metavar="DIR", help="Also measure the disk of this folder.")
-@click.option("--device", default="cpu", show_default=True, help="The device to measure: cpu or cuda.")
+@click.option("--device", default="cpu", show_default=True, help="The device to compute on. cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text. It is the device file.")
 @click.pass_context
 def bench(context: click.Context, **options: Any) -> None:
