@@ -307,7 +307,7 @@ WRONG_NAMES = {
     ("plan", "--vary", "model=llama-1b,lama"): "'lama' is not a preset",
     ("plan", "--vary", "zzz=1"): "--vary zzz: nothing of that name",
     ("plan", "--vary", "micro-bach=1"): "(did you mean micro_batch?)",
-    ("plan", "--search", "--gpus", "2", "--set", "mesh.cp=2"): "--set gives mesh.cp=2, and a search decides",
+    ("plan", "--search", "--world-size", "2", "--set", "mesh.cp=2"): "--set gives mesh.cp=2, and a search decides",
     ("plan", "--mesh", "dp"): "is not of the form dp=4,tp=2",
     ("pretrain", "--set", "train.steps"): "is not of the form a.b=value",
     ("pretrain", "--config", "nowhere.toml"): "nowhere.toml: no such file",

@@ -18,10 +18,10 @@ SHOWN = ("summary", "figures", "scaling")  # width of the tables on a terminal
     "--out",
     type=PATH,
     metavar="FOLDER",
-    help="The folder to write. Default: RUN/report, or report beside the first of several runs.",
+    help="Where to write. A folder; default: RUN/report, or report beside the first of several runs.",
 )
-@click.option("--title", default="", help="Its heading.")
-@click.option("--json", "as_json", is_flag=True, help="Print the exact JSON; write files only with --out.")
+@click.option("--title", default="", help="The heading of the report.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text. Files are written only with --out.")
 @click.option("--no-plan", is_flag=True, help="Make no prediction for a run without one.")
 @click.option("--public", is_flag=True, help="Remove the folders of this machine from paths.")
 def report(

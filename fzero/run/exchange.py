@@ -28,7 +28,7 @@ def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
     """Make the run folder `out` of the weights in `folder`, and of the tokenizer there or beside `config`; returns a
     line about it.
 
-    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `migrate.open_source`
+    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `convert.open_source`
     does."""
     if not (out / run_lock.LOCK).exists():
         run_folder.expect_free(out)

@@ -64,7 +64,7 @@ def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> D
     Raises ValueError if there is no checkpoint, and Damaged if one does not match its digests.
     """
     if not tolerance >= 0 or math.isinf(tolerance):
-        raise ValueError(f"--tolerance is {tolerance}; it must be a number of at least 0")
+        raise ValueError(f"--atol is {tolerance}; it must be a number of at least 0")
     x, y = (checkpoint.open_checkpoint(path_of(place)) for place in (a, b))
     try:
         common = [name for name in x.leaves if name in y.leaves]
