@@ -120,7 +120,7 @@ _MODULES = {
     "random": "core.prng",
 }
 
-__all__ = [*_HOME, *_MODULES]
+__all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  (a test compares it with the imports above)
 __version__ = "0.1.0"
 
 

@@ -157,7 +157,7 @@ class _Remat(torch.autograd.Function):
         saved = ctx.saved_tensors
         wanted = [i for i, t in enumerate(saved) if ctx.needs_input_grad[i + 1]]
 
-        _, vjp = torch.func.vjp(_of(ctx.run, saved, wanted), *(saved[i] for i in wanted))
+        vjp = torch.func.vjp(_of(ctx.run, saved, wanted), *(saved[i] for i in wanted))[1]
         results: list[Tensor | None] = [None] * (len(saved) + 1)
         for i, grad in zip(wanted, vjp(grads)):
             results[i + 1] = grad

@@ -87,7 +87,7 @@ def _compile(
     """
     from fzero.core.torch_private import TracingContext, compile_fx_inner, inductor_config, joint_graph_passes, tracing
 
-    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # flat tensors in and out
+    graph.graph.set_codegen(torch.fx.CodeGen())  # flat tensors in and out
     graph.recompile()
     ordered = chain_in_order(graph)
     joint_graph_passes(graph)
@@ -112,7 +112,7 @@ class Dropped(NamedTuple):
     index: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
     def of(self, inputs: Sequence[Tensor]) -> Tensor:
         """Restore the view from the input at `index`, which must have the strides of the dropped one."""
@@ -266,7 +266,8 @@ def _split_programs(
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
         before, after = primals[: wanted.start], primals[wanted.stop :]
-        out, vjp = torch.func.vjp(lambda *some: tuple(f(*before, *some, *after)), *primals[wanted.start : wanted.stop])
+        some = primals[wanted.start : wanted.stop]
+        out, vjp, *_ = torch.func.vjp(lambda *some: tuple(f(*before, *some, *after)), *some)
         # A view marks in the graph where the backward pass begins.
         return [*out, *vjp(tuple(t.view_as(t) for t in tangents))]
 
