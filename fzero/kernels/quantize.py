@@ -278,7 +278,7 @@ def _configs(block: int, flat: bool) -> list[tuning.Config]:
 
 
 def _launch(
-    kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: int
+    kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: Any
 ) -> None:
     """Run a kernel over all blocks of a tensor of `shape`."""
     rows, n = math.prod(shape[:-1]), shape[-1]
