@@ -73,6 +73,8 @@ def save(
     writer = Writer(folder, mesh, **options)
     try:
         writer.save(state, step=step, config=config, specs=specs)
-        return writer.wait().path
+        saved = writer.wait()
+        assert saved is not None  # the one begun above
+        return saved.path
     finally:
         writer.close()

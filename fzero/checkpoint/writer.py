@@ -80,7 +80,8 @@ class Save:
     def __init__(self, step: int, config: Any) -> None:
         self.step, self.config, self.began = step, config, time.perf_counter()
         self.target, self.go, self.staged, self.over = (threading.Event() for _ in range(4))
-        self.arrays, self.error, self.blocked_s, self.nbytes = "", None, 0.0, 0
+        self.arrays, self.blocked_s, self.nbytes = "", 0.0, 0
+        self.error: BaseException | None = None
         self.early = threading.Lock()
         self.layouts: dict[str, tuple[RankParts, Spec]] = {}
         self.parts: dict[str, list[PartFile]] = {}
@@ -138,7 +139,7 @@ class Writer:
         )
         self.first = self.mesh.rank == 0
         # the mesh's own connection may be blocked by a wait
-        self.store = self.mesh.store.clone() if self.mesh.store is not None else None
+        self.store: Any = self.mesh.store.clone() if self.mesh.store is not None else None  # pyright: ignore[reportAttributeAccessIssue]  (torch's stub lacks it)
         self.number, self.saves = next(_WRITERS), itertools.count()
         self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
@@ -162,7 +163,8 @@ class Writer:
             config = json.loads(json.dumps(config, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint: config is not JSON: {error}") from None
-        if not is_url(self.checkpoint_dir) and self.checkpoint_dir.exists() and not self.checkpoint_dir.is_dir():
+        place = None if is_url(self.checkpoint_dir) else Path(self.checkpoint_dir)
+        if place is not None and place.exists() and not place.is_dir():
             raise ValueError(f"{self.checkpoint_dir}: is not a folder; give a folder to save checkpoints in")
         self.wait()
         save = self.current = Save(step, config)
@@ -251,8 +253,11 @@ class Writer:
         self._allocate(room)
         save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
 
+        buffers = self.buffers
+        short = buffers is not None and buffers.size < total
+
         def busy() -> bool:
-            if self.buffers.size < total:
+            if short:
                 save.go.set()  # otherwise threads would take memory bandwidth from the copies
             return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
 
@@ -262,7 +267,8 @@ class Writer:
                 held = None  # frees the leaf before the next one is made
                 held = (name, box_reader(named[name][0]))
             try:
-                raw = self.buffers.take((size,), torch.uint8, busy).raw
+                assert buffers is not None  # there is something to write
+                raw = buffers.take((size,), torch.uint8, busy).raw
             except ValueError:
                 if save.error is None:
                     raise
@@ -279,6 +285,7 @@ class Writer:
     # ---- the threads ----
 
     def _path(self, name: str) -> Folder:
+        assert self.current is not None  # asked for while a part is written
         return join(step_folder(self.checkpoint_dir, self.current.step), self.current.arrays, name)
 
     def _write(self, save: Save, part: PartFile, slab: Slab, held: list[Tensor]) -> None:
@@ -307,7 +314,7 @@ class Writer:
         except BaseException as error:
             save.error = save.error or error
             save.target.set()
-            report = {"error": error_line(save.error)}
+            report = {"error": error_line(save.error or error)}
         wait_for_all(save.tasks)  # none may write once the folder may be reused
         for part in itertools.chain(*save.parts.values()):
             part.close()
