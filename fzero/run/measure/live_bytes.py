@@ -380,7 +380,7 @@ class MemoryTrace(LiveBytes):
     def close(self, state: Tree | None = None) -> None:
         """End the record; new tensors of the resulting `state` belong to its groups."""
         self.over = True
-        named = pytree.named_leaves(state._asdict()) if hasattr(state, "_asdict") else {}
+        named = pytree.named_leaves(state._asdict()) if state is not None and hasattr(state, "_asdict") else {}
         for name, leaf in named.items():
             if isinstance(leaf, Tensor):
                 life = self.lives.get(leaf.untyped_storage()._cdata)
@@ -402,7 +402,8 @@ def moments(stays: Iterable[Stay]) -> tuple[Moment, ...]:
     A stay that repeats the events of an earlier one shares its moments.
     """
     out: list[Moment] = []
-    now, parts, end, changes, starts = 0, dict.fromkeys(COMPONENTS, 0), 0, 0, {}
+    parts: dict[str, int] = dict.fromkeys(COMPONENTS, 0)
+    now, end, changes, starts = 0, 0, 0, {}
     for stay in stays:
         if id(stay.events) not in starts:
             starts[id(stay.events)], end = end, end + len(stay.events)
