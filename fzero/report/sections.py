@@ -118,7 +118,8 @@ def pair(q: Quantity) -> tuple[str, str, str]:
     else:
         largest = max((abs(v) for v in (q.predicted, q.measured) if v is not None), default=0)
         cells = (shown(v, q.unit, largest) for v in (q.predicted, q.measured))
-    return (*cells, shown_ratio(q.ratio))
+    predicted, measured = cells
+    return predicted, measured, shown_ratio(q.ratio)
 
 
 def summary(run: RunReport) -> Section:
@@ -351,10 +352,7 @@ def communication(run: RunReport) -> Section:
         )
         for (axis, collective, phase), (p, m, p_calls, m_calls) in rows.items()
     ]
-    total = [
-        sum(v[i] for v in rows.values() if v[i] is not None) if any(v[i] is not None for v in rows.values()) else None
-        for i in range(4)
-    ]
+    total = [sum(known) if (known := [n for v in rows.values() if (n := v[i]) is not None]) else None for i in range(4)]
     cells.append(
         (
             "**all**",
