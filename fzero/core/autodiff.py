@@ -8,13 +8,15 @@ import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.torch_private import get_interpreter_stack, is_functorch_wrapped_tensor
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class _Remat(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+def remat(f: Callable[..., R]) -> Callable[..., R]:
     """Return a function equal to `f` that keeps only its inputs for the backward pass, which runs `f` again.
 
     f: a pure function of trees of tensors, of any shapes and dtypes, that returns a tree. Values and gradients have the

@@ -15,7 +15,7 @@ import functools
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph import chain_in_order, hold
 from fzero.core.torch_private import disable_current_modes
 
+R = TypeVar("R")
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 
 
@@ -284,7 +285,7 @@ def _split_programs(
     return forward, backward, len(outs)
 
 
-def jit(f: Callable[..., Any]) -> Callable[..., Any]:
+def jit(f: Callable[..., R]) -> Callable[..., R]:
     """Return a compiled version of `f`, a pure function of trees of tensors that returns a tree.
 
     The first call with tensors of new shapes, strides or dtypes compiles; later ones reuse the result. Leaves that are
