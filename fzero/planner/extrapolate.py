@@ -20,7 +20,7 @@ from fzero.planner.step_trace import Segment, Trace, Transfer, make_trace, run_s
 from fzero.run import build as run_build
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
-from fzero.run.measure.live_bytes import START, Change, Life, Stay, Visit
+from fzero.run.measure.moments import START, Change, Life, Stay, Visit
 from fzero.sharding import fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.train.streamed import PREFIX

@@ -32,7 +32,8 @@ from fzero.run import build as run_build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
-from fzero.run.measure.live_bytes import MemoryTrace, Moment, Stay, Visit, alive, device_of, moments, recorded
+from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
+from fzero.run.measure.moments import Moment, Stay, Visit, alive, moments
 from fzero.sharding import Mesh, fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.train.state_on_disk import leaves_on_disk

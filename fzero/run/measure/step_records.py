@@ -23,7 +23,8 @@ from fzero.core.tables import Table
 from fzero.kernels.registry import describe, observe
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job
-from fzero.run.measure.live_bytes import COMPONENTS, record_step
+from fzero.run.measure.live_bytes import record_step
+from fzero.run.measure.moments import COMPONENTS
 from fzero.run.measure.profiler import TRACE, Profile
 from fzero.train.state import TrainState
 
