@@ -16,19 +16,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint import directory, manifest
 from fzero.checkpoint.directory import step_folder
-from fzero.checkpoint.layout import RankParts, Slab, lay_out, slabs
+from fzero.checkpoint.layout import Slab, lay_out, slabs
 from fzero.checkpoint.leaf_source import box_reader, check_state
 from fzero.checkpoint.manifest import Folder, Leaf, join
 from fzero.checkpoint.part_file import PartFile
+from fzero.checkpoint.save_state import Save, Saved, SaveFailed, error_line, wait_for_all
 from fzero.checkpoint.zarr import write_descriptions
 from fzero.core.digest import prepare
 from fzero.core.pytree import Tree
@@ -41,52 +42,6 @@ OBJECT = 64 << 20  # bytes of an object in an object store
 THREADS = 4
 MANY = 1 << 27  # bytes of a state, above which compiling the digest function (about 1 s) saves time
 _WRITERS = itertools.count()
-
-
-class Saved(NamedTuple):
-    """A checkpoint that has been completed, as `Writer.wait` and `Writer.poll` return it.
-
-    >>> import tempfile
-    >>> writer = fzero.checkpoint.Writer(tempfile.mkdtemp())
-    >>> writer.save({"w": torch.ones(2)}, step=10)
-    >>> saved = writer.wait()
-    >>> saved.step, saved.path.name, saved.nbytes
-    (10, 'step-00000010', 8)
-    >>> writer.close()
-    """
-
-    step: int
-    path: Folder
-    blocked_s: float  # seconds that `save` took
-    total_s: float  # seconds until the manifest was written
-    nbytes: int  # bytes that this rank wrote
-
-
-class SaveFailed(OSError):
-    """Raised if a checkpoint could not be written; the earlier ones are unchanged.
-
-    >>> import tempfile
-    >>> checkpoint_dir = tempfile.mkdtemp()
-    >>> fzero.checkpoint.step_folder(checkpoint_dir, 10).touch()  # a file in the place of the folder
-    >>> fzero.checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=10)
-    Traceback (most recent call last):
-    fzero.checkpoint.writer.SaveFailed: ...step-00000010: the checkpoint could not be written: ...
-    """
-
-
-class Save:
-    """A checkpoint being written."""
-
-    def __init__(self, step: int, config: Any) -> None:
-        self.step, self.config, self.began = step, config, time.perf_counter()
-        self.target, self.go, self.staged, self.over = (threading.Event() for _ in range(4))
-        self.arrays, self.blocked_s, self.nbytes = "", 0.0, 0
-        self.error: BaseException | None = None
-        self.early = threading.Lock()
-        self.layouts: dict[str, tuple[RankParts, Spec]] = {}
-        self.parts: dict[str, list[PartFile]] = {}
-        self.tasks: list[Future] = []
-        self.outcome: Saved | SaveFailed | None = None
 
 
 class Writer:
@@ -431,21 +386,6 @@ class Writer:
         return json.loads(self.store.get(key))
 
 
-def wait_for_all(tasks: list[Future]) -> None:
-    """Wait for all tasks, and free the memory held by tracebacks of failed ones."""
-    for task in tasks:
-        error = task.exception()
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)
-
-
 def has_spare_core() -> bool:
     """Whether copying a tensor leaves a core of this process idle."""
     return len(os.sched_getaffinity(0)) > torch.get_num_threads()
-
-
-def error_line(error: BaseException) -> str:
-    """Format an error as one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
-    return " ".join(str(error).split()) or type(error).__name__
