@@ -129,7 +129,8 @@ _MODULES = {
     "random": "core.prng",
 }
 
-__all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  (a test compares it with the imports above)
+# A test compares them with the imports above.
+__all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 __version__ = "0.1.0"
 
 

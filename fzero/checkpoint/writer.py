@@ -94,7 +94,8 @@ class Writer:
         )
         self.first = self.mesh.rank == 0
         # the mesh's own connection may be blocked by a wait
-        self.store: Any = self.mesh.store.clone() if self.mesh.store is not None else None  # pyright: ignore[reportAttributeAccessIssue]  (torch's stub lacks it)
+        store: Any = self.mesh.store  # torch tells a type checker of no `clone`
+        self.store: Any = None if store is None else store.clone()
         self.number, self.saves = next(_WRITERS), itertools.count()
         self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
