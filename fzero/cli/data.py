@@ -105,7 +105,7 @@ def models() -> None:
     from fzero.models import num_params
     from fzero.models.presets import PRESETS, build
 
-    rows = [("model", "parameters", "layers", "width", "vocabulary", "longest")]
+    rows: list[tuple[str, ...]] = [("model", "parameters", "layers", "width", "vocabulary", "longest")]
     for name, make in PRESETS.items():
         config = make()
         sizes = (getattr(config, field, "") for field in ("n_layers", "d_model", "vocab_size", "max_len"))

@@ -54,6 +54,8 @@ def philox(counter: Sequence[Tensor | int], key: Tensor) -> tuple[Tensor, Tensor
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    # The key is a tensor, and two rounds bring it into every word.
+    assert isinstance(c0, Tensor) and isinstance(c1, Tensor) and isinstance(c2, Tensor) and isinstance(c3, Tensor)
     return c0, c1, c2, c3
 
 

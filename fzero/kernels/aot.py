@@ -93,8 +93,8 @@ class Result(NamedTuple):
 
 def compile_build(arch: Arch, file: str, build: Build) -> Result:
     """Compile one build and read its code."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]  (it need not be installed)
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     kernel = getattr(importlib.import_module(f"fzero.kernels.{file}"), build.kernel)
     options = {
@@ -139,7 +139,7 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int]:
     """(registers of a thread, bytes spilled) by ptxas."""
-    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.backends.nvidia.compiler import get_ptxas  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

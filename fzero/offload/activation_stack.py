@@ -46,13 +46,13 @@ class HostActivations:
     none)."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.planned = device, device == ELSEWHERE
-        self.stream = None if self.planned else torch.cuda.Stream(device)
+        self.device = device
+        self.stream = None if device == ELSEWHERE else torch.cuda.Stream(device)
         self.held: list[list[Tensor]] = []
         self.ahead: tuple[list[Tensor], torch.cuda.Event | None] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
-        if self.planned:
+        if self.stream is None:
             self.held.append([torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in tensors])
             return
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -77,7 +77,7 @@ class HostActivations:
         return found
 
     def _fetch(self) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        if self.planned:
+        if self.stream is None:
             return [t.to(self.device) for t in self.held.pop()], None
         with torch.cuda.stream(self.stream):
             found = [t.to(self.device, non_blocking=True) for t in self.held.pop()]

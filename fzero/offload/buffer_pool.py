@@ -51,6 +51,7 @@ class BufferPool:
         np.frombuffer(self.memory, np.uint8)[:: mmap.PAGESIZE] = 0
         if torch.cuda.is_available():
             address, runtime = start + self.base, torch.cuda.cudart()
+            assert runtime is not None  # there is CUDA
             if code := int(runtime.cudaHostRegister(address, self.size, 1)):  # 1: for all devices
                 raise ValueError(
                     f"CUDA cannot pin the {self.size:,} bytes of the offload buffers (error {code}); give them less "

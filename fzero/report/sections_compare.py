@@ -36,7 +36,9 @@ def comparison(report: Report) -> list[Section]:
         for row in compared.get("config", ())
     ]
     title, head = "Config values that are not equal in all runs", ("key", *(run.name for run in runs))
-    parts = [Table("differences", title, head, rows, frozenset())] if rows else ["Nothing: the configs are equal."]
+    parts: list[Any] = (
+        [Table("differences", title, head, rows, frozenset())] if rows else ["Nothing: the configs are equal."]
+    )
     found.append(Section("differences", "What differs in the configs", parts))
     return found
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -141,5 +142,5 @@ def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
     if path is None:
         return None
     recorded = read_json(hf_config).get("eos_token_id")
-    eos = recorded[0] if isinstance(recorded, list) and recorded else recorded
+    eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
     return json_tokenizer(read_text_file(path), str(path), eos)
