@@ -102,7 +102,7 @@ def plan(
     check_names(table, gpu, *choices.get("gpu", ()))
     config = config_of(table, None, from_json=config_file is not None and config_file.suffix == ".json")
     device = device_with(gpu, memory_gb, nvme_gbs)
-    if searches and gpus is not None:
+    if searches and world_size is not None:
         del others["rank"]
         answer = search_plans(config, world_size, device, top, out, slurm, others)
     elif vary:

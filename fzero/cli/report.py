@@ -79,7 +79,7 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     return parse_json(text, str(path))
 
 
-def lines(found: object) -> list[str]:
+def lines(found: Any) -> list[str]:
     """What became of the runs, and the short tables of a report, for a terminal."""
     from fzero.report.opening import opening
     from fzero.report.parts import Table
@@ -94,7 +94,7 @@ def lines(found: object) -> list[str]:
     return out
 
 
-def in_columns(one: object) -> list[str]:
+def in_columns(one: Any) -> list[str]:
     """Format the rows of a table in columns."""
     rows = [one.head, *one.rows]
     rows = [tuple(cell.replace("**", "") for cell in row) for row in rows]

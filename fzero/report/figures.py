@@ -107,7 +107,8 @@ def draw_svg(draw: Callable[[], Any], log: bool = False) -> Drawn:
     import matplotlib
 
     stream = io.StringIO()
-    with matplotlib.rc_context(STYLE):
+    style: Any = STYLE  # matplotlib wants literals for the names
+    with matplotlib.rc_context(style):
         figure = draw()
         if log:
             set_log(figure)
@@ -151,7 +152,7 @@ def read_out(figure: Any) -> list[dict[str, Any]]:
     values of y]}. A line across the whole axes has the index -1."""
     found = []
     for axes in figure.axes:
-        xs: list[list[float]] = []
+        xs: list[list[float | None]] = []
         lines = []
         for line in axes.lines:
             name = str(line.get_label()).split(" (")[0]

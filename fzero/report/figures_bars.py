@@ -75,7 +75,7 @@ def communication(rows: Sequence[tuple[str, int | None, int | None]]) -> Any:
     """Draw the bytes that a rank sends in a step: two bars for each (what, predicted, measured)."""
     factor, unit = scale_of("bytes", max([max(p or 0, m or 0) for _, p, m in rows], default=1))
     return paired_bars(
-        [(name, *(v if v is None else v / factor for v in pair)) for name, *pair in rows],
+        [(name, p if p is None else p / factor, m if m is None else m / factor) for name, p, m in rows],
         f"sent by one rank in a step ({unit})",
     )
 

@@ -220,7 +220,8 @@ def small(
     """A small picture over the tokens seen; None if there is nothing to draw."""
     if not any(values for _, _, values in [*curves, *points]):
         return None
-    ends = "; ".join(f"{name} ends at {digits(values[-1])}" for name, _, values in [*curves, *points] if values)
+    lasts = [(name, values[-1]) for name, _, values in [*curves, *points] if values]
+    ends = "; ".join(f"{name} ends at {digits(last)}" for name, last in lasts if last is not None)
     alt = f"{title} over the tokens seen: {ends}."
     draw = partial(figures_curves.small, curves, "tokens seen (tokens)", unit, marks, points)
     return Picture(f"small_{name}", title, alt, draw)
@@ -228,7 +229,7 @@ def small(
 
 def small_memory(runs: Sequence[RunReport]) -> Picture | None:
     """The small picture of live bytes over a step, of each run that recorded them."""
-    moments = [(run.name, run.memory["timeline"]) for run in runs if (run.memory or {}).get("timeline")]
+    moments = [(run.name, run.memory["timeline"]) for run in runs if run.memory and run.memory.get("timeline")]
     if not moments:
         return None
     factor, unit = scale_of("bytes", max(m["bytes"] for _, record in moments for m in record))

@@ -61,7 +61,8 @@ def pair(q: Quantity) -> tuple[str, str, str]:
     else:
         largest = max((abs(v) for v in (q.predicted, q.measured) if v is not None), default=0)
         cells = (shown(v, q.unit, largest) for v in (q.predicted, q.measured))
-    return (*cells, shown_ratio(q.ratio))
+    predicted, measured = cells
+    return predicted, measured, shown_ratio(q.ratio)
 
 
 def mesh_name(mesh: dict[str, int]) -> str:

@@ -156,10 +156,7 @@ def communication(run: RunReport) -> Section:
         )
         for (axis, collective, phase), (p, m, p_calls, m_calls) in rows.items()
     ]
-    total = [
-        sum(v[i] for v in rows.values() if v[i] is not None) if any(v[i] is not None for v in rows.values()) else None
-        for i in range(4)
-    ]
+    total = [sum(known) if (known := [n for v in rows.values() if (n := v[i]) is not None]) else None for i in range(4)]
     cells.append(
         (
             "**all**",
