@@ -13,6 +13,7 @@ import torch
 
 torch.set_num_threads(1)
 os.environ.setdefault("FZERO_WARM_UP", "0")  # each test that trains would start a process
+os.environ["FZERO_PLAN_CACHE"] = "0"  # no plan of a test is answered from, or kept in, the user's cache
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -12,7 +12,7 @@ import click
 
 from fzero.cli.flags import FOLDER, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
 from fzero.cli.names import check_names, check_preset
-from fzero.cli.process import progress
+from fzero.cli.progress import Progress
 from fzero.core import tables
 from fzero.core.foreign import Unparsable, nearest, parse_toml
 from fzero.planner import launch
@@ -66,6 +66,7 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     multiple=True,
     help="Plan each of these values, in a row each: remat=none,full. Repeat for all combinations.",
 )
+@click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
     config_file: Path | None,
@@ -80,6 +81,7 @@ def plan(
     out: Path | None,
     slurm: Path | None,
     vary: tuple[str, ...],
+    no_cache: bool,
     as_json: bool,
     **others: Any,
 ) -> None:
@@ -109,12 +111,34 @@ def plan(
     elif vary:
         from fzero.planner import vary as variants
 
-        answer = variants.vary(table, choices, gpu=device, **others)
+        with Progress("planning") as show:
+            answer = variants.vary(table, choices, gpu=device, say=show, cache=cache_of(no_cache), **others)
     else:
-        from fzero.planner import plan as plans
-
-        answer = plans.plan(config, gpu=device, **others)
+        answer = plan_one(config, device, cache_of(no_cache), others)
     click.echo(answer.to_json() if as_json else str(answer))
+
+
+def cache_of(no_cache: bool) -> Path | None:
+    """The folder of the traces of earlier plans; None for --no-cache."""
+    from fzero.planner.trace_cache import cache_folder
+
+    return None if no_cache else cache_folder()
+
+
+def plan_one(config: Any, device: Any, cache: Path | None, options: dict[str, Any]) -> Any:
+    """The PlanReport of a config; what closed forms say of it is printed on stderr before its step is traced."""
+    from fzero.planner import plan as plans
+    from fzero.planner.first_estimate import first_estimate
+    from fzero.planner.trace_cache import is_kept
+
+    sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)
+    if cache is not None and is_kept(resolved, sizes, options["rank"], device.target, cache):
+        line = f"fzero: the trace of an earlier plan in {cache} answers this; --no-cache traces anew"
+    else:
+        line = str(first_estimate(resolved, sizes, device, ranks_on_node=options["ranks_on_node"]))
+    print(line, file=sys.stderr, flush=True)
+    with Progress("tracing") as show:
+        return plans.plan(config, gpu=device, say=show, cache=cache, **options)
 
 
 def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None) -> Any:
@@ -207,7 +231,8 @@ def search_plans(
 
     if out is not None:
         search.expect_config_path(out)
-    result = search.search(config, gpus, gpu=gpu, top=top, say=progress, workers=cores(), **options)
+    with Progress("searching") as show:
+        result = search.search(config, gpus, gpu=gpu, top=top, say=show, workers=cores(), **options)
     if out is not None:
         search.write_config(result.config, out)
         best = result.best[0].report
