@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from fzero import models
 from fzero.planner.first_estimate import MEMORY_BOUND, TIME_BOUND, first_estimate
 from fzero.planner.plan import config_for, device_for, plan, resolve_for, sizes_of
 
@@ -43,13 +44,18 @@ CASES = {
         "h100",
         {"zero": 3, "train.batch": 16, "train.remat": "every:4"},
     ),
+    "llama-8b, LoRA": ("llama-8b", {"dp": 8}, "h100", {"zero": 3, "train.batch": 8, "lora": 16}),
+    "llama-8b, LoRA, full": ("llama-8b", {"dp": 8}, "h100", {"zero": 3, "train.batch": 8, "lora": 16, **FULL}),
     "mixtral-8x7b": ("mixtral-8x7b", {"dp": 64}, "h200", {"zero": 3, "train.batch": 64, "train.compiled": False}),
 }
 
 
 def both(model, mesh, gpu, settings):
     device = device_for(gpu)
-    config = resolve_for(config_for(model, settings), device)
+    rank = settings.get("lora", 0)
+    config = resolve_for(config_for(model, {name: x for name, x in settings.items() if name != "lora"}), device)
+    if rank:
+        config = dataclasses.replace(config, model=models.lora(models.build(config.model), rank).config)
     return first_estimate(config, sizes_of(config, mesh), device), plan(config, mesh, gpu=device)
 
 
@@ -68,9 +74,9 @@ def test_it_is_within_the_published_bounds_of_the_traced_plan(what):
 SMALL = {"train.compiled": False, "train.batch": 8, "train.micro_batch": 2, "model.n_layers": 2, "data.seq_len": 1024}
 
 
-@pytest.mark.parametrize("offload", ["", "opt=host:0.5"])
-def test_states_are_exact_and_memory_is_near(offload):
-    first, traced = both("gpt2-124m", {"dp": 2}, "h100", {**SMALL, "zero": 3, "offload": offload})
+@pytest.mark.parametrize("more", [{}, {"offload": "opt=host:0.5"}, {"lora": 8}], ids=str)
+def test_states_are_exact_and_memory_is_near(more):
+    first, traced = both("gpt2-124m", {"dp": 2}, "h100", {**SMALL, "zero": 3, **more})
     assert (first.state_bytes, first.state_elsewhere) == (traced.state_bytes, traced.state_elsewhere)
     assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=MEMORY_BOUND)
 

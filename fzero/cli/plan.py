@@ -66,6 +66,10 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     multiple=True,
     help="Plan each of these values, in a row each: remat=none,full. Repeat for all combinations.",
 )
+@click.option("--lora-rank", type=int, help="Plan LoRA of this rank: only its factors are trained.")
+@click.option(
+    "--lora-targets", metavar="REGEX", help="The weights that get factors. Default: those of attention and MLP."
+)
 @click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
@@ -81,6 +85,8 @@ def plan(
     out: Path | None,
     slurm: Path | None,
     vary: tuple[str, ...],
+    lora_rank: int | None,
+    lora_targets: str | None,
     no_cache: bool,
     as_json: bool,
     **others: Any,
@@ -96,6 +102,10 @@ def plan(
         )
     if slurm and not out:
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
+    if lora_rank is None and lora_targets is not None:
+        raise ValueError("--lora-targets needs --lora-rank, the rank of the factors")
+    if lora_rank is not None and (searches or vary):
+        raise ValueError(f"--lora-rank is for one plan; leave out {'--search' if searches else '--vary'}")
     if searches:
         refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
         if gpus is None:
@@ -104,6 +114,7 @@ def plan(
     choices = parse_choices(vary)
     check_names(table, gpu, *choices.get("gpu", ()))
     config = config_of(table, None, from_json=config_file is not None and config_file.suffix == ".json")
+    config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets)
     device = device_with(gpu, memory_gb, nvme_gbs)
     if searches:
         del others["rank"]
@@ -116,6 +127,15 @@ def plan(
     else:
         answer = plan_one(config, device, cache_of(no_cache), others)
     click.echo(answer.to_json() if as_json else str(answer))
+
+
+def with_lora(config: Any, rank: int, targets: str | None) -> Any:
+    """The config whose model has LoRA; its scale changes no number of a plan."""
+    from fzero import models
+
+    model = models.build(config.model)
+    found = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
+    return dataclasses.replace(config, model=found.config)
 
 
 def cache_of(no_cache: bool) -> Path | None:

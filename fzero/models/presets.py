@@ -10,10 +10,11 @@ from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama
+from fzero.models.lora import LoRAConfig, lora
 from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
 
-ModelConfig = GPT2Config | LlamaConfig | MoEConfig | MLPConfig
+ModelConfig = GPT2Config | LlamaConfig | MoEConfig | MLPConfig | LoRAConfig
 
 
 def _gpt2(d_model: int, n_layers: int, n_heads: int, **sizes: int) -> GPT2Config:
@@ -123,6 +124,7 @@ BUILDERS: dict[type, Callable[[ModelConfig], Model]] = {
     LlamaConfig: llama,
     MoEConfig: mixtral,
     MLPConfig: mlp,
+    LoRAConfig: lambda c: lora(build(c.base), c.rank, c.alpha, c.targets),
 }
 
 
@@ -139,5 +141,5 @@ FAMILIES: dict[str, type] = {"gpt2": GPT2Config, "llama": LlamaConfig, "mixtral"
 
 
 def family_of(model: ModelConfig) -> str:
-    """The name of the model family that a config belongs to."""
-    return next(name for name, kind in FAMILIES.items() if type(model) is kind)
+    """The name of the model family that a config belongs to: with LoRA "lora", which no table of a run can name."""
+    return "lora" if type(model) is LoRAConfig else next(name for name, kind in FAMILIES.items() if type(model) is kind)

@@ -7,9 +7,13 @@ of a search (candidates.py). `BOUND` says how far it was from the traced plan; t
 
 from __future__ import annotations
 
+import math
+import re
 from typing import NamedTuple
 
-from fzero.models import LlamaConfig, MoEConfig
+from fzero.core import pytree
+from fzero.models import LlamaConfig, LoRAConfig, ModelConfig, MoEConfig
+from fzero.models.lora import LORA
 from fzero.planner.candidates import Candidate, Layer, Sketcher
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
@@ -25,7 +29,8 @@ from fzero.run.measure.flops import (
     SPLIT_PRODUCTS,
     token_flop,
 )
-from fzero.sharding import fake_mesh
+from fzero.sharding import Spec, fake_mesh
+from fzero.sharding.slices import local_numel
 
 MEMORY_BOUND, TIME_BOUND = 0.15, 0.35  # largest relative errors over the cases of tests/test_first_estimate.py
 OPERATORS = 20  # that a block's forward pass issues if it is not compiled; its backward pass twice as many
@@ -102,7 +107,8 @@ def first_estimate(
     memory, _ = sketcher.memory(candidate)
     grads = grad_bytes(job)
     passes = {name: memory[name] for name in ("activations", "gathered")}
-    passes["gradients on their way"] = max(0.0, memory["grads"] - grads)
+    if not job.plan.frozen:  # else only the small ones of adapters, and those of one layer's weights
+        passes["gradients on their way"] = max(0.0, memory["grads"] - grads)
     seconds = sketcher.time(candidate) if has_rates(device) and device.flops else {}
     if seconds and device.lost:
         seconds["lost"] = sum(seconds.values()) * device.lost / (1.0 - device.lost)
@@ -121,7 +127,7 @@ def first_estimate(
 def kept_elements(config: RunConfig, tp: int) -> float:
     """The elements that a layer keeps of each token for its backward pass: inputs of its products, of attention, of
     its norms and of its activation function."""
-    c, split = config.model, tp if config.sequence else 1
+    c, split = without_lora(config.model), tp if config.sequence else 1
     experts = c.top_k if isinstance(c, MoEConfig) else 1
     # A compiled GELU is computed again from its input; SwiGLU's kernel keeps its output too.
     hidden = experts * c.d_ff / tp * (3 if isinstance(c, LlamaConfig) else 1 if config.train.compiled else 2)
@@ -141,7 +147,7 @@ def kept_elements(config: RunConfig, tp: int) -> float:
 def closed_layer(job: Job, device: Device) -> Layer:
     """The Layer of a job by closed forms, as candidates.layer_of traces it."""
     config, policy, tp = job.config, job.policy, job.mesh["tp"].size
-    c, seq, itemsize = config.model, config.data.seq_len, policy.compute.itemsize
+    c, seq, itemsize = without_lora(config.model), config.data.seq_len, policy.compute.itemsize
     split = tp if config.sequence else 1
     kept = seq * kept_elements(config, tp) * itemsize
     logits = seq * c.vocab_size / tp * itemsize
@@ -165,17 +171,41 @@ def closed_layer(job: Job, device: Device) -> Layer:
     # The host issues a call of a compiled block, or its operators one by one; it rules small models.
     host_s = device.op_s.get("compiled", 0.0) if config.train.compiled else OPERATORS * device.op_s.get("eager", 0.0)
     host_s /= config.train.micro_batch
+    merged, merge_s = merged_weights(job, device, bytes_s)
     return Layer(
-        kept_bytes=int(kept),
+        kept_bytes=int(kept + merged * itemsize / config.train.micro_batch),
         input_bytes=seq * c.d_model * itemsize // split,
         spare_bytes=int(logits),
-        forward_s=max(host_s, 2 * products * gemm_s + attend[0] + TOUCHED[0] * kept * bytes_s),
-        backward_s=max(2 * host_s, 4 * products * gemm_s + attend[1] + TOUCHED[1] * kept * bytes_s),
+        forward_s=merge_s + max(host_s, 2 * products * gemm_s + attend[0] + TOUCHED[0] * kept * bytes_s),
+        backward_s=2 * merge_s + max(2 * host_s, 4 * products * gemm_s + attend[1] + TOUCHED[1] * kept * bytes_s),
         tp_s=tp_seconds(job, device, seq * c.d_model * itemsize),
         ends_s=head * gemm_s + TOUCHED[1] * logits * bytes_s,
         host=0.0,
         rest_s=0.0,
     )
+
+
+def without_lora(model: ModelConfig) -> ModelConfig:
+    """The sizes of a model below its LoRA, if it has one."""
+    return model.base if isinstance(model, LoRAConfig) else model
+
+
+def merged_weights(job: Job, device: Device, bytes_s: float) -> tuple[int, float]:
+    """(elements of a layer's weights to which LoRA adds a product, seconds for that, for each row of a micro-batch).
+
+    The sums are made in float32 and kept for the backward pass; the product of the factors has the rank as its depth.
+    """
+    c = job.config.model
+    if not isinstance(c, LoRAConfig):
+        return 0, 0.0
+    like, compute = job.plan.like["blocks"], pytree.named_leaves(job.plan.compute)
+    names = [f"blocks/{name}" for name in pytree.named_leaves(like) if not re.search(LORA, name)]
+    leaves = {name: pytree.named_leaves(job.plan.like)[name] for name in names if f"{name}_lora_a" in compute}
+    numels = [local_numel(x.shape, Spec(compute[name].dims), job.plan.sizes) for name, x in leaves.items()]
+    merged = sum(numels) // c.n_layers
+    rate = device.flops.get("float32", math.inf) * device.efficiency.get("gemm", 1.0) * c.rank / (c.rank + 128)
+    seconds = 2 * merged * c.rank / rate + 12 * merged * bytes_s
+    return merged, seconds / job.config.train.micro_batch
 
 
 def tp_seconds(job: Job, device: Device, whole: int) -> float:

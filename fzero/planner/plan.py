@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fzero.core import pytree, tables
 from fzero.core.compile import have_compiler
-from fzero.models import ModelConfig
+from fzero.models import LoRAConfig, ModelConfig
 from fzero.planner import devices, extrapolate, fake_inductor
 from fzero.planner.devices import Device
 from fzero.planner.format import page, size
@@ -384,6 +384,11 @@ def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
         notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")
     if trace.exact:
         notes.append(trace.exact)
+    if isinstance(trace.config.model, LoRAConfig):
+        notes.append(
+            f"LoRA of rank {trace.config.model.rank}: other weights are frozen (no gradient, no state; 4N of the "
+            "model's FLOPs); models.lora trains it, fzero pretrain does not"
+        )
     if trace.config.train.compiled and fake_inductor.note():
         notes.append(fake_inductor.note())
     if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:
