@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 
-import fzero
 from fzero.core.device import Target
 from fzero.planner import extrapolate, trace_cache
 from fzero.planner.plan import config_for, device_for, plan, report_of, resolve_for
@@ -71,7 +70,7 @@ def test_what_a_trace_does_not_depend_on_hits(monkeypatch):
 def test_an_edit_of_the_package_changes_its_digest(tmp_path, monkeypatch):
     (tmp_path / "core").mkdir()
     file = tmp_path / "core" / "x.py"
-    monkeypatch.setattr(fzero, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(trace_cache, "PACKAGE", tmp_path)
     digests = []
     for text in ("a = 1", "a = 2", "a = 1"):
         file.write_text(text)

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-import fzero
 from fzero.comm.ledger import Row
 from fzero.core.compile import have_compiler
 from fzero.core.device import Target
@@ -35,6 +34,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.measure.live_bytes import Moment
 
+PACKAGE = Path(__file__).parent.parent
 FOLDER = "FZERO_PLAN_CACHE"  # the environment variable that names the folder; 0: none
 MOST_BYTES = 200_000_000  # of all entries
 READ_BY_LIBRARIES = ("FZERO_", "TORCH", "PYTORCH", "TRITON")  # environment variables on which a trace may depend
@@ -55,10 +55,10 @@ def cache_folder() -> Path | None:
 @functools.cache
 def package_digest() -> str:
     """The digest of all files of this package, which an edit changes."""
-    root, digest = Path(fzero.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*")):
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*")):
         if path.suffix in (".py", ".cpp") and path.is_file():
-            digest.update(f"{path.relative_to(root)}\n{path.stat().st_size}\n".encode())
+            digest.update(f"{path.relative_to(PACKAGE)}\n{path.stat().st_size}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -85,9 +85,13 @@ def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Tar
     }
 
 
+def _text(asked: Mapping[str, Any]) -> str:
+    return json.dumps(asked, sort_keys=True)
+
+
 def entry_name(asked: Mapping[str, Any]) -> str:
     """The name of the file for a question."""
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32] + ".json"
+    return hashlib.sha256(_text(asked).encode()).hexdigest()[:32] + ".json"
 
 
 def cached_trace(
@@ -103,7 +107,7 @@ def cached_trace(
     if kept is not None:
         return kept
     trace = make()
-    plain = json.loads(json.dumps(to_plain(trace)))
+    plain = to_plain(trace)
     text = json.dumps({"question": asked, "digest": _digest(plain), "trace": plain})
     if len(text) <= MOST_BYTES // 10:
         try:
@@ -162,7 +166,7 @@ def read_entry(path: Path, config: RunConfig, asked: Mapping[str, Any]) -> Trace
     try:
         table = read_json(path)
         with in_form(str(path)):
-            if table["question"] != json.loads(json.dumps(asked)) or table["digest"] != _digest(table["trace"]):
+            if _text(table["question"]) != _text(asked) or table["digest"] != _digest(table["trace"]):
                 return None
             target = asked["target"]
             found = from_plain(
