@@ -41,9 +41,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def fz(capsys):
-    """A function that runs the command line: (exit code, stdout, stderr)."""
-    from fzero.cli import main
+def fz(capsys, monkeypatch):
+    """A function that runs the command line: (exit code, stdout, stderr). On a slow machine too stderr has no lines of
+    progress."""
+    from fzero.cli import main, progress
+
+    monkeypatch.setattr(progress, "EVERY", 1e6)
 
     def run(*args):
         with pytest.raises(SystemExit) as ended:

@@ -94,3 +94,30 @@ def test_the_command_prints_it_before_the_plan_and_apart_from_it(fz):
     assert code == 0 and err.startswith("first estimate (closed forms, refined below): states are exact; ")
     assert report["fits"] and "should fit" in err
     assert fz("plan", *args, "--memory-gb", "2.16")[2].count("too much") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora-targets", "/attn/"], "--lora-targets needs --lora-rank"),
+        (["--lora-rank", "4", "--vary", "zero=0,1"], "--lora-rank is for one plan; leave out --vary"),
+        (["--lora-rank", "0"], "lora: rank is 0"),
+        (["--lora-rank", "4", "--lora-targets", "/nothing/"], "lora: targets '/nothing/' matches no leaf"),
+    ],
+)
+def test_lora_flags_that_make_no_sense_are_refused_by_name(fz, flags, message):
+    code, out, err = fz("plan", "--model", "llama-tiny", "--gpu", "h100", *flags)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_a_plan_of_lora_has_states_of_its_factors_alone(fz):
+    args = ["--model", "llama-tiny", "--gpu", "h100", "--set", "train.compiled=false", "--set", "model.n_layers=1"]
+    args += ["--set", "optim.name=adamw", "--precision", "bf16", "--lora-rank", "8", "--lora-targets", "/attn/w_[qv]$"]
+    code, out, _ = fz("plan", *args, "--json")
+    report = json.loads(out)
+    trained = 8 * (256 + 256) + 8 * (256 + 128)  # of w_q and w_v: rank x (in + out)
+    state = report["state_bytes"]
+    assert code == 0 and report["config"]["model"]["family"] == "lora"
+    assert (state["master"], state["grads"]) == (4 * trained, 4 * trained)
+    assert state["opt"] == 2 * 4 * trained + 8 and state["params"] == 2 * report["num_params"]
+    assert any("LoRA of rank 8" in note for note in report["notes"])

@@ -155,7 +155,8 @@ def plan_one(config: Any, device: Any, cache: Path | None, options: dict[str, An
     if cache is not None and is_kept(resolved, sizes, options["rank"], device.target, cache):
         line = f"fzero: the trace of an earlier plan in {cache} answers this; --no-cache traces anew"
     else:
-        line = str(first_estimate(resolved, sizes, device, ranks_on_node=options["ranks_on_node"]))
+        given = {name: options[name] for name in ("rank", "ranks_on_node")}
+        line = str(first_estimate(resolved, sizes, device, **given))
     print(line, file=sys.stderr, flush=True)
     with Progress("tracing") as show:
         return plans.plan(config, gpu=device, say=show, cache=cache, **options)

@@ -87,13 +87,18 @@ def _listed(parts: dict[str, float]) -> str:
 
 
 def first_estimate(
-    config: RunConfig, sizes: dict[str, int], device: Device, *, ranks_on_node: int | None = None
+    config: RunConfig,
+    sizes: dict[str, int],
+    device: Device,
+    *,
+    ranks_on_node: int | None = None,
+    rank: int = 0,
 ) -> FirstEstimate:
     """Estimate memory and step time of a config whose "auto" values are decided, on a mesh of these sizes.
 
     Raises ValueError for any config that a run would refuse.
     """
-    mesh = fake_mesh(sizes)
+    mesh = fake_mesh(sizes, rank)
     job = build.build(config, mesh, nvme=fake_nvme(config))
     here, elsewhere = state_bytes(job, build.like_of(job))
     ranks = mesh.size
