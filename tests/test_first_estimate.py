@@ -101,8 +101,12 @@ def test_the_command_prints_it_before_the_plan_and_apart_from_it(fz):
     [
         (["--lora-targets", "/attn/"], "--lora-targets needs --lora-rank"),
         (["--lora-rank", "4", "--vary", "zero=0,1"], "--lora-rank is for one plan; leave out --vary"),
-        (["--lora-rank", "0"], "lora: rank is 0"),
-        (["--lora-rank", "4", "--lora-targets", "/nothing/"], "lora: targets '/nothing/' matches no leaf"),
+        (["--lora-rank", "4"], "optim.name is muon"),
+        (["--set", "optim.name=adamw", "--lora-rank", "0"], "lora: rank is 0"),
+        (
+            ["--set", "optim.name=adamw", "--lora-rank", "4", "--lora-targets", "/nothing/"],
+            "lora: targets '/nothing/' matches no leaf",
+        ),
     ],
 )
 def test_lora_flags_that_make_no_sense_are_refused_by_name(fz, flags, message):

@@ -133,6 +133,11 @@ def with_lora(config: Any, rank: int, targets: str | None) -> Any:
     """The config whose model has LoRA; its scale changes no number of a plan."""
     from fzero import models
 
+    if config.optim.name == "muon":
+        raise ValueError(
+            "optim.name is muon, which trains other leaves than matrices too, and LoRA has matrices only; add --set "
+            "optim.name=adamw"
+        )
     model = models.build(config.model)
     found = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
     return dataclasses.replace(config, model=found.config)
