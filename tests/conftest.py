@@ -13,6 +13,7 @@ import torch
 
 torch.set_num_threads(1)
 os.environ.setdefault("FZERO_WARM_UP", "0")  # each test that trains would start a process
+os.environ["FZERO_PLAN_CACHE"] = "0"  # no plan of a test is answered from, or kept in, the user's cache
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -46,9 +47,12 @@ def global_generator():
 
 
 @pytest.fixture
-def fz(capsys):
-    """A function that runs the command line: (exit code, stdout, stderr)."""
-    from fzero.cli import main
+def fz(capsys, monkeypatch):
+    """A function that runs the command line: (exit code, stdout, stderr). On a slow machine too stderr has no lines of
+    progress."""
+    from fzero.cli import main, progress
+
+    monkeypatch.setattr(progress, "EVERY", 1e6)
 
     def run(*args):
         with pytest.raises(SystemExit) as ended:

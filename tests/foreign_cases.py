@@ -71,6 +71,8 @@ TOKENIZER = {
 LLAMA = LlamaConfig(61, 64, 16, 2, 2, 1, 24, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16))
 MODELS = {
     "llama": LLAMA,
+    "qwen2": LlamaConfig(61, 64, 16, 2, 2, 1, 24, qkv_bias=True),
+    "qwen3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, head_dim=12, qk_norm=True),
     "gpt2": GPT2Config(vocab_size=61, max_len=32, d_model=16, n_layers=2, n_heads=2, d_ff=32),
     "mixtral": MoEConfig(61, 64, 16, 2, 2, 1, 24, n_experts=2, top_k=1, pattern="window:8", z_coef=0.0),
 }

@@ -59,11 +59,14 @@ CASES = {
         {**SMALL, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 1000.0},
     ),
     "llama-head-dim": ("Llama", {**SMALL, "head_dim": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    "qwen2": ("Qwen2", SMALL),
+    "qwen2-tied": ("Qwen2", {**SMALL, "tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen3": ("Qwen3", {**SMALL, "head_dim": 12}),
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral-window": ("Mixtral", {**MIXTRAL, "sliding_window": 7, "num_experts_per_tok": 1}),
 }
-CLASS = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Mixtral": "MixtralForCausalLM"}
-OURS = {"GPT2": GPT2Config, "Llama": LlamaConfig, "Mixtral": MoEConfig}
+CLASS = {"GPT2": "GPT2LMHeadModel", **{kind: f"{kind}ForCausalLM" for kind in ("Llama", "Qwen2", "Qwen3", "Mixtral")}}
+OURS = {"GPT2": GPT2Config, "Mixtral": MoEConfig, **dict.fromkeys(("Llama", "Qwen2", "Qwen3"), LlamaConfig)}
 
 
 def theirs(case):

@@ -1,5 +1,8 @@
 """Configurations whose step is predicted and measured: see test_plan_memory.py."""
 
+from dataclasses import replace
+
+from fzero import models
 from fzero.run import config_table
 
 SIZES = {
@@ -50,6 +53,11 @@ def made(family="llama", optimizer="adamw", policy="fp32", parts=2, ranks=4, mes
     return config_table.from_table(table)
 
 
+def with_lora(config, rank=4):
+    """The same with LoRA, whose factors alone are trained."""
+    return replace(config, model=models.lora(models.build(config.model), rank).config)
+
+
 # name: (processes, config)
 CASES = {
     **{f"{family}-{stage}": (4, made(family, zero=stage)) for family in SIZES for stage in range(4)},
@@ -82,6 +90,9 @@ CASES = {
     "spike": (1, made(ranks=1, guard={"spike": "skip"})),
     "one": (1, made(ranks=1)),
     "one-dropout": (1, made("gpt2", ranks=1, model={"dropout": 0.1}, parts=3)),
+    "lora": (4, with_lora(made(policy="bf16", zero=3))),
+    "lora-full": (2, with_lora(made("gpt2", ranks=2, zero=1, train_remat="full"))),
+    "qwen": (4, made(mesh={"dp": 2, "tp": 2}, zero=3, model_qkv_bias=True, model_qk_norm=True)),
     "one-tiles": (1, made(ranks=1, model_mlp_tiles=4, policy="bf16")),
     "host": (4, made(zero=3, policy="bf16", offload="opt=host,params=host")),
     "nvme": (1, made(ranks=1, policy="bf16", offload=OFFLOADED)),
@@ -112,6 +123,8 @@ THIN = (
     "nvme-all",
     "nvme-backward",
     "host-grads",
+    "lora",
+    "qwen",
 )
 # And of these, what runs in the slow tier: other families, the other stages and variants.
 SLOW = (
@@ -126,4 +139,6 @@ SLOW = (
     "host-grads",
     "accumulate-full",
     "dp2tp2-sequence",
+    "lora",
+    "qwen",
 )

@@ -1,5 +1,5 @@
-"""Models from and to `transformers` (checkpoint/convert/): it is the independent implementation of GPT-2, Llama and
-Mixtral."""
+"""Models from and to `transformers` (checkpoint/convert/): it is the independent implementation of GPT-2, Llama,
+Qwen and Mixtral."""
 
 import copy
 import dataclasses
@@ -187,7 +187,9 @@ def test_configs_say_what_the_model_is(saved):
     assert load_hf(saved("llama")[1])[0].head_dim == 0 and load_hf(saved("llama-head-dim")[1])[0].head_dim == 12
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b", "llama2-70b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b", "llama2-70b", "qwen2.5-7b", "qwen3-8b", "mixtral-8x7b"]
+)
 def test_presets_have_the_tensors_of_their_model(name, tmp_path):
     """Names and shapes of the real sizes, without the memory."""
     from fzero.checkpoint.convert.huggingface_names import full_name, places, their_shape, write_config
@@ -265,6 +267,8 @@ BAD_CONFIGS = {
     "bias": ("llama", {"attention_bias": True}, "attention_bias is True"),
     "mlp bias": ("llama", {"mlp_bias": True}, "mlp_bias is True"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+    "output bias": ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+    "sliding window": ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
     "rope type": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
     "old rope type": (
         "llama",

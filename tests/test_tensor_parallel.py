@@ -18,7 +18,7 @@ from fzero.models import base, layers
 from fzero.sharding import Mesh, Spec, fake_mesh, match_rules, one_process
 
 # The packages' functions of the same names hide these modules.
-gpt2, mlp, mixtral = (sys.modules[f"fzero.models.{name}"] for name in ("gpt2", "mlp", "mixtral"))
+gpt2, llama, mlp, mixtral = (sys.modules[f"fzero.models.{name}"] for name in ("gpt2", "llama", "mlp", "mixtral"))
 F64 = torch.float64
 B, T, V, D, L, H, F = 3, 8, 16, 8, 2, 4, 12
 SIZES = {"vocab_size": V, "max_len": 16, "d_model": D, "n_layers": L, "d_ff": F, "init_std": 0.5}
@@ -31,6 +31,7 @@ CONFIGS = {
     "llama tied": models.LlamaConfig(**GQA, tied=True, pattern="window:3"),
     "llama": models.LlamaConfig(**GQA),
     "llama, one key/value head": models.LlamaConfig(**{**GQA, "n_kv_heads": 1}),
+    "qwen": models.LlamaConfig(**GQA, qkv_bias=True, qk_norm=True),
     "moe dropless": models.MoEConfig(**MOE),
     "moe capacity": models.MoEConfig(**MOE, capacity_factor=1.0),
     "mlp": models.MLPConfig(**SIZES),
@@ -218,7 +219,14 @@ def all_logits(mesh, name, batch, sequence=False):
 
 
 @pytest.mark.parametrize(
-    "name, n, sequence", [("gpt2 tied", 4, False), ("llama", 2, True), ("mlp", 4, False), ("moe dropless", 2, False)]
+    "name, n, sequence",
+    [
+        ("gpt2 tied", 4, False),
+        ("llama", 2, True),
+        ("qwen", 4, True),
+        ("mlp", 4, False),
+        ("moe dropless", 2, False),
+    ],
 )
 def test_logits(name, n, sequence):
     compare(name, n, batch_of(), sequence, fn=all_logits)
@@ -329,6 +337,13 @@ MISTAKES = {
         layers,
         "narrow_part",
         lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim),
+    ),
+    "the gradient of a head's norm is of one rank's heads": (
+        "qwen",
+        False,
+        llama,
+        "HEAD_NORM_RULE",
+        lambda rule: (rule[0], "[L/pp, K]"),
     ),
     "the positions are another rank's": (
         "gpt2",

@@ -68,7 +68,7 @@ def verify(corpus: Path) -> int:
     help="The file with the model's sizes. Default: config.json in SOURCE.",
 )
 def import_command(source: Path, out: Path, hf_config: Path | None) -> None:
-    """Make a run folder of a GPT-2, Llama or Mixtral that another system saved.
+    """Make a run folder of a GPT-2, Llama, Qwen or Mixtral that another system saved.
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
     checkpoint."""

@@ -12,7 +12,7 @@ import click
 
 from fzero.cli.flags import FOLDER, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
 from fzero.cli.names import check_names, check_preset
-from fzero.cli.process import progress
+from fzero.cli.progress import Progress
 from fzero.core import tables
 from fzero.core.foreign import Unparsable, nearest, parse_toml
 from fzero.planner import launch
@@ -65,6 +65,11 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     multiple=True,
     help="Plan each of these values, in a row each: remat=none,full. Repeat for all combinations.",
 )
+@click.option("--lora-rank", type=int, help="Plan LoRA of this rank: only its factors are trained.")
+@click.option(
+    "--lora-targets", metavar="REGEX", help="The weights that get factors. Default: those of attention and MLP."
+)
+@click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 def plan(
     config_file: Path | None,
@@ -79,6 +84,9 @@ def plan(
     out: Path | None,
     slurm: Path | None,
     vary: tuple[str, ...],
+    lora_rank: int | None,
+    lora_targets: str | None,
+    no_cache: bool,
     as_json: bool,
     **others: Any,
 ) -> None:
@@ -93,6 +101,10 @@ def plan(
         )
     if slurm and not out:
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
+    if lora_rank is None and lora_targets is not None:
+        raise ValueError("--lora-targets needs --lora-rank, the rank of the factors")
+    if lora_rank is not None and (searches or vary):
+        raise ValueError(f"--lora-rank is for one plan; leave out {'--search' if searches else '--vary'}")
     if searches:
         refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
         if world_size is None:
@@ -101,6 +113,7 @@ def plan(
     choices = parse_choices(vary)
     check_names(table, gpu, *choices.get("gpu", ()))
     config = config_of(table, None, from_json=config_file is not None and config_file.suffix == ".json")
+    config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets)
     device = device_with(gpu, memory_gb, nvme_gbs)
     if searches and world_size is not None:
         del others["rank"]
@@ -108,12 +121,49 @@ def plan(
     elif vary:
         from fzero.planner import vary as variants
 
-        answer = variants.vary(table, choices, gpu=device, **others)
+        with Progress("planning") as show:
+            answer = variants.vary(table, choices, gpu=device, say=show, cache=cache_of(no_cache), **others)
     else:
-        from fzero.planner import plan as plans
-
-        answer = plans.plan(config, gpu=device, **others)
+        answer = plan_one(config, device, cache_of(no_cache), others)
     click.echo(answer.to_json() if as_json else str(answer))
+
+
+def with_lora(config: Any, rank: int, targets: str | None) -> Any:
+    """The config whose model has LoRA; its scale changes no number of a plan."""
+    from fzero import models
+
+    if config.optim.name == "muon":
+        raise ValueError(
+            "optim.name is muon, which trains other leaves than matrices too, and LoRA has matrices only; add --set "
+            "optim.name=adamw"
+        )
+    model = models.build(config.model)
+    found = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
+    return dataclasses.replace(config, model=found.config)
+
+
+def cache_of(no_cache: bool) -> Path | None:
+    """The folder of the traces of earlier plans; None for --no-cache."""
+    from fzero.planner.trace_cache import cache_folder
+
+    return None if no_cache else cache_folder()
+
+
+def plan_one(config: Any, device: Any, cache: Path | None, options: dict[str, Any]) -> Any:
+    """The PlanReport of a config; what closed forms say of it is printed on stderr before its step is traced."""
+    from fzero.planner import plan as plans
+    from fzero.planner.first_estimate import first_estimate
+    from fzero.planner.trace_cache import is_kept
+
+    sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)
+    if cache is not None and is_kept(resolved, sizes, options["rank"], device.target, cache):
+        line = f"fzero: the trace of an earlier plan in {cache} answers this; --no-cache traces anew"
+    else:
+        given = {name: options[name] for name in ("rank", "ranks_on_node")}
+        line = str(first_estimate(resolved, sizes, device, **given))
+    print(line, file=sys.stderr, flush=True)
+    with Progress("tracing") as show:
+        return plans.plan(config, gpu=device, say=show, cache=cache, **options)
 
 
 def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None) -> Any:
@@ -206,7 +256,8 @@ def search_plans(
 
     if out is not None:
         search.expect_config_path(out)
-    result = search.search(config, gpus, gpu=gpu, top=top, say=progress, workers=cores(), **options)
+    with Progress("searching") as show:
+        result = search.search(config, gpus, gpu=gpu, top=top, say=show, workers=cores(), **options)
     if out is not None:
         search.write_config(result.config, out)
         best = result.best[0].report

@@ -177,24 +177,27 @@ def self_attention(
     kv_heads: int,
     pattern: Pattern = FULL,
     frequencies: tuple[int, float, RopeScaling | None] | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Return self-attention of x [B, T, D], including the positions in ctx.cache: projections p/w_q, w_k, w_v, w_o and
-    biases b_*.
+    biases b_*; with p/norm_q and norm_k each head's query and key is normalised before RoPE, with `eps`.
 
     frequencies: (head_dim, theta, scaling) of RoPE, or None. With a cache the new keys and values are written into it,
     in place. heads, kv_heads: of the whole model. Under tp w_q and w_o hold this rank's heads, w_k and w_v its
-    key/value heads; if there are fewer key/value heads than ranks, w_k and w_v are whole, and the rank uses only the
-    one head that its query heads need. Communicates over tp: see `enter` and `leave`, once each.
+    key/value heads; if there are fewer key/value heads than ranks, w_k and w_v (and their biases) are whole, and the
+    rank uses only the one head that its query heads need. Communicates over tp: see `enter` and `leave`, once each.
     """
     tp = ctx.mesh["tp"]
     if kv_heads < tp.size:
-        # Consecutive ranks share a head. There are no biases to narrow: models with biases have as many key/value heads
-        # as heads.
-        p = {**p, **{n: narrow_part(p[n], tp.rank * kv_heads // tp.size, kv_heads, -1) for n in ("w_k", "w_v")}}
+        # Consecutive ranks share a head.
+        shared = [n for n in ("w_k", "w_v", "b_k", "b_v") if n in p]
+        p = {**p, **{n: narrow_part(p[n], tp.rank * kv_heads // tp.size, kv_heads, -1) for n in shared}}
     x = enter(x, ctx, "blocks/attn")
     q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}"), ctx) for n in "qkv")
     q = rearrange(q, "b t (h k) -> b t h k", h=heads // tp.size)
     k, v = (rearrange(t, "b t (g k) -> b t g k", g=max(1, kv_heads // tp.size)) for t in (k, v))
+    if "norm_q" in p:
+        q, k = norm(p["norm_q"], q, eps, ctx), norm(p["norm_k"], k, eps, ctx)
     length = ctx.cache.length if ctx.cache else 0
     if frequencies is not None:
         positions = torch.arange(length, length + x.shape[1], device=x.device)

@@ -1,6 +1,7 @@
-"""Llama 2 and 3: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""Llama 2 and 3: RMSNorm, RoPE, grouped-query attention, SwiGLU. With two flags Qwen2 and Qwen3, dense.
 
-Ref: Touvron et al. 2023, "Llama 2", section 2.2; Grattafiori et al. 2024, "The Llama 3 herd of models", section 3.2.
+Ref: Touvron et al. 2023, "Llama 2", section 2.2; Grattafiori et al. 2024, "The Llama 3 herd of models", section 3.2;
+Qwen team 2024, "Qwen2.5 technical report", section 2; Qwen team 2025, "Qwen3 technical report", section 2.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class LlamaConfig:
     init_std: float = 0.02
     pattern: str = "full"  # attention pattern, see Pattern.parse
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
+    qkv_bias: bool = False  # whether queries, keys and values have biases, as in Qwen2
+    qk_norm: bool = False  # whether each head's query and key are normalised before RoPE, as in Qwen3
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -87,6 +90,9 @@ RULES = (
 SHARED_KV_RULES = (
     (r"/attn/w_[kv]$", "[L/pp, D, G] +tp"),
 )  # fewer heads than ranks: each rank holds all of them and uses one
+BIAS_RULE = (r"/attn/b_[qkv]$", "[L/pp, H/tp]")
+SHARED_BIAS_RULE = (r"/attn/b_[kv]$", "[L/pp, G] +tp")
+HEAD_NORM_RULE = (r"/attn/norm_[qk]/scale$", "[L/pp, K] +tp")  # whole on all ranks; each uses it for its own heads
 MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp, F/tp, D]"))
 
 
@@ -103,6 +109,12 @@ def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> T
     def ones(name: str, *shape: int) -> Any:
         return {"scale": make(f"{name}/scale", shape, 0.0, 1.0)}
 
+    flagged: Tree = {}
+    if c.qkv_bias:
+        flagged |= {f"b_{n}": w(f"attn/b_{n}", size, std=0.0) for n, size in (("q", q), ("k", kv), ("v", kv))}
+    if c.qk_norm:
+        flagged |= {f"norm_{n}": ones(f"blocks/attn/norm_{n}", layers, c.key_dim) for n in "qk"}
+
     tree = {
         "embed": {"tokens": make("embed/tokens", (c.vocab_size, d), c.init_std)},
         "blocks": {
@@ -112,6 +124,7 @@ def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> T
                 "w_k": w("attn/w_k", d, kv),
                 "w_v": w("attn/w_v", d, kv),
                 "w_o": w("attn/w_o", q, d, std=out_std),
+                **flagged,
             },
             "norm_2": ones("blocks/norm_2", layers, d),
             **feed_forward(w, out_std),
@@ -133,7 +146,14 @@ def attend(c: LlamaConfig, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor
     h = norm(p["norm_1"], x, c.norm_eps, ctx)
     frequencies, pattern = (c.key_dim, c.rope_theta, c.rope_scaling), Pattern.parse(c.pattern)
     h = self_attention(
-        p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_kv_heads, pattern=pattern, frequencies=frequencies
+        p["attn"],
+        h,
+        ctx,
+        heads=c.n_heads,
+        kv_heads=c.n_kv_heads,
+        pattern=pattern,
+        frequencies=frequencies,
+        eps=c.norm_eps,
     )
     return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
 
@@ -163,8 +183,10 @@ def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -
         hidden,
         Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
     )
-    shared = SHARED_KV_RULES if c.n_kv_heads < mesh["tp"].size else ()
-    return (*feed_forward, *shared, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))
+    few = c.n_kv_heads < mesh["tp"].size
+    shared = (*(SHARED_KV_RULES if few else ()), *((SHARED_BIAS_RULE,) if few and c.qkv_bias else ()))
+    flagged = (*((BIAS_RULE,) if c.qkv_bias else ()), *((HEAD_NORM_RULE,) if c.qk_norm else ()))
+    return (*feed_forward, *shared, *flagged, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))
 
 
 def llama(config: LlamaConfig) -> Model:

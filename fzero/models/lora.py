@@ -17,6 +17,7 @@ from fzero.models.base import Ctx, MakeLeaf, Model
 from fzero.sharding import Mesh, Rules, Spec, match_rules
 
 LORA = r"_lora_[ab]$"  # the leaves that are trained
+FROZEN = r"^(?!.*_lora_[ab]$)"  # and those that are not, for zero_plan
 
 
 @dataclass(frozen=True)

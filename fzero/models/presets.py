@@ -10,10 +10,11 @@ from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama
+from fzero.models.lora import LoRAConfig, lora
 from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
 
-ModelConfig = GPT2Config | LlamaConfig | MoEConfig | MLPConfig
+ModelConfig = GPT2Config | LlamaConfig | MoEConfig | MLPConfig | LoRAConfig
 
 
 def _gpt2(d_model: int, n_layers: int, n_heads: int, **sizes: Any) -> GPT2Config:
@@ -45,6 +46,30 @@ def _bytes_llama(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_f
     return LlamaConfig(256, 1024, d_model, n_layers, n_heads, n_kv_heads, d_ff)
 
 
+def _qwen(d_model: int, n_layers: int, n_heads: int, d_ff: int, vocab_size: int, **others: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        d_ff=d_ff,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        **others,
+    )
+
+
+def _qwen25(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, vocab_size: int) -> LlamaConfig:
+    # Qwen team 2024, "Qwen2.5 technical report", table 1; sizes and padded vocabulary as released.
+    return _qwen(d_model, n_layers, n_heads, d_ff, vocab_size, n_kv_heads=n_kv_heads, max_len=131072, qkv_bias=True)
+
+
+def _qwen3(d_model: int, n_layers: int, n_heads: int, d_ff: int) -> LlamaConfig:
+    # Qwen team 2025, "Qwen3 technical report", table 1; as released.
+    more = {"n_kv_heads": 8, "head_dim": 128, "max_len": 40960, "qk_norm": True}
+    return _qwen(d_model, n_layers, n_heads, d_ff, 151936, **more)
+
+
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "gpt2-tiny": lambda: _gpt2(256, 4, 4, vocab_size=256, max_len=1024),
     "gpt2-124m": lambda: _gpt2(768, 12, 12),
@@ -69,6 +94,10 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "llama2-7b": lambda: LlamaConfig(),
     "llama2-13b": lambda: LlamaConfig(d_model=5120, n_layers=40, n_heads=40, n_kv_heads=40, d_ff=13824),
     "llama2-70b": lambda: LlamaConfig(d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672),
+    "qwen2.5-7b": lambda: _qwen25(3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5-72b": lambda: _qwen25(8192, 80, 64, 8, 29568, 152064),
+    "qwen3-8b": lambda: _qwen3(4096, 36, 32, 12288),
+    "qwen3-32b": lambda: _qwen3(5120, 64, 64, 25600),
     "mixtral-tiny": lambda: MoEConfig(256, 1024, 192, 4, 4, 2, 384, n_experts=4, top_k=2),
     "mixtral-8x7b": lambda: MoEConfig(32000, 32768, 4096, 32, 32, 8, 14336, rope_theta=1e6),
     "mlp-tiny": lambda: MLPConfig(),
@@ -95,6 +124,7 @@ BUILDERS: dict[type, Callable[[Any], Model]] = {
     LlamaConfig: llama,
     MoEConfig: mixtral,
     MLPConfig: mlp,
+    LoRAConfig: lambda c: lora(build(c.base), c.rank, c.alpha, c.targets),
 }
 
 
@@ -111,5 +141,5 @@ FAMILIES: dict[str, type] = {"gpt2": GPT2Config, "llama": LlamaConfig, "mixtral"
 
 
 def family_of(model: ModelConfig) -> str:
-    """The name of the model family that a config belongs to."""
-    return next(name for name, kind in FAMILIES.items() if type(model) is kind)
+    """The name of the model family that a config belongs to: with LoRA "lora", which no table of a run can name."""
+    return "lora" if type(model) is LoRAConfig else next(name for name, kind in FAMILIES.items() if type(model) is kind)

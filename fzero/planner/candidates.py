@@ -228,11 +228,13 @@ class Sketcher:
             "grads": sums,
         }
         where = {"params": tiers.params, "optimizer": tiers.opt, "grads": tiers.grads}
-        away = {name for name, tier in where.items() if tier.memory == "host"}
-        host = sum(groups[name] for name in away)
+        away = {name for name, tier in where.items() if tier.memory != "device"}
+        host = sum(groups[name] * tier.fraction for name, tier in where.items() if tier.memory == "host")
         if tiers.acts.memory == "host":
             host += rows * math.ceil(layers / max(1, remat.every)) * layer.input_bytes
-        on_device = {name: 0.0 if name in away else float(size) for name, size in groups.items()}
+        on_device = {
+            name: size * (1.0 - where[name].fraction if name in away else 1.0) for name, size in groups.items()
+        }
         on_device["grads"] += 2 * part * policy.param.itemsize if c.dp * c.rp > 1 or "grads" in away else 0
         on_device["gathered"] = gathered if (sharded and c.dp > 1) or "params" in away else 0.0
         return on_device | {"activations": rows * (kept + layer.spare_bytes)}, host
@@ -255,21 +257,22 @@ class Sketcher:
         }
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
             out[f"communication on {axis}"] = exposed
-        away = 0.0
-        if tiers.opt.memory == "host":
-            away += 2 * held["opt"] * self.opt_bytes
-        if tiers.params.memory == "host":
-            away += 3 * micro * held["params"] * policy.param.itemsize
-        if tiers.grads.memory == "host":
-            away += micro * held["grads"] * policy.reduce.itemsize
-        if tiers.acts.memory == "host":
-            away += 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes
-        if away:
-            rate = min(
-                (self.device.host.get(way, 0.0) for way in ("read", "write")), default=0.0
-            ) * self.device.efficiency.get("host", 1.0)
-            hidden = 0.0 if tiers.opt.memory == "host" else 0.8 * (out["computation"] + out["recomputation"])
-            out["transfers to the host"] = max(0.0, away / rate - hidden) if rate else math.inf
+        moved = (
+            (tiers.opt, 2 * held["opt"] * self.opt_bytes),
+            (tiers.params, 3 * micro * held["params"] * policy.param.itemsize),
+            (tiers.grads, micro * held["grads"] * policy.reduce.itemsize),
+            (tiers.acts, 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes),
+        )
+        for memory, rates, name, sharing in (
+            ("host", self.device.host, "the host", 1),
+            ("nvme", self.device.nvme, "the disk", self.on_node),
+        ):
+            away = sum(amount * tier.fraction for tier, amount in moved if tier.memory == memory)
+            if away:
+                rate = min((rates.get(way, 0.0) for way in ("read", "write")), default=0.0) / sharing
+                rate *= self.device.efficiency.get("host", 1.0) if memory == "host" else 1.0
+                hidden = 0.0 if tiers.opt.memory == memory else 0.8 * (out["computation"] + out["recomputation"])
+                out[f"transfers to {name}"] = max(0.0, away / rate - hidden) if rate else math.inf
         return out
 
     def exposed(

@@ -11,7 +11,7 @@ them are run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fzero.core.autodiff import Remat
@@ -29,10 +29,17 @@ MANY = 40  # models with more layers are traced without the norms of layers
 PARTS = 4  # micro-batches to run, if there are more
 
 
-def trace(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:
+def trace(
+    config: RunConfig,
+    sizes: Mapping[str, int],
+    *,
+    rank: int = 0,
+    target: Target | None = None,
+    say: Callable[[str], None] = lambda stage: None,
+) -> Trace:
     """Return the trace of `trace_step`, with repeated segments; `exact` says how it was extrapolated.
 
-    The timeline has all layers of the micro-batches that were run.
+    The timeline has all layers of the micro-batches that were run. say: called with the text of each stage.
     """
     target = CPU if target is None else target
     config = resolve_auto(config, target)
@@ -46,14 +53,17 @@ def trace(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target:
     notes = [] if run_parts == parts else [f"micro-batches 4 to {parts - 1} as the third"]
     notes += ["without the norms of layers"] * (few.train.measure_every != config.train.measure_every)
     whole = depth <= run + group
+    say(f"tracing {depth if whole else run} of {depth} layers")
     step = run_step(few, sizes, rank, target, 0 if whole else run)
     middles: list[list[Stay]] = []
     stays = step.stays
     if not whole:
         found = deeper(stays, before, group, run, depth)
+        say(f"tracing {run + group} of {depth} layers, to compare")
         # Only at the end of the step is it known which tensors of an updating backward pass belong to the state.
         more = run_step(few, sizes, rank, target, run + group, short=config.train.update != "backward")
         if found is None or not same(deeper(stays, before, group, run, run + group), more.stays):
+            say(f"tracing all {depth} layers, as no two are alike")
             step, notes = run_step(few, sizes, rank, target), [*notes, "no two layers are alike: all were run"]
             stays = step.stays
         else:

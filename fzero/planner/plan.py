@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core import pytree, tables
 from fzero.core.compile import have_compiler
-from fzero.models import ModelConfig
+from fzero.models import LoRAConfig, ModelConfig
 from fzero.planner import devices, extrapolate, fake_inductor
 from fzero.planner.devices import Device
 from fzero.planner.format import page, size
 from fzero.planner.step_trace import Trace, Transfer
 from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
+from fzero.planner.trace_cache import cached_trace
 from fzero.run import build, machine
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
@@ -120,6 +122,8 @@ def plan(
     price: float | None = None,
     ranks_on_node: int | None = None,
     rank: int = 0,
+    say: Callable[[str], None] = lambda stage: None,
+    cache: Path | None = None,
 ) -> PlanReport:
     """Predict the memory, communication and step time of a run on a mesh of devices, without any of them.
 
@@ -129,7 +133,7 @@ def plan(
     settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.
     tokens, price: a budget of tokens, and the price of one device for an hour.
     ranks_on_node: ranks on one machine; None: as many as the device's innermost links connect. rank: whose memory is
-    reported.
+    reported. say: called with the text of each stage of the work. cache: a folder of the traces of earlier plans.
     Raises ValueError for an unknown device and for any config that a run would refuse.
 
     >>> report = plan("llama-tiny", {"dp": 4}, settings={"zero": 3, "train.batch": 16, "precision.policy": "bf16"})
@@ -139,7 +143,13 @@ def plan(
     config = config_for(model, settings)
     device = device_for(gpu)
     sizes = sizes_of(config, mesh)
-    trace = extrapolate.trace(resolve_for(config, device), sizes, rank=rank, target=device.target)
+    resolved, target = resolve_for(config, device), device.target
+
+    def trace_anew() -> Trace:
+        return extrapolate.trace(resolved, sizes, rank=rank, target=target, say=say)
+
+    trace = trace_anew() if cache is None else cached_trace(trace_anew, resolved, sizes, rank, target, cache)
+    say("simulating the step")
     return report_of(trace, device, tokens=tokens, price=price, ranks_on_node=ranks_on_node)
 
 
@@ -371,6 +381,11 @@ def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
         notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")
     if trace.exact:
         notes.append(trace.exact)
+    if isinstance(trace.config.model, LoRAConfig):
+        notes.append(
+            f"LoRA of rank {trace.config.model.rank}: other weights are frozen (no gradient, no state; 4N of the "
+            "model's FLOPs); models.lora trains it, fzero pretrain does not"
+        )
     if trace.config.train.compiled and fake_inductor.note():
         notes.append(fake_inductor.note())
     if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:

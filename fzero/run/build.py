@@ -17,6 +17,7 @@ from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
 from fzero.kernels.registry import Kernels
 from fzero.models import Model
+from fzero.models.lora import FROZEN
 from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.disk_config import load_settings
@@ -97,6 +98,7 @@ def build(
         sequence=config.sequence,
         reshard=config.reshard,
         offload=config.offload,
+        frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
     t = config.train
     tx = make_optimizer(config.optim, t.steps, kernels=Kernels.parse(t.kernels), seed=t.seed)

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Mixtral weights to and from folders that Hugging Face `transformers` reads and writes.
+"""GPT-2, Llama, Qwen and Mixtral weights to and from folders that Hugging Face `transformers` reads and writes.
 
 The names are data, in huggingface_names.py; import and export read the same rows. One tensor is held at a time beside
 the parameters.
@@ -30,7 +30,7 @@ from fzero.models import build
 
 
 def load_hf(folder: str | Path, *, dtype: torch.dtype | None = None) -> tuple[Any, Tree]:
-    """(config, params) of the GPT-2, Llama or Mixtral model that `transformers` saved to `folder`.
+    """(config, params) of the GPT-2, Llama, Qwen or Mixtral model that `transformers` saved to `folder`.
 
     Reads config.json with model.safetensors or the files of model.safetensors.index.json. dtype: of the parameters;
     None keeps the stored one. The parameters own their memory; Mixtral's config has z_coef=0.

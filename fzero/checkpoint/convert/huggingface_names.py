@@ -1,4 +1,5 @@
-"""The names of Hugging Face `transformers` for GPT-2, Llama and Mixtral: of tensors, and of the entries of config.json.
+"""The names of Hugging Face `transformers` for GPT-2, Llama, Qwen and Mixtral: of tensors and of entries of
+config.json.
 
 A family is data: rows that map a leaf of ours to parts of their tensors, and fields that map a size of ours to an entry
 of their config.json.
@@ -51,6 +52,7 @@ class Family(NamedTuple):
     # entries with the only values that fzero supports; the first is the default, and is written
     fixed: dict[str, tuple[Any, ...]]
     passed_over: str  # tensors that are not weights
+    flags: dict[str, bool] = {}  # noqa: RUF012  (fields of ours by which architectures with one type of config differ)
 
 
 def _dense(w: str, b: str, theirs: str, part: int = 0, parts: int = 1) -> tuple[Row, Row]:
@@ -78,6 +80,8 @@ ATTENTION_ROWS = (
     Row("blocks/norm_2/scale", "layers.{l}.post_attention_layernorm.weight"),
 )
 HEAD_ROWS = (Row("head/norm/scale", "norm.weight"), Row("head/w", "lm_head.weight"))
+BIASES = tuple(Row(f"blocks/attn/b_{n}", f"layers.{{l}}.self_attn.{n}_proj.bias") for n in "qkv")
+HEAD_NORMS = tuple(Row(f"blocks/attn/norm_{n}/scale", f"layers.{{l}}.self_attn.{n}_norm.weight") for n in "qk")
 LLAMA_ROWS = (
     *ATTENTION_ROWS,
     *(Row(f"blocks/mlp/w_{n}", f"layers.{{l}}.mlp.{n}_proj.weight", True) for n in ("gate", "up", "down")),
@@ -116,16 +120,18 @@ GPT2_FIELDS = (
 )
 
 
-def _llama_fields(max_len: int, norm_eps: float) -> tuple[Field, ...]:
+def _llama_fields(
+    max_len: int, norm_eps: float, n_kv_heads: int | None = None, head_dim: int | None = None
+) -> tuple[Field, ...]:
     return (
         Field("vocab_size", "vocab_size"),
         Field("max_len", "max_position_embeddings", max_len),
         Field("d_model", "hidden_size"),
         Field("n_layers", "num_hidden_layers"),
         Field("n_heads", "num_attention_heads"),
-        Field("n_kv_heads", "num_key_value_heads", None),
+        Field("n_kv_heads", "num_key_value_heads", n_kv_heads),
         Field("d_ff", "intermediate_size"),
-        Field("head_dim", "head_dim", None),
+        Field("head_dim", "head_dim", head_dim),
         Field("norm_eps", "rms_norm_eps", norm_eps),
         Field("tied", "tie_word_embeddings", False),
         Field("init_std", "initializer_range", 0.02),
@@ -144,6 +150,8 @@ GPT2_FIXED = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
+QWEN2_FIXED = {"hidden_act": ("silu",), "attention_dropout": (0.0,), "use_sliding_window": (False,)}
+QWEN3_FIXED = {**QWEN2_FIXED, "attention_bias": (False,)}
 MIXTRAL_FIXED = {"hidden_act": ("silu",), "attention_dropout": (0.0,), "router_jitter_noise": (0.0,)}
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 INV_FREQ = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
@@ -167,6 +175,29 @@ FAMILIES = (
         _llama_fields(2048, 1e-6),
         LLAMA_FIXED,
         INV_FREQ,
+        {"qkv_bias": False, "qk_norm": False},
+    ),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        LlamaConfig,
+        "model.",
+        ((*LLAMA_ROWS, *BIASES),),
+        _llama_fields(32768, 1e-6, 32),
+        QWEN2_FIXED,
+        INV_FREQ,
+        {"qkv_bias": True, "qk_norm": False},
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        LlamaConfig,
+        "model.",
+        ((*LLAMA_ROWS, *HEAD_NORMS),),
+        _llama_fields(32768, 1e-6, 32, 128),
+        QWEN3_FIXED,
+        INV_FREQ,
+        {"qkv_bias": False, "qk_norm": True},
     ),
     Family(
         "MixtralForCausalLM",
@@ -177,6 +208,7 @@ FAMILIES = (
         _llama_fields(131072, 1e-5) + MIXTRAL_FIELDS,
         MIXTRAL_FIXED,
         INV_FREQ,
+        {"qkv_bias": False, "qk_norm": False},
     ),
 )
 
@@ -229,7 +261,7 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
             raise ValueError(
                 f"{where}: {entry} is {short(value)}; fzero supports {' or '.join(map(repr, choices))} only"
             )
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = dict(family.flags)
     kinds = {field.name: field.type for field in dataclasses.fields(family.config)}
     for field in family.fields:
         value = hf.get(field.theirs, field.default)
@@ -310,9 +342,13 @@ def _read_rope(hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
 def write_config(config: Any) -> tuple[dict[str, Any], Family]:
     """(the content of config.json, the family) of one of our configs; ValueError for features that transformers
     lacks."""
-    family = next((family for family in FAMILIES if type(config) is family.config), None)
+    kin = [family for family in FAMILIES if type(config) is family.config]
+    family = next((f for f in kin if all(getattr(config, name) is flag for name, flag in f.flags.items())), None)
+    if kin and family is None:
+        flags = " and ".join(f"{name}={getattr(config, name)}" for name in kin[0].flags)
+        raise ValueError(f"a {type(config).__name__} with {flags} has no architecture in transformers")
     if family is None:
-        known = ", ".join(family.config.__name__ for family in FAMILIES)
+        known = ", ".join(dict.fromkeys(family.config.__name__ for family in FAMILIES))
         raise ValueError(f"a model of {type(config).__name__} has no architecture in transformers; these have: {known}")
     pattern = Pattern.parse(config.pattern)
     if pattern.kind != "full" and not (family.config is MoEConfig and pattern.kind == "window"):

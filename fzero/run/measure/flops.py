@@ -28,7 +28,7 @@ from fzero.core.autodiff import Remat
 from fzero.kernels import attention_tiled
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.registry import FILES
-from fzero.models import MoEConfig
+from fzero.models import LoRAConfig, MoEConfig
 from fzero.run.build import Job
 from fzero.sharding.slices import STACKED
 
@@ -53,6 +53,7 @@ def token_flop(job: Job) -> TokenFlop:
 
     N: parameters that are multiplied with (the head also if it is tied to the embedding, rows that are looked up
     not; of a token's experts, the top_k). D: the dims of all heads of a layer. T: seq_len.
+    Of a frozen leaf 4 N count: its outputs and the gradient of its inputs.
     Hardware: of the model, and what the remat policy and tiled MLPs compute again: 2 N and 4 L T D (causal: 2 L T D) of
     the layers where remat is full or every:K, 2 N of the MLPs where they are tiled. What a partitioner chooses to
     recompute (selective:F), what kernels make again inside, and the optimizer's products are not in it; `fzero plan`
@@ -62,11 +63,13 @@ def token_flop(job: Job) -> TokenFlop:
     section 4.1; hardware: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
     """
     c, t = job.model.config, job.config.train
+    c = c.base if isinstance(c, LoRAConfig) else c
     active = layers = mlps = 0.0
     for name, leaf in pytree.named_leaves(job.plan.like).items():
         looked_up = name == "embed/positions" or (name == "embed/tokens" and not getattr(c, "tied", False))
         share = c.top_k / c.n_experts if isinstance(c, MoEConfig) and "/moe/w_" in name else 1.0
-        active += 0.0 if looked_up else share * leaf.numel()
+        needed = 2 / 3 if name in job.plan.frozen else 1.0  # a frozen weight has no gradient of its own: 4 N
+        active += 0.0 if looked_up else needed * share * leaf.numel()
         layers += share * leaf.numel() if name.startswith(STACKED) else 0.0
         mlps += leaf.numel() if name.startswith(f"{STACKED}mlp/") else 0.0
     heads = getattr(c, "n_heads", 0)

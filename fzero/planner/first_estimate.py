@@ -1,0 +1,219 @@
+"""The first answer of a plan, before anything is traced: states counted exactly, activations and time by closed forms.
+
+A layer's activations are the tensors that its kernels keep for the backward pass, counted by their sizes; its time is
+its FLOPs at the device's sustained rates, and the bytes of its tensors at that of its memory. The rest is the estimate
+of a search (candidates.py). `BOUND` says how far it was from the traced plan; tests/test_first_estimate.py holds it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+from fzero.core import pytree
+from fzero.models import LlamaConfig, LoRAConfig, ModelConfig, MoEConfig
+from fzero.models.lora import LORA
+from fzero.planner.candidates import Candidate, Layer, Sketcher
+from fzero.planner.devices import Device
+from fzero.planner.format import duration, size
+from fzero.planner.plan import grad_bytes, has_rates
+from fzero.planner.rates import collective_s, tiled_part, ways_of
+from fzero.planner.step_trace import fake_nvme, state_bytes
+from fzero.run import build
+from fzero.run.build import Job
+from fzero.run.config import RunConfig
+from fzero.run.measure.flops import (
+    BACKWARD_PRODUCTS,
+    FORWARD_PRODUCTS,
+    SPLIT_PRODUCTS,
+    token_flop,
+)
+from fzero.sharding import Spec, fake_mesh
+from fzero.sharding.slices import local_numel
+
+MEMORY_BOUND, TIME_BOUND = 0.15, 0.35  # largest relative errors over the cases of tests/test_first_estimate.py
+OPERATORS = 20  # that a block's forward pass issues if it is not compiled; its backward pass twice as many
+TOUCHED = (2.0, 4.0)  # bytes that elementwise operators move for each byte kept: forward, backward
+
+
+class FirstEstimate(NamedTuple):
+    """What is known of a plan before its step is traced.
+
+    >>> from fzero.planner.plan import config_for, device_for, resolve_for
+    >>> device = device_for("h100")
+    >>> config = resolve_for(config_for("llama-tiny", {"precision.policy": "bf16"}), device)
+    >>> first_estimate(config, {"dp": 4}, device).state_bytes["params"]  # exact: 2 bytes a parameter
+    6164992
+    """
+
+    state_bytes: dict[str, int]  # between steps, of a rank on its device: exact
+    state_elsewhere: dict[str, int]  # the same in "host" and on "nvme": exact
+    passes_bytes: dict[str, float]  # on top at the peak, by component: estimated
+    capacity_bytes: int
+    step_s: float | None  # None: the device's rates are unknown
+    time: dict[str, float]  # seconds of a step, by cause
+    tokens_per_step: int
+
+    @property
+    def peak_bytes(self) -> float:
+        """The estimated bytes on a rank's device at its peak."""
+        return sum(self.state_bytes.values()) + sum(self.passes_bytes.values())
+
+    def __str__(self) -> str:
+        states, peak = sum(self.state_bytes.values()), self.peak_bytes
+        fits = "should fit" if peak <= self.capacity_bytes else "too much"
+        parts = {name: amount for name, amount in self.passes_bytes.items() if amount}
+        lines = [
+            "first estimate (closed forms, refined below): states are exact; of models from 0.1 G parameters on memory "
+            f"was within {MEMORY_BOUND:.0%} and time within {TIME_BOUND:.0%} of the refined plan",
+            f"  memory of a rank  {size(peak)} of {size(self.capacity_bytes)}: {fits}",
+            f"  at rest, exact    {size(states)}: {_listed(self.state_bytes)}",
+            f"  at the peak       {_listed(parts)}",
+        ]
+        if any(self.state_elsewhere.values()):
+            lines.append(f"  elsewhere, exact  {_listed(self.state_elsewhere)}")
+        if self.step_s is not None:
+            rate = self.tokens_per_step / self.step_s
+            most = max(self.time, key=self.time.__getitem__)
+            lines.append(f"  a step            {duration(self.step_s)}, {rate:,.0f} tokens/s; most of it: {most}")
+        return "\n".join(lines)
+
+
+def _listed(parts: dict[str, float]) -> str:
+    """The nonzero sizes, the largest first."""
+    found = sorted(((amount, name) for name, amount in parts.items() if amount), reverse=True)
+    return ", ".join(f"{name} {size(amount)}" for amount, name in found) or "nothing"
+
+
+def first_estimate(
+    config: RunConfig,
+    sizes: dict[str, int],
+    device: Device,
+    *,
+    ranks_on_node: int | None = None,
+    rank: int = 0,
+) -> FirstEstimate:
+    """Estimate memory and step time of a config whose "auto" values are decided, on a mesh of these sizes.
+
+    Raises ValueError for any config that a run would refuse.
+    """
+    mesh = fake_mesh(sizes, rank)
+    job = build.build(config, mesh, nvme=fake_nvme(config))
+    here, elsewhere = state_bytes(job, build.like_of(job))
+    ranks = mesh.size
+    node = ranks_on_node or min(ranks, device.links[0].ranks or ranks)
+    axes = {name: mesh[name].size for name in ("dp", "rp", "tp")}
+    candidate = Candidate(
+        **axes, zero=config.zero, remat=config.train.remat, offload=config.offload, micro_batch=config.train.micro_batch
+    )
+    layer = closed_layer(job, device)
+    sketcher = Sketcher(config, device, node, {axes["tp"]: layer})
+    memory, _ = sketcher.memory(candidate)
+    grads = grad_bytes(job)
+    passes = {name: memory[name] for name in ("activations", "gathered")}
+    if not job.plan.frozen:  # else only the small ones of adapters, and those of one layer's weights
+        passes["gradients on their way"] = max(0.0, memory["grads"] - grads)
+    seconds = sketcher.time(candidate) if has_rates(device) and device.flops else {}
+    if seconds and device.lost:
+        seconds["lost"] = sum(seconds.values()) * device.lost / (1.0 - device.lost)
+    share = node if device.kind == "cpu" else 1
+    return FirstEstimate(
+        state_bytes={**here, "grads": grads},
+        state_elsewhere=elsewhere,
+        passes_bytes=passes,
+        capacity_bytes=device.capacity_bytes // share,
+        step_s=sum(seconds.values()) if seconds else None,
+        time=seconds,
+        tokens_per_step=config.train.batch * config.data.seq_len,
+    )
+
+
+def kept_elements(config: RunConfig, tp: int) -> float:
+    """The elements that a layer keeps of each token for its backward pass: inputs of its products, of attention, of
+    its norms and of its activation function."""
+    c, split = without_lora(config.model), tp if config.sequence else 1
+    experts = c.top_k if isinstance(c, MoEConfig) else 1
+    # A compiled GELU is computed again from its input; SwiGLU's kernel keeps its output too.
+    hidden = experts * c.d_ff / tp * (3 if isinstance(c, LlamaConfig) else 1 if config.train.compiled else 2)
+    # Two halves keep their input and its norm; with sequence parallelism also what is gathered, and its copy.
+    stream = c.d_model * (4.0 if split == 1 else 2 / split + 5)
+    heads = getattr(c, "n_heads", 0)
+    if not heads:
+        return stream / 2 + hidden
+    size_of_head = getattr(c, "key_dim", c.d_model // heads)
+    queries = heads * size_of_head / tp
+    keys = max(1.0, getattr(c, "n_kv_heads", heads) / tp) * size_of_head
+    normed = queries + keys if getattr(c, "qk_norm", False) else 0.0
+    routed = 2 * experts * c.d_model if isinstance(c, MoEConfig) else 0  # what experts read and give
+    return stream + 2 * queries + 2 * keys + normed + hidden + routed
+
+
+def closed_layer(job: Job, device: Device) -> Layer:
+    """The Layer of a job by closed forms, as candidates.layer_of traces it."""
+    config, policy, tp = job.config, job.policy, job.mesh["tp"].size
+    c, seq, itemsize = without_lora(config.model), config.data.seq_len, policy.compute.itemsize
+    split = tp if config.sequence else 1
+    kept = seq * kept_elements(config, tp) * itemsize
+    logits = seq * c.vocab_size / tp * itemsize
+    flop = token_flop(job)
+    pairs = (flop.model - flop.model_causal) / 6 / c.n_layers  # T D of a layer
+    head = 6.0 * c.vocab_size * c.d_model
+    products = (flop.model_causal - 6 * c.n_layers * pairs - head) / 6 / c.n_layers  # parameters of a layer in use
+    part, dtype = device.efficiency, str(policy.compute).removeprefix("torch.")
+    peak = device.flops.get(dtype) or max(device.flops.values(), default=float("inf"))
+    rate = peak * part.get("gemm", 1.0)
+    if not device.measured:
+        rate *= tiled_part(device.processors, (1, config.train.micro_batch * seq, c.d_ff // tp, c.d_model))
+    gemm_s = seq / (rate * tp)  # of a FLOP a token
+    bytes_s = 1.0 / (device.bandwidth_bytes_s * part.get("memory", 1.0)) if device.bandwidth_bytes_s else 0.0
+    # A product of queries and keys takes 2 T D FLOPs a token, and half of that where it is causal.
+    again = SPLIT_PRODUCTS if device.kind == "cuda" else BACKWARD_PRODUCTS
+    attend = [
+        products_made * pairs * seq / (peak * part.get(f"attention_{way}", part.get("gemm", 1.0)) * tp)
+        for way, products_made in (("forward", FORWARD_PRODUCTS), ("backward", again))
+    ]
+    # The host issues a call of a compiled block, or its operators one by one; it rules small models.
+    host_s = device.op_s.get("compiled", 0.0) if config.train.compiled else OPERATORS * device.op_s.get("eager", 0.0)
+    host_s /= config.train.micro_batch
+    merged, merge_s = merged_weights(job, device, bytes_s)
+    return Layer(
+        kept_bytes=int(kept + merged * itemsize / config.train.micro_batch),
+        input_bytes=seq * c.d_model * itemsize // split,
+        spare_bytes=int(logits),
+        forward_s=merge_s + max(host_s, 2 * products * gemm_s + attend[0] + TOUCHED[0] * kept * bytes_s),
+        backward_s=2 * merge_s + max(2 * host_s, 4 * products * gemm_s + attend[1] + TOUCHED[1] * kept * bytes_s),
+        tp_s=tp_seconds(job, device, seq * c.d_model * itemsize),
+        ends_s=head * gemm_s + TOUCHED[1] * logits * bytes_s,
+        host=0.0,
+        rest_s=0.0,
+    )
+
+
+def without_lora(model: ModelConfig) -> ModelConfig:
+    """The sizes of a model below its LoRA, if it has one."""
+    return model.base if isinstance(model, LoRAConfig) else model
+
+
+def merged_weights(job: Job, device: Device, bytes_s: float) -> tuple[int, float]:
+    """(elements of a layer's weights to which LoRA adds a product, seconds for that, for each row of a micro-batch).
+
+    The sums are made in float32 and kept for the backward pass; the product of the factors has the rank as its depth.
+    """
+    c = job.config.model
+    if not isinstance(c, LoRAConfig):
+        return 0, 0.0
+    like, compute = job.plan.like["blocks"], pytree.named_leaves(job.plan.compute)
+    names = [f"blocks/{name}" for name in pytree.named_leaves(like) if not re.search(LORA, name)]
+    leaves = {name: pytree.named_leaves(job.plan.like)[name] for name in names if f"{name}_lora_a" in compute}
+    numels = [local_numel(x.shape, Spec(compute[name].dims), job.plan.sizes) for name, x in leaves.items()]
+    merged = sum(numels) // c.n_layers
+    rate = device.flops.get("float32", math.inf) * device.efficiency.get("gemm", 1.0) * c.rank / (c.rank + 128)
+    seconds = 2 * merged * c.rank / rate + 12 * merged * bytes_s
+    return merged, seconds / job.config.train.micro_batch
+
+
+def tp_seconds(job: Job, device: Device, whole: int) -> float:
+    """The seconds of a layer's four sums over tp of `whole` bytes each, for one row: none of it is hidden."""
+    way = ways_of(device, {name: job.mesh[name].size for name in ("dp", "rp", "tp")}).get("tp")
+    return 4 * collective_s(way, "psum", 2 * whole * (way.size - 1) // way.size).seconds if way else 0.0

@@ -1,0 +1,215 @@
+"""Traces of earlier plans, kept in the user's cache folder: the same question is answered without tracing again.
+
+A trace is a file of JSON under a name that is a digest of all that it depends on: the files of this package, the
+versions of Python, torch and Triton, the environment variables that these read, the config, the mesh, the rank and the
+target. The rates of a device are not part of it: they come after the trace. An entry that cannot be read is traced anew
+and replaced; the oldest ones are removed where all of them together exceed MOST_BYTES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.comm.ledger import Row
+from fzero.core.compile import have_compiler
+from fzero.core.device import Target
+from fzero.core.foreign import in_form, read_json
+from fzero.core.storage import naming
+from fzero.planner.operations import Op
+from fzero.planner.step_trace import Segment, Trace, Transfer
+from fzero.run.config import RunConfig
+from fzero.run.config_table import to_table
+from fzero.run.measure.live_bytes import Moment
+
+PACKAGE = Path(__file__).parent.parent
+FOLDER = "FZERO_PLAN_CACHE"  # the environment variable that names the folder; 0: none
+MOST_BYTES = 200_000_000  # of all entries
+READ_BY_LIBRARIES = ("FZERO_", "TORCH", "PYTORCH", "TRITON")  # environment variables on which a trace may depend
+PLAIN = ("state", "state_elsewhere", "tokens", "num_params", "host_peak", "exact")  # fields that JSON keeps as they are
+
+
+def cache_folder() -> Path | None:
+    """Where traces are kept: $FZERO_PLAN_CACHE, else $XDG_CACHE_HOME (or ~/.cache)/fzero/plans; None if
+    FZERO_PLAN_CACHE is 0.
+    """
+    named = os.environ.get(FOLDER, "")
+    if named == "0":
+        return None
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(named) if named else root / "fzero" / "plans"
+
+
+@functools.cache
+def package_digest() -> str:
+    """The digest of all files of this package, which an edit changes."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".cpp") and path.is_file():
+            digest.update(f"{path.relative_to(PACKAGE)}\n{path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> dict[str, Any]:
+    """All that a trace depends on. config: with every "auto" decided."""
+    triton = importlib.util.find_spec("triton")
+    environment = {
+        name: value for name, value in os.environ.items() if name.startswith(READ_BY_LIBRARIES) and name != FOLDER
+    }
+    return {
+        "package": package_digest(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if triton else None,
+        "environment": environment,
+        "compiler": have_compiler(),
+        "threads": torch.get_num_threads(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "config": to_table(config),
+        "sizes": {name: size for name, size in sizes.items() if size > 1},
+        "rank": rank,
+        "target": target._asdict(),
+    }
+
+
+def _text(asked: Mapping[str, Any]) -> str:
+    return json.dumps(asked, sort_keys=True)
+
+
+def entry_name(asked: Mapping[str, Any]) -> str:
+    """The name of the file for a question."""
+    return hashlib.sha256(_text(asked).encode()).hexdigest()[:32] + ".json"
+
+
+def cached_trace(
+    make: Callable[[], Trace], config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, folder: Path
+) -> Trace:
+    """The Trace in `folder` for this question, else that of `make()`, which is written there.
+
+    A folder that cannot be written is a warning: the plan is worth more than its copy.
+    """
+    asked = question(config, sizes, rank, target)
+    path = folder / entry_name(asked)
+    kept = read_entry(path, config, asked)
+    if kept is not None:
+        return kept
+    trace = make()
+    plain = to_plain(trace)
+    text = json.dumps({"question": asked, "digest": _digest(plain), "trace": plain})
+    if len(text) <= MOST_BYTES // 10:
+        try:
+            write_entry(path, text)
+            remove_oldest(folder)
+        except OSError as error:
+            warnings.warn(f"the trace of this plan is not kept ({error}); --no-cache keeps none", stacklevel=2)
+    return trace
+
+
+def is_kept(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, folder: Path) -> bool:
+    """Whether `cached_trace` would answer from `folder`."""
+    asked = question(config, sizes, rank, target)
+    return read_entry(folder / entry_name(asked), config, asked) is not None
+
+
+def to_plain(trace: Trace) -> dict[str, Any]:
+    """A trace as JSON has it, without what the question says; its events are lists, a transfer's begins with null."""
+    return {
+        **{name: getattr(trace, name) for name in PLAIN},
+        "sizes": trace.sizes,
+        "events": [[None, *each] if isinstance(each, Transfer) else each for each in trace.events],
+        "timeline": trace.timeline,
+        "peak": trace.timeline.index(trace.peak),
+        "alive": trace.alive,
+        "ledger": trace.ledger,
+        "segments": trace.segments,
+    }
+
+
+def from_plain(table: Mapping[str, Any], config: RunConfig, rank: int, target: Target) -> Trace:
+    """The Trace of `to_plain`."""
+    timeline = tuple(Moment(*row) for row in table["timeline"])
+    return Trace(
+        events=tuple(Transfer(*row[1:]) if row[0] is None else _op(row) for row in table["events"]),
+        timeline=timeline,
+        peak=timeline[table["peak"]],
+        alive=tuple((name, component, size) for name, component, size in table["alive"]),
+        ledger=tuple(Row(*row) for row in table["ledger"]),
+        sizes=dict(table["sizes"]),
+        rank=rank,
+        target=target,
+        config=config,
+        segments=tuple(Segment(*row) for row in table["segments"]),
+        **{name: table[name] for name in PLAIN},
+    )
+
+
+def _op(row: list[Any]) -> Op:
+    op = Op(*row)
+    return op._replace(shape=tuple(op.shape))
+
+
+def read_entry(path: Path, config: RunConfig, asked: Mapping[str, Any]) -> Trace | None:
+    """The Trace in a file of the cache; None if there is none, or if it is damaged or answers another question."""
+    try:
+        table = read_json(path)
+        with in_form(str(path)):
+            if _text(table["question"]) != _text(asked) or table["digest"] != _digest(table["trace"]):
+                return None
+            target = asked["target"]
+            found = from_plain(
+                table["trace"],
+                config,
+                asked["rank"],
+                Target(**{**target, "capability": tuple(target["capability"])}),
+            )
+        os.utime(path)  # it is in use: others are removed first
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _digest(trace: Any) -> str:
+    return hashlib.sha256(json.dumps(trace).encode()).hexdigest()
+
+
+def write_entry(path: Path, text: str) -> None:
+    """Replace a file of the cache atomically; two processes may do so at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with naming(path):
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def remove_oldest(folder: Path, most: int = MOST_BYTES) -> None:
+    """Remove the entries that were not used for the longest time until all together have at most `most` bytes.
+
+    Parts that another process left behind count, too.
+    """
+    found = []
+    for path in [*folder.glob("*.json"), *folder.glob("*.part")]:
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            about = path.stat()
+            found.append((about.st_mtime_ns, path, about.st_size))
+    total = sum(size for _, _, size in found)
+    for _, path, size in sorted(found):
+        if total <= most:
+            break
+        path.unlink(missing_ok=True)
+        total -= size

@@ -1,0 +1,127 @@
+"""The first answer of `fzero plan`, by closed forms, beside the plan that traces the step."""
+
+import dataclasses
+import json
+
+import pytest
+
+from fzero import models
+from fzero.planner.first_estimate import MEMORY_BOUND, TIME_BOUND, first_estimate
+from fzero.planner.plan import config_for, device_for, plan, resolve_for, sizes_of
+
+FULL = {"train.remat": "full"}
+# what: (model, mesh, device, settings); the published bounds hold for them
+CASES = {
+    "llama-8b, 64 H200": ("llama-8b", {"dp": 64}, "h200", {"zero": 3, "train.batch": 64}),
+    "llama-8b, full": ("llama-8b", {"dp": 8}, "h100", {"zero": 3, "train.batch": 8, **FULL}),
+    "llama-8b, tp and sequence": (
+        "llama-8b",
+        {"dp": 8, "tp": 2},
+        "h100",
+        {"zero": 3, "train.batch": 32, "train.micro_batch": 2, "sequence": True},
+    ),
+    "llama-8b, tp": ("llama-8b", {"dp": 8, "tp": 2}, "h100", {"zero": 3, "train.batch": 16}),
+    "llama-8b, offloaded": (
+        "llama-8b",
+        {"dp": 8},
+        "h100",
+        {"zero": 3, "train.batch": 8, "offload": "params=host,opt=host", **FULL},
+    ),
+    "llama-8b, 8bit": ("llama-8b", {"dp": 8}, "h100", {"zero": 2, "train.batch": 8, "optim.states": "8bit"}),
+    "llama-1b, stage 1": ("llama-1b", {"dp": 8}, "h100", {"zero": 1, "train.batch": 32, "train.micro_batch": 2}),
+    "llama-70b": ("llama-70b", {"dp": 64}, "h200", {"zero": 3, "train.batch": 64, **FULL}),
+    "gpt2-1.5b": ("gpt2-1.5b", {"dp": 8}, "a100", {"zero": 2, "train.batch": 64, "train.micro_batch": 4}),
+    "gpt2-124m": (
+        "gpt2-124m",
+        {},
+        "h100",
+        {"train.batch": 16, "train.micro_batch": 8, "train.compiled": False},
+    ),
+    "qwen3-8b": ("qwen3-8b", {"dp": 16}, "h100", {"zero": 3, "train.batch": 16}),
+    "qwen2.5-7b, every:4": (
+        "qwen2.5-7b",
+        {"dp": 16},
+        "h100",
+        {"zero": 3, "train.batch": 16, "train.remat": "every:4"},
+    ),
+    "llama-8b, LoRA": ("llama-8b", {"dp": 8}, "h100", {"zero": 3, "train.batch": 8, "lora": 16}),
+    "llama-8b, LoRA, full": ("llama-8b", {"dp": 8}, "h100", {"zero": 3, "train.batch": 8, "lora": 16, **FULL}),
+    "mixtral-8x7b": ("mixtral-8x7b", {"dp": 64}, "h200", {"zero": 3, "train.batch": 64, "train.compiled": False}),
+}
+
+
+def both(model, mesh, gpu, settings):
+    device = device_for(gpu)
+    rank = settings.get("lora", 0)
+    config = resolve_for(config_for(model, {name: x for name, x in settings.items() if name != "lora"}), device)
+    if rank:
+        config = dataclasses.replace(config, model=models.lora(models.build(config.model), rank).config)
+    return first_estimate(config, sizes_of(config, mesh), device), plan(config, mesh, gpu=device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", CASES)
+def test_it_is_within_the_published_bounds_of_the_traced_plan(what):
+    first, traced = both(*CASES[what])
+    assert first.state_bytes == traced.state_bytes
+    assert first.state_elsewhere == traced.state_elsewhere
+    assert first.capacity_bytes == traced.capacity_bytes
+    assert first.tokens_per_step == traced.tokens_per_step
+    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=MEMORY_BOUND)
+    assert first.step_s == pytest.approx(traced.step_s, rel=TIME_BOUND)
+
+
+SMALL = {"train.compiled": False, "train.batch": 8, "train.micro_batch": 2, "model.n_layers": 2, "data.seq_len": 1024}
+
+
+@pytest.mark.parametrize("more", [{}, {"offload": "opt=host:0.5"}, {"lora": 8}], ids=str)
+def test_states_are_exact_and_memory_is_near(more):
+    first, traced = both("gpt2-124m", {"dp": 2}, "h100", {**SMALL, "zero": 3, **more})
+    assert (first.state_bytes, first.state_elsewhere) == (traced.state_bytes, traced.state_elsewhere)
+    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=MEMORY_BOUND)
+
+
+def test_a_device_without_rates_has_no_times():
+    device = dataclasses.replace(device_for("h100"), flops={}, measured=False)
+    first = first_estimate(resolve_for(config_for("llama-tiny"), device), {}, device)
+    assert first.step_s is None and "tokens/s" not in str(first)
+
+
+def test_the_command_prints_it_before_the_plan_and_apart_from_it(fz):
+    args = ["--model", "llama-tiny", "--gpu", "h100", "--set", "train.compiled=false", "--set", "model.n_layers=1"]
+    code, out, err = fz("plan", *args, "--json")
+    report = json.loads(out)
+    assert code == 0 and err.startswith("first estimate (closed forms, refined below): states are exact; ")
+    assert report["fits"] and "should fit" in err
+    assert fz("plan", *args, "--memory-gb", "2.16")[2].count("too much") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora-targets", "/attn/"], "--lora-targets needs --lora-rank"),
+        (["--lora-rank", "4", "--vary", "zero=0,1"], "--lora-rank is for one plan; leave out --vary"),
+        (["--lora-rank", "4"], "optim.name is muon"),
+        (["--set", "optim.name=adamw", "--lora-rank", "0"], "lora: rank is 0"),
+        (
+            ["--set", "optim.name=adamw", "--lora-rank", "4", "--lora-targets", "/nothing/"],
+            "lora: targets '/nothing/' matches no leaf",
+        ),
+    ],
+)
+def test_lora_flags_that_make_no_sense_are_refused_by_name(fz, flags, message):
+    code, out, err = fz("plan", "--model", "llama-tiny", "--gpu", "h100", *flags)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_a_plan_of_lora_has_states_of_its_factors_alone(fz):
+    args = ["--model", "llama-tiny", "--gpu", "h100", "--set", "train.compiled=false", "--set", "model.n_layers=1"]
+    args += ["--set", "optim.name=adamw", "--precision", "bf16", "--lora-rank", "8", "--lora-targets", "/attn/w_[qv]$"]
+    code, out, _ = fz("plan", *args, "--json")
+    report = json.loads(out)
+    trained = 8 * (256 + 256) + 8 * (256 + 128)  # of w_q and w_v: rank x (in + out)
+    state = report["state_bytes"]
+    assert code == 0 and report["config"]["model"]["family"] == "lora"
+    assert (state["master"], state["grads"]) == (4 * trained, 4 * trained)
+    assert state["opt"] == 2 * 4 * trained + 8 and state["params"] == 2 * report["num_params"]
+    assert any("LoRA of rank 8" in note for note in report["notes"])
