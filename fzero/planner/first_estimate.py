@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.core import pytree
@@ -80,7 +81,7 @@ class FirstEstimate(NamedTuple):
         return "\n".join(lines)
 
 
-def _listed(parts: dict[str, float]) -> str:
+def _listed(parts: Mapping[str, float]) -> str:
     """The nonzero sizes, the largest first."""
     found = sorted(((amount, name) for name, amount in parts.items() if amount), reverse=True)
     return ", ".join(f"{name} {size(amount)}" for amount, name in found) or "nothing"
