@@ -18,6 +18,7 @@ import torch
 
 import fzero
 from fzero import models
+from fzero.core import gpu
 from fzero.core.compile import have_compiler
 from fzero.core.device import CPU, Target
 from fzero.core.foreign import in_form, read_json
@@ -321,8 +322,8 @@ def diagnose() -> str:
     found.append(("memory", f"{gigabytes(available_bytes())} available"))
     found.append(("disk", f"{gigabytes(shutil.disk_usage(Path.cwd()).free)} free in this folder"))
     found.append(("compiler", compiler() or "none (g++ or clang++)"))
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    found.append(("GPU", gpu))
+    card = gpu.properties(torch.device("cuda", 0)).name if gpu.count_gpus() else "none"
+    found.append(("GPU", card))
     rates = [
         f"{name} {peak_rate(dtype) / 1e9:.0f} GFLOP/s"
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -332,7 +333,7 @@ def diagnose() -> str:
         found.append((name, ("here" if importlib.util.find_spec(name) else "not here") + f": {use}"))
     config, _ = resolve_here(from_table({}))
     plan.append(
-        ("device", "the CPU" + ("" if gpu == "none" else ": fzero pretrain does not use the GPU in this version"))
+        ("device", "the CPU" + ("" if card == "none" else ": fzero pretrain does not use the GPU in this version"))
     )
     plan.append(("precision", config.precision.policy))
     plan.append(("fp32 products", choose_fp32_matmul("auto")[1].removeprefix("fp32 products: ")))
