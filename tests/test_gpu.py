@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from pretend_gpu import pretend
 
 import fzero
-from fzero.core import gpu
+from fzero.comm.agreement import Agreement
+from fzero.comm.communicator import Communicator
+from fzero.comm.ledger import Ledger
+from fzero.core import gpu, pytree
+from fzero.core.device import Target
+from fzero.run import machine as run_machine
+from fzero.run.build import build
+from fzero.run.config_table import from_json, from_table, to_json
+from fzero.run.memory_check import check_memory, host_bytes, memory_needed
+from fzero.run.pretrain import place
+from fzero.run.ranks.coordinator import Coordinator
 
 ROOT = Path(fzero.__file__).parent
 # fake_inductor puts answers for a planned GPU in the place of torch.cuda's; it asks nothing.
@@ -99,3 +110,65 @@ def test_memory_is_pinned_only_for_a_process_that_uses_a_gpu(machine):
     assert not gpu.in_use()  # though the machine has one
     x = torch.ones(2)
     assert gpu.to_host(x, gpu.HOST) is x is gpu.pinned(x, gpu.HOST)
+
+
+def test_a_run_decides_its_device_and_says_it(machine):
+    machine(0)
+    table = {"preset": "mlp-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}}
+    config, _, device, lines = place(from_table(table), Coordinator())
+    assert config.device == "cpu" and device == gpu.HOST and lines[0] == "device: the CPU"
+    assert from_json(to_json(config)).device == "cpu"
+    with pytest.raises(ValueError, match=r"device is 'gpu'.*auto, cpu, cuda"):
+        from_table({**table, "device": "gpu"})
+
+
+def test_a_run_on_a_gpu_that_is_not_there_ends_with_one_line(machine, fz, tmp_path, monkeypatch):
+    machine(0)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = fz("pretrain", "--device", "cuda", "--model", "mlp-tiny", "--out", "run")
+    assert code == 2 and len(err.splitlines()) == 1 and "PyTorch finds no GPU here; use --device cpu" in err
+    assert not list(tmp_path.glob("run/config.json"))
+
+
+@pytest.mark.parametrize("capability, policy", [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")])
+def test_what_is_auto_on_a_gpu_follows_from_its_capability(monkeypatch, capability, policy):
+    monkeypatch.setattr(run_machine, "target_on", lambda device: Target("cuda", 132, capability, "card"))
+    monkeypatch.setattr(run_machine, "compiler", lambda: "")
+    config, lines = run_machine.resolve_here(from_table({"preset": "mlp-tiny", "device": "cuda"}))
+    assert (config.precision.policy, config.precision.fp32_matmul, config.device) == (policy, "default", "cuda")
+    assert (
+        config.train.compiled is False and f"{policy} (compute capability {capability[0]}.{capability[1]}" in lines[0]
+    )
+    with pytest.raises(ValueError, match="is of CPUs, and the run is on a GPU; use default"):
+        run_machine.resolve_here(from_table({"device": "cuda", "precision": {"fp32_matmul": "onednn"}}))
+    with pytest.raises(
+        ValueError, match=r"train.compiled is true, and blocks for a GPU need Triton and a C\+\+ compiler"
+    ):
+        run_machine.resolve_here(from_table({"device": "cuda", "train": {"compiled": True}}))
+
+
+def test_memory_is_compared_where_it_is_needed():
+    table = {
+        "preset": "llama-tiny",
+        "precision": {"policy": "fp32"},
+        "train": {"compiled": False},
+        "optim": {"name": "adamw"},
+    }
+    job = build(from_table({**table, "offload": "opt=host"}), device=torch.device("cuda", 0))
+    there, all_of_it = host_bytes(job), sum(memory_needed(job))
+    moments = 2 * 4 * sum(leaf.numel() for leaf in pytree.leaves(job.plan.like))
+    assert there == pytest.approx(moments, rel=1e-3)
+    check_memory(job, all_of_it - there, there)
+    with pytest.raises(ValueError, match="available"):
+        check_memory(job, all_of_it - there - 1, there)
+    with pytest.raises(ValueError, match="into the host's memory and"):
+        check_memory(job, all_of_it, there - 1)
+
+
+def test_small_tables_stay_in_the_memory_of_the_host_beside_nccl():
+    communicator = Communicator(
+        "dp", (0, 1), 0, transport="nccl", ledger=Ledger(), agreement=Agreement(None, 0, 0.0), ordered=False
+    )
+    assert communicator.transport_of(torch.ones(1)) == "gloo"
+    with pretend():
+        assert communicator.transport_of(torch.ones(1, device="cuda")) == "nccl"

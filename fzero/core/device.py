@@ -73,7 +73,8 @@ class FakeDevice(FakeTensorMode):
 
 
 @functools.cache
-def _target_here(device: torch.device) -> Target:
+def target_on(device: torch.device) -> Target:
+    """The Target of a real device of this machine."""
     if device.type != "cuda":
         return Target(device.type)
     found = gpu.properties(device)
@@ -83,7 +84,7 @@ def _target_here(device: torch.device) -> Target:
 def target_of(x: Tensor) -> Target:
     """The device that `x` is on, or represents in a plan."""
     if x.device != ELSEWHERE:
-        return _target_here(x.device)
+        return target_on(x.device)
     plan = fake_device_of(x)
     assert plan is not None, "a tensor on cpu:0 outside a plan"
     return plan.target

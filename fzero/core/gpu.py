@@ -166,6 +166,22 @@ def mark_time() -> Any:
     return event
 
 
+def product_rate(dtype: torch.dtype, device: torch.device, side: int = 8192, times: int = 10) -> float:
+    """The FLOP/s of square products on a GPU, timed by its own clock.
+
+    Of random numbers: products of ones take less power, and run at a higher clock than any training does.
+    """
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    first = mark_time()
+    for _ in range(times):
+        a @ b
+    last = mark_time()
+    synchronize(device)
+    return 2.0 * side**3 * times / (first.elapsed_time(last) / 1e3)
+
+
 class Copied(NamedTuple):
     """A copy that was started. One of `use` and `finish` must be called before its tensor is read."""
 

@@ -126,6 +126,11 @@ def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
     return pytree.map_named(move, state)
 
 
+def put_on(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
+    """A leaf of a state on `device`, if its spec says that it rests there and not in host memory or on a disk."""
+    return leaf.to(device) if spec.memory == "device" else leaf
+
+
 DONATED = (
     "this state was donated to a train step, which has written the new one into its buffers: use the state that "
     "the step returned, or make the step with donate=False, which leaves its input valid"

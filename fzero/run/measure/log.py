@@ -46,17 +46,17 @@ class Meter:
     def __init__(self, job: Job, flop: TokenFlop, peak_flops: float) -> None:
         self.job, self.flop, self.peak = job, flop, peak_flops
         nvme = job.nvme
-        self.clock = Clock(waited=None if nvme is None else lambda: nvme.moved().waited_s)
+        self.clock = Clock(job.device, waited=None if nvme is None else lambda: nvme.moved().waited_s)
         self.tokens = job.config.train.batch * job.config.data.seq_len
         self.every = job.config.train.measure_every
         self.spent = RankTimes()
         self.began = self.waited = 0.0
 
-    def fetch(self, batches: Iterator[tuple[int, Any]]) -> Any:
+    def fetch(self, batches: Iterator[Any]) -> Any:
         """The next batch. A step begins with this call."""
         self.began = time.perf_counter()
         with self.job.mesh.ledger.phase("data"):
-            _, batch = next(batches)
+            batch = next(batches)
         self.waited = time.perf_counter() - self.began
         return batch
 
