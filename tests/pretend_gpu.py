@@ -4,9 +4,10 @@
         state, metrics = train_step(state, batch)     # unchanged; state and batch were made on "cuda" in here
     assert not gpu.waits and not gpu.races
 
-An operator runs at once on CPU memory, so its bits are the CPU's. What a GPU would have done beside it is known from the
-clocks: a stream is in order; a kernel comes behind what the host did before its launch; the host is behind a stream only
-where it waits; a stream is behind another one only by an event or wait_stream. From that follow, with the line of fzero:
+An operator runs at once on CPU memory, so its bits are the CPU's. What a GPU would have done beside it is known from
+the clocks: a stream is in order; a kernel comes behind what the host did before its launch; the host is behind a stream
+only where it waits; a stream is behind another one only by an event or wait_stream. From that follow, with the line of
+fzero:
 
   waits     of the host for the device: item(), copies that block, event.synchronize(), data-dependent shapes
   unpinned  copies between the device and memory of the host that is not pinned

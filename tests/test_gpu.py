@@ -125,7 +125,7 @@ def test_a_run_decides_its_device_and_says_it(machine):
 def test_a_run_on_a_gpu_that_is_not_there_ends_with_one_line(machine, fz, tmp_path, monkeypatch):
     machine(0)
     monkeypatch.chdir(tmp_path)
-    code, out, err = fz("pretrain", "--device", "cuda", "--model", "mlp-tiny", "--out", "run")
+    code, _, err = fz("pretrain", "--device", "cuda", "--model", "mlp-tiny", "--out", "run")
     assert code == 2 and len(err.splitlines()) == 1 and "PyTorch finds no GPU here; use --device cpu" in err
     assert not list(tmp_path.glob("run/config.json"))
 

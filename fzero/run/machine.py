@@ -247,8 +247,7 @@ def resolve_auto(
     if blocks == "auto":
         blocks = cuda if compiled is None else compiled
     precision = replace(config.precision, policy=policy, fp32_matmul="default" if mode == "auto" else mode)
-    device = target.kind if config.device == "auto" else config.device
-    return replace(config, device=device, precision=precision, train=replace(config.train, compiled=blocks))
+    return replace(config, device=target.kind, precision=precision, train=replace(config.train, compiled=blocks))
 
 
 def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
