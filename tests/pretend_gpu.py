@@ -152,7 +152,7 @@ class PretendGpu(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.clocks, self.host, self.current = {0: {}}, {"host": 1}, 0
-        self.memory = {}
+        self.memory, self.pages = {}, {}
         self.forget()
 
     def forget(self):
@@ -184,7 +184,7 @@ class PretendGpu(TorchDispatchMode):
                     self.access(memory, x, write, actor, clock)
 
     def access(self, memory, x, write, actor, clock):
-        low = x.storage_offset() * x.element_size()
+        low = x.data_ptr()
         high = low + (sum((n - 1) * abs(step) for n, step in zip(x.shape, x.stride())) + 1) * x.element_size()
         kept = []
         for entry in memory.accesses:
@@ -202,7 +202,17 @@ class PretendGpu(TorchDispatchMode):
     # ---- memory
 
     def memory_of(self, x):
-        return self.memory.get(x.untyped_storage()._cdata)
+        found = self.memory.get(x.untyped_storage()._cdata)
+        if found is None and self.pages:  # of a pool that is pinned as a whole
+            found = next((m for start, (end, m) in self.pages.items() if start <= x.data_ptr() < end), None)
+        return found
+
+    def cudaHostRegister(self, address, size, flags):
+        self.pages[address] = (address + size, Memory(None))
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.pages[address]
 
     def born(self, x, stream=0):
         key = x.untyped_storage()._cdata
@@ -371,6 +381,7 @@ def multiply(func, name, args, kwargs):
 def pretend():
     """A context in which PyTorch has one GPU, the pretend one."""
     global WHOLE
+    from fzero.checkpoint import leaf_source
     from fzero.core import device, gpu
     from fzero.optim import norm
 
@@ -387,6 +398,7 @@ def pretend():
         "device": lambda device: contextlib.nullcontext(),
         "get_device_properties": lambda device: properties,
         "get_device_name": lambda device: properties.name,
+        "cudart": lambda: found,
         "Stream": Stream,
         "Event": Event,
         "stream": found.on_stream,
@@ -411,9 +423,11 @@ def pretend():
             put(torch, name, found.maker(getattr(torch, name)))
         put(Tensor, "to", found.to(Tensor.to))
         put(Tensor, "pin_memory", lambda x: x if found.pinned(x) else found.pin(x.clone()))
-        put(Tensor, "is_pinned", found.pinned)
+        put(Tensor, "is_pinned", lambda x: found.pinned(x))
         # The forms of a GPU are Triton's, which read memory by its address: tests/laws.py checks their numbers.
         put(norm, "_by_kernel", lambda leaves, dtype: False)
+        check = leaf_source.kind_fault  # which refuses subclasses of Tensor
+        put(leaf_source, "kind_fault", lambda leaf: check(under(leaf)))
         for cache in (gpu._copy_streams, device.target_on):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
