@@ -177,13 +177,14 @@ class PretendGpu(TorchDispatchMode):
         self.touch("host", self.host, reads, writes)
 
     def touch(self, actor, clock, reads, writes):
+        line = line_of_fzero()
         for write, tensors in ((False, reads), (True, writes)):
             for x in tensors:
                 memory = self.memory_of(x)
                 if memory is not None and x.numel():
-                    self.access(memory, x, write, actor, clock)
+                    self.access(memory, x, write, (actor, clock[actor], line), clock)
 
-    def access(self, memory, x, write, actor, clock):
+    def access(self, memory, x, write, by, clock):
         low = x.data_ptr()
         high = low + (sum((n - 1) * abs(step) for n, step in zip(x.shape, x.stride())) + 1) * x.element_size()
         kept = []
@@ -192,12 +193,12 @@ class PretendGpu(TorchDispatchMode):
             ordered = clock.get(other, 0) >= tick
             if start < high and low < end and (write or wrote) and not ordered:
                 pair = [f"{'write' if w else 'read'} by {a} at {at}" for w, a, at in (
-                    (wrote, other, line), (write, actor, line_of_fzero()))]  # fmt: skip
+                    (wrote, other, line), (write, by[0], by[2]))]  # fmt: skip
                 self.races[" | ".join(pair)] += 1
             covered = low <= start and end <= high and (write or not wrote)
             if not (ordered and covered):
                 kept.append(entry)
-        memory.accesses = [*kept, (low, high, write, actor, clock[actor], line_of_fzero())]
+        memory.accesses = [*kept, (low, high, write, *by)]
 
     # ---- memory
 

@@ -2,6 +2,7 @@
 that streams and events make, and has the bits of the CPU. And faults that are planted are found."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fzero import checkpoint, models, optim
 from fzero.checkpoint import restore_state as restore
 from fzero.core import gpu, precision, prng, pytree
 from fzero.offload import activation_stack
+from fzero.run import run_folder
 from fzero.run.corpus import on_device_ahead
 from fzero.run.generate import Sampling, generate
 from fzero.train.init import init_state
@@ -201,3 +203,28 @@ def test_a_checkpoint_is_restored_to_the_gpu_leaf_by_leaf(tmp_path, monkeypatch,
             assert leaf.is_cuda or seen.pinned(leaf), name
             assert torch.equal(leaf.to("cpu"), pytree.named_leaves(before)[name]), name
     assert set(most) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placed", ["", "--offload opt=host"])
+def test_a_run_trains_evaluates_saves_resumes_and_samples_on_the_gpu(fz, tmp_path, monkeypatch, placed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(600)))
+    sizes = " ".join(f"--set model.{name}={size}" for name, size in SIZES.items() if name != "vocab_size")
+    loop = "eval_every=2 checkpoint_every=2 measure_every=2 digest_every=2 eval_batches=2 ema_decay=0.5 compiled=false"
+    loop = " ".join(f"--set train.{setting}" for setting in (*loop.split(), "kernels=reference"))
+    flags = f"--model llama-tiny {sizes} {loop} {placed} --data text.txt --steps 4 --batch 4 --micro-batch 2 "
+    flags += "--seq-len 16 --precision fp32 --set optim.name=adamw --set guard.check_every=2"
+    once = ["--peak-tflops", "1", "--sample", "ab"]
+    with pretend() as seen:
+        code, out, err = fz("pretrain", "--out", "gpu", "--stop-at", "2", *flags.split(), *once)
+        assert code == 0 and "\ndevice: GPU 0, Pretend H200\n" in out, err
+        code, _, err = fz("pretrain", "--out", "gpu", "--resume", *once)
+        assert code == 0 and not seen.races and not seen.freed, (err, seen.races, seen.freed)
+    assert fz("pretrain", "--out", "cpu", "--device", "cpu", *flags.split(), *once)[0] == 0
+    ours, theirs = ([*run_folder.read_metrics(Path(run))] for run in ("gpu", "cpu"))
+    names = ("loss", "grad_norm", "lr", "num_tokens", "skipped", "val_loss", "val_loss_ema", "digest")
+    assert [[row.get(name) for name in names] for row in ours] == [[row.get(name) for name in names] for row in theirs]
+    assert len(ours) == 4 and ours[-1]["digest"] and ours[-1]["val_loss_ema"]
+    assert run_folder.read_config(Path("gpu")).device == "cuda" and run_folder.read_config(Path("cpu")).device == "cpu"
