@@ -98,7 +98,7 @@ def main() -> None:
             "train.eval_every=0",
             "--set",
             "train.log_every=1",
-            "--sample",
+            "--prompt",
             "",
             "--peak-tflops",
             "1",

@@ -112,20 +112,20 @@ TINY = (
 RESUME = ("--out", "run", "--resume", "--peak-tflops", "1")
 # name -> (processes, the arguments of one `fzero pretrain` after another in one folder)
 COMMANDS: dict[str, tuple[int, tuple[tuple[str, ...], ...]]] = {
-    "cli one process": (1, ((*TINY, "--sample", ""),)),
+    "cli one process": (1, ((*TINY, "--prompt", ""),)),
     "cli one process nvme resume": (
         1,
         (
             (
                 *TINY,
-                *shlex.split("--offload params=nvme,opt=nvme --nvme disk --set optim.name=adamw --stop-at 3 --sample"),
+                *shlex.split("--offload params=nvme,opt=nvme --nvme disk --set optim.name=adamw --stop-at 3 --prompt"),
                 "",
             ),
-            (*RESUME, "--sample", ""),
+            (*RESUME, "--prompt", ""),
         ),
     ),
     "cli dp=2 zero=3 resume": (
         2,
-        ((*TINY, *shlex.split("--zero 3 --stop-at 3 --sample"), ""), (*RESUME, "--sample", "")),
+        ((*TINY, *shlex.split("--zero 3 --stop-at 3 --prompt"), ""), (*RESUME, "--prompt", "")),
     ),
 }

@@ -24,7 +24,7 @@ import torch
 from same_bits import TODAY, checked_out, git, machine
 
 STEPS, SKIPPED = 11, 2
-FLAGS = ("--model", "llama-tiny", "--batch", "8", "--micro-batch", "4", "--seq-len", "128", "--sample", "")
+FLAGS = ("--model", "llama-tiny", "--batch", "8", "--micro-batch", "4", "--seq-len", "128", "--prompt", "")
 FLAGS += ("--steps", str(STEPS), "--peak-tflops", "1", "--set", "train.log_every=1", "--set", "train.eval_every=0")
 FLAGS += ("--set", "train.compiled=false")
 RUNS = {"one process": (1, ()), "two ranks, stage 3": (2, ("--zero", "3"))}

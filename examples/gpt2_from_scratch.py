@@ -50,9 +50,13 @@ state = fzero.init_state(params, tx, plan, seed=0)
 step = fzero.make_train_step(loss, tx, plan)
 
 text = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8).long()
+generator = torch.Generator().manual_seed(0)
+losses = []
 for i in range(100):
-    rows = torch.stack([text[s : s + T + 1] for s in torch.randint(0, len(text) - T - 1, (8,)).tolist()])
+    starts = torch.randint(0, len(text) - T - 1, (8,), generator=generator).tolist()
+    rows = torch.stack([text[s : s + T + 1] for s in starts])
     state, metrics = step(state, {"tokens": rows[:, :-1], "targets": rows[:, 1:]})
-    if i % 20 == 19:
-        print(f"step {i + 1}: {metrics.loss:.3f} nats per byte")
-assert metrics.loss < 3.0
+    losses.append(float(metrics.loss))
+    if i % 20 == 19:  # the mean, as a batch of 512 bytes is noisy
+        print(f"step {i + 1}: {sum(losses[-20:]) / 20:.3f} nats per byte")
+assert sum(losses[-20:]) / 20 < losses[0] - 2

@@ -62,6 +62,15 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.train.state_on_disk import reopen_state as reopen_state
     from fzero.train.step import Metrics as Metrics
     from fzero.train.step import make_train_step as make_train_step
+else:  # which for a type checker would make every misspelt name Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            return getattr(importlib.import_module(f"fzero.{_HOME[name]}"), name)
+        if name in _MODULES:
+            return importlib.import_module(f"fzero.{_MODULES[name]}")
+        raise AttributeError(f"module 'fzero' has no attribute {name!r}")
+
 
 _HOME = {
     **dict.fromkeys(
@@ -120,16 +129,9 @@ _MODULES = {
     "random": "core.prng",
 }
 
-__all__ = [*_HOME, *_MODULES]
+# A test compares them with the imports above.
+__all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"fzero.{_HOME[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"fzero.{_MODULES[name]}")
-    raise AttributeError(f"module 'fzero' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

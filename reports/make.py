@@ -37,28 +37,28 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("pretrain", "`fzero pretrain` as it is: llama-tiny, 400 steps, one process", "--sample ''"),
+    Run("pretrain", "`fzero pretrain` as it is: llama-tiny, 400 steps, one process", "--prompt ''"),
     Run(
-        "one", "llama-tiny on one process, 40 steps: the base of the scaling", f"--model llama-tiny {SHORT} --sample ''"
+        "one", "llama-tiny on one process, 40 steps: the base of the scaling", f"--model llama-tiny {SHORT} --prompt ''"
     ),
     Run(
         "zero3",
         "the same on two processes with ZeRO stage 3",
-        f"--model llama-tiny {SHORT} --mesh dp=2 --zero 3 --sample ''",
+        f"--model llama-tiny {SHORT} --mesh dp=2 --zero 3 --prompt ''",
         2,
     ),
     Run(
         "dp2tp2",
         "the same on four processes, dp=2 and tp=2, ZeRO stage 3",
-        f"--model llama-tiny {SHORT} --mesh dp=2,tp=2 --zero 3 --sample ''",
+        f"--model llama-tiny {SHORT} --mesh dp=2,tp=2 --zero 3 --prompt ''",
         4,
     ),
     Run(
         "nvme",
         "the same with parameters and optimizer state on a disk",
-        f"--model llama-tiny {SHORT} --offload params=nvme,opt=nvme --sample ''",
+        f"--model llama-tiny {SHORT} --offload params=nvme,opt=nvme --prompt ''",
     ),
-    Run("gpt2", "gpt2-tiny on one process, 40 steps", f"--model gpt2-tiny {SHORT} --sample ''"),
+    Run("gpt2", "gpt2-tiny on one process, 40 steps", f"--model gpt2-tiny {SHORT} --prompt ''"),
 )
 SEVERAL = "one+zero3+dp2tp2"  # of which pictures side by side are kept too
 
@@ -124,8 +124,8 @@ def compare() -> None:
     found = write.merge([write.read(folder) for folder in folders], "python reports/make.py --paste")
     shutil.rmtree(REPORTS / SEVERAL, ignore_errors=True)
     (REPORTS / SEVERAL).mkdir()
-    for name, text in write.draw(found, runs=False).items():
-        (REPORTS / SEVERAL / f"{name}.svg").write_text(text)
+    for name, drawn in write.draw(found, runs=False).items():
+        (REPORTS / SEVERAL / f"{name}.svg").write_text(drawn.svg)
     (REPORTS / SEVERAL / write.MARKDOWN).write_text(markdown.write(found, runs=False))
 
 

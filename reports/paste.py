@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fzero.core.storage import write_text
 from fzero.report import markdown
-from fzero.report.sections import Picture
+from fzero.report.parts import Picture
 from fzero.report.values import Report
 from fzero.report.write import merge, read
 

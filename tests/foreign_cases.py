@@ -29,7 +29,7 @@ from fzero.kernels import tuning
 from fzero.models import GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
 from fzero.offload import LeafFiles, Nvme, disk_config
 from fzero.planner import devices
-from fzero.report import markdown, write
+from fzero.report import markdown, opening, write
 from fzero.run import machine, run_folder
 from fzero.run.config_table import from_table
 from fzero.run.measure import attempts
@@ -179,14 +179,17 @@ def sign_step(path):
 
 def make_run(folder):
     reported.make_run(folder / "run", steps=6)
-    rollback.write_log(folder / "run", rollback.RollbackLog([[8, 4]], [16], None, 3, 1, [{"step": 2}]))
+    back = {"step": 2, "to": 1, "sample": 8, "why": "it is a spike", "left_out": True}
+    rollback.write_log(folder / "run", rollback.RollbackLog([[8, 4]], [16], None, 3, 1, [back]))
+    run_folder.add_sample(folder / "run", 6, "def ", "def f(x):")
 
 
 def read_run(folder):
     run = folder / "run"
     run_folder.read_config(run), run_folder.read_tokenizer(run), list(run_folder.read_metrics(run))
     attempts.read(run), rollback.skips_of(run)
-    return markdown.write(write.gather([run]))
+    report = write.gather([run])
+    return markdown.write(report), opening.opening(report).parts[:2]
 
 
 def make_report(folder):
@@ -274,6 +277,7 @@ READERS: dict[str, Reader] = {
                 "memory.json",
                 "plan.json",
                 "skips.json",
+                "samples.jsonl",
             )
         ),
         read_run,

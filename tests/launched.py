@@ -138,6 +138,6 @@ def steps_of(run):
 
 def started(folder, run, n, *args, steps=3, **how):
     """torchrun in the middle of a run that would go on for hours."""
-    process = start(folder, n, *TINY, *LONG, *args, "--out", run, "--sample", "", **how)
+    process = start(folder, n, *TINY, *LONG, *args, "--out", run, "--prompt", "", **how)
     until(lambda: steps_of(folder / run) >= steps, process)
     return process

@@ -226,7 +226,7 @@ def test_a_rank_that_ends_is_named_by_all_others_at_once(size, why):
         for leaf, text in zip("wv", errors):
             begin = f"rank {rank}: psum over dp (4 ranks) of {leaf} in backward: rank 1 is gone (connection closed)"
             assert text == begin + (" (before that, rank 1: out of memory)" if why else "")
-        assert len(errors) == 2 and seconds < 5
+        assert len(errors) == 2 and seconds < 20
 
 
 def another_size(mesh):

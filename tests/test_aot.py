@@ -41,10 +41,15 @@ def test_a_kernel_that_falls_short_is_named(tmp_path):
     code = (
         "import importlib, sys; from fzero.kernels import aot; import spills; name = 'fzero.kernels.spills'; "
         "sys.modules[name] = spills\n"
-        "r = aot.compile_build(aot.ARCHS['sm_90'], 'spills', next(spills.builds())); print(r.wrong)"
+        "b = next(spills.builds()); old = b._replace(wide_since=(99, 0))\n"
+        "for one in (b, old): r = aot.compile_build(aot.ARCHS['sm_90'], 'spills', one); print(r.wrong, '|', r.allowed)"
     )
     status, said = run(code=code, folder=tmp_path)
-    assert status == 0 and "bytes spilled" in said and "no matrix units" in said and "narrow accesses" in said, said
+    now, allowed = said.splitlines()[-2:]
+    assert status == 0 and all("bytes spilled, " in line and "no matrix units" in line for line in (now, allowed)), said
+    assert now.rstrip().endswith("narrow accesses |") and allowed.endswith(
+        "| narrow accesses, as with any Triton before 99.0"
+    )
 
 
 def refused(capsys, pattern):

@@ -83,7 +83,7 @@ def chain(tmp_path, monkeypatch):
             "text.txt",
             "--out",
             "run",
-            "--sample",
+            "--prompt",
             "",
             "--peak-tflops",
             "1",

@@ -169,7 +169,7 @@ def test_a_folder_that_is_replaced_by_a_file(tmp_path):
 RUN = shlex.split(
     "pretrain --model mlp-tiny --steps 12 --batch 4 --micro-batch 2 --seq-len 8 --precision fp32 --data text.txt "
     "--peak-tflops 1 "
-    "--sample '' --out run --set train.compiled=false --set precision.fp32_matmul=default --set train.eval_batches=1 "
+    "--prompt '' --out run --set train.compiled=false --set precision.fp32_matmul=default --set train.eval_batches=1 "
     "--set train.log_every=1 --set train.checkpoint_every=2 --set model.d_model=16"
 )
 
@@ -236,7 +236,7 @@ def test_training_stops_where_the_policy_says_so(here, monkeypatch, capsys):
     assert checkpoint.steps(Path("run/checkpoints")) == [2]
     monkeypatch.undo()
     monkeypatch.chdir(here)
-    assert fz(capsys, "pretrain", "--out", "run", "--resume", "--peak-tflops", "1", "--sample", "")[0] == 0
+    assert fz(capsys, "pretrain", "--out", "run", "--resume", "--peak-tflops", "1", "--prompt", "")[0] == 0
     assert len(list(run_folder.read_metrics(Path("run")))) == 12
 
 
@@ -282,7 +282,7 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, policy):
         3,
         "--out",
         "run",
-        "--sample",
+        "--prompt",
         "",
         "--set",
         "train.checkpoint_every=2",
@@ -310,7 +310,7 @@ def test_a_rank_that_is_killed_while_it_writes_ends_all(tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setenv("FAILS", "1")
     monkeypatch.setenv("KILL", "1")
-    args = ("--steps", 1000, "--zero", 3, "--out", "run", "--sample", "", "--set", "train.checkpoint_every=2")
+    args = ("--steps", 1000, "--zero", 3, "--out", "run", "--prompt", "", "--set", "train.checkpoint_every=2")
     process, begin = start(tmp_path, 2, *TINY, *args, command=("worker.py",)), time.monotonic()
     code, _, said, codes = ended(tmp_path, process, 120)
     assert code != 0 and len(said) == 1 and "rank 1 is gone" in said[0] and codes == [-9, 2], (said, codes)

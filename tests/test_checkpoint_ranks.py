@@ -375,7 +375,7 @@ def test_another_model_is_refused_with_the_leaf_named(tmp_path):
 
 # ---- the store of another mesh ----
 
-CANONICAL = ("--reduce", "canonical", "--set", "optim.name=adamw", "--sample", "")
+CANONICAL = ("--reduce", "canonical", "--set", "optim.name=adamw", "--prompt", "")
 
 
 def fz(*args):
@@ -398,7 +398,7 @@ def test_a_run_on_the_disk_of_two_ranks_goes_on_on_one(tmp_path, monkeypatch, ca
     for run, offload in (("memory", ""), ("disk", EVERYTHING)):
         capsys.readouterr()
         code = fz(
-            "pretrain", "--out", run, "--resume", "--zero", 0, "--offload", offload, "--peak-tflops", 1, "--sample", ""
+            "pretrain", "--out", run, "--resume", "--zero", 0, "--offload", offload, "--peak-tflops", 1, "--prompt", ""
         )
         said = capsys.readouterr()
         assert code == 0, said.err
@@ -419,7 +419,7 @@ def test_a_store_that_holds_a_part_of_the_state_is_no_checkpoint(tmp_path, monke
     weights."""
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)
-    again = ("--resume", "--peak-tflops", 1, "--sample", "", "--stop-at", 4)
+    again = ("--resume", "--peak-tflops", 1, "--prompt", "", "--stop-at", 4)
     assert (
         fz(
             "pretrain",

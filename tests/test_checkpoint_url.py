@@ -298,7 +298,7 @@ def test_ranks_save_to_one_bucket_together(s3, server, tmp_path):
 
 # ---- runs ----
 
-TINY = "--model mlp-tiny --batch 4 --micro-batch 1 --seq-len 16 --precision fp32 --peak-tflops 1 --sample"
+TINY = "--model mlp-tiny --batch 4 --micro-batch 1 --seq-len 16 --precision fp32 --peak-tflops 1 --prompt"
 SETTINGS = (
     "train.compiled=false",
     "precision.fp32_matmul=default",
@@ -331,7 +331,7 @@ def test_a_run_keeps_its_checkpoints_there(home, fz, tmp_path, monkeypatch):
     code, out, err = fz(*args, "--out", "run", "--set", f'train.checkpoints="{home}"', "--stop-at", 5)
     assert code == 0 and not err, err
     assert checkpoint.steps(home) == [2, 4, 5] and not Path("run/checkpoints").exists()
-    code, out, err = fz("pretrain", "--out", "run", "--resume", "--peak-tflops", 1, "--sample", "")
+    code, out, err = fz("pretrain", "--out", "run", "--resume", "--peak-tflops", 1, "--prompt", "")
     assert code == 0 and "resuming run at step 5 of 8" in out and f"{home}/step-00000008" in out, err
     assert checkpoint.steps(home) == [5, 6, 8] and rows("run") == rows("whole")
     ours, theirs = (
@@ -341,14 +341,14 @@ def test_a_run_keeps_its_checkpoints_there(home, fz, tmp_path, monkeypatch):
     assert {name: leaf["digest"] for name, leaf in ours.items()} == {
         name: leaf["digest"] for name, leaf in theirs.items()
     }
-    assert fz("sample", "run", "--prompt", "line", "--tokens", 3)[0] == 0
+    assert fz("sample", "run", "--prompt", "line", "--max-new-tokens", 3)[0] == 0
     # Another run does not begin there.
     code, out, err = fz(*args, "--out", "other", "--set", f'train.checkpoints="{home}"')
     assert code == 2 and "has the step 8 of a run already; name another place" in err and not Path("other").exists()
     # What is damaged is passed over.
     store, name = Objects(f"{home}/step-00000008"), object_of(f"{home}/step-00000008", "params/embed")
     store.write(name, cut(store.read(name)))
-    code, out, err = fz("sample", "run", "--prompt", "line", "--tokens", 3)
+    code, out, err = fz("sample", "run", "--prompt", "line", "--max-new-tokens", 3)
     assert code == 0 and "step-00000008" in err and "is damaged" in err
 
 

@@ -125,7 +125,7 @@ def pretrain(*args):
                 *TINY.split(),
                 "--data",
                 "text.txt",
-                "--sample",
+                "--prompt",
                 "",
                 *(f"--set={one}" for one in settings),
                 *args,
@@ -325,7 +325,7 @@ def test_tolerance():
     assert both({"x": large[0]}, {"x": large[1]}).compared[0].largest == 1.0
     assert not both({"x": large[0]}, {"x": large[1]}, tolerance=0.5).same
     for tolerance in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="--tolerance is"):
+        with pytest.raises(ValueError, match="--atol is"):
             checkpoint_diff.compare("a", "b", tolerance=tolerance)
 
 
@@ -344,9 +344,9 @@ def test_within_a_tolerance_the_first_leaf_beyond_it_is_found(fz):
     b = {"x": torch.full((3,), 0.1), "y": torch.full((3,), 0.3), "z": torch.full((3,), 0.2)}
     found = both(a, b, tolerance=0.2)
     assert [leaf.name for leaf in found.compared] == ["x", "y"]
-    code, out, _ = fz("diff", "a", "b", "--tolerance", 0.2)
+    code, out, _ = fz("diff", "a", "b", "--atol", 0.2)
     assert code == 1 and out.startswith("leaf y: 3 of 3 elements differ")
-    assert fz("diff", "a", "b", "--tolerance", 0.4) == (
+    assert fz("diff", "a", "b", "--atol", 0.4) == (
         0,
         "the same within 0.4: 3 leaves of a/step-00000001 and b/step-00000001\n",
         "",

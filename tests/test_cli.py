@@ -68,11 +68,11 @@ def ok(result):
 
 
 def test_a_run_from_a_text_file(fz):
-    out = ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "line "))
+    out = ok(fz("pretrain", *QUIET, "--data", "text.txt", "--prompt", "line "))
     run = Path("runs/mlp-tiny-1")
     assert {path.name for path in run.iterdir()} == {
         *("config.json", "environment.json", "metrics.jsonl", "checkpoints", "data", "loss.png", "throughput.png"),
-        *("attempts.jsonl", "ledger.json", "memory.json"),
+        *("attempts.jsonl", "ledger.json", "memory.json", "samples.jsonl"),
     } | ({"tensorboard"} if (run / "tensorboard").exists() else set())
     written = list(run_folder.read_metrics(run))
     assert [row["step"] for row in written] == list(range(1, 9))
@@ -82,6 +82,12 @@ def test_a_run_from_a_text_file(fz):
     )
     assert written[-1]["loss"] < written[0]["loss"]
     assert f"validation loss {written[-1]['val_loss']:.4f}" in out and "\nline " in out
+    (sample,) = run_folder.read_lines(run / "samples.jsonl")
+    assert (
+        (sample["step"], sample["prompt"]) == (8, "line ")
+        and sample["text"].startswith("line ")
+        and sample["text"] in out
+    )
     for name in ("loss.png", "throughput.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG") and (run / name).stat().st_size > 5000
     resolved = run_folder.read_config(run)
@@ -89,15 +95,16 @@ def test_a_run_from_a_text_file(fz):
     assert resolved.precision.policy == "fp32" and resolved.train.compiled is False
     assert checkpoint.steps(run / "checkpoints") == [8]
     # The recorded config makes the same run again, under the next free name.
-    ok(fz("pretrain", "--config", run / "config.json", *PEAK, "--sample", ""))
+    ok(fz("pretrain", "--config", run / "config.json", *PEAK, "--prompt", ""))
     assert rows("runs/mlp-tiny-1") == rows(run)
+    assert not Path("runs/mlp-tiny-2/samples.jsonl").exists()
     assert leaves("runs/mlp-tiny-2") == leaves(run) and rows("runs/mlp-tiny-2") == rows(run)
 
 
 def test_a_prepared_corpus_and_its_vocabulary(fz):
     out = ok(fz("data", "prepare", "text.txt", "--out", "corpus", "--tokenizer", "bpe:300", "--val-fraction", "0.1"))
     assert "bpe:300: 300 tokens" in out
-    out = ok(fz("pretrain", *QUIET, "--data", "corpus", "--out", "run", "--sample", "line "))
+    out = ok(fz("pretrain", *QUIET, "--data", "corpus", "--out", "run", "--prompt", "line "))
     assert "model.vocab_size is 300 in place of 256" in out and "per byte" in out
     assert run_folder.read_config(Path("run")).model.vocab_size == 300
     last = list(run_folder.read_metrics(Path("run")))[-1]
@@ -105,7 +112,7 @@ def test_a_prepared_corpus_and_its_vocabulary(fz):
     meta = json.loads(Path("corpus/meta.json").read_text())
     tokens = sum(split["tokens"] - split["documents"] for split in meta["splits"].values())
     assert last["val_loss_per_byte"] == pytest.approx(last["val_loss"] * tokens / text)
-    assert fz("sample", "run", "--prompt", "line 1", "--tokens", "20")[1].startswith("line 1")
+    assert fz("sample", "run", "--prompt", "line 1", "--max-new-tokens", "20")[1].startswith("line 1")
     code, _, err = fz("pretrain", *QUIET, "--data", "corpus", "--out", "run-2", "--set", "model.vocab_size=256")
     assert code == 2 and "add --set model.vocab_size=300" in err and not Path("run-2").exists()
 
@@ -131,7 +138,7 @@ OFTEN = ("mlp",)
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
 )
 def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
-    args = ["pretrain", *EXACT[name], "--data", "text.txt", "--sample", ""]
+    args = ["pretrain", *EXACT[name], "--data", "text.txt", "--prompt", ""]
     ok(fz(*args, "--out", "whole"))
     out = ok(fz(*args, "--out", "parts", "--stop-at", 3))
     assert "stopped after step 3 of 8; resume with: fzero pretrain --out parts --resume" in out
@@ -139,7 +146,7 @@ def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
     with open("parts/metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')
     assert "resuming parts at step 3 of 8" in ok(fz("pretrain", "--out", "parts", "--resume", *PEAK, "--stop-at", 5))
-    ok(fz("pretrain", "--out", "parts", "--resume", *PEAK, "--sample", ""))
+    ok(fz("pretrain", "--out", "parts", "--resume", *PEAK, "--prompt", ""))
     assert rows("parts") == rows("whole") and len(rows("parts")) == 8
     assert leaves("parts") == leaves("whole")
     assert run_folder.read_config(Path("parts")) == run_folder.read_config(Path("whole"))
@@ -148,7 +155,7 @@ def test_stopped_and_resumed_is_the_uninterrupted_run_bitwise(fz, name):
 @pytest.mark.slow
 def test_other_seeds_and_rates_are_other_runs(fz):
     for name, args in {"a": [], "b": ["--seed", "1"], "c": ["--lr", "0.01"]}.items():
-        ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", name, *args))
+        ok(fz("pretrain", *QUIET, "--data", "text.txt", "--prompt", "", "--out", name, *args))
     assert len({json.dumps(rows(name)) for name in "abc"}) == 3
 
 
@@ -164,7 +171,7 @@ def test_micro_batches_change_nothing_but_rounding(fz):
                 size,
                 "--data",
                 "text.txt",
-                "--sample",
+                "--prompt",
                 "",
                 "--out",
                 name,
@@ -212,7 +219,7 @@ def test_killed_and_resumed_is_the_uninterrupted_run(fz):
         *sets("train.checkpoint_every=20"),
         "--data",
         "text.txt",
-        "--sample",
+        "--prompt",
         "",
     ]
     process = subprocess.Popen([sys.executable, "-m", "fzero", *args, "--out", "killed"], stdout=subprocess.DEVNULL)
@@ -222,24 +229,24 @@ def test_killed_and_resumed_is_the_uninterrupted_run(fz):
         time.sleep(0.005)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    ok(fz("pretrain", "--out", "killed", "--resume", *PEAK, "--sample", ""))
+    ok(fz("pretrain", "--out", "killed", "--resume", *PEAK, "--prompt", ""))
     ok(fz(*args, "--out", "whole"))
     assert rows("killed") == rows("whole") and leaves("killed") == leaves("whole")
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(fz):
-    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run"))
+    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--prompt", "", "--out", "run"))
     expected = leaves("run")
     (Path("run/checkpoints/step-00000008/manifest.json")).unlink()
-    assert "resuming run at step 0" in ok(fz("pretrain", "--out", "run", "--resume", *PEAK, "--sample", ""))
+    assert "resuming run at step 0" in ok(fz("pretrain", "--out", "run", "--resume", *PEAK, "--prompt", ""))
     assert leaves("run") == expected and len(rows("run")) == 8
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(fz):
-    args = ["pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--set", "train.checkpoint_every=2"]
+    args = ["pretrain", *QUIET, "--data", "text.txt", "--prompt", "", "--set", "train.checkpoint_every=2"]
     ok(fz(*args, "--out", "run", "--stop-at", 4))
     damage("run", 4)
-    out = ok(fz("pretrain", "--out", "run", "--resume", *PEAK, "--sample", ""))
+    out = ok(fz("pretrain", "--out", "run", "--resume", *PEAK, "--prompt", ""))
     assert "passed over run/checkpoints/step-00000004" in out and "resuming run at step 2" in out
     ok(fz(*args, "--out", "whole"))
     assert rows("run") == rows("whole") and leaves("run") == leaves("whole")
@@ -259,17 +266,19 @@ def test_the_standard_library_is_prepared_once(fz, monkeypatch):
     for name in "abcdefgh":
         Path("lib", f"{name}.py").write_text(f"def {name}(x):\n    return x\n" * 30)
     monkeypatch.setattr("fzero.data.sources.sysconfig.get_path", lambda name: "lib")
-    assert "preparing Python's standard library" in ok(fz("pretrain", *QUIET, "--sample", "", "--out", "a"))
-    assert "preparing" not in ok(fz("pretrain", *QUIET, "--sample", "", "--out", "b", "--stop-at", 4))
+    assert "preparing Python's standard library" in ok(fz("pretrain", *QUIET, "--prompt", "", "--out", "a"))
+    assert "preparing" not in ok(fz("pretrain", *QUIET, "--prompt", "", "--out", "b", "--stop-at", 4))
     assert len(list(Path("cache/fzero").iterdir())) == 1
     next(Path("cache/fzero").iterdir()).rename("gone")  # a cache may be emptied at any time
-    assert "preparing" in ok(fz("pretrain", "--out", "b", "--resume", *PEAK, "--sample", ""))
+    assert "preparing" in ok(fz("pretrain", "--out", "b", "--resume", *PEAK, "--prompt", ""))
     assert rows("a") == rows("b")
 
 
 def test_sample_writes_the_same_text_for_the_same_seed(fz):
-    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--out", "run", "--sample", "", "--set", "train.ema_decay=0.9"))
-    texts = [ok(fz("sample", "run", "--prompt", "line", "--tokens", "30", "--seed", seed)) for seed in (0, 0, 1)]
+    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--out", "run", "--prompt", "", "--set", "train.ema_decay=0.9"))
+    texts = [
+        ok(fz("sample", "run", "--prompt", "line", "--max-new-tokens", "30", "--seed", seed)) for seed in (0, 0, 1)
+    ]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("line")
     assert ok(
         fz("sample", "run", "--prompt", "line", "--ema", "--temperature", "0", "--top-k", "3", "--top-p", "0.9")
@@ -284,7 +293,7 @@ def test_import_train_on_and_export(fz):
     huggingface.save_hf("theirs", sizes, params)
     assert "no tokenizer" in ok(fz("import", "theirs", "--out", "imported"))
     flags = [flag for flag in QUIET if flag not in ("--model", "mlp-tiny")]
-    ok(fz("pretrain", *flags, "--init", "imported", "--lr", "0", "--data", "text.txt", "--out", "run", "--sample", ""))
+    ok(fz("pretrain", *flags, "--init", "imported", "--lr", "0", "--data", "text.txt", "--out", "run", "--prompt", ""))
     ok(fz("export", "run", "--out", "ours"))
     back, ours = huggingface.load_hf("ours")
     assert back == sizes and torch.equal(ours["blocks"]["attn"]["w_q"], params["blocks"]["attn"]["w_q"])
@@ -395,7 +404,7 @@ def test_a_mistake_is_one_line_and_changes_nothing(fz, name):
 
 
 def test_mistakes_with_a_run(fz):
-    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run", "--stop-at", "4"))
+    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--prompt", "", "--out", "run", "--stop-at", "4"))
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
 
     def refused(message, *args):
@@ -420,7 +429,7 @@ def test_mistakes_with_a_run(fz):
 
 
 def test_a_complete_run_is_not_resumed(fz):
-    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run"))
+    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--prompt", "", "--out", "run"))
     code, _, err = fz("pretrain", "--resume", "--out", "run")
     assert code == 2 and "run: is complete: it has made its 8 steps" in err
 
@@ -443,7 +452,7 @@ def test_tracebacks_on_request():
 
 def test_a_terminal_has_a_progress_bar(fz, monkeypatch):
     monkeypatch.setattr(pretrain_module, "bar_or_lines", lambda: contextlib.nullcontext((True, process.say)))
-    code, out, err = fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run")
+    code, out, err = fz("pretrain", *QUIET, "--data", "text.txt", "--prompt", "", "--out", "run")
     assert code == 0 and "step 4/8" not in out
     assert "8/8" in err and "loss " in err and "val " in err and "tokens/s" in err and "MFU" in err
 
@@ -452,8 +461,8 @@ def test_tensorboard_has_the_same_numbers(fz):
     pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--sample", "", "--out", "run", "--stop-at", "3"))
-    ok(fz("pretrain", "--resume", *PEAK, "--sample", "", "--out", "run"))
+    ok(fz("pretrain", *QUIET, "--data", "text.txt", "--prompt", "", "--out", "run", "--stop-at", "3"))
+    ok(fz("pretrain", "--resume", *PEAK, "--prompt", "", "--out", "run"))
     board = EventAccumulator("run/tensorboard")
     board.Reload()
     written = list(run_folder.read_metrics(Path("run")))

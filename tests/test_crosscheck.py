@@ -273,7 +273,7 @@ ARGS = [
         "1",
         "--data",
         "text.txt",
-        "--sample",
+        "--prompt",
         "",
         "--set",
         "train.compiled=false",

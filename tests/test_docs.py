@@ -27,9 +27,12 @@ SLOW = (
     "parallel",
     "plan",
     "pretrain",
+    "recipes",
     "replay",
     "report",
+    "start",
 )
+WHOLE = ("recipes",)  # each of their python blocks is a program of its own
 KINDS = {"python", "bash", "console", "text", "toml", "json"}  # the first two are executed
 
 
@@ -86,7 +89,8 @@ def each_page(pages: list[Path]):
 
 
 def run_page(page: Path, folder: Path) -> list[str]:
-    """Run the page's blocks in order; returns what was left out, and why. A failure names page and line."""
+    """Run the page's blocks in order, its python blocks in one namespace unless the page is in WHOLE. Returns what was
+    left out, and why. A failure names page and line."""
     namespace, left_out = {"__name__": "__docs__"}, []
     for block in blocks_of(page):
         if missing(block):
@@ -94,7 +98,7 @@ def run_page(page: Path, folder: Path) -> list[str]:
             continue
         try:
             if block.kind == "python":
-                run_python(block, page, namespace)
+                run_python(block, page, {"__name__": "__docs__"} if page.stem in WHOLE else namespace)
             elif block.kind == "bash":
                 run_bash(block, page, folder)
         except Exception as error:
@@ -145,10 +149,57 @@ def test_what_runs_and_what_does_not(tmp_path):
     assert run_page(page, tmp_path) == [] and (tmp_path / "here.txt").read_text() == "made\n"
 
 
+def test_a_block_of_whole_programs_has_nothing_from_the_one_before(tmp_path):
+    page = tmp_path / f"{WHOLE[0]}.md"
+    page.write_text("```python\nx = 1\n```\n```python\nx\n```\n")
+    with pytest.raises(AssertionError, match=r"recipes.md:5: the python block fails: NameError"):
+        run_page(page, tmp_path)
+
+
 def test_every_page_runs_something():
     assert len(PAGES) >= 3
     for page in PAGES:
         assert any(block.kind in ("python", "bash") for block in blocks_of(page)), f"{page.name} has no example"
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return re.sub(r"^\s*```.*?^\s*```\s*$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading of one."""
+    found = []
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page)):
+        target = page.parent / path if path else page
+        if not path.startswith("http") and (not target.exists() or (anchor and anchor not in anchors(target))):
+            found.append(f"{page.name}: {path}#{anchor}")
+    return found
+
+
+def test_every_link_leads_somewhere(tmp_path):
+    assert not [line for page in (*PAGES, ROOT / "CONTRIBUTING.md") for line in broken(page)]
+    (tmp_path / "a.md").write_text("# One two\n[x](a.md#one-two) [y](a.md#three) [z](b.md) [w](#one)\n")
+    assert broken(tmp_path / "a.md") == ["a.md: a.md#three", "a.md: b.md#", "a.md: #one"]
+
+
+def test_the_readme_lists_every_page_in_its_index():
+    listed = re.findall(r"^\| \[[^]]*\]\((docs/\w+\.md)\)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT)) for page in PAGES[1:]) and listed[0] == "docs/start.md"
+
+
+def test_only_the_readme_says_how_many_minutes_a_command_takes():
+    table = (ROOT / "README.md").read_text().partition("## How long things take")[2].partition("\n## ")[0]
+    assert len(re.findall(r"minutes", table)) > 5
+    outside = {page: prose(page).replace("fifteen minutes", "") for page in (*PAGES, ROOT / "CONTRIBUTING.md")}
+    outside[ROOT / "README.md"] = outside[ROOT / "README.md"].replace(table, "").replace("a few minutes", "")
+    assert not [page.name for page, text in outside.items() if re.search(r"\bminutes?\b", text)]
 
 
 def test_the_table_of_presets_says_what_the_models_are():

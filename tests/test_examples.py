@@ -1,5 +1,6 @@
 """The programs of examples/ run as they are, and the list in the README is the folder's."""
 
+import ast
 import os
 import re
 import subprocess
@@ -32,6 +33,19 @@ def output_of(command, folder):
 )
 def test_it_runs(path, tmp_path):
     assert output_of([path], tmp_path)
+
+
+DRAWS = {"rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli", "normal_", "uniform_", "random_"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_every_draw_has_its_generator(path):
+    """An example that asserts what it reached does the same work each time it is run."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr in DRAWS:
+            ours = ast.unparse(call.func.value).endswith("random")  # fzero.random takes a key
+            assert ours or any(word.arg == "generator" for word in call.keywords), ast.unparse(call)
 
 
 @pytest.mark.slow

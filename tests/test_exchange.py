@@ -84,7 +84,7 @@ def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
 @pytest.mark.exhaustive
 def test_a_run_whose_state_is_on_a_disk(tmp_path):
     write_text(tmp_path)
-    flags = ["--precision", "bf16", "--offload", "params=nvme,opt=nvme", "--zero", 3, "--steps", 2, "--sample", ""]
+    flags = ["--precision", "bf16", "--offload", "params=nvme,opt=nvme", "--zero", 3, "--steps", 2, "--prompt", ""]
     torchrun(tmp_path, 2, *TINY, *flags, "--out", "run")
     folder = tmp_path / "run"
     assert (folder / "nvme").is_dir() and not (folder / "checkpoints").exists()
@@ -104,7 +104,7 @@ def test_a_run_of_which_a_part_is_on_a_disk(tmp_path, monkeypatch):
     write_text(tmp_path)
     monkeypatch.chdir(tmp_path)
     for offload in ("opt=nvme:0.5", "params=nvme:0.5,opt=nvme:0.5"):
-        flags = ["--precision", "bf16", "--offload", offload, "--steps", "1", "--sample", "", "--out", offload]
+        flags = ["--precision", "bf16", "--offload", offload, "--steps", "1", "--prompt", "", "--out", offload]
         with pytest.raises(SystemExit) as ended:
             main.main(["pretrain", *TINY, *flags])
         assert ended.value.code == 0 and (tmp_path / offload / "nvme").is_dir()

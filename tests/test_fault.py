@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         with pytest.raises(SystemExit) as code:
-            main.main(["pretrain", *KEEP, *map(str, STEPS), "--out", "whole", "--sample", ""])
+            main.main(["pretrain", *KEEP, *map(str, STEPS), "--out", "whole", "--prompt", ""])
         assert code.value.code == 0
     return path
 
@@ -187,7 +187,7 @@ def fz(folder, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_auto_resume_starts_goes_on_and_ends(fz, folder):
-    command = ["pretrain", *KEEP, *STEPS, "--out", "auto", "--sample", "", "--auto-resume"]
+    command = ["pretrain", *KEEP, *STEPS, "--out", "auto", "--prompt", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 5)
     assert code == 0 and "stopped after step 5 of 12" in out and not (folder / "auto" / auto_resume.MARKER).exists()
     code, out, _ = fz(*command, "--stop-at", 5)
@@ -259,7 +259,7 @@ def test_a_run_that_did_not_come_to_train_is_begun_again(fz, folder):
     (run / "data").mkdir(parents=True)
     (run / "data" / "train.bin").write_bytes(b"half")
     (run / auto_resume.MARKER).touch()
-    command = ["pretrain", *KEEP, *STEPS, "--out", "early", "--sample", "", "--auto-resume"]
+    command = ["pretrain", *KEEP, *STEPS, "--out", "early", "--prompt", "", "--auto-resume"]
     code, out, _ = fz(*command, "--stop-at", 3)
     assert code == 0 and "preparing" in out and "stopped after step 3" in out
     for path in sorted((run / "checkpoints").rglob("*"), reverse=True):
@@ -278,7 +278,7 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on_bit_for_bit(folder):
     store."""
     run = folder / "runs" / "llama-tiny-1"
     process = start(
-        folder, 2, *KEEP, *STEPS, "--zero", 3, "--sample", "", how=(*STANDALONE, "--max-restarts", 2), log="-kill"
+        folder, 2, *KEEP, *STEPS, "--zero", 3, "--prompt", "", how=(*STANDALONE, "--max-restarts", 2), log="-kill"
     )
     until(lambda: steps_of(run) >= 3, process)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
@@ -383,7 +383,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
     until(lambda: steps_of(folder / "nap") >= 1, process)
     begin = time.monotonic()
     code, _, said, codes = ended(folder, process, log="-nap")
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - begin < 60
     assert code == 1 and len(said) == 1 and codes == [2, 2], said
     hung = r"rank 1 hangs: no progress for \d s, in step 3 at nap.py:11 nap, after all_gather over dp .*"
     hung += r" of blocks/\S+ and 8 more in forward \(#\d+\)"
@@ -401,7 +401,7 @@ def test_a_stopped_rank_is_named(folder, rank):
     stopped, begin = ranks_of(process)[rank], time.monotonic()
     os.kill(stopped, signal.SIGSTOP)
     code, _, said, codes = ended(folder, process, log=log)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     assert code == 1 and len(said) == 1 and codes == [-9, 2], (said, codes)
     assert (
         f"error: rank {rank} hangs: its process gives no sign of life for " in said[0]
@@ -476,7 +476,7 @@ def test_sigterm_while_a_checkpoint_is_written(folder):
         "train.checkpoint_every=2",
         "--out",
         "midsave",
-        "--sample",
+        "--prompt",
         "",
         command=("slow.py",),
         log="-midsave",
@@ -530,7 +530,7 @@ def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(folder, n
     begin = time.monotonic()
     os.kill(ranks_of(process)[int(to[-1])] if to.startswith("rank") else process.pid, signal.SIGTERM)
     code, _, said, codes = ended(folder, process, log=log)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 45
     assert code == (1 if to == "torchrun" else 0) and codes == [] and not (folder / "first").exists()
     assert said in (["fzero: stopped by SIGTERM; there was nothing to save"], []), said
 
@@ -564,7 +564,7 @@ def on_nodes(folder, name, low, high, n, *args, restarts=3):
     def more():
         options = [*how, f"--rdzv-conf={QUICK},is_host={'false' if agents else 'true'}", f"--max-restarts={restarts}"]
         log = f"-{name}{len(agents)}"
-        agents.append(start(folder, 1, *args, "--out", name, "--sample", "", "--auto-resume", how=options, log=log))
+        agents.append(start(folder, 1, *args, "--out", name, "--prompt", "", "--auto-resume", how=options, log=log))
         return agents[-1]
 
     for _ in range(n):
@@ -632,7 +632,7 @@ def test_a_spare_hears_of_the_end_and_hands_a_signal_on(folder):
         "--resume",
         "--stop-at",
         steps_of(folder / "spare") + 1,
-        "--sample",
+        "--prompt",
         "",
         log="-spare",
     )
@@ -666,7 +666,7 @@ def test_a_lost_node_makes_the_mesh_smaller_and_a_new_one_larger(folder, monkeyp
         for agent in agents:
             agent.wait(120)
     step = steps_of(folder / name)
-    process = start(folder, 1, *flags, "--stop-at", step, "--out", "plain", "--sample", "", log="-plain")
+    process = start(folder, 1, *flags, "--stop-at", step, "--out", "plain", "--prompt", "", log="-plain")
     assert ended(folder, process, 240, log="-plain")[0] == 0
     assert rows(folder / "plain") == rows(folder / name)
 

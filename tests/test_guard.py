@@ -34,7 +34,7 @@ QUIET = [
     *TINY,
     "--data",
     "text.txt",
-    "--sample",
+    "--prompt",
     "",
     *sets(*SETTINGS, "model.n_layers=1", "model.d_model=16", "model.d_ff=24"),
 ]
@@ -271,7 +271,7 @@ def test_a_run_with_a_batch_left_out_is_resumed_to_the_bit(fz, plain, monkeypatc
     plant(monkeypatch, poisoned(16))
     ok(fz(*QUIET, *BACK, "--out", "whole"))
     ok(fz(*QUIET, *BACK, "--out", "parts", "--stop-at", 8))
-    ok(fz("--out", "parts", "--resume", "--sample", "", "--peak-tflops", 1))
+    ok(fz("--out", "parts", "--resume", "--prompt", "", "--peak-tflops", 1))
     assert record("whole")["skips"] == [[16, BATCH]]
     assert_same(leaves("parts"), leaves("whole"))
     assert rows("parts") == rows("whole")
@@ -350,7 +350,7 @@ def test_a_run_may_stop_at_the_first(fz, plain, monkeypatch):
         "ends the run here\n"
     )
     # As nothing of the step was kept, the run goes on from its checkpoint as if it had not been.
-    ok(fz("--out", "run", "--resume", "--sample", "", "--peak-tflops", 1))
+    ok(fz("--out", "run", "--resume", "--prompt", "", "--peak-tflops", 1))
     assert_same(leaves("run"), leaves(plain))
     assert rows("run") == rows(plain)
 
@@ -419,7 +419,7 @@ def test_a_rollback_that_is_killed_at_any_instant_goes_on(fz, plain, monkeypatch
             # Once it is decided, no checkpoint behind the step to go back to is taken.
             begun = 6 if number in (1, 5) else 3
             assert f"resuming {run} at step {begun} of 12" in ok(
-                fz("--out", run, "--resume", "--sample", "", "--peak-tflops", 1)
+                fz("--out", run, "--resume", "--prompt", "", "--peak-tflops", 1)
             )
         assert_same(leaves(run), leaves("expected"))
         assert rows(run) == rows("expected"), run

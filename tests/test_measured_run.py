@@ -222,7 +222,7 @@ def test_who_is_slowest():
 
 
 TINY = shlex.split(
-    "--model mlp-tiny --batch 4 --micro-batch 2 --seq-len 16 --data text.txt --peak-tflops 1 --sample ''"
+    "--model mlp-tiny --batch 4 --micro-batch 2 --seq-len 16 --data text.txt --peak-tflops 1 --prompt ''"
 )
 TINY += shlex.split(
     "--set train.compiled=false --set precision.policy=fp32 --set precision.fp32_matmul=default --set "
@@ -240,7 +240,7 @@ def run(tmp_path_factory):
         patch.chdir(path)
         for args in (
             [*TINY, "--steps", "12", "--stop-at", "9", "--profile", "2-3"],
-            ["--resume", "--peak-tflops", "1", "--sample", ""],
+            ["--resume", "--peak-tflops", "1", "--prompt", ""],
         ):
             with pytest.raises(SystemExit) as ended:
                 main.main(["pretrain", *args, "--out", "run"])

@@ -292,7 +292,7 @@ def test_code_in_a_checkpoint_is_not_run(known, tmp_path, monkeypatch):
     assert not (tmp_path / "harm").exists()
 
 
-NO_CONFIG = "without a config.json with the model's sizes; name it: --config HF_CONFIG.json"
+NO_CONFIG = "without a config.json with the model's sizes; name it: --hf-config HF_CONFIG.json"
 
 
 def test_folders_that_are_no_source(known, tmp_path):
@@ -547,9 +547,9 @@ def test_the_command_line(known, tmp_path, capsys):
 
     code, _, err = fzero("import", folder, "--out", tmp_path / "run")
     assert code == 2 and err.count("\n") == 1 and NO_CONFIG in err and not (tmp_path / "run").exists()
-    code, out, err = fzero("import", folder, "--config", config, "--out", tmp_path / "run")
+    code, out, err = fzero("import", folder, "--hf-config", config, "--out", tmp_path / "run")
     assert (code, err) == (0, "") and "parameters of a torch.distributed.checkpoint, no tokenizer" in out
-    code, _, err = fzero("import", folder, "--config", config, "--out", tmp_path / "run")
+    code, _, err = fzero("import", folder, "--hf-config", config, "--out", tmp_path / "run")
     assert code == 2 and "exists and is not empty" in err
     code, out, err = fzero("export", tmp_path / "run", "--out", tmp_path / "hf")
     assert (code, err) == (0, "") and "after step 0" in out

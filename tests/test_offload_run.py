@@ -214,7 +214,7 @@ def test_a_run_on_a_disk_is_the_run_in_memory(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert fz(*TINY, "--out", "disk", "--offload", f"{ALL},grads=nvme", "--set", "nvme.slots=4", "--stop-at", 3) == 0
     assert not Path("disk/checkpoints").exists()
-    assert fz("pretrain", "--out", "disk", "--resume", "--sample", "line 7") == 0
+    assert fz("pretrain", "--out", "disk", "--resume", "--prompt", "line 7") == 0
     assert numbers("disk") == numbers("plain")
     said = capsys.readouterr().out
     assert "the last 2 checkpoints are kept" in said and "resuming disk at step 3" in said
@@ -227,7 +227,7 @@ def test_a_run_on_a_disk_is_the_run_in_memory(folder, monkeypatch, capsys):
     texts = set()
     for more in ((), ("--offload", "params=nvme")):
         for run in ("plain", "disk"):
-            assert fz("sample", run, "--prompt", "line 7", "--tokens", 12, "--seed", 3, *more) == 0
+            assert fz("sample", run, "--prompt", "line 7", "--max-new-tokens", 12, "--seed", 3, *more) == 0
             texts.add(capsys.readouterr().out)
     assert len(texts) == 1 and written
 

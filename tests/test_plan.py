@@ -253,11 +253,11 @@ def test_the_command_prints_the_page_and_the_object(fz, planned):
         (["--batch", "7", "--micro-batch", "2"], "train.micro_batch is 2 and does not divide"),
         (["--mesh", "dp=3"], "3 data ranks"),
         (["--tokens", "-1"], "--tokens is -1; it must be above 0"),
-        (["--gpus", "4"], "--gpus is for --search"),
+        (["--world-size", "4"], "--world-size is for --search"),
         (["--out", "run.toml"], "--out is for --search"),
-        (["--search"], "--search needs --gpus"),
-        (["--search", "--gpus", "4", "--zero", "1", "--mesh", "dp=4"], "--search chooses --zero, --mesh itself"),
-        (["--search", "--gpus", "4", "--out", "run.yaml"], "run.yaml: a config is written as .toml or .json"),
+        (["--search"], "--search needs --world-size"),
+        (["--search", "--world-size", "4", "--zero", "1", "--mesh", "dp=4"], "--search chooses --zero, --mesh itself"),
+        (["--search", "--world-size", "4", "--out", "run.yaml"], "run.yaml: a config is written as .toml or .json"),
         (["--search", "--vary", "zero=0,3"], "--search and --vary exclude each other"),
         (["--vary", "zero"], "--vary 'zero' is not of the form NAME=A,B"),
         (["--vary", "zero=0,3", "--vary", "zero=1"], "--vary gives zero twice"),
@@ -363,7 +363,7 @@ def test_meshes_devices_and_presets_vary_too():
 
 PAGE = Path(__file__).parent.parent / "docs" / "plan.md"
 COMMANDS = re.findall(r"^\| ([^|]*\?) \| `fzero (plan[^`]*)` \|$", PAGE.read_text(), re.MULTILINE)
-SHRUNK = {"4096,8192,16384": "32,64,128", "max_len=16384": "max_len=128", "--gpus 8": "--gpus 2"}
+SHRUNK = {"4096,8192,16384": "32,64,128", "max_len=16384": "max_len=128", "--world-size 8": "--world-size 2"}
 
 
 def test_the_page_answers_fourteen_questions():

@@ -38,7 +38,7 @@ def test_what_a_search_decides_is_refused_wherever_it_is_set(fz, tmp_path, key):
     text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
     (tmp_path / "run.toml").write_text(f"{key} = {text}\n")
     for given, said in ((["--set", f"{key}={text}"], "--set"), (["--config", tmp_path / "run.toml"], "run.toml")):
-        code, out, err = fz("plan", "--search", "--gpus", "2", *given)
+        code, out, err = fz("plan", "--search", "--world-size", "2", *given)
         assert (code, out) == (2, "") and err.count("\n") == 1
         assert re.search(rf"{re.escape(said)} gives {key}={value}, and a search decides", err), err
     with pytest.raises(ValueError, match=rf"settings gives {key}="):
@@ -52,9 +52,9 @@ def test_a_config_of_a_run_says_that_its_own_do_not_count(fz, tmp_path):
     from fzero.run.config_table import to_json
 
     (tmp_path / "config.json").write_text(to_json(from_table({"preset": "mlp-tiny", "mesh": {"dp": 2}})))
-    code, _, err = fz("plan", "--search", "--gpus", "0", "--config", tmp_path / "config.json")
-    assert code == 2  # of --gpus
-    code, _, err = fz("plan", "--search", "--gpus", "3", "--config", tmp_path / "config.json", "--batch", "4")
+    code, _, err = fz("plan", "--search", "--world-size", "0", "--config", tmp_path / "config.json")
+    assert code == 2  # of --world-size
+    code, _, err = fz("plan", "--search", "--world-size", "3", "--config", tmp_path / "config.json", "--batch", "4")
     assert "fzero: --search decides mesh, zero," in err and "config.json do not count" in err
 
 
@@ -118,7 +118,7 @@ def test_a_script_for_slurm_starts_the_command_on_its_machines(tmp_path, ranks, 
 
 
 def test_slurm_needs_a_config_to_start(fz):
-    for given, message in ((["--search", "--gpus", "1", "--slurm", "job.sh"], "--slurm needs --out"),
+    for given, message in ((["--search", "--world-size", "1", "--slurm", "job.sh"], "--slurm needs --out"),
                            (["--slurm", "job.sh"], "--slurm is for --search")):  # fmt: skip
         code, _, err = fz("plan", *given)
         assert code == 2 and message in err
@@ -128,7 +128,7 @@ def test_slurm_needs_a_config_to_start(fz):
 def test_a_search_writes_the_command_and_the_script(fz, tmp_path):
     small = ["--model", "mlp-tiny", "--batch", "32", "--seq-len", "32", "--precision", "bf16", "--top", "1"]
     files = ["--out", tmp_path / "best.toml", "--slurm", tmp_path / "job.sh"]
-    code, _, err = fz("plan", "--search", "--gpus", "16", *small, "--set", "train.compiled=false", *files)
+    code, _, err = fz("plan", "--search", "--world-size", "16", *small, "--set", "train.compiled=false", *files)
     assert code == 0, err
     assert "start it on each of 2 machines, of which HOST is one with: torchrun --nnodes 2 --nproc-per-node 8" in err
     assert "#SBATCH --nodes=2" in (tmp_path / "job.sh").read_text() and f"sbatch {tmp_path / 'job.sh'}" in err

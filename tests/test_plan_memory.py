@@ -22,7 +22,8 @@ from fzero.planner.operations import Op
 from fzero.planner.step_trace import Transfer, state_bytes, trace_step
 from fzero.run import build
 from fzero.run.measure.flops import formulas
-from fzero.run.measure.live_bytes import COMPONENTS, record_step
+from fzero.run.measure.live_bytes import record_step
+from fzero.run.measure.moments import COMPONENTS
 from fzero.sharding import one_process
 
 

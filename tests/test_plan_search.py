@@ -212,7 +212,7 @@ def test_a_search_of_the_command_line_is_trained(capsys, monkeypatch, tmp_path):
 
     flags = [f for f in FLAGS if not any(word in f for word in ("policy", "precision", "micro_batch", "remat"))]
     steps = ["--steps", "2", "--seq-len", "64", "--batch", "4", "--data", "text.txt", "--precision", "fp32"]
-    out, err = fz("plan", "--search", "--gpus", "1", *flags_of(flags), *steps, "--top", "1", "--out", "best.toml")
+    out, err = fz("plan", "--search", "--world-size", "1", *flags_of(flags), *steps, "--top", "1", "--out", "best.toml")
     assert "the fastest" in out and "fzero pretrain --config best.toml" in err
     fz(
         "pretrain",
@@ -222,7 +222,7 @@ def test_a_search_of_the_command_line_is_trained(capsys, monkeypatch, tmp_path):
         "run",
         "--peak-tflops",
         "1",
-        "--sample",
+        "--prompt",
         "",
         "--set",
         "precision.fp32_matmul=default",

@@ -9,7 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.core import prng
 from fzero.kernels import quantize as file
-from fzero.kernels.quantize import KINDS, Quantized, dequantize, dequantize_sum_requantize, quantize
+from fzero.kernels.quantize import dequantize, dequantize_sum_requantize, quantize
+from fzero.kernels.quantize_codes import KINDS, Quantized, empty_codes
 from fzero.kernels.registry import explain
 
 KEY = prng.key(2**40 + 11, laws.DEVICE)
@@ -183,7 +184,7 @@ def test_the_sum_is_in_order_of_the_ranks(kind):
 def test_parts_far_apart():
     far = laws.far_apart(4, 16, torch.int8, apart=(1 << 30) + 8)  # below 2^31, and multiples of it beyond
     far.copy_(torch.arange(64).reshape(4, 16))
-    scale, out = torch.ones(4, 1, device=laws.DEVICE), file._empty((16,), "int8", 16, laws.DEVICE)
+    scale, out = torch.ones(4, 1, device=laws.DEVICE), empty_codes((16,), "int8", 16, laws.DEVICE)
     constants = {"COUNT": 4, "KIND": "int8", "STOCHASTIC": False, "ALIGNED": True, "FLAT": True, "ROWS": 1, "BLOCK": 16}
     file._sum_requantize[(1,)](far, scale, far.stride(0), scale, 0, *out, 16, 1, **constants)
     assert_same(bits(Quantized(*out)), bits(quantize(far.float().sum(0), "int8", 16)))

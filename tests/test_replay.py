@@ -48,7 +48,7 @@ def command(*args):
 def pretrain(folder, *args, settings=SETTINGS):
     given = [] if "--resume" in args else [*TINY, *sets(*settings), "--data", str(folder.parent / "text.txt")]
     given += [] if {"--resume", "--init"} & {*args} else ["--model", "llama-tiny"]
-    assert command("pretrain", *given, "--sample", "", "--out", folder, *args) == 0
+    assert command("pretrain", *given, "--prompt", "", "--out", folder, *args) == 0
     return folder
 
 
@@ -152,9 +152,9 @@ def test_the_command_says_so(plain, copy, capsys):
     assert out[-2].startswith("step 5: loss was 5.0 and is ") and out[-1].startswith(
         "parts at step 5 (loss; steps 1 to 5, "
     )
-    assert command("replay", copy, "--step", 5, "--tolerance", 0.5) == 0
+    assert command("replay", copy, "--step", 5, "--rtol", 0.5) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("agrees within 0.5: the losses differ by ")
-    assert command("replay", copy, "--step", 5, "--tolerance", 1e-3) == 1
+    assert command("replay", copy, "--step", 5, "--rtol", 1e-3) == 1
     assert command("replay", copy, "--step", 4, "--from", 5) == 2
 
 
@@ -228,7 +228,7 @@ def test_what_is_asked_wrongly_is_said(plain, copy, home, capsys):
     assert "--from 5: there is no such checkpoint below step 6; there are 0 (the start), 3" in error(
         "replay", plain, "--step", 6, "--from", 5
     )
-    assert "--tolerance is -1.0" in error("replay", plain, "--step", 6, "--tolerance", -1)
+    assert "--rtol is -1.0" in error("replay", plain, "--step", 6, "--rtol", -1)
     assert "a run folder has a config.json" in error("replay", home, "--step", 6)
     assert "is not of the form dp=4,tp=2" in error("replay", plain, "--step", 6, "--mesh", "dp")
     assert "mesh dp=2 asks for 2 processes and this run has 1" in error("replay", plain, "--step", 6, "--mesh", "dp=2")

@@ -253,7 +253,7 @@ def test_a_second_start_is_one_line_and_changes_nothing(how, made, fz, monkeypat
     out = "run" if "resume" in how and "new" not in how else "other"
     with owner(made / ("there" if "its" in how else out)) as process:
         before = content(made)
-        code, _, err = fz("pretrain", *STARTS[how], "--out", out, "--sample", "")
+        code, _, err = fz("pretrain", *STARTS[how], "--out", out, "--prompt", "")
         assert code == 2 and err.count("\n") == 1 and f"in use by process {process.pid}" in err, err
         assert content(made) == before
 
@@ -262,12 +262,12 @@ def test_a_second_start_is_one_line_and_changes_nothing(how, made, fz, monkeypat
 def test_a_run_whose_owner_was_killed_resumes(tmp_path, fz, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)
-    code, _, err = fz("pretrain", *TINY, "--steps", 3, "--stop-at", 1, "--out", "run", "--sample", "")
+    code, _, err = fz("pretrain", *TINY, "--steps", 3, "--stop-at", 1, "--out", "run", "--prompt", "")
     assert code == 0 and not (tmp_path / "run" / run_lock.LOCK).exists(), err
     with owner(tmp_path / "run") as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    code, out, err = fz("pretrain", "--out", "run", "--resume", "--stop-at", 2, "--sample", "")
+    code, out, err = fz("pretrain", "--out", "run", "--resume", "--stop-at", 2, "--prompt", "")
     assert code == 0 and "stopped after step 2" in out, err
     assert not (tmp_path / "run" / run_lock.LOCK).exists()
 

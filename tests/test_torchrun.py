@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
         for reduce in ("fast", "canonical"):
             with pytest.raises(SystemExit) as ended:
                 main.main(
-                    ["pretrain", *TINY, *map(str, SHORT), "--reduce", reduce, "--out", reduce, "--sample", "line "]
+                    ["pretrain", *TINY, *map(str, SHORT), "--reduce", reduce, "--out", reduce, "--prompt", "line "]
                 )
             assert ended.value.code == 0
     return path
@@ -45,7 +45,7 @@ RARE = ("dp2 tp2 stage 3 sequence", "dp2 rp2 stage 2 full")
 )
 def test_the_loss_curve_is_that_of_one_process(folder, name):
     run = folder / name.replace(" ", "-")
-    out = torchrun(folder, 4, *TINY, *SHORT, *MESHES[name], "--out", run.name, "--sample", "line ")
+    out = torchrun(folder, 4, *TINY, *SHORT, *MESHES[name], "--out", run.name, "--prompt", "line ")
     expected, found = rows(folder / "fast"), rows(run)
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     for a, b in zip(found, expected):
@@ -61,9 +61,9 @@ def test_the_loss_curve_is_that_of_one_process(folder, name):
 @pytest.mark.slow
 def test_canonical_sums_are_equal_to_the_bit_and_a_run_goes_on_on_other_meshes(folder):
     torchrun(
-        folder, 4, *TINY, *SHORT, "--zero", 3, "--reduce", "canonical", "--out", "parts", "--stop-at", 2, "--sample", ""
+        folder, 4, *TINY, *SHORT, "--zero", 3, "--reduce", "canonical", "--out", "parts", "--stop-at", 2, "--prompt", ""
     )
-    out = torchrun(folder, 2, "--out", "parts", "--resume", "--zero", 1, "--peak-tflops", 1, "--sample", "")
+    out = torchrun(folder, 2, "--out", "parts", "--resume", "--zero", 1, "--peak-tflops", 1, "--prompt", "")
     assert (
         "resuming parts at step 2 of 6" in out
         and "mesh: dp=2 for 2 processes in place of dp=4; 8 micro-batches a step, canonical sums" in out
@@ -109,7 +109,7 @@ def test_a_killed_rank_ends_all(folder):
     process, begin = started(folder, "killed", 2, "--zero", 3), time.monotonic()
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     one_line(ended(folder, process), ["rank 0: ", "rank 1 is gone", "--resume"], [-9, 2])
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 90
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ from fzero.checkpoint.leaf_source import Lazy
 from fzero.checkpoint.manifest import Folder, Leaf, read_manifest
 from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
 from fzero.checkpoint.restore_tree import restore, restore_leaves
+from fzero.checkpoint.save_state import Saved, SaveFailed
 from fzero.checkpoint.verify import expect_sound, newest_sound, verify
-from fzero.checkpoint.writer import Saved, SaveFailed, Writer
+from fzero.checkpoint.writer import Writer
 from fzero.core.pytree import Tree
 from fzero.core.storage import Damaged
 from fzero.sharding import Mesh
@@ -73,6 +74,8 @@ def save(
     writer = Writer(folder, mesh, **options)
     try:
         writer.save(state, step=step, config=config, specs=specs)
-        return writer.wait().path
+        saved = writer.wait()
+        assert saved is not None  # the one begun above
+        return saved.path
     finally:
         writer.close()

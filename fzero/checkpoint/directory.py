@@ -221,16 +221,16 @@ def clean_step(path: Folder) -> None:
             path.rmdir()
 
 
-def _clean_url(checkpoint_dir: str, but: int | None) -> None:
-    there = {name.split("/")[0] for name in Objects(checkpoint_dir).names()}
+def _clean_url(checkpoint_dir: Folder, but: int | None) -> None:
+    there = {name.split("/")[0] for name in Objects(str(checkpoint_dir)).names()}
     for name in there:
         step = step_of(name)
         if step is not None and step != but:
             _clean_url_step(join(checkpoint_dir, name))
 
 
-def _clean_url_step(path: str) -> None:
-    objects, used = Objects(path), _arrays_used(path)
+def _clean_url_step(path: Folder) -> None:
+    objects, used = Objects(str(path)), _arrays_used(path)
     names = objects.names()
     if used is None and MANIFEST in names:
         return

@@ -64,7 +64,8 @@ def kind_fault(leaf: Any) -> str:
     if not isinstance(leaf, (Tensor, DiskTensor, Lazy)):
         return f"is a {type(leaf).__name__}, not a tensor; use torch.tensor, or () for nothing"
     if isinstance(leaf, Tensor):
-        if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        # torch tells a type checker that this function takes no arguments.
+        if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
             return (
                 f"is a {type(leaf).__name__}, which is no plain tensor; save what it holds (.to_local() of a DTensor)"
             )

@@ -105,7 +105,7 @@ def find_snapshot(folder: Path) -> StoreSnapshot | None:
     """The StoreSnapshot of the store in `folder`, or None if there is none with a complete step."""
     description = read_description(folder) if folder.is_dir() else None
     record = read_step_manifest(folder) if description else None
-    if record is None:
+    if description is None or record is None:
         return None
     if record.dirty:
         raise ValueError(
@@ -150,6 +150,7 @@ def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
                 store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
         store.flush()
         del value, like
+    assert store is not None  # a model has leaves
     store.commit(0, {}, lambda: None)
     store.finish()
     return pytree.map_named(lambda name, _: DiskTensor(store, name), plan.like)

@@ -66,30 +66,31 @@ class PartFile:
         with self.lock:
             if self.file is None:
                 self.file = self._open()
+            file = self.file
         total = slab_digest(raw, layout, self.index, slab)
         rows = raw.numpy().reshape(-1, layout.stride)
         if layout.compress:
-            self._put_packed([compress(row[: layout.chunk_bytes]) for row in rows], slab)
+            self._put_packed(file, [compress(row[: layout.chunk_bytes]) for row in rows], slab)
         else:
             self.sums[slab.first : slab.first + len(rows)] = append_crc(rows, layout.chunk_bytes)
             size = raw.numel() if layout.chunks > 1 else layout.file_bytes
-            self.file.put(raw, size, layout.header + slab.first * layout.stride)
+            file.put(raw, size, layout.header + slab.first * layout.stride)
         with self.lock:
             self.digest = (self.digest + total) % (1 << 64)
             self.left -= 1
             last = self.left == 0
         if last:
-            self._end()
+            self._end(file)
 
-    def _put_packed(self, packed: list[np.ndarray], slab: Slab) -> None:
+    def _put_packed(self, file: FileWriter | ObjectWriter, packed: list[np.ndarray], slab: Slab) -> None:
         for number, data in enumerate(packed, slab.first):
             size = len(data) + CRC
             block = aligned_memory(size)
             block[: len(data)] = data
             self.sums[number] = append_crc(block[None], len(data))[0]
-            offset = self.file.append(size) if self.layout.chunks > 1 else 0
+            offset = file.append(size) if self.layout.chunks > 1 else 0
             self.table[number] = offset, size
-            self.file.put(torch.from_numpy(block), size, offset)
+            file.put(torch.from_numpy(block), size, offset)
 
     def _open(self) -> FileWriter | ObjectWriter:
         layout, folder = self.layout, self.path(self.name)
@@ -100,7 +101,7 @@ class PartFile:
         file.append(layout.header)
         return file
 
-    def _end(self) -> None:
+    def _end(self, file: FileWriter | ObjectWriter) -> None:
         layout = self.layout
         if not layout.compress:
             self.table[:, 0] = layout.header + np.arange(layout.chunks) * layout.stride
@@ -110,9 +111,9 @@ class PartFile:
             self.sum = int(self.sums[0])
         else:
             head = make_header(self.table, self.sums, layout.header)
-            self.file.put(torch.from_numpy(head), len(head), 0)
+            file.put(torch.from_numpy(head), len(head), 0)
             self.sum = crc32c(memoryview(head))
-        self.file.end(size)
+        file.end(size)
         self.file = None
 
     def close(self) -> None:

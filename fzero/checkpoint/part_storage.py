@@ -135,10 +135,12 @@ class PartReader:
         return len(self.local.whole[1])
 
     def _object(self, name: str, start: int = 0, end: int | None = None) -> np.ndarray:
+        objects = self.objects
+        assert objects is not None  # only called for a URL
         try:
-            found = self.objects.read(name, start, end)
+            found = objects.read(name, start, end)
         except EOFError:
-            raise EOFError(len(self.objects.read(name) or b"")) from None
+            raise EOFError(len(objects.read(name) or b"")) from None
         if found is None:
             raise FileNotFoundError(2, "No such file", str(join(self.folder, name)))
         return np.frombuffer(found, np.uint8)

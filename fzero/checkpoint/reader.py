@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
@@ -129,7 +129,7 @@ def read_boxes(held: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecuto
         for part, spans in overlapping_parts(held.leaves[box.name].layout, box.start, box.size)
     ]
     # Headers are read first: they are small, and the large reads would wait for them.
-    tasks = [pool.submit(read_header, held, box.name, part) for box, part, _ in needs]
+    tasks: list[Future[Any]] = [pool.submit(read_header, held, box.name, part) for box, part, _ in needs]
     for box, part, spans in needs:
         layout = held.leaves[box.name].layout
         for slab in slabs(layout, 0 if layout.compress else RUN, spans):

@@ -46,6 +46,7 @@ def newest_sound(checkpoint_dir: Folder) -> tuple[Folder, list[tuple[Folder, str
     ('step-00000010', [])
     """
     found = directory.newest_sound(checkpoint_dir, expect_sound)
+    assert found.path is not None  # else it has raised
     return found.path, found.damaged
 
 
@@ -154,13 +155,14 @@ def find_nonzero_padding(
         )
         return [slab.first] if page[end % PAGE :].any() else []
     rows = raw.reshape(slab.size, layout.stride)
-    return [slab.first + int(i) for i in rows[:, layout.chunk_bytes + CRC :].any(1).nonzero()[0]]
+    return [slab.first + int(i) for i in np.flatnonzero(rows[:, layout.chunk_bytes + CRC :].any(1))]
 
 
 def verify_descriptions(held: CheckpointReader) -> list[str]:
     """Lines for zarr.json files that differ from the manifest, and for files that do not belong to the checkpoint."""
     texts = zarr_texts(held.leaves)
     found, manifest = [], read_text(held.path, MANIFEST)
+    assert manifest is not None  # `held` was opened with it
     if manifest != manifest_text(parse_json(manifest, str(join(held.path, MANIFEST)))):
         found.append(f"{join(held.path, MANIFEST)}: damaged: its text is not formatted as it was written")
     for name, text in texts.items():

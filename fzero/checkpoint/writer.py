@@ -16,19 +16,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint import directory, manifest
 from fzero.checkpoint.directory import step_folder
-from fzero.checkpoint.layout import RankParts, Slab, lay_out, slabs
+from fzero.checkpoint.layout import Slab, lay_out, slabs
 from fzero.checkpoint.leaf_source import box_reader, check_state
 from fzero.checkpoint.manifest import Folder, Leaf, join
 from fzero.checkpoint.part_file import PartFile
+from fzero.checkpoint.save_state import Save, Saved, SaveFailed, error_line, wait_for_all
 from fzero.checkpoint.zarr import write_descriptions
 from fzero.core.digest import prepare
 from fzero.core.pytree import Tree
@@ -41,51 +42,6 @@ OBJECT = 64 << 20  # bytes of an object in an object store
 THREADS = 4
 MANY = 1 << 27  # bytes of a state, above which compiling the digest function (about 1 s) saves time
 _WRITERS = itertools.count()
-
-
-class Saved(NamedTuple):
-    """A checkpoint that has been completed, as `Writer.wait` and `Writer.poll` return it.
-
-    >>> import tempfile
-    >>> writer = fzero.checkpoint.Writer(tempfile.mkdtemp())
-    >>> writer.save({"w": torch.ones(2)}, step=10)
-    >>> saved = writer.wait()
-    >>> saved.step, saved.path.name, saved.nbytes
-    (10, 'step-00000010', 8)
-    >>> writer.close()
-    """
-
-    step: int
-    path: Folder
-    blocked_s: float  # seconds that `save` took
-    total_s: float  # seconds until the manifest was written
-    nbytes: int  # bytes that this rank wrote
-
-
-class SaveFailed(OSError):
-    """Raised if a checkpoint could not be written; the earlier ones are unchanged.
-
-    >>> import tempfile
-    >>> checkpoint_dir = tempfile.mkdtemp()
-    >>> fzero.checkpoint.step_folder(checkpoint_dir, 10).touch()  # a file in the place of the folder
-    >>> fzero.checkpoint.save(checkpoint_dir, {"w": torch.ones(2)}, step=10)
-    Traceback (most recent call last):
-    fzero.checkpoint.writer.SaveFailed: ...step-00000010: the checkpoint could not be written: ...
-    """
-
-
-class Save:
-    """A checkpoint being written."""
-
-    def __init__(self, step: int, config: Any) -> None:
-        self.step, self.config, self.began = step, config, time.perf_counter()
-        self.target, self.go, self.staged, self.over = (threading.Event() for _ in range(4))
-        self.arrays, self.error, self.blocked_s, self.nbytes = "", None, 0.0, 0
-        self.early = threading.Lock()
-        self.layouts: dict[str, tuple[RankParts, Spec]] = {}
-        self.parts: dict[str, list[PartFile]] = {}
-        self.tasks: list[Future] = []
-        self.outcome: Saved | SaveFailed | None = None
 
 
 class Writer:
@@ -138,7 +94,8 @@ class Writer:
         )
         self.first = self.mesh.rank == 0
         # the mesh's own connection may be blocked by a wait
-        self.store = self.mesh.store.clone() if self.mesh.store is not None else None
+        store: Any = self.mesh.store  # torch tells a type checker of no `clone`
+        self.store: Any = None if store is None else store.clone()
         self.number, self.saves = next(_WRITERS), itertools.count()
         self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
@@ -162,7 +119,8 @@ class Writer:
             config = json.loads(json.dumps(config, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint: config is not JSON: {error}") from None
-        if not is_url(self.checkpoint_dir) and self.checkpoint_dir.exists() and not self.checkpoint_dir.is_dir():
+        place = None if is_url(self.checkpoint_dir) else Path(self.checkpoint_dir)
+        if place is not None and place.exists() and not place.is_dir():
             raise ValueError(f"{self.checkpoint_dir}: is not a folder; give a folder to save checkpoints in")
         self.wait()
         save = self.current = Save(step, config)
@@ -251,8 +209,11 @@ class Writer:
         self._allocate(room)
         save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
 
+        buffers = self.buffers
+        short = buffers is not None and buffers.size < total
+
         def busy() -> bool:
-            if self.buffers.size < total:
+            if short:
                 save.go.set()  # otherwise threads would take memory bandwidth from the copies
             return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
 
@@ -262,7 +223,8 @@ class Writer:
                 held = None  # frees the leaf before the next one is made
                 held = (name, box_reader(named[name][0]))
             try:
-                raw = self.buffers.take((size,), torch.uint8, busy).raw
+                assert buffers is not None  # there is something to write
+                raw = buffers.take((size,), torch.uint8, busy).raw
             except ValueError:
                 if save.error is None:
                     raise
@@ -279,6 +241,7 @@ class Writer:
     # ---- the threads ----
 
     def _path(self, name: str) -> Folder:
+        assert self.current is not None  # asked for while a part is written
         return join(step_folder(self.checkpoint_dir, self.current.step), self.current.arrays, name)
 
     def _write(self, save: Save, part: PartFile, slab: Slab, held: list[Tensor]) -> None:
@@ -307,7 +270,7 @@ class Writer:
         except BaseException as error:
             save.error = save.error or error
             save.target.set()
-            report = {"error": error_line(save.error)}
+            report = {"error": error_line(save.error or error)}
         wait_for_all(save.tasks)  # none may write once the folder may be reused
         for part in itertools.chain(*save.parts.values()):
             part.close()
@@ -424,21 +387,6 @@ class Writer:
         return json.loads(self.store.get(key))
 
 
-def wait_for_all(tasks: list[Future]) -> None:
-    """Wait for all tasks, and free the memory held by tracebacks of failed ones."""
-    for task in tasks:
-        error = task.exception()
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)
-
-
 def has_spare_core() -> bool:
     """Whether copying a tensor leaves a core of this process idle."""
     return len(os.sched_getaffinity(0)) > torch.get_num_threads()
-
-
-def error_line(error: BaseException) -> str:
-    """Format an error as one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
-    return " ".join(str(error).split()) or type(error).__name__

@@ -18,7 +18,7 @@ FOLDER = click.Path(path_type=Path)
     "--out",
     type=FOLDER,
     metavar="FILE",
-    help="The .json file to write. Default: device.json beside the user's config.toml.",
+    help="Where to write. A .json file; default: device.json beside the user's config.toml.",
 )
 @click.option(
     "--quick", is_flag=True, help="Measure fewer figures in half a minute: one thread, and links between two processes."
@@ -30,8 +30,8 @@ FOLDER = click.Path(path_type=Path)
     help="Measure only this part and keep the file's figures of the others. Repeatable.",
 )
 @click.option("--disk", type=FOLDER, metavar="DIR", help="Also measure the disk of this folder.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--json", "as_json", is_flag=True, help="Print the device file instead of a summary.")
+@click.option("--device", default="cpu", show_default=True, help="The device to compute on. cpu or cuda.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text. It is the device file.")
 @click.pass_context
 def bench(context: click.Context, **options: Any) -> None:
     """Measure this machine and write a device file, for `fzero plan --gpu here`.

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 
 
 @click.group()
@@ -127,18 +127,18 @@ def verify(path: str) -> int:
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option(
-    "--tolerance",
+    "--atol",
     type=float,
     default=0.0,
     help="The largest difference of equal elements. Default: all bits must be equal.",
 )
 @click.option("--all", "every", is_flag=True, help="Compare all differing leaves, not only the first.")
 @AS_JSON
-def diff(a: str, b: str, tolerance: float, every: bool, as_json: bool) -> int:
+def diff(a: str, b: str, atol: float, every: bool, as_json: bool) -> int:
     """Compare two checkpoints (of a run, folder or URL: its newest). The exit code is 1 if they differ."""
     from fzero.run.debug import checkpoint_diff
 
-    found = checkpoint_diff.compare(a, b, tolerance=tolerance, every=every)
+    found = checkpoint_diff.compare(a, b, tolerance=atol, every=every)
     if as_json:
         compared = [
             {**leaf._asdict(), **{k: finite(getattr(leaf, k)) for k in ("largest", "largest_relative")}}
@@ -163,7 +163,7 @@ def diff(a: str, b: str, tolerance: float, every: bool, as_json: bool) -> int:
     if not found.same:
         click.echo(f"differ: {found.a} and {found.b}")
         return 1
-    within = f"within {tolerance:g}" if found.differing else "bit for bit"
+    within = f"within {atol:g}" if found.differing else "bit for bit"
     click.echo(f"the same {within}: {found.leaves} leaves of {found.a} and {found.b}")
     return 0
 
@@ -176,7 +176,7 @@ def diff(a: str, b: str, tolerance: float, every: bool, as_json: bool) -> int:
     type=int,
     multiple=True,
     metavar="N",
-    help="Remove this step of the run, folder or URL PATH. Repeatable.",
+    help="A step of the run. Its checkpoint in PATH, a run, folder or URL, is removed. Repeatable.",
 )
 @click.option("--force", is_flag=True, help="Remove even the last complete checkpoint.")
 def rm(paths: tuple[str, ...], steps: tuple[int, ...], force: bool) -> None:

@@ -19,14 +19,22 @@ def data_group() -> None:
 
 @data_group.command()
 @click.argument("sources", nargs=-1)
-@click.option("--out", type=FOLDER, required=True, metavar="FOLDER", help="The new folder of the corpus.")
+@click.option(
+    "--out", type=FOLDER, required=True, metavar="FOLDER", help="Where to write. The new folder of the corpus."
+)
 @click.option("--tokenizer", default="bytes", show_default=True, help="bytes, bpe:N, or the path of a tokenizer.json.")
 @click.option(
     "--val-fraction", type=float, default=0.02, show_default=True, help="The fraction of documents for validation."
 )
 @click.option("--eos", help="The end-of-document token of a tokenizer.json.")
 @click.option("--text-key", default="text", show_default=True, help="The key of the text in a .jsonl line.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The seed of the choice of validation documents.")
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="The seed of all random numbers. They choose the validation documents.",
+)
 def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
     """Turn text (files, folders, '-', stdlib) into a corpus of token files."""
     from fzero import data
@@ -52,27 +60,27 @@ def verify(corpus: Path) -> int:
 
 @click.command(name="import")
 @click.argument("source", type=FOLDER)
-@click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The new run folder.")
+@click.option("--out", type=FOLDER, required=True, metavar="RUN", help="Where to write. The new run folder.")
 @click.option(
-    "--config",
+    "--hf-config",
     type=FOLDER,
     metavar="HF_CONFIG.json",
     help="The file with the model's sizes. Default: config.json in SOURCE.",
 )
-def import_command(source: Path, out: Path, config: Path | None) -> None:
+def import_command(source: Path, out: Path, hf_config: Path | None) -> None:
     """Make a run folder of a GPT-2, Llama or Mixtral that another system saved.
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
     checkpoint."""
     from fzero.run import exchange
 
-    say(exchange.import_weights(source, out, config))
+    say(exchange.import_weights(source, out, hf_config))
 
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--out", type=FOLDER, required=True, metavar="HF_FOLDER", help="The new folder.")
-@click.option("--ema", is_flag=True, help="Export the moving average of the weights.")
+@click.option("--out", type=FOLDER, required=True, metavar="HF_FOLDER", help="Where to write. The new folder.")
+@click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
 def export(run: Path, out: Path, ema: bool) -> None:
     """Write the model of a run in the format of Hugging Face transformers."""
     from fzero.run import exchange
@@ -97,7 +105,7 @@ def models() -> None:
     from fzero.models import num_params
     from fzero.models.presets import PRESETS, build
 
-    rows = [("model", "parameters", "layers", "width", "vocabulary", "longest")]
+    rows: list[tuple[str, ...]] = [("model", "parameters", "layers", "width", "vocabulary", "longest")]
     for name, make in PRESETS.items():
         config = make()
         sizes = (getattr(config, field, "") for field in ("n_layers", "d_model", "vocab_size", "max_len"))

@@ -61,12 +61,16 @@ FLAGS = (
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
     click.option("--seq-len", type=int, help="The tokens in a sequence."),
     click.option("--lr", type=float, help="The peak learning rate."),
-    click.option("--seed", type=int, help="The seed of parameters, dropout and the order of the data."),
+    click.option(
+        "--seed",
+        type=int,
+        help="The seed of all random numbers. They decide parameters, dropout and the order of the data.",
+    ),
     click.option("--precision", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
     click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
     click.option(
         "--mesh",
-        help="The sizes of the axes dp, rp and tp under torchrun, such as dp=2,tp=2. Default: dp over all processes.",
+        help="The sizes of the axes dp, rp and tp. For example dp=2,tp=2. Default: dp over all processes of torchrun.",
     ),
     click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
     click.option("--reduce", help="The order of sums: fast, or canonical, which gives the same bits on every mesh."),
@@ -79,7 +83,7 @@ FLAGS = (
     click.option(
         "--offload",
         metavar="WHERE",
-        help="The memory of params, grads, opt and acts, such as params=nvme,opt=nvme,acts=host.",
+        help="The memory of params, grads, opt and acts. For example params=nvme,opt=nvme,acts=host.",
     ),
     click.option(
         "--nvme", metavar="DIR", help="The folder for state offloaded to a disk. Default: nvme/ in the run folder."

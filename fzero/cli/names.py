@@ -22,7 +22,7 @@ def preset_names() -> tuple[str, ...]:
             and ast.unparse(node.target) == "PRESETS"
             and isinstance(node.value, ast.Dict)
         ):
-            return tuple(key.value for key in node.value.keys if isinstance(key, ast.Constant))
+            return tuple(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
     raise AssertionError(f"{source}: no PRESETS")
 
 

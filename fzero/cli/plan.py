@@ -26,14 +26,13 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     "--gpu",
     default="h100",
     show_default=True,
-    help="h100, a100, 4090, ... (docs/plan.md lists them), here (see fzero bench), or a device file.",
+    help="The kind of the devices: h100, a100, 4090, ... (docs/bench.md lists them), here (fzero bench), or a file.",
 )
 @click.option(
-    "--gpus-per-node",
-    "--ranks-per-node",
+    "--nproc-per-node",
     "ranks_on_node",
     type=int,
-    help="Ranks on a machine. Default: as many as the device's links connect.",
+    help="The ranks on a machine. Default: as many as the device's links connect.",
 )
 @click.option("--memory-gb", type=float, help="The memory of a device in GB. Default: the device's.")
 @click.option("--nvme-gbs", type=float, help="The rate of a node's disk in GB/s, of reads and of writes.")
@@ -44,21 +43,21 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     "--search",
     "searches",
     is_flag=True,
-    help="Find mesh, stage, recomputation, offload and micro-batch for --gpus devices.",
+    help="Find mesh, stage, recomputation, offload and micro-batch for --world-size devices.",
 )
-@click.option("--gpus", type=int, help="The number of devices for a search.")
+@click.option("--world-size", type=int, help="The number of devices for a search, with a rank on each.")
 @click.option("--top", type=int, default=10, show_default=True, help="The number of plans that a search shows.")
 @click.option(
     "--out",
     type=FOLDER,
     metavar="RUN.TOML",
-    help="The file for the best config of a search, .toml or .json, for fzero pretrain.",
+    help="Where to write. The best config of a search, .toml or .json, for fzero pretrain.",
 )
 @click.option(
     "--slurm",
     type=FOLDER,
     metavar="FILE",
-    help="The file for a Slurm script that trains by the config of --out.",
+    help="Where to write a Slurm script that trains by the config of --out.",
 )
 @click.option(
     "--vary",
@@ -66,7 +65,7 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     multiple=True,
     help="Plan each of these values, in a row each: remat=none,full. Repeat for all combinations.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 def plan(
     config_file: Path | None,
     settings: tuple[str, ...],
@@ -75,7 +74,7 @@ def plan(
     memory_gb: float | None,
     nvme_gbs: float | None,
     searches: bool,
-    gpus: int | None,
+    world_size: int | None,
     top: int,
     out: Path | None,
     slurm: Path | None,
@@ -85,27 +84,27 @@ def plan(
 ) -> None:
     """Predict memory, communication, time and cost of a run, without its hardware and its weights."""
     flags = {name: others.pop(name) for name in SHORTHANDS}
-    expect_numbers({**others, "gpus": gpus, "top": top, "memory_gb": memory_gb, "nvme_gbs": nvme_gbs})
+    expect_numbers({**others, "world_size": world_size, "top": top, "memory_gb": memory_gb, "nvme_gbs": nvme_gbs})
     if searches and vary:
         raise ValueError("--search and --vary exclude each other; give one of them")
-    if not searches and (out or slurm or gpus is not None):
+    if not searches and (out or slurm or world_size is not None):
         raise ValueError(
-            f"{'--out' if out else '--slurm' if slurm else '--gpus'} is for --search; add that, or leave it out"
+            f"{'--out' if out else '--slurm' if slurm else '--world-size'} is for --search; add that, or leave it out"
         )
     if slurm and not out:
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if searches:
         refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
-        if gpus is None:
-            raise ValueError("--search needs --gpus, the number of devices")
+        if world_size is None:
+            raise ValueError("--search needs --world-size, the number of devices")
     table = table_of(config_file, settings, mesh, flags)
     choices = parse_choices(vary)
     check_names(table, gpu, *choices.get("gpu", ()))
     config = config_of(table, None, from_json=config_file is not None and config_file.suffix == ".json")
     device = device_with(gpu, memory_gb, nvme_gbs)
-    if searches:
+    if searches and world_size is not None:
         del others["rank"]
-        answer = search_plans(config, gpus, device, top, out, slurm, others)
+        answer = search_plans(config, world_size, device, top, out, slurm, others)
     elif vary:
         from fzero.planner import vary as variants
 
@@ -225,10 +224,10 @@ def search_plans(
 def expect_numbers(options: dict[str, Any]) -> None:
     """Raise ValueError for a number that is not above 0."""
     names = {
-        "ranks_on_node": "--gpus-per-node",
+        "ranks_on_node": "--nproc-per-node",
         "tokens": "--tokens",
         "price": "--price-per-gpu-hour",
-        "gpus": "--gpus",
+        "world_size": "--world-size",
         "top": "--top",
         "memory_gb": "--memory-gb",
         "nvme_gbs": "--nvme-gbs",

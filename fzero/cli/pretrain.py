@@ -39,7 +39,7 @@ PLACEMENT = (
     "--out",
     type=FOLDER,
     metavar="RUN",
-    help="The run folder. Default: the first free one of runs/PRESET-1, runs/PRESET-2, ...",
+    help="Where to write. The run folder; default: the first free one of runs/PRESET-1, runs/PRESET-2, ...",
 )
 @click.option("--resume", is_flag=True, help="Resume the run in --out with its own config, on any mesh.")
 @click.option("--auto-resume", is_flag=True, help="Resume the run in --out if there is one, else start it.")
@@ -56,7 +56,7 @@ PLACEMENT = (
     type=float,
     help="The peak TFLOP/s of all processes, for MFU. Default: the measured rate.",
 )
-@click.option("--sample", metavar="TEXT", help="The prompt of the text generated at the end. '' generates none.")
+@click.option("--prompt", metavar="TEXT", help="The text to continue. It is shown at the end; '' shows none.")
 def pretrain(
     config_file: Path | None,
     settings: tuple[str, ...],
@@ -67,7 +67,7 @@ def pretrain(
     stop_at: int | None,
     peak_tflops: float | None,
     profile: str | None,
-    sample: str | None,
+    prompt: str | None,
     mesh: str | None,
     **flags: Any,
 ) -> int:
@@ -103,7 +103,7 @@ def pretrain(
             "--init": str(init),
             "--stop-at": stop_at,
             "--peak-tflops": peak_tflops,
-            "--sample": sample,
+            "--prompt": prompt,
         }
         asked |= {"--resume": resume, "--auto-resume": auto_resume, "--profile": profile}
         coordinator.compare(
@@ -115,7 +115,7 @@ def pretrain(
             bar=bar and coordinator.first,
             say=line if coordinator.first else quiet,
         )
-        texts = {name: value for name, value in (("sample", sample), ("profile", profile)) if value is not None}
+        texts = {name: value for name, value in (("sample", prompt), ("profile", profile)) if value is not None}
         options = options._replace(**texts)
         if config is None:
             folder = out or Path(before)

@@ -13,7 +13,7 @@ from fzero.cli.process import quiet, say
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--step", type=int, required=True, help="The recorded step to repeat.")
+@click.option("--step", type=int, required=True, help="A step of the run. It is repeated from an earlier checkpoint.")
 @click.option(
     "--from",
     "start",
@@ -22,18 +22,18 @@ from fzero.cli.process import quiet, say
 )
 @click.option(
     "--mesh",
-    help="The mesh, as for pretrain. Default: the run's own if it fits the processes, else dp over all of them.",
+    help="The sizes of the axes dp, rp and tp. Default: the run's own if it fits the processes, else dp over all.",
 )
 @click.option("--zero", type=int, help="The ZeRO stage, 0 to 3. Default: the run's own.")
 @click.option(
-    "--tolerance",
+    "--rtol",
     type=float,
     help="The allowed relative difference of a loss. Default: 0 if equal bits are expected.",
 )
 @click.option(
     "--nvme",
     metavar="DIR",
-    help="The folder for offloaded state, until the command ends. Default: the system's temporary folder.",
+    help="The folder for state offloaded to a disk. Default: a temporary folder of the system, until the command ends.",
 )
 def replay(
     run: Path,
@@ -41,7 +41,7 @@ def replay(
     start: int | None,
     mesh: str | None,
     zero: int | None,
-    tolerance: float | None,
+    rtol: float | None,
     nvme: str | None,
 ) -> int:
     """Repeat a recorded step from the nearest checkpoint. The exit code is 0 if the results are as recorded, else 1."""
@@ -56,12 +56,12 @@ def replay(
             "--from": start,
             "--mesh": mesh,
             "--zero": zero,
-            "--tolerance": tolerance,
+            "--rtol": rtol,
         }
         coordinator.compare({**process.versions(), **asked}, "start all ranks with the same command")
         tell = say if coordinator.first else quiet
         changes = {name: value for name, value in (("mesh", sizes), ("zero", zero)) if value is not None}
-        options = {"start": start, "tolerance": tolerance, "nvme": nvme}
+        options = {"start": start, "tolerance": rtol, "nvme": nvme}
         result = module.replay(run, step, changes, **options, coordinator=coordinator, say=tell)
         for line in module.report(result):
             tell(line)
@@ -75,7 +75,7 @@ def replay(
 @click.option(
     "--nvme",
     metavar="DIR",
-    help="The folder for offloaded state, until the command ends. Default: the system's temporary folder.",
+    help="The folder for state offloaded to a disk. Default: a temporary folder of the system, until the command ends.",
 )
 def bisect(run_a: Path, run_b: Path, nvme: str | None) -> int:
     """Find the first step and leaf in which two runs differ. The exit code is 1 if they do, 0 if all records are

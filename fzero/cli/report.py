@@ -18,10 +18,10 @@ SHOWN = ("summary", "figures", "scaling")  # width of the tables on a terminal
     "--out",
     type=PATH,
     metavar="FOLDER",
-    help="The folder to write. Default: RUN/report, or report beside the first of several runs.",
+    help="Where to write. A folder; default: RUN/report, or report beside the first of several runs.",
 )
-@click.option("--title", default="", help="Its heading.")
-@click.option("--json", "as_json", is_flag=True, help="Print the exact JSON; write files only with --out.")
+@click.option("--title", default="", help="The heading of the report.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text. Files are written only with --out.")
 @click.option("--no-plan", is_flag=True, help="Make no prediction for a run without one.")
 @click.option("--public", is_flag=True, help="Remove the folders of this machine from paths.")
 def report(
@@ -34,7 +34,7 @@ def report(
 ) -> int:
     """Write reports of runs, predicted beside measured: JSON, Markdown, and a page with pictures."""
     from fzero.report import write
-    from fzero.report.sections import command_of
+    from fzero.report.parts import command_of
     from fzero.run.measure import attempts
 
     folder = out if out is not None else None if as_json or not runs else write.default_folder(runs)
@@ -79,12 +79,13 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     return parse_json(text, str(path))
 
 
-def lines(found: object) -> list[str]:
-    """The short tables of a report for a terminal."""
-    from fzero.report.sections import Table
+def lines(found: Any) -> list[str]:
+    """What became of the runs, and the short tables of a report, for a terminal."""
+    from fzero.report.opening import opening
+    from fzero.report.parts import Table
     from fzero.report.sections_compare import sections
 
-    out: list[str] = []
+    out = [*(part.replace("**", "") for part in opening(found).parts if isinstance(part, str)), ""]
     for run, parts in sections(found):
         tables = [part for section in parts for part in section.parts if isinstance(part, Table) and part.name in SHOWN]
         for one in tables:
@@ -93,7 +94,7 @@ def lines(found: object) -> list[str]:
     return out
 
 
-def in_columns(one: object) -> list[str]:
+def in_columns(one: Any) -> list[str]:
     """Format the rows of a table in columns."""
     rows = [one.head, *one.rows]
     rows = [tuple(cell.replace("**", "") for cell in row) for row in rows]

@@ -13,8 +13,14 @@ from fzero.cli.process import say
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--prompt", required=True, help="The text to continue.")
-@click.option("--tokens", type=int, default=200, show_default=True, help="The number of tokens to generate.")
+@click.option("--prompt", metavar="TEXT", required=True, help="The text to continue.")
+@click.option(
+    "--max-new-tokens",
+    type=int,
+    default=200,
+    show_default=True,
+    help="The number of tokens to generate. Less, if the text ends before.",
+)
 @click.option(
     "--temperature",
     type=float,
@@ -33,17 +39,25 @@ from fzero.cli.process import say
     help="Sample from the likeliest tokens whose probabilities add up to P.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="The seed of sampling. The same seed gives the same text."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="The seed of all random numbers. The same seed gives the same text.",
 )
 @click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
-@click.option("--offload", metavar="params=nvme", help="Keep the parameters on a disk, for models larger than memory.")
 @click.option(
-    "--nvme", metavar="DIR", help="The folder for parameters on a disk. Default: nvme-sample/ in the run folder."
+    "--offload",
+    metavar="WHERE",
+    help="The memory of params, grads, opt and acts. Here params=nvme, for models larger than memory.",
+)
+@click.option(
+    "--nvme", metavar="DIR", help="The folder for state offloaded to a disk. Default: nvme-sample/ in the run folder."
 )
 def sample(
     run: Path,
     prompt: str,
-    tokens: int,
+    max_new_tokens: int,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -73,7 +87,7 @@ def sample(
         trained.model,
         trained.params,
         ids,
-        tokens,
+        max_new_tokens,
         prng.key(seed),
         sampling=sampling,
         vocab_size=tokenizer.vocab_size,

@@ -83,12 +83,13 @@ class Agreement:
 
         Raises RankError if it is at another call, or does not arrive in time.
         """
-        text, self.waiting = json.dumps(call), call
+        store, text, self.waiting = self.store, json.dumps(call), call
+        assert store is not None  # `checked` does not compare without one
         # The key contains the axis, so that it has exactly one reader. A neighbour on another axis learns from the key
         # `last` where this rank is.
-        self.store.set(f"{self.rank}/{call.axis}/{call.number}", text)
-        self.store.set(f"{self.rank}/last", text)
-        other = self._arrival(call, left)
+        store.set(f"{self.rank}/{call.axis}/{call.number}", text)
+        store.set(f"{self.rank}/last", text)
+        other = self._arrival(store, call, left)
         if other != call:
             at = "; ".join(
                 f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)])
@@ -96,10 +97,10 @@ class Agreement:
             fix = "give all ranks the same code, config, mesh and shapes of data"
             raise self.error(call, f"the ranks run different programs: {at}; {fix}")
         # This rank is the only reader of that key; delete it, so that the store does not grow.
-        self.store.delete_key(f"{left}/{call.axis}/{call.number}")
+        store.delete_key(f"{left}/{call.axis}/{call.number}")
         self.waiting = None
 
-    def _arrival(self, call: Call, left: int) -> Call:
+    def _arrival(self, store: dist.Store, call: Call, left: int) -> Call:
         """Return the collective with the same number on rank `left`; raises RankError if that rank does not arrive in
         time.
         """
@@ -107,21 +108,21 @@ class Agreement:
         while True:
             left_s = end - time.monotonic()
             with contextlib.suppress(RuntimeError):
-                self.store.wait([key], datetime.timedelta(seconds=max(0.01, min(1.0, left_s))))
-                return self._read(key)
+                store.wait([key], datetime.timedelta(seconds=max(0.01, min(1.0, left_s))))
+                return self._read(store, key)
             try:
-                last = self._read(f"{left}/last") if self.store.check([f"{left}/last"]) else None
+                last = self._read(store, f"{left}/last") if store.check([f"{left}/last"]) else None
                 if last is not None and last.number >= call.number:
                     # That rank has reached this number: its key exists by now, or its collective was over another axis.
-                    return self._read(key) if self.store.check([key]) else last
+                    return self._read(store, key) if store.check([key]) else last
             except RuntimeError:
                 raise self.error(call, "the store, which rank 0 keeps, does not answer") from None
             if left_s <= 0.0:
                 did = f"the last it began is {last.signature}" if last else "it has begun no collective in checked mode"
                 raise self.error(call, f"rank {left} did not arrive within {self.timeout_s:g} s; {did}")
 
-    def _read(self, key: str) -> Call:
-        return Call(*json.loads(self.store.get(key)))
+    def _read(self, store: dist.Store, key: str) -> Call:
+        return Call(*json.loads(store.get(key)))
 
     def error(self, call: Call, what: str) -> RankError:
         """Make this rank's error at `call`; it also quotes the rank that failed first, if that differs."""

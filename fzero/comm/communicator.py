@@ -261,7 +261,7 @@ class Communicator:
             self.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
         )
 
-    def _sum_of(self, call: Call, pieces: Sequence[Tensor]) -> Pending:
+    def _sum_of(self, call: Call, pieces: Sequence[Tensor] | Tensor) -> Pending:
         """Start sending piece j to rank j, and summing this rank's piece over ranks."""
         own = pieces[self.rank]
         parts = [own if j == self.rank else torch.empty_like(own) for j in range(self.size)]
@@ -315,11 +315,12 @@ class Communicator:
 
         return finish
 
-    def _native(self, call: Call, x: Tensor, start: Callable[[], dist.Work], out: Tensor) -> Pending:
+    def _native(self, call: Call, x: Tensor, start: Callable[[], dist.Work | None], out: Tensor) -> Pending:
         """Start one of NCCL's own collectives of `x`, whose result is in `out`."""
         if self.transport == "fake":
             return _pending_after(self._exchange(call, {0: x}, {0: out}), lambda: out)
         work = start()
+        assert work is not None  # only a rank outside the group gets none
 
         def finish() -> None:
             with self._waiting(call):

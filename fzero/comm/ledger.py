@@ -98,8 +98,8 @@ class Ledger:
     def holds(self, component: str, tensors: Sequence[Tensor]) -> None:
         """Tell the watchers that have a method `holds` (memory traces) what these tensors are: "grads", "gathered"."""
         for watch in self.watches:
-            if hasattr(watch, "holds"):
-                watch.holds(component, tensors)
+            if (holds := getattr(watch, "holds", None)) is not None:
+                holds(component, tensors)
 
     def add(self, collective: str, axis: str, leaf: str, dtype: torch.dtype, elements: int) -> None:
         """Record one collective in which one rank sends `elements` elements."""
@@ -118,8 +118,13 @@ class Ledger:
         """
         wanted = (phase, collective, axis)
         rows = [row for row in self.rows() if all(w is None or w == value for w, value in zip(wanted, row[:3]))]
-        sums = (sum(row[i] for row in rows) for i in (5, 6, 7))
-        return Row(*("*" if w is None else w for w in wanted), "*", "*", *sums)
+        names = ["*" if w is None else w for w in wanted]
+        return Row(
+            *(names[0], names[1], names[2], "*", "*"),
+            calls=sum(row.calls for row in rows),
+            elements=sum(row.elements for row in rows),
+            bytes=sum(row.bytes for row in rows),
+        )
 
     def clear(self) -> None:
         """Forget all rows."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from fzero.comm.communicator import Communicator, Pending, communicator_of
 from fzero.core.device import is_traced
@@ -57,8 +58,8 @@ def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Seque
     packet = getattr(torch.ops.fzero, name)
     ORDERED.append(packet.default)
     # Never dead code, even if this rank does not use the result: the other ranks wait for it.
-    torch.fx.node.has_side_effect(packet.default)
-    torch.fx.node.has_side_effect(packet.after)
+    has_side_effect(packet.default)
+    has_side_effect(packet.after)
 
 
 _define("psum", Communicator.start_psum, lambda communicator, x: x.shape)

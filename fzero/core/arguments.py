@@ -9,7 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from fzero.core.pytree import nearest
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def expect_kind(what: str, value: Any, kind: type | tuple[type, ...], write: str) -> None:

@@ -8,13 +8,15 @@ import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.torch_private import get_interpreter_stack, is_functorch_wrapped_tensor
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class _Remat(torch.autograd.Function):
         saved = ctx.saved_tensors
         wanted = [i for i, t in enumerate(saved) if ctx.needs_input_grad[i + 1]]
 
-        _, vjp = torch.func.vjp(_of(ctx.run, saved, wanted), *(saved[i] for i in wanted))
+        vjp = torch.func.vjp(_of(ctx.run, saved, wanted), *(saved[i] for i in wanted))[1]
         results: list[Tensor | None] = [None] * (len(saved) + 1)
         for i, grad in zip(wanted, vjp(grads)):
             results[i + 1] = grad
@@ -177,7 +179,7 @@ class _Remat(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+def remat(f: Callable[..., R]) -> Callable[..., R]:
     """Return a function equal to `f` that keeps only its inputs for the backward pass, which runs `f` again.
 
     f: a pure function of trees of tensors, of any shapes and dtypes, that returns a tree. Values and gradients have the

@@ -15,7 +15,7 @@ import functools
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph import chain_in_order, hold
 from fzero.core.torch_private import disable_current_modes
 
+R = TypeVar("R")
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 
 
@@ -87,7 +88,7 @@ def _compile(
     """
     from fzero.core.torch_private import TracingContext, compile_fx_inner, inductor_config, joint_graph_passes, tracing
 
-    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # flat tensors in and out
+    graph.graph.set_codegen(torch.fx.CodeGen())  # flat tensors in and out
     graph.recompile()
     ordered = chain_in_order(graph)
     joint_graph_passes(graph)
@@ -112,7 +113,7 @@ class Dropped(NamedTuple):
     index: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
     def of(self, inputs: Sequence[Tensor]) -> Tensor:
         """Restore the view from the input at `index`, which must have the strides of the dropped one."""
@@ -266,7 +267,8 @@ def _split_programs(
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
         before, after = primals[: wanted.start], primals[wanted.stop :]
-        out, vjp = torch.func.vjp(lambda *some: tuple(f(*before, *some, *after)), *primals[wanted.start : wanted.stop])
+        some = primals[wanted.start : wanted.stop]
+        out, vjp, *_ = torch.func.vjp(lambda *some: tuple(f(*before, *some, *after)), *some)
         # A view marks in the graph where the backward pass begins.
         return [*out, *vjp(tuple(t.view_as(t) for t in tangents))]
 
@@ -283,7 +285,7 @@ def _split_programs(
     return forward, backward, len(outs)
 
 
-def jit(f: Callable[..., Any]) -> Callable[..., Any]:
+def jit(f: Callable[..., R]) -> Callable[..., R]:
     """Return a compiled version of `f`, a pure function of trees of tensors that returns a tree.
 
     The first call with tensors of new shapes, strides or dtypes compiles; later ones reuse the result. Leaves that are

@@ -62,6 +62,8 @@ def chain_in_order(graph: torch.fx.GraphModule) -> bool:
     if token is None:
         return False
     output = graph.graph.output_node()
-    output.args = ((*output.args[0], token),)
+    results = output.args[0]
+    assert isinstance(results, (list, tuple))
+    output.args = ((*results, token),)
     graph.recompile()
     return True

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote, urlsplit
 
 WAIT_S = 30.0  # the timeout of a transfer, plus as much again for every SLOWEST bytes
@@ -24,7 +24,7 @@ SLOWEST = 8 << 20  # bytes
 RETRIES = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "3s"}
 
 
-def is_url(place: Any) -> bool:
+def is_url(place: Any) -> TypeGuard[str]:
     """Whether `place` is a URL, such as gs://bucket/run/ or memory://run/, and not a local path."""
     return "://" in str(place)
 

@@ -135,7 +135,8 @@ def fp64() -> Policy:
     >>> fp64().compute
     torch.float64
     """
-    return Policy("fp64", *(torch.float64,) * 5)
+    f64 = torch.float64
+    return Policy("fp64", param=f64, compute=f64, reduce=f64, accumulate=f64, state=f64)
 
 
 def bf16() -> Policy:

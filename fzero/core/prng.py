@@ -54,6 +54,8 @@ def philox(counter: Sequence[Tensor | int], key: Tensor) -> tuple[Tensor, Tensor
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    # The key is a tensor, and two rounds bring it into every word.
+    assert isinstance(c0, Tensor) and isinstance(c1, Tensor) and isinstance(c2, Tensor) and isinstance(c3, Tensor)
     return c0, c1, c2, c3
 
 
@@ -272,12 +274,10 @@ def _rational(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Tens
 
 def _log(x: Tensor) -> Tensor:
     """Natural logarithm of positive float64 values by exact steps only, absolute error below 1e-14 |log x| + 1e-15."""
-    pattern = x.view(torch.int64)
-    exponent = (pattern >> 52) - 1022
-    mantissa = ((pattern & 0xFFFFFFFFFFFFF) | (1022 << 52)).view(torch.float64)  # in [1/2, 1)
+    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, mantissa in [1/2, 1)
     low = mantissa < math.sqrt(0.5)
     mantissa = torch.where(low, mantissa * 2.0, mantissa)
-    exponent = (exponent - low.to(torch.int64)).to(torch.float64)
+    exponent = (exponent - low.to(torch.int32)).to(torch.float64)
     s = (mantissa - 1.0) / (mantissa + 1.0)  # |s| <= 0.1716: log m = 2 artanh s
     s2 = s * s
     series = torch.full_like(s, 1.0 / 19.0)

@@ -28,9 +28,10 @@ NO_REMAT = Remat()
 def depth(layers: Tree) -> int:
     """The number of layers L of a stacked tree; raises ValueError if its leaves disagree."""
     sizes = {name: leaf.shape[0] if leaf.dim() else None for name, leaf in pytree.named_leaves(layers).items()}
-    if len(set(sizes.values())) != 1 or None in sizes.values():
+    first = next(iter(sizes.values()), None)
+    if first is None or len(set(sizes.values())) != 1:
         raise ValueError(f"the leaves of a stack must agree in their first dim (layers); they have {sizes}")
-    return next(iter(sizes.values()))
+    return first
 
 
 def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:

@@ -70,7 +70,7 @@ def put(table: Table, key: str, value: Any) -> None:
     table[last] = value
 
 
-def flat(table: Table, where: str = "") -> Iterable[tuple[str, Any]]:
+def flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]]:
     """The pairs (`a.b`, value) of nested tables."""
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -95,7 +95,7 @@ def to_toml(table: Table, notes: Mapping[str, str] | None = None) -> str:
             return "[" + ", ".join(word(key, each) for each in value) + "]"
         raise ValueError(f"{key} is {value!r}, which a TOML file cannot say")
 
-    def lines(table: Table, where: str) -> Iterable[str]:
+    def lines(table: Mapping[str, Any], where: str) -> Iterable[str]:
         for key, value in table.items():
             if not isinstance(value, Mapping):
                 note = (notes or {}).get(where + key, "")

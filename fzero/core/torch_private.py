@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import importlib
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:  # for isinstance, after which a type checker knows the attributes
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 # Our name: its place in torch. A name after the colon is an attribute of the module before it.
 NAMES = {

@@ -61,8 +61,8 @@ def _epochs(loader: Iterable[Any], left: int) -> Iterator[Any]:
 
 def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
     for owner in (getattr(loader, "sampler", None), loader):
-        if hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
+        if (set_epoch := getattr(owner, "set_epoch", None)) is not None:
+            set_epoch(epoch)
             return
 
 

@@ -6,6 +6,7 @@ A .txt or .py file is one document, and so is each line of a .jsonl file; names 
 import contextlib
 import gzip
 import hashlib
+import io
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from fzero.core.foreign import LARGEST, expect_regular, parse_json_value
 from fzero.core.storage import naming
@@ -126,7 +127,7 @@ def _spool_stdin(path: Path, jsonl: bool) -> SourceFile:
 
 
 @contextlib.contextmanager
-def _open(file: SourceFile) -> Iterator[IO[bytes]]:
+def _open(file: SourceFile) -> Iterator[io.BufferedIOBase]:
     try:
         with gzip.open(file.path, "rb") if file.gz else file.path.open("rb") as stream:
             yield stream

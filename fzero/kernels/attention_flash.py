@@ -381,10 +381,15 @@ def signature(pointers: str, dtype: str) -> dict[str, str]:
 
 
 def each_build(
-    kernel: str, pointers: str, configs: dict[Any, list[tuning.Config]], extra: dict[str, Any], spills: int = 0
+    kernel: str,
+    pointers: str,
+    configs: dict[Any, list[tuning.Config]],
+    extra: dict[str, Any],
+    spills: int = 0,
+    wide_since: tuple[int, int] = (0, 0),
 ) -> Iterator[Build]:
     """The builds of a kernel: each configuration, and several masks; `spills`: bytes of spills allowed for the widest
-    heads.
+    heads; `wide_since`: see Build.
     """
     strides = tuple(x + y for x in "qkv" for y in "bth")
 
@@ -401,7 +406,8 @@ def each_build(
         } | extra
         types = signature(pointers, dtype) | dict.fromkeys(extra, "constexpr")
         allowed = spills * (dim > 128)
-        return Build(label, kernel, types, constants, blocks, dtype != "fp32", not documents, strides, allowed)
+        wide = not documents
+        return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, allowed, wide_since)
 
     for dim in (64, 128, 256):
         for blocks in configs[dim]:

@@ -353,5 +353,8 @@ def builds() -> Iterator[Build]:
     """The builds for `aot`."""
     yield from each_build("_flash_dq", "Q K V OUT LSE G H DQ DELTA QDOCS KDOCS REACH", QUERY_CONFIGS, {"OF_LSE": True})
     # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
-    # in the loop.
-    yield from each_build("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", KEY_CONFIGS, {}, spills=64)
+    # in the loop. Before 3.7 Triton loads LSE and DELTA in the layout of the product's columns: 4 bytes at a time, a
+    # small part of the bytes and most of the instructions.
+    yield from each_build(
+        "_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", KEY_CONFIGS, {}, spills=64, wide_since=(3, 7)
+    )

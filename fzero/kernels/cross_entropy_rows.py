@@ -98,9 +98,8 @@ def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: T
     made = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        made.append(
-            _block(logits[part], *(x[part] if x is not None else None for x in (out, targets, statistics)), terms)
-        )
+        some_out, some = (None if x is None else x[part] for x in (out, statistics))
+        made.append(_block(logits[part], some_out, targets[part], some, terms))
     return torch.cat(made)
 
 

@@ -8,6 +8,7 @@ algorithm 3).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,7 +198,7 @@ def launch(
         assert statistics.is_contiguous() and (stride - out_stride) % 8 == 0
         ragged = stride % 8 != 0 or columns % 8 != 0
         held, configs = _configs(columns, ragged)
-        flags = {
+        flags: dict[str, Any] = {
             "GIVEN": given,
             "WRITE": out is not None,
             "CAP": weights[3] != 0.0,

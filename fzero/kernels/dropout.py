@@ -115,7 +115,8 @@ def dropout_add_kernel(
     if not out.numel():
         return out
     if row_stride == math.prod(x.shape[1:]):  # one long row
-        x, residual = (t if t is None else t.contiguous().view(1, -1) for t in (x, residual))
+        x = x.contiguous().view(1, -1)
+        residual = None if residual is None else residual.contiguous().view(1, -1)
     x = _rows(x)
     r = x if residual is None else _rows(residual)
     rows, n = x.shape

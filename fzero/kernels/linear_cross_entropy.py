@@ -155,9 +155,9 @@ def _run(
             )
             g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if any(wants) else None
         made.append(statistics)
-        if dx is not None:
+        if g is not None and dx is not None:
             torch.mm(g, weight, out=dx[start : start + rows])
-        if wants[1]:
+        if g is not None and wants[1]:
             # Several parts are summed in float32 or wider.
             dw = g.T @ some if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, some)
     if wants[1]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,7 +133,8 @@ def _empty_route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 def route_forward(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, probabilities, ids) of logits [N, E], in one pass over them."""
     out = _empty_route(logits, top_k)
-    _launch_route(_route_forward, (logits.contiguous(), *out), *logits.shape, top_k)
+    n, experts = logits.shape
+    _launch_route(_route_forward, (logits.contiguous(), *out), n, experts, top_k)
     return out
 
 
@@ -148,7 +149,8 @@ def route_backward(
     """The gradient by the logits, float32 [N, E]."""
     out = torch.empty_like(probabilities)
     given = (weights, probabilities, ids, dweights, dprobabilities)
-    _launch_route(_route_backward, (*(t.contiguous() for t in given), out), *probabilities.shape, weights.shape[1])
+    n, experts = probabilities.shape
+    _launch_route(_route_backward, (*(t.contiguous() for t in given), out), n, experts, weights.shape[1])
     return out
 
 
@@ -326,7 +328,7 @@ def _launch_rows(
     d: int,
     k: int,
     loops: bool,
-    **constants: bool,
+    **constants: Any,
 ):
     """Launch `programs` programs; unless each loops over the d columns itself, one for each block of columns."""
 
@@ -342,9 +344,8 @@ def _launch_rows(
 def permute_rows(x: Tensor, place: Tensor) -> Tensor:
     """The rows [M, D] of tokens x [N, D], each token read once."""
     out = x.new_empty(len(place), x.shape[1])
-    _launch_rows(
-        _spread, (x.contiguous(), place.contiguous(), out), *x.shape, len(place) // max(1, len(x)), loops=False
-    )
+    n, d = x.shape
+    _launch_rows(_spread, (x.contiguous(), place.contiguous(), out), n, d, len(place) // max(1, n), loops=False)
     return out
 
 
@@ -357,7 +358,8 @@ def unpermute_rows(y: Tensor, weights: Tensor | None, place: Tensor, k: int) -> 
     out = y.new_empty(len(place) // k, y.shape[1])
     weighted = weights is not None
     given = (y.contiguous(), weights.contiguous() if weighted else y, place.contiguous(), out)
-    _launch_rows(_collect, given, *out.shape, k, loops=False, WEIGHTED=weighted)
+    n, d = out.shape
+    _launch_rows(_collect, given, n, d, k, loops=False, WEIGHTED=weighted)
     return out
 
 
@@ -369,7 +371,8 @@ def unpermute_rows_backward(y: Tensor, weights: Tensor, place: Tensor, g: Tensor
     """The gradients by y and weights for the gradient g [N, D] of the weighted sum."""
     dy, dw = y.new_empty(y.shape), weights.new_zeros(weights.shape)
     given = (y.contiguous(), weights.contiguous(), place.contiguous(), g.contiguous(), dy, dw)
-    _launch_rows(_collect_backward, given, *y.shape, weights.shape[1], loops=True)
+    m, d = y.shape
+    _launch_rows(_collect_backward, given, m, d, weights.shape[1], loops=True)
     return dy, dw
 
 

@@ -272,7 +272,8 @@ def _forward(
     if y.numel():
         config = _tuned_config(_norm_forward, x, layer)
         x, scale = _rows(x), scale.contiguous()
-        r, b = _rows(residual) if add else x, bias.contiguous() if layer else scale
+        r = x if residual is None else _rows(residual)
+        b = scale if bias is None else bias.contiguous()
         flags = {"LAYER": layer, "ADD": add, "IS_WHOLE": n <= config["BLOCK"]}
         grid = (triton.cdiv(m, config["ROWS"]),)
         _norm_forward[grid](x, r, scale, b, y, total, stats, m, n, x.stride(0), r.stride(0), eps, **flags, **config)
@@ -291,7 +292,8 @@ def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> t
     """(x normed, statistics float32 [1 or 2, M]): 1 / sqrt(mean square + eps) of the M rows; with a bias, LayerNorm's,
     and the means.
     """
-    return _forward(x, None, scale, bias, eps)[::2]
+    y, _, stats = _forward(x, None, scale, bias, eps)
+    return y, stats
 
 
 @operator(
@@ -321,7 +323,7 @@ def norm_backward(g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, s
     programs = min(triton.cdiv(m, config["ROWS"]), _programs(x.device, config["num_warps"]))
     parts = stats.new_empty((kinds, programs, n))
     g, x = _rows(g), _rows(x)
-    gs = _rows(total_g) if add else g
+    gs = g if total_g is None else _rows(total_g)
     flags = {"LAYER": kinds == 2, "ADD": add, "IS_WHOLE": n <= config["BLOCK"]}
     strides = g.stride(0), gs.stride(0), x.stride(0)
     _norm_backward[(programs,)](g, gs, x, scale.contiguous(), stats, dx, parts, m, n, *strides, **flags, **config)

@@ -158,8 +158,8 @@ def _reference(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
     for leaf in leaves:
         for local, part in _parts(leaf, rates):
             u, new = step_leaf(step, part, rates, local)
-            if rates.skip is not None:
-                keep = lambda new, old: torch.where(rates.skip, old, new)  # noqa: E731
+            if (skip := rates.skip) is not None:
+                keep = lambda new, old, skip=skip: torch.where(skip, old, new)  # noqa: E731
                 part.p.copy_(keep((part.p + u).to(part.p.dtype), part.p))
                 new = [keep(n, old) for n, old in zip(new, part.state)]
             else:

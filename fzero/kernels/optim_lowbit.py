@@ -11,6 +11,9 @@ s. Code 0 is zero; the largest is s itself. With a sign 126 steps reach 16 octav
 codes are a table, of 23 octaves, and let small second moments fall to 0.
 """
 
+# A number is a `tl.constexpr` where a kernel says so, which no type checker knows.
+# pyright: reportAssignmentType=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -415,7 +415,8 @@ def grad_norm_reference(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     least.
     """
     norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads])
-    return torch.linalg.vector_norm(norms), sum((~g.isfinite()).sum() for g in grads)
+    bad: Any = sum((~g.isfinite()).sum() for g in grads)  # a tensor: there is a leaf
+    return torch.linalg.vector_norm(norms), bad
 
 
 @torch.no_grad()
@@ -439,7 +440,7 @@ def _grad_norm(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _combine_norms(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    total, bad = torch.cat(parts).to(torch.float64).sum(0)
+    total, bad = torch.cat(tuple(parts)).to(torch.float64).sum(0)
     return total.sqrt().to(torch.float32), bad.to(torch.int64)
 
 

@@ -24,160 +24,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.core import prng
-from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.quantize_blocks import decode, draw_words, encode
+from fzero.kernels.quantize_codes import (
+    FLOAT8,
+    KINDS,
+    Quantized,
+    dequantize_reference,
+    dequantize_sum_requantize_reference,
+    empty_codes,
+    quantize_reference,
+    size_of,
+)
 from fzero.kernels.registry import Form, Op
-
-
-class Quantized(NamedTuple):
-    """A tensor [.., n] in codes: data int8 or float8 [.., n], or uint8 [.., ceil(n / 2)] for int4; scale float32 [..,
-    ceil(n / block)].
-    """
-
-    data: Tensor
-    scale: Tensor
-
-
-class Kind(NamedTuple):
-    """A kind of code: the largest, the dtype of the data, and for float8 the bits of the mantissa and the lowest normal
-    exponent.
-    """
-
-    largest: float
-    dtype: torch.dtype
-    mantissa: int = 0
-    lowest: int = 0
-
-
-KINDS = {
-    "int8": Kind(127.0, torch.int8),
-    "int4": Kind(7.0, torch.uint8),
-    "fp8_e4m3": Kind(448.0, torch.float8_e4m3fn, 3, -6),
-    "fp8_e5m2": Kind(57344.0, torch.float8_e5m2, 2, -14),
-}
-FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def _width(n: int, kind: str) -> int:
-    """Elements of a row of data."""
-    return (n + 1) // 2 if kind == "int4" else n
-
-
-def _check_kind(kind: str, block: int) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}")
-    if block < 1 or (kind == "int4" and block % 2):
-        raise ValueError(f"block is {block}; it must be at least 1, and even for int4")
-
-
-def _size(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) -> int:
-    """The elements of a row of the quantised tensor; raises ValueError if data and scale do not fit together."""
-    _check_kind(kind, block)
-    n = size if size is not None else data.shape[-1] * (2 if kind == "int4" else 1)
-    if data.dtype != KINDS[kind].dtype or scale.dtype != torch.float32:
-        raise ValueError(
-            f"{kind}: data is {data.dtype} and scale {scale.dtype}; they must be {KINDS[kind].dtype} and torch.float32"
-        )
-    if data.shape[-1] != _width(n, kind) or scale.shape != (*data.shape[:-1], -(-n // block)):
-        raise ValueError(
-            f"{kind}: data has shape {list(data.shape)} and scale {list(scale.shape)}; size {n} in blocks of "
-            f"{block} makes the last "
-            f"dims {_width(n, kind)} and {-(-n // block)}, and the others agree"
-        )
-    return n
-
-
-def _split(x: Tensor, block: int) -> Tensor:
-    """x [.., n] as [.., blocks, block], padded with zeros."""
-    blocks = -(-x.shape[-1] // block)
-    return F.pad(x, (0, blocks * block - x.shape[-1])).unflatten(-1, (blocks, block))
-
-
-def _round(y: Tensor, word: Tensor | None) -> Tensor:
-    if word is None:
-        return y.round()
-    below = y.floor()
-    return below + ((word >> 8).to(torch.float32) * 2.0**-24 < y - below)
-
-
-def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None = None, first: int = 0) -> Quantized:
-    """x [.., n] (any floating dtype) in codes: the definition.
-
-    key: rounding is stochastic, by `random.bits(key, x.shape, first=first)`: `first` is the index of x's first element
-    in the leaf whose contiguous part x is. Raises ValueError for a kind or a block that there is not.
-    """
-    _check_kind(kind, block)
-    x, (largest, dtype, mantissa, lowest) = x.detach().to(torch.float32), KINDS[kind]
-    blocks = _split(x, block)
-    absmax = blocks.abs().amax(-1)
-    # By a tensor: on CUDA x / number is x times the number's reciprocal.
-    scale = torch.where(
-        absmax.isfinite(), (absmax / torch.full_like(absmax, largest)).clamp(min=2.0**-126), float("inf")
-    )
-    y = torch.where(scale[..., None].isfinite(), blocks * (1.0 / scale)[..., None], 0.0).clamp(-largest, largest)
-    y = y.flatten(-2)[..., : x.shape[-1]]
-    word = None if key is None else prng.bits(key, x.shape, first=first)
-    if mantissa and word is not None:
-        # float8 numbers near y are 2^(exponent - mantissa) apart; round to one of them, so that the cast is exact.
-        exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=127 + lowest)
-        unit = ((exponent - mantissa) << 23).view(torch.float32)
-        y = torch.copysign(_round(y.abs() / unit, word) * unit, y)
-    codes = y if mantissa else _round(y, word)
-    if kind == "int4":
-        low, high = _split(codes.to(torch.int32), 2).unbind(-1)
-        codes = (low & 15) | ((high & 15) << 4)
-    return Quantized(codes.to(dtype), scale)
-
-
-def dequantize_reference(
-    q: Quantized | tuple[Tensor, Tensor],
-    kind: str,
-    block: int,
-    dtype: torch.dtype = torch.float32,
-    size: int | None = None,
-) -> Tensor:
-    """The tensor [.., size] of `dtype` that q stands for: the definition. size: needed for int4 of odd size alone.
-
-    Raises ValueError if the shapes and dtypes of q are not those of such a tensor.
-    """
-    data, scale = (t.detach() for t in q)
-    n = _size(data, scale, kind, block, size)
-    if kind == "int4":
-        data = torch.stack((data << 4, data), -1).flatten(-2)[..., :n].view(torch.int8) >> 4
-    return (_split(data.to(torch.float32), block) * scale[..., None]).flatten(-2)[..., :n].to(dtype)
-
-
-def dequantize_sum_requantize_reference(
-    data: Tensor,
-    scale: Tensor,
-    kind: str,
-    block: int,
-    size: int | None = None,
-    *,
-    key: Tensor | None = None,
-    first: int = 0,
-) -> Quantized:
-    """The sum over the first dim of what data [R, ..] and scale [R, ..] stand for, in float32 and in order, in codes:
-    the definition.
-
-    What a compressed reduce-scatter does with the parts of R ranks (ZeRO++, section 3.3). key, first: as in `quantize`.
-    """
-    n = _size(data, scale, kind, block, size)
-    total = torch.zeros((*data.shape[1:-1], n), dtype=torch.float32, device=data.device)
-    for part in zip(data, scale):
-        total = total + dequantize_reference(part, kind, block, size=n)
-    return quantize_reference(total, kind, block, key=key, first=first)
 
 
 @triton.jit
@@ -265,12 +132,6 @@ def _sum_requantize(
     _store_codes(x, KEY, first, DATA, SCALE, block, n, total, KIND, STOCHASTIC, ALIGNED, FLAT, BLOCK)
 
 
-def _empty(shape: Sequence[int], kind: str, block: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Allocate (data, scale) for a tensor of `shape`."""
-    data = torch.empty((*shape[:-1], _width(shape[-1], kind)), dtype=KINDS[kind].dtype, device=device)
-    return data, torch.empty((*shape[:-1], -(-shape[-1] // block)), dtype=torch.float32, device=device)
-
-
 def _configs(block: int, flat: bool) -> list[tuning.Config]:
     # (elements of a program, warps); fewer elements if each needs its own address.
     tiles = ((2048, 4), (4096, 8)) if flat else ((1024, 4), (2048, 8))
@@ -278,7 +139,7 @@ def _configs(block: int, flat: bool) -> list[tuning.Config]:
 
 
 def _launch(
-    kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: int
+    kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: Any
 ) -> None:
     """Run a kernel over all blocks of a tensor of `shape`."""
     rows, n = math.prod(shape[:-1]), shape[-1]
@@ -305,11 +166,11 @@ def _rounding(key: Tensor | None, first: int, shape: Sequence[int]) -> dict[str,
 
 @operator(
     "quantize(Tensor x, str kind, int block, Tensor? key, int first) -> (Tensor, Tensor)",
-    lambda x, kind, block, key, first: _empty(x.shape, kind, block, x.device),
+    lambda x, kind, block, key, first: empty_codes(x.shape, kind, block, x.device),
 )
 def quantize_launch(x: Tensor, kind: str, block: int, key: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
     """(data, scale) of x [.., n], in one pass."""
-    data, scale = _empty(x.shape, kind, block, x.device)
+    data, scale = empty_codes(x.shape, kind, block, x.device)
     given = x, scale if key is None else key, first, data, scale
     _launch(_quantize, given, x.shape, kind, block, **_rounding(key, first, x.shape))
     return data, scale
@@ -329,14 +190,14 @@ def dequantize_launch(data: Tensor, scale: Tensor, kind: str, block: int, dtype:
 @operator(
     "dequantize_sum_requantize(Tensor data, Tensor scale, str kind, int block, int size, Tensor? key, int "
     "first) -> (Tensor, Tensor)",
-    lambda data, scale, kind, block, size, key, first: _empty((*data.shape[1:-1], size), kind, block, data.device),
+    lambda data, scale, kind, block, size, key, first: empty_codes((*data.shape[1:-1], size), kind, block, data.device),
 )
 def sum_launch(
     data: Tensor, scale: Tensor, kind: str, block: int, size: int, key: Tensor | None, first: int
 ) -> tuple[Tensor, Tensor]:
     """(data, scale) of the sum over the first dim, in one pass."""
     shape = (*data.shape[1:-1], size)
-    total, scales = _empty(shape, kind, block, data.device)
+    total, scales = empty_codes(shape, kind, block, data.device)
     given = data, scale, total.numel(), scales if key is None else key, first, total, scales
     _launch(_sum_requantize, given, shape, kind, block, COUNT=data.shape[0], **_rounding(key, first, shape))
     return total, scales
@@ -350,7 +211,7 @@ def _dequantize_triton(
     q: Quantized, kind: str, block: int, dtype: torch.dtype = torch.float32, size: int | None = None
 ) -> Tensor:
     data, scale = (t.detach() for t in q)
-    return dequantize_launch(data, scale, kind, block, dtype, _size(data, scale, kind, block, size))
+    return dequantize_launch(data, scale, kind, block, dtype, size_of(data, scale, kind, block, size))
 
 
 def _sum_triton(
@@ -363,7 +224,7 @@ def _sum_triton(
     key: Tensor | None = None,
     first: int = 0,
 ) -> Quantized:
-    n = _size(data, scale, kind, block, size)
+    n = size_of(data, scale, kind, block, size)
     return Quantized(*sum_launch(data.detach(), scale.detach(), kind, block, n, key, first))
 
 
@@ -389,7 +250,7 @@ quantize = Op(
         on_cuda,
     ),
     flops=lambda x, *_, **__: 6 * x.numel(),
-    bytes=lambda x, kind, block, **_: sum(t.nbytes for t in (x, *_empty(x.shape, kind, block, "meta"))),
+    bytes=lambda x, kind, block, **_: sum(t.nbytes for t in (x, *empty_codes(x.shape, kind, block, "meta"))),
 )
 dequantize = Op(
     "dequantize",

@@ -5,6 +5,9 @@ Integer operations, and float32 ones that IEEE 754 rounds one way: the bits are 
 and no float8 hardware is needed. The division is the exact one; Triton's x / y is not.
 """
 
+# A number is a `tl.constexpr` where a kernel says so, which no type checker knows.
+# pyright: reportAssignmentType=false
+
 from fzero.kernels.optional_triton import tl, triton
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to |y| < 2^22 it rounds y to the nearest integer, ties to even

@@ -58,11 +58,11 @@ class Ctx(NamedTuple):
     dtype: torch.dtype = torch.float32  # of activations and products
     compiled: bool = False
     remat: Remat = Remat()
-    layer: Tensor | tuple = ()  # inside a block: the layer's number, int64 scalar
-    key: Tensor | tuple = ()  # the random key of dropout; () turns dropout off
+    layer: Tensor | tuple[()] = ()  # inside a block: the layer's number, int64 scalar
+    key: Tensor | tuple[()] = ()  # the random key of dropout; () turns dropout off
     first: Tensor | int = 0  # index of this batch's first sequence in the step's global batch
-    documents: Tensor | tuple = ()  # int [B, T]; () if each sequence is one document
-    cache: Cache | tuple = ()
+    documents: Tensor | tuple[()] = ()  # int [B, T]; () if each sequence is one document
+    cache: Cache | tuple[()] = ()
     kernels: Kernels = AUTO  # the form of each hot operation
     matmul: str = ""  # how the linear layers of the blocks multiply, see core.precision.Policy
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too

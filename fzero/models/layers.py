@@ -151,6 +151,7 @@ def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
     x may be this rank's range of T. The mask depends on the key, the layer, `name` and an element's index in the step's
     global batch, so it is the same however that batch is split.
     """
+    assert isinstance(ctx.key, Tensor)  # a rate that is active has one
     key = prng.fold_in(ctx.key, name)
     if isinstance(ctx.layer, Tensor):
         key = prng.fold_in(key, ctx.layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from fzero.core.pytree import nearest
 from fzero.kernels.rope import RopeScaling
@@ -15,7 +16,7 @@ from fzero.models.mlp import MLPConfig, mlp
 ModelConfig = GPT2Config | LlamaConfig | MoEConfig | MLPConfig
 
 
-def _gpt2(d_model: int, n_layers: int, n_heads: int, **sizes: int) -> GPT2Config:
+def _gpt2(d_model: int, n_layers: int, n_heads: int, **sizes: Any) -> GPT2Config:
     return GPT2Config(d_model=d_model, n_layers=n_layers, n_heads=n_heads, d_ff=4 * d_model, **sizes)
 
 
@@ -89,7 +90,7 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]()
 
 
-BUILDERS: dict[type, Callable[[ModelConfig], Model]] = {
+BUILDERS: dict[type, Callable[[Any], Model]] = {
     GPT2Config: gpt2,
     LlamaConfig: llama,
     MoEConfig: mixtral,

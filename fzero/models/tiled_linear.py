@@ -26,7 +26,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import NamedTuple
@@ -66,7 +66,7 @@ def read_ahead(fetch: Fetch, tiles: int, ahead: int) -> Iterator[Fetch]:
     if ahead == 0:
         yield fetch
         return
-    reading: deque = deque()
+    reading: deque[tuple[int, Future[Sequence[Tensor]]]] = deque()
     rest = iter(range(tiles))
     pool = ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
 
@@ -75,7 +75,7 @@ def read_ahead(fetch: Fetch, tiles: int, ahead: int) -> Iterator[Fetch]:
 
     def fetched(i: int) -> Sequence[Tensor]:
         due, params = reading.popleft() if reading else (None, None)
-        if due != i:
+        if params is None or due != i:
             raise ValueError(f"tile {i} is asked for, and {due} of {tiles} is next: they are read in order, once each")
         start(1)
         return params.result()
@@ -121,6 +121,7 @@ class TiledLinear:
                 if bias:
                     y[:, s].add_(bias[0].to(x.dtype))
             del w, bias
+        assert y is not None  # there is a tile
         return y.to(x.dtype)
 
     @torch.no_grad()
@@ -142,6 +143,7 @@ class TiledLinear:
                 put(i, [grad.to(p.dtype) for grad, p in zip(grads, params)])
                 del grads
             del params, wt
+        assert dx is not None  # there is a tile
         return dx.to(x.dtype)
 
 
@@ -176,6 +178,7 @@ class TiledMLP:
             params = fetch(i)
             y = _add_product(y, self.activation(*self._inner(params, x)), params[-1].to(x.dtype))
             del params
+        assert y is not None  # there is a tile
         return y.to(x.dtype)
 
     @torch.no_grad()
@@ -197,6 +200,7 @@ class TiledMLP:
                 grads = [*(x.t() @ g for g in grads), *biases, *dw_out]
                 put(i, [grad.to(p.dtype) for grad, p in zip(grads, params)])
             del params, weights, w, g, grads, dw_out, residuals
+        assert dx is not None  # there is a tile
         return dx.to(x.dtype)
 
 

@@ -14,7 +14,7 @@ import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -63,11 +63,18 @@ class LeafFiles(NamedTuple):
 Rows = tuple[int, int]
 
 
+class Pending(Protocol):
+    """A transfer under way: a DiskRequest, or the one that a plan reports."""
+
+    def wait(self) -> None:
+        """Wait for it. Raises OSError if it failed."""
+
+
 class RowRead(NamedTuple):
     """A read of rows of a chunk into a buffer."""
 
     buffer: Buffer
-    pending: DiskRequest
+    pending: Pending
     failed: Callable[[OSError], ValueError]  # the error to raise for a failed transfer
 
     def wait(self) -> Tensor:

@@ -75,9 +75,9 @@ class VersionedStore:
         self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT, slot: int | None = None
     ) -> RowRead:
         """Start to read rows of a layer of a leaf of the last complete step (or of a pinned slot)."""
-        assert self.record is not None, "nothing was committed yet"
+        record = self._last()
         return self.chunks.read(
-            name, self.slot_of(name, self.record.slot if slot is None else slot), layer, rows, priority=priority
+            name, self.slot_of(name, record.slot if slot is None else slot), layer, rows, priority=priority
         )
 
     def begin(self) -> None:
@@ -137,7 +137,10 @@ class VersionedStore:
         called it.
         """
         before = self.record
-        slot = before.slot if self.target is None else self.target
+        slot = self.target
+        if slot is None:
+            assert before is not None, "nothing was committed yet, and begin was not called"
+            slot = before.slot
         if self.target is not None:
             self.flush()
             sums = {name: [self._sum(name, i) for i in range(kept.layers)] for name, kept in self.leaves.items()}
@@ -171,20 +174,24 @@ class VersionedStore:
                 f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked "
                 f"for; use nvme.slots={keep + 2}"
             )
-        pinned = sorted({**self.record.pinned, self.record.slot: self.record.step}.items(), key=lambda item: -item[1])[
-            :keep
-        ]
-        self._put(self.record._replace(pinned=dict(pinned)))
+        record = self._last()
+        pinned = sorted({**record.pinned, record.slot: record.step}.items(), key=lambda item: -item[1])[:keep]
+        self._put(record._replace(pinned=dict(pinned)))
         return sorted(step for _, step in pinned)
 
     def trim(self) -> None:
         """Free the disk space of slots that hold no step: a run that ends does not need them; a resumed one makes them
         again."""
-        self.chunks.trim({self.record.slot, *self.record.pinned})
+        record = self._last()
+        self.chunks.trim({record.slot, *record.pinned})
 
     def finish(self) -> None:
         """Mark the run as over, so that another run may take over the folder."""
-        self._put(self.record._replace(done=True))
+        self._put(self._last()._replace(done=True))
+
+    def _last(self) -> StepManifest:
+        assert self.record is not None, "nothing was committed yet"
+        return self.record
 
     def _put(self, record: StepManifest) -> None:
         self.record = record
@@ -223,7 +230,7 @@ class VersionedStore:
                     raise Damaged(
                         f"{self.chunks.path(name, at, layer)}: is damaged: the checksum does not match for {name}"
                         f"{f', layer {layer},' if kept.stacked else ''} at step "
-                        f"{self.record.step}; resume from a checkpoint"
+                        f"{self._last().step}; resume from a checkpoint"
                     )
         self.fixed = {name: sums[name] for name, kept in self.leaves.items() if kept.slots == 1}
 
@@ -337,13 +344,13 @@ def open_store(
     try:
         chunks = Chunks(folder, leaves, rank, size, buffers, disk, create=not resume)
         barrier()
-        chunks.open({record.slot, *record.pinned} if resume else set())
+        chunks.open({record.slot, *record.pinned} if record is not None else set())
     except OSError as error:
         raise ValueError(
             f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
         ) from None
     store = VersionedStore(chunks, slots, verify)
-    if resume:
+    if record is not None:
         store.record = record
         store.check(record.slot)
     return store
@@ -393,7 +400,8 @@ def release_store(folder: str | Path) -> None:
     except ValueError:  # damaged: the run resumes from a checkpoint
         Path(folder, STEP).unlink()
         return
-    write_text(folder, STEP, step_manifest_text(record._replace(pinned={}, done=True)))
+    if record is not None:
+        write_text(folder, STEP, step_manifest_text(record._replace(pinned={}, done=True)))
 
 
 def _geometry(described: dict[str, Any]) -> Any:

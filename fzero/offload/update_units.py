@@ -123,6 +123,7 @@ class BlockRead(NamedTuple):
     def wait(self, part: RowBlock) -> Tensor:
         """Wait for the rows and return them, with the leading dim of their layer."""
         if self.reading is None:
+            assert self.view is not None  # a leaf in memory
             return self.view
         value = self.reading.wait()
         return value if part.layer is None else value[None]

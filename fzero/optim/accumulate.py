@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, apply_in_place, expect_optimizer
 from fzero.optim.leafwise import without_partial
+from fzero.optim.sharded_leaves import bind
 from fzero.sharding.spec import Spec
 
 
@@ -65,6 +66,10 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
             ),
         )
 
+    def spec(specs: Tree) -> AccumulateState:
+        count: Any = Spec()  # in the tensor's place
+        return AccumulateState(count, pytree.map(without_partial, specs), tx.spec(specs))
+
     @torch.no_grad()
     def apply(grads: Tree, state: AccumulateState, params: Tree) -> tuple[Tree, AccumulateState]:
         total = pytree.map(lambda s, g: s.add_(g), state.sum, grads)
@@ -78,9 +83,9 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
     return GradientTransformation(
         init=init,
         update=update,
-        spec=lambda specs: AccumulateState(Spec(), pytree.map(without_partial, specs), tx.spec(specs)),
+        spec=spec,
         needs=tx.needs,
         apply=apply,
         unit=tx.unit,
-        on=None if tx.on is None else lambda shards: accumulate(tx.on(shards), every, dtype=dtype),
+        on=None if tx.on is None else lambda shards: accumulate(bind(tx, shards), every, dtype=dtype),
     )

@@ -59,6 +59,7 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
 
     @torch.no_grad()
     def in_pass(grads: Tree, state: AverageState, params: Tree, more: Pass) -> tuple[Tree, AverageState]:
+        assert tx.in_pass is not None  # else this one has no `in_pass` either
         params, inner = tx.in_pass(grads, state.inner, params, more)
 
         def move(average: Tensor, param: Tensor) -> Tensor:

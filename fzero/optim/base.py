@@ -152,7 +152,7 @@ def distinct(grads: Tree) -> Tree:
     A gradient may be one element expanded, or the very buffer of another leaf's gradient (autograd gives the terms of a
     sum one tensor): such a leaf is copied, before anything is written. Other leaves stay as they are.
     """
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int | torch.SymInt]] = set()
 
     def own(g: Any) -> Any:
         if not isinstance(g, Tensor):

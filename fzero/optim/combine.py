@@ -70,9 +70,12 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
 
     def in_pass(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[Tree, Tree]:
         check(state)
+        last_tx = txs[-1].in_pass
+        assert last_tx is not None  # see `one_pass`
         if len(txs) == 2:
+            assert txs[0].factor is not None
             more = more._replace(factor=txs[0].factor(grads, more.factor, more.norm))
-        params, last = txs[-1].in_pass(grads, state[-1], params, more)
+        params, last = last_tx(grads, state[-1], params, more)
         return params, (*state[:-1], last)
 
     one_pass = txs[-1].in_pass is not None and len(txs) <= 2 and all(tx.factor is not None for tx in txs[:-1])
@@ -102,6 +105,7 @@ class SplitChain(NamedTuple):
     def factor(self, so_far: Tensor, norm: Tensor) -> Tensor:
         """The factor of the body's gradients, if `norm` is the norm of all gradients and `so_far` their factor."""
         for head in self.heads:
+            assert head.factor is not None  # what makes it a head
             so_far = head.factor(None, so_far, norm)
         return so_far
 

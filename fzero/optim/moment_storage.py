@@ -119,7 +119,8 @@ def with_kernel(
         op.form(impl)
     decays, exact = decay_predicate(mask), kept.bits is None and kept.rounding == "nearest"
     state_type = state_types[0] if kept.bits is None else state_types[1]
-    fixed = Rates((), None, block=kept.block, **numbers)
+    later: Any = None  # `leaves` puts the count there
+    fixed = Rates((), later, block=kept.block, **numbers)
 
     def info(name: str, p: Tensor) -> float:
         return weight_decay if decays(name, p) else 0.0

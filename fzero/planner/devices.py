@@ -11,7 +11,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,8 +182,8 @@ def _plain(value: Any) -> Any:
     """Convert to tables, lists, numbers and texts: dataclasses and named tuples become tables."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {key: _plain(inner) for key, inner in value._asdict().items()}
+    if isinstance(value, tuple) and (fields := getattr(value, "_asdict", None)) is not None:
+        return {key: _plain(inner) for key, inner in fields().items()}
     if isinstance(value, tuple):
         return [_plain(inner) for inner in value]
     return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
@@ -222,7 +222,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             return tuple(_typed(f"{name}[{i}]", each, inner[0]) for i, each in enumerate(value))
         if len(value) == len(inner):
             return tuple(_typed(f"{name}[{i}]", each, one) for i, (each, one) in enumerate(zip(value, inner)))
-    if hint is float and type(value) in (int, float) and math.isfinite(value):
+    if hint is float and isinstance(value, int | float) and type(value) is not bool and math.isfinite(value):
         return float(value)
     if kind is None and type(value) is hint and hint is not float:
         return value
@@ -238,6 +238,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
 
 def _fields(name: str, value: Any, hint: Any) -> Any:
     """Convert a table to the dataclass or named tuple `hint`; unknown keys and missing required ones are errors."""
+    make: Callable[..., Any] = hint
     hints = typing.get_type_hints(hint)
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {json.dumps(value)[:60]}; it must be a table of {', '.join(hints)}")
@@ -253,4 +254,4 @@ def _fields(name: str, value: Any, hint: Any) -> Any:
     for key in needed:
         if key not in value:
             raise ValueError(f"{where}{key} is missing")
-    return hint(**{key: _typed(where + key, each, hints[key]) for key, each in value.items()})
+    return make(**{key: _typed(where + key, each, hints[key]) for key, each in value.items()})

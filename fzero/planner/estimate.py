@@ -8,7 +8,7 @@ state of fzero has."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fzero import models
 from fzero.core import pytree
@@ -121,7 +121,7 @@ def estimate_model_states(
 OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,opt=host,grads=host")
 
 
-def states_table(model: str | ModelConfig | int, gpus: int, **options: object) -> str:
+def states_table(model: str | ModelConfig | int, gpus: int, **options: Any) -> str:
     """The table, as text, of the model states of every stage and offload; options as in `estimate_model_states`."""
     total, largest = count(model)
     rows = []

@@ -20,7 +20,7 @@ from fzero.planner.step_trace import Segment, Trace, Transfer, make_trace, run_s
 from fzero.run import build as run_build
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
-from fzero.run.measure.live_bytes import START, Change, Life, Stay
+from fzero.run.measure.moments import START, Change, Life, Stay, Visit
 from fzero.sharding import fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.train.streamed import PREFIX
@@ -109,7 +109,7 @@ def deeper(
         forward = stay.visit.phase == "forward"
         for copy in range(copies + 1):
             moved = (copy if forward else copies - copy) * group
-            out += [Stay(one.visit._replace(layer=one.visit.layer + moved), *one[1:]) for one in middle]
+            out += [one._replace(visit=_moved(one.visit, moved)) for one in middle]
         i = end
     passes = {stay.visit.span for stay in stays if stay.visit.phase in ("forward", "backward")}
     return (out, middles) if len(middles) == len(passes) else None
@@ -124,8 +124,13 @@ def _shifted(stay: Stay, layers: int) -> Stay:
     """Shift a stay by a number of layers."""
     if not layers:
         return stay
-    layer = stay.visit.layer + layers
-    return Stay(stay.visit._replace(layer=layer), [event._replace(layer=layer) for event in stay.events], *stay[2:])
+    visit = _moved(stay.visit, layers)
+    return stay._replace(visit=visit, events=[event._replace(layer=visit.layer) for event in stay.events])
+
+
+def _moved(visit: Visit, layers: int) -> Visit:
+    assert visit.layer is not None  # only visits of layers move
+    return visit._replace(layer=visit.layer + layers)
 
 
 def longer(stays: Sequence[Stay], parts: int) -> tuple[list[Stay], list[Stay]]:

@@ -161,6 +161,11 @@ class PlannedScratch:
 class PlannedNvme(Nvme):
     """The Nvme of a planned run."""
 
+    _buffers: PlannedBufferPool | None
+    _disk: PlannedDisk | None
+    _scratch: PlannedScratch | None
+    store: PlannedStore | None
+
     def __init__(self, **options: Any) -> None:
         super().__init__(None, **options)
 

@@ -97,11 +97,9 @@ class PlanReport(NamedTuple):
         """Say how much memory is missing; "" if the run fits."""
         if self.margin_bytes < 0:
             return f"{size(-self.margin_bytes)} too much"
-        return (
-            ""
-            if self.fits
-            else f"{size(self.host_peak_bytes - self.host_capacity_bytes)} of a rank too much for the host's memory"
-        )
+        if self.fits or self.host_capacity_bytes is None:
+            return ""
+        return f"{size(self.host_peak_bytes - self.host_capacity_bytes)} of a rank too much for the host's memory"
 
     def to_json(self) -> str:
         """Format all fields as one JSON object; `config` is the table of a run's config.json."""
@@ -228,7 +226,6 @@ def report_of(
     rate = step_tokens / timing.step_s if timing else None
     dtype = str(built.policy.compute).removeprefix("torch.")
     top = device.flops.get(dtype)
-    known = rate is not None and top is not None
     price = device.price_per_hour if price is None else price
     hours = tokens / rate * ranks / 3600 if tokens and rate else None
     return PlanReport(
@@ -263,12 +260,12 @@ def report_of(
         model_flop_per_step=full,
         model_flop_per_step_causal=causal,
         step_s=timing.step_s if timing else None,
-        step_s_range=tuple(timing.step_s * part for part in device.step_range) if timing else None,
+        step_s_range=(timing.step_s * device.step_range[0], timing.step_s * device.step_range[1]) if timing else None,
         time=time_facts(timing) if timing else {},
         tokens_per_s=rate,
-        mfu=mfu(full / step_tokens, rate, top * ranks) if known else None,
-        mfu_causal=mfu(causal / step_tokens, rate, top * ranks) if known else None,
-        hfu=hfu(passes, timing.step_s, top) if known else None,
+        mfu=mfu(full / step_tokens, rate, top * ranks) if rate is not None and top is not None else None,
+        mfu_causal=mfu(causal / step_tokens, rate, top * ranks) if rate is not None and top is not None else None,
+        hfu=hfu(passes, timing.step_s, top) if timing and top is not None else None,
         tokens=tokens,
         days=tokens / rate / SECONDS_A_DAY if tokens and rate else None,
         device_hours=hours,

@@ -255,6 +255,7 @@ def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
     late_s = way.curves["late"][0][1] if "late" in way.curves else 0.0
     if what in way.curves and len(way.hops) == 1:
         level = way.hops[0][0]
+        assert level.hidden is not None  # `_reached` fills it
         seconds = max(0.0, along(way.curves[what], whole) - level.call_s)
         return Message(level.call_s, seconds, {level.name: seconds}, level.hidden, late_s)
     found = _by_messages(way, what, sent_bytes, whole) if way.kind == "gloo" else _by_rings(way, what, sent_bytes)
@@ -288,6 +289,7 @@ def _by_messages(way: Way, what: str, sent_bytes: int, whole: float) -> Message:
     if level.total_bytes_s:
         seconds = max(seconds, moved * way.sharing / level.total_bytes_s)
     count = 1 if what == "ppermute" else n - 1
+    assert level.hidden is not None  # `_reached` fills it
     return Message(
         level.call_s * count * rounds, rounds * level.latency_s + seconds, {level.name: seconds}, level.hidden
     )

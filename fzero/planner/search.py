@@ -25,7 +25,16 @@ from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
 from fzero.planner.plan import PlanReport, config_for, device_for, has_rates, report_of, resolve_for
-from fzero.planner.search_result import Found, Room, SearchResult, best_alternatives, nothing_fits, slower, words
+from fzero.planner.search_result import (
+    Found,
+    Room,
+    SearchResult,
+    best_alternatives,
+    nothing_fits,
+    slower,
+    step_seconds,
+    words,
+)
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_json, to_table
 from fzero.run.recipes import recipe
@@ -91,7 +100,7 @@ def search(
         fits, over = trace_best(config, fitting, device, options, top, say, pool)
     if not fits:
         raise ValueError(nothing_fits(sketches, over, room, gpus, device))
-    fits.sort(key=lambda found: found.report.step_s)
+    fits.sort(key=lambda found: step_seconds(found.report))
     first = fits[0]
     named = [Found(f.candidate, f.report, "" if f is first else slower(f.report, first.report)) for f in fits]
     alternatives = best_alternatives(sketches, {f.candidate: f.report for f in (*fits, *over)}, first, room)
@@ -144,7 +153,7 @@ def trace_best(
 
     while rest and len(fits) < MOST and len(over) < MOST:
         rest.sort(key=expected)  # stable
-        fastest = min((found.report.step_s for found in fits), default=math.inf)
+        fastest = min((step_seconds(found.report) for found in fits), default=math.inf)
         missing, more = top - len(fits), sum(expected(sketch) < fastest for sketch in rest[:ROUND])
         if missing <= 0 and not more:
             break
@@ -153,10 +162,10 @@ def trace_best(
         reports = [pool.submit(trace_candidate, config, sketch.candidate, device, options) for sketch in now]
         for sketch, report in zip(now, (future.result() for future in reports)):
             c = sketch.candidate
-            off[kind(c)] = report.step_s / sketch.step_s
+            off[kind(c)] = step_seconds(report) / sketch.step_s
             (fits if report.fits else over).append(Found(c, report, ""))
             short = "" if report.fits else ", does not fit"
-            say(f"{words(c)}: {duration(report.step_s)} a step, {size(report.peak_bytes_per_rank)}{short}")
+            say(f"{words(c)}: {duration(step_seconds(report))} a step, {size(report.peak_bytes_per_rank)}{short}")
     return fits, over
 
 

@@ -37,6 +37,12 @@ class Found(NamedTuple):
     reason: str  # why it is slower than the best; "" for the best
 
 
+def step_seconds(report: PlanReport) -> float:
+    """The seconds of a step; a search refuses a device without the rates."""
+    assert report.step_s is not None, report.device.name
+    return report.step_s
+
+
 class Alternative(NamedTuple):
     """For one alternative choice (such as tp=4): the best plan that uses it, and why it is slower."""
 
@@ -104,7 +110,7 @@ def slower(report: PlanReport, best: PlanReport) -> str:
             if flop > 0.01
             else "computation in smaller pieces, or bound by memory"
         )
-    longer = report.step_s / best.step_s - 1
+    longer = step_seconds(report) / step_seconds(best) - 1
     return (
         f"{percent(longer)} slower: {duration(more[worst])} more {what}"
         if longer >= ALIKE and more[worst] > 0
@@ -175,7 +181,7 @@ def best_alternatives(
         known = [s for s in members if s.candidate in reports and reports[s.candidate].fits]
         fit = [s for s in members if room.has(s)]
         if known:
-            s = min(known, key=lambda s: reports[s.candidate].step_s)
+            s = min(known, key=lambda s: step_seconds(reports[s.candidate]))
             reason = slower(reports[s.candidate], best.report)
         elif fit:
             s = fit[0]  # sketches are sorted by time
@@ -224,10 +230,10 @@ def describe(result: SearchResult) -> str:
             c.remat,
             c.offload or "-",
             str(c.micro_batch),
-            duration(r.step_s),
+            duration(step_seconds(r)),
         ]
         cells += [
-            quantity(r.tokens_per_s),
+            quantity(r.tokens_per_s or 0.0),
             use,
             size(r.peak_bytes_per_rank),
             percent(r.peak_bytes_per_rank / r.capacity_bytes),
@@ -246,7 +252,7 @@ def describe(result: SearchResult) -> str:
         "why the others lose (the best of each; ~ by closed forms)",
         *table(["choice", "of them", "the best of them", ""], alternative_rows(result.losers), text=(0, 2, 3)),
     ]
-    if first.days is not None:
+    if first.days is not None and first.tokens is not None:
         cost = f", {first.cost:,.0f} at {first.price_per_hour:g} an hour" if first.cost is not None else ""
         lines += [
             "",

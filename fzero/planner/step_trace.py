@@ -32,7 +32,8 @@ from fzero.run import build as run_build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
-from fzero.run.measure.live_bytes import MemoryTrace, Moment, Stay, Visit, alive, device_of, moments, recorded
+from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
+from fzero.run.measure.moments import Moment, Stay, Visit, alive, moments
 from fzero.sharding import Mesh, fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.train.state_on_disk import leaves_on_disk
@@ -258,12 +259,11 @@ def fake_state(job: Job, mode: FakeDevice) -> Any:
 
     def leaf(name: str, x: Tensor) -> Any:
         if name in stored:
-            return DiskTensor(nvme.store, name)
+            return DiskTensor(store, name)
         return torch.empty(x.shape, dtype=x.dtype, device=HOST if specs[name].memory == "host" else mode.device)
 
     stored = leaves_on_disk(like, run_build.specs_of(job), job.plan) if nvme is not None else {}
-    if stored:
-        nvme.open(stored, mesh)
+    store: Any = nvme.open(stored, mesh) if nvme is not None and stored else None  # a PlannedStore
     return pytree.map_named(leaf, like)
 
 
@@ -315,8 +315,10 @@ def rows(stays: Iterable[Stay]) -> tuple[Row, ...]:
             held[0] += 1
             held[1] += elements
     return tuple(
-        Row(*key[:4], str(key[4]).removeprefix("torch."), calls, elements, elements * key[4].itemsize)
-        for key, (calls, elements) in sums.items()
+        Row(
+            phase, collective, axis, leaf, str(dtype).removeprefix("torch."), calls, elements, elements * dtype.itemsize
+        )
+        for (phase, collective, axis, leaf, dtype), (calls, elements) in sums.items()
     )
 
 

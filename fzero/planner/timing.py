@@ -134,7 +134,7 @@ class Play:
             return None
         before, self.block = self.block, (op.phase, op.layer)
         calls = 2 if self.again and op.phase == "backward" else 1
-        return self.call_s * calls if before != self.block else 0.0
+        return (self.call_s or 0.0) * calls if before != self.block else 0.0
 
     def start(self, t: Transfer) -> None:
         if t.axis in DISKS:
@@ -223,7 +223,7 @@ class Play:
         more = segment.times - turns
         if more:
             gone = self.clock["device"] - clock["device"]
-            self.done = {number: (over + more * gone, *rest) for number, (over, *rest) in self.done.items()}
+            self.done = {number: (over + more * gone, s, own) for number, (over, s, own) in self.done.items()}
             self.clock = {name: value + more * (value - clock.get(name, 0.0)) for name, value in self.clock.items()}
             self.sums = {key: value + more * (value - sums.get(key, 0.0)) for key, value in self.sums.items()}
 
@@ -232,11 +232,12 @@ class Play:
         for (group, key), value in self.sums.items():
             groups.setdefault(group, {})[key] = value
         names = ("phases", "layers", "kinds", "bound", "exposed", "hidden", "waiting", "moving")
-        found = [groups.get(name, {}) for name in names]
+        found = {name: groups.get(name, {}) for name in names}
         parts = {**groups.get("bound", {}), **groups.get("waiting", {})}
         parts |= {f"communication on {axis}": seconds for axis, seconds in groups.get("exposed", {}).items()}
         flop = int(groups.get("flop", {}).get("", 0))
-        return Timing(self.clock["device"], *found, flop, max(parts, key=parts.__getitem__, default="compute"))
+        binds = max(parts, key=parts.__getitem__, default="compute")
+        return Timing(self.clock["device"], **found, flop=flop, binds=binds)
 
 
 def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:

@@ -43,8 +43,9 @@ class Variants(NamedTuple):
         """The fastest plan that fits; without times, the one with the smallest peak. None if none fits."""
         fitting = [row for row in self.rows if row.fits]
         slowness = [
-            (row.report.step_s is None, -(row.report.tokens_per_s or 0.0), row.report.peak_bytes_per_rank)
-            for row in fitting
+            (report.step_s is None, -(report.tokens_per_s or 0.0), report.peak_bytes_per_rank)
+            for report in (row.report for row in fitting)
+            if report is not None
         ]
         return fitting[slowness.index(min(slowness))] if fitting else None
 
@@ -62,7 +63,11 @@ class Variants(NamedTuple):
         header = [*names, *COLUMNS, *(("time", "device hours", "cost") if budget else ()), "fits"]
         cells = [[*map(words, row.values.values()), *row_cells(row, budget)] for row in self.rows]
         best = self.best()
-        last = f"the fastest that fits: {in_words(best)}" if best and best.report.step_s is not None else ""
+        last = (
+            f"the fastest that fits: {in_words(best)}"
+            if best and best.report and best.report.step_s is not None
+            else ""
+        )
         if not last:
             last = f"the least memory: {in_words(best)}" if best else "none of them fits"
         return "\n".join(
@@ -96,11 +101,11 @@ def vary(
         values = dict(zip(choices, combination))
         shown = {name: value.name if isinstance(value, Device) else value for name, value in values.items()}
         changes = {name: value for name, value in values.items() if name not in ("mesh", "gpu", "preset")}
-        base = (
+        base: Any = (
             model
             if "preset" not in values
             else values["preset"]
-            if isinstance(model, str)
+            if not isinstance(model, Mapping)
             else {**model, "preset": values["preset"]}
         )
         try:
@@ -136,7 +141,7 @@ def row_cells(row: Variant, budget: bool) -> list[str]:
         size(r.state_bytes_per_rank),
     ]
     cells.append(size(sum(r.comm_bytes_per_axis.values())))
-    cells += [duration(r.step_s), quantity(r.tokens_per_s)] if r.step_s is not None else ["-", "-"]
+    cells += [duration(r.step_s), quantity(r.tokens_per_s or 0.0)] if r.step_s is not None else ["-", "-"]
     cells += [percent(r.mfu) if r.mfu is not None else "-", r.binds or "-"]
     if budget:
         cells += [duration(r.days * 86400), f"{r.device_hours:,.0f}"] if r.days is not None else ["-", "-"]

@@ -36,6 +36,14 @@ def attempt_of_rows(steps: Sequence[int], attempts: Sequence[Attempt]) -> list[i
     return [max((i for i, first in enumerate(firsts) if first < step), default=-1) for step in steps]
 
 
+def starts(series: Mapping[str, list[Any]], attempts: Sequence[Attempt]) -> list[tuple[int, int]]:
+    """(tokens seen before, or steps if tokens were not recorded; number) of each attempt after the first that made a
+    step."""
+    places, made = series.get("tokens", series["step"]), attempt_of_rows(series["step"], attempts)
+    firsts = {number: row for row, number in reversed(list(enumerate(made)))}
+    return [(places[row - 1], attempts[n].get("attempt", n + 1)) for n, row in sorted(firsts.items()) if row and n >= 0]
+
+
 def subject(steps: Sequence[int], attempts: Sequence[Attempt]) -> Attempt:
     """The last attempt that made a step, of which the figures of a run are; {} if none is recorded."""
     made = attempt_of_rows(steps, attempts)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fzero.report import figures, figures_compare
+from fzero.report import figures, figures_bars, figures_compare, figures_curves, figures_memory
+from fzero.report.attempts import starts
 from fzero.report.compare import value_of
 from fzero.report.read import steady
-from fzero.report.values import Report, RunReport
+from fzero.report.values import Report, RunReport, shown
 
 Draw = Callable[[], Any]
 COMPONENTS = tuple(figures.COMPONENTS)
@@ -16,8 +17,14 @@ COMPONENTS = tuple(figures.COMPONENTS)
 
 def loss(run: RunReport) -> Draw:
     """Training and validation loss over tokens seen."""
-    s = run.series
-    return lambda: figures.loss(s.get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"])))
+    s, marks = run.series, starts(run.series, run.attempts)
+    val = s.get("val_loss", [None] * len(s["loss"]))
+    return lambda: figures_curves.loss(places(run), s["loss"], val, marks)
+
+
+def places(run: RunReport) -> list[int]:
+    """The tokens seen at each step, or the steps if tokens were not recorded."""
+    return run.series.get("tokens", run.series["step"])
 
 
 def throughput(run: RunReport) -> Draw:
@@ -25,11 +32,12 @@ def throughput(run: RunReport) -> Draw:
     s, kept = run.series, steady(run.series, run.attempts)
     mfu = s.get("mfu", [None] * len(s["step"]))
     rate = s["tokens_per_s"]
-    return lambda: figures.throughput(
+    return lambda: figures_curves.throughput(
         [s["tokens"][i] for i in kept],
         [rate[i] for i in kept],
         [mfu[i] for i in kept],
         value_of(run, "tokens_per_s", predicted=True),
+        starts(s, run.attempts),
     )
 
 
@@ -38,7 +46,7 @@ def memory(run: RunReport) -> Draw:
     measured, plan = run.memory or {}, run.plan or {}
     names = [*(measured.get("components") or COMPONENTS)]
     names += [name for m in measured.get("timeline", ()) for name in m["parts"] if name not in names]
-    return lambda: figures.memory(
+    return lambda: figures_memory.memory(
         measured.get("timeline") or (), plan.get("timeline") or (), list(dict.fromkeys(names))
     )
 
@@ -50,16 +58,34 @@ def time_bars(run: RunReport) -> Draw:
         {name: getattr(q, kind) for name, q in found if getattr(q, kind) is not None}
         for kind in ("measured", "predicted")
     )
-    return lambda: figures.time_bars(measured, predicted)
+    return lambda: figures_bars.time_bars(measured, predicted)
 
 
 def time_steps(run: RunReport) -> Draw:
-    """Seconds of each step by phase; the axis ends at three times the median step."""
+    """Seconds of each step by phase, on an axis that a few slow steps do not stretch."""
     s = run.series
     phases = {name.removeprefix("phases."): values for name, values in s.items() if name.startswith("phases.")}
-    walls = sorted(sum(v[i] or 0.0 for v in phases.values()) for i in range(len(s["step"])))
-    ceiling = min(walls[-1], 3 * walls[len(walls) // 2]) * 1.05
-    return lambda: figures.time_steps(s["step"], phases, ceiling)
+    walls = [sum(v[i] or 0.0 for v in phases.values()) for i in range(len(s["step"]))]
+    ceiling = highest_shown(walls)
+    over = [(wall, step) for wall, step in zip(walls, s["step"]) if wall > ceiling]
+    note = ""
+    if over:
+        longest, step = max(over)
+        note = f"{len(over)} of {len(walls):,} steps are longer; the longest, step {step:,}, {shown(longest, 's')}"
+    return lambda: figures_bars.time_steps(s["step"], phases, ceiling, note)
+
+
+def highest_shown(values: Sequence[float]) -> float:
+    """The end of an axis for `values`: a little above their 95th percentile and at most three times their median; above
+    them all if none is far from the others.
+
+    >>> highest_shown([1.0] * 30 + [9.0]), highest_shown([2.0, 4.0, 4.0])
+    (1.1, 4.2)
+    """
+    ordered = sorted(values)
+    near = ordered[max(0, len(ordered) - 1 - max(1, len(ordered) // 20))]
+    ceiling = min(1.1 * near, 3 * ordered[len(ordered) // 2])
+    return ceiling if ordered[-1] > ceiling > 0 else 1.05 * ordered[-1]
 
 
 Sent = dict[tuple[str, str, str], tuple[int | None, int | None, int | None, int | None]]
@@ -96,7 +122,7 @@ def communication(run: RunReport) -> Draw:
         (row for row in rows if max(row[1] or 0, row[2] or 0) >= SMALL * most),
         key=lambda row: -max(row[1] or 0, row[2] or 0),
     )
-    return lambda: figures.communication(rows)
+    return lambda: figures_bars.communication(rows)
 
 
 def norms_of(run: RunReport, kind: str) -> tuple[list[int], dict[str, list[float | None]]] | None:
@@ -122,7 +148,7 @@ def norms_of(run: RunReport, kind: str) -> tuple[list[int], dict[str, list[float
 def norms(run: RunReport, kind: str) -> Draw:
     """Norms over steps by part of the model, of "grad" or "param"."""
     steps, rows = norms_of(run, kind) or ([], {})
-    return lambda: figures.norms(steps, rows, "gradient" if kind == "grad" else "parameter")
+    return lambda: figures_curves.norms(steps, rows, "gradient" if kind == "grad" else "parameter")
 
 
 KINDS = ("busy_s", "comm_s", "data_s", "io_s")
@@ -154,18 +180,21 @@ def times_of_ranks(run: RunReport) -> list[tuple[tuple[float, ...], tuple[float,
 def stragglers(run: RunReport) -> Draw:
     """Seconds that each rank was busy in a step."""
     found = times_of_ranks(run) or []
-    return lambda: figures.stragglers(
+    return lambda: figures_bars.stragglers(
         range(len(found)), [parts[0] for parts, _ in found], [spread for _, spread in found], "busy in a step, mean"
     )
 
 
-def losses(runs: Sequence[RunReport]) -> Draw:
-    """Losses of several runs over tokens seen."""
+def losses(report: Report) -> Draw:
+    """Losses of several runs over tokens seen, with a line at the tokens that all have seen."""
     rows = [
-        (run.name, (s := run.series).get("tokens", s["step"]), s["loss"], s.get("val_loss", [None] * len(s["loss"])))
-        for run in runs
+        (run.name, places(run), run.series["loss"], run.series.get("val_loss", [None] * len(run.series["loss"])))
+        for run in report.runs
     ]
-    return lambda: figures_compare.losses(rows)
+    common = ((report.compared or {}).get("losses") or {}).get("tokens")
+    ends = {max(tokens) for _, tokens, _, _ in rows}
+    marks = [[x for x, _ in starts(run.series, run.attempts)] for run in report.runs]
+    return lambda: figures_compare.losses(rows, marks, common if len(ends) > 1 else None)
 
 
 def speeds(runs: Sequence[RunReport]) -> Draw:

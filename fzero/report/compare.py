@@ -70,23 +70,22 @@ def differences(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
 def losses(runs: Sequence[RunReport]) -> dict[str, Any] | None:
     """The losses of all runs at the largest number of tokens that all have seen.
 
-    {"tokens": that number, "train": means over the last tenth of the steps up to it, "val": the last values up to it}.
+    {"tokens": that number, "train": means over the last tenth of the steps up to it, "val": the last values up to it,
+    "val_tokens": the tokens seen when those were measured}.
     """
     common = min(max(run.series["tokens"]) for run in runs) if all("tokens" in run.series for run in runs) else 0
     if not common:
         return None
-    train, val = [], []
+    train, val, at = [], [], []
     for run in runs:
         upto = [i for i, tokens in enumerate(run.series["tokens"]) if tokens <= common]
         window = [run.series["loss"][i] for i in upto[-max(1, len(upto) // 10) :] if run.series["loss"][i] is not None]
         train.append(sum(window) / len(window) if window else None)
-        seen = [
-            value
-            for i in upto
-            if (value := run.series.get("val_loss", [None] * len(run.series["loss"]))[i]) is not None
-        ]
-        val.append(seen[-1] if seen else None)
-    return {"tokens": common, "train": train, "val": val}
+        column = run.series.get("val_loss", [None] * len(run.series["loss"]))
+        seen = [i for i in upto if column[i] is not None]
+        val.append(column[seen[-1]] if seen else None)
+        at.append(run.series["tokens"][seen[-1]] if seen else None)
+    return {"tokens": common, "train": train, "val": val, "val_tokens": at}
 
 
 def scaling(runs: Sequence[RunReport]) -> list[dict[str, Any]]:

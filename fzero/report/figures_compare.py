@@ -5,38 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fzero.report.figures import GREY, LINES, blank, format_counts, paired_bars, thin_out
+from fzero.report.figures import DIM, GREY, LINES, blank, every_mark, format_counts, thin_out
+from fzero.report.figures_bars import paired_bars
 from fzero.report.plots import smooth
 
+Losses = tuple[str, Sequence[int], Sequence[float | None], Sequence[float | None]]
 
-def losses(runs: Sequence[tuple[str, Sequence[int], Sequence[float | None], Sequence[float | None]]]) -> Any:
-    """Draw running means of training loss, and marks of validation loss, of runs (name, tokens, training,
-    validation)."""
+
+def losses(runs: Sequence[Losses], marks: Sequence[Sequence[int]] = (), common: int | None = None) -> Any:
+    """Draw running means of training loss, and marks of validation loss, of runs (name, tokens, training, validation).
+
+    marks: where attempts of each run begin. common: the tokens that all have seen, if some have seen more."""
     figure, axes = blank(height=4.0)
+    handles = []
     for i, (name, tokens, train, val) in enumerate(runs):
         colour, style, marker = LINES[i % len(LINES)]
         known = [(x, y) for x, y in zip(tokens, train) if y is not None]
+        seen = [(x, y) for x, y in zip(tokens, val) if y is not None]
+        drawn = []
         if known:
             x, y = zip(*known)
             every, _ = thin_out(len(x))
-            axes.plot(x[::every], smooth(y)[::every], color=colour, linestyle=style, linewidth=1.6, label=name)
-        seen = [(x, y) for x, y in zip(tokens, val) if y is not None]
+            drawn += axes.plot(x[::every], smooth(y)[::every], color=colour, linestyle=style, linewidth=1.6, label=name)
         if seen:
-            label = None if known else name
-            axes.plot(
-                *zip(*seen),
-                linestyle="none",
-                marker=marker,
-                markersize=6,
-                markerfacecolor="none",
-                color=colour,
-                label=label,
-            )
+            look = {"linestyle": "none", "marker": marker, "markersize": 6, "markerfacecolor": "none", "color": colour}
+            drawn += axes.plot(*zip(*seen), **look, markevery=every_mark(seen), label=f"{name}, validation")
+        handles += drawn[:1]
+        for x in marks[i] if marks else ():
+            axes.axvline(x, color=colour, linewidth=0.8, linestyle=(0, (2, 2)))
+    if common is not None:
+        axes.axvline(common, color=DIM, linewidth=1.0)
+        place = {"ha": "right", "va": "bottom", "rotation": 90, "transform": axes.get_xaxis_transform()}
+        axes.text(common, 0.02, "seen by all", fontsize=7.5, color=DIM, **place)
     axes.set(xlabel="tokens seen (tokens)", ylabel="loss (nats per token)")
     format_counts(axes.xaxis)
-    axes.legend(
-        frameon=False, title="lines: training, running mean; marks: validation", title_fontsize=8, alignment="left"
-    )
+    title = "lines: training, running mean; marks: validation" + "; dashed: an attempt begins" * any(map(len, marks))
+    axes.legend(handles=handles, frameon=False, title=title, title_fontsize=8, alignment="left")
     return figure
 
 

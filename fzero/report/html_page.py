@@ -1,53 +1,79 @@
-"""A report as one self-contained HTML page with its pictures inside and no script, in light colours and printable."""
+"""A report as one self-contained HTML page with its pictures inside, in light or dark colours, and printable.
+
+Its one script says the values under the pointer and switches to logarithmic axes; the page is whole without it.
+"""
 
 from __future__ import annotations
 
 import base64
 import html
+import json
 import re
 from collections.abc import Mapping
 
+from fzero.report import figures
+from fzero.report.figures import Drawn
 from fzero.report.markdown import note, prefix_of
-from fzero.report.sections import Code, Picture, Table
+from fzero.report.opening import opening
+from fzero.report.parts import Code, Picture, Table
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report
 
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light dark; --ink: #1a1a1a; --soft: #444; --back: #fff; --shade: #f4f6f8; --line: #ddd;
+  --link: #005a8e; --mark: #0072B2; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7eb; --soft: #a8aeb6; --back: #14171b; --shade: #20252b; --line: #353b43;
+    --link: #6cb6e6; --mark: #45a0db; }
+}
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem; max-width: 60rem; background: #fff; color: #1a1a1a;
+[hidden] { display: none !important; }
+body { margin: 0 auto; padding: 1rem 1.5rem; max-width: 62rem; background: var(--back); color: var(--ink);
   font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .4rem; }
-h2 { font-size: 1.3rem; margin: 2.4rem 0 .8rem; padding-bottom: .2rem; border-bottom: 2px solid #0072B2; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .3rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.3rem; margin: 2.4rem 0 .8rem; padding-bottom: .2rem; border-bottom: 2px solid var(--mark); }
 h3 { font-size: 1.08rem; margin: 1.8rem 0 .6rem; }
 p { margin: .6rem 0; }
-a { color: #005a8e; }
-.note { color: #444; font-size: .88rem; overflow-wrap: anywhere; }
-nav { font-size: .9rem; margin: 1rem 0; padding: .5rem .8rem; background: #f4f6f8; border-radius: 4px; }
+a { color: var(--link); }
+header p { margin: .4rem 0; }
+header .wide { margin: .7rem 0; }
+.small { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .8rem; }
+.small figure { margin: 0; display: flex; flex-direction: column-reverse; justify-content: flex-end; }
+.small figcaption { font-weight: 600; margin: 0; }
+.note { color: var(--soft); font-size: .88rem; overflow-wrap: anywhere; }
+nav { font-size: .9rem; margin: 1rem 0; padding: .5rem .8rem; background: var(--shade); border-radius: 4px; }
 nav p { margin: .15rem 0; }
-figure { margin: 1rem 0; }
-figure img { display: block; width: 100%; max-width: 49rem; height: auto; }
-figcaption, caption { text-align: left; font-size: .88rem; color: #333; }
+figure { margin: 1rem 0; max-width: 49rem; }
+figure img { display: block; width: 100%; height: auto; }
+.plot { position: relative; }
+.plot i { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--soft); pointer-events: none; }
+.plot output { position: absolute; top: 8%; padding: .2rem .5rem; background: var(--shade); color: var(--ink);
+  border: 1px solid var(--line); border-radius: 4px; font-size: .8rem; line-height: 1.35; white-space: pre;
+  pointer-events: none; z-index: 1; font-variant-numeric: tabular-nums; }
+button { font: inherit; font-size: .82rem; color: var(--link); background: var(--shade); border: 1px solid var(--line);
+  border-radius: 4px; padding: .05rem .5rem; cursor: pointer; }
+button[aria-pressed=true] { background: var(--mark); color: var(--back); }
+figcaption, caption { text-align: left; font-size: .88rem; color: var(--soft); }
 caption { padding-bottom: .3rem; font-weight: 600; }
 figcaption { margin-top: .2rem; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .86rem; }
-th, td { padding: .22rem .7rem .22rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
-thead th { border-bottom: 1.5px solid #333; vertical-align: bottom; }
+th, td { padding: .22rem .7rem .22rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+thead th { border-bottom: 1.5px solid var(--soft); vertical-align: bottom; }
 td { overflow-wrap: break-word; }
 td.long { min-width: 16rem; overflow-wrap: anywhere;
           font-family: "DejaVu Sans Mono", ui-monospace, monospace; font-size: .78rem; }
 th.right, td.right { text-align: right; padding-left: .7rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th.right { white-space: normal; }
 code { font: .88em "DejaVu Sans Mono", ui-monospace, monospace; overflow-wrap: anywhere; }
-pre { font: .78rem/1.4 "DejaVu Sans Mono", ui-monospace, monospace; background: #f6f6f6; padding: .7rem;
+pre { font: .78rem/1.4 "DejaVu Sans Mono", ui-monospace, monospace; background: var(--shade); padding: .7rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 summary { cursor: pointer; font-weight: 600; }
 .missing { border-left: 4px solid #E69F00; padding-left: .7rem; }
 @media print {
   @page { margin: 14mm; }
   body { max-width: none; padding: 0; font-size: 10pt; }
-  nav, details:not([open]) { display: none; }
+  nav, button, details:not([open]) { display: none; }
   h2, h3 { break-after: avoid; }
   figure, tr { break-inside: avoid; }
   figure img { max-width: 17cm; }
@@ -58,10 +84,51 @@ summary { cursor: pointer; font-weight: 600; }
   td.long { min-width: 9rem; font-size: 7pt; }
 }
 """
+SCRIPT = """
+"use strict";
+// Of each picture with points: the values under the pointer, and a switch between its axes, linear and logarithmic.
+const number = value => Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(value);
+for (const figure of document.querySelectorAll("figure[data-points]")) {
+  const plot = figure.querySelector(".plot"), line = plot.querySelector("i"), says = plot.querySelector("output");
+  const images = [...plot.querySelectorAll("img")], button = figure.querySelector("button");
+  const points = JSON.parse(figure.dataset.points);
+  let shown = 0;
+  if (button) {
+    button.hidden = false;
+    button.onclick = () => {
+      shown = 1 - shown;
+      images.forEach((image, i) => { image.hidden = i !== shown; });
+      button.setAttribute("aria-pressed", shown === 1);
+    };
+  }
+  plot.onpointerleave = () => { says.hidden = line.hidden = true; };
+  plot.onpointermove = event => {
+    const whole = plot.getBoundingClientRect();
+    const left = (event.clientX - whole.left) / whole.width, top = (event.clientY - whole.top) / whole.height;
+    const axes = points[shown].find(({box}) => left >= box[0] && left <= box[2] && top >= box[1] && top <= box[3]);
+    says.hidden = line.hidden = !axes;
+    if (!axes) return;
+    const [low, high] = axes.x, part = (left - axes.box[0]) / (axes.box[2] - axes.box[0]);
+    const at = axes.log ? low * (high / low) ** part : low + (high - low) * part;
+    const away = x => Math.abs(x - at);
+    const nearest = axes.xs.map(xs => xs.reduce((best, x, i) => away(x) < away(xs[best]) ? i : best, 0));
+    const x = axes.xs[0][nearest[0]];
+    const texts = axes.lines.map(([name, which, ys]) => {
+      if (which < 0) return `${name}: ${number(ys[0])}`;
+      const its = axes.xs[which][nearest[which]], y = ys[nearest[which]];
+      return `${name}: ${y === null ? "-" : number(y)}${its === x ? "" : ` (at ${number(its)})`}`;
+    });
+    says.textContent = [`${axes.name}: ${number(x)}`, ...texts].join("\\n");
+    line.style.left = `${100 * left}%`;
+    says.style.left = left < .5 ? `calc(${100 * left}% + 10px)` : "";
+    says.style.right = left < .5 ? "" : `calc(${100 - 100 * left}% + 10px)`;
+  };
+}
+"""
 
 
-def write(report: Report, pictures: Mapping[str, str]) -> str:
-    """Format the report as one HTML text. `pictures`: {name with prefix: SVG text} of all its pictures."""
+def write(report: Report, pictures: Mapping[str, Drawn]) -> str:
+    """Format the report as one HTML text. `pictures`: {name with prefix: drawn} of all in its sections."""
     several, body, links = report.compared is not None, [], []
     for i, (run, found) in enumerate(sections(report)):
         name, head = ("All runs" if run is None else run.name), "h3" if several else "h2"
@@ -79,24 +146,49 @@ def write(report: Report, pictures: Mapping[str, str]) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, '
         f'initial-scale=1">\n<title>{html.escape(report.title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(report.title)}</h1>\n"
-        f'<p class="note">{text(note(report))}</p>\n<nav aria-label="Contents">\n{contents}\n</nav>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n{header_html(report)}\n"
+        f'<nav aria-label="Contents">\n{contents}\n</nav>\n<p class="note">{text(note(report))}</p>\n'
         + "\n".join(body)
-        + "\n</body>\n</html>\n"
+        + f"\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
 
 
-def part_html(part: str | Table | Picture | Code, pictures: Mapping[str, str], prefix: str, heading: str) -> str:
-    """A part of a section as HTML; pictures: their SVG texts by prefix and name."""
+def header_html(report: Report) -> str:
+    """The first screen of the page."""
+    parts = opening(report).parts
+    small = [picture_html(part, figures.draw_svg(part.draw)) for part in parts if isinstance(part, Picture)]
+    rest = [part_html(part, {}, "", "") for part in parts if not isinstance(part, Picture)]
+    lines = [f"<h1>{html.escape(report.title)}</h1>", *rest, '<div class="small">', *small, "</div>"]
+    return "\n".join(["<header>", *lines, "</header>"])
+
+
+def part_html(part: str | Table | Picture | Code, pictures: Mapping[str, Drawn], prefix: str, heading: str) -> str:
+    """A part of a section as HTML; pictures: the drawn ones by prefix and name."""
     if isinstance(part, Table):
         return table_html(part, heading)
     if isinstance(part, Picture):
-        data = base64.b64encode(pictures[prefix + part.name].encode()).decode()
-        image = f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(part.alt)}">'
-        return f"<figure>\n{image}\n<figcaption>{text(part.caption)}</figcaption>\n</figure>"
+        drawn = [pictures[prefix + part.name]]
+        return picture_html(part, *drawn, *([figures.draw_svg(part.draw, log=True)] if part.log else []))
     if isinstance(part, Code):
-        return f"<details>\n<summary>{text(part.caption)}</summary>\n<pre>{html.escape(part.text)}</pre>\n</details>"
+        opened, inner = " open" * part.open, html.escape(part.text)
+        return f"<details{opened}>\n<summary>{text(part.caption)}</summary>\n<pre>{inner}</pre>\n</details>"
     return f"<p{missing(part)}>{text(part)}</p>" if part else ""
+
+
+def picture_html(part: Picture, *drawn: Drawn) -> str:
+    """A picture as HTML; a second of `drawn` is that with logarithmic axes, and its points are for the script."""
+    images = []
+    for i, one in enumerate(drawn):
+        data = base64.b64encode(one.svg.encode()).decode()
+        alt = html.escape(part.alt + " With logarithmic axes." * i)
+        images.append(f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}"{" hidden" * i}>')
+    button = '<button type="button" aria-pressed="false" hidden>log axes</button>' if len(drawn) > 1 else ""
+    caption = f"<figcaption>{text(part.caption)} {button}</figcaption>".replace(" </figcaption>", "</figcaption>")
+    points, says = "", ""
+    if all(one.points for one in drawn):
+        table = json.dumps([one.points for one in drawn], separators=(",", ":"))
+        points, says = f' data-points="{html.escape(table)}"', "\n<i hidden></i><output hidden></output>"
+    return f'<figure{points}>\n<div class="plot">\n{"".join(images)}{says}\n</div>\n{caption}\n</figure>'
 
 
 def missing(part: str) -> str:

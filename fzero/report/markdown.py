@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fzero.report.sections import Code, Picture, Section, Table
+import re
+
+from fzero.report.parts import Code, Picture, Section, Table
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report
 
@@ -44,7 +46,10 @@ def part_text(part: str | Table | Picture | Code, prefix: str = "") -> str:
     if isinstance(part, Picture):
         return picture_text(part, f"{prefix}{part.name}.svg")
     if isinstance(part, Code):
-        return f"<details><summary>{part.caption}</summary>\n\n```json\n{part.text}\n```\n\n</details>"
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", part.text)), default=0))  # the text may have fences
+        opened = " open" * part.open
+        head = f"<details{opened}><summary>{part.caption}</summary>"
+        return f"{head}\n\n{fence}{part.kind}\n{part.text}\n{fence}\n\n</details>"
     return part
 
 

@@ -33,7 +33,7 @@ def loss(rows: Rows, path: str | Path, title: str = "") -> None:
     figure, axes = _figure(title)
     tokens, values = [row["tokens"] for row in known], [row["loss"] for row in known]
     axes.plot(tokens, values, color=GREY, linewidth=0.7, label="training, each step")
-    axes.plot(tokens, smooth(values), color=BLUE, linewidth=1.8, label="training, mean of the last tenth at most")
+    axes.plot(tokens, smooth(values), color=BLUE, linewidth=1.8, label="training, centred running mean")
     seen = [row for row in rows if row.get("val_loss") is not None]
     if seen:
         last = f"validation (last: {seen[-1]['val_loss']:.3f})"
@@ -56,7 +56,7 @@ def throughput(rows: Rows, path: str | Path, title: str = "") -> None:
     figure, axes = _figure(title)
     tokens, rate = [row["tokens"] for row in rows], [row["tokens_per_s"] for row in rows]
     axes.plot(tokens, rate, color=GREY, linewidth=0.7, label="each step")
-    axes.plot(tokens, smooth(rate), color=BLUE, linewidth=1.8, label="mean of the last tenth at most")
+    axes.plot(tokens, smooth(rate), color=BLUE, linewidth=1.8, label="centred running mean")
     axes.set_ylabel("throughput (tokens/s)")
     axes.set_ylim(bottom=0)
     # MFU is proportional to the throughput, so one curve serves two scales.
@@ -69,9 +69,16 @@ def throughput(rows: Rows, path: str | Path, title: str = "") -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Running means of the values up to each index, over a window of a tenth of them, at most 50."""
-    window = max(1, min(50, len(values) // 10))
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+    """Centred running means: of each value with as many before as after it, a tenth of all at most, and 51.
+
+    A trend has no lag in it: the mean of a straight line is the line, to its ends, where the windows are short.
+
+    >>> smooth([1.0, 2.0, 3.0]), smooth([0.0] * 10 + [3.0] + [0.0] * 19)[9:12]
+    ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+    """
+    half, last = min(25, len(values) // 20), len(values) - 1
+    sides = (min(half, i, last - i) for i in range(len(values)))
+    return [sum(values[i - side : i + side + 1]) / (2 * side + 1) for i, side in enumerate(sides)]
 
 
 def _figure(title: str) -> tuple[Any, Any]:

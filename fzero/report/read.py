@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fzero.core.foreign import read_json
+from fzero.core.foreign import expect_entries, read_json
 from fzero.report.attempts import belongs, counted, planned_for, subject
 from fzero.report.values import Quantity, RunReport
 from fzero.run import run_folder
+from fzero.run.resume import rollback
 
 ATTEMPTS, LEDGER, MEMORY, PLAN = "attempts.jsonl", "ledger.json", "memory.json", "plan.json"
+SAMPLE = {"step": int, "prompt": str, "text": str}  # a line of samples.jsonl
+ROLLBACK = {"step": int, "to": int, "why": str}  # of a rollback in skips.json
 WARM_UP = 2  # first steps of an attempt left out of all times: they compile and allocate buffers
 # The phases of a row that are not part of step_s.
 BESIDE_THE_STEP = ("evaluate", "checkpoint")
@@ -89,7 +92,25 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
         ledger.get("rows"),
         quantities,
         missing,
+        read_samples(folder / run_folder.SAMPLES),
+        read_rollbacks(folder),
     )
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The samples of text that a run generated; raises ValueError naming a damaged line."""
+    found = list(run_folder.read_lines(path))
+    for number, line in enumerate(found, 1):
+        expect_entries(line, SAMPLE, f"{path}:{number}")
+    return found
+
+
+def read_rollbacks(folder: Path) -> list[dict[str, Any]]:
+    """The rollbacks of a run; raises ValueError naming a damaged one."""
+    found = rollback.read_log(folder).rollbacks
+    for one in found:
+        expect_entries(one, ROLLBACK, str(folder / rollback.SKIPS))
+    return found
 
 
 def check_form(value: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -150,7 +171,9 @@ def columns(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, list[Any
                 f"{path}:{i + 1}: is not a row of metrics (step, loss, ...) as fzero writes them; remove the line"
             )
         for name, value in flat(row):
-            found.setdefault(name, [None] * len(rows))[i] = value
+            if name not in found:
+                found[name] = [None] * len(rows)
+            found[name][i] = value
     return found
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from fzero.core.foreign import in_form
 from fzero.report import bind
-from fzero.report.sections import Picture, Section, Table, mesh_name, of_run, pair, table
+from fzero.report.parts import Picture, Section, Table, mesh_name, pair, table
+from fzero.report.sections import of_run
 from fzero.report.values import Report, RunReport, digits, shown
 
 
@@ -24,7 +25,7 @@ def sections(report: Report) -> list[tuple[RunReport | None, list[Section]]]:
 def comparison(report: Report) -> list[Section]:
     """The sections that compare several runs."""
     runs, compared = report.runs, report.compared or {}
-    found = [Section("runs", "The runs", run_parts(runs)), Section("losses", "Losses", loss_parts(runs, compared))]
+    found = [Section("runs", "The runs", run_parts(runs)), Section("losses", "Losses", loss_parts(report))]
     if compared.get("scaling"):
         found.append(scaling(report))
     elif keys := compared.get("apart"):
@@ -35,7 +36,9 @@ def comparison(report: Report) -> list[Section]:
         for row in compared.get("config", ())
     ]
     title, head = "Config values that are not equal in all runs", ("key", *(run.name for run in runs))
-    parts = [Table("differences", title, head, rows, frozenset())] if rows else ["Nothing: the configs are equal."]
+    parts: list[Any] = (
+        [Table("differences", title, head, rows, frozenset())] if rows else ["Nothing: the configs are equal."]
+    )
     found.append(Section("differences", "What differs in the configs", parts))
     return found
 
@@ -67,11 +70,11 @@ def run_parts(runs: list[RunReport]) -> list[Any]:
     ]
 
 
-def loss_parts(runs: list[RunReport], compared: dict[str, Any]) -> list[Any]:
+def loss_parts(report: Report) -> list[Any]:
     """The picture of the losses, and the table of them after the tokens that all runs have seen."""
-    names = [run.name for run in runs]
+    names, compared = [run.name for run in report.runs], report.compared or {}
     text = f"Training and validation loss over tokens of {', '.join(names)}."
-    parts: list[Any] = [Picture("losses", "Loss of the runs (measured)", text, bind.losses(runs))]
+    parts: list[Any] = [Picture("losses", "Loss of the runs (measured)", text, bind.losses(report), log=True)]
     if at := compared.get("losses"):
         rows = [
             (name, *("-" if v is None else digits(v) for v in pair))

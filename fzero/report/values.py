@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 FORMAT = 1  # version of report.json
@@ -40,6 +41,8 @@ class RunReport(NamedTuple):
     ledger: list[dict[str, Any]] | None  # measured: the rows of ledger.json
     quantities: list[Quantity]
     missing: list[str]  # a sentence for each thing that the run did not record
+    samples: Sequence[Mapping[str, Any]] = ()  # samples.jsonl: {"step", "prompt", "text"}
+    rollbacks: Sequence[Mapping[str, Any]] = ()  # of skips.json: {"step", "to", "why", ...}
 
 
 class Report(NamedTuple):
@@ -63,6 +66,15 @@ def ratio(predicted: Number | None, measured: Number | None) -> float | None:
     if measured == 0:
         return 1.0 if predicted == 0 else None
     return predicted / measured
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats per token; infinite for one above 700.
+
+    >>> perplexity(0.0), perplexity(1e6)
+    (1.0, inf)
+    """
+    return math.exp(loss) if loss <= 700 else math.inf
 
 
 def to_json(report: Report) -> dict[str, Any]:

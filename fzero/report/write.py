@@ -11,8 +11,9 @@ import fzero
 from fzero.core.foreign import in_form, read_json
 from fzero.core.storage import write_text
 from fzero.report import compare, figures, html_page, markdown, values
+from fzero.report.figures import Drawn
+from fzero.report.parts import Picture
 from fzero.report.read import Predict, read_run, without_folders
-from fzero.report.sections import Picture
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report, RunReport
 from fzero.run.run_folder import CONFIG
@@ -78,8 +79,8 @@ def distinct(runs: list[RunReport]) -> list[RunReport]:
     ]
 
 
-def draw(report: Report, *, runs: bool = True) -> dict[str, str]:
-    """{name with prefix: SVG text} of every picture of a report. `runs`: also those of single runs, not only the
+def draw(report: Report, *, runs: bool = True) -> dict[str, Drawn]:
+    """{name with prefix: drawn picture} of every picture of a report. `runs`: also those of single runs, not only the
     comparison."""
     pictures = {}
     for i, (run, found) in enumerate(sections(report)):
@@ -88,7 +89,7 @@ def draw(report: Report, *, runs: bool = True) -> dict[str, str]:
         ):
             for part in (part for section in found for part in section.parts if runs or run is None):
                 if isinstance(part, Picture):
-                    pictures[markdown.prefix_of(report, i) + part.name] = figures.svg(part.draw)
+                    pictures[markdown.prefix_of(report, i) + part.name] = figures.draw_svg(part.draw)
     return pictures
 
 
@@ -130,7 +131,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     pictures = draw(report)
     for old in folder.glob("*.svg"):
         old.unlink()
-    files = {JSON: json_text(report), **{f"{name}.svg": text for name, text in pictures.items()}}
+    files = {JSON: json_text(report), **{f"{name}.svg": drawn.svg for name, drawn in pictures.items()}}
     files |= {MARKDOWN: markdown.write(report), PAGE: html_page.write(report, pictures)}
     for name, text in files.items():
         write_text(folder, name, text)

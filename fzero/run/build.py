@@ -190,6 +190,7 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
 
 def latest(job: Job) -> TrainState:
     """This rank's state of the last complete step on disk. Raises ValueError if it is damaged or of another run."""
+    assert job.nvme is not None  # the state rests there
     return reopen_state(job.tx, job.plan, job.nvme, device=job.device)
 
 

@@ -52,8 +52,9 @@ def make_optimizer(config: Optim, steps: int, *, kernels: Kernels = AUTO, seed: 
 
     kernels: the forms of its operations. seed: for stochastic rounding of its states.
     """
-    lr, decay = make_schedule(config, config.lr, steps), {"weight_decay": config.weight_decay, "mask": decay_matrices}
-    betas, adam_impl = (config.beta1, config.beta2), {"impl": kernels["adamw"]}
+    lr, betas = make_schedule(config, config.lr, steps), (config.beta1, config.beta2)
+    decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": decay_matrices}
+    adam_impl: dict[str, Any] = {"impl": kernels["adamw"]}
     states = {**STATES[config.states], "seed": seed}
 
     def block_matrices() -> GradientTransformation:

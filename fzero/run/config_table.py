@@ -30,7 +30,7 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
     Raises ValueError for an unknown key (with the nearest), a wrong type, a value out of range, and values that do not
     go together."""
     train, optim, sizes = (
-        table.get(name) if isinstance(table.get(name), dict) else {} for name in ("train", "optim", "model")
+        found if isinstance(found := table.get(name), dict) else {} for name in ("train", "optim", "model")
     )
     name = check_type("preset", table.get("preset", "" if model is not None else DEFAULT_PRESET), str)
     if not name and model is None:
@@ -67,7 +67,7 @@ def apply_table(value: Any, table: Table, where: str = "") -> Any:
                 f"unknown key {name!r}{nearest(key, hints)}; the keys {f'of {where[:-1]} ' if where else ''}are {keys}"
             )
         hint, old = hints[key], getattr(value, key)
-        kind = next((k for k in typing.get_args(hint) if dataclasses.is_dataclass(k)), None)
+        kind: Any = next((k for k in typing.get_args(hint) if dataclasses.is_dataclass(k)), None)
         if new is None and type(None) in typing.get_args(hint):
             changes[key] = None
         elif dataclasses.is_dataclass(old) or (kind and name != "model"):
@@ -90,10 +90,12 @@ def apply_table(value: Any, table: Table, where: str = "") -> Any:
 
 def to_table(config: RunConfig) -> Table:
     """The table of every value of `config`, the inverse of `from_table`."""
+
     # Lists, as JSON and TOML have them, in place of tuples.
-    table = dataclasses.asdict(
-        config, dict_factory=lambda pairs: {key: list(of) if isinstance(of, tuple) else of for key, of in pairs}
-    )
+    def listed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: list(of) if isinstance(of, tuple) else of for key, of in pairs}
+
+    table = dataclasses.asdict(config, dict_factory=listed)
     return {**table, "model": {"family": family_of(config.model), **table["model"]}}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
     """Make the run folder `out` of the weights in `folder`, and of the tokenizer there or beside `config`; returns a
     line about it.
 
-    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `migrate.open_source`
+    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `convert.open_source`
     does."""
     if not (out / run_lock.LOCK).exists():
         run_folder.expect_free(out)
@@ -141,5 +142,5 @@ def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
     if path is None:
         return None
     recorded = read_json(hf_config).get("eos_token_id")
-    eos = recorded[0] if isinstance(recorded, list) and recorded else recorded
+    eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
     return json_tokenizer(read_text_file(path), str(path), eos)

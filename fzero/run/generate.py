@@ -87,7 +87,7 @@ def generate(
     return tokens
 
 
-def make_caches(model: Model, params: Tree, batch: int, length: int, device: torch.device) -> list[Cache | tuple]:
+def make_caches(model: Model, params: Tree, batch: int, length: int, device: torch.device) -> list[Cache | tuple[()]]:
     """An empty cache of `length` positions per layer on `device`; () for a model without attention."""
     c, dtype = model.config, pytree.leaves(params)[0].dtype
     if not hasattr(c, "n_heads"):
@@ -97,7 +97,7 @@ def make_caches(model: Model, params: Tree, batch: int, length: int, device: tor
 
 
 def forward(
-    model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: list[Cache | tuple], length: int
+    model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: list[Cache | tuple[()]], length: int
 ) -> Tensor:
     """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into
     them."""

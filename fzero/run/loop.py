@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ def train(attempt: Attempt, state: TrainState) -> int:
 
 
 @contextmanager
-def recorder(attempt: Attempt, first: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+def recorder(attempt: Attempt, first: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A context of a function that writes and shows the rows of the steps after `first`."""
     config, options = attempt.job.config, attempt.options
     t, shown = config.train, {"bar": options.bar, "say": options.say, "compiles": bool(config.train.compiled)}
@@ -230,13 +230,17 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
         f"nats per token{per_byte}"
     )
     where = (
-        job.nvme.folder if all_on_disk(job) else f"{config.train.checkpoints or run_folder.CHECKPOINTS}/step-{step:08d}"
+        job.nvme.folder
+        if job.nvme is not None and all_on_disk(job)
+        else f"{config.train.checkpoints or run_folder.CHECKPOINTS}/step-{step:08d}"
     )
     say(f"written: {folder}/metrics.jsonl, {where}")
     params = best_params(job, state) if options.sample else ()
     if options.sample and coordinator.first:
         say(f"a sample (fzero sample {folder} --prompt ...):\n")
-        say(sample_text(attempt, params))
+        text = sample_text(attempt, params)
+        say(text)
+        run_folder.add_sample(folder, step, options.sample, text)
 
 
 def best_params(job: Job, state: TrainState) -> Any:

@@ -134,6 +134,7 @@ def check_disk(job: Job, available: int) -> None:
     """Raise ValueError if the ranks of `job` do not fit into `available` bytes of disk."""
     need = disk_needed(job) * job.mesh.size
     if need > available:
+        assert job.nvme is not None  # what needs a disk
         fewer = "nvme.slots=1 halves it, at the price of a checkpoint after every kill; " if job.nvme.slots > 1 else ""
         raise ValueError(
             f"{job.nvme.folder}: the run needs {gigabytes(need)} of disk and {gigabytes(available)} are free; "

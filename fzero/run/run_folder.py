@@ -3,6 +3,7 @@
 config.json       the resolved config: every value, read back equal
 environment.json  versions, machine, command, corpus and tokenizer
 metrics.jsonl     one JSON object per line and step
+samples.jsonl     the text generated at the end: {"step", "prompt", "text"}
 checkpoints/      see fzero/checkpoint/; train.checkpoints names another folder
 tokenizer.json    unless the tokenizer is bytes
 data/             the corpus, if the run prepared its own
@@ -37,15 +38,16 @@ from fzero.core.foreign import (
     read_json,
     read_text_file,
 )
-from fzero.core.storage import write_text
+from fzero.core.storage import naming, write_text
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
 from fzero.run.config import RunConfig
 
-CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS, TOKENIZER, DATA, NVME = (
+CONFIG, ENVIRONMENT, METRICS, SAMPLES, CHECKPOINTS, TOKENIZER, DATA, NVME = (
     "config.json",
     "environment.json",
     "metrics.jsonl",
+    "samples.jsonl",
     "checkpoints",
     "tokenizer.json",
     "data",
@@ -178,6 +180,13 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 if file.tell() < size:
                     raise
                 return
+
+
+def add_sample(folder: Path, step: int, prompt: str, text: str) -> None:
+    """Write a line of samples.jsonl: the text generated after `step`, which begins with its prompt."""
+    line = {"step": step, "prompt": prompt, "text": text}
+    with naming(folder / SAMPLES), (folder / SAMPLES).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def cut_metrics(folder: Path, step: int) -> None:

@@ -50,7 +50,8 @@ def describe(plan: Plan) -> str:
         *(f"{group} bytes" for group in held),
         "communicated",
     )
-    rows, sent, bytes_of = [head], [0.0, 0.0], dict.fromkeys(held, 0)
+    rows: list[tuple[str, ...]] = [head]
+    sent, bytes_of = [0.0, 0.0], dict.fromkeys(held, 0)
     for name, leaf in plan.leaves.items():
         words, *more = communication(plan, name)
         sent = [total + size for total, size in zip(sent, more)]
@@ -147,4 +148,4 @@ def communication(plan: Plan, name: str) -> tuple[str, float, float]:
     if sizes["dp"] > 1 and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
         words.append("all_gather dp after the update")
         sent[1] += share
-    return ", ".join(words) or "nothing", *sent
+    return ", ".join(words) or "nothing", sent[0], sent[1]

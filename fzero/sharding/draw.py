@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from fzero.sharding.mesh import Mesh
 from fzero.sharding.slices import local_slice
 from fzero.sharding.spec import Spec
 
+Index = TypeVar("Index", int, Tensor)
 RUN = 1 << 11  # contiguous elements from which a run is drawn by a call of its own
 CHUNK = 1 << 13  # elements that are drawn at a time if runs are shorter
 
@@ -59,9 +61,9 @@ def draw_normal_box(
     return torch.cat(parts).reshape(size).to(device)
 
 
-def _global(local: int | Tensor, start: tuple[int, ...], size: tuple[int, ...], strides: list[int]) -> int | Tensor:
+def _global(local: Index, start: tuple[int, ...], size: tuple[int, ...], strides: list[int]) -> Index:
     """The index in the whole leaf of element number `local` of a slice, over the leading dims that are given."""
-    index: int | Tensor = local * 0
+    index = local * 0
     for dim in reversed(range(len(size))):
         index = index + (local % size[dim] + start[dim]) * strides[dim]
         local = local // size[dim]

@@ -89,7 +89,7 @@ class ParamFetcher:
         read = self.read(group) if read is None else read
         moving = [i for i, name in enumerate(group.leaves) if name in self.sharded]
         shards = [read[i]() for i in moving]
-        out: list[Tensor | None] = [None] * len(read)
+        out: dict[int, Tensor] = {}
         flying = []
         with self.ledger.phase(phase):
             for bucket in bucket_groups(shards, [()] * len(shards)):
@@ -111,7 +111,7 @@ class ParamFetcher:
                 if wait is not None:
                     out[i] = wait()
             waiting.clear()
-            done = list(out)
+            done = [out[i] for i in range(len(out))]
             out.clear()  # so that only the caller holds the fetched leaves
             self.ledger.holds("gathered", done)
             return done

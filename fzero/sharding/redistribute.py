@@ -8,6 +8,7 @@ moving the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.slices import STACKED, Dims, local_shape, sharded_dims, whole_shape
 from fzero.sharding.spec import Spec
+
+if TYPE_CHECKING:  # a second to import
+    from torch.distributed.tensor import DTensor
 
 
 def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
@@ -148,7 +152,7 @@ def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
     return out if first else ()
 
 
-def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DTensor:
+def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> DTensor:
     """The DTensor on `mesh.device_mesh` whose local tensor is `x`, this rank's shard by `spec`.
 
     It shares the memory of `x`.
@@ -170,7 +174,7 @@ def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> torch.distributed.tensor.DT
     )
 
 
-def from_dtensor(t: torch.distributed.tensor.DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
+def from_dtensor(t: DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
     """Return (x, spec) of a DTensor: its local tensor and its layout on `mesh`; the inverse of `to_dtensor`.
 
     x shares the memory of the DTensor.
@@ -196,7 +200,8 @@ def from_dtensor(t: torch.distributed.tensor.DTensor, mesh: Mesh) -> tuple[Tenso
     dims: Dims = [()] * t.dim()
     partial = set()
     # From the last axis to the first: each finds those that divide its dim before it.
-    for name, placement in reversed(list(zip(t.device_mesh.mesh_dim_names, t.placements))):
+    each: list[tuple[str, Any]] = list(zip(t.device_mesh.mesh_dim_names or (), t.placements))
+    for name, placement in reversed(each):
         if placement.is_partial():
             if placement.reduce_op != "sum":
                 raise ValueError(

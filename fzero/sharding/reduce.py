@@ -65,9 +65,8 @@ class GradientReducer:
         self.depth = {name: leaf.shape[0] for name, leaf in plan.leaves.items() if name.startswith(STACKED)}
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.begun: set[tuple[str, str, int | None]] = set()  # the keys whose part of `final` holds a sum already
-        self.owed: dict[
-            tuple[str, str, int | None], Tensor | TreeSum
-        ] = {}  # sums over micro-batches before the last one
+        # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
+        self.owed: dict[tuple[str, str, int | None], Any] = {}
         self.flying: list[Iterator[Pending]] = []
 
     def put(
@@ -168,6 +167,7 @@ class GradientReducer:
             self.early(name, layer, self.ended(key, value))
             return
         if self.memory[name] == "nvme":
+            assert self.away is not None  # given if a leaf rests on a disk
             self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name))).add(
                 layer or 0, self.wide(value)
             )

@@ -79,7 +79,7 @@ class Spec:
 
         if mesh.device_mesh is None:
             raise ValueError(f"spec {self}: a mesh of one process has no DeviceMesh, and a tensor on it no placements")
-        names = [name for name in mesh.device_mesh.mesh_dim_names if mesh[name].size > 1]
+        names = [name for name in mesh.device_mesh.mesh_dim_names or () if mesh[name].size > 1]
         found: dict[str, Placement] = {name: Partial() if name in self.partial else Replicate() for name in names}
         for dim, axes in enumerate(self.dims):
             sizes = [(axis, mesh[axis].size) for axis in axes if mesh[axis].size > 1]

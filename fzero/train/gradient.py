@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.autodiff import needs_grad, transforms
+from fzero.core.autodiff import Remat, needs_grad, transforms
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import Nvme, ScratchTensor
@@ -38,6 +38,7 @@ def make_backward(
         ctx = context_of(plan, how)
         parts = parts_of(loss_fn, plan)
         parts = parts._replace(depth=how._layers or parts.depth)
+        assert isinstance(how.remat, Remat)  # Execution parses a text
         streamed = StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, nvme)
 
         def layered(
@@ -83,6 +84,7 @@ def make_gradient(
         return own(plan, plan.whole(grads, params)), losses
 
     def away(name: str, stream: str, depth: int | None) -> ScratchTensor:
+        assert nvme is not None  # given with a plan whose gradients rest on a disk
         return ScratchTensor(nvme.scratch, ("grads", stream, name), depth, policy.accumulate)
 
     def gradient(
@@ -103,7 +105,7 @@ def make_gradient(
         for j, (part, first) in enumerate(zip(parts, firsts)):
             last = j == len(parts) - 1
             # After the last forward pass the sum of all losses is known.
-            ready = (lambda loss: known(sum_losses([*losses, loss], mesh))) if last and early is not None else None
+            ready = None if known is None or not last else lambda loss: known(sum_losses([*losses, loss], mesh))
             losses.append(backward(state.params, part, first, key, seed, reducer, last, ready))
         like = plan.trained(plan.like)
         if early is not None:

@@ -14,6 +14,7 @@ from fzero.core.arguments import expect_kind
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import tree_sum_rows
+from fzero.kernels.registry import Kernels
 from fzero.models import base
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.unshard import unshard_tree
@@ -46,6 +47,7 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Calla
 
 def context_of(plan: Plan, how: Execution) -> base.Ctx:
     """The Ctx of a Model under a plan."""
+    assert isinstance(how.kernels, Kernels)  # Execution parses a text
     return base.Ctx(
         mesh=plan.mesh,
         dtype=plan.policy.compute,

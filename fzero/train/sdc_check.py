@@ -21,6 +21,7 @@ from torch import Tensor
 from fzero.comm.tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.digest import digest
+from fzero.core.precision import ScalerState
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
@@ -87,7 +88,10 @@ def make_check(
     def computed(state: TrainState, m: int, part: Any) -> dict[str, int]:
         rows, sink = pytree.leaves(part)[0], Digests()
         # As in a step: float16 gradients need that room.
-        seed = state.scaler.scale / rows.numel() if policy.loss_scale else torch.ones((), device=state.step.device)
+        seed = torch.ones((), device=state.step.device)
+        if policy.loss_scale:
+            assert isinstance(state.scaler, ScalerState)
+            seed = state.scaler.scale / rows.numel()
         loss = backward(state.params, part, m * rows.shape[0], dropout_key(model, state), seed, sink, True)
         return {"the loss": digest(loss.total.detach()), **dict(sorted(sink.found.items()))}
 
@@ -98,8 +102,8 @@ def make_check(
             own, again = (computed(state, m, part(m)) for m in (mesh.data_rank, before))
             leaves = pytree.named_leaves(state)
             held = {name: digest(leaves[name]) for name in shared if isinstance(leaves[name], Tensor)}
-            tables = [gather_words(list(row.values()), mesh) for row in (held, own, again)]
-        return [*unlike(list(held), shared, tables[0], mesh), *disagreeing(list(own), *tables[1:], mesh)]
+            first, second, third = (gather_words(list(row.values()), mesh) for row in (held, own, again))
+        return [*unlike(list(held), shared, first, mesh), *disagreeing(list(own), second, third, mesh)]
 
     return check
 

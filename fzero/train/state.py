@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
     params: Tree  # in policy.param; leaves that are not floating-point in their own dtype
     master: Tree  # the trained ones in policy.state, in the optimizer's layout, or ()
     opt_state: Tree
-    scaler: ScalerState | tuple
+    scaler: ScalerState | tuple[()]
     key: Tensor  # int64 [2]
     data_cursor: Tensor  # int64 scalar: samples consumed
     extra: dict[str, Tree]  # "loss": its running statistics
@@ -58,14 +58,15 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
     """
     trained, policy = plan.trained(plan.opt), plan.policy
     scaler = init_scaler(policy.loss_scale) if policy.loss_scale else ()
+    whole: Any = Spec()  # in a tensor's place
     return TrainState(
-        step=Spec(),
+        step=whole,
         params=pytree.map(lambda spec: replace(spec, partial=frozenset()), plan.params),
         master=trained if policy.has_master else (),
         opt_state=tx.spec(trained),
         scaler=pytree.map(lambda _: Spec(), scaler),
-        key=Spec(),
-        data_cursor=Spec(),
+        key=whole,
+        data_cursor=whole,
         extra={LOSS: pytree.map(lambda _: Spec(), init_stats())},
     )
 

@@ -43,9 +43,9 @@ def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str,
     named, owner = pytree.named_leaves(specs), owner_of(like, plan)
     frozen = {f"params/{name}" for name in plan.frozen}
     return {
-        name: LeafFiles(tuple(leaf.shape), leaf.dtype, shard_dim(owner[name]) == 1, slots=1 if name in frozen else 2)
+        name: LeafFiles(tuple(leaf.shape), leaf.dtype, shard_dim(of) == 1, slots=1 if name in frozen else 2)
         for name, leaf in pytree.named_leaves(like).items()
-        if named[name].memory == "nvme" and owner[name] is not None
+        if named[name].memory == "nvme" and (of := owner[name]) is not None
     }
 
 
@@ -73,7 +73,9 @@ def init_on_disk(
             store.write_rows(name, i, rows, value)
             return
         where = out.setdefault(name, torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device=device))
-        RowBlock(name, i if shard_dim(owner[name]) == 1 else None, rows).of(where).copy_(value)
+        of = owner[name]
+        assert of is not None  # rows are those of a parameter, or of its state
+        RowBlock(name, i if shard_dim(of) == 1 else None, rows).of(where).copy_(value)
 
     owner = owner_of(like, plan)
 
@@ -183,22 +185,26 @@ def reopen_state(
     """
     like, specs = meta_state(plan, tx), state_specs(plan, tx)
     store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=True)
+    record = store.record
+    assert record is not None  # it was opened to resume
     # Earlier versions stored no statistics of the loss.
     held: dict[str, Any] = pytree.named_leaves({"extra": {LOSS: init_stats()}})
-    held |= {name: from_text(text) for name, text in store.record.values.items()}
+    held |= {name: from_text(text) for name, text in record.values.items()}
     shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
     lost = missing_leaves(like, specs, plan)
     if lost:
         raise ValueError(
-            f"{nvme.folder}: holds step {store.record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
+            f"{nvme.folder}: holds step {record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
             "keeps in memory; "
             "resume from a checkpoint"
         )
     derived = [name for name in shapes if name not in held and name not in store.leaves]
     for name in derived:
-        part = DiskTensor(store, f"master/{owner[name]}").tensor().to(plan.policy.param)
+        of = owner[name]
+        assert of is not None  # `missing_leaves` finds the others
+        part = DiskTensor(store, f"master/{of}").tensor().to(plan.policy.param)
         if part.shape != shapes[name].shape:
-            part = all_gather(part.to(device), plan.mesh["dp"], shard_dim(owner[name]), leaf=owner[name])
+            part = all_gather(part.to(device), plan.mesh["dp"], shard_dim(of), leaf=of)
         held[name] = part
     named, where = pytree.named_leaves(specs), torch.device(device)
     held = {name: put_on(where, leaf, named[name]) for name, leaf in held.items()}

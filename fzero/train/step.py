@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import STEP, expect_count, expect_kind, explain_keywords
-from fzero.core.autodiff import transforms
+from fzero.core.autodiff import Remat, transforms
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
@@ -59,9 +59,9 @@ class Metrics(NamedTuple):
     skipped: Tensor
     loss_scale: Tensor
     extra: dict[str, Tensor]  # the loss function's own sums, per token
-    spike: Tensor | tuple = ()  # bool: the loss was a spike; () where that is not judged
-    squares: dict[str, Squared] | tuple = ()  # of this rank's sums of gradients, leaf by leaf: see Execution.norms
-    factor: Tensor | tuple = ()  # beside the squares: by which those sums are gradients of the mean loss
+    spike: Tensor | tuple[()] = ()  # bool: the loss was a spike; () where that is not judged
+    squares: dict[str, Squared] | tuple[()] = ()  # of this rank's sums of gradients, leaf by leaf: see Execution.norms
+    factor: Tensor | tuple[()] = ()  # beside the squares: by which those sums are gradients of the mean loss
 
 
 @explain_keywords(**STEP)
@@ -110,9 +110,11 @@ def make_train_step(
     tx = bind(tx, shards)
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
+    assert isinstance(execution.remat, Remat)  # Execution parses a text
     expect_options(plan, execution.remat, donate, update, streamed is not None, isinstance(model, base.Model))
     skips = skip.nonfinite or skip.spike is not None
     if update == "backward":
+        assert streamed is not None  # expect_options refuses it without one
         expect_early(streamed, plan, nvme.slots if nvme is not None else 1, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = make_gradient(model, plan, execution, nvme, ({}, streamed is not None))
@@ -133,7 +135,7 @@ def make_train_step(
                 if not transforms():
                     with mesh.ledger.phase("check"):
                         expect_own_rows(batch, mesh, micro_batches)
-            early = EarlyUpdate(streamed, shards, state) if update == "backward" else None
+            early = EarlyUpdate(streamed, shards, state) if streamed is not None and update == "backward" else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             grads, total = gradient(state, parts, size, dropout_key(model, state), seed.value, early, known)
             factor = seed.mean_factor(total)
@@ -175,6 +177,7 @@ class Seed(NamedTuple):
 def seed_of(policy: Policy, state: TrainState, part: Any) -> Seed:
     """The seed of a step whose first micro-batch is `part`."""
     if policy.loss_scale:
+        assert isinstance(state.scaler, ScalerState)  # expect_state compares it with the policy
         return Seed(state.scaler.scale, positions(part))
     return Seed(torch.ones((), device=state.step.device), 1)
 
@@ -184,7 +187,9 @@ def tokens_of(total: base.Loss) -> Tensor:
     return torch.where(total.num_tokens == 0, 1, total.num_tokens)
 
 
-def norms_of(shards: ShardedLeaves, mesh: Mesh, sums: Tree, by_leaf: bool) -> tuple[Tensor, dict[str, Squared] | tuple]:
+def norms_of(
+    shards: ShardedLeaves, mesh: Mesh, sums: Tree, by_leaf: bool
+) -> tuple[Tensor, dict[str, Squared] | tuple[()]]:
     """(the norm of all sums of gradients, with `by_leaf` also their squares leaf by leaf)."""
     with mesh.ledger.phase("metrics"):
         squares = layer_squares(shards, sums) if by_leaf else ()
@@ -201,11 +206,12 @@ def advance(plan: Plan, state: TrainState, verdict: Verdict, samples: int) -> Tr
     )
 
 
-def move_scaler(policy: Policy, scaler: ScalerState | tuple, skipped: Tensor) -> ScalerState | tuple:
+def move_scaler(policy: Policy, scaler: ScalerState | tuple[()], skipped: Tensor) -> ScalerState | tuple[()]:
     """The scaler after a step; raises FloatingPointError for an overflow at the floor where the policy says so."""
     config = policy.loss_scale
     if config is None:
         return ()
+    assert isinstance(scaler, ScalerState)
     if config.at_floor == "raise":
         if transforms():
             raise ValueError('under a torch.func transform a step cannot raise; use LossScale(at_floor="hold")')

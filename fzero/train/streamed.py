@@ -188,5 +188,6 @@ class StreamedModel(NamedTuple):
     def pile(self, device: torch.device) -> dict[str, Any]:
         """{"kept": the storage of activations kept by the remat policy}, {} for the device."""
         if self.plan.acts == "nvme":
+            assert self.nvme is not None  # given with a plan whose activations rest on a disk
             return {"kept": DiskActivations(self.nvme.scratch)}
         return {"kept": HostActivations(device)} if self.plan.acts == "host" and device != HOST else {}

@@ -62,7 +62,7 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: 
     where = Path(config) if config is not None else folder / "config.json"
     if config is None and not where.is_file():
         raise ValueError(
-            f"{folder}: a {kind} without a config.json with the model's sizes; name it: --config HF_CONFIG.json"
+            f"{folder}: a {kind} without a config.json with the model's sizes; name it: --hf-config HF_CONFIG.json"
         )
     place = universal if tensors is open_universal and universal is not None else folder
     ours, family = read_hf_config(where, bare=not alone or tensors is open_universal)

@@ -118,7 +118,7 @@ def _read(folder: Path, reader: FileSystemReader, name: str, kept: TensorStorage
         raise ValueError(
             f"{folder}: tensor {name} has {wanted} elements, and chunks of {have}; the checkpoint is not whole"
         )
-    into = _Into(torch.empty(kept.size, dtype=kept.properties.dtype))
+    into: Any = _Into(torch.empty(kept.size, dtype=kept.properties.dtype))
     for item in items:
         place = reader.storage_data[item.storage_index]
         if fault := path_fault(place.relative_path):

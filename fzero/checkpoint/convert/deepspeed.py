@@ -104,7 +104,7 @@ def _load(path: Path, device: str, *, mapped: bool = False) -> Any:
     """Load a file of torch.save: tensors and plain values; objects of other classes are not made. On "meta", no data
     are read."""
     try:
-        unknown = [(_Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        unknown: list[Any] = [(_Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
         with torch.serialization.safe_globals(unknown):
             return torch.load(path, map_location=device, weights_only=True, mmap=mapped or None)
     except (

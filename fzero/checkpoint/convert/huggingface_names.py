@@ -235,7 +235,7 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
         value = hf.get(field.theirs, field.default)
         if value is REQUIRED:
             raise ValueError(f"{where}: {field.theirs} is missing")
-        allowed = {"int": int, "bool": bool}.get(kinds[field.ours], float)
+        allowed = {"int": int, "bool": bool}.get(str(kinds[field.ours]), float)
         expect_entries(
             {field.theirs: value}, {field.theirs: allowed | None if field.default is None else allowed}, name
         )

@@ -167,7 +167,7 @@ def find_names(
             f"{source}: the weights of more than one model are in it, as {shown} say; save the one to be "
             "imported by itself"
         )
-    stem, rows, wanted = next(rest for count, *rest in best if count == most)
+    _, stem, rows, wanted = next(one for one in best if one[0] == most)
     where = {name: plain[there] for name in (*wanted, HEAD) if (there := _put(stem, family, name)) in plain}
     if not set(where) - {HEAD}:
         known = list(plain.values())

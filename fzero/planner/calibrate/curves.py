@@ -44,7 +44,8 @@ def products_of(found: dict[str, dict[tuple[int, ...], Figure]]) -> dict[str, Pr
         for shape, each in shapes.items():
             out.setdefault(key if key in whole else plain, {}).setdefault(shape, []).append(each.s)
     rows = {
-        key: [(*shape, round_rates(statistics.fmean(s))) for shape, s in shapes.items()] for key, shapes in out.items()
+        key: [(batch, m, n, k, round_rates(statistics.fmean(s))) for (batch, m, n, k), s in shapes.items()]
+        for key, shapes in out.items()
     }
     return {key: tuple(sorted(table)) for key, table in rows.items()}
 

@@ -291,12 +291,14 @@ def sweep(
         measure_anchors()
         for count in threads:
             add(measure(DiskSettings(block, count, count)))
-    block = choose(rows).settings.block_bytes
+    found = choose(rows).settings
+    assert found is not None  # anchors are not among the rows
+    block = found.block_bytes
     for readers in threads:
         for writers in threads:
             if readers != writers:
                 add(measure(DiskSettings(block, readers, writers)))
-    finalists = [row.settings for row in sorted(rows, key=_score)[-4:]]
+    finalists = [row.settings for row in sorted(rows, key=_score)[-4:] if row.settings is not None]
     default = DiskSettings()
     if default.block_bytes in blocks and default not in finalists:
         finalists.append(default)
@@ -310,6 +312,7 @@ def sweep(
         for settings, found in again.items()
     ]
     best = choose(finals)
+    assert best.settings is not None  # as of all finals
     rows = [next((final for final in finals if final.settings == row.settings), row) for row in rows]
     for depth in depths:
         if depth != DEPTH:
@@ -390,6 +393,7 @@ def bench_disk(
         found = sweep(files, seconds, say=say)
         held = cached(files)
     best = found.best
+    assert best.settings is not None  # as of all rows of a sweep
     enough = choose_depth([row for row in found.rows if row.settings == best.settings])
     lines = [
         (

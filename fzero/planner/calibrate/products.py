@@ -94,7 +94,7 @@ def _case(dtype: str, way: str, layout: str, shape: Shape, device: str) -> Case:
 
 def _operand(size: tuple[int, int], batch: int, transposed: bool, dtype: str, device: str) -> Tensor:
     """A matrix, or a batch of them; `transposed`: stored column by column."""
-    size = size[::-1] if transposed else size
+    size = (size[1], size[0]) if transposed else size
     x = torch.randn(*((batch,) if batch > 1 else ()), *size, device=device).to(DTYPES[dtype])
     return x.mT if transposed else x
 

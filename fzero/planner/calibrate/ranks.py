@@ -9,7 +9,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from fzero.core import gpu
 from fzero.planner.calibrate.timed import Figure, warm_heap
 from fzero.sharding.mesh import Mesh, make_mesh
 
+R = TypeVar("R")
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes of the whole tensor
 BETWEEN = 8  # products and sums computed between two collectives
@@ -61,7 +62,7 @@ def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", tim
                 raise ValueError(
                     f"process {min(waiting.values())} of {n} of the measurement did not answer within {timeout_s:g} s"
                 )
-            for pipe in ready:
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
                 try:
                     problem, results[waiting[pipe]] = pipe.recv()
                 except EOFError:
@@ -97,7 +98,9 @@ def _work(rank: int, n: int, port: int, device: str, pipe: Any, f: Callable[...,
 
 def messages(mesh: Mesh, seconds: float, sizes: Sequence[int] = MESSAGES) -> Messages:
     """Measure collectives between the ranks of `mesh` for about `seconds`; called on all of them."""
-    communicator, device = mesh["dp"].communicator, "cuda" if mesh["dp"].communicator.transport == "nccl" else "cpu"
+    communicator = mesh["dp"].communicator
+    assert communicator is not None  # an axis of several ranks has one
+    device = "cuda" if communicator.transport == "nccl" else "cpu"
     calls = {(kind, size): _call(communicator, kind, size, device) for kind in COLLECTIVES for size in sizes}
     samples: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for call in calls.values():
@@ -174,7 +177,7 @@ def _hidden(communicator: Communicator, size: int, device: str) -> float:
 
     def compute(times: int) -> None:
         for _ in range(times):
-            a @ a
+            _ = a @ a
 
     def took(call: Callable[[], Any]) -> float:
         samples = []
@@ -228,7 +231,7 @@ def fit(curve: dict[float, float], part: float = 1.0) -> Fit:
 # ---- rates of processes that compute simultaneously --------------------------------------------------------------
 
 
-def sweep(mesh: Mesh, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+def sweep(mesh: Mesh, measure: Callable[..., R], *args: Any) -> R:
     """Run `measure(*args)` on all ranks simultaneously; called on all of them."""
     warm_heap()
     dist.barrier()

@@ -142,7 +142,10 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
         parting = first_parting(int(states[0].step), [], *states)
         made = [replay_steps(again, state, bound) for again, state in zip(opened, states)]
         del states
-        while parting is None and (pair := [next(one, None) for one in made])[0] is not None:
+        while parting is None:
+            pair = [one for one in (next(steps_of, None) for steps_of in made) if one is not None]
+            if len(pair) < 2:
+                break
             step = int(pair[0].state.step)
             for folder, one, record, held in zip(folders, pair, rows, kept):
                 if strays_from(one, record.get(step, {}), held.get(step)) and folder not in strays:
@@ -199,8 +202,8 @@ def first_leaf(a: checkpoint.Folder, b: checkpoint.Folder) -> list[str]:
         if name not in x or name not in y:
             return [f"leaf {name} is in one of them only"]
         if x[name] != y[name]:
-            leaves = (checkpoint.restore_leaves(path, name.__eq__)[name] for path in (a, b))
-            return [f"leaf {name}{describe_difference(*leaves, 'which is {} and {}')}"]
+            first, second = (checkpoint.restore_leaves(path, name.__eq__)[name] for path in (a, b))
+            return [f"leaf {name}{describe_difference(first, second, 'which is {} and {}')}"]
     return []
 
 
@@ -224,7 +227,7 @@ def first_parting(step: int, numbers: list[str], x: TrainState, y: TrainState) -
     for name in {**mine, **theirs}:
         if name not in mine or name not in theirs:
             return FirstDifference(step, numbers, name, " is in one of them only")
-        leaves = [leaf if isinstance(leaf, Tensor) else leaf.tensor() for leaf in (mine[name], theirs[name])]
-        if note := describe_difference(*leaves, "which is {} and {}"):
+        first, second = (leaf if isinstance(leaf, Tensor) else leaf.tensor() for leaf in (mine[name], theirs[name]))
+        if note := describe_difference(first, second, "which is {} and {}"):
             return FirstDifference(step, numbers, name, note)
     return FirstDifference(step, numbers, "", "") if numbers else None

@@ -35,7 +35,8 @@ class LeafDifference(NamedTuple):
             return f"leaf {self.name}: no element differs by more; the largest difference is {self.largest:.3g}"
         count = f"{self.differing:,} of {self.elements:,} elements differ"
         by = f"by {self.largest:.3g} at most, relatively {self.largest_relative:.3g}"
-        return f"leaf {self.name}: {count}, {by}; the first at {self.first}, {self.values[0]!r} and {self.values[1]!r}"
+        x, y = self.values or (None, None)
+        return f"leaf {self.name}: {count}, {by}; the first at {self.first}, {x!r} and {y!r}"
 
 
 class Difference(NamedTuple):
@@ -64,7 +65,7 @@ def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> D
     Raises ValueError if there is no checkpoint, and Damaged if one does not match its digests.
     """
     if not tolerance >= 0 or math.isinf(tolerance):
-        raise ValueError(f"--tolerance is {tolerance}; it must be a number of at least 0")
+        raise ValueError(f"--atol is {tolerance}; it must be a number of at least 0")
     x, y = (checkpoint.open_checkpoint(path_of(place)) for place in (a, b))
     try:
         common = [name for name in x.leaves if name in y.leaves]
@@ -87,8 +88,8 @@ def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> D
     finally:
         x.close()
         y.close()
-    only = [[name for name in held.leaves if name not in beside.leaves] for held, beside in ((x, y), (y, x))]
-    return Difference(x.path, y.path, *only, other, differing, compared, len(common))
+    only_x, only_y = ([name for name in held.leaves if name not in beside.leaves] for held, beside in ((x, y), (y, x)))
+    return Difference(x.path, y.path, only_x, only_y, other, differing, compared, len(common))
 
 
 def describe_difference(shape: Index, dtype: torch.dtype) -> str:

@@ -163,7 +163,7 @@ def entry_of(path: Folder, step: int, files: dict[str, int | None]) -> Entry:
     short = [
         name
         for name, least in parts.items()
-        if name not in files or (None not in (least, files[name]) and files[name] < least)
+        if name not in files or (least is not None and (have := files[name]) is not None and have < least)
     ]
     beside = [name for name in files if name != MANIFEST and not name.startswith(f"{record['arrays']}/")]
     state, note = ("damaged", f"{some(short)} missing or too short") if short else ("complete", "")
@@ -275,13 +275,14 @@ def remove(places: list[str], steps: list[int] | None = None, *, force: bool = F
         paths = [trim_zeros(place) if is_url(place) else Path(place) for place in places]
     homes: dict[str, list[tuple[Folder, int]]] = {}
     for path in dict.fromkeys(paths):
-        name = str(path).rsplit("/", 1)[-1] if is_url(path) else path.absolute().name
-        if step_of(name) is None:
+        name = str(path).rsplit("/", 1)[-1] if is_url(path) else Path(path).absolute().name
+        number = step_of(name)
+        if number is None:
             raise ValueError(
                 f"{path}: is not a checkpoint, which is a folder step-XXXXXXXX; name one, or use --step N with a run"
             )
-        checkpoint_dir = str(path).rsplit("/", 1)[0] if is_url(path) else str(path.absolute().parent)
-        homes.setdefault(checkpoint_dir, []).append((path, step_of(name)))
+        checkpoint_dir = str(path).rsplit("/", 1)[0] if is_url(path) else str(Path(path).absolute().parent)
+        homes.setdefault(checkpoint_dir, []).append((path, number))
     states = {
         checkpoint_dir: {entry.step: entry.state for entry in listing(checkpoint_dir).entries}
         for checkpoint_dir in homes

@@ -141,7 +141,7 @@ def replay(
     if step < 1:
         raise ValueError(f"--step is {step}; it must be at least 1")
     if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"--tolerance is {tolerance}; it must be at least 0")
+        raise ValueError(f"--rtol is {tolerance}; it must be at least 0")
     rows = {row["step"]: row for row in run_folder.read_metrics(folder)}
     kept = checkpoints_in(folder)
     config = recorded_config(folder, step, kept)

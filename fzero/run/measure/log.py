@@ -90,6 +90,8 @@ class Meter:
         if not self.every or step % self.every:
             return {}
         plan, mesh = self.job.plan, self.job.mesh
+        # A step that measures has both.
+        assert not isinstance(metrics.squares, tuple) and not isinstance(metrics.factor, tuple)
         grads = norms.by_part(
             norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor)
         )
@@ -114,7 +116,7 @@ class Meter:
 @contextlib.contextmanager
 def metrics_writer(
     folder: Path, first: int, show: Log, loggers: Sequence[str], config: Mapping[str, Any]
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A context of a function that writes a step's row to metrics.jsonl, the terminal and the loggers."""
     path = folder / run_folder.METRICS
     with ExitStack() as stack:
@@ -123,7 +125,7 @@ def metrics_writer(
         stack.callback(close_flushed, file)
         log = stack.enter_context(open_loggers(loggers, folder, first=first, config=config))
 
-        def record(row: dict[str, Any]) -> None:
+        def record(row: Mapping[str, Any]) -> None:
             with naming(path):
                 file.write(json.dumps(row) + "\n")
                 file.flush()

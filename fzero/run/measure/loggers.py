@@ -89,7 +89,7 @@ def _tensorboard(folder: Path, first: int, config: Mapping[str, Any]) -> Iterato
 
 @contextlib.contextmanager
 def _wandb(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]  (it need not be installed)
 
     # A resumed attempt continues the run of its folder; steps that wandb has already are passed over by it.
     run = wandb.init(dir=str(folder), name=folder.name, id=folder.name, resume="allow", config=dict(config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +17,7 @@ COMPILING = "compiling (about 25 s on two cores, once a machine)"
 @contextlib.contextmanager
 def show_progress(
     first: int, until: int, *, every: int, bar: bool, compiles: bool, say: Say
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A context of a function that shows a step's row.
 
     first, until: the step before the first row, and the last one. every: steps from line to line; the bar is drawn
@@ -31,7 +31,7 @@ def show_progress(
             say(COMPILING)
         waiting = stack.enter_context(elapsing(shown, COMPILING if compiles else "first step"))
 
-        def show(row: dict[str, Any]) -> None:
+        def show(row: Mapping[str, Any]) -> None:
             nonlocal val
             is_first = row["step"] == first + 1
             waiting()

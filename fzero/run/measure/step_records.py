@@ -23,7 +23,8 @@ from fzero.core.tables import Table
 from fzero.kernels.registry import describe, observe
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job
-from fzero.run.measure.live_bytes import COMPONENTS, record_step
+from fzero.run.measure.live_bytes import record_step
+from fzero.run.measure.moments import COMPONENTS
 from fzero.run.measure.profiler import TRACE, Profile
 from fzero.train.state import TrainState
 
@@ -139,7 +140,7 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
 
 def bytes_at_rest(state: TrainState) -> dict[str, int]:
     """{group of the state: bytes of its leaves in memory}: "params", "master", "opt", "ema" and "other"."""
-    out = dict.fromkeys(("params", "master", "opt", "ema", "other"), 0)
+    out: dict[str, int] = dict.fromkeys(("params", "master", "opt", "ema", "other"), 0)
     for name, leaf in pytree.named_leaves(state._asdict()).items():
         if isinstance(leaf, torch.Tensor):
             group = {"params": "params", "master": "master", "opt_state": "opt"}.get(name.split("/")[0], "other")

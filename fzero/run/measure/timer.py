@@ -101,7 +101,8 @@ class Clock:
         if not isinstance(end, float):
             end.synchronize()
         (last, waited), self.last = self.last, log[-1][2:]
-        wall, phases, axes = _between(last, end), dict.fromkeys(PHASES, 0.0), {}
+        phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        wall, axes = _between(last, end), {}
         started: dict[int, tuple[str, Any]] = {}  # number -> (axis, the mark after which it travels)
         waiting = ""
         for what, value, mark, disk in log:

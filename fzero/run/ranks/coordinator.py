@@ -202,7 +202,7 @@ class Coordinator:
                 raise TimeoutError(
                     f"{whose} did not come within {timeout_s:g} s; look what it is doing, and start all ranks again"
                 )
-            if self.names and now - looked > 1.0:
+            if self.lasting is not None and self.names and now - looked > 1.0:
                 looked = now
                 for rank, (name, found) in enumerate(zip(self.names, read_hellos(self.lasting, len(self.names)))):
                     if name != found:
@@ -212,10 +212,12 @@ class Coordinator:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         self.waiting = ""
+        assert self.store is not None
         return self.store.get(key)
 
     def _answered(self, key: str) -> bool:
         try:
+            assert self.store is not None  # nobody else is heard
             return self.store.check([key])
         except RuntimeError:
             raise RankError(
@@ -293,7 +295,7 @@ def last_words(text: str, coordinator: Coordinator | None, *, lost: bool = False
     text += f"; {AGAIN}" if lost and "is gone" in text else ""
     joined = coordinator is not None and coordinator.store is not None
     try:
-        if not joined:
+        if coordinator is None or not joined:
             # Only torchrun's count distinguishes attempts here.
             early = f"early/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
             coordinator = Coordinator(

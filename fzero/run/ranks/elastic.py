@@ -55,19 +55,21 @@ def stand_by(coordinator: Coordinator) -> int:
     Passes a signal to this process on to them: they save, and end. Raises Ended if one of them has failed,
     TimeoutError if none of them gives a sign of life.
     """
+    store = coordinator.store
+    assert store is not None  # a spare has others
     heard, seen, signalled_at, beat = time.monotonic(), {}, 0.0, 0.0
     with stop_signals() as received:
-        while not coordinator.store.check([OVER]):
+        while not store.check([OVER]):
             now = time.monotonic()
             if coordinator.reason():
                 raise Ended
             if now - beat > BEAT_S:
                 beat, found = now, read_beats(coordinator)
-                coordinator.store.set(f"beat/{coordinator.rank}", "spare")
+                store.set(f"beat/{coordinator.rank}", "spare")
                 heard, seen = (heard, seen) if found == seen and found else (now, found)
             if received and not signalled_at:
                 signalled_at, heard, coordinator.signalled = now, now, True
-                coordinator.store.set(STOP, str(received[0]))
+                store.set(STOP, str(received[0]))
             if signalled_at and now - heard > SILENT_S:
                 return received[0]  # torchrun ends the others too, and did not wait for them
             if now - heard > TIMEOUT_S:
@@ -75,6 +77,6 @@ def stand_by(coordinator: Coordinator) -> int:
                     f"rank {coordinator.rank}, a spare: no other rank gives a sign of life for {TIMEOUT_S:g} s"
                 )
             time.sleep(0.1)
-        stopped = int(coordinator.store.get(OVER))
+        stopped = int(store.get(OVER))
         coordinator.bye()
         return stopped

@@ -63,7 +63,7 @@ def watch(coordinator: Coordinator, hang_s: float = 0.0, stop: list[int] | None 
     thread.start()
     try:
         yield
-        coordinator.store.set(f"beat/{coordinator.rank}", DONE)
+        coordinator.store.set(f"beat/{coordinator.rank}", DONE.decode())
     finally:
         over.set()
         signal.set_wakeup_fd(before)
@@ -86,22 +86,22 @@ def _watch(
     coordinator: Coordinator, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]
 ) -> None:
     # A separate connection: the main thread blocks the other one while it waits.
-    mine = Coordinator(coordinator.rank, coordinator.size, coordinator.local_size, coordinator.store.clone())
+    assert coordinator.store is not None  # see `watch`
+    store = coordinator.store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (torch's stub lacks it)
+    mine = Coordinator(coordinator.rank, coordinator.size, coordinator.local_size, store)
     main, moved = threading.main_thread(), time.monotonic()
     number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
     # Without a store there is little to look at.
     with contextlib.suppress(RuntimeError):
-        mine.store.set(f"process/{coordinator.rank}", str(os.getpid()))
+        store.set(f"process/{coordinator.rank}", str(os.getpid()))
         while not over.is_set() and main.is_alive():
             number, now, place = number + 1, time.monotonic(), progress_of(coordinator)
             if place != before:
                 before, moved = place, now
-            mine.store.set(
-                f"beat/{coordinator.rank}", json.dumps(beat_of(coordinator, number, now - moved, main.ident))
-            )
-            if coordinator.spares and coordinator.first and not stop and mine.store.check([STOP]):
-                stop.append(int(mine.store.get(STOP)))
+            store.set(f"beat/{coordinator.rank}", json.dumps(beat_of(coordinator, number, now - moved, main.ident)))
+            if coordinator.spares and coordinator.first and not stop and store.check([STOP]):
+                stop.append(int(store.get(STOP)))
             if select.select([wakeup], [], [], BEAT_S)[0] and _heed(coordinator, wakeup.recv(64)) and not term:
                 term, seen = now, read_beats(mine)
             if mine.reason() and not reason:
@@ -138,7 +138,7 @@ def _watch(
                 text = verdict(states, stale, hang_s)
                 if text:
                     for rank in stale:
-                        kill_sibling(int(mine.store.get(f"process/{rank}")))
+                        kill_sibling(int(store.get(f"process/{rank}")))
                     say_and_end(mine, text)
     while not over.wait(BEAT_S) and main.is_alive():  # without a store
         end_as_orphan()
@@ -146,8 +146,9 @@ def _watch(
 
 def read_beats(coordinator: Coordinator) -> dict[int, bytes]:
     """The last sign of life of each rank that has given one."""
-    keys = {rank: f"beat/{rank}" for rank in range(coordinator.size)}
-    return {rank: coordinator.store.get(key) for rank, key in keys.items() if coordinator.store.check([key])}
+    store, keys = coordinator.store, {rank: f"beat/{rank}" for rank in range(coordinator.size)}
+    assert store is not None
+    return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
 
 
 def say_and_end(coordinator: Coordinator, text: str) -> None:
@@ -209,7 +210,7 @@ def brief(call: Call | None) -> str:
 
 def stack_top(thread: int | None) -> str:
     """The top of a thread's Python stack: file:line and function."""
-    frame = sys._current_frames().get(thread)
+    frame = None if thread is None else sys._current_frames().get(thread)
     if frame is None:
         return ""
     code = frame.f_code

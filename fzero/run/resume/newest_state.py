@@ -71,7 +71,7 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
         if not saved:
             raise ValueError(failures[0])
         say(f"passed over: {failures[0]}")
-        coordinator.share(lambda: release_store(job.nvme.folder))
+        coordinator.share(lambda: release_store(store_folder(job)))
     else:
         saved = convert_other_store(job, folder, before, saved, coordinator, say)
     if not saved:
@@ -79,11 +79,17 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
     return restore_newest(job, checkpoint_dir, saved, coordinator, say)
 
 
+def store_folder(job: Job) -> str | Path:
+    """The folder of the store of a run that has one."""
+    assert job.nvme is not None and job.nvme.folder is not None
+    return job.nvme.folder
+
+
 def is_own_store(job: Job) -> bool:
     """Whether the store in the run's folder was made by the same plan. True if there is none, or its description is
     damaged."""
     try:
-        record = read_description(job.nvme.folder)
+        record = read_description(store_folder(job))
     except Damaged:
         return True
     if record is None or record["ranks"] != job.mesh.size or record["owner"] != owner_table(job.plan):
@@ -110,7 +116,7 @@ def convert_other_store(
         raise ValueError(failures[0])
     if failures:
         say(f"passed over: {failures[0]}")
-    elif place is not None:
+    elif place is not None and snapshot is not None:
         say(f"step {snapshot.record.step} on the disk was another plan's: it is {place} now")
     for where in (
         {str(snapshot.folder)} if snapshot is not None else {str(job.nvme.folder)} if job.nvme is not None else ()

@@ -53,8 +53,10 @@ class CheckpointSaver:
         to stop."""
         self.saved = step
         if self.writer is None:
-            if self.job.nvme.slots > 2:
-                self.job.nvme.store.pin(self.job.nvme.slots - 2)
+            nvme = self.job.nvme
+            assert nvme is not None and nvme.store is not None  # each step is a checkpoint there
+            if nvme.slots > 2:
+                nvme.store.pin(nvme.slots - 2)
             return
         self.done = self._saved(self.writer.wait) or self.done
         self.writer.save(state, step=step, config=self.config, specs=self.specs)

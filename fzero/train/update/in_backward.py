@@ -69,6 +69,7 @@ class EarlyUpdate:
         held = self.waiting.setdefault(layer, {})
         held[name] = value
         if len(held) == len(self.stacked):
+            assert self.update is not None, "begin was not called"
             self.update.layer = self.waiting.pop(layer)
             self.update.run(self.layers[layer])
             self.update.layer = {}
@@ -87,6 +88,7 @@ class EarlyUpdate:
             if self.how.nvme.store is not None:
                 self.how.nvme.store.abandon()
             return state
+        assert self.update is not None, "begin was not called"
         self.update.state, self.update.grads = state, pytree.named_leaves(outside.sums)
         self.update.run(self.layers.get(None, []))
         return self.update.finish()

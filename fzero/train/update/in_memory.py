@@ -132,6 +132,7 @@ def update_donated(
         names, leaves = split_names(plan), pytree.named_leaves(plan.trained(state.params))
         copies = {name: leaf for name, leaf in leaves.items() if name not in names} if plan.policy.has_master else {}
         more = Pass(factor=factor, skip=skipped, copies=copies, host=host)
+        assert parts.body.in_pass is not None  # `on_host` asks for it too
         target, body_state = parts.body.in_pass(grads.sums, body_state, target, more)
     else:
         scaled = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums)

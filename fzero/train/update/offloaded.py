@@ -190,6 +190,7 @@ class Update:
         """The optimizer's step on some rows; `copies` are given the updated parameters in their own dtype."""
         body = self.how.parts.body
         if self.how.on_host:
+            assert body.in_pass is not None  # `on_host` asks for it
             return body.in_pass(grads, state, targets, Pass(factor=self.factor, at=at, copies=copies, host=True))
         scaled = pytree.map(lambda g: g.mul_(self.factor), grads)
         new = (
@@ -249,6 +250,7 @@ class Update:
             self.write(rest, part, emitted)
 
     def write(self, leaf: DiskTensor, part: RowBlock, buffer: Buffer) -> None:
+        assert self.store is not None  # the one of its leaves
         self.store.write(leaf.name, part.layer or 0, part.rows, buffer)
 
     def finish(self) -> Tree:
@@ -266,5 +268,5 @@ def same(old: Tensor, new: Tensor) -> None:
         old.copy_(new)
 
 
-def _address(x: Tensor) -> tuple[int, int]:
+def _address(x: Tensor) -> tuple[int, int | torch.SymInt]:
     return x.untyped_storage()._cdata, x.storage_offset()  # a fake tensor has no other

@@ -1,0 +1,35 @@
+"""Makes the API reference from the docstrings, a page for each public module:
+
+python docs/make.py site
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pdoc
+
+import fzero
+
+# The modules of fzero that have a page beside its own. core.prng is fzero.random, core.pytree is fzero.pytree.
+PAGES = ("optim", "models", "sharding", "checkpoint", "data", "core.pytree", "core.prng")
+
+
+def make(folder: Path) -> None:
+    """Write the pages of fzero and PAGES into `folder`; of a module with `__all__` they have the names in it."""
+    for name in fzero.__all__:  # loads when first used, and pdoc looks into the dict of the module
+        setattr(fzero, name, getattr(fzero, name))
+    theme = Path(__file__).parent / "theme"
+    pdoc.render.configure(show_source=False, template_directory=theme, footer_text=f"fzero {fzero.__version__}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a name that does not resolve would be left out
+        # The fields of a NamedTuple are shown with their types as the source has them.
+        warnings.filterwarnings("ignore", "Error parsing type annotation")
+        pages = [f"fzero.{name}" for name in PAGES]
+        pdoc.pdoc("fzero", "!fzero[.]", *pages, *(f"!{page}[.]" for page in pages), output_directory=folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/make.py FOLDER")
+    make(Path(sys.argv[1]))

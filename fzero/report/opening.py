@@ -1,0 +1,240 @@
+"""The first screen of the page: what ran and what became of it in words, the final figures, four small pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from fzero.core.foreign import in_form
+from fzero.report import figures_curves
+from fzero.report.attempts import starts
+from fzero.report.bind import places
+from fzero.report.compare import ranks_of, value_of
+from fzero.report.figures import stairs
+from fzero.report.figures_memory import along, between
+from fzero.report.parts import Picture, Section, Table, table
+from fzero.report.plots import smooth
+from fzero.report.values import Report, RunReport, digits, perplexity, scale_of, shown
+
+
+class Outcome(NamedTuple):
+    """What a run reached: at its end, or at the tokens that all compared runs have seen. None: not known."""
+
+    tokens: int | None
+    train: float | None
+    val: float | None
+    val_tokens: int | None  # seen when `val` was measured
+    seconds: float  # of all its steps, with evaluations and checkpoints
+
+
+def opening(report: Report) -> Section:
+    """The section that a page begins with."""
+    runs = report.runs
+    with in_form("the files of the runs", "; --traceback shows which value"):
+        found = outcomes(report)
+        words = [f"{in_words(runs[0], found[0])} {failed_in_words(runs[0])}"]
+        if len(runs) > 1:
+            words = [compared_in_words(report, found)]
+            words += [f"**{run.name}**: {failed_in_words(run)}" for run in runs if failures(run)]
+        return Section("opening", "", [*words, final_table(report, found), *pictures(runs)])
+
+
+def outcomes(report: Report) -> list[Outcome]:
+    """The outcome of each run."""
+    at = (report.compared or {}).get("losses")
+    found = []
+    for i, run in enumerate(report.runs):
+        s = run.series
+        seconds = sum(v for v in s.get("wall_s", s.get("step_s", ())) if v is not None)
+        if at:
+            found.append(Outcome(at["tokens"], at["train"][i], at["val"][i], at["val_tokens"][i], seconds))
+            continue
+        known = [v for v in s["loss"] if v is not None]
+        train = smooth(known)[-1 - min(25, len(known) // 20)] if known else None  # the last mean of a whole window
+        seen = last_known(s.get("val_loss", ()))
+        tokens = s["tokens"] if "tokens" in s else [None] * len(s["step"])
+        val, row = seen if seen is not None else (None, -1)
+        found.append(Outcome(tokens[-1], train, val, tokens[row] if seen is not None else None, seconds))
+    return found
+
+
+def last_known(values: Sequence[Any]) -> tuple[Any, int] | None:
+    """(the last value that is not None, its index); None if there is none."""
+    return next(((values[i], i) for i in reversed(range(len(values))) if values[i] is not None), None)
+
+
+# ---- in words ----
+
+
+def in_words(run: RunReport, found: Outcome) -> str:
+    """Say what ran, how long, and what it reached."""
+    model = run.config.get("preset") or run.config.get("model", {}).get("family", "model")
+    size, ranks = run.environment.get("num_params"), ranks_of(run)
+    whole, made = run.config.get("train", {}).get("steps"), run.series["step"][-1]
+    where = "one process" if ranks == 1 else f"{ranks} processes"
+    steps = f"{made:,} of {whole:,} steps" if whole else f"{made:,} steps"
+    tokens = f" ({found.tokens:,} tokens)" if found.tokens else ""
+    reached = "it has no validation loss"
+    if found.val is not None:
+        reached = f"it reached a validation loss of {loss_in_words(found.val)}"
+    parameters = f" ({size:,} parameters)" if size else ""
+    return f"**{model}**{parameters} made {steps}{tokens} on {where} in {duration(found.seconds)}: {reached}."
+
+
+def duration(seconds: float) -> str:
+    """Format the time of a run in its two largest units.
+
+    >>> duration(7.25), duration(125), duration(7_260), duration(200_000)
+    ('7.2 s', '2 min 5 s', '2 h 1 min', '2 d 7 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    units = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
+    size, name, small, rest = next(unit for unit in units if seconds >= unit[0])
+    return f"{int(seconds // size)} {name} {int(seconds % size // small)} {rest}"
+
+
+def loss_in_words(loss: float) -> str:
+    """Format a loss with its perplexity."""
+    return f"{digits(loss)} (perplexity {digits(perplexity(loss))})"
+
+
+def compared_in_words(report: Report, found: Sequence[Outcome]) -> str:
+    """Say which of several runs has the least validation loss, at how many tokens."""
+    names = ", ".join(run.name for run in report.runs)
+    known = [(one.val, run.name) for one, run in zip(found, report.runs) if one.val is not None]
+    tokenizers = {run.environment.get("tokenizer") for run in report.runs}
+    if len(tokenizers) > 1:
+        why = "their tokenizers differ, so losses and perplexities per token are of different units"
+    elif not (report.compared or {}).get("losses"):
+        why = "the tokens seen were not recorded in all, so their losses are not set beside each other"
+    elif len(known) < len(found):
+        why = "not all have a validation loss by the tokens that all have seen"
+    else:
+        least = min(val for val, _ in known)
+        best = " and ".join(name for val, name in known if val == least)
+        why = f"after {found[0].tokens:,} tokens, which all have seen, the least validation loss is that of {best}, "
+        why += loss_in_words(least)
+    return f"**{len(found)} runs**, {names}: {why}."
+
+
+def failures(run: RunReport) -> list[str]:
+    """A clause for each thing that went wrong in a run, as far as its files tell."""
+    s, found = run.series, []
+    whole, made = run.config.get("train", {}).get("steps"), s["step"][-1]
+    if whole and made < whole:
+        found.append(f"it ended {whole - made:,} steps before its end")
+    lost = sum(value is None for value in s["loss"])
+    if lost:
+        found.append(f"the loss of {steps_in_words(lost)} was not finite")
+    skipped = sum(map(bool, s.get("skipped", ())))
+    if skipped:
+        found.append(f"the update of {steps_in_words(skipped)} was skipped")
+    for one in run.rollbacks:
+        found.append(f"it rolled back from step {one['step']:,} to {one['to']:,} ({one['why']})")
+    if len(run.attempts) > 1:
+        found.append(f"it was started {len(run.attempts)} times")
+    return found
+
+
+def steps_in_words(count: int) -> str:
+    """Format a number of steps."""
+    return f"{count:,} step{'s' * (count != 1)}"
+
+
+def failed_in_words(run: RunReport) -> str:
+    """Say what went wrong in a run, or that nothing did."""
+    found = "; ".join(failures(run))
+    return f"{found[:1].upper()}{found[1:]}." if found else "Nothing failed: no step was skipped, in one start."
+
+
+# ---- the table ----
+
+
+def final_table(report: Report, found: Sequence[Outcome]) -> Table:
+    """The final figures: of one run measured and predicted, of several each measured, losses at equal tokens."""
+    several = len(report.runs) > 1
+    head = ["" if not several else "run", "validation loss", "perplexity", "training loss", "time"]
+    quantities = {"throughput": ("tokens_per_s", "tokens/s"), "MFU": ("mfu", "fraction")}
+    quantities |= {"peak memory": ("peak_bytes", "bytes")}
+    rows = []
+    for run, one in zip(report.runs, found):
+        losses = ["-" if v is None else digits(v) for v in (one.val, one.val and perplexity(one.val), one.train)]
+        if several and one.val is not None and one.val_tokens != one.tokens:
+            losses[0] += f" (at {one.val_tokens:,})"
+        cells = [cell(value_of(run, name), unit) for name, unit in quantities.values()]
+        rows.append([run.name if several else "measured", *losses, duration(one.seconds), *cells])
+    if not several:
+        planned = [cell(value_of(report.runs[0], name, predicted=True), unit) for name, unit in quantities.values()]
+        rows += [["predicted", "-", "-", "-", "-", *planned]] if {*planned} != {"-"} else []
+    at = (report.compared or {}).get("losses")
+    caption = "The final figures, each at the run's own end" if several else "The final figures"
+    if at:
+        caption = f"Losses after {at['tokens']:,} tokens, which all runs have seen; time and rates of whole runs"
+    return table("final", caption, [*head, *quantities], rows)
+
+
+def cell(value: float | None, unit: str) -> str:
+    """Format a figure with its unit."""
+    return shown(None if value is None else 100 * value, "%") if unit == "fraction" else shown(value, unit)
+
+
+# ---- the pictures ----
+
+
+def pictures(runs: Sequence[RunReport]) -> list[Picture]:
+    """The small pictures of loss, learning rate, throughput and memory, without those that no run has recorded."""
+    one = len(runs) == 1
+    marks = starts(runs[0].series, runs[0].attempts) if one else ()
+    train, vals = [curve(run, "loss", mean=True) for run in runs], [curve(run, "val_loss") for run in runs]
+    if one:
+        train = [("training", *c[1:]) for c in train]
+    vals = [("validation" if one else f"{c[0]}, validation", *c[1:]) for c in vals]
+    found = [small("loss", "Loss", train, "loss (nats per token)", marks, vals)]
+    for name, column, title, unit in (
+        ("lr", "lr", "Learning rate", "learning rate (1)"),
+        ("throughput", "tokens_per_s", "Throughput", "throughput (tokens/s)"),
+    ):
+        curves = [curve(run, column, mean=column != "lr") for run in runs]
+        found.append(small(name, title, curves, unit, marks))
+    found.append(small_memory(runs))
+    return [picture for picture in found if picture is not None]
+
+
+def curve(run: RunReport, column: str, *, mean: bool = False) -> figures_curves.Curve:
+    """(name of the run, tokens seen, values) of a column where it has values; with `mean`, their running means."""
+    known = [(x, y) for x, y in zip(places(run), run.series.get(column, ())) if y is not None]
+    values = [y for _, y in known]
+    return run.name, [x for x, _ in known], smooth(values) if mean else values
+
+
+def small(
+    name: str,
+    title: str,
+    curves: Sequence[figures_curves.Curve],
+    unit: str,
+    marks: figures_curves.Marks = (),
+    points: Sequence[figures_curves.Curve] = (),
+) -> Picture | None:
+    """A small picture over the tokens seen; None if there is nothing to draw."""
+    if not any(values for _, _, values in [*curves, *points]):
+        return None
+    lasts = [(name, values[-1]) for name, _, values in [*curves, *points] if values]
+    ends = "; ".join(f"{name} ends at {digits(last)}" for name, last in lasts if last is not None)
+    alt = f"{title} over the tokens seen: {ends}."
+    draw = partial(figures_curves.small, curves, "tokens seen (tokens)", unit, marks, points)
+    return Picture(f"small_{name}", title, alt, draw)
+
+
+def small_memory(runs: Sequence[RunReport]) -> Picture | None:
+    """The small picture of live bytes over a step, of each run that recorded them."""
+    moments = [(run.name, run.memory["timeline"]) for run in runs if run.memory and run.memory.get("timeline")]
+    if not moments:
+        return None
+    factor, unit = scale_of("bytes", max(m["bytes"] for _, record in moments for m in record))
+    edges = [between(along(record)) for _, record in moments]
+    curves = [(name, *stairs(at, [m["bytes"] / factor for m in record])) for (name, record), at in zip(moments, edges)]
+    ends = "; ".join(f"{name} has at most {digits(max(values))} {unit}" for name, _, values in curves)
+    draw = partial(figures_curves.small, curves, "progress of a step (%)", f"memory ({unit})")
+    return Picture("small_memory", "Memory of a rank", f"Live tensors of a rank over one step: {ends}.", draw)

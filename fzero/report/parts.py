@@ -1,0 +1,76 @@
+"""The parts of a section, tables and pictures and texts, and the cells that several sections have."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fzero.report.values import Quantity, digits, shown, shown_ratio
+
+PAIR = ("predicted", "measured", "predicted ÷ measured")
+
+
+class Table(NamedTuple):
+    """A table of texts; `right`: the columns of numbers."""
+
+    name: str
+    caption: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    right: frozenset[int]
+
+
+class Picture(NamedTuple):
+    """A picture: its caption, alternative text, and a function that draws it."""
+
+    name: str
+    caption: str
+    alt: str
+    draw: Callable[[], Any]  # returns a matplotlib Figure
+    log: bool = False  # whether the page has it with logarithmic axes too
+
+
+class Code(NamedTuple):
+    """A long text, collapsed until opened unless `open`."""
+
+    name: str
+    caption: str
+    text: str
+    kind: str = "json"  # of the text, as Markdown names it
+    open: bool = False
+
+
+class Section(NamedTuple):
+    """A titled list of paragraphs, tables, pictures and long texts."""
+
+    name: str
+    title: str
+    parts: list[str | Table | Picture | Code]
+
+
+def table(name: str, caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
+    """A Table whose first `left` columns are text."""
+    return Table(name, caption, tuple(head), [tuple(map(str, row)) for row in rows], frozenset(range(left, len(head))))
+
+
+def pair(q: Quantity) -> tuple[str, str, str]:
+    """The cells of a quantity: predicted and measured in the same unit, and their ratio."""
+    if q.unit == "fraction":
+        cells = ("-" if v is None else f"{digits(100 * v)}%" for v in (q.predicted, q.measured))
+    else:
+        largest = max((abs(v) for v in (q.predicted, q.measured) if v is not None), default=0)
+        cells = (shown(v, q.unit, largest) for v in (q.predicted, q.measured))
+    predicted, measured = cells
+    return predicted, measured, shown_ratio(q.ratio)
+
+
+def mesh_name(mesh: dict[str, int]) -> str:
+    """Format a mesh, such as "dp=8 tp=2"; axes of one rank are left out."""
+    return " ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one process"
+
+
+def command_of(argv: Sequence[str], processes: int = 1) -> str:
+    """Format a command line as typed: without the folder of the program, and with torchrun for several processes."""
+    program = f"torchrun --nproc-per-node {processes} -m fzero" if processes > 1 else "fzero"
+    return f"{program} {shlex.join(argv[1:])}" if argv else ""

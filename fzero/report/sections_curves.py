@@ -1,0 +1,99 @@
+"""The sections of a run on its way: loss, samples of text, throughput, norms."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fzero.report import bind
+from fzero.report.compare import value_of
+from fzero.report.parts import PAIR, Code, Picture, Section, pair, table
+from fzero.report.values import RunReport, digits, shown
+
+
+def loss(run: RunReport) -> Section:
+    """The section on training and validation losses."""
+    s = run.series
+    val = s.get("val_loss", [None] * len(s["step"]))
+    seen = [(step, tokens, v) for step, tokens, v in zip(s["step"], s.get("tokens", s["step"]), val) if v is not None]
+    known = [v for v in s["loss"] if v is not None]
+    rows = (
+        [
+            ("training, first step", digits(known[0]), f"{s['step'][0]:,}"),
+            ("training, last step", digits(known[-1]), f"{s['step'][-1]:,}"),
+        ]
+        if known
+        else []
+    )
+    if seen:
+        best = min(seen, key=lambda point: point[2])
+        rows += [
+            ("validation, last", digits(seen[-1][2]), f"{seen[-1][0]:,}"),
+            ("validation, least", digits(best[2]), f"{best[0]:,}"),
+        ]
+    skipped = sum(map(bool, s.get("skipped", ())))
+    ends = f" The last validation loss is {seen[-1][2]:.3f} after step {seen[-1][0]:,}." if seen else ""
+    alt = (
+        f"Loss over tokens seen: training falls from {known[0]:.3f} to {known[-1]:.3f}.{ends}"
+        if known
+        else "Loss: no step has a finite one."
+    )
+    parts: list[Any] = [Picture("loss", "Loss over the tokens seen (measured)", alt, bind.loss(run), log=True)]
+    parts.append(table("loss", "Loss (measured, nats per token)", ("", "loss", "at step"), rows))
+    if skipped:
+        parts.append(f"{skipped} steps were skipped, their updates not made.")
+    return Section("loss", "Loss", parts)
+
+
+def samples(run: RunReport) -> Section:
+    """The section of the texts that the run generated, the last of each step."""
+    last = {(one["step"], one["prompt"]): one["text"] for one in run.samples}
+    named = {
+        (step, prompt): f"after step {step:,}, of the prompt {json.dumps(prompt, ensure_ascii=False)}"
+        for step, prompt in last
+    }
+    parts: list[Any] = [Code("sample", f"A sample {named[key]}", text, "text", True) for key, text in last.items()]
+    return Section("samples", "Samples of text", parts)
+
+
+def throughput(run: RunReport) -> Section:
+    """The section on tokens per second and utilization."""
+    rate, expected = value_of(run, "tokens_per_s"), value_of(run, "tokens_per_s", predicted=True)
+    if rate is None or "tokens" not in run.series:
+        return Section("throughput", "Throughput", [])
+    prediction = f"predicted were {shown(expected, 'tokens/s')}." if expected is not None else "nothing was predicted."
+    axes = "Tokens per second over tokens seen, with model FLOPs utilisation on the right"
+    alt = f"{axes}: measured at the median {shown(rate, 'tokens/s')}; {prediction}"
+    peak = run.attempts[-1].get("peak_flops") if run.attempts else None
+    how = "measured" if run.attempts and run.attempts[-1].get("peak_measured") else "given"
+    of = f"MFU and HFU are fractions of {shown(peak, 'FLOP/s')}, {how}, of all processes." if peak else ""
+    rows = [
+        (q.title, *pair(q)) for q in run.quantities if q.name in ("step_s", "tokens_per_s", "mfu", "mfu_causal", "hfu")
+    ]
+    picture = Picture("throughput", "Throughput and model FLOPs utilisation", alt, bind.throughput(run))
+    return Section(
+        "throughput", "Throughput and MFU", [picture, table("throughput", "Throughput", ("", *PAIR), rows), of]
+    )
+
+
+def norms(run: RunReport) -> Section:
+    """The section on norms of gradients and parameters."""
+    parts: list[Any] = []
+    for kind, what in (("grad", "gradient"), ("param", "parameter")):
+        found = bind.norms_of(run, kind)
+        if found is None:
+            continue
+        steps, rows = found
+        last = {name: values[-1] for name, values in rows.items() if values[-1] is not None}
+        if not last:
+            continue
+        high, low = max(last, key=lambda n: last[n]), min(last, key=lambda n: last[n])
+        axes = f"{what.capitalize()} norms of {len(rows)} parts of the model over {len(steps)} recorded steps"
+        alt = (
+            f"{axes}; at the last, the largest is {digits(last[high], 3)} ({high}), the least {digits(last[low], 3)} "
+            f"({low})."
+        )
+        parts.append(
+            Picture(f"{kind}_norms", f"{what.capitalize()} norms per layer (measured)", alt, bind.norms(run, kind))
+        )
+    return Section("norms", "Norms per layer", parts)
