@@ -132,6 +132,7 @@ def reset_peak(device: torch.device) -> None:
 def pin_pages(address: int, size: int) -> tuple[int, Callable[[], None]]:
     """Pin memory that is there already, for all GPUs: (CUDA's error code, 0 for none; the function that unpins it)."""
     runtime = torch.cuda.cudart()
+    assert runtime is not None  # there is a GPU
     everywhere = 1  # cudaHostRegisterPortable
     return int(runtime.cudaHostRegister(address, size, everywhere)), lambda: runtime.cudaHostUnregister(address)
 
@@ -173,10 +174,10 @@ def product_rate(dtype: torch.dtype, device: torch.device, side: int = 8192, tim
     """
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     for _ in range(3):
-        a @ b
+        torch.mm(a, b)
     first = mark_time()
     for _ in range(times):
-        a @ b
+        torch.mm(a, b)
     last = mark_time()
     synchronize(device)
     return 2.0 * side**3 * times / (first.elapsed_time(last) / 1e3)

@@ -93,7 +93,8 @@ def make_caches(model: Model, params: Tree, batch: int, length: int, device: tor
     if not hasattr(c, "n_heads"):
         return [()] * c.n_layers
     shape = (batch, length, getattr(c, "n_kv_heads", c.n_heads), getattr(c, "key_dim", c.d_model // c.n_heads))
-    return [Cache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)), 0) for _ in range(c.n_layers)]
+    like = {"dtype": dtype, "device": device}
+    return [Cache(torch.zeros(shape, **like), torch.zeros(shape, **like), 0) for _ in range(c.n_layers)]
 
 
 def forward(
