@@ -114,7 +114,7 @@ def test_a_bar_counts_seconds_while_it_compiles(monkeypatch):
 @pytest.mark.parametrize(("rate", "steps"), [(1e15, 400), (4e11, 200), (1e9, 100)])
 def test_the_default_run_has_the_longest_length_that_ends_in_time(rate, steps, monkeypatch):
     """At 35 TFLOP of 400 steps and 0.35 of the rate."""
-    monkeypatch.setattr(duration, "peak_rate", lambda dtype, processes: rate)
+    monkeypatch.setattr(duration, "peak_rate", lambda dtype, processes, device: rate)
     table = {"precision": {"policy": "bf16"}, "train": {"compiled": False}}
     job = build.build(config_table.from_table(table), one_process(), None)
     assert duration.fitting_steps(job) == steps

@@ -102,7 +102,7 @@ def cuda(monkeypatch, code):
     """A stand-in for CUDA that notes what is pinned, and answers with `code`."""
     pinned = {}
     register = lambda address, size, flags: pinned.update({address: size}) or code  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     )

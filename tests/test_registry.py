@@ -1,10 +1,12 @@
 """The registry: which form serves a call, why not the others, and forms of one's own."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fzero.core import gpu
 from fzero.kernels import registry, tuning
 from fzero.kernels.registry import Form, Kernels, Op
 
@@ -109,7 +111,7 @@ def test_a_tuned_configuration_is_kept_for_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "_LOADED", {})
     monkeypatch.setattr(tuning, "cache_file", tuning.cache_file.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (x)")
+    monkeypatch.setattr(gpu, "properties", lambda device: SimpleNamespace(name="NVIDIA H200 (x)"))
     device, default, shape = torch.device("cuda"), {"BLOCK": 1}, (4096, torch.bfloat16)
     candidates = [{"BLOCK": 64, "num_warps": 4}, {"BLOCK": 128, "num_warps": 8}, {"BLOCK": 256, "num_warps": 8}]
     seconds = {64: 3.0, 128: 1.0, 256: float("inf")}

@@ -91,6 +91,7 @@ def test_a_checkpoint_that_kept_the_average_in_extra_is_resumed(tmp_path):
 
 # Another value than the default of every key that a resumed run may change.
 PLACED = {
+    "device": "cuda",
     "mesh": {"dp": 2, "tp": 2},
     "zero": 3,
     "reduce": "canonical",
@@ -165,7 +166,7 @@ def test_the_printed_command_leads_to_the_same_placement(keys, tmp_path):
     assert out == tmp_path / "a run" and "\n" not in text and "--resume" in text
     mesh = changes.pop("mesh", {})
     again = replace(apply_table(from_table(BASE), changes), mesh=mesh)
-    without = ("reshard", "precision.policy")  # which have no flag: config.json carries them
+    without = ("device", "reshard", "precision.policy")  # which have no flag: config.json carries them
     assert {k: v for k, v in values(again).items() if k not in without} == {
         k: v for k, v in values(last).items() if k not in without
     }

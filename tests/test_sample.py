@@ -44,7 +44,7 @@ def whole(model, params, tokens):
 def test_logits_with_a_cache_are_those_without(name):
     model, params = made(name)
     tokens = prompt(2, 20)
-    caches, seen, out = make_caches(model, params, 2, 20), 0, []
+    caches, seen, out = make_caches(model, params, 2, 20, tokens.device), 0, []
     parts = parts_of(model, zero_plan(0, model, one_process()))
     for end in (5, 6, 7, 13, 14, 20):  # pieces of one token and of several
         out.append(forward(model, parts, params, tokens[:, seen:end], caches, seen))

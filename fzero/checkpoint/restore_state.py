@@ -6,6 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero import checkpoint
@@ -13,13 +14,14 @@ from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.reader import THREADS, read_boxes
 from fzero.checkpoint.restore_tree import list_some
 from fzero.core import pytree
+from fzero.core.device import HOST
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import local_slice, whole_shape
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, in_host_memory
+from fzero.train.state import TrainState, in_host_memory, put_on
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
 PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
@@ -27,25 +29,36 @@ FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may be initialised afresh
 
 
 def restore_state(
-    path: checkpoint.Folder, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None
+    path: checkpoint.Folder,
+    like: TrainState,
+    specs: TrainState,
+    plan: Plan,
+    nvme: Nvme | None,
+    device: torch.device = HOST,
 ) -> TrainState:
     """This rank's state from the checkpoint at `path`, saved with any mesh, stage, memory and policy of dtypes.
 
-    like: the state to restore, with leaves on the meta device. A change of policy is followed: master weights are made
-    from parameters, parameters from master weights, other dtypes by rounding, and a missing loss scale afresh. All
-    other leaves must be those of the checkpoint.
+    like: the state to restore, with leaves on the meta device. device: where the leaves are that the plan keeps there;
+    they go to a GPU one at a time, so that the host never holds all of them. A change of policy is followed: master
+    weights are made from parameters, parameters from master weights, other dtypes by rounding, and a missing loss scale
+    afresh. All other leaves must be those of the checkpoint.
     Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if a checksum does not
     match.
     """
     held = checkpoint.open_checkpoint(path)
     try:
-        return _restore_from(held, like, specs, plan, nvme)
+        return _restore_from(held, like, specs, plan, nvme, device)
     finally:
         held.close()
 
 
 def _restore_from(
-    held: checkpoint.CheckpointReader, like: TrainState, specs: TrainState, plan: Plan, nvme: Nvme | None
+    held: checkpoint.CheckpointReader,
+    like: TrainState,
+    specs: TrainState,
+    plan: Plan,
+    nvme: Nvme | None,
+    device: torch.device,
 ) -> TrainState:
     policy, mesh = plan.policy, plan.mesh
     spec_of, source = pytree.named_leaves(specs), match_leaves(held, like, policy)
@@ -74,13 +87,16 @@ def _restore_from(
         return value if layer is None else value[0]
 
     if on_disk(plan):
-        return put_on_disk(read, like, specs, plan, nvme)
+        return put_on_disk(read, like, specs, plan, nvme, device)
     named = pytree.named_leaves(like)
     direct = [name for name, leaf in named.items() if name in source and held.leaves[source[name]].dtype == leaf.dtype]
-    boxes = {name: held.box(source[name], *slices[name]) for name in direct}
+    out: dict[str, Tensor] = {}
     with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-        read_boxes(held, list(boxes.values()), pool)
-    out = {name: boxes[name].out if name in boxes else read(name, leaf) for name, leaf in named.items()}
+        for names in [direct] if device == HOST else [[name] for name in direct]:
+            boxes = {name: held.box(source[name], *slices[name]) for name in names}
+            read_boxes(held, list(boxes.values()), pool)
+            out |= {name: put_on(device, box.out, spec_of[name]) for name, box in boxes.items()}
+    out |= {name: put_on(device, read(name, leaf), spec_of[name]) for name, leaf in named.items() if name not in out}
     return in_host_memory(pytree.from_named(out, like), specs)
 
 

@@ -45,8 +45,7 @@ def bench_machine(
     out: Path | None, quick: bool, only: tuple[str, ...], disk: Path | None, device: str, as_json: bool
 ) -> None:
     """Run `fzero bench`."""
-    import torch
-
+    from fzero.core import gpu
     from fzero.planner import devices
     from fzero.planner.calibrate import machine, summary
     from fzero.run.machine import device_file
@@ -56,7 +55,7 @@ def bench_machine(
         raise ValueError(f"--out is {str(path)!r}; a device file is a .json file")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}; it must be cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not gpu.count_gpus():
         raise ValueError("--device is cuda and PyTorch finds no GPU here; use cpu")
     before = None
     if only and path.is_file():

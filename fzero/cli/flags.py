@@ -13,6 +13,7 @@ FOLDER = click.Path(path_type=Path)
 # Flags that set a value of the config.
 SHORTHANDS = {
     "model": "preset",
+    "device": "device",
     "data": "data.path",
     "seq_len": "data.seq_len",
     "steps": "train.steps",
@@ -54,6 +55,7 @@ FLAGS = (
     click.option(
         "--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."
     ),
+    click.option("--device", help="Where it trains: auto (the default: the GPU where there is one), cpu or cuda."),
     click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
     click.option("--batch", type=int, help="The sequences in a step."),
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),

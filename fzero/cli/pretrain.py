@@ -14,7 +14,18 @@ from fzero.cli.process import coordinated, leave, quiet, say, versions
 from fzero.run import warm_up
 
 # The flags, besides --mesh, that a resumed run may change.
-PLACEMENT = ("zero", "reduce", "sequence", "accumulate", "prefetch", "offload", "nvme", "buffer_mb", "precision")
+PLACEMENT = (
+    "device",
+    "zero",
+    "reduce",
+    "sequence",
+    "accumulate",
+    "prefetch",
+    "offload",
+    "nvme",
+    "buffer_mb",
+    "precision",
+)
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """Communicator: sends plain tensors between the ranks of one mesh axis, below autograd and torch.func.
 
-There are three transports: gloo, NCCL, and "fake", which has no process group and serves plans on fake tensors. The
-differentiable collectives are in comm/collectives.py.
+There are three transports: gloo, NCCL (beside it gloo, for tensors in the host's memory), and "fake", which has no
+process group and serves plans on fake tensors. The differentiable collectives are in comm/collectives.py.
 
 gloo's own collectives copy a lot and its reductions are slow (4 ranks on 2 cores, 12 MB: reduce_scatter_tensor 60 ms;
 point-to-point messages and one local sum 14 ms). So on gloo each rank sends every piece directly to the rank that needs
@@ -120,7 +120,7 @@ class Communicator:
             raise ValueError(
                 f"{call}: out is {out.dtype} {list(out.shape)}; it must be contiguous, {x.dtype} {list(shape)}"
             )
-        if self.transport == "nccl":
+        if self.transport_of(x) == "nccl":
             return self._native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
         parts = out.view(self.size, *x.shape)
         finish = self._exchange(call, {j: x for j in self.others}, {j: parts[j] for j in self.others})
@@ -249,11 +249,17 @@ class Communicator:
                 f"times it; drop the psum, or divide the work (or the cotangent) between the ranks"
             )
 
+    def transport_of(self, x: Tensor) -> str:
+        """The transport of a tensor: beside NCCL, gloo carries those in the host's memory."""
+        return "gloo" if self.transport == "nccl" and not x.is_cuda else self.transport
+
     def _by_messages(self, x: Tensor) -> bool:
         """Whether sums over ranks use messages in the order of `tree_sum`: always on gloo, on NCCL (or in a plan for
         GPUs) only if `ordered`.
         """
-        return self.ordered or not (self.transport == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda"))
+        return self.ordered or not (
+            self.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
+        )
 
     def _sum_of(self, call: Call, pieces: Sequence[Tensor] | Tensor) -> Pending:
         """Start sending piece j to rank j, and summing this rank's piece over ranks."""
@@ -282,7 +288,8 @@ class Communicator:
         # Receives first, so that data is received directly into its buffer.
         messages = [(dist.irecv, t, j) for j, t in receives.items() if t.numel()]
         messages += [(dist.isend, t, j) for j, t in sends.items() if t.numel()]
-        if self.transport == "nccl":
+        transport = self.transport_of(messages[0][1]) if messages else self.transport
+        if transport == "nccl":
             ops = [dist.P2POp(op, t, group=self.group, group_peer=j) for op, t, j in messages]
             work = [(w, self.rank) for w in (dist.batch_isend_irecv(ops) if ops else ())]
         else:
@@ -300,11 +307,7 @@ class Communicator:
                     started, j = work.pop(0)
                     try:
                         started.wait(
-                            *(
-                                []
-                                if self.transport == "nccl"
-                                else [datetime.timedelta(seconds=self.agreement.timeout_s)]
-                            )
+                            *([] if transport == "nccl" else [datetime.timedelta(seconds=self.agreement.timeout_s)])
                         )
                     except RuntimeError as error:
                         raise self._lost(call, j, error) from None

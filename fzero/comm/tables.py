@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather
@@ -63,5 +64,8 @@ def barrier(mesh: Mesh) -> None:
 
 
 def device_of(mesh: Mesh) -> str:
-    """The kind of device that a mesh communicates from."""
-    return mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"
+    """The kind of device that small tables are sent from: the host, so that no table waits for a GPU, unless the
+    processes have NCCL alone."""
+    if mesh.device_mesh is None or "cpu" in dist.get_backend_config(mesh.device_mesh.get_group(0)):
+        return "cpu"
+    return mesh.device_mesh.device_type

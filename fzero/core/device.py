@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core import gpu
+from fzero.core.gpu import HOST as HOST
 from fzero.core.torch_private import FakeTensor, FakeTensorMode, get_unwrapped, is_functorch_wrapped_tensor
 
-HOST = torch.device("cpu")
 # Fake CUDA tensors need a CUDA build of torch as soon as autograd sees them, so cpu:0 represents the GPU. Real tensors
 # are on "cpu", never on "cpu:0", and PyTorch treats the two as different devices, so mixing host and device tensors
 # raises as it would on a GPU.
@@ -72,17 +73,18 @@ class FakeDevice(FakeTensorMode):
 
 
 @functools.cache
-def _target_here(device: torch.device) -> Target:
+def target_on(device: torch.device) -> Target:
+    """The Target of a real device of this machine."""
     if device.type != "cuda":
         return Target(device.type)
-    found = torch.cuda.get_device_properties(device)
+    found = gpu.properties(device)
     return Target("cuda", found.multi_processor_count, (found.major, found.minor), found.name)
 
 
 def target_of(x: Tensor) -> Target:
     """The device that `x` is on, or represents in a plan."""
     if x.device != ELSEWHERE:
-        return _target_here(x.device)
+        return target_on(x.device)
     plan = fake_device_of(x)
     assert plan is not None, "a tensor on cpu:0 outside a plan"
     return plan.target

@@ -41,7 +41,7 @@ def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:
     device = pytree.leaves(layers)[0].device
     for i in range(depth(layers)):
         params = pytree.map(lambda leaf, i=i: leaf[i], layers)
-        x = block(params, x, ctx._replace(layer=torch.tensor(i).to(device)))
+        x = block(params, x, ctx._replace(layer=torch.full((), i, device=device)))
     return x
 
 
@@ -157,7 +157,7 @@ class LayerLoop:
 
     def inputs(self, i: int, params: Sequence[Tensor], x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of the pair at layer i."""
-        return [*params, *x, torch.tensor(i).to(params[0].device), *extra]
+        return [*params, *x, torch.full((), i, device=params[0].device), *extra]
 
     def primal(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """Return the leaves of x after the last layer; keep nothing."""

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fzero.core import gpu
 from fzero.core.device import kind_of
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
@@ -251,7 +252,7 @@ def _programs(device: torch.device, warps: int) -> int:
     """
     if device.type != "cuda":
         return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 16 // warps)
+    return gpu.properties(device).multi_processor_count * max(1, 16 // warps)
 
 
 def _rows(t: Tensor) -> Tensor:

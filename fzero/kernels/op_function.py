@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core import gpu
 from fzero.core.autodiff import Backward
 from fzero.core.device import fake_device_of, kind_of
 from fzero.kernels.optional_triton import INSTALLED, INTERPRETED, MISSING
@@ -34,7 +35,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
             where = next((a.device for a in args if isinstance(a, Tensor) and a.is_cuda), None)
             if where is None:
                 return launch(*args)
-            with torch.cuda.device(where):
+            with gpu.on_device(where):
                 return launch(*args)
 
         name = schema.partition("(")[0]

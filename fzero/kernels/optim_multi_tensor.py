@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core import gpu
 from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels import optim_cpu, optim_lowbit
 from fzero.kernels.aot import Build
@@ -214,10 +215,10 @@ _CAPTURED: list[
 
 def _cache_on_device(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
     """Return `make()` on the device, from a cache of the 64 newest keys; the host does not wait."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = gpu.is_capturing(device)
     if (device, key) in _TABLES and not capturing:
         return _TABLES[device, key]
-    host = make().pin_memory() if device.type == "cuda" else make()
+    host = gpu.pinned(make(), device)
     there = host.to(device, non_blocking=True)
     if capturing:
         _CAPTURED.append((host, there))
@@ -313,7 +314,7 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
             "COPIES": kind.copy is not None, "WIDE": kind.wide, "PT": FLOATS[kind.p], "GT": FLOATS[kind.g],
             "CT": FLOATS[kind.copy or torch.float32],
         }  # fmt: skip
-        with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        with gpu.on_device(device):
             if coded:
                 block = rates.block
                 each = [
@@ -433,7 +434,7 @@ def _grad_norm(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         table = _table(tuple(_row(Leaf(g, g, ()), 0) for g in group), device)
         work = _work_list(tuple(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in group), device)
         parts.append(torch.empty(len(work), 2, device=device))
-        with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        with gpu.on_device(device):
             _square_sums[(len(work),)](table, work, parts[-1], WIDE=wide, GT=FLOATS[dtype], **NORM)
     return _combine_norms(parts)
 

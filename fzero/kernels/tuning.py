@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fzero.core import gpu
 from fzero.core.foreign import read_json
 from fzero.core.storage import naming
 from fzero.kernels.optional_triton import triton
@@ -34,7 +35,7 @@ def cache_file(device: torch.device) -> Path:
     """Where the configurations of a CUDA device are kept: $XDG_CACHE_HOME (or
     ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json.
     """
-    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device)).strip("-")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", gpu.properties(device).name).strip("-")
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "fzero" / "kernels" / f"{name}-triton-{triton.__version__}.json"
 

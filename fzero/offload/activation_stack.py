@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fzero.core.device import ELSEWHERE
+from fzero.core.gpu import Copied, copy_in, copy_out
 from fzero.offload.scratch import ScratchFile
 
 
@@ -42,48 +42,25 @@ class DiskActivations:
 
 
 class HostActivations:
-    """The same stack in pinned host memory, for tensors of a CUDA device, copied by its own stream (in a plan:
-    none)."""
+    """The same stack in pinned host memory, for tensors of `device`, a GPU; the host waits for no copy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = None if device == ELSEWHERE else torch.cuda.Stream(device)
-        self.held: list[list[Tensor]] = []
-        self.ahead: tuple[list[Tensor], torch.cuda.Event | None] | None = None
+        self.held: list[list[Copied]] = []
+        self.ahead: list[Copied] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
-        if self.stream is None:
-            self.held.append([torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in tensors])
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            self.held.append(
-                [
-                    torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True)
-                    for t in tensors
-                ]
-            )
-        for tensor in tensors:
-            tensor.record_stream(self.stream)
+        """Push a list of tensors; they may be changed as soon as this returns."""
+        self.held.append([copy_out(tensor.detach()) for tensor in tensors])
 
     def pop(self) -> list[Tensor]:
-        found, event = self.ahead or self._fetch()
+        """Remove and return the last list of tensors."""
+        found = self.ahead or self._fetch()
         self.ahead = self._fetch() if self.held else None
-        if event is None:
-            return found
-        torch.cuda.current_stream().wait_event(event)
-        for tensor in found:
-            tensor.record_stream(torch.cuda.current_stream())
-        return found
+        return [copied.use() for copied in found]
 
-    def _fetch(self) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        if self.stream is None:
-            return [t.to(self.device) for t in self.held.pop()], None
-        with torch.cuda.stream(self.stream):
-            found = [t.to(self.device, non_blocking=True) for t in self.held.pop()]
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return found, event
+    def _fetch(self) -> list[Copied]:
+        return [copy_in(out.tensor, self.device, after=out.event) for out in self.held.pop()]
 
     def __bool__(self) -> bool:
         return bool(self.held) or self.ahead is not None

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.core import gpu
 from fzero.core.storage import PAGE
 
 HUGE = 2 << 20
@@ -37,7 +38,7 @@ class BufferPool:
     """A pool of `size` bytes, rounded up to whole huge pages, from which `take` lends Buffers.
 
     The memory is anonymous, in huge pages if the system has them (then a direct transfer needs few descriptors),
-    touched once, and pinned if there is CUDA.
+    touched once, and pinned if this process uses a GPU.
     """
 
     def __init__(self, size: int) -> None:
@@ -49,15 +50,14 @@ class BufferPool:
         start = np.frombuffer(self.memory, np.uint8).ctypes.data
         self.base = -start % HUGE
         np.frombuffer(self.memory, np.uint8)[:: mmap.PAGESIZE] = 0
-        if torch.cuda.is_available():
-            address, runtime = start + self.base, torch.cuda.cudart()
-            assert runtime is not None  # there is CUDA
-            if code := int(runtime.cudaHostRegister(address, self.size, 1)):  # 1: for all devices
+        if gpu.in_use():
+            code, unpin = gpu.pin_pages(start + self.base, self.size)
+            if code:
                 raise ValueError(
                     f"CUDA cannot pin the {self.size:,} bytes of the offload buffers (error {code}); give them less "
                     "memory (nvme.buffer_mb, --buffer-mb), or allow more locked memory (ulimit -l)"
                 )
-            weakref.finalize(self.memory, runtime.cudaHostUnregister, address).atexit = False
+            weakref.finalize(self.memory, unpin).atexit = False
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
         self.returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self.lock = threading.Lock()

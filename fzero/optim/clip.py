@@ -31,7 +31,11 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     def scale(size: Tensor) -> Tensor:
         # max_norm / max(norm, max_norm) is min(1, max_norm / norm) without a division by a zero norm; 0 / 0 only at
         # max_norm = 0.
-        bound = torch.as_tensor(max_norm, dtype=size.dtype).to(size.device)
+        # A number is written on the device: a copy from the host would wait for it.
+        if isinstance(max_norm, Tensor):
+            bound = max_norm.to(size)
+        else:
+            bound = torch.full((), max_norm, dtype=size.dtype, device=size.device)
         return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
 
     def on(shards: ShardedLeaves) -> GradientTransformation:

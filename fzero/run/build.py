@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from fzero import checkpoint, models
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import restore_state, save_snapshot
 from fzero.core import pytree
+from fzero.core.device import HOST
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
@@ -51,6 +54,7 @@ class Job(NamedTuple):
     train_step: Callable[[TrainState, Any], Any]
     eval_step: Callable[[Tree, Any], Any]
     check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see make_check
+    device: torch.device = HOST  # of this process: where the state is that does not rest elsewhere
 
     @property
     def mesh(self) -> Mesh:
@@ -71,13 +75,15 @@ def build(
     nvme: Nvme | None = None,
     model: Model | None = None,
     layers: int = 0,
+    device: torch.device = HOST,
 ) -> Job:
     """The Job of a config whose "auto" values are decided (see fzero.run.machine.resolve_auto), on `mesh` (None:
     made by the config).
 
     No parameter is made. folder: of the run, for offloaded leaves unless the config names another folder. nvme:
     overrides the config's own (a plan has no disk). model: config.model, built earlier, to reuse its compiled code.
-    layers: planner only: run the first `layers` layers (0: all). Raises ValueError for a mesh that does not fit the
+    layers: planner only: run the first `layers` layers (0: all). device: of this process, see `place` in
+    run/pretrain.py. Raises ValueError for a mesh that does not fit the
     processes, the model, the sequences or the micro-batches."""
     assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
@@ -122,7 +128,7 @@ def build(
     eval_step = make_eval_step(model, plan, execution=execution, reduce=False)
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
-    return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check)
+    return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)
 
 
 def make_nvme(config: RunConfig, folder: Path | None, mesh: Mesh) -> Nvme | None:
@@ -180,14 +186,14 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
     """The state before the first step, drawn from the config's seed, or around the given parameters."""
     config = job.config.train
     start = job.model if params is None else params
-    options = {"seed": config.seed, "nvme": job.nvme}
+    options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}
     return init_state(start, job.tx, job.plan, **options)
 
 
 def latest(job: Job) -> TrainState:
     """This rank's state of the last complete step on disk. Raises ValueError if it is damaged or of another run."""
     assert job.nvme is not None  # the state rests there
-    return reopen_state(job.tx, job.plan, job.nvme)
+    return reopen_state(job.tx, job.plan, job.nvme, device=job.device)
 
 
 def all_on_disk(job: Job) -> bool:
@@ -200,7 +206,7 @@ def all_on_disk(job: Job) -> bool:
 def restore(job: Job, path: checkpoint.Folder) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, offload and policy; see
     `restore_state`."""
-    return restore_state(path, like_of(job), specs_of(job), job.plan, job.nvme)
+    return restore_state(path, like_of(job), specs_of(job), job.plan, job.nvme, job.device)
 
 
 def like_of(job: Job) -> TrainState:

@@ -140,6 +140,7 @@ class RunConfig:
     """A whole run. Raises ValueError naming the key, its value, what is allowed and the fix."""
 
     preset: str = ""  # that the other values started from; "" for none
+    device: str = "auto"  # cpu or cuda; auto: the GPU where there is one. Decided at the start of a run and recorded
     model: ModelConfig = field(default_factory=MLPConfig)
     data: Data = Data()
     optim: Optim = Optim()

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fzero.core import gpu
 from fzero.core.autodiff import Remat
 from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, Bounds, check_bounds
 from fzero.core.precision import POLICIES
@@ -85,6 +86,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.compress": ("none", "zstd"),
     "train.on_save_error": ("continue", "stop"),
     "train.update": ("end", "backward"),
+    "device": gpu.KINDS,
     "reduce": REDUCE,
     "accumulate": ACCUMULATE,
     "guard.nonfinite": ("skip", "rollback", "stop"),

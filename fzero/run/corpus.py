@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 import fzero
 from fzero import data
+from fzero.core.gpu import HOST, Copied, copy_in, pinned
 from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta
 from fzero.run import run_folder
@@ -124,6 +126,26 @@ def open_data(
     return batch_at, lambda: (
         drop_documents(config, b) for b in data.eval_batches(split, length, t.micro_batch, windows, share)
     )
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on `device`."""
+    return {name: copy.use() for name, copy in _copies(batch, device).items()}
+
+
+def on_device_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on `device`, each on its way there while the one before it is used."""
+    coming: deque[dict[str, Copied]] = deque()
+    for batch in batches:
+        coming.append(_copies(batch, device))
+        if len(coming) > 1 or device == HOST:
+            yield {name: copy.use() for name, copy in coming.popleft().items()}
+    for copies in coming:
+        yield {name: copy.use() for name, copy in copies.items()}
+
+
+def _copies(batch: Batch, device: torch.device) -> dict[str, Copied]:
+    return {name: copy_in(pinned(leaf, device), device) for name, leaf in batch.items()}
 
 
 def drop_documents(config: RunConfig, batch: Batch) -> Batch:

@@ -21,7 +21,7 @@ def fitting_steps(job: Job) -> int:
     config = job.config
     if config.preset not in SMALL_RUNS:
         return config.train.steps
-    rate = REACHED * job.mesh.size * peak_rate(job.policy.compute, job.mesh.size)
+    rate = REACHED * job.mesh.size * peak_rate(job.policy.compute, job.mesh.size, job.device)
     step_s = config.train.batch * config.data.seq_len * token_flop(job).model / rate
     lengths = [max(1, int(part * config.train.steps)) for part in PARTS]
     return next((steps for steps in lengths if steps * step_s <= LONGEST_S), lengths[-1])

@@ -12,6 +12,7 @@ from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
 from fzero.optim import AverageState
 from fzero.run.build import Job
+from fzero.run.corpus import on_device_ahead
 from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import split_names, spread
@@ -31,11 +32,13 @@ def evaluate_all(
         if not pytree.leaves(params):
             continue
         sums = []
-        for batch in batches():
+        for batch in on_device_ahead(batches(), job.device):
             loss = job.eval_step(params, batch)
-            sums.append([float(loss.extra.get("cross_entropy", loss.total)), float(loss.num_tokens)])
+            sums.append((loss.extra.get("cross_entropy", loss.total), loss.num_tokens))
         with mesh.ledger.phase("evaluate"):
-            rows = torch.tensor(sums, dtype=torch.float64, device=device_of(mesh))
+            rows = torch.tensor(
+                [[float(total), float(count)] for total, count in sums], dtype=torch.float64, device=device_of(mesh)
+            )
             table = gather_rows(rows, mesh, leaf="sums", axes=BY_DATA_RANK)
         total, count = (sum(column) for column in table.transpose(0, 1).reshape(-1, 2).T.tolist())
         out[name] = total / max(count, 1)
@@ -52,6 +55,6 @@ def at_rest(job: Job, state: TrainState) -> Any:
     ema = state.opt_state.average if isinstance(state.opt_state, AverageState) else ()
     if not pytree.leaves(ema) or not split_names(job.plan):
         return ema
-    whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=job.policy.state), state.params)
+    whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=job.policy.state, device=leaf.device), state.params)
     spread(job.plan, to_memory(ema), whole)
     return whole

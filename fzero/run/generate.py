@@ -55,7 +55,8 @@ def generate(
     have met `eos`.
 
     sampling: how a token is drawn from the logits. vocab_size: only ids below are drawn. The draw at a position depends
-    on the key and the position only, so the same key gives the same text. Computes in the dtype of the parameters.
+    on the key and the position only, so the same key gives the same text. Computes in the dtype of the
+    parameters, on the device of the tokens.
     Parameters on a disk (DiskTensor) are read part by part, each while the one before it computes, for every token
     anew. Raises ValueError for an empty prompt, T + n above the model's max_len, and an id outside the
     vocabulary."""
@@ -72,8 +73,8 @@ def generate(
         )
     if int(tokens.max()) >= vocab or int(tokens.min()) < 0:
         raise ValueError(f"the prompt has the token {int(tokens.max())}; the vocabulary has the ids 0 to {vocab - 1}")
-    caches = make_caches(model, params, batch, length + n)
-    seen, done = 0, torch.zeros(batch, dtype=torch.bool)
+    caches = make_caches(model, params, batch, length + n, tokens.device)
+    seen, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     for position in range(length, length + n):
         logits = forward(model, parts, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
         seen = position
@@ -86,13 +87,14 @@ def generate(
     return tokens
 
 
-def make_caches(model: Model, params: Tree, batch: int, length: int) -> list[Cache | tuple[()]]:
-    """An empty cache of `length` positions per layer; () for a model without attention."""
+def make_caches(model: Model, params: Tree, batch: int, length: int, device: torch.device) -> list[Cache | tuple[()]]:
+    """An empty cache of `length` positions per layer on `device`; () for a model without attention."""
     c, dtype = model.config, pytree.leaves(params)[0].dtype
     if not hasattr(c, "n_heads"):
         return [()] * c.n_layers
     shape = (batch, length, getattr(c, "n_kv_heads", c.n_heads), getattr(c, "key_dim", c.d_model // c.n_heads))
-    return [Cache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 0) for _ in range(c.n_layers)]
+    like = {"dtype": dtype, "device": device}
+    return [Cache(torch.zeros(shape, **like), torch.zeros(shape, **like), 0) for _ in range(c.n_layers)]
 
 
 def forward(
@@ -113,7 +115,7 @@ def forward(
 
     x = model.embed(take(embed), {"tokens": tokens}, ctx._replace(cache=caches[0]))
     for i, cache in enumerate(caches):
-        x = model.block(take(layers[i]), x, ctx._replace(cache=cache, layer=torch.tensor(i)))
+        x = model.block(take(layers[i]), x, ctx._replace(cache=cache, layer=torch.full((), i, device=tokens.device)))
     return model.logits(take(head), x, ctx)
 
 

@@ -98,11 +98,13 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
 
     def compare(state: TrainState, step: int) -> int:
         with mesh.ledger.phase("check"):
-            rollback.expect_agreement(job, state, lambda m: micro_batch(sample(step - 1), m), step)
+            own = lambda m: corpus.on_device(micro_batch(sample(step - 1), m), job.device)  # noqa: E731
+            rollback.expect_agreement(job, state, own, step)
         return step
 
     with ExitStack() as stack:
-        batches = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
+        read = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
+        batches = corpus.on_device_ahead((batch for _, batch in read), job.device)
         record = stack.enter_context(recorder(attempt, first)) if coordinator.first else None
         room = snapshot_room(job, machine.available_bytes() // coordinator.local_size)
         saver = stack.enter_context(CheckpointSaver(job, folder, first, room, options.say))
@@ -184,7 +186,7 @@ def measure_peak(attempt: Attempt) -> Attempt:
         return attempt
     coordinator = attempt.coordinator
     rate = coordinator.size * coordinator.share(
-        lambda: machine.peak_rate(attempt.job.policy.compute, coordinator.local_size)
+        lambda: machine.peak_rate(attempt.job.policy.compute, coordinator.local_size, attempt.job.device)
     )
     return attempt._replace(options=attempt.options._replace(peak_flops=rate, peak_measured=True))
 
@@ -253,9 +255,9 @@ def best_params(job: Job, state: TrainState) -> Any:
 def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     """The text of up to `n` tokens generated after the prompt of the options."""
     job, tokenizer = attempt.job, run_folder.read_tokenizer(attempt.folder)
-    tokens = torch.from_numpy(tokenizer.encode(attempt.options.sample).astype("int64"))[None]
+    tokens = torch.from_numpy(tokenizer.encode(attempt.options.sample).astype("int64"))[None].to(job.device)
     n = min(n, job.model.config.max_len - tokens.shape[1])
-    key = prng.key(job.config.train.seed)
+    key = prng.key(job.config.train.seed, job.device)
     out = generate(
         job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=tokenizer.eos
     )

@@ -18,8 +18,9 @@ import torch
 
 import fzero
 from fzero import models
+from fzero.core import gpu
 from fzero.core.compile import have_compiler
-from fzero.core.device import CPU, Target
+from fzero.core.device import CPU, Target, target_on
 from fzero.core.foreign import in_form, read_json
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base
@@ -124,8 +125,11 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def peak_rate(dtype: torch.dtype, processes: int = 1) -> float:
-    """The FLOP/s of products in `dtype` of one of `processes` that share this host: the peak for MFU."""
+def peak_rate(dtype: torch.dtype, processes: int = 1, device: torch.device = gpu.HOST) -> float:
+    """The FLOP/s of products in `dtype` of one of `processes` that share this host: the peak for MFU. device: of the
+    process; each has a GPU of its own."""
+    if device != gpu.HOST:
+        return gpu.product_rate(dtype, device)
     (rate,) = product_rates([(dtype, fp32_matmul())])
     return rate / processes if (dtype, fp32_matmul()) in bench_rates() else rate
 
@@ -243,14 +247,17 @@ def resolve_auto(
     if blocks == "auto":
         blocks = cuda if compiled is None else compiled
     precision = replace(config.precision, policy=policy, fp32_matmul="default" if mode == "auto" else mode)
-    return replace(config, precision=precision, train=replace(config.train, compiled=blocks))
+    return replace(config, device=target.kind, precision=precision, train=replace(config.train, compiled=blocks))
 
 
 def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(`config` with every "auto" decided for this machine, lines with the decisions and their reasons).
 
-    Sets how the process makes float32 products. Raises ValueError if something asked for is not here.
+    Sets how the process makes float32 products. Raises ValueError if something asked for is not here. config.device is
+    decided already, and is this process's (see `place` in fzero/run/pretrain.py).
     """
+    if config.device == "cuda":
+        return resolve_gpu(config, gpu.device_here("cuda"))
     flops, lines = None, []
     if config.precision.policy == "auto":
         ways = [
@@ -279,6 +286,32 @@ def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
         lines.append(
             "blocks run uncompiled, slower and with the same numbers: no C++ compiler (g++ or clang++) is on PATH"
         )
+    return resolved, lines
+
+
+def resolve_gpu(config: RunConfig, device: torch.device) -> tuple[RunConfig, list[str]]:
+    """`resolve_here` for a GPU: nothing is measured there, its compute capability decides."""
+    found, lines = target_on(device), []
+    # Ampere is the first with bf16 products; AMD's GPUs count otherwise, and all that PyTorch serves have them.
+    wide = found.capability >= (8, 0) or torch.version.hip is not None
+    blocks = compiler() != "" and importlib.util.find_spec("triton") is not None
+    if config.precision.fp32_matmul == "onednn":
+        raise ValueError("precision.fp32_matmul is 'onednn', which is of CPUs, and the run is on a GPU; use default")
+    if config.train.compiled is True and not blocks:
+        raise ValueError(
+            "train.compiled is true, and blocks for a GPU need Triton and a C++ compiler (g++ or clang++) on PATH; "
+            "install them, or use auto or false"
+        )
+    resolved = resolve_auto(config, found, compiled=blocks)
+    if config.precision.policy == "auto":
+        if not wide:
+            resolved = replace(resolved, precision=replace(resolved.precision, policy="fp32"))
+        version = ".".join(map(str, found.capability))
+        lines.append(
+            f"precision: {resolved.precision.policy} (compute capability {version}; bf16 products from 8.0 on)"
+        )
+    if config.train.compiled == "auto" and not blocks:
+        lines.append("blocks run uncompiled, slower and with the same numbers: Triton or a C++ compiler is not here")
     return resolved, lines
 
 
@@ -321,23 +354,25 @@ def diagnose() -> str:
     found.append(("memory", f"{gigabytes(available_bytes())} available"))
     found.append(("disk", f"{gigabytes(shutil.disk_usage(Path.cwd()).free)} free in this folder"))
     found.append(("compiler", compiler() or "none (g++ or clang++)"))
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    found.append(("GPU", gpu))
+    kind, cards = gpu.resolve_device("auto"), [torch.device("cuda", i) for i in range(gpu.count_gpus())]
+    device = gpu.use_device(kind)
+    names = [f"{gpu.properties(card).name}, {gigabytes(gpu.properties(card).total_memory)}" for card in cards]
+    found.append(("GPU", "; ".join(names) or "none"))
     rates = [
-        f"{name} {peak_rate(dtype) / 1e9:.0f} GFLOP/s"
+        f"{name} {peak_rate(dtype, 1, device) / 1e9:,.0f} GFLOP/s"
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     ]
     found.append(("products", ", ".join(rates)))
     for name, use in OPTIONAL.items():
         found.append((name, ("here" if importlib.util.find_spec(name) else "not here") + f": {use}"))
-    config, _ = resolve_here(from_table({}))
-    plan.append(
-        ("device", "the CPU" + ("" if gpu == "none" else ": fzero pretrain does not use the GPU in this version"))
-    )
+    config, _ = resolve_here(replace(from_table({}), device=kind))
+    plan.append(("device", gpu.describe_device(device)))
     plan.append(("precision", config.precision.policy))
-    plan.append(("fp32 products", choose_fp32_matmul("auto")[1].removeprefix("fp32 products: ")))
+    if kind == "cpu":
+        plan.append(("fp32 products", choose_fp32_matmul("auto")[1].removeprefix("fp32 products: ")))
     plan.append(("blocks", "compiled" if config.train.compiled else "uncompiled: no compiler"))
-    plan.append(("kernels", describe(forms(config))))
+    if kind == "cpu":  # which those of a GPU take is in the first lines of a run, and in its plan
+        plan.append(("kernels", describe(forms(config))))
     width = max(len(name) for name, _ in found + plan)
     show = (
         [f"  {name:{width}}  {value}" for name, value in found],

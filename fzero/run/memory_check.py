@@ -16,6 +16,7 @@ from typing import NamedTuple
 from fzero import models
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
+from fzero.core.device import HOST
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig, MoEConfig
 from fzero.models.presets import family_of
@@ -72,6 +73,8 @@ def snapshot_room(job: Job, available: int) -> int:
     """The bytes that the snapshot of a checkpoint may take while `available` are left: half of those that a step does
     not need, at least 64 MiB.
     """
+    if job.device != HOST:
+        return max(64 << 20, available // 2)  # a step on a GPU takes no more of the host's memory
     needed = memory_needed(job)
     return max(64 << 20, (available - (sum(needed) - needed.state)) // 2)
 
@@ -213,11 +216,39 @@ def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def check_memory(job: Job, available: int) -> None:
+def host_bytes(job: Job) -> int:
+    """The bytes of `memory_needed` that rest in the host's memory where the device is a GPU: leaves and sums of
+    gradients that the plan keeps there, and the buffers of a disk."""
+    plan, held = job.plan, pytree.named_leaves(specs_of(job))
+    groups = pytree.named_leaves(meta_state(plan, job.tx))
+    state = tree_bytes([x for name, x in groups.items() if held[name].memory == "host"])
+    grads = sum(
+        local_numel(leaf.shape, spec, plan.sizes)
+        for leaf, spec in zip(pytree.leaves(plan.like), pytree.leaves(plan.grads))
+        if spec.memory == "host"
+    )
+    return state + grads * job.policy.accumulate.itemsize + (job.nvme.pool_bytes if job.nvme is not None else 0)
+
+
+def check_memory(job: Job, available: int, host: int | None = None) -> None:
     """Raise ValueError naming the needs of a rank, and a model that would fit, if it does not fit into `available`
-    bytes."""
+    bytes.
+
+    host: the bytes of the host's memory where the device is a GPU, whose memory is then the available one.
+    """
     need = memory_needed(job)
-    if not job.config.train.memory_check or sum(need) <= available:
+    if not job.config.train.memory_check:
+        return
+    if job.device != HOST and host is not None:
+        there = host_bytes(job)
+        if there > host:
+            raise ValueError(
+                f"offload={job.config.offload!r} puts {gigabytes(there)} of each rank into the host's memory and "
+                f"{gigabytes(host)} are available; offload less, or to a disk; --set train.memory_check=false tries "
+                "anyway"
+            )
+        available += there
+    if sum(need) <= available:
         return
     c, n = job.config, num_params(job)
     fixed, ranks = need.state + need.grads + need.gathered + need.buffers, job.mesh.size

@@ -15,6 +15,7 @@ from fzero.run.run_folder import pretrain_command
 
 # key of the config: the flag of `fzero pretrain` that sets it; "" for none
 FLAGS = {
+    "device": "",  # decided once: config.json has it
     "zero": "--zero",
     "reduce": "--reduce",
     "sequence": "--sequence",

@@ -10,14 +10,17 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from fzero import data
+from fzero.core import gpu
 from fzero.core.storage import is_url
 from fzero.core.tables import Table
 from fzero.data.tokens import read_meta
 from fzero.run import corpus, machine, run_folder, run_lock
 from fzero.run import weights as weights_module
 from fzero.run.attempt import Attempt, Options
-from fzero.run.build import build, first_state, num_params
+from fzero.run.build import Job, build, first_state, num_params
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import check_vocabulary
 from fzero.run.config_table import apply_table, from_json, to_json
@@ -62,17 +65,17 @@ def start(
     if coordinator.spare:
         return None
     weights = weights_module.load(init, wide=True) if init else None
-    config, mesh, lines = place(config, coordinator)
+    config, mesh, device, lines = place(config, coordinator)
     config = with_absolute_paths(config)
     coordinator.share(lambda: lock_others(config, options.say))
-    job = build(config, mesh, folder)
+    job = build(config, mesh, folder, device=device)
     whole = config.train.steps
     steps = coordinator.share(lambda: fitting_steps(job)) if may_shorten else whole
     if steps != whole:
         lines.append(f"{steps} steps in place of {whole}, for about 3 minutes here; --steps {whole} makes them all")
         config = shortened(config, steps)
-        job = build(config, mesh, folder)
-    check_memory(job, machine.available_bytes() // coordinator.local_size)
+        job = build(config, mesh, folder, device=device)
+    expect_memory(job, coordinator)
     expect_disk(job, coordinator)
     expect_new(job, folder, coordinator)
     try:
@@ -84,7 +87,7 @@ def start(
                 f"the corpus has {size:,} tokens: model.vocab_size is {size} in place of {config.model.vocab_size}"
             )
             config = replace(config, model=replace(config.model, vocab_size=size))
-            job = build(config, mesh, folder)
+            job = build(config, mesh, folder, device=device)
         check_vocabulary(config, path)
         compare_corpus(path, coordinator)
         corpus.open_data(config, path, mesh)
@@ -143,10 +146,10 @@ def resume(
         coordinator.keep(math.prod(sizes.values()))
         if coordinator.spare:
             return None
-    config, mesh, lines = place(replace(apply_table(recorded, changes), mesh=sizes), coordinator)
+    config, mesh, device, lines = place(replace(apply_table(recorded, changes), mesh=sizes), coordinator)
     coordinator.share(lambda: lock_others(config, options.say))
-    job = build(config, mesh, folder)
-    check_memory(job, machine.available_bytes() // coordinator.local_size)
+    job = build(config, mesh, folder, device=device)
+    expect_memory(job, coordinator)
     path = open_corpus(config, folder, environment, coordinator, options)
     coordinator.share(lambda: rollback.finish_rollback(folder))
     init = Path(environment["init"]) if environment["init"] else None
@@ -226,17 +229,20 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config
 
 
-def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh, list[str]]:
-    """(the config with its mesh and every "auto" decided, the mesh, lines about them); rank 0 decides for all.
+def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh, torch.device, list[str]]:
+    """(the config with its mesh and every "auto" decided, the mesh, the device of this process, lines about them); rank
+    0 decides for all.
 
-    Sets how the process makes float32 products, and on how many threads.
+    Sets how the process makes float32 products, on how many threads, and its current GPU.
     """
-    lines = []
+    config = replace(config, device=coordinator.share(lambda: gpu.resolve_device(config.device)))
+    device = gpu.use_device(config.device, coordinator.local_size)
+    lines = [f"device: {gpu.describe_device(device)}"]
     if coordinator.size > 1 and not config.mesh:
         config = replace(config, mesh={"dp": coordinator.size})
         lines.append(f"mesh: dp={coordinator.size}, all {coordinator.size} processes (--mesh says otherwise)")
     # Longer than the watchdog, whose report of a late rank is better.
-    mesh = coordinator.mesh(config.mesh, max(TIMEOUT_S, config.train.hang_s + 60.0))
+    mesh = coordinator.mesh(config.mesh, max(TIMEOUT_S, config.train.hang_s + 60.0), device)
     if coordinator.size > 1:
         lines.append(machine.share_cores(coordinator.local_size))
 
@@ -248,7 +254,13 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
     config = from_json(text)
     if not coordinator.first:
         machine.resolve_here(config)  # with nothing left to decide, it applies the settings, or refuses missing ones
-    return config, mesh, [*lines, *reasons]
+    return config, mesh, device, [*lines, *reasons]
+
+
+def expect_memory(job: Job, coordinator: Coordinator) -> None:
+    """Raise ValueError if the run does not fit into this rank's memory: its GPU's, and its share of the host's."""
+    host = machine.available_bytes() // coordinator.local_size
+    check_memory(job, host if job.device == gpu.HOST else gpu.free_bytes(job.device), host)
 
 
 def compare_corpus(path: Path, coordinator: Coordinator) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.comm.tables import BY_RANK
+from fzero.core import gpu
 from fzero.core.arguments import expect_kind
 from fzero.core.pytree import nearest
 
@@ -35,6 +37,7 @@ AXES = {
 }
 ORDER = BY_RANK  # of ranks, outermost first: axes that communicate most are nearest
 DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device of the run; small tables stay on the host
 _MESHES = itertools.count()  # every rank makes the same meshes in the same order
 
 
@@ -144,7 +147,8 @@ def make_mesh(
 ) -> Mesh:
     """The mesh with these axis sizes; axes that are not named have size 1. Every process calls it.
 
-    Under torchrun it initialises torch.distributed, if that was not done before, with gloo on CPU and NCCL on CUDA.
+    Under torchrun it initialises torch.distributed, if that was not done before: gloo for tensors in the host's memory,
+    NCCL for those on a GPU, of which each process takes its own.
     Ranks are numbered with pp outermost, then rp, dp, cp, ep, and tp innermost.
 
     sizes: {axis: number of ranks}, e.g. {"dp": 2, "tp": 2}; None: one process.
@@ -172,16 +176,14 @@ def make_mesh(
             "it with "
             f"`torchrun --nproc-per-node {wanted} ...`, or choose sizes whose product is {world}"
         )
-    if device not in (None, "cpu", "cuda"):
+    if device not in (None, *BACKENDS):
         raise ValueError(f"mesh: device is {device!r}; it must be cpu or cuda")
     if wanted == 1:
         return one_process()
     if not started:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    device = device or ("cuda" if "nccl" in dist.get_backend() else "cpu")
+        device = gpu.resolve_device(device or "auto")
+        start_processes(gpu.use_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout_s)
+    device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     used = [name for name in ORDER if sizes[name] > 1]
     device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
@@ -201,6 +203,17 @@ def make_mesh(
         )
     axes = tuple(Axis(name, sizes[name], at[name], communicators.get(name)) for name in AXES)
     return Mesh(axes, device_mesh, ledger, store, agreement, owned=not started)
+
+
+def start_processes(device: torch.device, timeout_s: float, **where: Any) -> None:
+    """Initialise torch.distributed for tensors of `device` and of its host.
+
+    where: the store, rank and world_size, if they are not torchrun's.
+    """
+    kind, timeout = device.type, datetime.timedelta(seconds=timeout_s)
+    # NCCL is told its GPU: otherwise it guesses one for a barrier.
+    bound = {"device_id": device} if kind == "cuda" else {}
+    dist.init_process_group(BACKENDS[kind], timeout=timeout, **bound, **where)
 
 
 def one_process() -> Mesh:

@@ -14,6 +14,7 @@ from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather
 from fzero.core import pytree
 from fzero.core.device import HOST
+from fzero.core.gpu import copy_in
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import STACKED
@@ -54,7 +55,6 @@ class ParamFetcher:
         self.away = {
             name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device
         }
-        self.stream = torch.cuda.Stream(device) if self.away and device.type == "cuda" else None  # None in a plan, too
 
     def needed(self, group: Group) -> bool:
         """Whether any leaf of the group must be fetched."""
@@ -75,25 +75,11 @@ class ParamFetcher:
         leaf = self.leaves[name]
         if isinstance(leaf, Tensor):
             value = layer_of(leaf, name, layer)
-            return self._copy(value) if name in self.away else lambda: value
+            # The update writes into it only after the device has computed with the copy.
+            return copy_in(value, self.device).use if name in self.away else lambda: value
         reading = leaf.read(layer or 0) if layer is None or name.startswith(STACKED) else leaf.read()
-        return reading.wait if self.device == HOST else lambda: self._copy(reading.wait())()
-
-    def _copy(self, value: Tensor) -> Wait:
-        if self.stream is None:
-            there = value.to(self.device)
-            return lambda: there
-        with torch.cuda.stream(self.stream):
-            there = value.to(self.device, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self.stream)
-
-        def wait() -> Tensor:
-            event.synchronize()  # from here on the memory of the source may be reused
-            there.record_stream(torch.cuda.current_stream(self.device))
-            return there
-
-        return wait
+        # The buffer that was read into is given to another read as soon as its last tensor is freed.
+        return reading.wait if self.device == HOST else lambda: copy_in(reading.wait(), self.device).finish()
 
     def start(self, group: Group, phase: str, read: list[Wait] | None = None) -> Callable[[], list[Tensor]]:
         """Start to gather the group, once the shards to be gathered are on the device.

@@ -45,7 +45,7 @@ def make_backward(
             params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None
         ) -> base.Loss:
             return streamed.backward(
-                params, part, key, torch.tensor(first).to(seed.device), seed, sink, last=last, ready=ready
+                params, part, key, torch.full((), first, device=seed.device), seed, sink, last=last, ready=ready
             )
 
         return layered

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
+from fzero.core import gpu, pytree
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
@@ -116,15 +116,20 @@ def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
 
 
 def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
-    """The state with the leaves whose spec says so in the host's memory, pinned if there is CUDA."""
+    """The state with the leaves whose spec says so in the host's memory, pinned if the others are on a GPU."""
     named = pytree.named_leaves(specs)
 
     def move(name: str, leaf: Any) -> Any:
         if named[name].memory != "host" or not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to("cpu").pin_memory() if torch.cuda.is_available() else leaf.to("cpu")
+        return gpu.to_host(leaf, state.step.device)
 
     return pytree.map_named(move, state)
+
+
+def put_on(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
+    """A leaf of a state on `device`, if its spec says that it rests there and not in host memory or on a disk."""
+    return leaf.to(device) if spec.memory == "device" else leaf
 
 
 DONATED = (

@@ -25,7 +25,7 @@ from fzero.sharding import Mesh, Plan
 from fzero.sharding.draw import draw_normal_box
 from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, in_host_memory, meta_state, state_specs
+from fzero.train.state import TrainState, in_host_memory, meta_state, put_on, state_specs
 
 
 def on_disk(plan: Plan) -> bool:
@@ -162,10 +162,12 @@ def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     nvme.store.commit(int(state.step), values, partial(barrier, mesh))
 
 
-def reopen_state(tx: GradientTransformation, plan: Plan, nvme: Nvme) -> TrainState:
+def reopen_state(
+    tx: GradientTransformation, plan: Plan, nvme: Nvme, *, device: torch.device | str = "cpu"
+) -> TrainState:
     """Return this rank's state of the last complete step in the store of `nvme`: after a kill, or in a later process.
 
-    tx, plan: those that the state was made with. nvme: the folder that it was made in.
+    tx, plan: those that the state was made with. nvme: the folder that it was made in. device: of the state.
     Leaves that the plan keeps on the device are made from those in the store: parameters from their master weights.
     Raises ValueError if the store is of another run, damaged, or lacks something that cannot be made.
 
@@ -202,8 +204,10 @@ def reopen_state(tx: GradientTransformation, plan: Plan, nvme: Nvme) -> TrainSta
         assert of is not None  # `missing_leaves` finds the others
         part = DiskTensor(store, f"master/{of}").tensor().to(plan.policy.param)
         if part.shape != shapes[name].shape:
-            part = all_gather(part, plan.mesh["dp"], shard_dim(of), leaf=of)
+            part = all_gather(part.to(device), plan.mesh["dp"], shard_dim(of), leaf=of)
         held[name] = part
+    named, where = pytree.named_leaves(specs), torch.device(device)
+    held = {name: put_on(where, leaf, named[name]) for name, leaf in held.items()}
     return in_host_memory(assemble_state(like, held, store), specs)
 
 
@@ -223,16 +227,18 @@ def put_on_disk(
     specs: TrainState,
     plan: Plan,
     nvme: Nvme | None,
+    device: torch.device,
 ) -> TrainState:
-    """The state whose leaves are `read(name, meta tensor, layer)` in a new store: a layer of a stacked leaf, or all of
-    it for None."""
+    """The state whose leaves are `read(name, meta tensor, layer)` in a new store, or on `device`: a layer of a stacked
+    leaf, or all of it for None."""
+    named = pytree.named_leaves(specs)
     leaves = leaves_on_disk(like, specs, plan)
     store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
     held: dict[str, Tensor] = {}
     for name, leaf in pytree.named_leaves(like).items():
         if name not in leaves:
-            held[name] = read(name, leaf, None)
+            held[name] = put_on(device, read(name, leaf, None), named[name])
             continue
         for i in range(leaves[name].layers):
             layer = read(name, leaf, i if leaves[name].stacked else None)

@@ -101,7 +101,7 @@ class StreamedModel(NamedTuple):
         embed, head = Group("embed", parts.embed), Group("head", parts.head)
         layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
         ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.tensor(0).to(device)
+        none, zero = pytree.flatten(())[1], torch.full((), 0, device=device)
         with torch.no_grad():
             pair, out_def, extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x = pair.primal([*ahead.take(embed), zero, *extra])
@@ -133,7 +133,7 @@ class StreamedModel(NamedTuple):
         drops = {part.name: ahead.fetcher.dropped(part, self.plan.reshard) for part in (embed, layers[0])}
         again = frozenset(parts.embed) & frozenset(parts.head)
         ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.tensor(0).to(device)
+        none, zero = pytree.flatten(())[1], torch.full((), 0, device=device)
         with torch.no_grad(), self.plan.mesh.ledger.phase("forward"):
             embed_pair, out_def, embed_extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
             x, embed_kept = embed_pair.forward(

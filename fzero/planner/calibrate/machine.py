@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero
+from fzero.core import gpu
 from fzero.core.compile import have_compiler
 from fzero.core.storage import naming
 from fzero.offload.buffer_pool import BufferPool
@@ -153,7 +154,7 @@ def _together(mesh: Any, effort: Effort, sweeps: bool, links: bool) -> tuple[Swe
 def _rank_counts(effort: Effort, count: int) -> list[int]:
     """The numbers of processes to start: 2 and 4 for links, and one for each core."""
     if effort.device == "cuda":
-        gpus = torch.cuda.device_count()
+        gpus = gpu.count_gpus()
         return [n for n in (2, 4, 8) if n <= gpus] if "links" in effort.parts else []
     links = ([2] if effort.quick else [2, 4]) if "links" in effort.parts else []
     together = [count] if 1 < count <= 8 and not effort.quick and set(effort.parts) - {"links"} else []
@@ -210,20 +211,20 @@ def assemble_device(
             collectives |= {f"{kind}/{n}": tuple(sorted(sizes.items())) for kind, sizes in each.curves.items()}
             collectives[f"late/{n}"] = ((1.0, max(each.late_s, 1e-9)),)
     on_gpu = effort.device == "cuda"
-    gpu = torch.cuda.get_device_properties(0) if on_gpu else None
+    card = gpu.properties(torch.device("cuda", 0)) if on_gpu else None
     return Device(
-        name=gpu.name if gpu is not None else processor(),
+        name=card.name if card is not None else processor(),
         kind=effort.device,
         measured=True,
-        processors=gpu.multi_processor_count if gpu is not None else cores(),
-        memory_bytes=gpu.total_memory if gpu is not None else total_bytes(),
+        processors=card.multi_processor_count if card is not None else cores(),
+        memory_bytes=card.total_memory if card is not None else total_bytes(),
         reserved_bytes=RESERVED_BYTES,
         margin=MARGIN,
         flops=flops,
         bandwidth_bytes_s=large,
         links=links,
-        capability=(gpu.major, gpu.minor) if gpu is not None else (0, 0),
-        cache_bytes=getattr(gpu, "L2_cache_size", None) if gpu is not None else cache_bytes(),
+        capability=(card.major, card.minor) if card is not None else (0, 0),
+        cache_bytes=getattr(card, "L2_cache_size", None) if card is not None else cache_bytes(),
         rates=tuple(found),
         collectives=collectives,
         host=host_rates() if on_gpu else {},
@@ -276,10 +277,10 @@ def host_rates(size: int = 256 << 20) -> dict[str, float]:
     for name, target, source in (("read", there, here), ("write", here, there)):
         samples = []
         for _ in range(6):
-            torch.cuda.synchronize()
+            gpu.synchronize(there.device)
             begin = time.perf_counter()
             target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
+            gpu.synchronize(there.device)
             samples.append(time.perf_counter() - begin)
         found[name] = size / min(samples[1:])
     return found

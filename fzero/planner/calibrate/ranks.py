@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.comm.communicator import Communicator
+from fzero.core import gpu
 from fzero.planner.calibrate.timed import Figure, warm_heap
 from fzero.sharding.mesh import Mesh, make_mesh
 
@@ -80,8 +81,7 @@ def _work(rank: int, n: int, port: int, device: str, pipe: Any, f: Callable[...,
     try:
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        if device == "cuda":
-            torch.cuda.set_device(rank)
+        gpu.select_device(torch.device(device, rank) if device == "cuda" else gpu.HOST)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=n, timeout=timeout
         )
@@ -131,8 +131,7 @@ def _round(
         dist.barrier()
         begin = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        gpu.synchronize(torch.device(device))
         samples[key].append(time.perf_counter() - begin)
 
 
@@ -148,8 +147,7 @@ def _late(calls: Sequence[tuple[Callable[[], Any], float]], device: str) -> floa
                 (x @ a).add_(x)
             if call is not None:
                 call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        gpu.synchronize(torch.device(device))
         return (time.perf_counter() - begin) / IN_A_ROW
 
     longer = []
@@ -187,8 +185,7 @@ def _hidden(communicator: Communicator, size: int, device: str) -> float:
             dist.barrier()
             begin = time.perf_counter()
             call()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            gpu.synchronize(torch.device(device))
             samples.append(time.perf_counter() - begin)
         return statistics.median(samples)
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.core import gpu
+
 HEAP_BYTES = 512 << 20
 BLOCK_BYTES = 16 << 20
 GROUP = 16  # cases that take turns
@@ -40,7 +42,7 @@ def clock(threads: int, device: str = "cpu") -> Callable[[], float]:
     if device == "cuda":
 
         def synchronized() -> float:
-            torch.cuda.synchronize()
+            gpu.synchronize(torch.device(device))
             return time.perf_counter()
 
         return synchronized

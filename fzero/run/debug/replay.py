@@ -28,8 +28,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table
 from fzero.run.corpus import Say
 from fzero.run.measure.log import metrics_row
-from fzero.run.memory_check import check_memory
-from fzero.run.pretrain import place
+from fzero.run.pretrain import expect_memory, place
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.ranks.watchdog import watch
 from fzero.run.resume import rollback
@@ -223,7 +222,7 @@ def replay_steps(again: ReplayJob, state: TrainState, until: int) -> Iterator[Re
         # Threads are of the process; another run replayed beside this one may use another number.
         torch.set_num_threads(again.threads)
         machine.set_fp32_matmul(job.config.precision.fp32_matmul)
-        batch = again.batch_at(int(state.data_cursor))
+        batch = corpus.on_device(again.batch_at(int(state.data_cursor)), job.device)
         state, metrics = job.train_step(state, batch)
         yield ReplayedStep(state, metrics_row(job, metrics, step), batch)
 
@@ -238,14 +237,14 @@ def open_job(
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is no step to make again")
     run_folder.expect_trained(environment, folder)
     config = replace(config, nvme=replace(config.nvme, folder="", slots=min(config.nvme.slots, 2)))
-    config, mesh, _ = place(config, coordinator)
+    config, mesh, device, _ = place(config, coordinator)
     room = None
     try:
         torch.set_num_threads(environment.get("threads", before))
         if "nvme" in Offload.parse(config.offload).memories:
             room = Path(coordinator.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
-        job = build(config, mesh, room)
-        check_memory(job, machine.available_bytes() // coordinator.local_size)
+        job = build(config, mesh, room, device=device)
+        expect_memory(job, coordinator)
         expect_disk(job, coordinator)
         path = folder / environment["corpus"]  # an absolute path stays as it is
         if config.data.path == "stdlib":

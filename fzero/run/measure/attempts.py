@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import fzero
+from fzero.core import gpu
 from fzero.core.storage import naming
 from fzero.core.tables import Table
 from fzero.run import machine as doctor
@@ -46,6 +47,7 @@ def begin(
         "offload": config.offload,
         "update": t.update,
         "micro_batches": local_micro_batches(config, program.mesh),
+        "device": gpu.describe_device(program.device),
         "threads": torch.get_num_threads(),
         "compiled": bool(t.compiled),
         "precision": config.precision.policy,

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from fzero.core.storage import naming
 from fzero.run import run_folder
 from fzero.run.build import Job
@@ -25,15 +27,22 @@ from fzero.train.step import Metrics
 
 def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
     """The row of a step's metrics, with None for numbers that are not finite. step: the number of steps before."""
-    values = {
-        "loss": float(metrics.loss),
-        **{name: float(value) for name, value in metrics.extra.items()},
-        "grad_norm": float(metrics.grad_norm),
-        "lr": float(job.schedule(step)),
-        "loss_scale": float(metrics.loss_scale),
+    shown = {
+        "loss": metrics.loss,
+        **metrics.extra,
+        "grad_norm": metrics.grad_norm,
+        "loss_scale": metrics.loss_scale,
+        "skipped": metrics.skipped,
+        "num_tokens": metrics.num_tokens,
     }
+    # In one copy, as each one waits for a GPU. float64 holds all of them exactly.
+    read = dict(
+        zip(shown, torch.stack([value.to(metrics.loss.device, torch.float64) for value in shown.values()]).tolist())
+    )
+    skipped, num_tokens, scale = bool(read.pop("skipped")), int(read.pop("num_tokens")), read.pop("loss_scale")
+    values = {**read, "lr": float(job.schedule(step)), "loss_scale": scale}
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    row = {"step": step + 1, **values, "skipped": bool(metrics.skipped), "num_tokens": int(metrics.num_tokens)}
+    row = {"step": step + 1, **values, "skipped": skipped, "num_tokens": num_tokens}
     if row["skipped"]:
         row["reason"] = "spike" if values["grad_norm"] is not None else "nonfinite"
     return row
@@ -46,17 +55,17 @@ class Meter:
     def __init__(self, job: Job, flop: TokenFlop, peak_flops: float) -> None:
         self.job, self.flop, self.peak = job, flop, peak_flops
         nvme = job.nvme
-        self.clock = Clock(waited=None if nvme is None else lambda: nvme.moved().waited_s)
+        self.clock = Clock(job.device, waited=None if nvme is None else lambda: nvme.moved().waited_s)
         self.tokens = job.config.train.batch * job.config.data.seq_len
         self.every = job.config.train.measure_every
         self.spent = RankTimes()
         self.began = self.waited = 0.0
 
-    def fetch(self, batches: Iterator[tuple[int, Any]]) -> Any:
+    def fetch(self, batches: Iterator[Any]) -> Any:
         """The next batch. A step begins with this call."""
         self.began = time.perf_counter()
         with self.job.mesh.ledger.phase("data"):
-            _, batch = next(batches)
+            batch = next(batches)
         self.waited = time.perf_counter() - self.began
         return batch
 

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import record_function
 
 from fzero.comm.ledger import Ledger
+from fzero.core import gpu
 from fzero.core.storage import naming
 
 TRACE = "trace.json.gz"
@@ -33,7 +34,7 @@ def profiler() -> Any:
     """torch's profiler, as a context."""
     hush()
     kinds = torch.profiler.ProfilerActivity
-    return torch.profiler.profile(activities=[kinds.CPU, *[kinds.CUDA] * torch.cuda.is_available()])
+    return torch.profiler.profile(activities=[kinds.CPU, *[kinds.CUDA] * gpu.in_use()])
 
 
 class Named:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.comm.ledger import Ledger, Row
-from fzero.core import pytree
+from fzero.core import gpu, pytree
 from fzero.core.storage import write_text
 from fzero.core.tables import Table
 from fzero.kernels.registry import describe, observe
@@ -117,11 +117,8 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
     """(state, metrics, the table of memory.json) of one step: bytes alive by component, and on a GPU the peak that its
     allocator counts."""
     buffers = job.nvme.buffers if job.nvme is not None else None
-    device = next(
-        (leaf.device for leaf in pytree.leaves(state.params) if isinstance(leaf, torch.Tensor) and leaf.is_cuda), None
-    )
-    if device is not None:
-        torch.cuda.reset_peak_memory_stats(device)
+    device = state.step.device
+    gpu.reset_peak(device)
     after, metrics, record = record_step(job.train_step, state, batch, job.mesh.ledger, buffers=buffers)
     moments = record.moments()
     peak = max(moments, key=lambda moment: moment.bytes)
@@ -132,7 +129,7 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
         "peak": peak._asdict(),
         "alive": record.alive(peak),
         "state": bytes_at_rest(after),
-        "allocator_peak_bytes": None if device is None else torch.cuda.max_memory_allocated(device),
+        "allocator_peak_bytes": gpu.peak_bytes(device),
         "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
         "compiled": compiled,

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.core import gpu
+
 # The phases of a row, each second in one of them. Other phases of the ledger are "rest".
 PHASES = ("data", "forward", "backward", "metrics", "update", "comm_exposed", "io", "evaluate", "checkpoint", "rest")
 WHOLE = ("evaluate", "checkpoint")  # with their own collectives and their own waiting for a disk
@@ -55,7 +57,7 @@ class Clock:
 
     def __init__(self, device: torch.device | str = "cpu", waited: Callable[[], float] | None = None) -> None:
         cuda = torch.device(device).type == "cuda"
-        self.now: Callable[[], Any] = _event if cuda else time.perf_counter
+        self.now: Callable[[], Any] = gpu.mark_time if cuda else time.perf_counter
         self.waited = waited or _none
         self.log: list[tuple[str, Any, Any, float]] = []
         self.open: list[str] = []  # phases that were entered before the last `take` and not left
@@ -142,12 +144,6 @@ def _name(phases: list[str], waiting: str) -> str:
 
 def _none() -> float:
     return 0.0
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _between(begin: Any, end: Any) -> float:

@@ -19,12 +19,15 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fzero.comm.agreement import RankError
+from fzero.core import gpu
 from fzero.run.ranks.rendezvous import meet, read_hellos
 from fzero.run.ranks.signals import Stopped, exit_code, expect_environment, under_torchrun
 from fzero.sharding import Mesh, make_mesh, one_process
+from fzero.sharding.mesh import start_processes
 
 TIMEOUT_S = 600.0  # for another rank, in a collective and at a comparison
 LOST_S = 2.0  # to wait for the reason of a rank that is gone, before reporting that it is gone
@@ -113,22 +116,22 @@ class Coordinator:
                         f"{name} is {theirs.get(name)!r} on rank {rank} and {mine.get(name)!r} on rank 0; {fix}"
                     )
 
-    def mesh(self, sizes: Mapping[str, int], timeout_s: float = TIMEOUT_S) -> Mesh:
-        """The mesh of these processes over the CPU; raises ValueError if its sizes do not multiply to their number.
+    def mesh(self, sizes: Mapping[str, int], timeout_s: float = TIMEOUT_S, device: torch.device = gpu.HOST) -> Mesh:
+        """The mesh of these processes; raises ValueError if its sizes do not multiply to their number.
 
-        timeout_s: how long a collective waits for another rank.
+        timeout_s: how long a collective waits for another rank. device: of this process, for its own tensors.
         """
         if self.size > 1 and self.store is not None:
             if sys.platform == "linux" and self.local_size >= self.size:
                 os.environ.setdefault(
                     "GLOO_SOCKET_IFNAME", "lo"
                 )  # one host needs no network, whatever its name resolves to
-            timeout, store = timedelta(seconds=timeout_s), dist.PrefixStore("group", self.store)
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+            store = dist.PrefixStore("group", self.store)
+            start_processes(device, timeout_s, store=store, rank=self.rank, world_size=self.size)
         if self.size == 1 and self.spares and math.prod(sizes.values()) == 1:
             self.at = one_process()
         else:
-            self.at = make_mesh(sizes, timeout_s=timeout_s, device="cpu")
+            self.at = make_mesh(sizes, timeout_s=timeout_s, device=device.type)
         return self.at
 
     def close(self, stopped: int = 0) -> None:

@@ -1,0 +1,230 @@
+"""A training step on the pretend GPU (pretend_gpu.py): it waits for nothing, copies pinned memory alone, in an order
+that streams and events make, and has the bits of the CPU. And faults that are planted are found."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from pretend_gpu import Event, GpuTensor, Stream, pretend
+
+import fzero
+from fzero import checkpoint, models, optim
+from fzero.checkpoint import restore_state as restore
+from fzero.core import gpu, precision, prng, pytree
+from fzero.offload import activation_stack
+from fzero.run import run_folder
+from fzero.run.corpus import on_device_ahead
+from fzero.run.generate import Sampling, generate
+from fzero.train.init import init_state
+from fzero.train.state import meta_state, state_specs
+
+SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
+UPDATE = "train/update/offloaded.py"  # the update on the host, which waits for what it computes with
+
+
+def batch_of(device):
+    tokens = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens.to(device), "targets": tokens.roll(-1, 1).to(device)}
+
+
+def make(device, policy="fp32", remat="none", ema=False, micro_batches=2, **offload):
+    """(the state, the step, the plan) of a tiny Llama."""
+    mesh, model = fzero.one_process(), models.build(models.LlamaConfig(**SIZES))
+    plan = fzero.zero_plan(0, model, mesh, policy=precision.POLICIES[policy](), **offload)
+    adamw = optim.adamw(optim.warmup_cosine(3e-3, 10, 100), weight_decay=0.1, impl="reference")
+    tx = optim.chain(optim.clip_by_global_norm(1.0), adamw)
+    tx = optim.with_average(tx, 0.9) if ema else tx
+    state = init_state(model, tx, plan, seed=0, device=device)
+    execution = fzero.Execution(remat=remat, kernels="reference")
+    return state, fzero.make_train_step(model, tx, plan, micro_batches=micro_batches, execution=execution), plan
+
+
+def losses(device, seen=None, steps=2, **options):
+    """The losses and norms of some steps; `seen` counts the last one alone."""
+    state, step, _ = make(device, **options)
+    batch, out = batch_of(device), []
+    for i in range(steps):
+        if seen is not None and i == steps - 1:
+            seen.forget()
+        state, metrics = step(state, batch)
+        out += [metrics.loss, metrics.grad_norm]
+    counts = None if seen is None else (dict(seen.waits), dict(seen.unpinned), sum(seen.kernels.values()))
+    return [float(x) for x in out], counts
+
+
+CASES = {
+    "remat": {"remat": "full"},
+    "bf16": {"policy": "bf16"},
+    "average": {"ema": True},
+    "activations in host memory": {"remat": "full", "offload": "acts=host"},
+}
+SLOW = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in CASES.items()]
+
+
+@pytest.mark.parametrize("case", [pytest.param({"micro_batches": 1}, id="plain"), *SLOW])
+def test_a_step_waits_for_nothing_and_has_the_bits_of_the_cpu(case):
+    with pretend() as seen:
+        found, (waits, unpinned, kernels) = losses("cuda", seen, **case)
+        gc.collect()
+    assert not waits and not unpinned and not seen.races and not seen.freed and kernels > 200
+    assert found == losses("cpu", **case)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "offload, micro_batches", [("params=host", 2), ("opt=host", 2), ("params=host,grads=host,opt=host", 1)]
+)
+def test_an_offloaded_state_is_copied_in_order(offload, micro_batches):
+    case = {"offload": offload, "micro_batches": micro_batches}
+    with pretend() as seen:
+        found, (waits, _, _) = losses("cuda", seen, **case)
+        gc.collect()
+    assert not seen.races and not seen.freed
+    # Parameters come from host memory without a wait; gradients on the way there, and the update, still wait.
+    assert {line.partition(":")[0] for _, line in waits} <= {UPDATE, "sharding/reduce.py"}
+    assert found == losses("cpu", **case)[0]
+
+
+def activations():
+    """Lists of activations to host memory and back, in the order of a backward pass."""
+    device = torch.device("cuda", 0)
+    kept = activation_stack.HostActivations(device)
+    for i in range(3):
+        x = torch.full((64,), float(i), device="cuda")
+        kept.append([x * 2])
+    return [float(kept.pop()[0].sum()) for _ in range(3)]
+
+
+def test_activations_go_and_come_back_in_order():
+    with pretend() as seen:
+        found = activations()
+        gc.collect()
+    assert found == [256.0, 128.0, 0.0]
+    assert not seen.races and not seen.freed and not seen.unpinned
+
+
+def unordered(*_, **__):
+    pass
+
+
+@pytest.mark.parametrize(
+    "owner, name, kind",
+    [
+        (GpuTensor, "record_stream", "freed"),
+        (Stream, "wait_event", "races"),
+        (Stream, "wait_stream", "races"),
+        (Event, "record", "races"),
+    ],
+    ids=["record_stream", "wait_event", "wait_stream", "event.record"],
+)
+def test_a_missing_order_is_found(monkeypatch, owner, name, kind):
+    monkeypatch.setattr(owner, name, unordered)
+    with pretend() as seen:
+        activations()
+        gc.collect()
+    assert getattr(seen, kind)
+    assert all("offload/activation_stack.py" in text or "test_pretend_gpu.py" in text for text in getattr(seen, kind))
+
+
+def test_a_wait_an_unpinned_copy_and_a_reused_source_are_found():
+    with pretend() as seen:
+        x = torch.ones(8, device="cuda")
+        seen.forget()
+        float(x.sum())
+        assert [why for why, _ in seen.waits] == ["item"]
+        torch.ones(8).to("cuda", non_blocking=True)
+        assert [why for why, _ in seen.unpinned] == ["to the device"]
+        source = gpu.pinned(torch.ones(8), x.device)
+        copied = gpu.copy_in(source, x.device)
+        assert not seen.races
+        source.zero_()  # while it is being read
+        assert len(seen.races) == 1 and "write by host" in next(iter(seen.races))
+        copied.use()
+        out = gpu.copy_out(x)
+        out.tensor + 1
+        assert len(seen.races) == 2
+        gpu.copy_out(x).finish() + 1
+        assert len(seen.races) == 2
+
+
+def test_tensors_of_both_devices_are_refused():
+    with pretend():
+        x = torch.ones(3, device="cuda")
+        assert float((x + torch.tensor(2.0)).sum()) == 9.0  # as a GPU takes it
+        with pytest.raises(RuntimeError, match="tensors of cuda:0 and cpu in add"):
+            x + torch.ones(3)
+        with pytest.raises(TypeError, match="can't convert cuda:0"):
+            x.numpy()
+
+
+def test_batches_are_pinned_and_on_their_way_before_they_are_used():
+    given = [{"tokens": torch.full((2, 3), i)} for i in range(4)]
+    with pretend() as seen:
+        taken = []
+        for i, batch in enumerate(on_device_ahead(iter(given), torch.device("cuda", 0))):
+            assert batch["tokens"].is_cuda and sum(seen.kernels.values()) == min(i + 2, 4)  # the next one's copy too
+            taken.append(batch["tokens"])
+        assert not seen.waits and not seen.unpinned and not seen.races
+        assert [int(x[0, 0]) for x in taken] == [0, 1, 2, 3]
+    on_host = list(on_device_ahead(iter(given), gpu.HOST))
+    assert all(a["tokens"] is b["tokens"] for a, b in zip(given, on_host))
+
+
+@pytest.mark.slow
+def test_a_sample_is_the_same_on_the_gpu():
+    model = models.build(models.LlamaConfig(**SIZES))
+    tokens, found = torch.tensor([[3, 1, 4], [1, 5, 9]]), []
+    with pretend() as seen:
+        for device in ("cpu", "cuda"):
+            params = models.init_params(model, prng.key(1), torch.float64, device)
+            out = generate(model, params, tokens.to(device), 4, prng.key(2, device), sampling=Sampling(0.8), eos=63)
+            found.append(out.to("cpu"))
+        assert not seen.races
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("offload", ["", "opt=host"])
+def test_a_checkpoint_is_restored_to_the_gpu_leaf_by_leaf(tmp_path, monkeypatch, offload):
+    most = []
+    read = restore.read_boxes
+    monkeypatch.setattr(
+        restore, "read_boxes", lambda held, boxes, pool: most.append(len(boxes)) or read(held, boxes, pool)
+    )
+    before, _, plan = make("cpu", offload=offload)
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+    path = checkpoint.save(tmp_path, before, step=0)
+    with pretend() as seen:
+        specs = state_specs(plan, tx)
+        after = restore.restore_state(path, meta_state(plan, tx), specs, plan, None, torch.device("cuda", 0))
+        rests = pytree.named_leaves(specs)
+        for name, leaf in pytree.named_leaves(after).items():
+            assert leaf.is_cuda == (rests[name].memory == "device"), name
+            assert leaf.is_cuda or seen.pinned(leaf), name
+            assert torch.equal(leaf.to("cpu"), pytree.named_leaves(before)[name]), name
+    assert set(most) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placed", ["", "--offload opt=host"])
+def test_a_run_trains_evaluates_saves_resumes_and_samples_on_the_gpu(fz, tmp_path, monkeypatch, placed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(600)))
+    sizes = " ".join(f"--set model.{name}={size}" for name, size in SIZES.items() if name != "vocab_size")
+    loop = "eval_every=2 checkpoint_every=2 measure_every=2 digest_every=2 eval_batches=2 ema_decay=0.5 compiled=false"
+    loop = " ".join(f"--set train.{setting}" for setting in (*loop.split(), "kernels=reference"))
+    flags = f"--model llama-tiny {sizes} {loop} {placed} --data text.txt --steps 4 --batch 4 --micro-batch 2 "
+    flags += "--seq-len 16 --precision fp32 --set optim.name=adamw --set guard.check_every=2"
+    once = ["--peak-tflops", "1", "--sample", "ab"]
+    with pretend() as seen:
+        code, out, err = fz("pretrain", "--out", "gpu", "--stop-at", "2", *flags.split(), *once)
+        assert code == 0 and "\ndevice: GPU 0, Pretend H200\n" in out, err
+        code, _, err = fz("pretrain", "--out", "gpu", "--resume", *once)
+        assert code == 0 and not seen.races and not seen.freed, (err, seen.races, seen.freed)
+    assert fz("pretrain", "--out", "cpu", "--device", "cpu", *flags.split(), *once)[0] == 0
+    ours, theirs = ([*run_folder.read_metrics(Path(run))] for run in ("gpu", "cpu"))
+    names = ("loss", "grad_norm", "lr", "num_tokens", "skipped", "val_loss", "val_loss_ema", "digest")
+    assert [[row.get(name) for name in names] for row in ours] == [[row.get(name) for name in names] for row in theirs]
+    assert len(ours) == 4 and ours[-1]["digest"] and ours[-1]["val_loss_ema"]
+    assert run_folder.read_config(Path("gpu")).device == "cuda" and run_folder.read_config(Path("cpu")).device == "cpu"
