@@ -562,7 +562,7 @@ def test_the_command_writes_a_device_file(fz, short):
             "there is no part 'gem' of a machine to measure; the parts are memory, gemm, steps, fused, links",
         ),
         (["--out", "here.txt"], "--out is 'here.txt'; a device file is a .json file"),
-        (["--device", "tpu"], "--device is 'tpu'; it must be cpu or cuda"),
+        (["--device", "tpu"], "--device is 'tpu'; it must be auto, cpu or cuda"),
     ],
 )
 def test_mistakes_are_one_line(fz, args, said):

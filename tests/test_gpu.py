@@ -2,6 +2,7 @@
 asks PyTorch about it. Copies, streams and events are in test_pretend_gpu.py."""
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,8 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        for name in gpu.ALLOCATOR_SETTINGS:
+            monkeypatch.setenv(name, "")
         return chosen
 
     return make
@@ -80,6 +83,19 @@ def test_a_process_takes_the_gpu_of_its_local_rank(machine):
     chosen = machine(4, local_rank=3)
     assert gpu.use_device("cuda", 4) == torch.device("cuda", 3) == gpu.device_here("cuda") == chosen[0]
     assert gpu.use_device("cpu", 9) == torch.device("cpu") and len(chosen) == 1
+
+
+def test_segments_expand_unless_the_user_says_how_memory_is_allocated(machine, monkeypatch):
+    at_start = []
+    machine(1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: at_start.append(dict(os.environ)))
+    old, new = gpu.ALLOCATOR_SETTINGS
+    gpu.use_device("cuda")
+    assert at_start[-1][old] == "expandable_segments:True"
+    monkeypatch.setenv(old, "")
+    monkeypatch.setenv(new, "max_split_size_mb:64")
+    gpu.use_device("cuda")
+    assert at_start[-1][old] == "" and at_start[-1][new] == "max_split_size_mb:64"
 
 
 @pytest.mark.parametrize(

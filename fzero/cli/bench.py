@@ -30,7 +30,11 @@ FOLDER = click.Path(path_type=Path)
     help="Measure only this part and keep the file's figures of the others. Repeatable.",
 )
 @click.option("--disk", type=FOLDER, metavar="DIR", help="Also measure the disk of this folder.")
-@click.option("--device", default="cpu", show_default=True, help="The device to compute on. cpu or cuda.")
+@click.option(
+    "--device",
+    default="auto",
+    help="The device to compute on. auto (the default: the GPU where there is one), cpu or cuda.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text. It is the device file.")
 @click.pass_context
 def bench(context: click.Context, **options: Any) -> None:
@@ -53,8 +57,9 @@ def bench_machine(
     path = device_file() if out is None else out
     if path.suffix != ".json":
         raise ValueError(f"--out is {str(path)!r}; a device file is a .json file")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {device!r}; it must be cpu or cuda")
+    if device not in gpu.KINDS:
+        raise ValueError(f"--device is {device!r}; it must be auto, cpu or cuda")
+    device = gpu.resolve_device(device)
     if device == "cuda" and not gpu.count_gpus():
         raise ValueError("--device is cuda and PyTorch finds no GPU here; use cpu")
     before = None

@@ -55,7 +55,9 @@ FLAGS = (
     click.option(
         "--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."
     ),
-    click.option("--device", help="Where it trains: auto (the default: the GPU where there is one), cpu or cuda."),
+    click.option(
+        "--device", help="The device to compute on. auto (the default: the GPU where there is one), cpu or cuda."
+    ),
     click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
     click.option("--batch", type=int, help="The sequences in a step."),
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
+# PyTorch's settings of its GPU allocator; the second name is that of 2.9 and later, which reads both.
+# Segments that grow in place lose less memory to fragments, where a step's sizes vary (with torch.compile, or at evaluations).
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 KINDS = ("auto", "cpu", "cuda")  # values of a config's `device`; AMD's GPUs are "cuda" to PyTorch too
 
 
@@ -72,6 +75,8 @@ def use_device(kind: str, processes: int = 1) -> torch.device:
             f"(torchrun --nproc-per-node {found}), or use --device cpu"
         )
     device = device_here(kind)
+    if not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):  # read once, when PyTorch begins to use the GPU
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     select_device(device)
     return device
 
