@@ -19,7 +19,7 @@ from torch import Tensor
 
 HOST = torch.device("cpu")
 # PyTorch's settings of its GPU allocator; the second name is that of 2.9 and later, which reads both.
-# Segments that grow in place lose less memory to fragments, where a step's sizes vary (with torch.compile, or at evaluations).
+# Segments that grow in place lose less memory to fragments where sizes vary (compiled blocks, evaluations).
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 KINDS = ("auto", "cpu", "cuda")  # values of a config's `device`; AMD's GPUs are "cuda" to PyTorch too
 
