@@ -65,11 +65,6 @@ def pair(q: Quantity) -> tuple[str, str, str]:
     return predicted, measured, shown_ratio(q.ratio)
 
 
-def mesh_name(mesh: dict[str, int]) -> str:
-    """Format a mesh, such as "dp=8 tp=2"; axes of one rank are left out."""
-    return " ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one process"
-
-
 def command_of(argv: Sequence[str], processes: int = 1) -> str:
     """Format a command line as typed: without the folder of the program, and with torchrun for several processes."""
     program = f"torchrun --nproc-per-node {processes} -m fzero" if processes > 1 else "fzero"
