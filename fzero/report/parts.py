@@ -41,12 +41,15 @@ class Code(NamedTuple):
     open: bool = False
 
 
+Part = str | Table | Picture | Code  # a str is a paragraph
+
+
 class Section(NamedTuple):
     """A titled list of paragraphs, tables, pictures and long texts."""
 
     name: str
     title: str
-    parts: list[str | Table | Picture | Code]
+    parts: list[Part]
 
 
 def table(name: str, caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
