@@ -5,7 +5,7 @@
 Each case makes 20 steps (see same_bits_cases.py). Compared are the losses, the gradients' norms, and the SHA-256 of
 every whole leaf of the parameters and of the optimizer state. Some cases are `fzero pretrain` itself, resume included.
 It prints a line for each case: equal, or what differs; the exit code is 1 where anything does. The names and signatures
-of fzero that these runs use are in same_bits_names.py.
+of fzero that these runs use are in same_bits_names.py, and older names of flags in same_bits_cases.py.
 
 Both sides must run on one machine: other cores and libraries have other bits.
 """

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEPS = 20
@@ -99,6 +105,24 @@ CASES: dict[str, Case] = {
 
 
 # -- the command line
+
+OLD_FLAGS = {"--prompt": "--sample"}  # of `fzero pretrain`: today's name -> the one before it
+
+
+@functools.cache
+def pretrain_help(tree: str) -> str:
+    """What `fzero pretrain --help` of the fzero in `tree` prints."""
+    command = [sys.executable, "-m", "fzero", "pretrain", "--help"]
+    environment = {**os.environ, "PYTHONPATH": tree}
+    # In that folder, as -m looks there first.
+    return subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def flags_in(tree: str, words: Sequence[str]) -> list[str]:
+    """The arguments of `fzero pretrain` with the flags that the fzero in `tree` has."""
+    old = {new: name for new, name in OLD_FLAGS.items() if not re.search(rf"{new}\b", pretrain_help(tree))}
+    return [old.get(word, word) for word in words]
+
 
 TEXT = "\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(400))
 SMALL = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}

@@ -28,7 +28,7 @@ import torch
 import torch._dynamo  # before any fork, so that no rank imports it
 import torch._inductor.compile_fx
 import torch.distributed as dist
-from same_bits_cases import CASES, COMMANDS, STEPS, TEXT
+from same_bits_cases import CASES, COMMANDS, STEPS, TEXT, flags_in
 from same_bits_names import batch_of, make_mesh, plain_name, prepare, shards
 
 import fzero
@@ -179,14 +179,14 @@ def digest(x: torch.Tensor) -> str:
     return hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode() + data).hexdigest()
 
 
-def pretrain(name: str) -> dict[str, Any]:
+def pretrain(name: str, tree: str) -> dict[str, Any]:
     """What `fzero pretrain` and its resume leave: losses in metrics.jsonl, digests in the newest checkpoint."""
     n, lines = COMMANDS[name]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text(TEXT)
         for args in lines:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
-            line = [sys.executable, *launcher, "-m", "fzero", "pretrain", *args]
+            line = [sys.executable, *launcher, "-m", "fzero", "pretrain", *flags_in(tree, args)]
             done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
             if done.returncode:
                 raise RuntimeError(f"{' '.join(line)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -236,7 +236,7 @@ def main() -> None:
         for name in mine:
             began = time.monotonic()
             try:
-                result = pretrain(name) if name in COMMANDS else teams[counts[name]].run(name)
+                result = pretrain(name, tree) if name in COMMANDS else teams[counts[name]].run(name)
             except Exception as error:
                 result = {"error": str(error) or repr(error)}
                 if name in CASES:  # messages may be left in flight

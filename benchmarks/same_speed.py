@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from same_bits import TODAY, checked_out, git, machine
+from same_bits_cases import flags_in
 
 STEPS, SKIPPED = 11, 2
 FLAGS = ("--model", "llama-tiny", "--batch", "8", "--micro-batch", "4", "--seq-len", "128", "--prompt", "")
@@ -38,7 +39,8 @@ def run_once(tree: Path, ranks: int, flags: tuple[str, ...], text: Path) -> dict
         launcher = [sys.executable, "-m"]
         if ranks > 1:
             launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        command = [*launcher, "fzero", "pretrain", *FLAGS, *flags, "--data", str(text), "--out", str(rows.parent)]
+        given = flags_in(str(tree), [*FLAGS, *flags])
+        command = [*launcher, "fzero", "pretrain", *given, "--data", str(text), "--out", str(rows.parent)]
         env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": str(max(1, os.cpu_count() // ranks))}
         begin, first = time.perf_counter(), None
         with open(Path(folder, "log"), "wb+") as log:

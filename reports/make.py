@@ -3,7 +3,7 @@ and docs/.
 
     python reports/make.py                 # all of it, some 8 minutes on two cores that do nothing else
     python reports/make.py --only zero3    # some of the runs again (--only may be repeated)
-    python reports/make.py --paste         # no run: README.md of this folder, and what is pasted from its reports
+    python reports/make.py --paste         # no run: texts and pictures from the stored numbers, and what is pasted
 
 A report says the command of its run. Predictions are for the machine at hand: run `fzero bench` once before.
 """
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", choices=[run.name for run in RUNS], help="make this run's report alone"
     )
-    parser.add_argument("--paste", action="store_true", help="make no run")
+    parser.add_argument("--paste", action="store_true", help="make no run: write texts and pictures again")
     parser.add_argument(
         "--runs", type=Path, help="where the runs are put and stay; without it a folder that is removed"
     )
@@ -80,7 +80,7 @@ def main() -> None:
                 [run for run in RUNS if run.name in (options.only or [run.name])],
                 (options.runs or Path(scratch)).absolute(),
             )
-    compare()
+    render()
     (REPORTS / "README.md").write_text(readme())
     start("reports/paste.py", cwd=ROOT)
 
@@ -113,20 +113,22 @@ def report(name: str, folder: Path) -> None:
             shutil.copy(path, REPORTS / name / path.name)
 
 
-def compare() -> None:
-    """Write the comparison of the runs in SEVERAL, where all of them are there: the numbers are in their own
-    reports."""
+def render() -> None:
+    """Write text and pictures of all reports from the numbers in their report.json, and the comparison of the runs in
+    SEVERAL where all of them are there."""
     from fzero.report import markdown, write
 
-    folders = [REPORTS / name for name in SEVERAL.split("+")]
-    if not all((folder / write.JSON).is_file() for folder in folders):
-        return
-    found = write.merge([write.read(folder) for folder in folders], "python reports/make.py --paste")
-    shutil.rmtree(REPORTS / SEVERAL, ignore_errors=True)
-    (REPORTS / SEVERAL).mkdir()
-    for name, drawn in write.draw(found, runs=False).items():
-        (REPORTS / SEVERAL / f"{name}.svg").write_text(drawn.svg)
-    (REPORTS / SEVERAL / write.MARKDOWN).write_text(markdown.write(found, runs=False))
+    found = {run.name: write.read(REPORTS / run.name) for run in RUNS if (REPORTS / run.name / write.JSON).is_file()}
+    if all(name in found for name in SEVERAL.split("+")):
+        several = [found[name] for name in SEVERAL.split("+")]
+        found[SEVERAL] = write.merge(several, "python reports/make.py --paste")
+    for name, one in found.items():
+        (REPORTS / name).mkdir(exist_ok=True)
+        for old in (REPORTS / name).glob("*.svg"):
+            old.unlink()
+        for picture, drawn in write.draw(one, runs=name != SEVERAL).items():
+            (REPORTS / name / f"{picture}.svg").write_text(drawn.svg)
+        (REPORTS / name / write.MARKDOWN).write_text(markdown.write(one, runs=name != SEVERAL))
 
 
 def fzero(*words: str, cwd: Path) -> None:

@@ -79,7 +79,7 @@ def part_text(name: str, part: str, where: str, page: Path, reports: Path, known
     if found is None:
         names = markdown.names(known[name])
         raise ValueError(f"{where}: report {name} has no {part!r}{nearest(part, names)}; it has {', '.join(names)}")
-    _, what, prefix = found
+    what, prefix = found
     if isinstance(what, Picture):
         path = Path(os.path.relpath(reports / name / f"{prefix}{what.name}.svg", page.parent)).as_posix()
         return markdown.picture_text(what, path)

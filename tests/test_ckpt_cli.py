@@ -14,6 +14,7 @@ from close import assert_same
 
 from fzero import checkpoint
 from fzero.checkpoint import directory as homes
+from fzero.checkpoint import manifest
 from fzero.cli import main
 from fzero.offload.store_manifest import StepManifest, step_manifest_text
 from fzero.run.debug import checkpoint_diff, checkpoint_list
@@ -93,6 +94,18 @@ def test_the_list_tells_whole_ones_from_others(fz):
     assert said["home"] == "home" and [entry["state"] for entry in said["entries"]] == [
         entry.state for entry in found.entries
     ]
+
+
+def test_the_mesh_of_a_checkpoint_is_shown_without_axes_of_one_rank(fz):
+    for step, mesh in enumerate(({"dp": 2, "tp": 4}, {"dp": 8, "tp": 1}, {})):
+        path = checkpoint.save("home", state(), step=step)
+        opened = checkpoint.read_manifest(path)
+        body = {name: value for name, value in opened.items() if name in ("step", "config")}
+        leaves = checkpoint.open_checkpoint(path).leaves
+        manifest.write_manifest(path, opened["arrays"], leaves, **body, mesh=mesh)
+    assert column(fz("ls", "home")[1], "mesh") == ["dp=2 tp=4", "dp=8", "one process"]
+    assert ", on dp=2 tp=4\n" in fz("show", "home/step-00000000")[1]
+    assert json.loads(fz("ls", "home", "--json")[1])["entries"][0]["mesh"] == {"dp": 2, "tp": 4}
 
 
 def test_an_empty_folder_and_no_folder(fz):

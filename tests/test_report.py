@@ -574,7 +574,7 @@ def test_the_reports_of_this_repository_are_whole_and_small():
     for path in found:
         report = write.read(path.parent)
         text = markdown.write(report)
-        assert path.with_name("report.md").read_text() == text, "run: python reports/make.py"
+        assert path.with_name("report.md").read_text() == text, "run: python reports/make.py --paste"
         for link in re.findall(r"\]\((\S+\.svg)\)", text):
             assert (path.parent / link).is_file()
         assert "/home/" not in path.read_text() and "/root/" not in path.read_text()

@@ -28,7 +28,7 @@ from fzero.report import (
     values,
     write,
 )
-from fzero.report.parts import Picture
+from fzero.report.parts import Picture, Table
 from fzero.run import run_folder
 
 SMALL = ("small_loss", "small_lr", "small_throughput", "small_memory")
@@ -91,7 +91,7 @@ def test_the_page_is_whole_and_needs_nothing_else(written):
     images = [attrs for tag, attrs in found.tags if tag == "img"]
     twice = [image for image in images if image["alt"].endswith("With logarithmic axes.")]
     assert len(twice) == 3 and all("hidden" in image for image in twice)
-    assert len(images) == len(list(written.glob("*.svg"))) + len(twice) + len(SMALL)
+    assert len(images) == len(list(written.glob("*.svg"))) + len(twice)
     assert all(len(image["alt"]) > 40 for image in images)
     said = " ".join(" ".join(found.text).split())
     for words in (
@@ -127,14 +127,7 @@ def test_a_picture_is_shortened_in_its_tags_alone():
 
 
 def pictures_of(report):
-    first = (None, [opening.opening(report)])
-    return [
-        part
-        for _, found in [first, *sections_compare.sections(report)]
-        for section in found
-        for part in section.parts
-        if isinstance(part, Picture)
-    ]
+    return [part for _, _, part in markdown.all_parts(report) if isinstance(part, Picture)]
 
 
 def test_every_axis_has_a_name_and_a_unit(runs):
@@ -249,6 +242,20 @@ def test_the_first_screen_says_what_became_of_a_run(tmp_path):
     shown = [values.shown(v, "tokens/s") for v in (speed.measured, speed.predicted)]
     assert [cells[name]["throughput"] for name in ("measured", "predicted")] == shown
     assert tuple(names) == SMALL
+
+
+@pytest.mark.parametrize("names", [["zero3"], ["zero3", "one"]])
+def test_the_text_begins_with_the_first_screen_of_the_page(names, runs):
+    report = write.gather([runs / name for name in names])
+    begin, sections = markdown.write(report).split("\n\nWritten by fzero ")
+    parts = opening.opening(report).parts
+    assert begin.startswith(f"# {report.title}\n\n{parts[0]}\n\n")
+    (table,) = [part for part in parts if isinstance(part, Table)]
+    assert f"\n\n{table.caption}:\n\n{markdown.table_text(table)}\n" in begin
+    row = begin.splitlines()[-1]
+    assert re.findall(r"\]\((\S+)\)", row) == [f"{name}.svg" for name in SMALL]
+    assert "| Loss | Learning rate | Throughput | Memory of a rank |\n" in begin and "small_" not in sections
+    assert markdown.find(report, "final") == (table, "") and markdown.names(report)[:2] == ["final", "small_loss.svg"]
 
 
 FAILED = {

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from fzero.comm.mesh_text import mesh_text
+
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 
 
@@ -39,7 +41,7 @@ def ls(place: str, as_json: bool) -> None:
     rows = []
     for entry in found.entries:
         leaves = "-" if entry.leaves is None else f"{entry.leaves:,}"
-        mesh = "-" if entry.mesh is None else mesh_name(entry.mesh)
+        mesh = "-" if entry.mesh is None else mesh_text(entry.mesh)
         rows.append(
             [f"{entry.step}", when(entry.written), size(entry.size), leaves, size(entry.nbytes), mesh, entry.state]
         )
@@ -83,7 +85,7 @@ def show(path: str, leaf: str | None, as_json: bool) -> None:
         click.echo(json.dumps({**found._asdict(), "path": str(found.path), "leaves": leaves}, indent=1))
         return
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    click.echo(f"{found.path}: step {found.step}, by {versions}, on {mesh_name(found.mesh)}")
+    click.echo(f"{found.path}: step {found.step}, by {versions}, on {mesh_text(found.mesh)}")
     for name, value in found.config.items():
         click.echo(f"  {name} = {json.dumps(value)}" if name else f"  {json.dumps(value)}")
     click.echo()
@@ -215,11 +217,6 @@ def when(seconds: float | None) -> str:
 def shape(dims: list[int]) -> str:
     """Format a shape, such as 4x32."""
     return "x".join(map(str, dims)) or "-"
-
-
-def mesh_name(mesh: dict[str, int]) -> str:
-    """Format a mesh as `--mesh` takes it: "dp=2,tp=2"."""
-    return ",".join(f"{axis}={n}" for axis, n in mesh.items()) or "one process"
 
 
 def finite(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fzero.comm.mesh_text import mesh_text
+
 PlanReport = Any  # fzero.planner.plan.PlanReport, whose module imports this one
 UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -69,15 +71,6 @@ def percent(part: float) -> str:
     return f"{100 * part:.0f}%" if part >= 0.02 or not part else f"{100 * part:.1f}%"
 
 
-def mesh_words(mesh: Mapping[str, int]) -> str:
-    """Format a mesh, such as "dp=8 tp=2".
-
-    >>> mesh_words({"dp": 8, "tp": 1}), mesh_words({})
-    ('dp=8', 'one process')
-    """
-    return " ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one process"
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = (0,)) -> list[str]:
     """Format the lines of a table; columns `text` (negative ones count from the end) are aligned left, the others
     right."""
@@ -127,7 +120,7 @@ def heading(r: PlanReport) -> list[str]:
     options += ["compiled blocks" if t.compiled else "blocks not compiled"]
     known = "measured" if r.device.measured else "from data sheets" if r.device.flops else "no rates"
     return [
-        f"{name}: {quantity(r.num_params)} parameters, ZeRO stage {c.zero} on {mesh_words(r.mesh)}; "
+        f"{name}: {quantity(r.num_params)} parameters, ZeRO stage {c.zero} on {mesh_text(r.mesh)}; "
         f"{', '.join(options)}",
         f"a step: {t.batch:,} sequences of {c.data.seq_len:,} = {r.tokens_per_step:,} tokens, {r.micro_batches} "
         f"micro-batch{'es' * (r.micro_batches > 1)} of {t.micro_batch} on each data rank",

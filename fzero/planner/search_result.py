@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fzero.comm.mesh_text import mesh_text
 from fzero.planner.candidates import Candidate, Sketch
 from fzero.planner.devices import Device
-from fzero.planner.format import duration, mesh_words, percent, quantity, size, table
+from fzero.planner.format import duration, percent, quantity, size, table
 from fzero.planner.plan import PlanReport
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
@@ -211,7 +212,7 @@ def nothing_fits(sketches: Sequence[Sketch], over: Sequence[Found], room: Room, 
 def words(c: Candidate) -> str:
     """Format a candidate."""
     offload = f", offload {c.offload}" if c.offload else ""
-    return f"{mesh_words(c.mesh)}, stage {c.zero}, remat {c.remat}{offload}, micro-batch {c.micro_batch}"
+    return f"{mesh_text(c.mesh)}, stage {c.zero}, remat {c.remat}{offload}, micro-batch {c.micro_batch}"
 
 
 def describe(result: SearchResult) -> str:
@@ -225,7 +226,7 @@ def describe(result: SearchResult) -> str:
         use = percent(r.mfu) if r.mfu is not None else "-"
         cells = [
             str(i),
-            mesh_words(c.mesh),
+            mesh_text(c.mesh),
             str(c.zero),
             c.remat,
             c.offload or "-",

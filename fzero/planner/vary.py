@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fzero.comm.mesh_text import mesh_text
 from fzero.models import ModelConfig
 from fzero.planner.devices import Device
-from fzero.planner.format import duration, mesh_words, percent, quantity, size, table
+from fzero.planner.format import duration, percent, quantity, size, table
 from fzero.planner.plan import PlanReport, plan
 from fzero.run.config import RunConfig
 
@@ -122,7 +123,7 @@ def vary(
 
 def words(value: Any) -> str:
     """Format a value of a choice for a table."""
-    return mesh_words(value) if isinstance(value, Mapping) else "none" if value == "" else str(value)
+    return mesh_text(value) if isinstance(value, Mapping) else "none" if value == "" else str(value)
 
 
 def in_words(row: Variant) -> str:

@@ -15,7 +15,7 @@ from fzero.report import figures
 from fzero.report.figures import Drawn
 from fzero.report.markdown import note, prefix_of
 from fzero.report.opening import opening
-from fzero.report.parts import Code, Picture, Table
+from fzero.report.parts import Code, Part, Picture, Table
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report
 
@@ -146,23 +146,23 @@ def write(report: Report, pictures: Mapping[str, Drawn]) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, '
         f'initial-scale=1">\n<title>{html.escape(report.title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n{header_html(report)}\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n{header_html(report, pictures)}\n"
         f'<nav aria-label="Contents">\n{contents}\n</nav>\n<p class="note">{text(note(report))}</p>\n'
         + "\n".join(body)
         + f"\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
 
 
-def header_html(report: Report) -> str:
+def header_html(report: Report, pictures: Mapping[str, Drawn]) -> str:
     """The first screen of the page."""
     parts = opening(report).parts
-    small = [picture_html(part, figures.draw_svg(part.draw)) for part in parts if isinstance(part, Picture)]
+    small = [picture_html(part, pictures[part.name]) for part in parts if isinstance(part, Picture)]
     rest = [part_html(part, {}, "", "") for part in parts if not isinstance(part, Picture)]
     lines = [f"<h1>{html.escape(report.title)}</h1>", *rest, '<div class="small">', *small, "</div>"]
     return "\n".join(["<header>", *lines, "</header>"])
 
 
-def part_html(part: str | Table | Picture | Code, pictures: Mapping[str, Drawn], prefix: str, heading: str) -> str:
+def part_html(part: Part, pictures: Mapping[str, Drawn], prefix: str, heading: str) -> str:
     """A part of a section as HTML; pictures: the drawn ones by prefix and name."""
     if isinstance(part, Table):
         return table_html(part, heading)

@@ -1,17 +1,19 @@
-"""A report as Markdown: the same sections as the page, with links to picture files beside it."""
+"""A report as Markdown: the same first screen and sections as the page, with links to picture files beside it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from fzero.report.parts import Code, Picture, Section, Table
+from fzero.report.opening import opening
+from fzero.report.parts import Code, Part, Picture, Section, Table
 from fzero.report.sections_compare import sections
-from fzero.report.values import Report
+from fzero.report.values import Report, RunReport
 
 
 def write(report: Report, *, runs: bool = True) -> str:
     """Format the report as one Markdown text. `runs`: with the sections of single runs, not only the comparison."""
-    lines = [f"# {report.title}", "", note(report)]
+    lines = [f"# {report.title}", *opening_lines(opening(report)), "", note(report)]
     for i, (run, found) in enumerate(sections(report)):
         several = report.compared is not None
         if run is not None and not runs:
@@ -24,6 +26,21 @@ def write(report: Report, *, runs: bool = True) -> str:
             for part in section.parts:
                 lines += ["", part_text(part, prefix)]
     return "\n".join(lines) + "\n"
+
+
+def opening_lines(section: Section) -> list[str]:
+    """The lines of the first screen, its small pictures in one row of a table."""
+    pictures = [part for part in section.parts if isinstance(part, Picture)]
+    lines = []
+    for part in section.parts:
+        if not isinstance(part, Picture):
+            lines += ["", f"{part.caption}:", ""] if isinstance(part, Table) else [""]
+            lines.append(part_text(part))
+    if pictures:
+        cells = tuple(part_text(picture) for picture in pictures)
+        row = Table("pictures", "", tuple(picture.caption for picture in pictures), [cells], frozenset())
+        lines += ["", table_text(row)]
+    return lines
 
 
 def note(report: Report) -> str:
@@ -39,7 +56,15 @@ def prefix_of(report: Report, index: int) -> str:
     return f"{index}-"
 
 
-def part_text(part: str | Table | Picture | Code, prefix: str = "") -> str:
+def all_parts(report: Report) -> Iterator[tuple[RunReport | None, str, Part]]:
+    """(the run or None, the prefix of its picture names, a part) of all parts of a report, in their order."""
+    yield from ((None, "", part) for part in opening(report).parts)
+    for i, (run, found) in enumerate(sections(report)):
+        for section in found:
+            yield from ((run, prefix_of(report, i), part) for part in section.parts)
+
+
+def part_text(part: Part, prefix: str = "") -> str:
     """A part of a section as Markdown; prefix: of its picture's file name."""
     if isinstance(part, Table):
         return table_text(part)
@@ -67,14 +92,11 @@ def picture_text(picture: Picture, path: str) -> str:
     return f"![{alt}]({path})"
 
 
-def find(report: Report, name: str) -> tuple[Section, Table | Picture, str] | None:
-    """Return (section, table or picture, prefix of its file) for a name as in `names`; None if there is none."""
-    for i, (_, found) in enumerate(sections(report)):
-        prefix = prefix_of(report, i)
-        for section in found:
-            for part in section.parts:
-                if isinstance(part, (Table, Picture)) and name_of(part, prefix) == name:
-                    return section, part, prefix
+def find(report: Report, name: str) -> tuple[Table | Picture, str] | None:
+    """Return (table or picture, prefix of its file) for a name as in `names`; None if there is none."""
+    for _, prefix, part in all_parts(report):
+        if isinstance(part, (Table, Picture)) and name_of(part, prefix) == name:
+            return part, prefix
     return None
 
 
@@ -85,10 +107,4 @@ def name_of(part: Table | Picture, prefix: str) -> str:
 
 def names(report: Report) -> list[str]:
     """The names of all tables and pictures of a report."""
-    return [
-        name_of(part, prefix_of(report, i))
-        for i, (_, found) in enumerate(sections(report))
-        for section in found
-        for part in section.parts
-        if isinstance(part, (Table, Picture))
-    ]
+    return [name_of(part, prefix) for _, prefix, part in all_parts(report) if isinstance(part, (Table, Picture))]

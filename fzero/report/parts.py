@@ -41,12 +41,15 @@ class Code(NamedTuple):
     open: bool = False
 
 
+Part = str | Table | Picture | Code  # a str is a paragraph
+
+
 class Section(NamedTuple):
     """A titled list of paragraphs, tables, pictures and long texts."""
 
     name: str
     title: str
-    parts: list[str | Table | Picture | Code]
+    parts: list[Part]
 
 
 def table(name: str, caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
@@ -63,11 +66,6 @@ def pair(q: Quantity) -> tuple[str, str, str]:
         cells = (shown(v, q.unit, largest) for v in (q.predicted, q.measured))
     predicted, measured = cells
     return predicted, measured, shown_ratio(q.ratio)
-
-
-def mesh_name(mesh: dict[str, int]) -> str:
-    """Format a mesh, such as "dp=8 tp=2"; axes of one rank are left out."""
-    return " ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one process"
 
 
 def command_of(argv: Sequence[str], processes: int = 1) -> str:

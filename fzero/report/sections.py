@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 
+from fzero.comm.mesh_text import mesh_text
 from fzero.report.attempts import rates
 from fzero.report.compare import ranks_of, value_of
-from fzero.report.parts import PAIR, Code, Section, Table, command_of, mesh_name, pair, table
+from fzero.report.parts import PAIR, Code, Section, Table, command_of, pair, table
 from fzero.report.read import WARM_UP, warm_rows
 from fzero.report.sections_cost import communication, memory, stragglers, time
 from fzero.report.sections_curves import loss, norms, samples, throughput
@@ -39,7 +40,7 @@ def the_run(run: RunReport) -> Section:
         ("steps", f"{series['step'][-1]:,} of {train.get('steps', 0):,}"),
         ("batch", (f"{train.get('batch')} sequences of {c.get('data', {}).get('seq_len')} tokens, "
         f"{train.get('micro_batch')} " "at a time")),
-        ("mesh", f"{mesh_name(mesh)}; ZeRO stage "
+        ("mesh", f"{mesh_text(mesh)}; ZeRO stage "
         f"{c.get('zero', 0)}{f'; offload {offload}' if (offload := c.get('offload')) else ''}"),
         ("precision", f"{c.get('precision', {}).get('policy')}; blocks "
         f"{'compiled' if train.get('compiled') else 'not compiled'}; "
@@ -95,7 +96,7 @@ def attempts(run: RunReport) -> Section:
         commit = (a.get("commit") or "-")[:10] + "+" * bool(a.get("dirty"))
         when = (str(a.get("attempt", i)), str(a.get("time", "-")), f"{a.get('first_step', 0):,}")
         made = (f"{steps:,}", shown(seconds, "s"), shown(speed, "tokens/s")) if several else ()
-        where = (mesh_name(a.get("mesh") or {}), str(a.get("zero", "-")), str(a.get("threads", "-")))
+        where = (mesh_text(a.get("mesh") or {}), str(a.get("zero", "-")), str(a.get("threads", "-")))
         rows.append((*when, *made, *where, commit, command_of(a.get("command") or [], a.get("processes") or 1)))
     made = ("steps kept", "time of a step", "throughput") if several else ()
     head = ("attempt", "started", "after step", *made, "mesh", "ZeRO", "threads", "commit", "command")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fzero.comm.mesh_text import mesh_text
 from fzero.core.foreign import in_form
 from fzero.report import bind
-from fzero.report.parts import Picture, Section, Table, mesh_name, pair, table
+from fzero.report.parts import Picture, Section, Table, pair, table
 from fzero.report.sections import of_run
 from fzero.report.values import Report, RunReport, digits, shown
 
@@ -51,7 +52,7 @@ def run_parts(runs: list[RunReport]) -> list[Any]:
         mesh = (run.attempts[-1].get("mesh") if run.attempts else None) or run.config.get("mesh") or {}
         c = run.config
         precision = c.get("precision", {}).get("policy", "-")
-        how = (mesh_name(mesh), str(c.get("zero", "-")), c.get("offload") or "-", precision)
+        how = (mesh_text(mesh), str(c.get("zero", "-")), c.get("offload") or "-", precision)
         steps, last = f"{run.series['step'][-1]:,}", digits(val[-1]) if val else "-"
         facts.append((run.name, c.get("preset") or "-", *how, steps, last))
         speed, peak = (
@@ -101,7 +102,7 @@ def scaling(report: Report) -> Section:
             rows.append(
                 (
                     report.runs[p["run"]].name,
-                    mesh_name(p["mesh"]),
+                    mesh_text(p["mesh"]),
                     f"{p['ranks']}",
                     threads,
                     cores,

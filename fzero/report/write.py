@@ -14,7 +14,6 @@ from fzero.report import compare, figures, html_page, markdown, values
 from fzero.report.figures import Drawn
 from fzero.report.parts import Picture
 from fzero.report.read import Predict, read_run, without_folders
-from fzero.report.sections_compare import sections
 from fzero.report.values import Report, RunReport
 from fzero.run.run_folder import CONFIG
 
@@ -83,13 +82,11 @@ def draw(report: Report, *, runs: bool = True) -> dict[str, Drawn]:
     """{name with prefix: drawn picture} of every picture of a report. `runs`: also those of single runs, not only the
     comparison."""
     pictures = {}
-    for i, (run, found) in enumerate(sections(report)):
-        with in_form(
-            f"the files of run {run.name}" if run else "the files of the runs", "; --traceback shows which value"
-        ):
-            for part in (part for section in found for part in section.parts if runs or run is None):
-                if isinstance(part, Picture):
-                    pictures[markdown.prefix_of(report, i) + part.name] = figures.draw_svg(part.draw)
+    for run, prefix, part in markdown.all_parts(report):
+        if isinstance(part, Picture) and (runs or run is None):
+            files = f"the files of run {run.name}" if run else "the files of the runs"
+            with in_form(files, "; --traceback shows which value"):
+                pictures[prefix + part.name] = figures.draw_svg(part.draw)
     return pictures
 
 

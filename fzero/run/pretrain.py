@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from fzero import data
+from fzero.comm.mesh_text import mesh_text
 from fzero.core import gpu
 from fzero.core.storage import is_url
 from fzero.core.tables import Table
@@ -169,8 +170,7 @@ def resume(
     for line in [*mesh_lines, *lines] if coordinator.size > 1 or mesh_lines else ():
         options.say(line)
     if recorded.mesh != config.mesh and not mesh_lines:
-        old = ", ".join(f"{axis}={size}" for axis, size in recorded.mesh.items())
-        options.say(f"on {mesh}, before that on {f'Mesh({old})' if old else 'one process'}")
+        options.say(f"on {mesh_text(config.mesh)}, before that on {mesh_text(recorded.mesh)}")
     return attempt, state
 
 

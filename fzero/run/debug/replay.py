@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint
+from fzero.comm.mesh_text import mesh_text
 from fzero.core import pytree
 from fzero.core.tables import Table
 from fzero.data.stream import Batch
@@ -159,7 +160,7 @@ def replay(
         state = state_at(folder, job, kept[begin] if begin else None)
         source, first = f"step-{begin:08d}" if begin else "the start of the run", int(state.step)
         kept |= step_on_disk(job, folder, step, room) if step not in kept and room is not None else {}
-        say(f"replaying {folder} from {source} to step {step}, on {mesh_text(job.config)}")
+        say(f"replaying {folder} from {source} to step {step}, on {placement_text(job.config)}")
         exact = same_bits(config, job.config)
         if tolerance is None:
             tolerance = 0.0 if exact else CLOSE[config.precision.policy]
@@ -340,10 +341,9 @@ def same_bits(recorded: RunConfig, here: RunConfig) -> bool:
     return here.reduce == "canonical" and sizes(recorded).get("tp") == sizes(here).get("tp")
 
 
-def mesh_text(config: RunConfig) -> str:
-    """The mesh of a config in words."""
-    sizes = [f"{axis}={size}" for axis, size in config.mesh.items() if size > 1]
-    return f"{','.join(sizes)} at stage {config.zero}" if sizes else "one process"
+def placement_text(config: RunConfig) -> str:
+    """The mesh of a config in words, with the ZeRO stage on it."""
+    return mesh_text(config.mesh) + f" at stage {config.zero}" * (math.prod(config.mesh.values()) > 1)
 
 
 def list_steps(steps: list[int]) -> str:

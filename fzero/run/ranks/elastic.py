@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 
+from fzero.comm.mesh_text import mesh_text
 from fzero.run.config import RunConfig
 from fzero.run.ranks.coordinator import OVER, STOP, TIMEOUT_S, Coordinator, Ended
 from fzero.run.ranks.signals import stop_signals
@@ -42,11 +43,6 @@ def refit_mesh(config: RunConfig, sizes: Mapping[str, int], processes: int) -> t
         spare = f"{used}" if used == processes - 1 else f"{used} to {processes - 1}"
         line += f"; rank {spare} is spare and waits"
     return mesh, line
-
-
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """The text of a mesh's sizes, such as "dp=2,tp=2"."""
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
 def stand_by(coordinator: Coordinator) -> int:
