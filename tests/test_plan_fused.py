@@ -21,6 +21,7 @@ from fzero.sharding.mesh import fake_mesh
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")
 N = 64
+NO_KERNELS = ("empty_strided", "as_strided", "detach", "ones_like")  # ones_like: the cotangent
 BENCHMARKS = Path(fzero.__file__).parents[1] / "benchmarks"
 
 
@@ -73,6 +74,28 @@ def test_a_block_is_fused_between_its_products(target):
     # written once.
     assert seen.fused[1] == (2 * square, square)
     assert all(square <= read + written <= 6 * square for read, written in seen.fused)
+
+
+@pytest.mark.parametrize("target", [CPU, H100], ids=["cpu", "h100"])
+def test_a_gradient_written_into_a_part_of_zeros_is_fused(target):
+    """That of a column taken from a tensor, as a block of Mixtral has it."""
+    before = torch.Tensor.copy_
+    seen, _ = planned(target, lambda x, w: [(x @ w)[:, 0] * 2.0])
+    assert torch.Tensor.copy_ is before
+    assert seen.fused == [(4 * N * N, 4 * N), (4 * N, 4 * N * N)]  # the column; its gradient, with the zeros around it
+    assert all(".mm" in name for name in seen.others if name.split(".")[1] not in NO_KERNELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.0, 1.25], ids=["dropless", "capacity"])
+def test_a_mixture_of_experts_is_fused_for_a_gpu(factor):
+    small = {
+        "preset": "mixtral-tiny",
+        "model": {"n_layers": 1, "capacity_factor": factor},
+        "data": {"seq_len": 16},
+        "train": {"batch": 2, "micro_batch": 2, "compiled": True},
+    }
+    assert "fused" in fzero.plan(small, gpu="h100").time["kinds"]
 
 
 MEASURE = f"""

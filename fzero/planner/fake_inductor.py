@@ -139,6 +139,8 @@ def _answering_for(target: Target) -> Iterator[None]:
         (device_interface.CudaInterface, "current_device", staticmethod(lambda: 0)),
         (inductor_scheduler, "has_triton", lambda: True),
         (triton_utils, "triton_hash_with_backend", lambda: "none"),
+        # The method asks for the driver, which torch for the CPU lacks; the operator does not.
+        (torch.Tensor, "copy_", lambda x, y, non_blocking=False: torch.ops.aten.copy_.default(x, y, non_blocking)),
     )
     kept = (DeviceProperties.create, CacheBase.get_system)
     with contextlib.ExitStack() as stack:
