@@ -126,6 +126,7 @@ TINY = "--model mlp-tiny --steps 4 --batch 4 --micro-batch 2 --seq-len 16 --prec
 def pretrain(*args):
     Path("text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(300)))
     settings = (
+        "device=cpu",
         "train.compiled=false",
         "precision.fp32_matmul=default",
         "train.eval_every=0",
@@ -161,6 +162,7 @@ def test_a_run(fz, capsys):
     changed = {name: value for name, value in shown.config.items() if name not in ("data.path", "preset")}
     assert changed == {
         **{
+            "device": "cpu",
             "data.seq_len": 16,
             "optim.lr": 0.01,
             "precision.policy": "fp32",
