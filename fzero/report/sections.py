@@ -51,6 +51,7 @@ def the_run(run: RunReport) -> Section:
         "not committed" if last.get("dirty") else "")) if last.get("commit") else ""),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("machine", ", ".join(part for part in where if part and part != "-") or str(env.get("platform", ""))),
+        *([("device", last["device"])] if last.get("device") else []),  # not of runs before there was a choice
         ("processes", f"{ranks_of(run)}, of {last.get('threads', env.get('threads'))} threads"),
     ]  # fmt: skip
     missing = [f"**Not recorded:** {sentence}" for sentence in run.missing]
