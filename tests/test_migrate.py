@@ -7,6 +7,7 @@ DeepSpeed 0.19.8 (ZeRO stages 1, 2 and 3 on two ranks, GPT-2, Llama tied and unt
 is made here."""
 
 import collections
+import enum
 import importlib.util
 import json
 import os
@@ -513,6 +514,33 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(file, known, tmp_path):
         else:
             assert_same(found, params)
     assert refused > 10
+
+
+class ByAttribute(pickle.Pickler):
+    """A pickler that writes the members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+class Attribute:
+    def __reduce__(self):
+        return getattr, (dcp.metadata.Metadata, "__init__")
+
+
+def test_enums_as_other_pythons_pickle_them(known, tmp_path):
+    model, config, _ = known("llama")
+    folder = write_dcp(tmp_path / "dcp", model.state_dict())
+    expected = convert.load(convert.open_source(folder, config))
+    said = pickle.loads((folder / ".metadata").read_bytes())
+    with (folder / ".metadata").open("wb") as file:
+        ByAttribute(file).dump(said)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert_same(convert.load(convert.open_source(folder, config)), expected)
+    (folder / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(ValueError) as what:
+        convert.open_source(folder, config)
+    one_line(what, "damaged: it asks for '__init__' of what is no enum that has it")
 
 
 def test_chunks_that_overlap(known, tmp_path):
