@@ -1,5 +1,6 @@
 """OpenMP's threads sleep while the process shares its cores, and spin else: fzero/run/waiting.py."""
 
+import itertools
 import os
 import threading
 import time
@@ -14,16 +15,18 @@ from fzero.run import waiting
 def openmp():
     try:
         waiting.core_wait_s()
+        waiting.others_cpu_s()
         path = waiting.loaded_openmp()
     except OSError:
         path = ""
     return path or pytest.skip("the system does not tell how long threads wait, or torch brings another OpenMP")
 
 
-def watched(waits: list[float]) -> list[str]:
-    """What `watch` does when its looks find these cores' worth of waiting, one after the other."""
+def watched(waits: list[float], others: float) -> list[str]:
+    """What `watch` does when its looks find these cores' worth of waiting, one after the other, and as many cores with
+    other processes."""
     stop, total, done = threading.Event(), iter([0.0, *waits]), []
-    seconds = 0.0
+    seconds, looks = 0.0, itertools.count()
 
     def waited() -> float:
         nonlocal seconds
@@ -38,7 +41,7 @@ def watched(waits: list[float]) -> list[str]:
         done.append("sleep")
         return lambda: done.append("spin")
 
-    waiting.watch(stop, waited, hold)
+    waiting.watch(stop, waited, lambda: next(looks) * others * waiting.INTERVAL, hold)
     return done
 
 
@@ -55,7 +58,8 @@ def watched(waits: list[float]) -> list[str]:
 )
 def test_threads_sleep_from_the_first_wait_until_some_time_after_the_last(monkeypatch, waits, done):
     monkeypatch.setattr(waiting, "INTERVAL", 0.001)
-    assert watched(waits) == done
+    assert watched(waits, others=0.5) == done
+    assert watched(waits, others=0.1) == []  # threads of one process wait for each other
 
 
 def spinning_s(x: torch.Tensor) -> float:
@@ -99,6 +103,7 @@ def test_a_run_is_watched_and_the_threads_end_with_it(openmp, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(waiting, "INTERVAL", 0.001)
     monkeypatch.setattr(waiting, "SHARED", -1.0)  # every process seems to wait
+    monkeypatch.setattr(waiting, "NEIGHBOUR", -1e9)  # and to have neighbours
     before = threading.active_count()
     with waiting.sleep_while_shared():
         names = set()

@@ -4,7 +4,8 @@ OpenMP's threads try again for milliseconds before they sleep. Alone that is rig
 third longer if they sleep at once, because they must be woken); beside other busy processes they burn the time that the
 others and their own process need. GCC's OpenMP, which torch's Linux wheels bring, reads its environment once, but it
 cuts the spinning to 100 tries while the process has more OpenMP threads than cores. So `sleep_while_shared` watches how
-long this process' threads wait for a core, and while they do it keeps a second team of threads, which never works.
+long this process' threads wait for a core, and while they do beside other processes (the teams of one process wait for
+each other as well) it keeps a second team of threads, which never works.
 
 Ref: libgomp manual, GOMP_SPINCOUNT.
 """
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 INTERVAL = 0.25  # seconds between two looks
 SHARED, OWN = 0.05, 0.02  # cores' worth of waiting: above the first threads sleep, below the second they may spin again
 QUIET = 8  # looks in a row below OWN until they spin
+NEIGHBOUR = 0.25  # cores that others have: with less, threads wait only for threads of their own process
 
 
 def core_wait_s() -> float:
@@ -35,6 +38,12 @@ def core_wait_s() -> float:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             total += int(Path("/proc/self/task", name, "schedstat").read_text().split()[1])
     return total / 1e9
+
+
+def others_cpu_s() -> float:
+    """CPU seconds that all other processes of this machine have had. Raises OSError where the system does not tell."""
+    user, nice, system = (int(ticks) for ticks in Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def loaded_openmp() -> str:
@@ -60,15 +69,22 @@ def idle_team(openmp: str, cores: int) -> tuple[threading.Thread, threading.Even
     return thread, end
 
 
-def watch(stop: threading.Event, waited: Callable[[], float], hold: Callable[[], Callable[[], None]]) -> None:
-    """Until `stop` is set: call `hold` when the threads begin to wait for cores, and what it returned when they cease.
+def watch(
+    stop: threading.Event,
+    waited: Callable[[], float],
+    others: Callable[[], float],
+    hold: Callable[[], Callable[[], None]],
+) -> None:
+    """Until `stop` is set: call `hold` when the threads begin to wait for cores beside other processes, and what it
+    returned when they cease.
 
-    waited: seconds of waiting so far, as `core_wait_s`.
+    waited, others: seconds so far, as `core_wait_s` and `others_cpu_s`.
     """
-    release, quiet, before = None, 0, waited()
+    release, quiet, before, theirs = None, 0, waited(), others()
     while not stop.wait(INTERVAL):
-        now = waited()
-        share, before = (now - before) / INTERVAL, now
+        now, then = waited(), others()
+        share = (now - before) / INTERVAL if then - theirs > NEIGHBOUR * INTERVAL else 0.0
+        before, theirs = now, then
         quiet = quiet + 1 if share < OWN else 0
         if release is None and share > SHARED:
             release = hold()
@@ -84,11 +100,12 @@ def sleep_while_shared() -> Iterator[None]:
 
     Does nothing if one of VARIABLES is set, and on systems whose OpenMP or whose waiting it does not know.
     """
-    try:
-        known = not any(name in os.environ for name in VARIABLES) and core_wait_s() >= 0
-        openmp = loaded_openmp() if known else ""
-    except OSError:
-        openmp = ""
+    openmp = ""
+    if not any(name in os.environ for name in VARIABLES):
+        with contextlib.suppress(OSError):
+            core_wait_s()
+            others_cpu_s()
+            openmp = loaded_openmp()
     if not openmp:
         yield
         return
@@ -103,7 +120,9 @@ def sleep_while_shared() -> Iterator[None]:
         return release
 
     stop = threading.Event()
-    watcher = threading.Thread(target=watch, args=(stop, core_wait_s, hold), name="fzero-waiting", daemon=True)
+    watcher = threading.Thread(
+        target=watch, args=(stop, core_wait_s, others_cpu_s, hold), name="fzero-waiting", daemon=True
+    )
     watcher.start()
     try:
         yield
