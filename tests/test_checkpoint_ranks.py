@@ -220,6 +220,7 @@ def wide_home(tmp_path_factory):
     return Path(home), specs
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("saved", [1, 2, 4])
 @pytest.mark.parametrize("sizes", [{}, {"dp": 4}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2}], ids=str)
 def test_a_rank_reads_its_slices_and_nothing_else(wide_home, monkeypatch, saved, sizes):

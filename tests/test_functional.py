@@ -72,6 +72,7 @@ def losses_by_rate(case, make_tx=optim.adamw, count=3):
     return train_with
 
 
+@pytest.mark.slow
 @every_case
 def test_vmap_over_four_learning_rates_equals_four_runs(case):
     train_with, rates = losses_by_rate(case_of(case)), torch.tensor([1e-4, 1e-3, 1e-2, 1e-1], dtype=F64)

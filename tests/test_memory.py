@@ -71,8 +71,8 @@ CASES += [
 ]
 CASES += [((0, 4, 2), {"plan_options": {"reduce": "canonical"}})]
 
-# With three micro-batches, every stage in float32; and every option.
-OFTEN = (2, 6, 10, 14, *range(16, len(CASES)))
+# With three micro-batches, every stage in float32; and every option but prefetch, which is slow.
+OFTEN = (2, 6, 10, 14, *(i for i in range(16, len(CASES)) if "prefetch" not in CASES[i][1]))
 
 
 @functools.cache
@@ -201,7 +201,7 @@ def test_the_ledger_is_two_and_three_psi(often):
             assert (reduce, gather, update) == (parts * 4 * psi * unit, parts * size * (2 * blocks + outside) * unit, 0)
 
 
-@pytest.mark.parametrize(("stage", "holds"), [(3, False), (0, True)])
+@pytest.mark.parametrize(("stage", "holds"), [(3, False), pytest.param(0, True, marks=pytest.mark.slow)])
 def test_a_sharded_initialisation_never_holds_the_model(stage, holds):
     sizes = {
         "vocab_size": 4096,

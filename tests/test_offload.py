@@ -260,7 +260,7 @@ PAIRS = [
 
 @each(
     [
-        *PAIRS,
+        *(pytest.param(c, marks=[pytest.mark.slow] * (c.policy == "bf16"), id=name_of(c)) for c in PAIRS),
         *(pytest.param(case, marks=pytest.mark.exhaustive, id=name_of(case)) for case in PRODUCT if case not in PAIRS),
     ]
 )
@@ -309,7 +309,11 @@ def test_groups_together_have_the_same_bits(case, folder):
 
 @each(
     [
-        *(few._replace(optimizer=name, policy="bf16", ema=False) for name in OPTIMIZERS if name != "clipped adamw"),
+        *(
+            later(case) if i % 2 else case
+            for i, case in enumerate(few._replace(optimizer=name, policy="bf16", ema=False) for name in OPTIMIZERS)
+            if case.optimizer != "clipped adamw"
+        ),
         few._replace(optimizer="lamb", mesh=DP2, stage=3, ema=False),
         later(few._replace(optimizer="adafactor", mesh=DP2, stage=1, policy="bf16", ema=False)),
         later(few._replace(optimizer="adamw 8", mesh=DP2, stage=3, policy="bf16")),

@@ -104,7 +104,7 @@ def few(cases, often):
     return [case if i in often else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("instant", few(instants(8, "one rank"), (2, 5)))
+@pytest.mark.parametrize("instant", few(instants(8, "one rank"), (5,)))
 def test_a_kill_at_any_instant_leaves_a_step(worker, instant):
     answer = kill(worker, instant)
     assert answer["code"] in (-9, 0)

@@ -278,8 +278,11 @@ def canonical(mesh, name):
     return [{leaf: whole.gather(leaf, x) for leaf, x in pytree.named_leaves(end).items()} for end in ends]
 
 
+ORDERED = [*(name for name in OPTIMIZERS if name not in ("lamb", "adafactor")), "adamw of bfloat16"]
+
+
 @pytest.mark.parametrize(
-    "name", [*(name for name in OPTIMIZERS if name not in ("lamb", "adafactor")), "adamw of bfloat16"]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 2)) for i, name in enumerate(ORDERED)]
 )
 def test_canonical_steps_have_the_same_bits_on_every_mesh(name):
     one = canonical(fzero.one_process(), name)

@@ -372,7 +372,7 @@ def test_the_page_answers_fourteen_questions():
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(command, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, (_, command) in enumerate(COMMANDS)],
+    [pytest.param(command, marks=[pytest.mark.slow] * (i % 5 > 0)) for i, (_, command) in enumerate(COMMANDS)],
 )
 def test_a_command_of_the_page_answers_its_question(fz, command):
     for words, shrunk in SHRUNK.items():

@@ -170,11 +170,17 @@ DEEP = {
 }
 
 
-QUICK = ("stage 0", "micro-batches", "activations of a GPU")
+QUICK, SLOW = ("stage 0", "micro-batches"), ("activations of a GPU",)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in DEEP]
+    "name",
+    [
+        name
+        if name in QUICK
+        else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
+        for name in DEEP
+    ],
 )
 def test_a_deep_model_is_its_layers(name):
     config, target = DEEP[name], H100 if "GPU" in name else None

@@ -71,7 +71,9 @@ def test_word_for_word(mesh):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("optimizer", ["readme", *OPTIMIZERS])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(o, marks=[pytest.mark.slow] * (o != "muon")) for o in ("readme", *OPTIMIZERS)]
+)
 def test_with_other_optimizers_in_float64(optimizer, mesh):
     changes = {r"model, mesh\)$": "model, mesh, policy=FP64)"}
     if optimizer != "readme":

@@ -376,6 +376,7 @@ def of_leaves(f, tensors, dy):
 STREAMED = ("columns", "columns and bias", "rows", "swiglu", "gelu", "gelu and biases")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "ahead", (0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow))
 )
