@@ -170,7 +170,7 @@ DEEP = {
 }
 
 
-QUICK, SLOW = ("stage 0", "micro-batches"), ("activations of a GPU",)
+QUICK, LATER = ("stage 0", "micro-batches"), ("activations of a GPU",)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ QUICK, SLOW = ("stage 0", "micro-batches"), ("activations of a GPU",)
     [
         name
         if name in QUICK
-        else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
+        else pytest.param(name, marks=pytest.mark.slow if name in LATER else pytest.mark.exhaustive)
         for name in DEEP
     ],
 )
