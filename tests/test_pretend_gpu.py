@@ -216,7 +216,7 @@ def test_a_run_trains_evaluates_saves_resumes_and_samples_on_the_gpu(fz, tmp_pat
     loop = " ".join(f"--set train.{setting}" for setting in (*loop.split(), "kernels=reference"))
     flags = f"--model llama-tiny {sizes} {loop} {placed} --data text.txt --steps 4 --batch 4 --micro-batch 2 "
     flags += "--seq-len 16 --precision fp32 --set optim.name=adamw --set guard.check_every=2"
-    once = ["--peak-tflops", "1", "--sample", "ab"]
+    once = ["--peak-tflops", "1", "--prompt", "ab"]
     with pretend() as seen:
         code, out, err = fz("pretrain", "--out", "gpu", "--stop-at", "2", *flags.split(), *once)
         assert code == 0 and "\ndevice: GPU 0, Pretend H200\n" in out, err
