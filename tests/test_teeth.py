@@ -74,14 +74,21 @@ def wrong_loss(monkeypatch, change):
     and functions."""
 
     def streamed(original):
+        begins = []
+
         class Told(original):
-            def backward(self, params, batch, key, first, *rest, **options):
+            def context(self, batch, key, first):
+                begins[:] = [first]
+                return original.context(self, batch, key, first)
+
+            def backward(self, params, batch, ctx, *rest, **options):
+                first = begins[0]
+
                 def head(*args):
                     return change(self.model.head(*args), first)
 
-                return original.backward(
-                    self._replace(model=self.model._replace(head=head)), params, batch, key, first, *rest, **options
-                )
+                told = self._replace(model=self.model._replace(head=head))
+                return original.backward(told, params, batch, ctx, *rest, **options)
 
         return Told
 

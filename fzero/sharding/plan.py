@@ -241,20 +241,12 @@ def zero_plan(
         check_dims(name, named[name].shape, spec, sizes)
 
     fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
-
-    def at_rest(name: str, spec: Spec) -> Spec:
-        return spec if name in fixed else shard_over_dp(name, tuple(named[name].shape), spec, sizes)
-
-    def gradient(name: str, spec: Spec) -> Spec:
-        sharded = reduce == "canonical" or (ZERO[stage][1] and accumulate == "shards")
-        kept = at_rest(name, spec) if sharded else Spec(spec.dims, memory=spec.memory)
-        owed = {axis for axis in (*DATA, *spec.partial) if axis not in kept.axes and sizes[axis] > 1}
-        return kept if reduce == "canonical" else Spec(kept.dims, frozenset(owed), kept.memory)
-
-    def row(sharded: bool) -> dict[str, Spec]:
-        return {n: at_rest(n, s) if sharded else Spec(s.dims, memory=s.memory) for n, s in compute.items()}
-
-    (params, _, opt), grads = map(row, ZERO[stage]), {n: gradient(n, s) for n, s in compute.items()}
+    params, grads, opt = stage_specs(
+        compute,
+        {name: spec if name in fixed else shard_over_dp(name, tuple(named[name].shape), spec, sizes)
+         for name, spec in compute.items()},
+        stage, sizes, reduce == "canonical", accumulate == "shards",
+    )  # fmt: skip
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
     params, grads, opt = (
         in_memory(specs, {n: x for n, x in named.items() if n not in fixed}, sizes, tier)
@@ -267,6 +259,26 @@ def zero_plan(
         dtype = leaf.dtype if name in fixed else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
     return Plan(stage, mesh, policy, like, leaves, reduce, sequence and sizes["tp"] > 1, reshard, offload.acts.memory)
+
+
+def stage_specs(
+    compute: dict[str, Spec], shards: dict[str, Spec], stage: int, sizes: dict[str, int], canonical: bool, summed: bool
+) -> tuple[dict[str, Spec], dict[str, Spec], dict[str, Spec]]:
+    """The specs by leaf of parameters, gradients and optimizer states at rest under a stage.
+
+    compute, shards: the specs of each leaf as products use it, and sharded over dp as well. canonical: sums are
+    (see `zero_plan`). summed: micro-batches are summed into shards of gradients, where the stage has such.
+    """
+
+    def row(sharded: bool) -> dict[str, Spec]:
+        return {name: shards[name] if sharded else Spec(s.dims, memory=s.memory) for name, s in compute.items()}
+
+    params, grads, opt = map(row, (ZERO[stage][0], canonical or (ZERO[stage][1] and summed), ZERO[stage][2]))
+    if not canonical:
+        for name, kept in grads.items():
+            owed = {axis for axis in (*DATA, *compute[name].partial) if axis not in kept.axes and sizes[axis] > 1}
+            grads[name] = Spec(kept.dims, frozenset(owed), kept.memory)
+    return params, grads, opt
 
 
 def policy_of(policy: Policy | str) -> Policy:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero.core import pytree
-from fzero.core.arguments import expect_kind
+from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import Remat, transforms
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels.cross_entropy_rows import is_tracing
@@ -16,7 +16,9 @@ from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
 from fzero.sharding.plan import shapes_of
+from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
+from fzero.train.spike import Skip
 from fzero.train.state import TrainState, expect_alive, expect_shapes
 
 
@@ -42,11 +44,14 @@ PROGRAM = (
 )
 
 
-def expect_arguments(loss_fn: Any, tx: Any, plan: Any) -> None:
-    """Raise TypeError for arguments of a step that are of other kinds."""
+def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execution: Any, skip: Any) -> None:
+    """Raise TypeError for arguments of a step that are of other kinds, ValueError for fewer than one micro-batch."""
     expect_program(loss_fn)
     expect_optimizer(tx)
     expect_kind("plan", plan, Plan, "write make_train_step(model, tx, zero_plan(stage, model, mesh))")
+    expect_count("micro_batches", micro_batches)
+    expect_kind("execution", execution, Execution, 'write fzero.Execution(remat="full", compiled=True)')
+    expect_kind("skip", skip, Skip, "write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())")
 
 
 def expect_options(plan: Plan, remat: Remat, donate: bool, update: str, offloaded: bool, layered: bool) -> None:

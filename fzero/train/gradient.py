@@ -44,9 +44,8 @@ def make_backward(
         def layered(
             params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None
         ) -> base.Loss:
-            return streamed.backward(
-                params, part, key, torch.full((), first, device=seed.device), seed, sink, last=last, ready=ready
-            )
+            at = streamed.context(part, key, torch.full((), first, device=seed.device))
+            return streamed.backward(params, part, at, seed, sink, last=last, ready=ready)
 
         return layered
 

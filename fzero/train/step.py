@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.arguments import STEP, expect_count, expect_kind, explain_keywords
+from fzero.core.arguments import STEP, explain_keywords
 from fzero.core.autodiff import Remat, transforms
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
 from fzero.core.pytree import Tree
@@ -102,10 +102,7 @@ def make_train_step(
     >>> plan = fzero.zero_plan(0, model, fzero.one_process())
     >>> step = fzero.make_train_step(model, tx, plan)
     """
-    expect_arguments(model, tx, plan)
-    expect_count("micro_batches", micro_batches)
-    expect_kind("execution", execution, Execution, 'write fzero.Execution(remat="full", compiled=True)')
-    expect_kind("skip", skip, Skip, "write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())")
+    expect_arguments(model, tx, plan, micro_batches, execution, skip)
     shards, mesh = shards_of(plan), plan.mesh
     tx = bind(tx, shards)
     expect_plan(model, tx, plan)
@@ -113,14 +110,13 @@ def make_train_step(
     assert isinstance(execution.remat, Remat)  # Execution parses a text
     expect_options(plan, execution.remat, donate, update, streamed is not None, isinstance(model, base.Model))
     skips = skip.nonfinite or skip.spike is not None
-    if update == "backward":
-        assert streamed is not None  # expect_options refuses it without one
+    if streamed is not None and update == "backward":
         expect_early(streamed, plan, nvme.slots if nvme is not None else 1, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = make_gradient(model, plan, execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
-    unchecked = [mesh] if mesh.store is not None else []  # a mesh for planning has nobody to compare with
-    unseen = [context_of(plan, execution)]
+    # A mesh for planning has nobody to compare with.
+    unchecked, unseen = [mesh] if mesh.store is not None else [], [context_of(plan, execution)]
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         expect_state(plan, opt_names, state, donate)
@@ -131,10 +127,7 @@ def make_train_step(
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
             if unchecked:
-                checked.enter_context(unchecked.pop().checked())
-                if not transforms():
-                    with mesh.ledger.phase("check"):
-                        expect_own_rows(batch, mesh, micro_batches)
+                check_ranks(checked, unchecked.pop(), batch, micro_batches)
             early = EarlyUpdate(streamed, shards, state) if streamed is not None and update == "backward" else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             grads, total = gradient(state, parts, size, dropout_key(model, state), seed.value, early, known)
@@ -142,11 +135,8 @@ def make_train_step(
             norm, by_leaf = norms_of(shards, mesh, grads if early is None else early.squares(grads), execution.norms)
             loss = total.total.to(factor.dtype) / tokens_of(total)
             verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
-            extra = {name: value / tokens_of(total) for name, value in total.extra.items()}
-            metrics = Metrics(
-                loss, total.num_tokens, norm * factor, verdict.skipped, seed.scale, extra, verdict.spike, by_leaf
-            )
-            metrics = metrics._replace(factor=factor) if execution.norms else metrics
+            metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)
+            metrics = metrics._replace(squares=by_leaf, factor=factor) if execution.norms else metrics
             moved = advance(plan, state, verdict, size * micro_batches)
             sums = Gradients(grads, factor, norm)
             del grads
@@ -156,6 +146,20 @@ def make_train_step(
             return hand_over(state, new) if donate else new, metrics
 
     return train_step
+
+
+def check_ranks(step: contextlib.ExitStack, mesh: Mesh, batch: Any, micro_batches: int) -> None:
+    """Compare the first step with the other ranks': whose rows it has now, each collective until `step` is left."""
+    step.enter_context(mesh.checked())
+    if not transforms():
+        with mesh.ledger.phase("check"):
+            expect_own_rows(batch, mesh, micro_batches)
+
+
+def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdict, scale: Tensor) -> Metrics:
+    """The Metrics of a step from its sums over the batch and what was judged of them."""
+    extra = {name: value / tokens_of(total) for name, value in total.extra.items()}
+    return Metrics(loss, total.num_tokens, grad_norm, verdict.skipped, scale, extra, verdict.spike)
 
 
 class Seed(NamedTuple):

@@ -115,8 +115,7 @@ class StreamedModel(NamedTuple):
         self,
         params: Tree,
         batch: base.Batch,
-        key: Any,
-        first: Any,
+        ctx: base.Ctx,
         seed: Tensor,
         reducer: GradientReducer,
         last: bool,
@@ -124,10 +123,11 @@ class StreamedModel(NamedTuple):
     ) -> base.Loss:
         """The loss of a micro-batch; the gradient of total * seed goes to `reducer`; `last`: it is the final one.
 
+        ctx: the batch's, from `context`.
         ready: is called with the loss between the forward and the backward pass.
         """
         device = pytree.leaves(batch)[0].device
-        parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params, device)
+        parts, ahead = self.parts, self.fetcher(params, device)
         embed, head = Group("embed", parts.embed), Group("head", parts.head)
         layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
         drops = {part.name: ahead.fetcher.dropped(part, self.plan.reshard) for part in (embed, layers[0])}
