@@ -5,19 +5,8 @@ import math
 
 from fzero.run import config_table, run_folder
 from fzero.run.config_table import from_table
+from fzero.run.measure.moments import COMPONENTS
 
-COMPONENTS = [
-    "params",
-    "master",
-    "optimizer",
-    "ema",
-    "batch",
-    "grads",
-    "gathered",
-    "activations",
-    "workspace",
-    "buffers",
-]
 STATE = {"params": 1_000_448, "master": 2_000_896, "opt": 2_400_512, "other": 44}
 
 
@@ -281,4 +270,13 @@ def make_run(
     )
     if plan:
         (folder / "plan.json").write_text(json.dumps(plan_of(speed, 128, batch, found, 1.01, mesh)))
+    return folder
+
+
+def make_runs(folder):
+    """Write four runs, of one to four ranks, under `folder`; the one named old is as an older version left it."""
+    make_run(folder / "one", dp=1, speed=1000.0)
+    make_run(folder / "zero3", dp=2, speed=1500.0)
+    make_run(folder / "dp2tp2", dp=2, tp=2, speed=2100.0)
+    make_run(folder / "old", dp=1, old=True)
     return folder

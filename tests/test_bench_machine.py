@@ -528,9 +528,9 @@ def test_which_processes_are_started():
 def test_the_disk_is_measured_and_nothing_stays(tmp_path, monkeypatch):
     from fzero.offload import disk_io
     from fzero.offload.disk_io import serves_direct
-    from fzero.planner.calibrate import disk
+    from fzero.planner.calibrate import disk_rates
 
-    if disk_io.file_system(disk_io.mount_point(tmp_path)) in disk.MEMORY or not serves_direct(tmp_path):
+    if disk_io.file_system(disk_io.mount_point(tmp_path)) in disk_rates.MEMORY or not serves_direct(tmp_path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")
     monkeypatch.setattr(machine, "DISK_BYTES", 1 << 20)
     found = machine.disk_rates(tmp_path, quick=True)

@@ -28,7 +28,7 @@ OWN = {
     "cli/checkpoint.py": 0,
     "comm/agreement.py": 1,  # messages of ranks
     "offload/store.py": 2,  # round trips
-    "planner/calibrate/disk.py": 1,  # the output of fio
+    "planner/calibrate/disk_rates.py": 1,  # the output of fio
     "planner/search_result.py": 1,  # a round trip
     "run/debug/checkpoint_list.py": 1,  # a round trip
     "run/measure/profiler.py": 1,  # the profiler's trace

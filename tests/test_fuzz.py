@@ -25,7 +25,7 @@ MUTATIONS, SECONDS, CASE_S, MEMORY = 5000, 120.0, 10, 1 << 30
 OUTSIDE = ("../../outside.safetensors", "../../../../outside", "../../../../../../../../etc/passwd", "/etc/hostname")
 VALUES = (
     None, True, False, 0, -1, 1, 2, 2**31, 2**32 + 1, 2**62, 2**63, 2**64, -(2**64), 10**9, 10**30, 0.5, -0.0, 1e308,
-    1e-308, float("nan"), float("inf"), "", "x", "0", "..", "../../outside", "/tmp/fzero-out", "a/b", "\ud800", "\0",
+    1e-308, float("nan"), float("inf"), "", "x", "0", "..", "../../outside", "/q/fzero-out", "a/b", "\ud800", "\0",
     *OUTSIDE, "x" * 5000, "aten", "float32", "save", "int4", "window:0", "é", [], {}, [1], [0, 0], [-1, 5], ["x"],
     [[]], {"a": 1}, [None],
 )  # fmt: skip

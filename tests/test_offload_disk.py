@@ -20,7 +20,7 @@ from fzero.core.storage import PAGE
 from fzero.offload import disk_io as disk_module
 from fzero.offload.buffer_pool import HUGE, BufferPool, round_to_pages
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskSettings, open_direct, serves_direct
-from fzero.planner.calibrate import disk as bench
+from fzero.planner.calibrate import disk_rates as bench
 
 ALL = (HUGE,)  # the shape that takes all of a small pool
 WAIT_S = 20

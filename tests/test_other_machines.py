@@ -66,7 +66,7 @@ MACHINES = {
         {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"},
     ),
     "folders in memory": Machine(
-        "disk_io.file_system(disk_io.mount_point(sys.argv[1])) in disk.MEMORY",
+        "disk_io.file_system(disk_io.mount_point(sys.argv[1])) in disk_rates.MEMORY",
         ("offload_disk", "offload_store", "bench_disk", "checkpoint", "checkpoint_behind"),
         in_memory=True,
     ),
@@ -78,7 +78,7 @@ MACHINES = {
 }
 IMPORTS = (
     "import os, sys, torch; from pathlib import Path; from fzero.offload import disk_io; from "
-    "fzero.planner.calibrate import disk; "
+    "fzero.planner.calibrate import disk_rates; "
 )
 IMPORTS += "from fzero.offload.disk_io import serves_direct; "
 

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from matplotlib.ticker import FixedLocator
-from reported import make_run
+from reported import make_run, make_runs
 
 from fzero.report import (
     attempts,
@@ -36,12 +36,7 @@ SMALL = ("small_loss", "small_lr", "small_throughput", "small_memory")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    make_run(folder / "one", dp=1, speed=1000.0)
-    make_run(folder / "zero3", dp=2, speed=1500.0)
-    make_run(folder / "dp2tp2", dp=2, tp=2, speed=2100.0)
-    make_run(folder / "old", dp=1, old=True)
-    return folder
+    return make_runs(tmp_path_factory.mktemp("runs"))
 
 
 class Page(html.parser.HTMLParser):

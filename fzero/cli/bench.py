@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
+from fzero.cli.flags import FOLDER
 from fzero.cli.process import progress
-
-FOLDER = click.Path(path_type=Path)
 
 
 @click.group(name="bench", invoke_without_command=True)

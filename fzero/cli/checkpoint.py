@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
+from fzero.cli.flags import AS_JSON
 from fzero.comm.mesh_text import mesh_text
-
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 
 
 @click.group()

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fzero.cli.flags import FOLDER
+from fzero.cli.flags import EMA, FOLDER
 from fzero.cli.process import say
 
 
@@ -80,7 +80,7 @@ def import_command(source: Path, out: Path, hf_config: Path | None) -> None:
 @click.command()
 @click.argument("run", type=FOLDER)
 @click.option("--out", type=FOLDER, required=True, metavar="HF_FOLDER", help="Where to write. The new folder.")
-@click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
+@EMA
 def export(run: Path, out: Path, ema: bool) -> None:
     """Write the model of a run in the format of Hugging Face transformers."""
     from fzero.run import exchange

@@ -10,6 +10,9 @@ from typing import Any
 import click
 
 FOLDER = click.Path(path_type=Path)
+# Options of several commands.
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
+EMA = click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
 # Flags that set a value of the config.
 SHORTHANDS = {
     "model": "preset",

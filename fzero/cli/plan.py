@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from fzero.cli.flags import FOLDER, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
+from fzero.cli.flags import AS_JSON, FOLDER, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
 from fzero.cli.names import check_names, check_preset
 from fzero.cli.progress import Progress
 from fzero.core import tables
@@ -70,7 +70,7 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     "--lora-targets", metavar="REGEX", help="The weights that get factors. Default: those of attention and MLP."
 )
 @click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
+@AS_JSON
 def plan(
     config_file: Path | None,
     settings: tuple[str, ...],

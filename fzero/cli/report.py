@@ -8,15 +8,16 @@ from typing import Any
 
 import click
 
-PATH = click.Path(path_type=Path)
+from fzero.cli.flags import FOLDER
+
 SHOWN = ("summary", "figures", "scaling")  # width of the tables on a terminal
 
 
 @click.command()
-@click.argument("runs", nargs=-1, type=PATH, metavar="RUN...")
+@click.argument("runs", nargs=-1, type=FOLDER, metavar="RUN...")
 @click.option(
     "--out",
-    type=PATH,
+    type=FOLDER,
     metavar="FOLDER",
     help="Where to write. A folder; default: RUN/report, or report beside the first of several runs.",
 )

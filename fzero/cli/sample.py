@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fzero.cli.flags import FOLDER
+from fzero.cli.flags import EMA, FOLDER
 from fzero.cli.process import say
 
 
@@ -45,7 +45,7 @@ from fzero.cli.process import say
     show_default=True,
     help="The seed of all random numbers. The same seed gives the same text.",
 )
-@click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
+@EMA
 @click.option(
     "--offload",
     metavar="WHERE",

@@ -21,7 +21,8 @@ from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_config import load_settings
 from fzero.planner.calibrate import fused, memory, products, ranks, steps
 from fzero.planner.calibrate.curves import curve_of, join_curves, products_of
-from fzero.planner.calibrate.disk import DEPTH, KINDS, MB, engine, open_files
+from fzero.planner.calibrate.disk import DEPTH
+from fzero.planner.calibrate.disk_rates import KINDS, MB, engine, open_files
 from fzero.planner.calibrate.timed import Figure, spread_of, warm_heap
 from fzero.planner.devices import Device, Level, Rates, from_json, to_json
 from fzero.run.machine import cores, processor
@@ -252,7 +253,7 @@ def link_of(messages: dict[int, ranks.Messages], device: str) -> Level:
 
 
 def disk_rates(folder: Path, quick: bool = False) -> dict[str, float]:
-    """The bytes/s of the disk of `folder`, with the settings that a run would use there (see calibrate/disk.py).
+    """The bytes/s of the disk of `folder`, with the settings that a run would use there (see calibrate/disk_rates.py).
 
     Raises ValueError for an unsuitable folder.
     """
