@@ -573,6 +573,7 @@ def test_the_reports_of_this_repository_are_whole_and_small():
         for link in re.findall(r"\]\((\S+\.svg)\)", text):
             assert (path.parent / link).is_file()
         assert not re.search(r"(?<![\w/])/\w[\w.-]*/", path.read_text())  # no folder of an absolute path
+        assert not re.search(r"/(home|root)/", path.read_text())  # nor of a URL, nor below another
     assert sum(path.stat().st_size for path in (ROOT / "reports").rglob("*") if path.is_file()) < 1_500_000
     spec = importlib.util.spec_from_file_location("make_reports", ROOT / "reports" / "make.py")
     make = importlib.util.module_from_spec(spec)

@@ -250,19 +250,19 @@ def ours_training(order: dict[str, Any]) -> dict[str, Callable]:
     plan = fzero.zero_plan(3, model, mesh, offload=order["offload"], policy=policy)
     place, verify = Path(order["folder"], order["contender"]), "unchecked" not in order["contender"]
     space = offload.Nvme(place, buffer_bytes=order["buffer_bytes"], verify=verify)
-    train_step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(compiled=True), nvme=space)
-    params = pytree.from_named(
-        {name: torch.from_numpy(w) for name, w in problem.weights(config, order["seed"]).items()}, plan.like
-    )
-    state = fzero.init_state(params, tx, plan, seed=0, nvme=space)
-    del params
     update, begun = StreamedUpdate.run, {}
 
     def stamped(*given: Any) -> Any:
         begun.update(counters())
         return update(*given)
 
-    StreamedUpdate.run = stamped  # a step ends with its update and commit
+    StreamedUpdate.run = stamped  # a step ends with its update and commit; it takes the method when it is made
+    train_step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(compiled=True), nvme=space)
+    params = pytree.from_named(
+        {name: torch.from_numpy(w) for name, w in problem.weights(config, order["seed"]).items()}, plan.like
+    )
+    state = fzero.init_state(params, tx, plan, seed=0, nvme=space)
+    del params
 
     def step(number: int) -> dict[str, float]:
         nonlocal state
