@@ -27,6 +27,7 @@ from fzero.kernels.optional_triton import INSTALLED, MISSING, triton
 FILES = (
     "attention_flash",
     "attention_flash_backward",
+    "attention_tiles",
     "cross_entropy_triton",
     "dropout",
     "float8",
