@@ -33,6 +33,7 @@ FILES = (
     "float8",
     "glu",
     "moe",
+    "moe_permute",
     "moe_routing",
     "newton_schulz",
     "norm",

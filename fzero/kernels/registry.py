@@ -29,6 +29,7 @@ FILES = (
     "glu",
     "linear_cross_entropy",
     "moe",
+    "moe_permute",
     "moe_routing",
     "newton_schulz",
     "norm",
