@@ -36,7 +36,7 @@ FILES = (
     "moe_permute",
     "moe_routing",
     "newton_schulz",
-    "norm",
+    "norm_triton",
     "optim_multi_tensor",
     "quantize",
     "rope",
