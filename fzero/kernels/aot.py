@@ -32,6 +32,7 @@ FILES = (
     "dropout",
     "float8",
     "glu",
+    "grad_norm",
     "moe",
     "moe_permute",
     "moe_routing",

@@ -27,6 +27,7 @@ FILES = (
     "dropout",
     "float8",
     "glu",
+    "grad_norm",
     "linear_cross_entropy",
     "moe",
     "moe_permute",
