@@ -11,7 +11,7 @@ import triton.language as tl
 from close import assert_close, assert_same
 
 from fzero.kernels import attention as attn
-from fzero.kernels import attention_flash, attention_flash_backward, registry
+from fzero.kernels import attention_flash, attention_flash_backward, attention_tiles, registry
 from fzero.kernels.attention import FULL, Pattern, attention, attention_with_lse
 
 PATTERNS = {
@@ -32,7 +32,7 @@ def small_tiles(monkeypatch):
     for configs in CONFIGS:
         for width in configs:
             monkeypatch.setitem(configs, width, [{"M": 32, "N": 32}])
-    monkeypatch.setattr(attention_flash, "CHUNK", 32)
+    monkeypatch.setattr(attention_tiles, "CHUNK", 32)
 
 
 def documents_of(b, t):
@@ -223,7 +223,7 @@ def _sees_some(FIRST, KEY, OUT, size, keep, ROWS: tl.constexpr, KIND: tl.constex
     at = tl.arange(0, COUNT)
     first, key = tl.load(FIRST + at), tl.load(KEY + at)
     tl.store(
-        OUT + at, attention_flash.may_see(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32)
+        OUT + at, attention_tiles.may_see(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32)
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from close import assert_close, assert_same
 
 from fzero.core.compile import vjp_pair
-from fzero.kernels import moe, moe_routing
+from fzero.kernels import moe, moe_permute, moe_routing
 from fzero.kernels.registry import Kernels
 
 F64 = torch.float64
@@ -112,17 +112,17 @@ def obeys_every_law(form, impl, tensors):
 @pytest.mark.parametrize("n, k, experts, d", SIZES, ids=str)
 def test_permute_and_unpermute_obey_every_law(impl, n, k, experts, d):
     order, place, _ = rows_of(n, k, experts)
-    obeys_every_law(lambda impl, x: moe_routing.permute(x, order, place, impl=impl), impl, laws.draw((n, d)))
+    obeys_every_law(lambda impl, x: moe_permute.permute(x, order, place, impl=impl), impl, laws.draw((n, d)))
     obeys_every_law(
-        lambda impl, y, w: moe_routing.unpermute(y, w, order, place, impl=impl), impl, laws.draw((n * k, d), (n, k))
+        lambda impl, y, w: moe_permute.unpermute(y, w, order, place, impl=impl), impl, laws.draw((n * k, d), (n, k))
     )
 
 
 @forms
 def test_permute_and_unpermute_derivatives(impl):
     order, place, _ = rows_of(3, 2, 4)
-    laws.derivatives(lambda impl, x: moe_routing.permute(x, order, place, impl=impl), laws.draw((3, 5)))
-    laws.derivatives(lambda impl, y, w: moe_routing.unpermute(y, w, order, place, impl=impl), laws.draw((6, 5), (3, 2)))
+    laws.derivatives(lambda impl, x: moe_permute.permute(x, order, place, impl=impl), laws.draw((3, 5)))
+    laws.derivatives(lambda impl, y, w: moe_permute.unpermute(y, w, order, place, impl=impl), laws.draw((6, 5), (3, 2)))
 
 
 @forms
@@ -130,9 +130,9 @@ def test_permute_and_unpermute_by_loops(impl):
     order, place, _ = rows_of(7, 3, 5)
     x, y, w = laws.draw((7, 4), (21, 4), (7, 3), dtype=torch.float32)
     rows = torch.stack([x[int(pair) // 3] for pair in order])
-    assert_same(moe_routing.permute(x, order, place, impl=impl), rows)
+    assert_same(moe_permute.permute(x, order, place, impl=impl), rows)
     sums = torch.stack([sum(w[n, j] * y[order.tolist().index(3 * n + j)] for j in range(3)) for n in range(7)])
-    assert_close(moe_routing.unpermute(y, w, order, place, impl=impl), sums, rtol=1e-6, atol=1e-6)
+    assert_close(moe_permute.unpermute(y, w, order, place, impl=impl), sums, rtol=1e-6, atol=1e-6)
 
 
 @forms
@@ -142,7 +142,7 @@ def test_bfloat16_rows_and_float32_weights(impl):
     y = y.bfloat16()
 
     def form(impl, y, w):
-        return moe_routing.unpermute(y.to(F64 if y.dtype == F64 else torch.bfloat16), w, order, place, impl=impl)
+        return moe_permute.unpermute(y.to(F64 if y.dtype == F64 else torch.bfloat16), w, order, place, impl=impl)
 
     exact, plain, ours = (
         laws.both_passes(lambda *t, i=i: form(i, *t), [a, b])
@@ -162,8 +162,8 @@ def test_no_tokens(impl):
     order, place, ends = rows_of(0, 2, 4)
     x = torch.zeros(0, 5, device=laws.DEVICE)
     assert ends.tolist() == [0] * 4
-    assert moe_routing.permute(x, order, place, impl=impl).shape == (0, 5)
-    assert moe_routing.unpermute(x, torch.zeros(0, 2, device=laws.DEVICE), order, place, impl=impl).shape == (0, 5)
+    assert moe_permute.permute(x, order, place, impl=impl).shape == (0, 5)
+    assert moe_permute.unpermute(x, torch.zeros(0, 2, device=laws.DEVICE), order, place, impl=impl).shape == (0, 5)
 
 
 # ---- grouped products ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close, assert_same
 
-from fzero.kernels import norm
+from fzero.kernels import norm, norm_triton
 
 EPS = 1e-5
 OPS = {
@@ -33,9 +33,9 @@ def inputs(name, *shape, **options):
 def in_chunks(monkeypatch):
     """Rows of more than 8 columns are read 8 at a time, and the two programs of a backward pass have several tiles
     each."""
-    monkeypatch.setattr(norm, "WHOLE", dict.fromkeys(norm.WHOLE, 8))
-    monkeypatch.setattr(norm, "CHUNK", 8)
-    monkeypatch.setattr(norm, "_programs", lambda device, warps: 2)
+    monkeypatch.setattr(norm_triton, "WHOLE", dict.fromkeys(norm_triton.WHOLE, 8))
+    monkeypatch.setattr(norm_triton, "CHUNK", 8)
+    monkeypatch.setattr(norm_triton, "_programs", lambda device, warps: 2)
 
 
 @every_op
@@ -60,9 +60,9 @@ def test_rows_in_chunks(name, shape, in_chunks):
 
 @every_op
 def test_several_tiles_to_a_program(name, monkeypatch):
-    monkeypatch.setattr(norm, "_programs", lambda device, warps: 2)
+    monkeypatch.setattr(norm_triton, "_programs", lambda device, warps: 2)
     tensors = inputs(name, 1100, 6)
-    assert norm._config("_norm_backward", 6)["ROWS"] == 256
+    assert norm_triton._config("_norm_backward", 6)["ROWS"] == 256
     laws.numbers(form(name), tensors, torch.float32)
     laws.repeats(form(name), tensors)
 

@@ -11,7 +11,7 @@ from close import assert_close, assert_same
 import fzero
 from fzero import models, optim
 from fzero.core import precision, prng, pytree
-from fzero.kernels import optim_lowbit
+from fzero.kernels import grad_norm, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
 from fzero.kernels.optim_leaf import Leaf, Rates
 from fzero.kernels.optim_lowbit import Place, make_place
@@ -178,7 +178,7 @@ def test_addresses_beyond_32_bits():
     leaf, config = draw("adamw", [(kernels.CONFIG["BLOCK"],)])[0], kernels.CONFIG
     expected = after("adamw", [leaf], rates("adamw"), "triton")
     stretch = (1 << 31) // config["BLOCK"] + 1
-    row = list(kernels._row(leaf, 2))
+    row = list(kernels.leaf_row(leaf, 2))
     row[:4] = [address - 4 * stretch * config["BLOCK"] for address in row[:4]]
     row[kernels.SIZE.value] = (stretch + 1) * config["BLOCK"]
     table, work = (torch.tensor(x, device=laws.DEVICE) for x in ([row], [stretch]))
@@ -339,16 +339,16 @@ def test_the_kernel_keeps_a_small_second_moment_above_zero():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm(dtype):
     grads = [g.to(dtype) for g in laws.draw((3, 7000), (5,), (), (0, 3), (2, 48))]
-    norm, bad = kernels.grad_norm(grads, impl="triton")
+    norm, bad = grad_norm.grad_norm(grads, impl="triton")
     exact = torch.cat([g.double().reshape(-1) for g in grads]).norm()
     assert_close(norm, exact, rtol=1e-6)
     assert norm.dtype == torch.float32 and bad.dtype == torch.int64 and int(bad) == 0
-    assert torch.equal(norm, kernels.grad_norm(grads, impl="triton")[0])
+    assert torch.equal(norm, grad_norm.grad_norm(grads, impl="triton")[0])
     grads[0][1, 5], grads[1][2], grads[4][0, 0] = float("nan"), float("inf"), -float("inf")
     for impl in ("triton", "reference"):
-        norm, bad = kernels.grad_norm(grads, impl=impl)
+        norm, bad = grad_norm.grad_norm(grads, impl=impl)
         assert int(bad) == 3 and not norm.isfinite()
-    assert kernels.grad_norm([grads[3]], impl="triton")[0] == 0.0
+    assert grad_norm.grad_norm([grads[3]], impl="triton")[0] == 0.0
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "sharded"])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.attention_flash import (
+from fzero.kernels.attention_tiles import (
     FAR,
     LN_2,
     LOG2_E,

@@ -73,28 +73,30 @@ def _base(m):
 
 
 @triton.jit
+def _running(IN, begin, end, cap, CAP: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """(maximum m, sums of exp(y - m) by position in the block, sum of y if SMOOTH) of the positions [begin, end) of a
+    row that are not on its edge, a block at a time.
+    """
+    m = tl.full((), -float("inf"), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)  # one partial sum per position in the block
+    total = tl.zeros((), tl.float32)
+    for start in tl.range(0, end, BLOCK, num_stages=STAGES):
+        at, inside = _positions(start, begin, end, BLOCK)
+        y = _read(IN, at, inside, cap, CAP)
+        larger = tl.maximum(m, tl.max(y, 0))
+        sums = sums * tl.exp(m - _base(larger)) + tl.exp(y - _base(larger))
+        m = larger
+        if SMOOTH:
+            total += tl.sum(tl.where(inside, y, 0.0), 0)
+    return m, sums, total
+
+
+@triton.jit
 def _cross_entropy(
-    LOGITS,
-    OUT,
-    TARGETS,
-    STATISTICS,
-    stride,
-    out_stride,
-    columns,
-    first,
-    z_loss,
-    smoothing,
-    uniform,
-    cap,
-    GIVEN: tl.constexpr,
-    WRITE: tl.constexpr,
-    CAP: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    RAGGED: tl.constexpr,
-    HELD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    LOGITS, OUT, TARGETS, STATISTICS, stride, out_stride, columns, first, z_loss, smoothing, uniform, cap,
+    GIVEN: tl.constexpr, WRITE: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, RAGGED: tl.constexpr,
+    HELD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     # One program per row; column v of the row is element row * stride + v.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(TARGETS + row)
@@ -129,17 +131,7 @@ def _cross_entropy(
             sums = tl.exp(y - _base(m))
             total = tl.sum(tl.where(inside, y, 0.0), 0) if SMOOTH else 0.0
         else:
-            m = tl.full((), -float("inf"), tl.float32)
-            sums = tl.zeros((BLOCK,), tl.float32)  # one partial sum per position in the block
-            total = tl.zeros((), tl.float32)
-            for start in tl.range(0, end, BLOCK, num_stages=STAGES):
-                at, inside = _positions(start, begin, end, BLOCK)
-                y = _read(IN, at, inside, cap, CAP)
-                larger = tl.maximum(m, tl.max(y, 0))
-                sums = sums * tl.exp(m - _base(larger)) + tl.exp(y - _base(larger))
-                m = larger
-                if SMOOTH:
-                    total += tl.sum(tl.where(inside, y, 0.0), 0)
+            m, sums, total = _running(IN, begin, end, cap, CAP, SMOOTH, BLOCK, STAGES)
         s = tl.sum(sums, 0)
         if RAGGED:
             larger = tl.maximum(m, tl.max(y_edge, 0))

@@ -3,8 +3,8 @@
     out[n] = sum_k weight[n, k] expert_{id[n, k]}(x[n])
     weight = the top-k of softmax(x w_router), divided by their sum
 
-Dropless: the tokens' rows are grouped by expert (see moe_routing), and `grouped_mm` multiplies each group by its
-expert's weights.
+Dropless: the tokens' rows are grouped by expert (see moe_routing and moe_permute), and `grouped_mm` multiplies each
+group by its expert's weights.
 Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks",
 arXiv:2211.15841, section 4 (no token is dropped); Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
 
@@ -26,7 +26,8 @@ from fzero.core.pytree import Tree
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.glu import swiglu
-from fzero.kernels.moe_routing import group, permute, route, unpermute
+from fzero.kernels.moe_permute import permute, unpermute
+from fzero.kernels.moe_routing import group, route
 from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import AUTO, Form, Kernels, Op

@@ -15,7 +15,7 @@ from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
-from fzero.kernels.optim_multi_tensor import grad_norm
+from fzero.kernels.grad_norm import grad_norm
 from fzero.sharding.slices import iterate_blocks, shard_dim
 
 # Elements of a piece of a leaf whose squares are summed in float64: the temporaries' size. A row's sum depends on
