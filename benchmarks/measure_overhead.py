@@ -62,10 +62,10 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         begin = time.perf_counter()
         batch = meter.fetch(batches)
         state, metrics = made.train_step(state, batch)
-        row = log.metrics_row(made, metrics, number) | meter.rates(number)
         ended = time.perf_counter()
+        row = meter.row(meter.made(state, metrics, number))
         if record:
-            row |= meter.norms(state, metrics, number) | meter.times(number, "")
+            row |= meter.times(meter.cut(number), number, "")
         file.write(json.dumps(row) + "\n")
         behind[record].append(time.perf_counter() - ended)
         return time.perf_counter() - begin

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,7 +220,7 @@ def measure(chosen: list[Case], repeats: int, folder: Path | None = None) -> dic
 
 def predicted(c: Case, on: Device) -> Timing:
     """The Timing of a case by the planner."""
-    return predict(trace_step(c.config, c.mesh), on, ranks_on_node=c.ranks)
+    return predict(trace_step(c.config, c.mesh), replace(on, ranks_on_node=c.ranks))
 
 
 def row(c: Case, timing: Timing, times: list[float]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ class Case:
     offload: str = ""
     frozen: str | None = None
     reduce: str = "fast"
-    accumulate: str = "shards"
     sequence: bool = False
     reshard: bool = True
     layers: int = 3
@@ -79,7 +78,7 @@ CASES: dict[str, Case] = {
     "dp2 stage 0": Case(mesh=DP2, micro_batches=2),
     "dp2 stage 1 8bit": Case("gpt2", mesh=DP2, stage=1, policy="bf16", optimizer="adamw 8bit"),
     "dp2 stage 2 fp16": Case(mesh=DP2, stage=2, policy="fp16", micro_batches=2),
-    "dp2 stage 2 full": Case("mlp", mesh=DP2, stage=2, accumulate="full", micro_batches=4, optimizer="lamb"),
+    "dp2 stage 2 full": Case("mlp", mesh=DP2, stage=2, reduce="once", micro_batches=4, optimizer="lamb"),
     "dp2 stage 3 mixtral": Case("mixtral", mesh=DP2, stage=3, policy="bf16", prefetch=0),
     "dp2 stage 3 canonical": Case(mesh=DP2, stage=3, reduce="canonical", micro_batches=2),
     "dp2 stage 3 whole": Case("gpt2", mesh=DP2, stage=3, reshard=False, prefetch=2, average=0.9, remat="every:2"),

@@ -143,8 +143,11 @@ def prepare(case: Case, mesh: Any, folder: str) -> Run:
     source = plain_params() if plain else MODELS[case.model](case.layers)
     loss_fn, policy = plain_loss if plain else source, POLICIES[case.policy]()
 
-    names = ("reduce", "accumulate", "sequence", "frozen", "reshard", "offload")
-    options: dict[str, Any] = {name: getattr(case, name) for name in names}
+    options: dict[str, Any] = {name: getattr(case, name) for name in ("reduce", "sequence", "frozen", "offload")}
+    if takes(fzero.zero_plan, "accumulate") and case.reduce == "once":
+        options |= {"reduce": "fast", "accumulate": "full"}
+    in_plan = takes(fzero.zero_plan, "reshard")
+    options |= {"reshard": case.reshard} if in_plan else {}
     whole_plan = takes(fzero.zero_plan, "policy")  # the plan holds its mesh and its policy
     plan = fzero.zero_plan(case.stage, source, mesh, **options, **({"policy": policy} if whole_plan else {}))
 
@@ -166,6 +169,7 @@ def prepare(case: Case, mesh: Any, folder: str) -> Run:
 
     make = fzero.make_train_step
     how = {"remat": case.remat, "compiled": case.compiled, "kernels": case.kernels, "prefetch": case.prefetch}
+    how |= {} if in_plan else {"reshard": case.reshard}
     made: dict[str, Any] = {"micro_batches": case.micro_batches, "donate": case.donate, "update": case.update}
     made |= {"execution": fzero.Execution(**how)} if takes(make, "execution") else how
     made |= {} if whole_plan else {"policy": policy}

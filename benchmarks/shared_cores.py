@@ -33,6 +33,7 @@ from fzero.run.waiting import VARIABLES, sleep_while_shared
 
 BESIDE = (0, 1, 4)
 WARMUP = 3
+SETTLE = 3  # steps alone before those that are timed: threads that slept spin again only after 2 s of quiet
 
 
 def steps_on_request() -> None:
@@ -94,6 +95,8 @@ def measure(ways: list[str], rounds: int, steps: int) -> dict[str, dict[str, dic
         for busy in BESIDE:
             with beside(busy):
                 for way in ways[:: 1 if i % 2 else -1]:
+                    if not busy:
+                        rate(workers[way], SETTLE)
                     rates[way, busy].append(rate(workers[way], steps))
         print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
     for worker in workers.values():

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.core.precision import fp64 as fp64
     from fzero.core.stack import stack as stack
     from fzero.models import Model as Model
+    from fzero.models import from_module as from_module
     from fzero.offload import Nvme as Nvme
     from fzero.planner.plan import PlanReport as PlanReport
     from fzero.planner.plan import plan as plan
@@ -62,6 +63,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.train.state_on_disk import reopen_state as reopen_state
     from fzero.train.step import Metrics as Metrics
     from fzero.train.step import make_train_step as make_train_step
+    from fzero.train.to_module import to_module as to_module
 else:  # which for a type checker would make every misspelt name Any
 
     def __getattr__(name: str) -> Any:
@@ -92,6 +94,7 @@ _HOME = {
     "Skip": "train.spike",
     "Spike": "train.spike",
     "TrainState": "train.state",
+    "from_module": "models",
     "init_state": "train.init",
     "jit": "core.compile",
     "make_check": "train.sdc_check",
@@ -106,6 +109,7 @@ _HOME = {
     "reopen_state": "train.state_on_disk",
     "stack": "core.stack",
     "state_specs": "train.state",
+    "to_module": "train.to_module",
     "zero_plan": "sharding",
 }
 _MODULES = {

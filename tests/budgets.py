@@ -1,17 +1,32 @@
 """How long each test file may take: budgets.json, and the table that is printed at the end of a run.
 
 A budget is in seconds of one of two workers (`-n 2`), for the tests of the default tier and for those marked slow; the
-file names the machine on which they were measured. A slower machine may take MARGIN times as long, and SLACK_S more.
-Beyond that the session fails, if the environment variable CI is set, as .ci/run does.
+file names the machine on which they were measured. How much slower another machine is shows in the other files of the
+session: a file may take MARGIN times its budget on that machine, and SLACK_S more. Beyond that the session fails, if
+the environment variable CI is set, as .ci/run does.
 """
 
 import json
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parent
 TIERS = ("default", "slow")
 MARGIN = 4
 SLACK_S = 60  # what a cold cache of compiled code may cost a file, however small its budget
+
+
+COLLECTED = pytest.StashKey[set]()  # the (file, tier) pairs of this session, with what -m leaves out
+
+
+def rows_of(items):
+    """The (file, tier) pairs that these tests are in; without those that run by hand alone."""
+    return {
+        (item.path.name, "slow" if item.get_closest_marker("slow") else "default")
+        for item in items
+        if not item.get_closest_marker("exhaustive")
+    }
 
 
 def read():
@@ -33,12 +48,18 @@ class Budgets:
         self.spent[key] = self.spent.get(key, 0.0) + report.duration
 
     def over(self):
-        """The (file, tier) pairs that took more than MARGIN times their budgets and SLACK_S. A file without one is not
-        among them."""
+        """The (file, tier) pairs that took more than MARGIN times their budgets on this machine and SLACK_S. A file
+        without one is not among them."""
         budget = {(file, tier): seconds for file, row in self.table.items() for tier, seconds in row.items()}
-        return [
-            key for key, seconds in self.spent.items() if key in budget and seconds > MARGIN * budget[key] + SLACK_S
-        ]
+        ran = {key: seconds for key, seconds in self.spent.items() if key in budget}
+
+        def slowness(key):
+            """What the other files took, over their budgets: 1 on a machine as fast as that of the budgets."""
+            others = ran.keys() - {key}
+            budgets = sum(budget[other] for other in others)
+            return max(1.0, sum(ran[other] for other in others) / budgets) if budgets else 1.0
+
+        return [key for key, seconds in ran.items() if seconds > MARGIN * slowness(key) * budget[key] + SLACK_S]
 
     def pytest_sessionfinish(self, session):
         if self.fail and self.over() and session.exitstatus == 0:
@@ -56,5 +77,6 @@ class Budgets:
                 budget = self.table.get(file, {}).get(tier)
                 line = f"{file:{width}}  {seconds:7.1f}  " + ("no budget" if budget is None else f"of {budget:3d}")
                 terminalreporter.write_line(
-                    line + f"  more than {MARGIN} times its budget and {SLACK_S} s" * ((file, tier) in over)
+                    line
+                    + f"  more than {MARGIN} times its budget on this machine and {SLACK_S} s" * ((file, tier) in over)
                 )

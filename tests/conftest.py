@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels run in its interpreter, which must be asked for 
 tiers.py says which cases of a test are slow, budgets.py how long a test file may take.
 """
 
+import gc
 import os
 
 import budgets
@@ -16,11 +17,16 @@ os.environ.setdefault("FZERO_WARM_UP", "0")  # each test that trains would start
 os.environ["FZERO_PLAN_CACHE"] = "0"  # no plan of a test is answered from, or kept in, the user's cache
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+gc.disable()  # until all tests are collected: a quarter of that time is for looking at modules that stay
 
 
 def pytest_configure(config):
     # Raised once by PyTorch's own decompositions, which the first torch.func.jvp of a process imports.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    # Of the interpreter of Triton 3.6, which PyTorch 2.11 comes with; numpy 2.4 makes it an error.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+    )
     if not hasattr(config, "workerinput"):  # in the process that hears of every test, not in the workers of xdist
         config.pluginmanager.register(budgets.Budgets(budgets.read(), fail=bool(os.environ.get("CI"))), "budgets")
     # xdist's order of files is that of their numbers of tests, which says little about their durations.
@@ -33,11 +39,17 @@ def pytest_collection_modifyitems(config, items):
     """Mark the slow cases, and put the files in the order of their budgets, the longest first: so no worker waits long
     at the end."""
     tiers.mark(items)
+    config.stash[budgets.COLLECTED] = budgets.rows_of(items)
     slow = config.option.markexpr == "slow"
     if slow:  # which a whole product may be as well
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     table = budgets.read()
     items.sort(key=lambda item: -table.get(item.path.name, {}).get("slow" if slow else "default", 0))
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ import torch
 import fzero
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert.huggingface import save_hf
+from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.checkpoint.convert.safetensors import read_safetensors
 from fzero.checkpoint.verify import verify
 from fzero.core import prng, tables
@@ -26,13 +27,12 @@ from fzero.data.sources import find_files, read_documents
 from fzero.data.tokenizers import json_tokenizer, load_tokenizer
 from fzero.data.tokens import open_tokens
 from fzero.kernels import tuning
-from fzero.models import GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
+from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
 from fzero.offload import LeafFiles, Nvme, disk_config
 from fzero.planner import devices
 from fzero.report import markdown, opening, write
 from fzero.run import machine, run_folder
 from fzero.run.config_table import from_table
-from fzero.run.measure import attempts
 from fzero.run.resume import rollback
 from fzero.sharding import one_process
 
@@ -69,12 +69,24 @@ TOKENIZER = {
     },
 }
 LLAMA = LlamaConfig(61, 64, 16, 2, 2, 1, 24, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16))
+GEMMA = {"norms": "both", "norm_offset": True, "activation": "gelu", "embed_scaled": True, "score_dim": 12}
+GEMMA |= {"head_dim": 12}
 MODELS = {
     "llama": LLAMA,
     "qwen2": LlamaConfig(61, 64, 16, 2, 2, 1, 24, qkv_bias=True),
     "qwen3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, head_dim=12, qk_norm=True),
     "gpt2": GPT2Config(vocab_size=61, max_len=32, d_model=16, n_layers=2, n_heads=2, d_ff=32),
     "mixtral": MoEConfig(61, 64, 16, 2, 2, 1, 24, n_experts=2, top_k=1, pattern="window:8", z_coef=0.0),
+    "deepseek_v3": DeepSeekConfig(61, 64, 16, 3, 1, 2, 6, 4, 4, 2, 4, 24, 4, 1, 1, 2, 1, 8, balance_coef=0.0),
+}
+# Of a Llama, whose readers are the same.
+VARIATIONS = {
+    "mistral": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="window:8"),
+    "smollm3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="full,full@0"),
+    "phi3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="window:8"),
+    "olmo2": LlamaConfig(61, 64, 16, 2, 2, 1, 24, norms="out", qk_norm=True, wide_qk_norm=True),
+    "gemma2": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="window:8,full", score_cap=50.0, logit_cap=30.0, **GEMMA),
+    "gemma3_text": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="window:8@10000,full", qk_norm=True, **GEMMA),
 }
 
 
@@ -90,8 +102,10 @@ class Reader(NamedTuple):
 
 def model_folder(name, **options):
     def make(folder):
-        params = init_params(build(MODELS[name]), prng.key(0))
-        save_hf(folder / "model", MODELS[name], params, **options)
+        config = {**MODELS, **VARIATIONS}[name]
+        params = init_params(build(config), prng.key(0))
+        architecture = next(family.architecture for family in FAMILIES if family.model_type == name)
+        save_hf(folder / "model", config, params, architecture=architecture, **options)
 
     return make
 
@@ -189,7 +203,7 @@ def make_run(folder):
 def read_run(folder):
     run = folder / "run"
     run_folder.read_config(run), run_folder.read_tokenizer(run), list(run_folder.read_metrics(run))
-    attempts.read(run), rollback.skips_of(run)
+    run_folder.read_attempts(run), rollback.skips_of(run)
     report = write.gather([run])
     return markdown.write(report), opening.opening(report).parts[:2]
 
@@ -287,7 +301,7 @@ READERS: dict[str, Reader] = {
     "report": Reader(make_report, ("report/report.json",), lambda d: markdown.write(write.gather([d / "report"]))),
     **{
         f"hf-{name}": Reader(model_folder(name), ("model/config.json", "model/model.safetensors"), import_model)
-        for name in MODELS
+        for name in (*MODELS, "gemma3_text")
     },
     "hf-shards": Reader(
         model_folder("llama", max_shard_bytes=8000),

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 
-from fzero.models import GPT2Config, LlamaConfig, MoEConfig
+from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig
 
 hf = pytest.importorskip(
     "transformers", reason="transformers is not installed; it is the reference these tests compare with"
@@ -35,6 +35,7 @@ SMALL = {
     "initializer_range": 0.2,  # logits far from uniform
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
 GPT2 = {
     "vocab_size": V,
@@ -47,6 +48,23 @@ GPT2 = {
     "eos_token_id": None,
 }
 MIXTRAL = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+DEEPSEEK = {
+    **{name: value for name, value in SMALL.items() if name != "num_key_value_heads"},
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_mtp_layers": 0,
+}
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 6}
 CASES = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied-wide": (
@@ -62,11 +80,56 @@ CASES = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2-tied": ("Qwen2", {**SMALL, "tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 12}),
+    "qwen3-window": (
+        "Qwen3",
+        {**SMALL, "head_dim": 12, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "mistral": ("Mistral", {**SMALL, "sliding_window": 7}),
+    "smollm3": ("SmolLM3", {**SMALL, "no_rope_layer_interval": 2}),
+    "phi3": ("Phi3", {**SMALL, "sliding_window": 9}),
+    "olmo2": ("Olmo2", {**SMALL, "vocab_size": V + 1}),
+    "gemma2": ("Gemma2", {**SMALL, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "Gemma3",
+        {
+            **SMALL,
+            **GEMMA,
+            "vocab_size": V + 1,
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 3,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3-linear": (
+        "Gemma3",
+        {
+            **SMALL,
+            **GEMMA,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "deepseek": ("DeepseekV3", DEEPSEEK),
+    "deepseek-plain-queries": (
+        "DeepseekV3",
+        {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 2, "v_head_dim": 12},
+    ),
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral-window": ("Mixtral", {**MIXTRAL, "sliding_window": 7, "num_experts_per_tok": 1}),
 }
-CLASS = {"GPT2": "GPT2LMHeadModel", **{kind: f"{kind}ForCausalLM" for kind in ("Llama", "Qwen2", "Qwen3", "Mixtral")}}
-OURS = {"GPT2": GPT2Config, "Mixtral": MoEConfig, **dict.fromkeys(("Llama", "Qwen2", "Qwen3"), LlamaConfig)}
+LLAMAS = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Phi3", "Olmo2", "Gemma2", "Gemma3")
+# Variations of cases that are not marked so.
+SLOW = {"qwen3-window", "mistral", "smollm3", "phi3", "olmo2", "gemma3", "gemma3-linear"}
+CLASS = {
+    "GPT2": "GPT2LMHeadModel",
+    **{kind: f"{kind}ForCausalLM" for kind in (*LLAMAS, "Mixtral", "DeepseekV3")},
+}
+OURS = {
+    "GPT2": GPT2Config,
+    "Mixtral": MoEConfig,
+    "DeepseekV3": DeepSeekConfig,
+    **dict.fromkeys(LLAMAS, LlamaConfig),
+}
 
 
 def theirs(case):
@@ -74,11 +137,15 @@ def theirs(case):
     unseen."""
     kind, sizes = CASES[case]
     torch.manual_seed(0)
-    model = getattr(hf, CLASS[kind])(getattr(hf, f"{kind}Config")(**sizes)).eval()
+    config = getattr(hf, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    model = getattr(hf, CLASS[kind])(config(**sizes)).eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
 
 

@@ -9,6 +9,7 @@ import torch
 import fzero
 from fzero import models, optim
 from fzero.core import precision, prng, pytree
+from fzero.models.layers import embed_tokens
 from fzero.train.state import TrainState
 
 F64 = torch.float64
@@ -44,6 +45,23 @@ def plain_params() -> Any:
     return {top: {name: draw(f"{top}/{name}", shape) for name, shape in group.items()} for top, group in shapes.items()}
 
 
+# Every option of a Llama but the norms of OLMo 2; two of three layers have windows and a RoPE of their own.
+GEMMA = {
+    "norms": "both",
+    "norm_offset": True,
+    "qk_norm": True,
+    "activation": "gelu",
+    "embed_scaled": True,
+    "score_dim": 6,
+    "score_cap": 2.0,
+    "logit_cap": 3.0,
+    "tied": True,
+    "pattern": "2*window:3@100,full",
+    "rope_scaling": models.RopeScaling.linear(4.0),
+}
+OLMO2 = {"norms": "out", "qk_norm": True, "wide_qk_norm": True}
+
+
 def config_of(kind: str, *, dropout: float = 0.1, **changes: Any) -> Any:
     """Sizes of a tiny model; the initial weights are wide so that a mistake in any part shows."""
     sizes = {"vocab_size": V, "max_len": 16, "d_model": D, "n_layers": L, "d_ff": 12}
@@ -52,7 +70,13 @@ def config_of(kind: str, *, dropout: float = 0.1, **changes: Any) -> Any:
     sizes |= {"n_heads": 2, "dropout": dropout, "init_std": 0.5}
     if kind == "gpt2":
         return models.GPT2Config(**{**sizes, **changes})
+    if kind == "deepseek":
+        heads = {"q_rank": 6, "kv_rank": 5, "nope_dim": 4, "rope_dim": 2, "value_dim": 3}
+        experts = {"n_experts": 6, "top_k": 2, "n_groups": 3, "top_groups": 2, "d_expert": 4, "routed_scale": 1.5}
+        return models.DeepSeekConfig(**{**sizes, **heads, **experts, "n_dense": 1, "balance_coef": 0.1, **changes})
     sizes |= {"n_kv_heads": 1}
+    if kind == "gemma":
+        return models.LlamaConfig(**{**sizes, **GEMMA, **changes})
     if kind == "llama":
         return models.LlamaConfig(
             **{**sizes, "rope_scaling": models.RopeScaling(8.0, 1.0, 4.0, 16), "tied": True, **changes}
@@ -65,9 +89,44 @@ MODELS = ("gpt2", "llama", "moe dropless", "moe capacity", "mlp")
 CASES = (*MODELS, "plain function")
 
 
+def encoder_and_decoder(c: models.MLPConfig) -> models.Model:
+    """A model of two stacks: the second begins with the tokens' embedding beside what the first has made of them."""
+    mlp = models.mlp(c)
+
+    def init(make: Any) -> Any:
+        renamed = lambda to: lambda name, *rest, **more: make(name.replace("blocks/", f"{to}/"), *rest, **more)  # noqa: E731
+        first, second = (mlp.init(renamed(f"blocks_{part}")) for part in ("encoder", "decoder"))
+        join = {"w": make("join_decoder/w", (c.d_model, c.d_model), 0.5)}
+        blocks = {"blocks_encoder": first["blocks"], "blocks_decoder": second["blocks"], "join_decoder": join}
+        return {"embed": first["embed"], **blocks, "head": first["head"]}
+
+    def join(params: Any, x: Any, batch: Any, ctx: Any) -> Any:
+        embedded = embed_tokens(params["embed"]["tokens"], batch, ctx)
+        return {"x": embedded, "memory": torch.tanh(x @ params["join_decoder"]["w"].to(x.dtype))}
+
+    def decode(p: Any, x: Any, ctx: Any) -> Any:
+        number = 1.0 + ctx.layer.to(x["x"].dtype) / 10  # so that a wrong number shows
+        return {"x": mlp.block(p, x["x"] + number * x["memory"], ctx), "memory": x["memory"]}
+
+    return models.Model(
+        config=c,
+        init=init,
+        embed=mlp.embed,
+        block={"blocks_encoder": mlp.block, "blocks_decoder": decode},
+        head=lambda params, x, batch, ctx: mlp.head(params, x["x"], batch, ctx),
+        logits=lambda params, x, ctx: mlp.logits(params, x["x"], ctx),
+        rules=lambda mesh: (*mlp.rules(mesh), (r"^join_decoder/w$", "[D, D]")),
+        shared=("embed/tokens",),
+        join={"blocks_decoder": join},
+    )
+
+
 def case_of(name: str, **changes: Any) -> Case:
     if name == "plain function":
         return Case(plain_loss, plain_params())
+    if name == "encoder and decoder":
+        model = encoder_and_decoder(config_of("mlp", **changes))
+        return Case(model, model)
     model = models.build(config_of(name, **changes))
     return Case(model, model)
 

@@ -10,20 +10,27 @@ only where it waits; a stream is behind another one only by an event or wait_str
 fzero:
 
   waits     of the host for the device: item(), copies that block, event.synchronize(), data-dependent shapes
+  idle      those of them after which the device has computed all that it was given
   unpinned  copies between the device and memory of the host that is not pinned
   races     two accesses to the same bytes, one of them a write, in no order
   freed     memory given back while a stream that is not its own may still use it: no record_stream
 
 and an operator that is given tensors of both devices raises, as on a GPU.
+
+Another thread is a host of its own: it is behind the device only where it waits itself, and its waits are in
+`waits_beside`. What threads do to memory is taken to be in the order in which they ran; who takes memory from a pool
+is behind what those waited for who gave it back, and behind what the host did. Operators on the host's tensors are seen
+in the thread of the context alone, and what a disk's threads read and write; a test tells of the rest by `on_host`.
 """
 
 import contextlib
-import functools
 import sys
+import threading
 import types
 import weakref
 from collections import Counter
 
+import pretend_graph
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -40,17 +47,17 @@ SHAPES = {
     aten.equal.default,
     aten.bincount.default,
 }
-MAKERS = ("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "randn", "rand", "eye")
+MAKERS = ("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "randn", "rand", "randint", "eye")
 UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 WHOLE = None  # the pretend GPU of the context under way
 
 
 def line_of_fzero():
-    """The innermost line of fzero that runs, outside of core/gpu.py; else that of a test."""
+    """The innermost line of fzero that runs and is not core's own waiting; else that of a test."""
     frame, test = sys._getframe(2), "?"
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/fzero/" in name and not name.endswith("core/gpu.py"):
+        if "/fzero/" in name and not name.endswith(("core/gpu.py", "core/future.py")):
             return f"{name.rpartition('/fzero/')[2]}:{frame.f_lineno}"
         if "/tests/test_" in name and test == "?":
             test = f"{name.rpartition('/')[2]}:{frame.f_lineno}"
@@ -95,6 +102,20 @@ class GpuTensor(Tensor):
     def tolist(self):
         return self.to("cpu").tolist()
 
+    def item(self):
+        return WHOLE.run(aten._local_scalar_dense.default, (self,), {})
+
+    def __float__(self):
+        return float(self.item())
+
+    def __int__(self):
+        return int(self.item())
+
+    def __bool__(self):
+        return bool(self.item())
+
+    __index__ = __int__
+
     def record_stream(self, stream):
         WHOLE.memory_of(self.under).users.add(stream.number)
 
@@ -115,9 +136,13 @@ class Stream:
         WHOLE.clocks.setdefault(self.number, {})
 
     def wait_stream(self, other):
+        if WHOLE.recording is not None:
+            WHOLE.recording.follow(self.number, other.number)
         join(WHOLE.clocks[self.number], WHOLE.clocks[other.number])
 
     def wait_event(self, event):
+        if WHOLE.recording is not None:
+            WHOLE.recording.follow(self.number, event.stream)
         join(WHOLE.clocks[self.number], event.clock)
 
     def record_event(self):
@@ -127,11 +152,16 @@ class Stream:
 
 
 class Event:
-    def __init__(self, enable_timing=False):
-        self.clock = {}
+    def __init__(self, enable_timing=False, blocking=False):
+        self.clock, self.stream = {}, None
+
+    def query(self):
+        """Whether this thread has waited for it: it may not have happened yet, for all that is known."""
+        return all(WHOLE.host.get(actor, 0) >= tick for actor, tick in self.clock.items())
 
     def record(self, stream=None):
-        self.clock = dict(join(WHOLE.clocks[WHOLE.current if stream is None else stream.number], WHOLE.host))
+        self.stream = WHOLE.current if stream is None else stream.number
+        self.clock = dict(join(WHOLE.clocks[self.stream], WHOLE.host))
 
     def synchronize(self):
         WHOLE.wait("event.synchronize", self.clock)
@@ -146,35 +176,55 @@ class Memory:
 
     def __init__(self, stream):
         self.stream, self.line, self.accesses, self.users = stream, line_of_fzero(), [], set()
+        self.graph = None if WHOLE is None else WHOLE.recording  # whose memory it is
 
 
 class PretendGpu(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.clocks, self.host, self.current = {0: {}}, {"host": 1}, 0
-        self.memory, self.pages = {}, {}
+        self.clocks, self.hosts, self.streams = {0: {}}, {threading.get_ident(): {"host": 1}}, {}
+        self.thread, self.lock = threading.get_ident(), threading.RLock()
+        self.memory, self.pages, self.recording = {}, {}, None
         self.forget()
 
     def forget(self):
         """Begin to count anew."""
-        self.waits, self.unpinned, self.races, self.freed, self.kernels = (Counter() for _ in range(5))
+        self.waits, self.idle, self.unpinned, self.races, self.freed, self.kernels = (Counter() for _ in range(6))
+        self.waits_beside = Counter()
 
     # ---- order
 
+    @property
+    def host(self):
+        """The clock of the thread that asks."""
+        return self.hosts.setdefault(threading.get_ident(), {})
+
+    @property
+    def current(self):
+        """The number of the current stream of the thread that asks."""
+        return self.streams.get(threading.get_ident(), 0)
+
     def wait(self, why, clock):
-        self.waits[why, line_of_fzero()] += 1
+        if self.recording is not None and threading.get_ident() == self.thread:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
+        here = threading.get_ident() == self.thread
+        (self.waits if here else self.waits_beside)[why, line_of_fzero()] += 1
+        self.idle[why, line_of_fzero()] += here and clock.get(0, 0) >= self.clocks[0].get(0, 0)
         join(self.host, clock)
 
     def launch(self, reads=(), writes=()):
         """A kernel of the current stream."""
-        clock = join(self.clocks[self.current], self.host)
-        clock[self.current] = clock.get(self.current, 0) + 1
-        self.kernels[self.current] += 1
-        self.touch(self.current, clock, reads, writes)
+        with self.lock:
+            clock = join(self.clocks[self.current], self.host)
+            clock[self.current] = clock.get(self.current, 0) + 1
+            self.kernels[self.current] += 1
+            self.touch(self.current, clock, reads, writes)
 
     def on_host(self, reads=(), writes=()):
-        self.host["host"] += 1
-        self.touch("host", self.host, reads, writes)
+        """The host reads and writes memory, without an operator that is seen."""
+        with self.lock:
+            self.host["host"] = self.hosts[self.thread]["host"] = self.hosts[self.thread]["host"] + 1
+            self.touch("host", self.host, reads, writes)
 
     def touch(self, actor, clock, reads, writes):
         line = line_of_fzero()
@@ -187,8 +237,10 @@ class PretendGpu(TorchDispatchMode):
     def access(self, memory, x, write, by, clock):
         low = x.data_ptr()
         high = low + (sum((n - 1) * abs(step) for n, step in zip(x.shape, x.stride())) + 1) * x.element_size()
-        kept = []
-        for entry in memory.accesses:
+        kept, accesses = [], memory.accesses
+        if self.recording is not None:  # nothing runs: what it will do is compared among itself
+            accesses = self.recording.accesses.setdefault(id(memory), [])
+        for entry in accesses:
             start, end, wrote, other, tick, line = entry
             ordered = clock.get(other, 0) >= tick
             if start < high and low < end and (write or wrote) and not ordered:
@@ -198,7 +250,7 @@ class PretendGpu(TorchDispatchMode):
             covered = low <= start and end <= high and (write or not wrote)
             if not (ordered and covered):
                 kept.append(entry)
-        memory.accesses = [*kept, (low, high, write, *by)]
+        accesses[:] = [*kept, (low, high, write, *by)]
 
     # ---- memory
 
@@ -223,7 +275,7 @@ class PretendGpu(TorchDispatchMode):
 
     def gone(self, key):
         memory = self.memory.pop(key, None)
-        if memory is None or memory.stream is None:
+        if memory is None or memory.stream is None or memory.graph is not None:
             return
         next_owner = join(dict(self.clocks[memory.stream]), self.host)
         for *_, actor, tick, line in memory.accesses:
@@ -239,15 +291,23 @@ class PretendGpu(TorchDispatchMode):
         self.born(x, None)
         return x
 
+    # ---- graphs
+
+    def record(self, run, reads, writes):
+        """Enter `run`, which does what is done now with these tensors, into the graph that is being recorded."""
+        if self.recording is not None:
+            self.recording.add(run, [*map(under, reads)], [*map(under, writes)])
+
     # ---- copies
 
     def copy(self, target, source, non_blocking):
         """Copy between the devices; both are there."""
         inward = isinstance(target, GpuTensor)
         host = source if inward else target
+        pinned, run = self.pinned(host), lambda: under(target).copy_(under(source))
+        self.record(run, [source], [target])
         with _disable_current_modes():
-            under(target).copy_(under(source))
-        pinned = self.pinned(host)
+            run()
         if not pinned:
             self.unpinned["to the device" if inward else "to the host", line_of_fzero()] += 1
         if pinned and non_blocking:
@@ -293,6 +353,8 @@ class PretendGpu(TorchDispatchMode):
             device = kwargs["device"]
             if bool(ours) != (device.type == "cuda" or device == UNDERNEATH):
                 return self.move(args[0], CPU if ours else CUDA, kwargs.get("dtype"), kwargs.get("non_blocking", False))
+        # A tensor that autograd itself makes, such as a zero for a gradient that is missing.
+        ours = ours or kwargs.get("device") == UNDERNEATH
         if ours:
             self.expect_one_device(func, name, tensors)
         if ours and func in SHAPES:
@@ -308,22 +370,32 @@ class PretendGpu(TorchDispatchMode):
     def compute(self, func, name, args, kwargs, tensors, ours):
         if ours and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": CPU}
-        flat = functools.partial(tree_map, under)
-        made = multiply(func, name, flat(args), flat(kwargs))
+        # A number of the host's, in a tensor, is an argument of the kernel: a graph has the value of now.
+        bare = under if self.recording is None else lambda x: x.clone() if type(x) is Tensor else under(x)
+        args, kwargs, given = tree_map(bare, args), tree_map(bare, kwargs), (args, kwargs)
         schema = func._schema.arguments
-        given = [*zip(schema, args), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+        given = [*zip(schema, given[0]), *((a, given[1][a.name]) for a in schema if a.name in given[1])]
         altered = [x for a, value in given if a.alias_info is not None and a.alias_info.is_write
                    for x in tree_flatten(value)[0] if isinstance(x, Tensor)]  # fmt: skip
         viewed = any(a.alias_info is not None and not a.alias_info.is_write for a in schema)
+        launched = altered or not (viewed or name in UNWRITTEN)
+        if self.recording is not None:
+            self.recording.keep(map(under, altered))
+        made = multiply(func, name, args, kwargs)
         known = {id(under(x)): x for x in tensors}
         fresh = [x for x in tree_flatten(made)[0] if isinstance(x, Tensor) and id(x) not in known]
         out = tree_map(
             lambda x: known.get(id(x)) if id(x) in known else GpuTensor(x) if ours and isinstance(x, Tensor) else x,
             made,
         )
-        if altered or not (viewed or name in UNWRITTEN):
-            reads = [under(x) for x in tensors if all(x is not w for w in altered)]
-            (self.launch if ours else self.on_host)(reads, [*map(under, altered), *fresh])
+        if launched:
+            reads, writes = (
+                [under(x) for x in tensors if all(x is not w for w in altered)],
+                [*map(under, altered), *fresh],
+            )
+            (self.launch if ours else self.on_host)(reads, writes)
+            if ours and self.recording is not None:
+                self.recording.add(lambda: again(fresh, made, multiply(func, name, args, kwargs)), reads, writes)
         return out
 
     # ---- torch's own functions, which look at the device before an operator is dispatched
@@ -340,6 +412,10 @@ class PretendGpu(TorchDispatchMode):
             x = GpuTensor(x)
             if make.__name__ not in UNWRITTEN:
                 self.launch([], [x.under])
+                if self.recording is not None:
+                    with _disable_current_modes():
+                        value = x.under.clone()
+                    self.record(lambda: x.under.copy_(value), [], [x])
             return x
 
         return made
@@ -362,11 +438,20 @@ class PretendGpu(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on_stream(self, stream):
-        before, self.current = self.current, stream.number
+        before, thread = self.current, threading.get_ident()
+        self.streams[thread] = stream.number
         try:
             yield
         finally:
-            self.current = before
+            self.streams[thread] = before
+
+
+def again(fresh, made, new):
+    """Put what an operator made at a replay into the memory of what it made when it was recorded."""
+    own = {id(x) for x in fresh}
+    for x, y in zip(tree_flatten(made)[0], tree_flatten(new)[0]):
+        if id(x) in own:
+            x.copy_(y)
 
 
 def multiply(func, name, args, kwargs):
@@ -384,9 +469,37 @@ def pretend():
     global WHOLE
     from fzero.checkpoint import leaf_source
     from fzero.core import device, gpu
+    from fzero.offload import disk_io
+    from fzero.offload.buffer_pool import BufferPool
     from fzero.optim import norm
 
-    found = PretendGpu()
+    found, given_back, take, give_back = PretendGpu(), {}, BufferPool.take, BufferPool._return
+
+    def taken(pool, *args):
+        buffer = take(pool, *args)
+        join(found.host, given_back)
+        found.host["host"] = found.hosts[found.thread]["host"]  # of threads that had it before
+        return buffer
+
+    def returned(pool, *args):
+        join(given_back, found.host)
+        give_back(pool, *args)
+
+    transfer = disk_io._transfer
+
+    def seen_transfer(write, fd, view, *rest):
+        memory, run = torch.frombuffer(view, dtype=torch.uint8), transfer(write, fd, view, *rest)
+        asked = dict(found.host)
+
+        def seen():
+            moved = run()
+            join(found.host, asked)
+            found.on_host([memory] * write, [memory] * (not write))
+            join(given_back, found.host)  # it drops its part of the buffer
+            return moved
+
+        return seen
+
     properties = types.SimpleNamespace(
         name="Pretend H200", multi_processor_count=132, major=9, minor=0, total_memory=149 << 30
     )
@@ -396,6 +509,7 @@ def pretend():
         "is_initialized": lambda: True,
         "init": lambda: None,
         "set_device": lambda device: None,
+        "current_device": lambda: 0,
         "device": lambda device: contextlib.nullcontext(),
         "get_device_properties": lambda device: properties,
         "get_device_name": lambda device: properties.name,
@@ -404,7 +518,9 @@ def pretend():
         "Event": Event,
         "stream": found.on_stream,
         "current_stream": lambda device=None: Stream(number=found.current),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: found.recording is not None and threading.get_ident() == found.thread,
+        "CUDAGraph": lambda: pretend_graph.Graph(found),
+        "graph": pretend_graph.recording,
         "synchronize": lambda device: [found.wait("synchronize", clock) for clock in [*found.clocks.values()]],
         "mem_get_info": lambda device: (140 << 30, 149 << 30),
         "memory_reserved": lambda device: 0,
@@ -426,10 +542,13 @@ def pretend():
         put(Tensor, "pin_memory", lambda x: x if found.pinned(x) else found.pin(x.clone()))
         put(Tensor, "is_pinned", lambda x: found.pinned(x))
         # The forms of a GPU are Triton's, which read memory by its address: tests/laws.py checks their numbers.
+        put(BufferPool, "take", taken)
+        put(BufferPool, "_return", returned)
+        put(disk_io, "_transfer", seen_transfer)
         put(norm, "_by_kernel", lambda leaves, dtype: False)
         check = leaf_source.kind_fault  # which refuses subclasses of Tensor
         put(leaf_source, "kind_fault", lambda leaf: check(under(leaf)))
-        for cache in (gpu._copy_streams, device.target_on):
+        for cache in (gpu._copy_streams, gpu._snapshots, gpu._capture_stream, device.target_on):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         stack.callback(setattr, sys.modules[__name__], "WHOLE", WHOLE)

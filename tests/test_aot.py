@@ -1,5 +1,5 @@
 """The check of compiled kernels: that it sees what it is for. The kernels themselves are checked by `python -m
-fzero.kernels.aot`."""
+fzero.cli.aot`."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import sys
 import pytest
 import triton
 
-from fzero.kernels import aot
+from fzero.cli import aot
 
 SPILLS = """
 import triton
@@ -30,7 +30,7 @@ def builds():
 
 def run(*arguments, code=None, folder=None):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, *(["-c", code] if code else ["-m", "fzero.kernels.aot"]), *arguments]
+    command = [sys.executable, *(["-c", code] if code else ["-m", "fzero.cli.aot"]), *arguments]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
@@ -39,9 +39,9 @@ def run(*arguments, code=None, folder=None):
 def test_a_kernel_that_falls_short_is_named(tmp_path):
     (tmp_path / "spills.py").write_text(SPILLS)
     code = (
-        "import importlib, sys; from fzero.kernels import aot; import spills; name = 'fzero.kernels.spills'; "
+        "import importlib, sys; import spills; name = 'fzero.kernels.spills'; "
         "sys.modules[name] = spills\n"
-        "b = next(spills.builds()); old = b._replace(wide_since=(99, 0))\n"
+        "from fzero.kernels import aot; b = next(spills.builds()); old = b._replace(wide_since=(99, 0))\n"
         "for one in (b, old): r = aot.compile_build(aot.ARCHS['sm_90'], 'spills', one); print(r.wrong, '|', r.allowed)"
     )
     status, said = run(code=code, folder=tmp_path)
@@ -52,22 +52,73 @@ def test_a_kernel_that_falls_short_is_named(tmp_path):
     )
 
 
-def refused(capsys, pattern):
+def refused(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
-        aot.main([pattern])
+        aot.main(arguments)
     return ended.value.code, capsys.readouterr().err
 
 
 def test_the_command_refuses_what_it_cannot_do(monkeypatch, capsys):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    code, err = refused(capsys, "no such kernel")
+    code, err = refused(capsys, "no such kernel", "--part", "kernels")
     assert code == 2 and "no kernel's label contains 'no such kernel'" in err
+    code, err = refused(capsys, "--part", "inductor", "--arch", "gfx942")
+    assert code == 2 and "not known here; choose sm_90, sm_80" in err
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     code, err = refused(capsys, "swiglu")
     assert code == 2 and "unset it" in err
 
 
+def test_the_second_architecture_has_one_model_unless_it_is_chosen():
+    assert aot._models("sm_90", chosen=False) == aot._models("sm_80", chosen=True) == ["llama", "gpt2", "mixtral"]
+    assert aot._models("sm_80", chosen=False) == ["llama"] and aot._models("gfx942", chosen=True) == []
+
+
 @pytest.mark.slow
 def test_the_command_prints_a_line_for_each_build():
-    status, said = run("swiglu 1024")
+    status, said = run("swiglu 1024", "--part", "kernels")
     assert status == 0 and "_glu_forward swiglu 1024" in said and "2 builds for sm_90, 0 wrong" in said, said
+
+
+GENERATED = """
+import functools
+from concurrent.futures import Future
+
+import torch
+
+from fzero.cli import aot as command
+from fzero.core.compile import vjp_pair
+from fzero.core.device import FakeDevice, Target
+from fzero.planner import aot_inductor
+
+class Here:  # in place of a pool of processes
+    def __init__(self, **_): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def submit(self, f, *args):
+        done = Future()
+        done.set_result(f(*args))
+        return done
+
+sources = {}
+with FakeDevice(Target("cuda", 132, (9, 0), "H200"), lower=functools.partial(aot_inductor._lower, sources)) as mode:
+    pair = vjp_pair(lambda x: [torch.exp(x) * 2], 1, compiled=True)
+    pair.forward([torch.zeros(64, 64, device=mode.device)])
+name, source = next(iter(sources))
+bad = source.replace("tl.store(", "tl.stor(")
+kinds = [aot_inductor.Generated("sm_90", "llama", i, name, text) for i, text in enumerate((source, bad))]
+command.ProcessPoolExecutor = Here
+aot_inductor.generate_kernels = lambda model, arch: kinds if model == "llama" else []
+print("exit code", command.main(["--part", "inductor", "--arch", "sm_90"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_generated_kernel_that_does_not_compile_is_named():
+    status, said = run(code=GENERATED)
+    good, bad = (
+        next(line for line in said.splitlines() if line.startswith(f"inductor sm_90 llama {i} ")) for i in "01"
+    )
+    assert status == 0 and "WRONG" not in good and int(good.split()[5]) > 0, said
+    assert "WRONG: does not compile: " in bad and "stor" in bad.rpartition("compile: ")[2], said
+    assert "2 builds for sm_90, 1 wrong\nexit code 1" in said

@@ -51,7 +51,7 @@ def sees(pattern, t, s):
     }[pattern.kind]()
 
 
-def by_hand(q, k, v, pattern, documents=None, scale=None):
+def by_hand(q, k, v, pattern, documents=None, scale=None, cap=None):
     b, t, h, d = q.shape
     out = torch.zeros_like(q)
     past = k.shape[1] - t
@@ -62,9 +62,8 @@ def by_hand(q, k, v, pattern, documents=None, scale=None):
                 at = [s for s in range(past + t) if sees(pattern, past + n, s)]
                 if documents is not None:
                     at = [s for s in at if documents[i, s] == documents[i, past + n]]
-                scores = [
-                    math.exp(float(q[i, n, j] @ k[i, s, group]) * (d**-0.5 if scale is None else scale)) for s in at
-                ]
+                plain = [float(q[i, n, j] @ k[i, s, group]) * (d**-0.5 if scale is None else scale) for s in at]
+                scores = [math.exp(y if cap is None else cap * math.tanh(y / cap)) for y in plain]
                 out[i, n, j] = sum(w * v[i, s, group] for w, s in zip(scores, at)) / sum(scores)
     return out
 
@@ -82,6 +81,9 @@ def test_reference_is_the_definition(pattern):
     assert_close(
         attn.reference(q, k, v, pattern=pattern, documents=documents, scale=0.3), expected, rtol=1e-12, atol=1e-14
     )
+    expected = by_hand(q, k, v, pattern, documents, scale=0.3, cap=0.4)
+    capped = attn.reference(q, k, v, pattern=pattern, documents=documents, scale=0.3, cap=0.4)
+    assert_close(capped, expected, rtol=1e-12, atol=1e-14)
     # The last queries alone, as when a token is added to a cache.
     last = by_hand(q[:, 9:], k, v, pattern)
     assert_close(attn.reference(q[:, 9:], k, v, pattern=pattern), last, rtol=1e-12, atol=1e-14)
@@ -106,7 +108,7 @@ def gradients(form, tensors, **options):
 @pytest.mark.parametrize("t", (1, 2, 127, 129, 300))
 def test_blocked_is_the_reference(pattern, t):
     tensors = inputs(2, t, 4, 2, 8)
-    for options in ({}, {"documents": documents_of(2, t), "scale": 0.2}):
+    for options in ({}, {"documents": documents_of(2, t), "scale": 0.2, "cap": 0.3}):
         expected = gradients(attn.reference, tensors, pattern=pattern, **options)
         assert_close(
             gradients(attn.blocked_attention, tensors, pattern=pattern, **options), expected, rtol=1e-11, atol=1e-14
@@ -136,7 +138,7 @@ def test_gradcheck_of_the_blocked_function(monkeypatch):
     monkeypatch.setattr(attention_blocked, "MIN_BLOCK", 2)
     leaves = [x.requires_grad_() for x in inputs(2, 5, 2, 1, 2)]
     documents = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]])
-    for options in ({}, {"pattern": Pattern("strided", 2), "documents": documents, "scale": 0.7}):
+    for options in ({"cap": 0.5}, {"pattern": Pattern("strided", 2), "documents": documents, "scale": 0.7}):
         assert torch.autograd.gradcheck(
             lambda *a, options=options: attn.blocked_attention(*a, **options), leaves, atol=1e-7, rtol=1e-6
         )

@@ -88,7 +88,10 @@ def test_listed_devices_are_complete(name):
     )
     assert found.target == ("cuda", found.processors, found.capability, found.name)
     part, h100 = found.efficiency, device("h100").efficiency
-    assert set(part) == set(h100) and all(part[key] == h100[key] for key in ("memory", "links", "host"))
+    libraries = {key for key in h100 if "/" in key} if found.capability == (9, 0) else set()  # of attention, on Hopper
+    assert set(part) == {key for key in h100 if "/" not in key} | libraries
+    assert all(part[key] == h100[key] for key in ("memory", "links", "host"))
+    assert all(part[key] / part["gemm"] == pytest.approx(h100[key] / h100["gemm"], rel=0.03) for key in libraries)
     # Attention runs on the units of products, under the same power.
     assert part["attention_forward"] / part["gemm"] == pytest.approx(0.48 / 0.78, rel=0.03)
     assert {"float32", "bfloat16", "float16", "float64", "tensorfloat32"} <= set(found.flops) and all(
@@ -332,7 +335,16 @@ def test_products_have_the_shapes_and_layouts_they_say(monkeypatch):
     for a, b in zip(made[::2], made[1::2]):
         assert a.shape[-2:] == (8, 32) and b.shape[-2:] == (32, 16) and a.dtype == b.dtype
     assert [steps.layout(pair) for pair in zip(made[::2], made[1::2])][:6] == ["", "/nt", "/tn"] * 2
-    assert set(products.best_rates(found)) == {"bfloat16", "float32", "float64", "float16"}
+
+
+@pytest.mark.parametrize(("most_s", "measured"), [(60.0, 2), (1e-7, 1)])
+def test_products_that_take_too_long_are_left_out(monkeypatch, most_s, measured):
+    monkeypatch.setattr(products, "MOST_S", most_s)
+    found = products.measure_products(0.0, grid=[(1, 2, 2, 2), (1, 96, 96, 96)])
+    assert {dtype: len(found[dtype]) for dtype in ("bfloat16", "float32")} == {
+        "bfloat16": measured,
+        "float32": measured,
+    }
 
 
 def test_the_grid_covers_training():
@@ -559,7 +571,8 @@ def test_the_command_writes_a_device_file(fz, short):
     [
         (
             ["--only", "gem"],
-            "there is no part 'gem' of a machine to measure; the parts are memory, gemm, steps, fused, links",
+            "there is no part 'gem' of a machine to measure; the parts are memory, gemm, steps, fused, links, "
+            "attention",
         ),
         (["--out", "here.txt"], "--out is 'here.txt'; a device file is a .json file"),
         (["--device", "tpu"], "--device is 'tpu'; it must be auto, cpu or cuda"),
@@ -573,7 +586,8 @@ def test_mistakes_are_one_line(fz, args, said):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu(fz):
     assert (
-        fz("bench", "--device", "cuda")[2] == "fzero: error: --device is cuda and PyTorch finds no GPU here; use cpu\n"
+        fz("bench", "--device", "cuda")[2]
+        == "fzero: error: device is cuda and PyTorch finds no GPU here; use --device cpu, or a CUDA build of PyTorch\n"
     )
 
 

@@ -11,7 +11,7 @@ import zarr
 from checkpoint_cases import assert_same_bits, contents, small, tree
 
 from fzero import checkpoint
-from fzero.checkpoint import directory, part_file, writer
+from fzero.checkpoint import directory, part_file, snapshot, writer
 from fzero.checkpoint import zarr as describe
 from fzero.core import pytree
 
@@ -178,7 +178,7 @@ def test_a_snapshot_in_less_memory_than_the_state(tmp_path):
     state = {"large": large, **{f"lazy{i}": lazy(i) for i in range(2)}, "scalar": torch.tensor(3)}
     saving = checkpoint.Writer(tmp_path, buffer_bytes=1 << 20)
     saving.save(state, step=1)
-    bound = writer.THREADS * (writer.SLAB + 8192)
+    bound = writer.THREADS * (snapshot.SLAB + 8192)
     assert (
         saving.buffers.peak
         <= saving.buffers.size

@@ -190,10 +190,10 @@ def test_files_in_each_others_places(tmp_path, monkeypatch):
 
 def test_parts_of_one_leaf_in_each_others_places(tmp_path, monkeypatch):
     """As two ranks wrote them: here one rank, by a limit on the bytes of an object."""
-    from fzero.checkpoint import writer
+    from fzero.checkpoint import snapshot
 
     whole = layout.lay_out
-    monkeypatch.setattr(writer, "lay_out", lambda *args, **options: whole(*args, **{**options, "most": 2048}))
+    monkeypatch.setattr(snapshot, "lay_out", lambda *args, **options: whole(*args, **{**options, "most": 2048}))
     state = {"a": torch.arange(1024.0)}
     path = checkpoint.save(tmp_path, state, step=1)
     files = [path / "arrays" / "a" / f"c.{i}" for i in range(2)]

@@ -57,6 +57,7 @@ def state_of(value):
     return {"w": torch.full((300, 1000), float(value)), "v": torch.arange(500_000) + value, "step": torch.tensor(value)}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("compress", ["", "zstd"])
 @pytest.mark.parametrize("left", [2 * MB, 64 << 10, 8 << 10])
 def test_a_full_disk(disk, left, compress):

@@ -73,7 +73,7 @@ def s3(server, monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[pytest.param(k, marks=pytest.mark.slow) if k == "file" else k for k in KINDS])
 def home(request, tmp_path):
     """The URL of an empty place."""
     if request.param == "s3":

@@ -181,7 +181,9 @@ def test_micro_batches_change_nothing_but_rounding(fz):
         assert a == pytest.approx(b, rel=1e-12)
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_a_run_after_its_step(fz, number, expected):
     ended = threading.Event()
 

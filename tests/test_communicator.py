@@ -221,7 +221,7 @@ def native(mesh, parts, ordered):
     """What NCCL is asked for, asked of gloo."""
     ours, r, n = mesh["dp"].communicator, mesh.rank, mesh.size
     options = {"ledger": mesh.ledger, "agreement": ours.agreement, "group": ours.group, "ordered": ordered}
-    link = communicator.Communicator("dp", ours.ranks, r, transport="nccl", **options)
+    link = communicator.Communicator("dp", ours.ranks, transport="nccl", **options)
     x, total = parts[r], tree_sum(parts)
     out = torch.zeros(n * x.shape[0], *x.shape[1:])
     own = out.view(n, *x.shape)[r].copy_(x)
@@ -260,7 +260,6 @@ def test_nccl_with_one_rank(ordered):
         link = communicator.Communicator(
             "dp",
             [0],
-            0,
             transport="nccl",
             ledger=Ledger(),
             agreement=agreement,

@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 from close import assert_close, assert_same
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fzero.core import compile as fzero_compile
 from fzero.core.compile import jit, vjp_pair
@@ -90,6 +91,35 @@ def test_jit_of_a_gradient_holds_the_backward_pass():
     traced = len(runs)
     assert_close(fast(2 * w, x), f(2 * w, x), rtol=1e-12, atol=1e-15)
     assert len(runs) == traced
+
+
+@pytest.mark.slow
+def test_a_graph_compiled_before_is_taken_from_inductors_cache(tmp_path, monkeypatch):
+    """By its operators, the number of threads and fzero's source; with the same numbers."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, found = draw(3, 4), []
+
+    def compiled(**changes):
+        counters["inductor"].clear()
+        for name, value in changes.items():
+            monkeypatch.setattr(fzero_compile, name, value)
+        found.append(jit(lambda x: torch.tanh(x).cumsum(1) * 3.0)(x))
+        return {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
+
+    assert compiled() == {"hit": 0, "miss": 1, "bypass": 0}
+    assert compiled() == {"hit": 1, "miss": 0, "bypass": 0}
+    assert compiled(package_digest=lambda: "other")["miss"] == 1
+    assert compiled(vector_instructions=lambda: "other")["miss"] == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert compiled()["miss"] == 1
+    for each in found:
+        assert_same(each, found[0])
+
+
+@pytest.mark.parametrize("f", [lambda x: x * x.sum().item(), lambda x: x[x > 0]])
+def test_jit_refuses_values_as_numbers_and_shapes(f):
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        jit(f)(draw(2))
 
 
 def test_jit_refuses_a_branch_on_a_value():

@@ -10,10 +10,11 @@ import torch
 from fzero import models
 from fzero.core import tables
 from fzero.core.device import CPU
-from fzero.run import build, build_optim, config, config_checks, machine, memory_check
+from fzero.run import build, build_optim, config, config_checks, machine, memory_check, run_folder
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import refuse_unused
 from fzero.run.config_table import from_json, from_table, to_json, to_table
+from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure.flops import token_flop
 from fzero.run.recipes import recipe
 from fzero.sharding import fake_mesh
@@ -118,8 +119,8 @@ WRONG = {
     "optim.momentum is 0"),
     "stage": ({"zero": 4}, "zero is 4; it must be at least 0 and below 4"),
     "reduce": ({"reduce": "canonnical"}, ("reduce is 'canonnical' (did you mean "
-    "canonical?); it " "must be one of fast, canonical")),
-    "accumulate": ({"accumulate": "shard"}, "accumulate is 'shard' (did you mean shards?)"),
+    "canonical?); it " "must be one of fast, once, canonical")),
+    "earlier key": ({"accumulate": "full"}, "unknown key 'accumulate'; the keys are "),
     "prefetch": ({"prefetch": -1}, "prefetch is -1; it must be at least 0"),
     "sequence parallel": ({"sequence": 1}, "sequence is 1; it must be true or false"),
     "axis": ({"mesh": {"dq": 2}}, "mesh.dq is 2 (did you mean dp?)"),
@@ -264,14 +265,13 @@ PARALLEL = {
     "zero": 3,
     "reduce": "canonical",
     "sequence": True,
-    "accumulate": "full",
     "prefetch": 2,
     "reshard": False,
     "mesh": {"dp": 2},
 }
 
 
-def test_what_is_parallel_is_kept_and_older_configs_lack_it():
+def test_what_is_parallel_is_kept_and_older_configs_lack_it(tmp_path):
     run = from_table({"preset": "mlp-tiny", **PARALLEL})
     assert {name: getattr(run, name) for name in PARALLEL} == PARALLEL
     assert from_json(to_json(run)) == run
@@ -281,6 +281,13 @@ def test_what_is_parallel_is_kept_and_older_configs_lack_it():
         if name not in {*PARALLEL} - {"zero", "mesh"}
     }
     assert from_json(json.dumps(older)) == recipe("mlp-tiny")
+    # `accumulate` is a key of runs that were begun before `reduce` had three words.
+    written = {**older, "zero": 2, "accumulate": "full"}
+    assert from_json(json.dumps(written)) == dataclasses.replace(recipe("mlp-tiny"), zero=2, reduce="once")
+    assert from_json(json.dumps({**written, "accumulate": "shards"})).reduce == "fast"
+    (tmp_path / run_folder.ATTEMPTS).write_text(json.dumps({"config": written}) + "\n")
+    assert run_folder.read_attempts(tmp_path)[0]["config"]["reduce"] == "once"
+    assert not differing_values({**to_table(recipe("mlp-tiny")), "accumulate": "shards"}).keys() - {"preset"}
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])

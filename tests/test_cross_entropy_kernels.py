@@ -106,6 +106,7 @@ def test_the_reference_is_the_formula():
 # --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @every_form
 @every_terms
 def test_numbers(form, terms):
@@ -122,7 +123,7 @@ def test_laws(form):
         law(f, given, impl=impl(form))
 
 
-@pytest.mark.parametrize("columns", (33, 64, 67, 128))
+@pytest.mark.parametrize("columns", (33, 128, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 67))))
 def test_rows_longer_than_a_program_holds(columns, monkeypatch):
     loop(monkeypatch, 32)
     for terms in (TERMS["plain"], TERMS["all"]):
@@ -139,6 +140,7 @@ def test_rows_longer_than_the_first_level_cache(columns):
             laws.numbers(of_logits("native", 3, columns, **terms), laws.draw((3, columns)), dtype, impl="chunked")
 
 
+@pytest.mark.each_value
 @every_form
 @every_terms
 def test_numbers_of_a_linear_layer(form, terms, monkeypatch):
@@ -265,6 +267,7 @@ def test_a_target_that_is_no_column(form, wrong):
 
 
 @every_form
+@pytest.mark.each_value
 @pytest.mark.parametrize("block", (16, 16384))
 @pytest.mark.parametrize(("n", "apart"), ((2, (1 << 31) + 8), (3, (1 << 30) + 8)), ids=("stride", "row times stride"))
 def test_offsets_beyond_int32(form, block, n, apart, monkeypatch):

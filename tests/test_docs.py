@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import forked
 import pytest
 
 from fzero import models
@@ -76,7 +77,9 @@ def run_python(block: Block, page: Path, namespace: dict) -> None:
 
 
 def run_bash(block: Block, page: Path, folder: Path) -> None:
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    quick = [forked.programs()] if "fzero " in block.code else []
+    places = [*quick, str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(places)}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.code], cwd=folder, env=environment, capture_output=True, text=True
     )

@@ -47,6 +47,7 @@ def test_derivatives():
     laws.derivatives(form(), laws.draw((2, 5), (2, 5)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("first", FIRSTS)
 def test_the_mask_is_bernoulli_s(impl, first):
@@ -54,6 +55,7 @@ def test_the_mask_is_bernoulli_s(impl, first):
         assert_same(mask(impl, (5, 23), first, row_stride), bernoulli(first, 5, 23, row_stride or 23))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("first", FIRSTS)
 def test_a_part_has_the_mask_of_the_whole(impl, first):

@@ -13,6 +13,8 @@ import time
 from datetime import timedelta
 
 import pytest
+import ranks
+import torch
 import torch.distributed as dist
 from launched import (
     LONG,
@@ -31,7 +33,9 @@ from launched import (
 
 from fzero import checkpoint
 from fzero.cli import main
-from fzero.run.ranks import rendezvous
+from fzero.comm import communicator
+from fzero.run.ranks import coordinator, rendezvous, watchdog
+from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.ranks.elastic import fit_mesh
 from fzero.run.ranks.watchdog import Beat, verdict
 from fzero.run.resume import auto_resume
@@ -693,3 +697,53 @@ def test_a_node_that_is_told_to_go_leaves_and_the_other_goes_on(folder, monkeypa
     *_, first, _ = re.findall(r"stopped after step (\d+) of", out)
     assert f"resuming told at step {first} of 1000000" in out
     assert [row["step"] for row in rows(folder / name)] == list(range(1, steps_of(folder / name) + 1))
+
+
+# ---- ranks on GPUs, whose transport does not notice that one is gone -------------------------------------------------
+
+
+class Endless:
+    """Of a collective for which a rank is missing: the host waits where the result is read, and nothing is raised."""
+
+    def wait(self):
+        threading.Event().wait()
+
+
+def lose_a_rank(mesh, folder):
+    with open(folder / f"err{mesh.rank}", "w") as err:
+        os.dup2(err.fileno(), 2)
+    watchdog.BEAT_S, watchdog.SILENT_S = 0.1, 1.0
+    link, ended = mesh["dp"].communicator, communicator.Communicator.abort
+    link.transport, communicator._all_gather = "nccl", lambda *_, **__: Endless()
+    link.transport_of = lambda x: "nccl"
+    link.abort = lambda: ((folder / f"aborted{mesh.rank}").touch(), ended(link))
+    ours = Coordinator(mesh.rank, 2, 2, dist.PrefixStore("run", mesh.store))
+    ours.at, ours.notices = mesh, False
+    with watchdog.watch(ours):
+        if mesh.rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        link.start_all_gather(torch.ones(2)).wait()
+
+
+@pytest.mark.slow
+def test_a_lost_rank_ends_all_where_waits_never_fail(tmp_path):
+    ours, theirs = ranks.run(2, lose_a_rank, tmp_path, fresh=True, timeout_s=60.0)
+    assert (ours.code, theirs.code) == (2, -signal.SIGKILL)
+    line, *more = (tmp_path / "err0").read_text().splitlines()
+    assert not more and line.startswith("fzero: error: rank 0: rank 1 is gone: no sign of life for 1 s; ")
+    assert "resume from the last checkpoint with --resume" in line and (tmp_path / "aborted0").exists()
+
+
+@pytest.mark.parametrize("said", ["", "1"])
+def test_the_watchdog_ends_waits_of_nccl_unless_the_user_asks_pytorch_to(monkeypatch, said):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(name, said)  # and so it is put back
+    if not said:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(coordinator, "start_processes", lambda *_, **__: None)
+    monkeypatch.setattr(coordinator, "make_mesh", lambda *_, **__: None)
+    for device, handling, notices in (("cpu", said or None, True), ("cuda", said or "0", False)):
+        ours = Coordinator(0, 2, 1, dist.HashStore())
+        ours.mesh({"dp": 2}, device=torch.device(device))
+        assert os.environ.get(name) == handling and ours.notices == notices

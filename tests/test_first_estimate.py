@@ -46,21 +46,38 @@ CASES = {
     ),
     "llama-8b, LoRA": ("llama-8b", {"dp": 8}, "h100", {"zero": 3, "train.batch": 8, "lora": 16}),
     "llama-8b, LoRA, full": ("llama-8b", {"dp": 8}, "h100", {"zero": 3, "train.batch": 8, "lora": 16, **FULL}),
+    "llama-8b, QLoRA, full": (
+        "llama-8b",
+        {"dp": 1},
+        "4090",
+        {"zero": 0, "train.batch": 1, "lora": 16, "codes": "nf4", **FULL},
+    ),
     "mixtral-8x7b": ("mixtral-8x7b", {"dp": 64}, "h200", {"zero": 3, "train.batch": 64, "train.compiled": False}),
 }
 
 
 def both(model, mesh, gpu, settings):
     device = device_for(gpu)
-    rank = settings.get("lora", 0)
-    config = resolve_for(config_for(model, {name: x for name, x in settings.items() if name != "lora"}), device)
+    settings = dict(settings)
+    rank, kind = settings.pop("lora", 0), settings.pop("codes", "")
+    config = resolve_for(config_for(model, settings), device)
     if rank:
-        config = dataclasses.replace(config, model=models.lora(models.build(config.model), rank).config)
+        base = models.build(config.model)
+        config = dataclasses.replace(
+            config, model=models.lora(models.quantized(base, kind) if kind else base, rank).config
+        )
     return first_estimate(config, sizes_of(config, mesh), device), plan(config, mesh, gpu=device)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", CASES)
+# What others have as well: recomputation, tensor parallelism without sequences, a dense model, LoRA, another size,
+# states of fewer bits.
+RARE = {"llama-8b, full", "llama-8b, tp", "gpt2-1.5b", "qwen3-8b", "llama-8b, LoRA"}
+RARE |= {"llama-1b, stage 1", "llama-70b", "llama-8b, 8bit"}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.exhaustive if what in RARE else pytest.mark.slow) for what in CASES]
+)
 def test_it_is_within_the_published_bounds_of_the_traced_plan(what):
     first, traced = both(*CASES[what])
     assert first.state_bytes == traced.state_bytes
@@ -74,7 +91,7 @@ def test_it_is_within_the_published_bounds_of_the_traced_plan(what):
 SMALL = {"train.compiled": False, "train.batch": 8, "train.micro_batch": 2, "model.n_layers": 2, "data.seq_len": 1024}
 
 
-@pytest.mark.parametrize("more", [{}, {"offload": "opt=host:0.5"}, {"lora": 8}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"offload": "opt=host:0.5"}, {"lora": 8}, {"lora": 8, "codes": "nf4"}], ids=str)
 def test_states_are_exact_and_memory_is_near(more):
     first, traced = both("gpt2-124m", {"dp": 2}, "h100", {**SMALL, "zero": 3, **more})
     assert (first.state_bytes, first.state_elsewhere) == (traced.state_bytes, traced.state_elsewhere)
@@ -102,6 +119,8 @@ def test_the_command_prints_it_before_the_plan_and_apart_from_it(fz):
         (["--lora-targets", "/attn/"], "--lora-targets needs --lora-rank"),
         (["--lora-rank", "4", "--vary", "zero=0,1"], "--lora-rank is for one plan; leave out --vary"),
         (["--lora-rank", "4"], "optim.name is muon"),
+        (["--quantize", "nf4"], "--quantize needs --lora-rank"),
+        (["--set", "optim.name=adamw", "--lora-rank", "4", "--quantize", "nf8"], "kind is 'nf8'"),
         (["--set", "optim.name=adamw", "--lora-rank", "0"], "lora: rank is 0"),
         (
             ["--set", "optim.name=adamw", "--lora-rank", "4", "--lora-targets", "/nothing/"],

@@ -2,20 +2,23 @@
 by the policies."""
 
 import functools
+import re
 
 import kernel_laws as laws
 import pytest
 import ranks
 import torch
+import zero_cases
 from close import assert_close, assert_same
 from zero_cases import train, whole
 
 import fzero
 from fzero import models, optim
-from fzero.core import precision
+from fzero.core import precision, pytree
 from fzero.core.compile import vjp_pair
-from fzero.kernels import float8
+from fzero.kernels import float8, float8_gather
 from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
+from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.kernels.registry import observe
 
 F64 = torch.float64
@@ -137,6 +140,7 @@ def test_every_form_gives_the_same(impl, scaling):
             assert relative(got, want) < 5e-3
 
 
+@pytest.mark.each_value
 @every_scaling
 @pytest.mark.parametrize("impl", FORMS)
 def test_strides_dims_and_repeats(impl, scaling):
@@ -236,6 +240,7 @@ def test_vmap_is_a_loop(scaling):
         torch.vmap(lambda x: float8_linear(x, w, scaling, impl="emulated"))(x)
 
 
+@pytest.mark.each_value
 @every_scaling
 @pytest.mark.parametrize("impl", FORMS)
 def test_a_trace_gives_the_same_bits(impl, scaling):
@@ -334,3 +339,140 @@ def test_on_a_mesh(policy):
         assert by_rank[1] == alone[1]
     for _, log in ranks.run(2, on_a_mesh, policy, 0, 2, mesh={"tp": 2}):
         assert_close(torch.tensor(log), torch.tensor(alone[1]), rtol=0.05)
+
+
+# ---- on their way ----------------------------------------------------------------------------------------------------
+
+
+def of_kinds():
+    """Weights [64, 48] in bfloat16: of usual sizes, with a wide range, tiny, of zeros and one, and with an infinity."""
+    x = laws.draw((64, 48))[0]
+    wide = x * 10.0 ** (4 * laws.draw((64, 48), seed=1)[0])
+    odd = [torch.zeros_like(x), x, x]
+    odd[1] = torch.where(torch.arange(48, device=x.device) == 5, -3.0, 0.0).expand(64, 48)
+    odd[2] = x.masked_fill(torch.arange(48, device=x.device) == 7, float("inf"))
+    return [t.bfloat16() for t in (x, 0.02 * x, wide, 1e-20 * x, *odd)]
+
+
+def round_trip(w, impl):
+    most = torch.linalg.vector_norm(w, torch.inf).float()
+    return widen_weight(narrow_weight(w, most, impl=impl), most, impl=impl)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_product_of_weights_that_were_float8_on_their_way_has_the_same_bits(impl):
+    x, g = (t.bfloat16() for t in laws.draw((32, 64), (32, 48), seed=2))
+    for w in of_kinds():
+        back = round_trip(w, impl)
+        assert back.dtype == torch.bfloat16 and back.shape == w.shape
+        for a, b in ((x, lambda w: w), (g, lambda w: w.t())):
+            products = [float8.product_reference(a, b(t), "tensorwise", False, False) for t in (w, back)]
+            assert_same(*(torch.nan_to_num(p, nan=7.0) for p in products))
+    assert not torch.equal(round_trip(of_kinds()[0], impl), of_kinds()[0])
+
+
+@pytest.mark.slow
+def test_both_forms_have_the_same_bits_also_with_a_chunk_that_is_not_whole(monkeypatch):
+    monkeypatch.setattr(float8_gather, "CHUNK", 100)
+    for w in of_kinds():
+        most = torch.linalg.vector_norm(w, torch.inf).float()
+        forms, layouts = ("reference", "triton"), (w, w.t().contiguous().t())
+        numbers = [narrow_weight(t, most, impl=impl) for impl in forms for t in layouts]
+        for other in numbers[1:]:  # NaN has two codes
+            assert_same(*(torch.nan_to_num(x.view(E4M3).float(), nan=500.0) for x in (other, numbers[0])))
+        if most.isfinite():  # the interpreter reads NaN as a number
+            assert_same(*(widen_weight(numbers[0], most, impl=impl) for impl in forms))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "deepseek", "mlp"])
+def test_a_model_says_which_leaves_linear_alone_uses(name):
+    """To gather one of them as float8 changes no bit of loss and gradients; the other matrices would."""
+    sizes = {"vocab_size": 20, "max_len": 8, "d_model": 16, "n_layers": 2, "d_ff": 24}
+    model = models.build(
+        {
+            "llama": lambda: models.LlamaConfig(**sizes, n_heads=4, n_kv_heads=2),
+            "gpt2": lambda: models.GPT2Config(**sizes, n_heads=4),
+            "mixtral": lambda: models.MoEConfig(**sizes, n_heads=4, n_kv_heads=4, n_experts=3),
+            "deepseek": lambda: models.DeepSeekConfig(
+                **sizes,
+                n_dense=1,
+                n_heads=2,
+                q_rank=8,
+                kv_rank=8,
+                nope_dim=8,
+                rope_dim=8,
+                value_dim=8,
+                d_expert=8,
+                n_experts=4,
+                top_k=2,
+                n_groups=2,
+                top_groups=1,
+            ),
+            "mlp": lambda: models.MLPConfig(**sizes),
+        }[name]()
+    )
+    ctx = models.Ctx(dtype=torch.bfloat16, matmul="float8_tensorwise")
+    tokens = torch.arange(8)[None] % 20
+    params = pytree.map(lambda x: x.bfloat16(), models.init_params(model, fzero.core.prng.key(0)))
+
+    def both(params):
+        def total(params):
+            return models.loss(model, params, {"tokens": tokens, "targets": tokens}, ctx).total
+
+        grads, loss = torch.func.grad_and_value(total)(params)
+        return [loss, *pytree.leaves(grads)]
+
+    def by_layer(x):
+        return torch.stack([round_trip(layer, "reference") for layer in x])
+
+    named = pytree.named_leaves(params)
+    linear = {leaf for leaf in named if re.fullmatch(model.linear, leaf)}
+    assert linear and all(named[leaf].dim() == 3 for leaf in linear)
+    coded = pytree.map_named(lambda leaf, x: by_layer(x) if leaf in linear else x, params)
+    expected = both(params)
+    assert_same(both(coded), expected)
+    for leaf in named.keys() - linear:
+        if named[leaf].dim() >= 3 or leaf == "embed/tokens":
+            other = pytree.map_named(lambda n, x, leaf=leaf: by_layer(x) if n == leaf else x, params)
+            assert any(not torch.equal(a, b) for a, b in zip(both(other), expected)), leaf
+
+
+def gathered(mesh, policy):
+    """(the rows of gathers over dp in three steps, losses) of a rank at stage 3."""
+    mesh.ledger.clear()
+    _, log = on_a_mesh(mesh, policy, 3, 2)
+    return [row for row in mesh.ledger.rows() if (row.collective, row.axis) == ("all_gather", "dp")], log
+
+
+def bytes_of(rows, dtype):
+    return sum(row.bytes for row in rows if row.dtype == dtype)
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_as_float8():
+    """Half the bytes of the matrices of the blocks, scales of all in one message a pass, and not another bit."""
+    for (coded, log), (plain, expected) in zip(
+        *(ranks.run(2, gathered, policy, mesh={"dp": 2}) for policy in ("bf16_float8_gather", "bf16_float8"))
+    ):
+        assert log == expected
+        assert bytes_of(coded, "uint8") and not bytes_of(plain, "uint8")
+        assert bytes_of(plain, "bfloat16") - bytes_of(coded, "bfloat16") == 2 * bytes_of(coded, "uint8")
+        scales = [row for row in coded if row.leaf.startswith("largest of ")]
+        depth = zero_cases.model_of("llama").config.n_layers
+        assert [(row.calls, row.bytes) for row in scales] == [(len(log), len(log) * 7 * depth * 4)]
+
+
+def test_what_cannot_be_gathered_as_float8():
+    model, mesh = zero_cases.model_of("llama"), fzero.fake_mesh({"dp": 2})
+    options = {"policy": "bf16_float8_gather"}
+    plan = fzero.zero_plan(3, model, mesh, **options)
+    assert len(plan.float8) == 7 and "all_gather dp for use as float8" in str(plan)
+    assert not fzero.zero_plan(2, model, mesh, **options).float8
+    with pytest.raises(ValueError, match=r"gathers weights as float8, and blocks/attn/w_k rests in memory 'host'; use"):
+        fzero.zero_plan(3, model, mesh, **options, offload="params=host")
+    with pytest.raises(
+        ValueError, match="the model says of no leaf that linear products alone use it; use bf16_float8"
+    ):
+        fzero.zero_plan(3, models.lora(model, 2), mesh, **options)

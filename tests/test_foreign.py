@@ -27,7 +27,7 @@ OWN = {
     "checkpoint/writer.py": 2,  # a round trip of the config; another rank's message
     "cli/checkpoint.py": 0,
     "comm/agreement.py": 1,  # messages of ranks
-    "offload/store.py": 2,  # round trips
+    "offload/store_folder.py": 2,  # round trips
     "planner/calibrate/disk_rates.py": 1,  # the output of fio
     "planner/search_result.py": 1,  # a round trip
     "run/debug/checkpoint_list.py": 1,  # a round trip

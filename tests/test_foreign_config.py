@@ -7,10 +7,10 @@ import re
 import time
 
 import pytest
-from foreign_cases import MODELS, READERS
+from foreign_cases import MODELS, VARIATIONS, model_folder
 
 from fzero import models
-from fzero.checkpoint.convert.huggingface_names import FAMILIES, REQUIRED
+from fzero.checkpoint.convert.huggingface_families import FAMILIES, REQUIRED
 from fzero.checkpoint.convert.huggingface_read import read_hf_config
 from fzero.models import RopeScaling
 from fzero.run.config_checks import BOUNDS
@@ -20,6 +20,7 @@ ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_
 # What no entry may be. 0 and fractions are left to each entry's bounds.
 WRONG = (-1, 10**30, True, "1", [1], {"a": 1}, math.nan, math.inf, -0.5)
 ZERO_IS_FINE = {"resid_pdrop", "embd_pdrop", "initializer_range", "router_aux_loss_coef"}
+ZERO_IS_FINE |= {"first_k_dense_replace", "q_lora_rank", "n_shared_experts", "routed_scaling_factor"}
 ENTRIES = [
     *((family.model_type, field.theirs) for family in FAMILIES for field in family.fields),
     *((family.model_type, "rope_theta") for family in FAMILIES[1:]),
@@ -29,12 +30,20 @@ ENTRIES = [
 ]
 
 
+ALL = {**MODELS, **VARIATIONS}
+
+
+def case(model, *rest):
+    """A variation of a Llama is slow."""
+    return pytest.param(model, *rest, marks=[pytest.mark.slow] * (model in VARIATIONS))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}
-    for name in MODELS:
+    for name in ALL:
         made[name] = tmp_path_factory.mktemp(name)
-        READERS[f"hf-{name}"].make(made[name])
+        model_folder(name)(made[name])
     return made
 
 
@@ -48,7 +57,7 @@ def changed(folder, entry, value):
     return path
 
 
-@pytest.mark.parametrize(("model", "entry"), ENTRIES)
+@pytest.mark.parametrize(("model", "entry"), [case(*both) for both in ENTRIES])
 def test_every_number_is_refused_by_name_where_it_cannot_compute(folders, model, entry):
     name = entry.rpartition(".")[2]
     truth = name == "tie_word_embeddings"
@@ -62,7 +71,7 @@ def test_every_number_is_refused_by_name_where_it_cannot_compute(folders, model,
 
 
 def test_the_sound_configs_are_read(folders):
-    for name, config in MODELS.items():
+    for name, config in ALL.items():
         assert read_hf_config(folders[name] / "model/config.json")[0] == config
     for family in FAMILIES:  # the table above has every entry that must be there
         assert {f.theirs for f in family.fields if f.default is REQUIRED} <= {
@@ -70,7 +79,7 @@ def test_the_sound_configs_are_read(folders):
         }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [case(model) for model in ALL])
 def test_every_size_is_compared_with_the_weights(folders, model):
     from fzero.checkpoint import convert
 
@@ -85,6 +94,8 @@ def test_every_size_is_compared_with_the_weights(folders, model):
         "embd_pdrop",
     }
     free |= {"router_aux_loss_coef", "num_experts_per_tok", "max_position_embeddings"}
+    free |= {"routed_scaling_factor", "topk_group", "n_group"}
+    free |= {"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"}
     free |= {"n_head"}  # any divisor of n_embd makes the same tensors
     for field in family.fields:
         if field.theirs not in free and table.get(field.theirs) is not None:
@@ -115,7 +126,7 @@ def test_a_billion_layers_are_refused_before_memory_is_taken(folders, tmp_path):
 @pytest.mark.parametrize("config", [*MODELS.values(), models.MLPConfig()], ids=lambda config: type(config).__name__)
 def test_the_sizes_of_a_model_have_bounds_wherever_they_come_from(config):
     names = [name.removeprefix("model.") for name in BOUNDS if name.startswith("model.")]
-    for name in (name for name in names if hasattr(config, name)):
+    for name in (name for name in names if name in vars(config)):
         low, included, high = BOUNDS[f"model.{name}"]
         wrong = [low - 1, *([] if included else [low]), math.nan, *([high] if high < math.inf else []), math.inf]
         for value in wrong:

@@ -81,7 +81,7 @@ def test_vmap_over_four_learning_rates_equals_four_runs(case):
     assert len({round(float(x), 6) for x in together}) == 4
 
 
-@every_case
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * ("moe" in c)) for c in CASES])
 def test_meta_gradient_of_the_learning_rate_through_three_adamw_steps(case):
     train_with, lr, h = (
         losses_by_rate(case_of(case), lambda lr: optim.adamw(lr, eps=1e-3)),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-MUTATIONS, SECONDS, CASE_S, MEMORY = 5000, 120.0, 10, 1 << 30
+MUTATIONS, SECONDS, CASE_S, MEMORY = 2500, 60.0, 10, 1 << 30  # of a run with one seed
 # Names that lead out of a folder, of files that are there and sound.
 OUTSIDE = ("../../outside.safetensors", "../../../../outside", "../../../../../../../../etc/passwd", "/etc/hostname")
 VALUES = (
@@ -246,9 +246,11 @@ def fuzz(count, seconds, seed, only=""):
     return made, refused, failures
 
 
-@pytest.mark.slow
-def test_no_damaged_file_leads_to_a_traceback_a_hang_or_another_file():
-    code = f"import json, test_fuzz; print(json.dumps(test_fuzz.fuzz({MUTATIONS}, {SECONDS}, 0)))"
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.exhaustive if seed else pytest.mark.slow) for seed in range(4)]
+)
+def test_no_damaged_file_leads_to_a_traceback_a_hang_or_another_file(seed):
+    code = f"import json, test_fuzz; print(json.dumps(test_fuzz.fuzz({MUTATIONS}, {SECONDS}, {seed})))"
     limit = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
     done = subprocess.run(
         [sys.executable, "-c", limit + code + "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"],

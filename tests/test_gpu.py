@@ -2,7 +2,11 @@
 asks PyTorch about it. Copies, streams and events are in test_pretend_gpu.py."""
 
 import ast
+import contextlib
 import os
+import re
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,11 +18,12 @@ from fzero.comm.agreement import Agreement
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.core import gpu, pytree
-from fzero.core.device import Target
+from fzero.core.device import CPU, Target
 from fzero.run import machine as run_machine
-from fzero.run.build import build
+from fzero.run.build import build, num_params
 from fzero.run.config_table import from_json, from_table, to_json
-from fzero.run.memory_check import check_memory, host_bytes, memory_needed
+from fzero.run.memory_check import check_memory, host_bytes, memory_needed, needs_on_device, others_hold
+from fzero.run.out_of_memory import explain
 from fzero.run.pretrain import place
 from fzero.run.ranks.coordinator import Coordinator
 
@@ -65,6 +70,8 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
+        monkeypatch.setattr(gpu, "compute_once", lambda device: None)
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         for name in gpu.ALLOCATOR_SETTINGS:
             monkeypatch.setenv(name, "")
@@ -113,6 +120,88 @@ def test_a_gpu_that_is_not_there_is_refused(machine, gpus, local_rank, processes
     assert not chosen
 
 
+OLD = (
+    "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
+    "driver by downloading one from the URL: http://www.nvidia.com/Download/index.aspx (Triggered internally at x:1.)"
+)
+FABRIC = (
+    "CUDA initialization: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+    "NumCudaDevices() that might have already set an error? Error 802: system not yet initialized (Triggered "
+    "internally at y:2.)"
+)
+
+
+@pytest.mark.parametrize(
+    "said, line",
+    [
+        (OLD, "The NVIDIA driver on your system is too old (found version 11040); install a newer driver, or PyTorch "),
+        (FABRIC, "system not yet initialized; start the service that connects the GPUs (systemctl start nvidia-fabric"),
+    ],
+)
+def test_a_gpu_that_cuda_does_not_count_is_told_with_the_reason(machine, monkeypatch, said, line):
+    machine(0)
+    monkeypatch.setattr(gpu, "_COMPLAINTS", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn(said, stacklevel=1)))
+    with pytest.raises(ValueError) as refused:
+        gpu.use_device("cuda")
+    assert str(refused.value).startswith(f"device is cuda and PyTorch can use no GPU here: {line}")
+    assert str(refused.value).endswith("; --device cpu trains without it")
+    table = {"preset": "mlp-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}}
+    lines = place(from_table(table), Coordinator())[3]  # auto
+    assert lines[0] == f"device: the CPU; no GPU can be used: {line.partition(';')[0]}"
+
+
+@pytest.mark.parametrize(
+    "where, said, line",
+    [
+        ("init", "CUDA call failed lazily at initialization with error: no\n\nCUDA call was", "no; nvidia-smi shows "),
+        ("compute", "CUDA error: no kernel image is available for execution on the device\nSearch for `cudaError", ""
+         "no kernel image is available for execution on the device; install a PyTorch that was compiled for it ("),
+        ("compute", "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might", "CUDA-"
+         "capable device(s) is/are busy or unavailable; another process has it alone: nvidia-smi shows which"),
+        ("compute", "CUDA out of memory. Tried to allocate 2.00 MiB. GPU", "CUDA out of memory; other processes hold"),
+    ],
+)  # fmt: skip
+def test_whatever_cuda_says_at_its_first_use_is_one_line(machine, monkeypatch, where, said, line):
+    def fail(*_):
+        raise (torch.OutOfMemoryError if "of memory" in said else torch.AcceleratorError)(said)
+
+    machine(2, local_rank=1)
+    monkeypatch.setattr(*{"init": (torch.cuda, "init", fail), "compute": (gpu, "compute_once", fail)}[where])
+    with pytest.raises(ValueError) as refused:
+        gpu.use_device("cuda", 2)
+    assert re.match(rf"GPU 1 of host \S+ cannot be used: {re.escape(line)}", str(refused.value))
+    assert "\n" not in str(refused.value) and str(refused.value).endswith("; --device cpu trains without it")
+
+
+def test_a_gpu_that_pytorch_was_not_compiled_for_is_refused(machine, monkeypatch):
+    def init():
+        warnings.warn("\nFound GPU0 Card which is of cuda capability 6.1.\nMinimum and ...", stacklevel=1)
+
+    machine(1)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_90"])
+    for capability, runs in (((6, 1), False), ((7, 5), True), ((8, 0), False), ((9, 0), True), ((10, 0), True)):
+        major, minor = capability
+        found = types.SimpleNamespace(major=major, minor=minor)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
+        with contextlib.nullcontext() if runs else pytest.raises(ValueError, match=(
+            rf"its compute capability is {major}\.{minor}, and PyTorch \S+ was compiled for sm_75, sm_90a, compute_90; "
+            "install a PyTorch that was compiled for it"
+        )):  # fmt: skip
+            gpu.use_device("cuda")
+
+
+def test_doctor_tells_of_a_gpu_that_cannot_be_used(machine, monkeypatch):
+    def fail(device):
+        raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
+
+    machine(1)
+    monkeypatch.setattr(gpu, "compute_once", fail)
+    device, said = run_machine.usable_device()
+    assert device == gpu.HOST and "cannot be used: unspecified launch failure; nvidia-smi shows more" in said
+
+
 def test_a_copy_on_the_cpu_is_made_at_once():
     x = torch.arange(4.0)
     out = gpu.copy_out(x)
@@ -144,6 +233,27 @@ def test_a_run_on_a_gpu_that_is_not_there_ends_with_one_line(machine, fz, tmp_pa
     code, _, err = fz("pretrain", "--device", "cuda", "--model", "mlp-tiny", "--out", "run")
     assert code == 2 and len(err.splitlines()) == 1 and "PyTorch finds no GPU here; use --device cpu" in err
     assert not list(tmp_path.glob("run/config.json"))
+
+
+@pytest.mark.parametrize(
+    "policy, capability, needs",
+    [("bf16_float8", (8, 0), "8.9"), ("bf16_float8", (8, 9), ""), ("bf16_float8_rowwise", (8, 9), "9.0")],
+)
+def test_float8_is_refused_where_a_gpu_would_emulate_it(policy, capability, needs):
+    target = Target("cuda", 108, capability, "NVIDIA A100")
+    table = {"preset": "mlp-tiny", "precision": {"policy": policy}}
+    if not needs:
+        assert run_machine.resolve_auto(from_table(table), target).precision.policy == policy
+        return
+    with pytest.raises(ValueError) as refused:
+        run_machine.resolve_auto(from_table(table), target)
+    has = ".".join(map(str, capability))
+    said = f"precision.policy is '{policy}', whose products need compute capability {needs}, and NVIDIA A100 has {has};"
+    assert str(refused.value).startswith(said) and "use bf16" in str(refused.value)
+    for kernels in ("auto,float8_linear=emulated", "reference"):
+        asked = from_table({**table, "train": {"kernels": kernels}})
+        assert run_machine.resolve_auto(asked, target).precision.policy == policy
+    assert run_machine.resolve_auto(from_table(table), CPU).precision.policy == policy  # there it is for tests
 
 
 @pytest.mark.parametrize("capability, policy", [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")])
@@ -181,10 +291,105 @@ def test_memory_is_compared_where_it_is_needed():
         check_memory(job, all_of_it, there - 1)
 
 
+def job_on_gpu(**settings):
+    table = {"preset": "llama-1b", "precision": {"policy": "bf16"}, "optim": {"name": "adamw"}, **settings}
+    table["train"] = {"compiled": False, "batch": 32, "micro_batch": 8, **settings.get("train", {})}
+    return build(from_table(table), device=torch.device("cuda", 0))
+
+
+def test_what_is_needed_of_the_device_is_told_by_component():
+    plain, moved = job_on_gpu(), job_on_gpu(offload="opt=host")
+    needs, n = needs_on_device(plain), num_params(plain)
+    assert needs["parameters"] == 2 * n and needs["master weights"] == 4 * n
+    assert needs["optimizer state"] == pytest.approx(8 * n, abs=8)  # and its count
+    assert sum(needs.values()) == pytest.approx(sum(memory_needed(plain)), abs=99)  # statistics of the loss
+    assert {*needs} - {*needs_on_device(moved)} == {"master weights"}
+    kept = job_on_gpu(train={"remat": "full"}), job_on_gpu(train={"remat": "full"}, offload="acts=host")
+    less = needs_on_device(kept[0])["activations"] - needs_on_device(kept[1])["activations"]
+    length = kept[1].config.data.seq_len
+    assert less == host_bytes(kept[1]) == 8 * length * 2048 * 16 * 2  # rows, width, layers, bytes
+    here = needs_on_device(job_on_gpu(offload="params=host"))
+    assert "parameters" not in here and here["gathered parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    "total, free, tables, fit",
+    [
+        (80, 20.0, {}, "--micro-batch 4 (about 53.3 GB, in a new run) or --offload opt=host (about 67.5 GB)"),
+        (24, 0.2, {"train": {"remat": "full", "micro_batch": 1}}, "; --offload opt=host (about 10.2 GB) would fit"),
+        pytest.param(24, 0.2, {}, "--micro-batch 2 --offload grads=host,opt=host (about 19.1", marks=pytest.mark.slow),
+        pytest.param(4, 0.2, {}, "no smaller --micro-batch", marks=pytest.mark.slow),
+    ],
+)
+def test_settings_that_would_fit_are_told(monkeypatch, tmp_path, total, free, tables, fit):
+    monkeypatch.setattr(gpu, "describe_device", lambda device: "GPU 0, card")
+    monkeypatch.setattr(run_machine, "available_bytes", lambda: 10**12)
+    now = gpu.DeviceMemory(int(total * 1e9), int(free * 1e9), int((total - 2) * 1e9), int((total - 1) * 1e9), 0)
+    text = explain(job_on_gpu(**tables), tmp_path, Coordinator(), now, 2 * 10**9)
+    assert fit in text and "nothing was trained yet" in text and "\n" not in text, text
+    said = dict(re.findall(r"(--[^(]*) \(about ([\d.]+) GB", text))
+    assert all(float(size) <= 0.95 * (total - 1 + free) for size in said.values())
+
+
+@pytest.mark.slow
+def test_a_setting_without_room_in_the_memory_of_the_host_is_not_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "describe_device", lambda device: "GPU 0, card")
+    monkeypatch.setattr(run_machine, "available_bytes", lambda: 10**9)
+    now = gpu.DeviceMemory(24 * 10**9, 0, 23 * 10**9, 24 * 10**9, 0)
+    assert "--offload opt" not in explain(job_on_gpu(), tmp_path, Coordinator(), now, 0)
+
+
+def test_others_that_hold_a_gpu_are_told_before_a_run(monkeypatch, tmp_path):
+    job = job_on_gpu()
+    with pretend(), monkeypatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 << 30, 149 << 30))
+        said = r"are available \(127\.8 GB of GPU 0, Pretend H200 are held by other processes\)"
+        with pytest.raises(ValueError, match=said):
+            check_memory(job, gpu.free_bytes(job.device), 10**12)
+        properties = torch.cuda.get_device_properties(job.device)
+        monkeypatch.setattr(properties, "uuid", "1234-5678", raising=False)
+        program = tmp_path / "nvidia-smi"
+        ours = f'echo "{os.getpid()}, me"; echo "4242, /usr/bin/python3"'
+        program.write_text(f"#!/bin/sh\ncase $1 in --id=GPU-1234-5678) {ours};; esac\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        assert gpu.processes_on(job.device) == ["python3 (process 4242)"]
+        with pytest.raises(ValueError, match=r"are held by python3 \(process 4242\)\)"):
+            check_memory(job, gpu.free_bytes(job.device), 10**12)
+        program.write_text("#!/bin/sh\nexit 9\n")
+        assert gpu.processes_on(job.device) == []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((149 << 30) - (600 << 20), 149 << 30))
+        assert others_hold(job.device) == ""  # a driver's own part
+    assert others_hold(gpu.HOST) == ""
+
+
 def test_small_tables_stay_in_the_memory_of_the_host_beside_nccl():
     communicator = Communicator(
-        "dp", (0, 1), 0, transport="nccl", ledger=Ledger(), agreement=Agreement(None, 0, 0.0), ordered=False
+        "dp", (0, 1), transport="nccl", ledger=Ledger(), agreement=Agreement(None, 0, 0.0), ordered=False
     )
     assert communicator.transport_of(torch.ones(1)) == "gloo"
     with pretend():
         assert communicator.transport_of(torch.ones(1, device="cuda")) == "nccl"
+
+
+@pytest.mark.parametrize(
+    "environ, processes, kind, threads",
+    [
+        ({}, 1, "cuda", 14),
+        ({}, 4, "cpu", 4),
+        ({"LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}, 4, "cuda", 2),
+        ({"LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}, 16, "cuda", 1),
+        ({"OMP_NUM_THREADS": "1"}, 1, "cuda", None),
+        ({"LOCAL_RANK": "0", "OMP_NUM_THREADS": "3"}, 4, "cuda", None),
+    ],
+)
+def test_the_threads_of_a_gpus_process_leave_two_cores(environ, processes, kind, threads, monkeypatch):
+    for name in ("LOCAL_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    chosen = []
+    monkeypatch.setattr(run_machine, "cores", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    run_machine.share_cores(processes, torch.device(kind))
+    assert chosen == ([] if threads is None else [threads])

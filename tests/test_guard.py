@@ -3,6 +3,7 @@ nothing is lost."""
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,14 @@ QUIET = [
     *sets(*SETTINGS, "model.n_layers=1", "model.d_model=16", "model.d_ff=24"),
 ]
 BACK = sets("guard.nonfinite=rollback")
+TEXT = "\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(300))
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FZERO_TRACEBACK", raising=False)
-    Path("text.txt").write_text("\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(300)))
+    Path("text.txt").write_text(TEXT)
 
 
 @pytest.fixture
@@ -136,10 +138,22 @@ def batch_of(sample, run="data"):
     return torch.cat([part(sample, m)["tokens"] for m in range(2)])
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The run that nothing disturbs, made once."""
+    path = tmp_path_factory.mktemp("guard")
+    (path / "text.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.chdir(path)
+        main.main(["pretrain", *map(str, QUIET), "--out", "plain"])
+    assert ended.value.code == 0
+    return path / "plain"
+
+
 @pytest.fixture
-def plain(fz):
-    """The run that nothing disturbs, in the folder `plain`."""
-    ok(fz(*QUIET, "--out", "plain"))
+def plain(undisturbed):
+    """A copy of that run, in the folder `plain`."""
+    shutil.copytree(undisturbed, "plain")
     return "plain"
 
 

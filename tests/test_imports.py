@@ -1,6 +1,8 @@
-"""The order in which folders may import each other, what an import costs, and names that do not shadow Python's own."""
+"""The order in which folders may import each other, what an import costs, names that do not shadow
+Python's own, and the sizes of functions."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +34,13 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def nodes_of(path):
+    """The nodes of a file's syntax tree, parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def exists(module):
     base = ROOT.parent.joinpath(*module.split("."))
     return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
@@ -40,7 +49,7 @@ def exists(module):
 def imported(path):
     """The modules a file imports, at its top or inside functions, as (dotted name, line): `from fzero import x` gives
     fzero.x."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -52,7 +61,7 @@ def imported(path):
 
 def used(path):
     """The attributes that a file takes from the name `fzero`."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    nodes = [node for node in nodes_of(path) if isinstance(node, ast.Attribute)]
     return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "fzero"}
 
 
@@ -139,16 +148,8 @@ def test_no_file_bears_the_name_of_a_standard_library_module():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_pytree_imports_torch_pytrees(path):
     users = [name for name, _ in imported(path) if "pytree" in name and not name.startswith("fzero.")]
-    names = [
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "_pytree"
-    ]
-    named = [
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.alias) and node.name.endswith("pytree")
-    ]
+    names = [node for node in nodes_of(path) if isinstance(node, ast.Attribute) and node.attr == "_pytree"]
+    named = [node for node in nodes_of(path) if isinstance(node, ast.alias) and node.name.endswith("pytree")]
     mine = path == ROOT / "core" / "pytree.py"
     assert mine or (not users and not names and all(node.name == "pytree" for node in named))
 
@@ -172,3 +173,44 @@ def test_every_public_name_loads():
         assert getattr(fzero, name) is not None, name
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         _ = fzero.Trainer
+
+
+MOST_LINES, MOST_PARAMETERS = 80, 8
+# Kernels take pointers and strides, optimizers their hyperparameters, commands their flags.
+MANY_PARAMETERS = ("kernels", "optim", "cli")
+# Three arguments, and six keywords that each are a subject.
+EXCEPTIONS = {("train/step.py", "make_train_step"): 9}
+
+
+def too_large(path, folder):
+    """A line for each function of a file with too many lines or parameters."""
+    for node in nodes_of(path):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        lines, a = node.end_lineno - node.lineno + 1, node.args
+        names = [one.arg for one in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+        count = len(names) - (names[:1] in (["self"], ["cls"]))
+        most = EXCEPTIONS.get((folder, node.name), MOST_PARAMETERS)
+        if lines > MOST_LINES:
+            yield f"{folder}:{node.lineno}: {node.name} has {lines} lines; at most {MOST_LINES}"
+        if count > most and folder.split("/")[0] not in MANY_PARAMETERS:
+            yield f"{folder}:{node.lineno}: {node.name} has {count} parameters; at most {most}"
+
+
+def test_functions_are_short_and_have_few_parameters():
+    wrong = [line for path in FILES for line in too_large(path, path.relative_to(ROOT).as_posix())]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_large_function_is_found(tmp_path):
+    names = ", ".join("abcdefghi")
+    many, long = f"def f({names}):\n    pass\n", "def f():\n" + "    pass\n" * 80
+    for text, folder, expected in (
+        (many, "run/some.py", "run/some.py:1: f has 9 parameters; at most 8"),
+        (many, "kernels/some.py", None),
+        (f"class C:\n    def f(self, {names[:-3]}):\n        pass\n", "run/some.py", None),
+        (long, "cli/some.py", "cli/some.py:1: f has 81 lines; at most 80"),
+    ):
+        source = tmp_path / f"{len(text)}{folder.replace(chr(47), chr(45))}"
+        source.write_text(text)
+        assert [*too_large(source, folder)] == ([] if expected is None else [expected])

@@ -118,7 +118,8 @@ import fzero, torch
 for module in pkgutil.walk_packages(fzero.__path__, "fzero."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-from fzero.kernels import aot, glu, optional_triton, op_function
+from fzero.cli import aot
+from fzero.kernels import glu, optional_triton, op_function
 assert not optional_triton.INSTALLED and not op_function.INTERPRETED
 assert op_function.triton_runs(torch.ones(1)).endswith("run on cuda")
 try:
@@ -143,7 +144,7 @@ def test_the_package_loads_without_triton_and_a_launch_says_what_is_missing():
 
 @pytest.mark.slow
 def test_a_plan_for_a_gpu_is_the_same_without_triton():
-    code = "from fzero.cli.main import main; main(['plan', '--gpu', 'h100'])"
+    code = "from fzero.cli.main import main; main(['plan', '--gpu', 'h100', '--set', 'model.n_layers=1'])"
     first, second = python(WITHOUT_TRITON + code), python(code)
     assert first.returncode == second.returncode == 0, first.stderr[-2000:]
     assert first.stdout == second.stdout

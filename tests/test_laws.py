@@ -19,6 +19,7 @@ def tx_of(name, rate=0.05):
     return OPTIMIZERS[name][0](rate)
 
 
+@pytest.mark.each_value
 @every_case
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])  # SGD first: Adam hides a gradient that is too large
 def test_micro_batches(case, optimizer):
@@ -80,6 +81,7 @@ def test_purity_of_optimizers(optimizer):
     laws.purity(case_of("mlp"), tx_of(optimizer))
 
 
+@pytest.mark.each_value
 @every_optimizer
 @pytest.mark.parametrize("case", ["mlp", "plain function"])
 def test_donation(case, optimizer):
@@ -91,6 +93,7 @@ def test_donation_of_every_model(case):
     laws.donation(case_of(case), tx_of("clip and adamw"))
 
 
+@pytest.mark.each_value
 @every_optimizer
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 def test_donation_in_lower_precision(optimizer, policy):
@@ -107,18 +110,21 @@ def test_resume_of_every_model(case):
     laws.resume(case_of(case), tx_of("adamw"))
 
 
+@pytest.mark.each_value
 @every_optimizer
 @both_forms
 def test_transaction(optimizer, donate):
     laws.transaction(case_of("plain function"), tx_of(optimizer), donate=donate)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", ["llama", "moe capacity", "mlp"])
 @both_forms
 def test_transaction_of_models(model, donate):
     laws.transaction(case_of(model), tx_of("clip and adamw"), donate=donate)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mlp"])
 @both_forms
 def test_overflow(model, donate):
@@ -136,6 +142,7 @@ def test_master_weights(policy):
     laws.master_weights(policy)
 
 
+@pytest.mark.each_value
 @every_optimizer
 @pytest.mark.parametrize("case", ["llama", "plain function"])
 def test_state_layout(case, optimizer):

@@ -6,10 +6,14 @@ import sys
 import types
 
 import pytest
+import torch
 
 from fzero import models
+from fzero.core.compile import tell_of_compiling
 from fzero.core.tables import check_type
-from fzero.run import build, config_table, duration
+from fzero.run import build, config_table, duration, run_folder
+from fzero.run.attempt import Options
+from fzero.run.from_python import train_run
 from fzero.run.measure import loggers
 from fzero.run.measure.progress import show_progress
 from fzero.sharding import one_process
@@ -94,8 +98,10 @@ def test_a_config_keeps_its_loggers():
 @pytest.mark.parametrize("compiles", [True, False])
 def test_lines_predict_nothing_from_the_first_step(compiles):
     lines = []
-    with show_progress(4, 9, every=1, bar=False, compiles=compiles, say=lines.append) as show:
+    with show_progress(4, 9, every=1, bar=False, say=lines.append) as show:
         for step in (5, 6, 9):
+            if compiles:
+                tell_of_compiling()  # said once
             show(row(step, step_s=60.0 if step == 5 else 1.0))
     assert lines[0].startswith("compiling (about 25 s") == compiles
     first, second, last = lines[compiles:]
@@ -105,16 +111,21 @@ def test_lines_predict_nothing_from_the_first_step(compiles):
 def test_a_bar_counts_seconds_while_it_compiles(monkeypatch):
     text = io.StringIO()
     monkeypatch.setattr(sys, "stderr", text)
-    with show_progress(0, 3, every=1, bar=True, compiles=True, say=print) as show:
+    with show_progress(0, 3, every=1, bar=True, say=print) as show:
+        tell_of_compiling()
         for step in (1, 2, 3):
             show(row(step))
     assert "compiling (about 25 s" in text.getvalue() and "3/3" in text.getvalue()
 
 
-@pytest.mark.parametrize(("rate", "steps"), [(1e15, 400), (4e11, 200), (1e9, 100)])
-def test_the_default_run_has_the_longest_length_that_ends_in_time(rate, steps, monkeypatch):
-    """At 35 TFLOP of 400 steps and 0.35 of the rate."""
-    monkeypatch.setattr(duration, "peak_rate", lambda dtype, processes, device: rate)
+@pytest.mark.parametrize(
+    ("bf16", "fp32", "steps"),
+    [(1e15, 1e15, 400), (1.4e12, 2e11, 400), (1e15, 7e10, 200), (1.5e11, 1.5e11, 200), (1e11, 1e11, 100)],
+)
+def test_the_default_run_has_the_longest_length_that_ends_in_time(bf16, fp32, steps, monkeypatch):
+    """At 35 TFLOP of 400 steps, at the rate of products, and a third as much at that of float32 for all else."""
+    rates = {torch.bfloat16: bf16, torch.float32: fp32}
+    monkeypatch.setattr(duration, "peak_rate", lambda dtype, processes, device: rates[dtype])
     table = {"precision": {"policy": "bf16"}, "train": {"compiled": False}}
     job = build.build(config_table.from_table(table), one_process(), None)
     assert duration.fitting_steps(job) == steps
@@ -123,3 +134,27 @@ def test_the_default_run_has_the_longest_length_that_ends_in_time(rate, steps, m
     large = config_table.from_table({"preset": "gpt2-124m", **table, "data": {"seq_len": 64}})
     assert models.preset("gpt2-124m") == large.model
     assert duration.fitting_steps(job._replace(config=large)) == large.train.steps
+
+
+@pytest.mark.slow
+def test_a_function_hears_of_each_step_and_what_it_raises_ends_the_run(tmp_path):
+    """With the rows of metrics.jsonl; the run is then resumed from Python."""
+    (tmp_path / "text.txt").write_text("a line of text\n" * 40)
+    train = {"steps": 4, "batch": 2, "micro_batch": 2, "compiled": False, "loggers": [], "checkpoint_every": 1}
+    table = {"preset": "mlp-tiny", "data": {"path": str(tmp_path / "text.txt"), "seq_len": 4}, "train": train}
+    heard, run = [], tmp_path / "run"
+
+    def log(step, row):
+        heard.append((step, row))
+        if len(heard) == 3:
+            raise RuntimeError("enough")
+
+    quiet = Options(say=lambda line: None, sample="", peak_flops=1e12)
+    with pytest.raises(RuntimeError, match="enough"):
+        train_run(run, config_table.from_table(table), options=quiet._replace(log=log))
+    assert [step for step, _ in heard] == [1, 2, 3]
+    assert [row for _, row in heard] == list(run_folder.read_metrics(run))
+    assert train_run(run, options=quiet._replace(log=log)) == 0
+    assert heard[-1] == (4, list(run_folder.read_metrics(run))[-1])
+    with pytest.raises(ValueError, match="is complete"):
+        train_run(run)

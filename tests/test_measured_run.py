@@ -20,7 +20,7 @@ from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.precision import fp64
 from fzero.run import run_folder
-from fzero.run.measure import attempts, flops, norms, rank_times, step_records
+from fzero.run.measure import flops, norms, rank_times, step_records
 from fzero.run.measure.profiler import Named, steps_of
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
 from fzero.train.batch import local_batch
@@ -92,6 +92,26 @@ def test_a_sum_in_two_halves_is_waited_for_twice():
     clock.pass_(8)
     clock.done(1)
     assert clock.take().comm == {"dp": Comm(exposed=10.0, hidden=5.0)}
+
+
+def test_a_stretch_is_read_when_the_next_one_is_under_way():
+    clock = Hand()
+    clock.pass_(1)
+    with_phases = clock.cut()
+    clock.phases = False  # of a step that is not measured
+    clock.enter("evaluate")
+    clock.pass_(2)
+    clock.start(1, "psum", "dp", "w", 8)
+    clock.wait(1)
+    without = clock.cut()
+    clock.phases = True
+    clock.pass_(4)
+    clock.leave("evaluate")
+    clock.pass_(8)
+    assert clock.read(with_phases).phases["rest"] == 1.0
+    assert clock.read(without) == Times(2.0, {}, {})
+    phases = clock.take().phases
+    assert (phases["evaluate"], phases["rest"]) == (4.0, 8.0)  # the phase was entered in a stretch that was not split
 
 
 # -- norms and times of steps on meshes
@@ -278,7 +298,7 @@ def test_a_row_adds_up(run):
 
 
 def test_attempts_are_lines(run):
-    first, second = attempts.read(run)
+    first, second = run_folder.read_attempts(run)
     assert (first["attempt"], first["first_step"], second["attempt"], second["first_step"]) == (1, 0, 2, 9)
     assert first["mesh"]["dp"] == first["processes"] == 1 and first["peak_flops"] == 1e12 and not first["peak_measured"]
     assert first["commit"] == "" or len(first["commit"]) == 40
@@ -381,7 +401,7 @@ def test_what_is_recorded_of_two_ranks(tmp_path):
     assert [len(said[name]) for name in rank_times.COLUMNS] == [2] * 4 and said["steps"] == 2 + (
         rows[2]["ranks"]["steps"] == 2
     )
-    (attempt,) = attempts.read(run)
+    (attempt,) = run_folder.read_attempts(run)
     assert attempt["processes"] == 2 and attempt["zero"] == 3 and attempt["mesh"]["dp"] == 2
     # The ledger of a step is what the same step on a mesh of fake ranks enters, to the byte.
     ledger = json.loads((run / step_records.LEDGER).read_text())

@@ -1,6 +1,7 @@
 """Memory and messages on a mesh: bytes at rest by the papers' formulas, the peak of a step as predicted, the ledger to
 the byte."""
 
+import contextlib
 import functools
 
 import pytest
@@ -18,6 +19,7 @@ from fzero.sharding.mesh import fake_mesh
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
 SIZES = {"vocab_size": 256, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}
 ROWS, T = 2, 32  # of a micro-batch
+LAYERS, DEPTHS = 2, (3, 5, 7)  # of most cases; of those that grow
 POLICIES = {"fp32": precision.fp32, "bf16": precision.bf16}
 
 
@@ -26,7 +28,7 @@ def model_of(layers):
     return models.build(models.LlamaConfig(**SIZES, n_layers=layers))
 
 
-def make(mesh, stage, layers=4, parts=2, policy="fp32", **options):
+def make(mesh, stage, layers=LAYERS, parts=2, policy="fp32", **options):
     """(step, state, local batch)"""
     model, plan_options = model_of(layers), options.pop("plan_options", {})
     plan = fzero.zero_plan(stage, model, mesh, **plan_options, policy=POLICIES[policy]())
@@ -44,15 +46,17 @@ def tree_bytes(tree):
 
 
 def measured(mesh, cases):
-    """By case: (peak bytes of a second step, bytes of the state, the ledger's rows of that step)."""
+    """By case, of rank 0: (peak bytes of a second step, bytes of the state, the ledger's rows of that step). The others
+    do not count, which takes longer than the steps."""
     out = []
     for args, options in cases:
         step, (state, batch) = make(mesh, *args, **options)
         state, _ = step(state, batch)
         mesh.ledger.clear()
-        with LiveBytes(state, batch) as live:
+        live = LiveBytes(state, batch) if mesh.rank == 0 else None
+        with live or contextlib.nullcontext():
             state, _ = step(state, batch)
-        out.append((live.peak, tree_bytes((state.params, state.master, state.opt_state)), mesh.ledger.rows()))
+        out.append((live and live.peak, tree_bytes((state.params, state.master, state.opt_state)), mesh.ledger.rows()))
     return out
 
 
@@ -62,47 +66,52 @@ def predicted(sizes, args, options):
     return peak, mesh.ledger.rows()
 
 
-CASES = [((stage, 4, parts, policy), {}) for stage in range(4) for parts in (1, 3) for policy in ("fp32", "bf16")]
-CASES += [((3, layers), {"remat": "full"}) for layers in (4, 8, 16)]
+CASES = [((stage, LAYERS, parts, policy), {}) for stage in range(4) for parts in (1, 3) for policy in ("fp32", "bf16")]
+CASES += [((3, layers), {"remat": "full"}) for layers in DEPTHS]
 CASES += [
     ((3, 8), {"prefetch": 3}),
-    ((3, 4), {"plan_options": {"reshard": False}}),
-    ((2, 4, 3), {"plan_options": {"accumulate": "full"}}),
+    ((3, LAYERS), {"reshard": False}),
+    ((2, LAYERS, 3), {"plan_options": {"reduce": "once"}}),
 ]
-CASES += [((0, 4, 2), {"plan_options": {"reduce": "canonical"}})]
+CASES += [((0, LAYERS, 2), {"plan_options": {"reduce": "canonical"}})]
 
-# With three micro-batches, every stage in float32; and every option but prefetch, which is slow.
+# With three micro-batches, every stage in float32; and every option but prefetch.
 OFTEN = (2, 6, 10, 14, *(i for i in range(16, len(CASES)) if "prefetch" not in CASES[i][1]))
+# With three micro-batches, every stage in bfloat16; with one, each dtype; and prefetch.
+LATER = (3, 7, 11, 15, 0, 13, *(i for i in range(16, len(CASES)) if i not in OFTEN))
+TIERS = {"often": [], "later": pytest.mark.slow, "rarely": pytest.mark.exhaustive}
+
+
+def tier_of(number):
+    return "often" if number in OFTEN else "later" if number in LATER else "rarely"
 
 
 @functools.cache
-def results(often):
-    """{number: (args, options, what was measured)} of the cases that run every time, or of the others."""
-    numbers = [number for number in range(len(CASES)) if (number in OFTEN) == often]
+def results(tier):
+    """{number: (args, options, what was measured)} of the cases of a tier."""
+    numbers = [number for number in range(len(CASES)) if tier_of(number) == tier]
     found = ranks.run(4, measured, [CASES[number] for number in numbers], mesh={"dp": 4}, timeout_s=300)[0]
     return {number: (*CASES[number], result) for number, result in zip(numbers, found)}
 
 
-every_case = pytest.mark.parametrize(
-    "often", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["often", "others"]
-)
+every_case = pytest.mark.parametrize("tier", [pytest.param(tier, marks=marks) for tier, marks in TIERS.items()])
 
 
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(i, marks=[pytest.mark.slow] * (i not in OFTEN or case[0] == (3, 16)), id=str(case))
+        pytest.param(i, marks=pytest.mark.exhaustive if case[0] == (3, DEPTHS[-1]) else TIERS[tier_of(i)], id=str(case))
         for i, case in enumerate(CASES)
     ],
 )
 def test_the_peak_is_the_predicted_one(number):
-    args, options, (peak, _, rows) = results(number in OFTEN)[number]
+    args, options, (peak, _, rows) = results(tier_of(number))[number]
     said, said_rows = predicted({"dp": 4}, args, options)
     assert abs(peak - said) <= 0.02 * said, f"{peak:,} bytes measured, {said:,} predicted"
     assert rows == said_rows
 
 
-PSI = {layers: models.num_params(model_of(layers)) for layers in (4, 8, 16)}
+PSI = {layers: models.num_params(model_of(layers)) for layers in (LAYERS, *DEPTHS)}
 
 
 def test_the_tracker_counts_each_storage_once_and_forgets_it():
@@ -124,11 +133,13 @@ def test_the_tracker_counts_each_storage_once_and_forgets_it():
 def test_bytes_at_rest_are_the_papers(policy, whole, sharded):
     """Parameters, master weights and two moments: Rajbhandari et al. 2020, section 3.1 (K = 12, and 8 without master
     weights)."""
-    params, n, psi = whole[0], 4, PSI[4]
+    params, n, psi = whole[0], 4, PSI[LAYERS]
     expected = {0: (params + sharded) * psi, 1: params * psi + sharded * psi // n, 2: params * psi + sharded * psi // n}
     expected[3] = (params + sharded) * psi // n
-    measured = {**results(True), **(results(False) if policy == "bf16" else {})}
-    found = {args[0]: state_bytes for args, _, (_, state_bytes, _) in measured.values() if args[1:] == (4, 3, policy)}
+    measured = results("often" if policy == "fp32" else "later")
+    found = {
+        args[0]: state_bytes for args, _, (_, state_bytes, _) in measured.values() if args[1:] == (LAYERS, 3, policy)
+    }
     assert {stage: size - 8 for stage, size in found.items()} == expected  # the optimizer's count is one int64
 
 
@@ -136,9 +147,13 @@ def test_bytes_at_rest_are_the_papers(policy, whole, sharded):
 def test_gradients_are_held_as_the_papers_say(policy):
     """Between stages 1 and 2 with accumulation lie the gradients that a rank sums over micro-batches: all of them, or
     its part."""
-    peaks = {args: peak for args, options, (peak, _, _) in results(policy == "fp32").values() if not options}
-    saved = peaks[1, 4, 3, policy] - peaks[2, 4, 3, policy]
-    blocks = PSI[4] - 2 * 256 * 64 - 64
+    peaks = {
+        args: peak
+        for args, options, (peak, _, _) in results("often" if policy == "fp32" else "later").values()
+        if not options
+    }
+    saved = peaks[1, LAYERS, 3, policy] - peaks[2, LAYERS, 3, policy]
+    blocks = PSI[LAYERS] - 2 * 256 * 64 - 64
     # All of the blocks' and of the embedding's are there at the end, in float32.
     assert saved > 0.5 * 4 * blocks * 3 // 4
 
@@ -146,13 +161,15 @@ def test_gradients_are_held_as_the_papers_say(policy):
 def test_the_peak_of_stage_3_does_not_grow_with_the_layers_but_by_activations_and_shards():
     """With full recomputation a layer adds its input and its shards (parameters, gradient, two moments), and nothing
     else."""
-    rows = {args[1]: peak for args, options, (peak, _, _) in results(True).values() if options == {"remat": "full"}}
-    a_layer = (PSI[8] - PSI[4]) // 4
+    rows = {args[1]: peak for args, options, (peak, _, _) in results("often").values() if options == {"remat": "full"}}
+    least, middle, most = DEPTHS
+    a_layer = (PSI[middle] - PSI[least]) // (middle - least)
     own = 4 * 4 * a_layer // 4 + 4 * ROWS * T * SIZES["d_model"]
-    for few, many in ((4, 8), (8, 16)):
+    for few, many in ((least, middle), (middle, most)):
         assert abs(rows[many] - rows[few] - (many - few) * own) <= 0.005 * rows[many], (few, many)
     # Kept whole, the parameters of the layers between would be many times what was measured.
-    assert 12 * 4 * a_layer > 3 * (rows[16] - rows[4] - 12 * own + 4 * a_layer)
+    more = most - least
+    assert more * 4 * a_layer > 3 * (rows[most] - rows[least] - more * own + 4 * a_layer)
 
 
 def sent(rows, **chosen):
@@ -160,26 +177,26 @@ def sent(rows, **chosen):
 
 
 @every_case
-def test_the_ledger_is_what_the_printed_plan_says(often):
-    for args, _, (_, _, rows) in results(often).values():
+def test_the_ledger_is_what_the_printed_plan_says(tier):
+    for args, _, (_, _, rows) in results(tier).values():
         if len(args) == 4:
-            plan = fzero.zero_plan(args[0], model_of(4), fake_mesh({"dp": 4}), policy=POLICIES[args[3]]())
+            plan = fzero.zero_plan(args[0], model_of(LAYERS), fake_mesh({"dp": 4}), policy=POLICIES[args[3]]())
             sent = [communication(plan, name)[1:] for name in pytree.names(plan.like)]
             said = sum(args[2] * part + step for part, step in sent)
             assert said == sum(row.bytes for row in rows if row.phase != "metrics"), args
 
 
 @every_case
-def test_the_ledger_is_two_and_three_psi(often):
+def test_the_ledger_is_two_and_three_psi(tier):
     """Elements times (N-1)/N and their size: 2 Psi at stages 0 to 2, 3 Psi at stage 3 for the layers, 2 Psi for
     embedding and head, whose backward passes need no parameters; without resharding 2 Psi for all (Rajbhandari et al.
     2020, section 7)."""
-    psi, n = PSI[4], 4
+    psi, n = PSI[LAYERS], 4
     outside = 2 * 256 * 64 + 64
     blocks = psi - outside
-    for args, options, (_, _, rows) in results(often).values():
+    for args, options, (_, _, rows) in results(tier).values():
         stage, layers, parts, policy = (*args, 2, "fp32")[:4] if len(args) == 2 else (*args, "fp32")[:4]
-        if layers != 4 or "remat" in options or "prefetch" in options:
+        if layers != LAYERS or "remat" in options or "prefetch" in options:
             continue
         size = {"fp32": 4, "bf16": 2}[policy]  # of a parameter; sums travel in float32
         unit = (n - 1) / n
@@ -187,9 +204,9 @@ def test_the_ledger_is_two_and_three_psi(often):
         gather += sent(rows, phase="backward")
         if options.get("plan_options") == {"reduce": "canonical"}:
             assert (reduce, gather, update) == ((parts + 1) * 4 * psi * unit, 0, 0)
-        elif options.get("plan_options") == {"accumulate": "full"}:
+        elif options.get("plan_options") == {"reduce": "once"}:
             assert (reduce, gather, update) == (4 * psi * unit, 0, size * psi * unit)
-        elif options.get("plan_options") == {"reshard": False}:
+        elif options.get("reshard") is False:
             assert (reduce, gather, update) == (parts * 4 * psi * unit, parts * size * psi * unit, 0)
         elif stage == 0:
             assert (reduce, gather, update) == (2 * 4 * psi * unit, 0, 0)

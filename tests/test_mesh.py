@@ -1,15 +1,18 @@
 """The mesh over several processes: how ranks are numbered, what a wrong size says, and a real torchrun."""
 
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 
+from fzero.cli.process import print_error
 from fzero.sharding import AXES, Spec, fake_mesh, make_mesh, one_process, to_dtensor
-from fzero.sharding.mesh import ORDER
+from fzero.sharding.mesh import ORDER, start_processes
 
 
 def described(mesh):
@@ -133,3 +136,55 @@ def test_under_torchrun():
     done = torchrun(2, PROGRAM)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: [2.0, 1.0]", "rank 1 of 2: [2.0, 1.0]"]
+
+
+# ---- a transport that cannot start ----------------------------------------------------------------------------------
+
+# As PyTorch words them.
+WRONG_INTERFACE = """[rank1]: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with \
+NCCL_DEBUG=WARN for details), NCCL version 2.27.5
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Bootstrap : no socket interface found"""
+OLD_DRIVER = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 35 'CUDA driver version is insufficient for CUDA runtime version'"""
+
+
+def refusal(device, **where):
+    with pytest.raises(ValueError) as refused:
+        start_processes(torch.device(device), 5.0, store=dist.HashStore(), world_size=1, **where)
+    assert "\n" not in str(refused.value) and print_error(str(refused.value), refused.value) == 2
+    return str(refused.value)
+
+
+def test_gloo_that_cannot_start_is_one_line(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    said = refusal("cpu", rank=0)
+    assert said.startswith(f"rank 0 on host {socket.gethostname()}: gloo does not start: ") and "nope0" in said
+    assert "GLOO_SOCKET_IFNAME names the network interface" in said and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "error, what",
+    [
+        (WRONG_INTERFACE, "library. Bootstrap : no socket interface found;"),
+        (OLD_DRIVER, "failed. Cuda failure 35 'CUDA driver version is insufficient for CUDA runtime version';"),
+        ("[rank1]: something else\nand more", "does not start: something else;"),
+    ],
+    ids=["interface", "driver", "other"],
+)
+def test_nccl_that_cannot_start_is_one_line(monkeypatch, error, what):
+    def refuse(*_, **__):
+        raise dist.DistBackendError(error)
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    said = refusal("cuda:0", rank=1)
+    assert said.startswith(f"rank 1 on host {socket.gethostname()}: NCCL does not start: ") and what in said
+    assert all(name in said for name in ("NCCL_DEBUG=INFO", "NCCL_SOCKET_IFNAME", "--device cpu"))
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this PyTorch has NCCL")
+def test_a_pytorch_without_nccl_is_one_line():
+    assert "NCCL does not start: " in refusal("cuda:0", rank=0) and not dist.is_initialized()

@@ -138,6 +138,7 @@ def test_a_folder_of_transformers(case, known, tmp_path):
         assert relative(again(input_ids=tokens(2)).logits, model(input_ids=tokens(2)).logits) < 1e-6
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prefix", ["", "model.", "app.model.", "module._orig_mod."])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_torch_distributed_checkpoint(case, prefix, known, tmp_path):
@@ -185,6 +186,7 @@ def test_a_sharded_torch_distributed_checkpoint(case, known, tmp_path):
     expect_equal(case, known, held)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_deepspeed_universal_checkpoint(case, stage, known, tmp_path):

@@ -108,6 +108,7 @@ def obeys_every_law(form, impl, tensors):
         law(form, tensors, impl=impl)
 
 
+@pytest.mark.each_value
 @forms
 @pytest.mark.parametrize("n, k, experts, d", SIZES, ids=str)
 def test_permute_and_unpermute_obey_every_law(impl, n, k, experts, d):
@@ -169,6 +170,7 @@ def test_no_tokens(impl):
 # ---- grouped products ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("impl", ("triton", "torch") if laws.DEVICE == "cpu" else ("triton",))
 @pytest.mark.parametrize(
     "m, d, f, ends", [(7, 5, 3, [2, 2, 7]), (1, 1, 1, [1]), (70, 67, 66, [0, 65, 65, 66, 70])], ids=str

@@ -104,7 +104,7 @@ def few(cases, often):
     return [case if i in often else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("instant", few(instants(8, "one rank"), (5,)))
+@pytest.mark.parametrize("instant", few(instants(5, "one rank"), (4,)))
 def test_a_kill_at_any_instant_leaves_a_step(worker, instant):
     answer = kill(worker, instant)
     assert answer["code"] in (-9, 0)
@@ -164,7 +164,7 @@ EXPECTED = {  # of those whose outcome is certain
 }
 
 
-@pytest.mark.parametrize("point", few(PLACES, (1, 4, 7, 9, 12)))
+@pytest.mark.parametrize("point", few(PLACES, (1, 7, 12)))
 def test_a_kill_inside_a_commit_leaves_the_step_before_or_after(worker, point):
     answer = worker("killed", point=point)
     assert answer["code"] == -9

@@ -295,6 +295,26 @@ def test_a_transfer_that_stops_midway_goes_on(monkeypatch, disk, file):
     assert os.pread(fd, 8 * PAGE, 0) == data.flip(0).numpy().tobytes()
 
 
+def test_work_follows_a_transfer_in_its_thread_unless_it_failed(monkeypatch, disk, file):
+    fd, _ = file
+    gate, read, called = threading.Event(), os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *args: gate.wait(WAIT_S) and read(*args))
+    good, bad, short = (disk.read(fd, torch.zeros(PAGE, dtype=torch.uint8), at * PAGE) for at in (0, 1, 8))
+    good.then(lambda: called.append(threading.get_ident()))
+    bad.then(lambda: called[9])
+    short.then(lambda: called.append("after an error"))
+    gate.set()
+    good.wait()
+    assert called in [[thread.ident] for thread in disk.threads]
+    good.then(lambda: called.append("at once"))
+    assert called[1:] == ["at once"]
+    with pytest.raises(IndexError):
+        bad.wait()
+    with pytest.raises(OSError, match="ends at byte"):
+        short.wait()
+    assert len(called) == 2
+
+
 @pytest.mark.parametrize("size", [8 * PAGE, 7 * PAGE + 10, 0])
 def test_a_file_that_ends_too_early_is_an_error(disk, file, size):
     fd, _ = file

@@ -92,6 +92,7 @@ def assert_equal(a, b):
 # -- updates before and behind their time
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("micro", (1, 2))
 def test_layers_updated_in_the_backward_pass_are_those_updated_behind_it(tmp_path, policy, micro):
@@ -292,6 +293,7 @@ def run_config(**changes):
     return config_table.from_table(table)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("offload", (ALL, f"{ALL},grads=nvme,acts=nvme", "opt=nvme:0.4"))
 @pytest.mark.parametrize("states", ("full", "8bit"))
 def test_the_disk_that_a_run_needs(tmp_path, offload, states):

@@ -34,7 +34,7 @@ from fzero.offload import (
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
 from fzero.offload.disk_io import serves_direct
-from fzero.offload.store import StoreRanks, release_store
+from fzero.offload.store_folder import StoreRanks, release_store
 from fzero.offload.store_manifest import STEP, STORE, read_step_manifest
 from fzero.offload.update_units import RowBlock, begin_ahead, cut_units, params_of_leaves
 from fzero.sharding.slices import MOST_ELEMENTS, row_blocks

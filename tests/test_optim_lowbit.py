@@ -150,6 +150,7 @@ def compare_steps(mesh, name, plant=lambda layout: layout):
 
 
 @every_optimizer
+@pytest.mark.each_value
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_shards_have_the_bits_of_the_whole(name, sizes):
     ranks.run(math.prod(sizes.values()), compare_steps, name, mesh=sizes)

@@ -1,5 +1,7 @@
 """What each piece of `fzero.optim` promises by itself: chains, labels, clipping, rules, accumulation, averages."""
 
+import copy
+
 import pytest
 import torch
 from optim_cases import F64, assert_same, clone, muon_for_matrices, run, tree
@@ -164,6 +166,23 @@ def test_accumulate_is_a_step_on_the_mean(form):
         expected = optim.apply_updates(expected, u)
         assert_same((p, state.inner), (expected, expected_state), 1e-12)
         assert int(state.count) == 0 and optim.global_norm(state.sum) == 0
+
+
+def test_the_count_of_accumulate_is_what_its_tensor_holds():
+    tx, params = optim.accumulate(optim.sgd(1.0), 3), {"w": torch.zeros(1)}
+
+    def counts(state, times=3):
+        for _ in range(times):
+            _, state = tx.apply({"w": torch.ones(1)}, state, params)
+            yield int(state.count)
+
+    _, state = tx.apply({"w": torch.ones(1)}, tx.init(params), params)
+    assert list(counts(clone(state))) == list(counts(copy.deepcopy(state))) == list(counts(state)) == [2, 0, 1]
+    state.count.fill_(2)  # as a restored state does
+    assert list(counts(copy.deepcopy(state))) == list(counts(state)) == [0, 1, 2]
+    with torch.inference_mode():  # whose tensors PyTorch does not count the changes of
+        assert list(counts(tx.init(params), 4)) == [1, 2, 0, 1]
+        assert list(counts(state)) == [0, 1, 2]
 
 
 def test_the_average_follows_its_equation_and_is_a_copy():

@@ -118,14 +118,22 @@ def checked_steps(mesh, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [(name, mesh) for name in NAMES for mesh in MESHES if name in NEEDY or mesh == "dp2 tp2"]
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[pytest.mark.slow] * (mesh != "dp2 tp2" and name != "recipe"))
+        for name in NAMES
+        for mesh in MESHES
+        if name in NEEDY or mesh == "dp2 tp2"
+    ],
 )
 def test_steps_on_shards_are_those_on_whole_leaves(name, mesh):
     sizes = MESHES[mesh]
     ranks.run(math.prod(sizes.values()), compare_steps, name, mesh=sizes)
 
 
-@pytest.mark.parametrize("name", ["lamb", "adafactor", "muon by label", "recipe"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("lamb", "muon by label")), "adafactor", "recipe"]
+)
 def test_no_sum_over_ranks_is_of_what_they_share(name):
     ranks.run(4, checked_steps, name, mesh={"dp": 2, "tp": 2})
 
@@ -366,7 +374,9 @@ def steps_of_three(mesh, name):
         assert_same(pytree.map(lambda x, i=i: x[i], batched), alone, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["lamb", "adafactor", "muon by label", "recipe"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("lamb", "muon by label")), "adafactor", "recipe"]
+)
 def test_vmap_over_steps_on_shards(name):
     ranks.run(4, steps_of_three, name, mesh={"dp": 2, "tp": 2})
 

@@ -95,6 +95,7 @@ def test_default_arguments_are_those_of_torch(make, form):
 
 
 @both_forms
+@pytest.mark.each_value
 @pytest.mark.parametrize("lr", [0.5, 0.01])
 @pytest.mark.parametrize(("eps1", "clip"), [(None, 1.0), (0.05, 1.0), (None, 1.5)])
 def test_adafactor(lr, eps1, clip, form):
@@ -108,6 +109,7 @@ def test_adafactor(lr, eps1, clip, form):
 
 
 @both_forms
+@pytest.mark.each_value
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_muon_in_bfloat16(adjust, nesterov, form):

@@ -3,6 +3,7 @@ formulas."""
 
 import collections
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -12,7 +13,7 @@ import pytest
 
 import fzero
 from fzero import models
-from fzero.checkpoint.convert import huggingface_names
+from fzero.checkpoint.convert import huggingface_config
 from fzero.core import pytree
 from fzero.planner import devices, estimate, format, vary
 from fzero.planner import plan as report
@@ -43,12 +44,19 @@ FLAGS = [
     if b != "batch"
 ]
 FLAGS = [part for flag in FLAGS for part in ("--set", str(flag).replace("=False", "=false"))]
+PRICED = devices.device("h100", price_per_hour=2.0)
 COMMAND = ["plan", "--seq-len", "64", "--batch", "8", "--mesh", "dp=2", "--zero", "3", *FLAGS]
 
 
 @pytest.fixture(scope="module")
-def planned():
-    return fzero.plan(SMALL, {"dp": 2}, settings={"zero": 3}, tokens=1e9, price=2.0)
+def plan(tmp_path_factory):
+    """fzero.plan that traces a config once for all tests of this file."""
+    return functools.partial(fzero.plan, cache=tmp_path_factory.mktemp("traces"))
+
+
+@pytest.fixture(scope="module")
+def planned(plan):
+    return plan(SMALL, {"dp": 2}, gpu=PRICED, settings={"zero": 3}).for_tokens(1e9)
 
 
 @pytest.fixture
@@ -113,23 +121,23 @@ def test_the_page_is_one_screen(planned):
         assert words in page or (words == "days" and "device hours" in page), words
 
 
-def test_what_does_not_fit_says_by_how_much():
+def test_what_does_not_fit_says_by_how_much(plan):
     tight = devices.device("h100", memory_bytes=(2 << 30) + 1000)
-    found = fzero.plan(SMALL, {"dp": 2}, gpu=tight, settings={"zero": 3})
+    found = plan(SMALL, {"dp": 2}, gpu=tight, settings={"zero": 3})
     assert not found.fits and found.binds == "memory"
     assert found.margin_bytes == found.capacity_bytes - found.peak_bytes_per_rank < 0
     assert f"DOES NOT FIT: {format.size(-found.margin_bytes)} too much" in str(found)
 
 
-def test_a_nodes_host_memory_is_memory_too():
+def test_a_nodes_host_memory_is_memory_too(plan):
     hosted = {"zero": 3, "offload": "params=host,opt=host"}
-    found = fzero.plan(SMALL, {"dp": 2}, gpu="h100", settings=hosted)
+    found = plan(SMALL, {"dp": 2}, gpu="h100", settings=hosted)
     assert found.fits and found.host_capacity_bytes == int(0.9 * 2e12) // 2 and "a node of 1.8 TB" in str(found)
     tight = devices.device("h100", host_memory_bytes=int((2 * found.host_peak_bytes - 2000) / 0.9))
-    over = fzero.plan(SMALL, {"dp": 2}, gpu=tight, settings=hosted)
+    over = plan(SMALL, {"dp": 2}, gpu=tight, settings=hosted)
     assert not over.fits and over.margin_bytes > 0 and over.binds == "host memory"
     assert "DOES NOT FIT" in str(over) and "too much for the host's memory" in str(over)
-    unknown = fzero.plan(SMALL, {"dp": 2}, gpu=devices.device("h100", host_memory_bytes=None), settings=hosted)
+    unknown = plan(SMALL, {"dp": 2}, gpu=devices.device("h100", host_memory_bytes=None), settings=hosted)
     assert unknown.fits and unknown.host_capacity_bytes is None
 
 
@@ -164,15 +172,17 @@ def test_the_optimizers_products_are_flops_and_no_utilization():
 @pytest.mark.parametrize(("stage", "expected"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_zero_papers_table(stage, expected):
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 ranks."""
-    assert round(estimate.estimate_model_states(7_500_000_000, 64, zero=stage).device_bytes / 1e9, 1) == expected
+    found = estimate.estimate_model_states(7_500_000_000, {"dp": 64}, zero=stage)
+    assert round(found.device_bytes / 1e9, 1) == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("micro_batch", [4, 2])
-def test_model_states_are_those_of_a_traced_step(stage, micro_batch):
-    found = fzero.plan(SMALL, {"dp": 2}, settings={"zero": stage, "train.micro_batch": micro_batch})
+def test_model_states_are_those_of_a_traced_step(plan, stage, micro_batch):
+    found = plan(SMALL, {"dp": 2}, settings={"zero": stage, "train.micro_batch": micro_batch})
     said = estimate.estimate_model_states(
-        config_table.from_table(SMALL).model, 2, zero=stage, accumulate=micro_batch == 2
+        config_table.from_table(SMALL).model, {"dp": 2}, zero=stage, accumulate=micro_batch == 2
     )
     traced = found.state_bytes
     assert (said.params, said.grads, said.master) == (traced["params"], traced["grads"], traced["master"])
@@ -185,12 +195,12 @@ def test_elements_communicated_are_the_papers(stage):
     c = config_table.from_table(
         {**SMALL, "zero": stage, "precision": {"policy": "fp32"}, "model": {**SMALL["model"], "n_layers": 4}}
     )
-    plan = build.build(machine.resolve_auto(c, fzero.core.device.CPU), fake_mesh({"dp": 2})).plan
-    psi = sum(x.numel() for x in pytree.leaves(plan.like))
-    sent = [communication(plan, name)[1:] for name in pytree.named_leaves(plan.like)]
+    made = build.build(machine.resolve_auto(c, fzero.core.device.CPU), fake_mesh({"dp": 2})).plan
+    psi = sum(x.numel() for x in pytree.leaves(made.like))
+    sent = [communication(made, name)[1:] for name in pytree.named_leaves(made.like)]
     said = estimate.communicated_elements(psi, stage, 2)
     if stage == 3:  # the embedding and the head are gathered once
-        ends = sum(x.numel() for name, x in pytree.named_leaves(plan.like).items() if not name.startswith("blocks/"))
+        ends = sum(x.numel() for name, x in pytree.named_leaves(made.like).items() if not name.startswith("blocks/"))
         said -= ends / 2
     assert sum(map(sum, sent)) == 4 * said
 
@@ -214,21 +224,22 @@ def test_activations_of_a_layer_are_at_most_the_papers():
         ({"precision": "int4"}, "precision is 'int4'"),
         ({"optimizer": "adamm"}, "optimizer is 'adamm'"),
         ({"states": "4bit"}, "states is '4bit'; it must be one of full, bf16, 8bit"),
-        ({"tp": 3}, "gpus is 8 and tp is 3"),
+        ({"mesh": 8}, "mesh is 8; it must be a table"),
+        ({"mesh": {"dp": 8, "pp": 2}}, "mesh has pp=2"),
         ({"offload": "opt=tape"}, "'tape' is not a memory"),
     ],
 )
 def test_estimates_refuse_what_is_not_there(options, match):
     with pytest.raises(ValueError, match=match):
-        estimate.estimate_model_states(10**9, 8, **options)
+        estimate.estimate_model_states(10**9, **{"mesh": {"dp": 8}, **options})
 
 
 def test_offloaded_states_are_the_hosts():
-    whole = estimate.estimate_model_states("llama-8b", 8)
-    away = estimate.estimate_model_states("llama-8b", 8, offload="opt=host")
+    whole = estimate.estimate_model_states("llama-8b", {"dp": 8})
+    away = estimate.estimate_model_states("llama-8b", {"dp": 8}, offload="opt=host")
     assert away.host_bytes == whole.master + whole.optimizer and away.device_bytes == whole.params + whole.grads
     assert away.gpu_bytes == away.device_bytes + away.layer_bytes
-    shown = estimate.states_table("llama-8b", 8)
+    shown = estimate.states_table("llama-8b", {"dp": 8})
     assert len(shown.splitlines()) == 3 + 4 * len(estimate.OFFLOADS) and "params=host,opt=host" in shown
 
 
@@ -293,16 +304,16 @@ def test_memory_and_disk_of_another_machine(fz):
 
 def test_a_config_of_hugging_face_is_a_model(fz, tmp_path):
     """Also beside --set and --vary; the same sizes as the preset written out."""
-    hf, _ = huggingface_names.write_config(dataclasses.replace(models.preset("llama-tiny"), n_layers=2))
+    hf, _ = huggingface_config.write_config(dataclasses.replace(models.preset("llama-tiny"), n_layers=1))
     (tmp_path / "config.json").write_text(json.dumps(hf))
     flags = ["--seq-len", "64", "--set", "train.compiled=false", "--precision", "bf16"]
     code, out, err = fz("plan", "--json", *flags, "--model", tmp_path / "config.json")
     assert (code, err[:14]) == (0, "first estimate")
-    own = fz("plan", "--json", *flags, "--set", "model.n_layers=2")
+    own = fz("plan", "--json", *flags, "--set", "model.n_layers=1")
     theirs, ours = (json.loads(text)["config"]["model"] for text in (out, own[1]))
     assert {**theirs, "head_dim": 0} == ours
     code, out, _ = fz(
-        "plan", *flags, "--model", tmp_path / "config.json", "--set", "model.n_layers=3", "--vary", "zero=0,1"
+        "plan", *flags, "--model", tmp_path / "config.json", "--set", "model.n_layers=2", "--vary", "zero=0,1"
     )
     assert code == 0 and "the fastest that fits: zero" in out
 
@@ -310,11 +321,11 @@ def test_a_config_of_hugging_face_is_a_model(fz, tmp_path):
 # -- plans side by side
 
 
-def test_each_combination_has_a_row():
-    found = vary.vary(SMALL, {"zero": [0, 3], "train.remat": ["none", "full"]}, {"dp": 2})
+def test_each_combination_has_a_row(plan):
+    found = vary.vary(SMALL, {"zero": [0, 3], "train.remat": ["none", "full"]}, {"dp": 2}, **plan.keywords)
     assert [tuple(row.values.values()) for row in found.rows] == [(0, "none"), (0, "full"), (3, "none"), (3, "full")]
     for row in found.rows:
-        one = fzero.plan(SMALL, {"dp": 2}, settings=row.values)
+        one = plan(SMALL, {"dp": 2}, settings=row.values)
         assert (row.report.peak_bytes_per_rank, row.report.step_s) == (one.peak_bytes_per_rank, one.step_s)
     whole, again = (found.rows[i].report for i in (2, 3))
     assert again.peak_bytes_per_rank < whole.peak_bytes_per_rank and again.step_s > whole.step_s
@@ -331,7 +342,7 @@ def test_each_combination_has_a_row():
 @pytest.mark.slow
 def test_meshes_devices_and_presets_vary_too():
     tight = dataclasses.replace(devices.device("h100", memory_bytes=(2 << 30) + 1000), name="tight")
-    found = vary.vary(SMALL, {"mesh": [{"dp": 2}, {"dp": 3}], "gpu": ["a100", tight]}, tokens=1e9, price=2.0)
+    found = vary.vary(SMALL, {"mesh": [{"dp": 2}, {"dp": 3}], "gpu": ["a100", tight]}, gpu=PRICED).for_tokens(1e9)
     assert [row.report is not None for row in found.rows] == [True, True, False, False]
     assert [row.fits for row in found.rows] == [True, False, False, False] and found.best() is found.rows[0]
     assert "3 data ranks" in found.rows[2].error and found.rows[1].values == {"mesh": {"dp": 2}, "gpu": "tight"}

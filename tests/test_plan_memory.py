@@ -197,7 +197,7 @@ def test_a_deep_model_is_its_layers(name):
 
 @pytest.mark.slow
 def test_layers_that_differ_are_all_run(monkeypatch):
-    monkeypatch.setattr(extrapolate, "shape", lambda config: (0, 1, 2))  # the first layer, and one behind it
+    monkeypatch.setattr(extrapolate, "shape", lambda config, depth: (0, 1, 2))  # the first layer, and one behind it
     config = made(zero=3, parts=1, model={**SMALL, "n_layers": 6})
     trace = extrapolate.trace(config, config.mesh)
     assert "all were run" in trace.exact and not trace.segments

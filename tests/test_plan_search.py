@@ -22,7 +22,7 @@ SMALL = {**PLANNED, "train": {name: x for name, x in PLANNED["train"].items() if
 
 @pytest.fixture(scope="module")
 def found():
-    return fzero.search(SMALL, 4, remats=("none", "full"), offloads=("",), top=3)
+    return fzero.search(SMALL, 4, choices={"train.remat": ("none", "full"), "offload": ("",)}, top=3)
 
 
 def test_the_best_are_in_order_and_exact(found):
@@ -53,7 +53,7 @@ class Told(Executor):
     def __init__(self, reports):
         self.reports, self.asked = reports, []
 
-    def submit(self, f, config, c, device, options):
+    def submit(self, f, config, c, device):
         self.asked.append(c)
         future = Future()
         future.set_result(self.reports(c))
@@ -79,7 +79,7 @@ def test_what_traces_show_of_a_kind_corrects_what_is_expected_of_it():
     sketches = sketched(*(1.0 + i / 100 for i in range(12))) + sketched(1.6, 1.7, tp=2)
     seconds = {s.candidate: s.step_s * (2.0 if s.candidate.tp == 1 else 1.0) for s in sketches}
     pool = Told(lambda c: reported(seconds[c]))
-    fits, over = search.trace_best(None, sketches, H100, {}, 1, str, pool)
+    fits, over = search.trace_best(None, sketches, H100, 1, str, pool)
     assert [c.tp for c in pool.asked] == [1, 1, 1, 1, 2, 2] and not over, (
         "and no more, as none is expected to be faster"
     )
@@ -89,7 +89,7 @@ def test_what_traces_show_of_a_kind_corrects_what_is_expected_of_it():
 def test_what_a_trace_says_decides_what_fits():
     sketches = sketched(*(1.0 + i / 100 for i in range(9)))
     pool = Told(lambda c: reported(1.0 + c.rp / 100, fits=c.rp % 2 == 0))
-    fits, over = search.trace_best(None, sketches, H100, {}, 3, str, pool)
+    fits, over = search.trace_best(None, sketches, H100, 3, str, pool)
     assert [found.candidate.rp for found in fits] == [2, 4, 6] and {found.candidate.rp for found in over} >= {1, 3, 5}
 
 
@@ -125,7 +125,7 @@ def test_why_something_is_not_tried():
 
 def test_candidates_are_all_and_only_what_a_run_takes():
     c = config_table.from_table(SMALL)
-    every = list(candidates.candidates(c, 4, 4, remats=("none", "full"), offloads=("", "acts=host")))
+    every = list(candidates.candidates(c, 4, 4, {"train.remat": ("none", "full"), "offload": ("", "acts=host")}))
     assert len(set(every)) == len(every)
     assert all(x.dp * x.rp * x.tp == 4 and c.train.batch % (x.micro_batch * x.dp * x.rp) == 0 for x in every)
     assert {x.tp for x in every} == {1, 2, 4} and {x.zero for x in every} == {0, 1, 2, 3}
@@ -140,14 +140,18 @@ def test_candidates_are_all_and_only_what_a_run_takes():
         match=r"no mesh of 64 ranks can share a batch of 8 sequences: with tp=4.*16 data ranks; use a --batch",
     ):
         list(candidates.candidates(c, 64, 8))
+    few = list(candidates.candidates(c, 4, 4, {"zero": (3,), "train.micro_batch": (2,)}))
+    assert {x.zero for x in few} == {0, 3} and {x.micro_batch for x in few} == {2} and {x.tp for x in few} == {1, 2, 4}
+    with pytest.raises(ValueError, match=r"choices gives 'remat'.*; a search tries zero, train.remat, offload, train"):
+        list(candidates.candidates(c, 4, 4, {"remat": ("none",)}))
 
 
 @pytest.mark.parametrize(
     "c",
     [
         Candidate(4, 1, 1, 3, "none", "", 2),
-        Candidate(2, 1, 2, 1, "full", "", 1),
-        Candidate(2, 2, 1, 2, "none", "", 1),
+        pytest.param(Candidate(2, 1, 2, 1, "full", "", 1), marks=pytest.mark.slow),
+        pytest.param(Candidate(2, 2, 1, 2, "none", "", 1), marks=pytest.mark.slow),
         Candidate(1, 1, 4, 0, "none", "", 4),
     ],
     ids=search_result.words,
@@ -177,7 +181,7 @@ def test_a_sketch_is_near_the_trace(c):
 def test_what_does_not_fit_is_said(monkeypatch):
     tight = devices.device("h100", memory_bytes=H100.reserved_bytes + 100_000)
     with pytest.raises(ValueError, match=r"nothing fits on 2 NVIDIA H100.*does not fit: .* too much.*use more devices"):
-        fzero.search(SMALL, 2, gpu=tight, remats=("none",), offloads=("",))
+        fzero.search(SMALL, 2, gpu=tight, choices={"train.remat": ("none",), "offload": ("",)})
 
 
 def test_a_search_needs_rates(monkeypatch, tmp_path):
@@ -198,6 +202,7 @@ def test_the_written_config_reads_back(found, tmp_path, name):
     assert found.config.mesh == found.best[0].candidate.mesh
 
 
+@pytest.mark.slow
 def test_a_search_of_the_command_line_is_trained(capsys, monkeypatch, tmp_path):
     """Two commands: the search writes the config of a run, and the run is made of it."""
     monkeypatch.chdir(tmp_path)

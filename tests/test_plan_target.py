@@ -84,7 +84,7 @@ def test_a_tensor_says_what_it_stands_for():
         assert mode.device == HOST and kind_of(torch.zeros(2)) == "cpu"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gpt2")) for n in CONFIGS])
 def test_a_step_takes_the_forms_of_a_gpu(name):
     used, state, _ = step_on(H100, name, {"dp": 2}, 3)
     assert used == {op: {form} for op, form in ON_H100[name].items()}
@@ -107,8 +107,8 @@ def test_a_form_may_ask_for_a_capability(target, form):
     "options",
     [
         {"sizes": {"dp": 2, "tp": 2}, "stage": 3, "remat": "full", "parts": 2},
-        {"tx": "8bit", "sizes": {"dp": 2}, "stage": 1, "policy": "fp32"},
-        {"tx": "bf16", "stage": 0},
+        pytest.param({"tx": "8bit", "sizes": {"dp": 2}, "stage": 1, "policy": "fp32"}, marks=pytest.mark.slow),
+        pytest.param({"tx": "bf16", "stage": 0}, marks=pytest.mark.slow),
         pytest.param({"tx": "muon", "sizes": {"dp": 2}, "stage": 2}, marks=pytest.mark.exhaustive),
         pytest.param(
             {"tx": "lion", "name": "gpt2", "sizes": {"tp": 2}, "remat": "selective:0.5"}, marks=pytest.mark.exhaustive

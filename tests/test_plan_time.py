@@ -5,17 +5,18 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from fzero.core.device import CPU
-from fzero.planner import rates, timing
+from fzero.core.device import CPU, FakeDevice
+from fzero.planner import devices, rates
 from fzero.planner.devices import Device, Level, Rates
-from fzero.planner.operations import Op
+from fzero.planner.operations import Op, describe_op, describe_passes
 from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_part, ways_of
 from fzero.planner.step_trace import Moment, Segment, Trace, Transfer
 from fzero.planner.timing import crossing, predict
 from fzero.run.config_table import from_table
 from fzero.run.measure import flops
-from fzero.run.measure.flops import count_flop, hfu, mfu, pairs
+from fzero.run.measure.flops import hfu, mfu, pairs
 
 CONFIG = from_table(
     {"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"compiled": False}}
@@ -83,9 +84,8 @@ def traced(*events, sizes=None, segments=()):
     )
 
 
-def seconds(device, *events, **options):
-    known = {key: options.pop(key) for key in ("sizes", "segments") if key in options}
-    return predict(traced(*events, **known), device, **options)
+def seconds(device, *events, **known):
+    return predict(traced(*events, **known), device)
 
 
 # ---- the clocks
@@ -167,15 +167,15 @@ def test_a_host_that_is_late_holds_a_gpu_up_and_one_that_is_early_does_not():
 
 
 def test_on_a_cpu_the_host_is_the_device():
-    found = seconds(cpu(), *[op(2.0)] * 3, ranks_on_node=1)
+    found = seconds(cpu(ranks_on_node=1), *[op(2.0)] * 3)
     assert found.step_s == pytest.approx(9.0) and found.bound == pytest.approx({"host": 3.0, "memory": 6.0})
     assert found.phases == pytest.approx({"forward": 9.0})
 
 
 def test_products_take_the_rate_of_their_shape_and_kinds_their_curves():
     product = op(0.001, kind="gemm", name="aten.mm", flop=10**9, shape=(1, 1000, 1000, 500))
-    assert seconds(cpu(), product, ranks_on_node=1).kinds == pytest.approx({"gemm": 2.0})
-    assert seconds(cpu(), op(2.0, kind="optimizer"), ranks_on_node=1).kinds == pytest.approx({"optimizer": 7.0})
+    assert seconds(cpu(ranks_on_node=1), product).kinds == pytest.approx({"gemm": 2.0})
+    assert seconds(cpu(ranks_on_node=1), op(2.0, kind="optimizer")).kinds == pytest.approx({"optimizer": 7.0})
 
 
 # ---- processes on one machine
@@ -195,13 +195,13 @@ def test_a_cpu_hides_the_measured_part_of_a_transfer(computed, hidden, exposed):
 
 
 def test_more_threads_than_cores_share_them():
-    one, four = (seconds(cpu(cores=2, processes=2), op(2.0), ranks_on_node=n, sizes={"dp": n}) for n in (2, 4))
+    one, four = (seconds(cpu(cores=2, processes=2), op(2.0), sizes={"dp": n}) for n in (2, 4))
     assert four.step_s == pytest.approx(2 * one.step_s)
 
 
 def test_processes_of_a_machine_share_its_disk():
     events = start(1, "nvme", "write", 1.0), wait(1, "nvme", "write", 1.0)
-    one, two = (seconds(gpu(), *events, ranks_on_node=n) for n in (1, 2))
+    one, two = (seconds(gpu(ranks_on_node=n), *events) for n in (1, 2))
     assert one.waiting["nvme"] == pytest.approx(1.0) and two.waiting["nvme"] == pytest.approx(2.0)
     assert one.binds == "nvme"
 
@@ -214,19 +214,19 @@ def test_a_disk_reads_and_writes_at_once_as_fast_as_both_go():
         wait(1, "nvme", "read", 4.0),
         wait(2, "nvme", "write", 1.0),
     )
-    assert seconds(gpu(), *events, ranks_on_node=1).step_s == pytest.approx(2.5)
+    assert seconds(gpu(ranks_on_node=1), *events).step_s == pytest.approx(2.5)
     events = (
         start(1, "nvme", "read", 1.0),
         start(2, "nvme", "write", 2.0),
         wait(1, "nvme", "read", 1.0),
         wait(2, "nvme", "write", 2.0),
     )
-    assert seconds(gpu(), *events, ranks_on_node=1).step_s == pytest.approx(2.0)
+    assert seconds(gpu(ranks_on_node=1), *events).step_s == pytest.approx(2.0)
 
 
 def test_a_device_without_a_disk_says_so():
     with pytest.raises(ValueError, match="needs its rate of read, and it has none; run `fzero bench`"):
-        seconds(gpu(nvme={}), start(1, "nvme", "read"), ranks_on_node=1)
+        seconds(gpu(nvme={}), start(1, "nvme", "read"))
 
 
 # ---- links
@@ -451,14 +451,6 @@ def test_a_compiled_block_is_one_call():
     assert host(True, "full") == pytest.approx(3 * 0.5 + 2.0)
 
 
-def test_days_and_price():
-    found = seconds(gpu(), op(2.0))
-    assert timing.tokens_per_s(found, 1000) == pytest.approx(500.0)
-    assert timing.days(found, 1000, 500 * 86400.0) == pytest.approx(1.0)
-    assert timing.price(found, 1000, 500 * 86400.0, 8, 2.0) == pytest.approx(24 * 8 * 2.0)
-    assert timing.price(found, 1000, 1.0, 8, None) is None
-
-
 # ---- FLOPs
 # ---------------------------------------------------------------------------------------------------------------
 
@@ -474,13 +466,20 @@ def test_pairs_are_those_of_the_mask(kind, queries, keys, first):
     assert pairs(*kind, queries, keys, first) == int(mask.sum())
 
 
+def count_flop(f, *args):
+    """The FLOPs of the operators of f(*args), by torch's counter with the formulas of our own operators."""
+    with FlopCounterMode(display=False, custom_mapping=flops.formulas()) as counter:
+        f(*args)
+    return counter.get_total_flops()
+
+
 @pytest.mark.parametrize("impl", ["tiled", "fused", "blocked", "reference"])
 def test_the_counter_knows_every_form_of_attention(impl):
     """fzero's kernel the pairs that it visits, two products forward and five backward; torch's own all of them."""
     from fzero.kernels.attention import attention
 
     q, k, v = (torch.randn(2, 96, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    _, flop = count_flop(lambda: attention(q, k, v, impl=impl).sum().backward())
+    flop = count_flop(lambda: attention(q, k, v, impl=impl).sum().backward())
     unit = 2 * 2 * 4 * 16  # of one product, for one pair of positions
     whole, half = unit * 96 * 96, unit * pairs("full", 0, 0, 96, 96)
     if impl == "blocked":  # blocks on the diagonal are whole, and scores are recomputed
@@ -497,7 +496,7 @@ def test_what_the_counter_counts_of_grouped_products():
     )
     from fzero.kernels.moe import grouped_mm
 
-    _, flop = count_flop(lambda: grouped_mm(x.requires_grad_(), w, ends).sum().backward())
+    flop = count_flop(lambda: grouped_mm(x.requires_grad_(), w, ends).sum().backward())
     assert flop == 3 * 2 * 10 * 4 * 6
 
 
@@ -511,5 +510,29 @@ def test_utilizations():
 
 def test_flop_of_is_what_the_counter_says():
     a, b = torch.randn(4, 5), torch.randn(5, 6)
-    assert flops.flop_of(torch.ops.aten.mm.default, (a, b), {}, a @ b) == count_flop(torch.mm, a, b)[1] == 240
+    assert flops.flop_of(torch.ops.aten.mm.default, (a, b), {}, a @ b) == count_flop(torch.mm, a, b) == 240
     assert flops.flop_of(torch.ops.aten.add.Tensor, (a, a), {}, a + a) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("emulated", "dtype"), [(False, "float8_e4m3fn"), (True, "float32")])
+def test_a_float8_product_is_its_roundings_and_a_product_of_the_numbers(emulated, dtype):
+    """Twice bfloat16's rate is for the product alone: its operands are read for their scales and rounded before."""
+    h200 = devices.device("h200")
+    with torch.no_grad(), FakeDevice(h200.target) as mode:
+        a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device=mode.device) for _ in range(2))
+        product = torch.ops.fzero.float8_emulated if emulated else torch.ops.fzero.float8_product
+        given = (a, b, "tensorwise", False, False)
+        one = describe_op(product.default, given, {}, product(*given), "forward", 0)
+        plain = describe_op(torch.ops.aten.mm.default, (a, b), {}, a @ b, "forward", 0)
+        passes = describe_passes(one, given)
+    n = 4096**2
+    assert [(each.dtype, each.flop, each.bytes) for each in passes if each.flop] == [
+        (dtype, 2 * 4096**3, 2 * n + 2 * n * (4 if emulated else 1))
+    ]
+    assert sum(each.bytes for each in passes if not each.flop) == 2 * (2 * n + 2 * n + n * (4 if emulated else 1))
+    assert describe_passes(plain, (a, b)) == (plain,)
+    cost = op_costs(h200)
+    product_s, plain_s = (cost(each).device_s - h200.launch_s for each in (passes[-1], plain))
+    rate = h200.flops["bfloat16"] / h200.flops[dtype]
+    assert product_s == pytest.approx(plain_s * rate)

@@ -1,6 +1,7 @@
 """Dynamic loss scaling against a literal transcription of DeepSpeed's rule, and the policies of dtypes."""
 
 import random as python_random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,13 +167,19 @@ def test_policies():
         "bf16": (bf16, bf16, f32, f32, f32, True, False),
         "fp16": (f16, f16, f32, f32, f32, True, True),
         "bf16_float8": (bf16, bf16, f32, f32, f32, True, False),
+        "bf16_float8_gather": (bf16, bf16, f32, f32, f32, True, False),
         "bf16_float8_rowwise": (bf16, bf16, f32, f32, f32, True, False),
     }
     assert {name: make().matmul for name, make in POLICIES.items() if make().matmul} == {
         "bf16_float8": "float8_tensorwise",
+        "bf16_float8_gather": "float8_tensorwise",
         "bf16_float8_rowwise": "float8_rowwise",
     }
     with pytest.raises(ValueError, match="policy odd: matmul is 'float8'; it must be one of"):
         Policy("odd", matmul="float8")
+    with pytest.raises(ValueError, match="policy odd: gather is 'float9'; it must be '' or 'float8'"):
+        Policy("odd", gather="float9")
+    with pytest.raises(ValueError, match=r"policy odd: gather is 'float8', which serves .*matmul is 'float8_rowwise'"):
+        replace(POLICIES["bf16_float8_rowwise"](), name="odd", gather="float8")
     assert all(make().name == name for name, make in POLICIES.items())
     assert fp16(LossScale(window=3)).loss_scale.window == 3

@@ -20,7 +20,6 @@ from fzero.train.init import init_state
 from fzero.train.state import meta_state, state_specs
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
-UPDATE = "train/update/offloaded.py"  # the update on the host, which waits for what it computes with
 
 
 def batch_of(device):
@@ -28,9 +27,9 @@ def batch_of(device):
     return {"tokens": tokens.to(device), "targets": tokens.roll(-1, 1).to(device)}
 
 
-def make(device, policy="fp32", remat="none", ema=False, micro_batches=2, **offload):
-    """(the state, the step, the plan) of a tiny Llama."""
-    mesh, model = fzero.one_process(), models.build(models.LlamaConfig(**SIZES))
+def make(device, policy="fp32", remat="none", ema=False, micro_batches=2, config=None, **offload):
+    """(the state, the step, the plan) of a tiny Llama, or of the model of `config`."""
+    mesh, model = fzero.one_process(), models.build(config or models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(0, model, mesh, policy=precision.POLICIES[policy](), **offload)
     adamw = optim.adamw(optim.warmup_cosine(3e-3, 10, 100), weight_decay=0.1, impl="reference")
     tx = optim.chain(optim.clip_by_global_norm(1.0), adamw)
@@ -68,21 +67,6 @@ def test_a_step_waits_for_nothing_and_has_the_bits_of_the_cpu(case):
         found, (waits, unpinned, kernels) = losses("cuda", seen, **case)
         gc.collect()
     assert not waits and not unpinned and not seen.races and not seen.freed and kernels > 200
-    assert found == losses("cpu", **case)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "offload, micro_batches", [("params=host", 2), ("opt=host", 2), ("params=host,grads=host,opt=host", 1)]
-)
-def test_an_offloaded_state_is_copied_in_order(offload, micro_batches):
-    case = {"offload": offload, "micro_batches": micro_batches}
-    with pretend() as seen:
-        found, (waits, _, _) = losses("cuda", seen, **case)
-        gc.collect()
-    assert not seen.races and not seen.freed
-    # Parameters come from host memory without a wait; gradients on the way there, and the update, still wait.
-    assert {line.partition(":")[0] for _, line in waits} <= {UPDATE, "sharding/reduce.py"}
     assert found == losses("cpu", **case)[0]
 
 

@@ -20,7 +20,7 @@ HALVES = {
     "fp8_e4m3": 2.0**-4,
     "fp8_e5m2": 2.0**-3,
 }  # half a step: of the scale, or of the number
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.levels])
 
 
 def draw(*shape, seed=0, dtype=torch.float32):

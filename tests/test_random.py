@@ -223,6 +223,12 @@ def test_fold_in_takes_integers_tensors_and_names():
             prng.fold_in(KEY, data)
 
 
+def test_keys_of_names_and_numbers_together_are_those_one_by_one():
+    names = ("attn", "mlp", "")
+    expected = [[prng.fold_in(prng.fold_in(KEY, name), i) for name in names] for i in range(5)]
+    assert_same(prng.fold_in_all(KEY, names, 5), torch.stack([torch.stack(row) for row in expected]))
+
+
 def test_derived_keys_are_all_different():
     names = ["", "a", "b", "blocks/attn/w_q", "blocks/attn/w_k", "0", "1"]
     keys = [

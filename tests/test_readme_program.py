@@ -62,17 +62,36 @@ def differences(sizes, changes):
     return found
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in ("dp2", "tp2"))) for m in MESHES])
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "dp2 tp2")) for m in MESHES])
 def test_word_for_word(mesh):
     # Rounding in float32 grows over 20 steps of AdamW, which divides small gradients by their own size.
     found = differences(MESHES[mesh], {})
     assert max(found.values()) < 1e-4, found
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("mesh", MESHES)
+# Each optimizer on one mesh, and one of them on each.
+OFTEN = [("muon", mesh) for mesh in MESHES if mesh != "rp2"]
+ONCE = [
+    ("muon", "rp2"),
+    ("readme", "tp2"),
+    ("lamb", "dp2 tp2"),
+    ("adafactor", "dp2 tp2"),
+    ("clipped in a label", "rp2"),
+]
+
+
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param(o, marks=[pytest.mark.slow] * (o != "muon")) for o in ("readme", *OPTIMIZERS)]
+    ("optimizer", "mesh"),
+    [
+        *(pytest.param(*pair, marks=[pytest.mark.slow] * (pair != ("muon", "dp2 tp2"))) for pair in OFTEN),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ONCE),
+        *(
+            pytest.param(o, m, marks=pytest.mark.exhaustive)
+            for o in ("readme", *OPTIMIZERS)
+            for m in MESHES
+            if (o, m) not in OFTEN + ONCE
+        ),
+    ],
 )
 def test_with_other_optimizers_in_float64(optimizer, mesh):
     changes = {r"model, mesh\)$": "model, mesh, policy=FP64)"}

@@ -96,7 +96,6 @@ PLACED = {
     "zero": 3,
     "reduce": "canonical",
     "sequence": True,
-    "accumulate": "full",
     "prefetch": 2,
     "reshard": False,
     "offload": "params=nvme,opt=nvme,acts=host",

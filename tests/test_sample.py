@@ -3,11 +3,11 @@
 import pytest
 import torch
 from close import assert_close
+from law_cases import config_of
 
 from fzero import models, one_process, zero_plan
 from fzero.core import prng
 from fzero.run.generate import Sampling, draw, forward, generate, make_caches
-from fzero.train.streamed import parts_of
 
 GPT2 = models.GPT2Config(vocab_size=61, max_len=24, d_model=16, n_layers=2, n_heads=2, d_ff=32, init_std=0.3)
 LLAMA = models.LlamaConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3)
@@ -22,6 +22,7 @@ CONFIGS = {
         f"llama {pattern}": models.LlamaConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3, pattern=pattern)
         for pattern in PATTERNS
     },
+    "gemma": config_of("gemma", vocab_size=61, max_len=24, dropout=0.0, tied=False),
     "gpt2 window:4": models.GPT2Config(61, 24, 16, 2, 2, 32, init_std=0.3, pattern="window:4"),
 }
 
@@ -45,9 +46,9 @@ def test_logits_with_a_cache_are_those_without(name):
     model, params = made(name)
     tokens = prompt(2, 20)
     caches, seen, out = make_caches(model, params, 2, 20, tokens.device), 0, []
-    parts = parts_of(model, zero_plan(0, model, one_process()))
+    plan = zero_plan(0, model, one_process())
     for end in (5, 6, 7, 13, 14, 20):  # pieces of one token and of several
-        out.append(forward(model, parts, params, tokens[:, seen:end], caches, seen))
+        out.append(forward(model, plan, params, tokens[:, seen:end], caches, seen))
         seen = end
     assert_close(torch.cat(out, 1), whole(model, params, tokens), rtol=1e-10, atol=1e-12)
 

@@ -146,7 +146,7 @@ def test_what_is_owed_behind_a_micro_batch():
     """Gradients in the layout at rest owe the replicas' sum; full ones, and those at stages 0 and 1, that of all data
     ranks; canonical ones nothing."""
     mesh = fake_mesh({"dp": 4, "rp": 2})
-    grads = {o: texts(zero_plan(2, PARAMS, mesh, **dict([o])).grads)["blocks/w"] for o in OPTIONS}
+    grads = {o: texts(zero_plan(2, PARAMS, mesh, reduce=o).grads)["blocks/w"] for o in OPTIONS}
     assert list(grads.values()) == ["[·, ·/dp, ·] +rp", "[·, ·, ·] +dp +rp", "[·, ·/dp, ·]"]
     assert texts(zero_plan(1, PARAMS, mesh).grads)["blocks/w"] == "[·, ·, ·] +dp +rp"
     tp = fake_mesh({"tp": 2})
@@ -155,14 +155,15 @@ def test_what_is_owed_behind_a_micro_batch():
     assert texts(plan.grads)["blocks/w"] == "[·, ·/dp, ·] +tp"
 
 
-OPTIONS = (("accumulate", "shards"), ("accumulate", "full"), ("reduce", "canonical"))
+OPTIONS = ("fast", "once", "canonical")
 
 
 class Small(NamedTuple):
-    """The two fields of a Model that a plan needs."""
+    """The fields of a Model that a plan needs."""
 
     init: object
     rules: object
+    frozen: frozenset = frozenset()
 
 
 def small(*rules):

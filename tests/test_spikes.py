@@ -182,6 +182,7 @@ def expect_skipped(log, states, at=BAD):
     assert not torch.equal(states[at + 1].params["embed"]["tokens"], states[at].params["embed"]["tokens"])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_spike_makes_no_update(policy, donate):
@@ -214,7 +215,12 @@ def test_judged_steps_are_resumed_to_the_bit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("offload", "update"), [(ALL, "end"), (ALL, "backward"), ("opt=nvme", "end"), ("opt=host", "end")]
+    ("offload", "update"),
+    [
+        (ALL, "end"),
+        (ALL, "backward"),
+        *(pytest.param(x, "end", marks=pytest.mark.slow) for x in ("opt=nvme", "opt=host")),
+    ],
 )
 def test_a_spike_makes_no_update_of_an_offloaded_state(offload, update, tmp_path):
     log, states = trained(MESH, SPIKE, offload=offload, update=update, folder=tmp_path / "disk")

@@ -1,7 +1,6 @@
 """Planted mistakes, each with the law that must catch it. A mistake that survives means that a law has no teeth."""
 
 from importlib import import_module
-from types import SimpleNamespace
 
 import laws
 import pytest
@@ -87,7 +86,7 @@ def wrong_loss(monkeypatch, change):
                 def head(*args):
                     return change(self.model.head(*args), first)
 
-                told = self._replace(model=self.model._replace(head=head))
+                told = self._replace(parts=(*self.parts[:-1], self.parts[-1]._replace(functions=(head,))))
                 return original.backward(told, params, batch, ctx, *rest, **options)
 
         return Told
@@ -126,11 +125,11 @@ def count_of_at_least_one(monkeypatch):
 @caught_by(("evaluation llama", lambda: laws.evaluation(case_of("llama"))))
 def dropout_in_the_evaluation(monkeypatch):
     def keyed(original):
-        def make(*args):
-            forward = original(*args).forward
-            return SimpleNamespace(forward=lambda params, batch, key, first: forward(params, batch, prng.key(0), first))
+        class Keyed(original):
+            def context(self, batch, key, first):
+                return original.context(self, batch, {"key": prng.key(0)}, first)
 
-        return make
+        return Keyed
 
     wrap(monkeypatch, evaluation, "StreamedModel", keyed)
 

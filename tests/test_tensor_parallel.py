@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
+from law_cases import GEMMA, OLMO2
 
 from fzero import models
 from fzero.comm.collectives import psum, pvary
@@ -32,10 +33,15 @@ CONFIGS = {
     "llama": models.LlamaConfig(**GQA),
     "llama, one key/value head": models.LlamaConfig(**{**GQA, "n_kv_heads": 1}),
     "qwen": models.LlamaConfig(**GQA, qkv_bias=True, qk_norm=True),
+    "gemma": models.LlamaConfig(**{**GQA, **GEMMA}),
+    "olmo2": models.LlamaConfig(**GQA, **OLMO2),
     "moe dropless": models.MoEConfig(**MOE),
     "moe capacity": models.MoEConfig(**MOE, capacity_factor=1.0),
     "mlp": models.MLPConfig(**SIZES),
 }
+
+
+VARIATIONS = ("gemma", "olmo2")
 
 
 def batch_of(*, documents=True, mask=True, t=T):
@@ -141,8 +147,15 @@ def call(mesh, fn, name, args, options):
 @pytest.mark.each_value
 @pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
 @pytest.mark.parametrize("n", (2, 4))
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in VARIATIONS])
 def test_loss_and_gradients_are_those_of_one_process(name, n, sequence):
+    compare(name, n, batch_of(), sequence, checked=n == 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n, sequence", [(2, False), (2, True), (4, False)])
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_of_variations_too(name, n, sequence):
     compare(name, n, batch_of(), sequence, checked=n == 2)
 
 
@@ -378,7 +391,9 @@ def mistaken(mesh, what):
         return results(mesh, name, batch_of(), sequence)
 
 
-@pytest.mark.parametrize("what", MISTAKES)
+@pytest.mark.parametrize(
+    "what", [pytest.param(m, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, m in enumerate(MISTAKES)]
+)
 def test_a_mistake_shows(what):
     name, *_ = MISTAKES[what]
     expected = results(ONE, name, batch_of())

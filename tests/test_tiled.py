@@ -45,9 +45,11 @@ def chosen(impl, *tensors, **options):
 
 @pytest.fixture(params=("torch's products", "loops"))
 def products(request):
-    module._library().use_loops(request.param == "loops")
+    for dtype in module.DTYPES:
+        module._library(dtype).use_loops(request.param == "loops")
     yield
-    module._library().use_loops(0)
+    for dtype in module.DTYPES:
+        module._library(dtype).use_loops(0)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
@@ -55,7 +57,7 @@ def test_is_the_reference(pattern):
     for t in (1, 2, 63, 65, 129, 200, 331):
         tensors = draw(2, t, 4, 2, 6)
         two = torch.stack((torch.arange(t) >= 200, torch.arange(t) < 250)).int()
-        for options in ({}, {"documents": documents_of(2, t), "scale": 0.2}, {"documents": two}):
+        for options in ({"cap": 0.3}, {"documents": documents_of(2, t), "scale": 0.2, "cap": 0.0}, {"documents": two}):
             expected = laws.both_passes(lambda *a, o=options: reference(*a, pattern=pattern, **o), tensors)
             actual = laws.both_passes(lambda *a, o=options: tiled_attention(*a, pattern=pattern, **o), tensors)
             assert_close(list(actual), list(expected), rtol=1e-11, atol=1e-13)
@@ -75,7 +77,8 @@ def test_grouped_heads_and_odd_dims(b, t, h, g, k):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_the_error_is_at_most_twice_that_of_plain_torch(products, dtype):
     for b, t, h, g, k in ((2, 1, 2, 1, 4), (1, 67, 2, 2, 64), (2, 193, 4, 2, 6), (1, 130, 2, 1, 98)):
-        for options in ({}, {"pattern": Pattern("window", 90), "documents": documents_of(b, t), "scale": 0.3}):
+        documents = {"pattern": Pattern("window", 90), "documents": documents_of(b, t), "scale": 0.3, "cap": 2.0}
+        for options in ({}, documents):
             laws.numbers(lambda impl, *a, o=options: chosen(impl, *a, **o), draw(b, t, h, g, k), dtype, impl="tiled")
 
 

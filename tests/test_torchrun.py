@@ -32,11 +32,11 @@ def folder(tmp_path_factory):
 MESHES = {
     "dp4 stage 3": ("--mesh", "dp=4", "--zero", 3),
     "dp2 tp2 stage 3 sequence": ("--mesh", "dp=2,tp=2", "--zero", 3, "--sequence", "--prefetch", 0),
-    "dp2 rp2 stage 2 full": ("--mesh", "dp=2,rp=2", "--zero", 2, "--accumulate", "full"),
+    "dp2 rp2 stage 2 once": ("--mesh", "dp=2,rp=2", "--zero", 2, "--reduce", "once"),
 }
 
 
-RARE = ("dp2 tp2 stage 3 sequence", "dp2 rp2 stage 2 full")
+RARE = ("dp2 tp2 stage 3 sequence", "dp2 rp2 stage 2 once")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from fzero.core import kept
 from fzero.core.device import Target
 from fzero.planner import extrapolate, trace_cache
 from fzero.planner.plan import config_for, device_for, plan, report_of, resolve_for
@@ -70,13 +71,13 @@ def test_what_a_trace_does_not_depend_on_hits(monkeypatch):
 def test_an_edit_of_the_package_changes_its_digest(tmp_path, monkeypatch):
     (tmp_path / "core").mkdir()
     file = tmp_path / "core" / "x.py"
-    monkeypatch.setattr(trace_cache, "PACKAGE", tmp_path)
+    monkeypatch.setattr(kept, "PACKAGE", tmp_path)
     digests = []
     for text in ("a = 1", "a = 2", "a = 1"):
         file.write_text(text)
-        digests.append(trace_cache.package_digest.__wrapped__())
+        digests.append(kept.package_digest.__wrapped__())
     file.rename(tmp_path / "x.py")
-    digests.append(trace_cache.package_digest.__wrapped__())
+    digests.append(kept.package_digest.__wrapped__())
     assert digests[0] == digests[2] and len(set(digests)) == 3
 
 

@@ -107,7 +107,8 @@ REFUSED = {
     ),
     "a module as model": (
         lambda: train(torch.nn.Linear(2, 3)),
-        r"the model is an nn\.Module \(Linear\); give a function loss\(params, batch\) that calls torch\.func\.func",
+        r"the model is an nn\.Module \(Linear\); give fzero\.from_module\(module, loss\), or a function "
+        r"loss\(params, batch\) that calls torch\.func\.func",
     ),
     "a preset's name": (
         lambda: train("llama-tiny", "llama-tiny"),
@@ -223,6 +224,7 @@ REFUSED = {
         lambda: fzero.Execution(remat=None),
         'remat is None; write remat="full", "every:2" or "selective:0.5"',
     ),
+    "reshard 1": (lambda: fzero.Execution(reshard=1), "reshard is 1; write reshard=True or reshard=False"),
     "compiled 'inductor'": (
         lambda: fzero.Execution(compiled="inductor"),
         "compiled is 'inductor'; write compiled=True or",
@@ -231,6 +233,14 @@ REFUSED = {
     "prefetch 1.5": (
         lambda: fzero.Execution(prefetch=1.5),
         r"prefetch is 1\.5; it must be a whole number of at least 0",
+    ),
+    "reshard of a plan": (
+        lambda: fzero.zero_plan(3, PARAMS, ONE, reshard=False),
+        r"no argument 'reshard'; give it to make_train_step\(\.\.\., execution=fzero\.Execution\(reshard=\.\.\.\)\)",
+    ),
+    "accumulate of a plan": (
+        lambda: fzero.zero_plan(2, PARAMS, ONE, accumulate="full"),
+        "zero_plan has no argument 'accumulate'; write reduce=\"once\"",
     ),
     "remat of a step": (
         lambda: train(remat="full"),

@@ -4,10 +4,10 @@ again."""
 import functools
 
 import torch
-from law_cases import FP64, case_of, step_options
+from law_cases import FP64, case_of, config_of, step_options
 
 import fzero
-from fzero import optim
+from fzero import models, optim
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
 from fzero.train.batch import local_batch
@@ -19,12 +19,20 @@ MODELS = {
     "gpt2": {"tied": True},
     "llama": {"n_kv_heads": 2, "tied": False},
     "moe dropless": {"n_kv_heads": 2, "n_experts": 3},
+    "gemma": {"n_kv_heads": 2, "n_layers": 4},
+    "deepseek": {},
+    "encoder and decoder": {},
 }
-STEPS = 5
+STEPS = 3
 
 
 @functools.cache
 def model_of(name, **changes):
+    if name == "qlora":
+        sizes = {**SIZES, "d_model": 32, "d_ff": 32, "n_kv_heads": 4, **changes}  # tp cuts between blocks of 16
+        return models.lora(models.quantized(models.build(config_of("llama", **sizes)), "nf4", 16), rank=2)
+    if name == "encoder and decoder":
+        return case_of(name, **{size: SIZES[size] for size in ("vocab_size", "d_model", "d_ff", "n_layers")}).loss_fn
     return case_of(name, **{**SIZES, **MODELS[name], **changes}).loss_fn
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero.checkpoint.layout import ZARR
 from fzero.core import pytree, torch_private
+from fzero.core.gpu import HOST
 from fzero.core.paths import leaf_fault
 from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
@@ -91,7 +92,7 @@ def box_reader(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor
         assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), (
             f"{leaf} gave {leaf_made.shape}"
         )
-        leaf = leaf_made
+        leaf = leaf_made.to(HOST)
     if isinstance(leaf, DiskTensor):
         return disk_box_reader(leaf)
     return lambda start, size: narrow_box(leaf.detach(), start, size)

@@ -24,6 +24,7 @@ from fzero.checkpoint.layout import (
 )
 from fzero.checkpoint.manifest import Folder
 from fzero.checkpoint.part_storage import FileWriter, aligned_memory
+from fzero.core.gpu import Copied, Reading
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import round_to_pages
@@ -50,15 +51,23 @@ class PartFile:
     def number(self) -> int:
         return self.layout.number(self.index)
 
-    def fill(self, raw: Tensor, slab: Slab, give: Box, begins: Index) -> None:
-        """Copy a slab's elements into `raw` in file order.
+    def fill(self, raw: Tensor, slab: Slab, give: Box, begins: Index, reading: Reading | None = None) -> Copied:
+        """Copy a slab's elements into `raw` in file order; from a GPU, start to.
 
-        give: reads boxes of this rank's shard. begins: the start of the shard in the leaf.
+        give: reads boxes of this rank's shard. begins: the start of the shard in the leaf. reading: of its GPU.
         """
         layout = self.layout
         start = tuple(at - begin for at, begin in zip(slab_start(layout, self.index, slab), begins))
         size = tuple(k * c for k, c in zip(slab.counts, layout.chunk))
-        view_file(raw, layout, slab.counts).copy_(view_chunks(give(start, size), slab.counts, layout.chunk))
+        chunks = view_chunks(give(start, size), slab.counts, layout.chunk)
+
+        def put(memory: Tensor) -> None:
+            view_file(memory, layout, slab.counts).copy_(chunks)
+
+        if reading is not None:
+            return reading.copy(chunks, raw, put)
+        put(raw)
+        return Copied(raw)
 
     def write(self, raw: Tensor, slab: Slab) -> None:
         """Checksum a slab and write it; after the last slab, write the index. Raises OSError."""

@@ -1,8 +1,9 @@
 """Save a state during training: a snapshot, threads that write it, and a commit once every rank has written its parts.
 
-`Writer.save` copies this rank's shards into buffers and returns. Threads then checksum and write them. When all ranks
-have reported their parts to rank 0, through the store of the mesh, rank 0 writes the zarr metadata, and finally the
-manifest.
+`Writer.save` copies this rank's shards into buffers and returns. Threads then checksum and write them. Leaves of a GPU
+are copied as they are at that moment, but after `save` has returned: a thread starts the copies, slab by slab, and
+others wait for their slab's. When all ranks have reported their parts to rank 0, through the store of the mesh, rank 0
+writes the zarr metadata, and finally the manifest.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import threading
 import time
@@ -21,24 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fzero.checkpoint import directory, manifest
 from fzero.checkpoint.directory import step_folder
-from fzero.checkpoint.layout import Slab, lay_out, slabs
+from fzero.checkpoint.layout import Slab
 from fzero.checkpoint.leaf_source import box_reader, check_state
 from fzero.checkpoint.manifest import Folder, Leaf, join
 from fzero.checkpoint.part_file import PartFile
 from fzero.checkpoint.save_state import Save, Saved, SaveFailed, error_line, wait_for_all
+from fzero.checkpoint.snapshot import SnapshotPlan, is_on_gpu, plan_snapshot, traits_of
 from fzero.checkpoint.zarr import write_descriptions
+from fzero.core import gpu
 from fzero.core.digest import prepare
+from fzero.core.gpu import Copied
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system, sync_folder
-from fzero.offload.buffer_pool import BufferPool, round_to_pages
+from fzero.offload.buffer_pool import BufferPool
 from fzero.sharding import Mesh, Spec, one_process
 
-SLAB = 16 << 20  # bytes to copy, checksum and write at a time
-OBJECT = 64 << 20  # bytes of an object in an object store
 THREADS = 4
 MANY = 1 << 27  # bytes of a state, above which compiling the digest function (about 1 s) saves time
 _WRITERS = itertools.count()
@@ -55,6 +55,8 @@ class Writer:
     all. The files of a removed checkpoint are overwritten by the next one, which is faster than making new files.
     compress: "zstd" or "". buffer_bytes: memory for the snapshot; None: the size of the state. With less, `save`
     returns later: once the rest fits.
+    For leaves on a GPU the memory is pinned, and the copies into it are made beside the next step, whose update waits
+    for them: who writes into the leaves in another way calls fzero.core.gpu.await_readers(device) first.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -97,6 +99,7 @@ class Writer:
         store: Any = self.mesh.store  # torch tells a type checker of no `clone`
         self.store: Any = None if store is None else store.clone()
         self.number, self.saves = next(_WRITERS), itertools.count()
+        self.planned: tuple[list[tuple[Any, ...]], SnapshotPlan] | None = None  # of states of these traits
         self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
         self.current: Save | None = None
@@ -125,15 +128,17 @@ class Writer:
         self.wait()
         save = self.current = Save(step, config)
         threading.Thread(target=self._serve, args=(save, next(self.saves)), name="fzero-commit", daemon=True).start()
+        goes_on = False
         try:
-            self._snapshot(save, named)
+            goes_on = self._snapshot(save, named)
         except BaseException as error:
             save.error = error
             raise
         finally:
             save.blocked_s = time.perf_counter() - save.began
             save.go.set()
-            save.staged.set()
+            if not goes_on:
+                save.staged.set()
 
     def poll(self) -> Saved | None:
         """The checkpoint completed since the last call, or None.
@@ -190,53 +195,80 @@ class Writer:
 
     # ---- the snapshot ----
 
-    def _snapshot(self, save: Save, named: dict[str, tuple[Any, Spec]]) -> None:
-        most = OBJECT if is_url(self.checkpoint_dir) else None
-        slab_bytes = 2 * OBJECT if is_url(self.checkpoint_dir) else SLAB
-        work: list[tuple[str, PartFile, Slab]] = []
-        for number, (name, (leaf, spec)) in enumerate(named.items()):
-            mine = lay_out(leaf.shape, leaf.dtype, spec, self.mesh, number, most=most, compress=self.compress)
-            save.layouts[name] = (mine, spec)
-            for index in mine.parts:
-                part = PartFile(name, mine.layout, index, self._path)
-                save.parts.setdefault(name, []).append(part)
-                pieces = list(slabs(mine.layout, slab_bytes))
-                part.left = len(pieces)
-                work += [(name, part, slab) for slab in pieces]
-        sizes = [round_to_pages(math.prod(slab.counts) * part.layout.stride) for _, part, slab in work]
-        total, largest = sum(sizes), max(sizes, default=0)
-        room = total if self.buffer_bytes is None else min(total, max(self.buffer_bytes, THREADS * largest))
-        self._allocate(room)
-        save.nbytes = sum(math.prod(slab.counts) * part.layout.chunk_bytes for _, part, slab in work)
+    def _snapshot(self, save: Save, named: dict[str, tuple[Any, Spec]]) -> bool:
+        """Copy the leaves of the host; returns whether a thread goes on with those of a GPU, and sets `staged`."""
+        plan = self._plan(named)
+        most = plan.total if self.buffer_bytes is None else max(self.buffer_bytes, THREADS * plan.largest)
+        self._allocate(min(plan.total, most))
+        save.nbytes = plan.nbytes
+        save.layouts.update({name: (plan.leaves[name].mine, spec) for name, (_, spec) in named.items()})
+        on_gpu = {name: leaf for name, (leaf, _) in named.items() if is_on_gpu(leaf)}
+        self._copy(save, plan, {name: leaf for name, (leaf, _) in named.items() if name not in on_gpu})
+        if on_gpu:
+            device = next(iter(on_gpu.values())).device
+            args = (save, plan, on_gpu, device, gpu.Reading(device))
+            threading.Thread(target=self._copy_beside, args=args, name="fzero-snapshot", daemon=True).start()
+        return bool(on_gpu)
 
+    def _plan(self, named: dict[str, tuple[Any, Spec]]) -> SnapshotPlan:
+        traits = traits_of(named)
+        if self.planned is None or self.planned[0] != traits:
+            objects = is_url(self.checkpoint_dir)
+            self.planned = traits, plan_snapshot(named, self.mesh, objects=objects, compress=self.compress)
+        return self.planned[1]
+
+    def _copy(self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], reading: gpu.Reading | None = None) -> None:
         buffers = self.buffers
-        short = buffers is not None and buffers.size < total
+        short = buffers is not None and buffers.size < plan.total
 
         def busy() -> bool:
             if short:
                 save.go.set()  # otherwise threads would take memory bandwidth from the copies
             return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
 
-        held: tuple[str, Callable[..., Tensor]] | None = None
-        for (name, part, slab), size in zip(work, sizes):
-            if held is None or held[0] != name:
-                held = None  # frees the leaf before the next one is made
-                held = (name, box_reader(named[name][0]))
-            try:
-                assert buffers is not None  # there is something to write
-                raw = buffers.take((size,), torch.uint8, busy).raw
-            except ValueError:
-                if save.error is None:
-                    raise
-                return  # a thread has failed; `poll` raises its error
-            part.fill(raw, slab, held[1], save.layouts[name][0].start)
-            save.tasks.append(self.pool.submit(self._write, save, part, slab, [raw]))
-            del raw
+        for name, leaf in leaves.items():
+            mine, slabs, sizes = plan.leaves[name]
+            give = box_reader(leaf) if mine.parts else None
+            for index, pieces, rooms in zip(mine.parts, slabs, sizes):
+                part = PartFile(name, mine.layout, index, self._path)
+                part.left = len(pieces)
+                save.parts.setdefault(name, []).append(part)
+                for slab, size in zip(pieces, rooms):
+                    try:
+                        assert buffers is not None and give is not None  # there is something to write
+                        raw = buffers.take((size,), torch.uint8, busy).raw
+                    except ValueError:
+                        if save.error is None:
+                            raise
+                        return  # a thread has failed; `poll` raises its error
+                    held = [part.fill(raw, slab, give, mine.start, reading)]
+                    del raw  # the memory is the writing thread's to give back
+                    save.tasks.append(self.pool.submit(self._write, save, part, slab, held))
+            del give  # frees the leaf before the next one is made
+
+    def _copy_beside(
+        self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], device: torch.device, reading: gpu.Reading
+    ) -> None:
+        try:
+            gpu.select_device(device)  # of this thread
+            self._copy(save, plan, leaves, reading)
+        except BaseException as error:
+            save.error = save.error or error
+        finally:
+            leaves.clear()  # the state may be freed
+            reading.end()
+            save.staged.set()
 
     def _allocate(self, size: int) -> None:
         if size and (self.buffers is None or self.buffers.size < size):
             self.buffers = None
-            self.buffers = BufferPool(size)
+            try:
+                self.buffers = BufferPool(size)
+            except ValueError:
+                raise ValueError(
+                    f"checkpoint: CUDA cannot pin the {size:,} bytes of the snapshot; give it less memory "
+                    "(train.snapshot_mb, buffer_bytes=), or allow more locked memory (ulimit -l)"
+                ) from None
 
     # ---- the threads ----
 
@@ -244,17 +276,18 @@ class Writer:
         assert self.current is not None  # asked for while a part is written
         return join(step_folder(self.checkpoint_dir, self.current.step), self.current.arrays, name)
 
-    def _write(self, save: Save, part: PartFile, slab: Slab, held: list[Tensor]) -> None:
-        raw = held.pop()  # so that the memory is returned before the task counts as done
+    def _write(self, save: Save, part: PartFile, slab: Slab, held: list[Copied]) -> None:
+        copied = held.pop()  # so that the memory is returned before the task counts as done
         with contextlib.ExitStack() as stack:
             # While the snapshot is copied one thread writes, if the copies leave a core unused.
             if not save.go.is_set() and has_spare_core() and save.early.acquire(blocking=False):
                 stack.callback(save.early.release)
             else:
                 save.go.wait()
-            self._write_now(save, part, slab, raw)
+            self._write_now(save, part, slab, copied)
 
-    def _write_now(self, save: Save, part: PartFile, slab: Slab, raw: Tensor) -> None:
+    def _write_now(self, save: Save, part: PartFile, slab: Slab, copied: Copied) -> None:
+        raw = copied.finish()  # also if nothing is written: the memory is the next snapshot's
         save.target.wait()
         if save.error is None:
             try:
@@ -270,6 +303,7 @@ class Writer:
         except BaseException as error:
             save.error = save.error or error
             save.target.set()
+            save.staged.wait()
             report = {"error": error_line(save.error or error)}
         wait_for_all(save.tasks)  # none may write once the folder may be reused
         for part in itertools.chain(*save.parts.values()):

@@ -39,7 +39,8 @@ from fzero.cli.process import progress
 def bench(context: click.Context, **options: Any) -> None:
     """Measure this machine and write a device file, for `fzero plan --gpu here`.
 
-    The parts are memory, gemm, steps, fused and links. Takes about three minutes, on an otherwise idle machine."""
+    The parts are memory, gemm, steps, fused, links, and of a GPU attention. Takes about three minutes, on an otherwise
+    idle machine."""
     if context.invoked_subcommand is None:
         bench_machine(**options)
 
@@ -59,13 +60,14 @@ def bench_machine(
     if device not in gpu.KINDS:
         raise ValueError(f"--device is {device!r}; it must be auto, cpu or cuda")
     device = gpu.resolve_device(device)
-    if device == "cuda" and not gpu.count_gpus():
-        raise ValueError("--device is cuda and PyTorch finds no GPU here; use cpu")
+    if device == "cpu" and "attention" in only:
+        raise ValueError("--only is attention, which is measured on a GPU, and the device is cpu; leave it out")
     before = None
     if only and path.is_file():
         before = devices.device(path)
         if before.kind != device:
             raise ValueError(f"{path}: is of a {before.kind} device and --device is {device}; give another --out")
+    gpu.use_device(device)
     effort = machine.Effort(tuple(only) or machine.PARTS, quick, device)
     found = machine.measure(effort, disk=disk, before=before, say=progress)
     machine.save(found, path)

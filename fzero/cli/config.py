@@ -20,7 +20,7 @@ def config_command(
     from fzero.run import config_text, run_folder
 
     table = table_of(config_file, settings, mesh, {name: flags[name] for name in SHORTHANDS})
-    config = config_of(table, None, from_json=config_file is not None and config_file.suffix == ".json")
+    config = config_of(table, config_file)
     if run is None:
         click.echo(config_text.commented(config), nl=False)
         return

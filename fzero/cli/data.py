@@ -68,10 +68,10 @@ def verify(corpus: Path) -> int:
     help="The file with the model's sizes. Default: config.json in SOURCE.",
 )
 def import_command(source: Path, out: Path, hf_config: Path | None) -> None:
-    """Make a run folder of a GPT-2, Llama, Qwen or Mixtral that another system saved.
+    """Make a run folder of a GPT-2, Llama, Qwen, Mistral, Gemma, ... that another system saved.
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
-    checkpoint."""
+    checkpoint. It uses no GPU."""
     from fzero.run import exchange
 
     say(exchange.import_weights(source, out, hf_config))
@@ -82,7 +82,7 @@ def import_command(source: Path, out: Path, hf_config: Path | None) -> None:
 @click.option("--out", type=FOLDER, required=True, metavar="HF_FOLDER", help="Where to write. The new folder.")
 @EMA
 def export(run: Path, out: Path, ema: bool) -> None:
-    """Write the model of a run in the format of Hugging Face transformers."""
+    """Write the model of a run in the format of Hugging Face transformers. It uses no GPU."""
     from fzero.run import exchange
 
     line, passed = exchange.export_hf(run, out, ema=ema)

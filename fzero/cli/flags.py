@@ -13,6 +13,10 @@ FOLDER = click.Path(path_type=Path)
 # Options of several commands.
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 EMA = click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
+DEVICE = click.option(
+    "--device", help="The device to compute on. auto (the default: the GPU where there is one), cpu or cuda."
+)
+RUNS_DEVICE = click.option("--device", help="The device to compute on. auto, cpu or cuda; default: the run's own.")
 # Flags that set a value of the config.
 SHORTHANDS = {
     "model": "preset",
@@ -29,7 +33,6 @@ SHORTHANDS = {
     "zero": "zero",
     "reduce": "reduce",
     "sequence": "sequence",
-    "accumulate": "accumulate",
     "prefetch": "prefetch",
     "offload": "offload",
     "nvme": "nvme.folder",
@@ -58,9 +61,7 @@ FLAGS = (
     click.option(
         "--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."
     ),
-    click.option(
-        "--device", help="The device to compute on. auto (the default: the GPU where there is one), cpu or cuda."
-    ),
+    DEVICE,
     click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
     click.option("--batch", type=int, help="The sequences in a step."),
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
@@ -78,12 +79,11 @@ FLAGS = (
         help="The sizes of the axes dp, rp and tp. For example dp=2,tp=2. Default: dp over all processes of torchrun.",
     ),
     click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
-    click.option("--reduce", help="The order of sums: fast, or canonical, which gives the same bits on every mesh."),
-    click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
     click.option(
-        "--accumulate",
-        help="How stages 2 and 3 sum gradients of micro-batches: as shards (less memory) or full (fewer messages).",
+        "--reduce",
+        help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
     ),
+    click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
     click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),
     click.option(
         "--offload",
@@ -115,8 +115,10 @@ def table_of(
     """The config table of the flags: the file, changed by --set, changed by the other flags."""
     from fzero.cli import names
     from fzero.core import tables
+    from fzero.run.config_versions import current_keys
 
     table = tables.read_table(config_file) if config_file else {}
+    table = current_keys(table) if is_written(config_file) else table
     flag_of: dict[str, str] = {}
 
     def put(flag: str, key: str, value: Any) -> None:
@@ -136,6 +138,11 @@ def table_of(
         table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
     names.check_names(table)
     return table
+
+
+def is_written(config_file: Path | None) -> bool:
+    """Whether a file of `--config` is one that fzero wrote: the config.json of a run."""
+    return config_file is not None and config_file.suffix == ".json"
 
 
 def sizes_of_hf(path: Path) -> dict[str, Any]:
@@ -158,8 +165,8 @@ def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
     return sizes
 
 
-def config_of(table: dict[str, Any], init: Path | None, *, from_json: bool) -> Any:
-    """The RunConfig of a table, with the model's sizes of the run `init` if given."""
+def config_of(table: dict[str, Any], config_file: Path | None, init: Path | None = None) -> Any:
+    """The RunConfig of a table of `table_of`, with the model's sizes of the run `init` if given."""
     from fzero.run import config_checks, config_table, run_folder
 
     if init is None:
@@ -169,6 +176,6 @@ def config_of(table: dict[str, Any], init: Path | None, *, from_json: bool) -> A
             raise ValueError("--init sets the model's sizes; leave out --model and model.*")
         old = run_folder.read_config(init)
         value = config_table.from_table({**table, "preset": old.preset}, old.model)
-    if not from_json:  # the config.json of a run holds all values, even unused ones
+    if not is_written(config_file):  # the config.json of a run holds all values, even unused ones
         config_checks.refuse_unused(value, table)
     return value

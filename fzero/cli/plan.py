@@ -15,6 +15,7 @@ from fzero.cli.names import check_names, check_preset
 from fzero.cli.progress import Progress
 from fzero.core import tables
 from fzero.core.foreign import Unparsable, nearest, parse_toml
+from fzero.core.importing import without_collection
 from fzero.planner import launch
 
 TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard", "reshard")  # of a config
@@ -69,6 +70,11 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
 @click.option(
     "--lora-targets", metavar="REGEX", help="The weights that get factors. Default: those of attention and MLP."
 )
+@click.option(
+    "--quantize",
+    metavar="KIND",
+    help="Plan QLoRA: the frozen weights of the blocks in nf4, int4 or int8.",
+)
 @click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
 @AS_JSON
 def plan(
@@ -86,13 +92,27 @@ def plan(
     vary: tuple[str, ...],
     lora_rank: int | None,
     lora_targets: str | None,
+    quantize: str | None,
     no_cache: bool,
     as_json: bool,
-    **others: Any,
+    ranks_on_node: int | None,
+    price: float | None,
+    tokens: float | None,
+    rank: int,
+    **flags: Any,
 ) -> None:
     """Predict memory, communication, time and cost of a run, without its hardware and its weights."""
-    flags = {name: others.pop(name) for name in SHORTHANDS}
-    expect_numbers({**others, "world_size": world_size, "top": top, "memory_gb": memory_gb, "nvme_gbs": nvme_gbs})
+    expect_numbers(
+        {
+            "--nproc-per-node": ranks_on_node,
+            "--tokens": tokens,
+            "--price-per-gpu-hour": price,
+            "--world-size": world_size,
+            "--top": top,
+            "--memory-gb": memory_gb,
+            "--nvme-gbs": nvme_gbs,
+        }
+    )
     if searches and vary:
         raise ValueError("--search and --vary exclude each other; give one of them")
     if not searches and (out or slurm or world_size is not None):
@@ -103,6 +123,8 @@ def plan(
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if lora_rank is None and lora_targets is not None:
         raise ValueError("--lora-targets needs --lora-rank, the rank of the factors")
+    if lora_rank is None and quantize is not None:
+        raise ValueError("--quantize needs --lora-rank: frozen weights are in codes, and LoRA's factors are trained")
     if lora_rank is not None and (searches or vary):
         raise ValueError(f"--lora-rank is for one plan; leave out {'--search' if searches else '--vary'}")
     if searches:
@@ -112,24 +134,26 @@ def plan(
     table = table_of(config_file, settings, mesh, flags)
     choices = parse_choices(vary)
     check_names(table, gpu, *choices.get("gpu", ()))
-    config = config_of(table, None, from_json=config_file is not None and config_file.suffix == ".json")
-    config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets)
-    device = device_with(gpu, memory_gb, nvme_gbs)
+    with without_collection():
+        from fzero.planner import first_estimate  # noqa: F401  (and torch below it)
+    config = config_of(table, config_file)
+    config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
+    device = device_with(gpu, memory_gb, nvme_gbs, price_per_hour=price, ranks_on_node=ranks_on_node)
     if searches and world_size is not None:
-        del others["rank"]
-        answer = search_plans(config, world_size, device, top, out, slurm, others)
+        answer = search_plans(config, world_size, device, top, out, slurm)
     elif vary:
         from fzero.planner import vary as variants
 
         with Progress("planning") as show:
-            answer = variants.vary(table, choices, gpu=device, say=show, cache=cache_of(no_cache), **others)
+            answer = variants.vary(table, choices, gpu=device, say=show, cache=cache_of(no_cache), rank=rank)
     else:
-        answer = plan_one(config, device, cache_of(no_cache), others)
+        answer = plan_one(config, device, cache_of(no_cache), rank)
+    answer = answer if tokens is None else answer.for_tokens(tokens)
     click.echo(answer.to_json() if as_json else str(answer))
 
 
-def with_lora(config: Any, rank: int, targets: str | None) -> Any:
-    """The config whose model has LoRA; its scale changes no number of a plan."""
+def with_lora(config: Any, rank: int, targets: str | None, kind: str | None) -> Any:
+    """The config whose model has LoRA, beside weights in codes of this kind; its scale changes no number of a plan."""
     from fzero import models
 
     if config.optim.name == "muon":
@@ -138,6 +162,7 @@ def with_lora(config: Any, rank: int, targets: str | None) -> Any:
             "optim.name=adamw"
         )
     model = models.build(config.model)
+    model = model if kind is None else models.quantized(model, kind)
     found = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
     return dataclasses.replace(config, model=found.config)
 
@@ -149,28 +174,27 @@ def cache_of(no_cache: bool) -> Path | None:
     return None if no_cache else cache_folder()
 
 
-def plan_one(config: Any, device: Any, cache: Path | None, options: dict[str, Any]) -> Any:
+def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     """The PlanReport of a config; what closed forms say of it is printed on stderr before its step is traced."""
     from fzero.planner import plan as plans
     from fzero.planner.first_estimate import first_estimate
     from fzero.planner.trace_cache import is_kept
 
     sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)
-    if cache is not None and is_kept(resolved, sizes, options["rank"], device.target, cache):
+    if cache is not None and is_kept(resolved, sizes, rank, device.target, cache):
         line = f"fzero: the trace of an earlier plan in {cache} answers this; --no-cache traces anew"
     else:
-        given = {name: options[name] for name in ("rank", "ranks_on_node")}
-        line = str(first_estimate(resolved, sizes, device, **given))
+        line = str(first_estimate(resolved, sizes, device, rank))
     print(line, file=sys.stderr, flush=True)
     with Progress("tracing") as show:
-        return plans.plan(config, gpu=device, say=show, cache=cache, **options)
+        return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank)
 
 
-def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None) -> Any:
-    """The Device of a name, with this memory and this rate of its disk."""
+def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None, **given: Any) -> Any:
+    """The Device of a name, with this memory, this rate of its disk, and the other fields that are given."""
     from fzero.planner.plan import device_for
 
-    changes: dict[str, Any] = {}
+    changes = {name: value for name, value in given.items() if value is not None}
     if memory_gb is not None:
         changes["memory_bytes"] = int(memory_gb * 1e9)
     if nvme_gbs is not None:
@@ -246,9 +270,7 @@ def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], fl
         launch.refuse_decided(tables.read_table(config_file), str(config_file))
 
 
-def search_plans(
-    config: Any, gpus: int, gpu: Any, top: int, out: Path | None, slurm: Path | None, options: dict[str, Any]
-) -> Any:
+def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, slurm: Path | None) -> Any:
     """Search, and write the best config to `out` and a script that starts it to `slurm`; return the SearchResult."""
     from fzero.core.storage import write_text
     from fzero.planner import search
@@ -257,7 +279,7 @@ def search_plans(
     if out is not None:
         search.expect_config_path(out)
     with Progress("searching") as show:
-        result = search.search(config, gpus, gpu=gpu, top=top, say=show, workers=cores(), **options)
+        result = search.search(config, gpus, gpu=gpu, top=top, say=show, workers=cores())
     if out is not None:
         search.write_config(result.config, out)
         best = result.best[0].report
@@ -272,18 +294,8 @@ def search_plans(
     return result
 
 
-def expect_numbers(options: dict[str, Any]) -> None:
-    """Raise ValueError for a number that is not above 0."""
-    names = {
-        "ranks_on_node": "--nproc-per-node",
-        "tokens": "--tokens",
-        "price": "--price-per-gpu-hour",
-        "world_size": "--world-size",
-        "top": "--top",
-        "memory_gb": "--memory-gb",
-        "nvme_gbs": "--nvme-gbs",
-    }
-    for key, name in names.items():
-        value = options[key]
+def expect_numbers(numbers: dict[str, float | None]) -> None:
+    """Raise ValueError for a flag's number that is not above 0."""
+    for name, value in numbers.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} is {value:g}; it must be above 0 and finite")

@@ -11,6 +11,7 @@ import click
 
 from fzero.cli.flags import FOLDER, config_flags, config_of, table_of
 from fzero.cli.process import coordinated, leave, quiet, say, versions
+from fzero.core.importing import without_collection
 from fzero.run import warm_up
 
 # The flags, besides --mesh, that a resumed run may change.
@@ -19,7 +20,6 @@ PLACEMENT = (
     "zero",
     "reduce",
     "sequence",
-    "accumulate",
     "prefetch",
     "offload",
     "nvme",
@@ -82,30 +82,27 @@ def pretrain(
     warm_up.begin()
 
     with coordinated() as coordinator, bar_or_lines() as (bar, line):
-        from fzero.run import loop, run_folder
-        from fzero.run import pretrain as run
-        from fzero.run.attempt import Options
-        from fzero.run.measure.profiler import steps_of
-        from fzero.run.resume import auto_resume as earlier
+        with without_collection():
+            from fzero.run import loop, run_folder
+            from fzero.run import pretrain as run
+            from fzero.run.attempt import Options
+            from fzero.run.measure.profiler import steps_of
+            from fzero.run.resume import auto_resume as earlier
 
         steps_of(profile or "3-5", 0)  # raises ValueError for an invalid value
         # If an earlier attempt of the same torchrun has taken a folder, resume that.
         before = coordinator.share(coordinator.recorded)
         auto = auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
         there = resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(before))))
-        config = (
-            None
-            if there
-            else config_of(table, init, from_json=config_file is not None and config_file.suffix == ".json")
-        )
+        config = None if there else config_of(table, config_file, init)
         asked = {
             "--out": str(out),
             "--init": str(init),
             "--stop-at": stop_at,
             "--peak-tflops": peak_tflops,
             "--prompt": prompt,
-        }
-        asked |= {"--resume": resume, "--auto-resume": auto_resume, "--profile": profile}
+            "--profile": profile,
+        } | {"--resume": resume, "--auto-resume": auto_resume}
         coordinator.compare(
             {**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command"
         )

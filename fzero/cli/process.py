@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fzero import __version__
+from fzero.core.importing import without_collection
 from fzero.run.ranks import signals
 
 FAULT, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
@@ -49,8 +50,9 @@ def coordinated() -> Iterator[Any]:
     An exception that ends the context has the coordinator as its attribute, so that `exit_code` tells the other ranks.
     """
     with signals.raise_on_sigterm():
-        from fzero.run import run_lock
-        from fzero.run.ranks.coordinator import join
+        with without_collection():
+            from fzero.run import run_lock
+            from fzero.run.ranks.coordinator import join
 
         coordinator = join()
         try:

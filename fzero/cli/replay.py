@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fzero.cli import process
-from fzero.cli.flags import FOLDER, SHORTHANDS, table_of
+from fzero.cli.flags import FOLDER, RUNS_DEVICE, SHORTHANDS, table_of
 from fzero.cli.process import quiet, say
 
 
@@ -25,6 +25,7 @@ from fzero.cli.process import quiet, say
     help="The sizes of the axes dp, rp and tp. Default: the run's own if it fits the processes, else dp over all.",
 )
 @click.option("--zero", type=int, help="The ZeRO stage, 0 to 3. Default: the run's own.")
+@RUNS_DEVICE
 @click.option(
     "--rtol",
     type=float,
@@ -41,6 +42,7 @@ def replay(
     start: int | None,
     mesh: str | None,
     zero: int | None,
+    device: str | None,
     rtol: float | None,
     nvme: str | None,
 ) -> int:
@@ -56,11 +58,13 @@ def replay(
             "--from": start,
             "--mesh": mesh,
             "--zero": zero,
+            "--device": device,
             "--rtol": rtol,
         }
         coordinator.compare({**process.versions(), **asked}, "start all ranks with the same command")
         tell = say if coordinator.first else quiet
-        changes = {name: value for name, value in (("mesh", sizes), ("zero", zero)) if value is not None}
+        given = {"mesh": sizes, "zero": zero, "device": device}
+        changes = {name: value for name, value in given.items() if value is not None}
         options = {"start": start, "tolerance": rtol, "nvme": nvme}
         result = module.replay(run, step, changes, **options, coordinator=coordinator, say=tell)
         for line in module.report(result):
@@ -72,17 +76,18 @@ def replay(
 @click.command()
 @click.argument("run_a", type=FOLDER)
 @click.argument("run_b", type=FOLDER)
+@RUNS_DEVICE
 @click.option(
     "--nvme",
     metavar="DIR",
     help="The folder for state offloaded to a disk. Default: a temporary folder of the system, until the command ends.",
 )
-def bisect(run_a: Path, run_b: Path, nvme: str | None) -> int:
+def bisect(run_a: Path, run_b: Path, device: str | None, nvme: str | None) -> int:
     """Find the first step and leaf in which two runs differ. The exit code is 1 if they do, 0 if all records are
     equal."""
     from fzero.run.debug import bisect_runs as runs_beside
 
-    result = runs_beside.bisect(run_a, run_b, nvme=nvme, say=say)
+    result = runs_beside.bisect(run_a, run_b, device=device, nvme=nvme, say=say)
     for line in runs_beside.report(result):
         say(line)
     return 0 if result.equal else 1

@@ -65,10 +65,11 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     from fzero.core.storage import write_text
     from fzero.planner.plan import plan
     from fzero.report.attempts import planned_for
+    from fzero.run import run_folder
     from fzero.run.config_table import from_table
     from fzero.run.measure import attempts
 
-    path, lines = folder / attempts.PLAN, attempts.read(folder)
+    path, lines = folder / attempts.PLAN, run_folder.read_attempts(folder)
     found = read_json(path) if path.is_file() else None
     if not lines or (found is not None and planned_for(found, lines[-1])):
         return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fzero.cli.flags import EMA, FOLDER
+from fzero.cli.flags import DEVICE, EMA, FOLDER
 from fzero.cli.process import say
 
 
@@ -46,6 +46,7 @@ from fzero.cli.process import say
     help="The seed of all random numbers. The same seed gives the same text.",
 )
 @EMA
+@DEVICE
 @click.option(
     "--offload",
     metavar="WHERE",
@@ -63,13 +64,14 @@ def sample(
     top_p: float,
     seed: int,
     ema: bool,
+    device: str | None,
     offload: str | None,
     nvme: str | None,
 ) -> None:
     """Generate text with the model of a run (or an import)."""
     import torch
 
-    from fzero.core import prng
+    from fzero.core import gpu, prng
     from fzero.run import run_folder, weights
     from fzero.run.generate import Sampling, generate
 
@@ -78,17 +80,18 @@ def sample(
         raise ValueError(f"--offload {offload}: sampling can offload only parameters; use params=nvme, or leave it out")
     if nvme is not None and offload is None:
         raise ValueError("--nvme needs --offload params=nvme; give that too")
+    place = gpu.use_device(gpu.resolve_device(device or "auto"))
     trained = weights.load(run, ema=ema) if offload is None else weights.load_on_disk(run, nvme, ema=ema)
     tokenizer = run_folder.read_tokenizer(run)
     for line in trained.warnings:
         print(line, file=sys.stderr)
-    ids = torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None]
+    ids = torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None].to(place)
     out = generate(
         trained.model,
-        trained.params,
+        weights.put_on(place, trained.params),
         ids,
         max_new_tokens,
-        prng.key(seed),
+        prng.key(seed, place),
         sampling=sampling,
         vocab_size=tokenizer.vocab_size,
         eos=tokenizer.eos,

@@ -31,17 +31,17 @@ import torch
 from torch import Tensor
 
 from fzero.comm.agreement import RankError
-from fzero.comm.communicator import Communicator, Pending, pending_of
+from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger, Row
 from fzero.comm.operators import ops
 from fzero.core.device import is_traced
+from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
 
 __all__ = [
     "Axis",
     "Communicator",
     "Ledger",
-    "Pending",
     "RankError",
     "Row",
     "all_gather",
@@ -332,14 +332,14 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]], *, leaf: st
 # ---- asynchronous, on plain tensors: not differentiable --------------------------------------------------------------
 
 
-def _start(collective: str, x: Tensor, axis: Axis, leaf: str, **options: Any) -> Pending:
+def _start(collective: str, x: Tensor, axis: Axis, leaf: str, **options: Any) -> Future[Tensor]:
     communicator = _communicator(collective, axis, leaf)
     if (communicator.transport != "fake" and (isinstance(x, FakeTensor) or x.is_meta)) or is_traced(x):
-        return pending_of(getattr(ops, collective)(x, communicator.number, leaf))
+        return ready(getattr(ops, collective)(x, communicator.number, leaf))
     return getattr(communicator, f"start_{collective}")(x, leaf, **options)
 
 
-def start_all_gather(x: Tensor, axis: Axis, *, leaf: str = "", out: Tensor | None = None) -> Pending:
+def start_all_gather(x: Tensor, axis: Axis, *, leaf: str = "", out: Tensor | None = None) -> Future[Tensor]:
     """Start `all_gather` along dim 0 of a plain contiguous tensor, [n, ...] -> [N n, ...]; on an axis of size 1 the
     result is x (or out).
 
@@ -347,23 +347,23 @@ def start_all_gather(x: Tensor, axis: Axis, *, leaf: str = "", out: Tensor | Non
     Communicates: (N-1)/N of the result. Raises ValueError for an out of another shape, dtype or layout.
     """
     if axis.size == 1:
-        return pending_of(x if out is None else out.copy_(x))
+        return ready(x if out is None else out.copy_(x))
     return _start("all_gather", x, axis, leaf, out=out)
 
 
-def start_psum_scatter(x: Tensor, axis: Axis, *, leaf: str = "") -> Pending:
+def start_psum_scatter(x: Tensor, axis: Axis, *, leaf: str = "") -> Future[Tensor]:
     """Start `psum_scatter` along dim 0 of a plain contiguous tensor, [N n, ...] -> [n, ...]; on an axis of size 1 the
     result is x.
 
     Communicates: (N-1)/N of x. Raises ValueError if N does not divide the size of dim 0.
     """
     _dim(x, 0, axis, _what("psum_scatter", axis, leaf), divide=True)
-    return pending_of(x) if axis.size == 1 else _start("psum_scatter", x, axis, leaf)
+    return ready(x) if axis.size == 1 else _start("psum_scatter", x, axis, leaf)
 
 
-def start_psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Pending:
+def start_psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Future[Tensor]:
     """Start `psum` of a plain contiguous tensor; on an axis of size 1 the result is x.
 
     Communicates: 2 (N-1)/N of x.
     """
-    return pending_of(x) if axis.size == 1 else _start("psum", x, axis, leaf, guarded=False)
+    return ready(x) if axis.size == 1 else _start("psum", x, axis, leaf, guarded=False)

@@ -19,6 +19,7 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from torch import Tensor
 from fzero.comm.agreement import Agreement, Call
 from fzero.comm.ledger import Ledger, sent_elements
 from fzero.core.device import kind_of
+from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
 from fzero.core.tree_sum import tree_sum
 
@@ -37,24 +39,7 @@ SMALL_BYTES = 4 << 20
 # Newer versions of torch have these names, and warn about the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Pending:
-    """A collective in flight; `wait()` finishes it and returns its result, and may be called once."""
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
-
-    def wait(self) -> Tensor:
-        """Wait for the result. Raises RankError if another rank is gone or late."""
-        assert self._finish is not None, "a collective was waited for twice"
-        finish, self._finish = self._finish, None
-        return finish()
-
-
-def pending_of(x: Tensor) -> Pending:
-    """A Pending that is already finished, with the result `x`."""
-    return Pending(lambda: x)
+T = TypeVar("T")
 
 
 _COMMUNICATORS: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -74,15 +59,17 @@ def communicator_of(number: int) -> Communicator:
 class Communicator:
     """The connection of this process with the other ranks of one mesh axis.
 
-    ranks: the global ranks along the axis; this process is number `rank` of them. transport: "gloo", "nccl" or "fake".
+    ranks: the global ranks along the axis, with that of this process, which `agreement` knows; `rank` is its number
+    among them. transport: "gloo", "nccl" or "fake".
     ordered: use the order of `tree_sum` for sums over ranks on NCCL too.
     """
+
+    OPAQUE = True  # see core.kept_programs.describe
 
     def __init__(
         self,
         axis: str,
         ranks: Sequence[int],
-        rank: int,
         *,
         transport: str,
         ledger: Ledger,
@@ -90,6 +77,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         ordered: bool = False,
     ) -> None:
+        rank = list(ranks).index(agreement.rank)
         self.axis, self.ranks, self.rank, self.size = axis, tuple(ranks), rank, len(ranks)
         self.transport, self.ledger, self.agreement, self.group = transport, ledger, agreement, group
         self.ordered = ordered
@@ -105,9 +93,9 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator({self.axis}: rank {self.rank} of {self.size}, {self.transport})"
 
-    # ---- collectives: started here, finished by Pending.wait --------------------------------------------------------
+    # ---- collectives: started here, finished by Future.wait ---------------------------------------------------------
 
-    def start_all_gather(self, x: Tensor, leaf: str = "", out: Tensor | None = None) -> Pending:
+    def start_all_gather(self, x: Tensor, leaf: str = "", out: Tensor | None = None) -> Future[Tensor]:
         """Start x [n, ...] -> [N n, ...] in rank order, written into `out` if given (x may be this rank's slice of
         it).
         """
@@ -123,12 +111,12 @@ class Communicator:
         if self.transport_of(x) == "nccl":
             return self._native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
         parts = out.view(self.size, *x.shape)
-        finish = self._exchange(call, {j: x for j in self.others}, {j: parts[j] for j in self.others})
+        gathering = self._exchange(call, {j: x for j in self.others}, {j: parts[j] for j in self.others}, lambda: out)
         if self.transport == "fake" or parts[self.rank].data_ptr() != x.data_ptr():
             parts[self.rank].copy_(x)
-        return _pending_after(finish, lambda: out)
+        return gathering
 
-    def start_psum_scatter(self, x: Tensor, leaf: str = "") -> Pending:
+    def start_psum_scatter(self, x: Tensor, leaf: str = "") -> Future[Tensor]:
         """Start x [N n, ...] -> [n, ...]: this rank's piece of the sum over ranks."""
         call = self._begin("psum_scatter", x, leaf, x.numel())
         x = x.contiguous()
@@ -138,7 +126,7 @@ class Communicator:
         out = torch.empty_like(pieces[0])
         return self._native(call, x, lambda: _reduce_scatter(out, x, group=self.group, async_op=True), out)
 
-    def start_psum(self, x: Tensor, leaf: str = "", guarded: bool = True) -> Pending:
+    def start_psum(self, x: Tensor, leaf: str = "", guarded: bool = True) -> Future[Tensor]:
         """Start x -> the sum over ranks, of the same shape. guarded: in checked mode, refuse an x that is the same on
         all ranks.
         """
@@ -157,24 +145,25 @@ class Communicator:
         def gather() -> Tensor:
             own, out = pending.wait(), torch.empty_like(x)
             parts = out.view(-1).tensor_split(self.size)
-            finish = self._exchange(call, {j: own for j in self.others}, {j: parts[j] for j in self.others}, half=1)
+            sends, receives = {j: own for j in self.others}, {j: parts[j] for j in self.others}
+            gathering = self._exchange(call, sends, receives, lambda: out, half=1)
             parts[self.rank].copy_(own)
-            finish()
-            return out
+            return gathering.wait()
 
-        return Pending(gather)
+        return Future(gather)
 
-    def start_all_to_all(self, x: Tensor, leaf: str = "") -> Pending:
+    def start_all_to_all(self, x: Tensor, leaf: str = "") -> Future[Tensor]:
         """Start x [N n, ...] -> [N n, ...]: piece j goes to rank j, and piece j of the result comes from rank j."""
         call = self._begin("all_to_all", x, leaf, x.numel())
         x = x.contiguous()
         out = torch.empty_like(x)
         here, there = (t.view(self.size, x.shape[0] // self.size, *x.shape[1:]) for t in (x, out))
-        finish = self._exchange(call, {j: here[j] for j in self.others}, {j: there[j] for j in self.others})
+        sends, receives = {j: here[j] for j in self.others}, {j: there[j] for j in self.others}
+        arriving = self._exchange(call, sends, receives, lambda: out)
         there[self.rank].copy_(here[self.rank])
-        return _pending_after(finish, lambda: out)
+        return arriving
 
-    def start_ppermute(self, x: Tensor, perm: Sequence[tuple[int, int]], leaf: str = "") -> Pending:
+    def start_ppermute(self, x: Tensor, perm: Sequence[tuple[int, int]], leaf: str = "") -> Future[Tensor]:
         """Start x -> the x of the rank that sends to this one by the pairs (source, destination) of `perm`; zeros if
         none does.
         """
@@ -182,16 +171,20 @@ class Communicator:
         x = x.contiguous()
         source = next((s for s, d in perm if d == self.rank), None)
         if source == self.rank:
-            return pending_of(x.clone())
+            return ready(x.clone())
         out = torch.zeros_like(x) if source is None else torch.empty_like(x)
         targets = [d for s, d in perm if s == self.rank]
-        return _pending_after(
-            self._exchange(call, {d: x for d in targets}, {} if source is None else {source: out}), lambda: out
-        )
+        receives = {} if source is None else {source: out}
+        return self._exchange(call, {d: x for d in targets}, receives, lambda: out)
 
     def sends(self, perm: Sequence[tuple[int, int]]) -> bool:
         """Whether this rank sends to another one in `perm`."""
         return any(s == self.rank and d != s for s, d in perm)
+
+    def abort(self) -> None:
+        """End NCCL's collectives under way, on this rank; nothing on gloo, whose messages end with the process."""
+        if self.transport == "nccl" and self.group is not None:
+            self.group.abort()
 
     # ---- shared by the collectives -----------------------------------------------------------------------------------
 
@@ -240,7 +233,8 @@ class Communicator:
             digest = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
         mine = torch.tensor([digest], device=x.device)
         all_of_them = [mine if j == self.rank else torch.empty_like(mine) for j in range(self.size)]
-        self._exchange(call, {j: mine for j in self.others}, {j: all_of_them[j] for j in self.others}, half=2)()
+        receives = {j: all_of_them[j] for j in self.others}
+        self._exchange(call, {j: mine for j in self.others}, receives, lambda: None, half=2).wait()
         digests = {int(d) for d in all_of_them}
         if len(digests) == 1 and digests != {0}:
             raise ValueError(
@@ -261,27 +255,35 @@ class Communicator:
             self.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
         )
 
-    def _sum_of(self, call: Call, pieces: Sequence[Tensor] | Tensor) -> Pending:
+    def _sum_of(self, call: Call, pieces: Sequence[Tensor] | Tensor) -> Future[Tensor]:
         """Start sending piece j to rank j, and summing this rank's piece over ranks."""
         own = pieces[self.rank]
         parts = [own if j == self.rank else torch.empty_like(own) for j in range(self.size)]
-        finish = self._exchange(call, {j: pieces[j] for j in self.others}, {j: parts[j] for j in self.others})
-        return _pending_after(finish, lambda: tree_sum(parts, [j != self.rank for j in range(self.size)]))
+        sends, receives = {j: pieces[j] for j in self.others}, {j: parts[j] for j in self.others}
+        owned = [j != self.rank for j in range(self.size)]
+        return self._exchange(call, sends, receives, lambda: tree_sum(parts, owned))
 
     def _exchange(
-        self, call: Call, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], half: int = 0
-    ) -> Callable[[], None]:
-        """Start messages to and from ranks of the axis; the function returned waits for them, and keeps the buffers
-        alive until then.
+        self,
+        call: Call,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        result: Callable[[], T],
+        half: int = 0,
+    ) -> Future[T]:
+        """Start messages to and from ranks of the axis, whose buffers are kept until they have arrived.
+
+        result: called then, for the value of the Future.
         """
         if self.transport == "fake":
             buffers = [*sends.values(), *receives.values()]
 
-            def arrive() -> None:
+            def arrive() -> T:
                 with self._waiting(call):
                     buffers.clear()  # held exactly as long as on gloo
+                return result()
 
-            return arrive
+            return Future(arrive)
         # The tag keeps messages of different collectives apart. half: the round of messages within a collective.
         said = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
         tag = zlib.crc32(said.encode()) & 0x3FFFFFFF
@@ -301,7 +303,7 @@ class Communicator:
                 except RuntimeError as error:
                     raise self._lost(call, j, error) from None
 
-        def finish() -> None:
+        def finish() -> T:
             with self._waiting(call):
                 while work:
                     started, j = work.pop(0)
@@ -312,24 +314,26 @@ class Communicator:
                     except RuntimeError as error:
                         raise self._lost(call, j, error) from None
             messages.clear()
+            return result()
 
-        return finish
+        return Future(finish)
 
-    def _native(self, call: Call, x: Tensor, start: Callable[[], dist.Work | None], out: Tensor) -> Pending:
+    def _native(self, call: Call, x: Tensor, start: Callable[[], dist.Work | None], out: Tensor) -> Future[Tensor]:
         """Start one of NCCL's own collectives of `x`, whose result is in `out`."""
         if self.transport == "fake":
-            return _pending_after(self._exchange(call, {0: x}, {0: out}), lambda: out)
+            return self._exchange(call, {0: x}, {0: out}, lambda: out)
         work = start()
         assert work is not None  # only a rank outside the group gets none
 
-        def finish() -> None:
+        def finish() -> Tensor:
             with self._waiting(call):
                 try:
                     work.wait()
                 except RuntimeError as error:
                     raise self._lost(call, self.rank, error) from None
+            return out
 
-        return _pending_after(finish, lambda: out)
+        return Future(finish)
 
     def _lost(self, call: Call, place: int, error: RuntimeError) -> Exception:
         """Make this rank's error after a message from or to rank `place` of the axis failed."""
@@ -344,11 +348,3 @@ class Communicator:
         else:
             what = text if self.transport == "nccl" else f"{peer}: {text}"
         return self.agreement.error(call, what)
-
-
-def _pending_after(finish: Callable[[], None], result: Callable[[], Tensor]) -> Pending:
-    def both() -> Tensor:
-        finish()
-        return result()
-
-    return Pending(both)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,11 @@ class Row(NamedTuple):
 
 
 class Watcher(Protocol):
-    """The interface of an observer that is notified while a program runs: a timer, a memory trace, a plan."""
+    """The interface of an observer that is notified while a program runs: a timer, a memory trace, a plan.
+
+    One with an attribute `phases` that is false keeps none of what it is told at the moment: a step may then be
+    replayed as a whole (see fzero.train.capture).
+    """
 
     def enter(self, phase: str) -> None:
         """A phase begins; phases nest."""
@@ -111,6 +115,17 @@ class Ledger:
     def rows(self) -> list[Row]:
         """The rows, in the order in which they first appeared."""
         return [Row(*key[:4], str(key[4]).removeprefix("torch."), *sums) for key, sums in self._sums.items()]
+
+    def entries(self) -> dict[Any, tuple[int, int, int]]:
+        """The sums so far by their keys, for `repeat`."""
+        return {key: (sums[0], sums[1], sums[2]) for key, sums in self._sums.items()}
+
+    def repeat(self, before: Mapping[Any, Sequence[int]], after: Mapping[Any, Sequence[int]]) -> None:
+        """Record again what was recorded between two calls of `entries`."""
+        for key in {**before, **after}:
+            held, none = self._sums.setdefault(key, [0, 0, 0]), (0, 0, 0)
+            for i, (begun, sums) in enumerate(zip(before.get(key, none), after.get(key, none))):
+                held[i] += sums - begun
 
     def total(self, phase: str | None = None, collective: str | None = None, axis: str | None = None) -> Row:
         """The sum of the rows of this phase, collective and axis (None: all), as a row with `*` in the fields summed

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from fzero.comm.communicator import Communicator, Pending, communicator_of
+from fzero.comm.communicator import Communicator, communicator_of
 from fzero.core.device import is_traced
+from fzero.core.future import Future
 from fzero.core.graph import ORDERED
 from fzero.core.torch_private import is_fx_symbolic_tracing
 
@@ -25,7 +26,9 @@ def pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(flat[::2], flat[1::2]))
 
 
-def _define(name: str, start: Callable[..., Pending], shape: Callable[..., Sequence[int]], extra: str = "") -> None:
+def _define(
+    name: str, start: Callable[..., Future[Tensor]], shape: Callable[..., Sequence[int]], extra: str = ""
+) -> None:
     """Define fzero::name(x, communicator, <extra>, leaf), and its overload `after` with a token in and out, which
     orders it.
 

@@ -53,7 +53,7 @@ def explain_keywords(**write: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     return decorate
 
 
-EXECUTION = ("remat", "compiled", "kernels", "prefetch", "norms")
+EXECUTION = ("remat", "compiled", "kernels", "prefetch", "reshard", "norms", "capture")
 # What other libraries, and earlier versions, call things.
 STEP = {name: f"write execution=fzero.Execution({name}=...)" for name in EXECUTION} | {
     "accumulation_steps": "write micro_batches=",
@@ -90,6 +90,8 @@ PLAN = {
     "precision": "write policy=fzero.bf16()",
     "params": "write model=",
     "remat": "give it to make_train_step(..., execution=fzero.Execution(remat=...))",
+    "reshard": "give it to make_train_step(..., execution=fzero.Execution(reshard=...))",
+    "accumulate": 'write reduce="once"',
     "micro_batches": "give it to make_train_step",
 }
 STATE = {

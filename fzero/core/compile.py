@@ -14,21 +14,24 @@ import contextlib
 import functools
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
+from fzero.core import kept_programs, observe, pytree
 from fzero.core.autodiff import needs_grad, transforms
-from fzero.core.cpp import trust_vector_flags
+from fzero.core.cpp import vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph import chain_in_order, hold
-from fzero.core.torch_private import disable_current_modes
+from fzero.core.kept import package_digest
+from fzero.core.loops import compiled_together
+from fzero.core.torch_private import disable_current_modes, run_autograd
 
 R = TypeVar("R")
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
+Run = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled graph; it empties its list
 
 
 @functools.cache
@@ -57,6 +60,14 @@ def _fakes(tensors: Sequence[Tensor], mode: Any) -> list[Tensor]:
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
 
 
+def _fake_mode() -> Any:
+    """A mode for tracing static shapes; without a ShapeEnv, Inductor would not look into its cache of graphs."""
+    from fzero.core.torch_private import FakeTensorMode, ShapeEnv
+
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(shape_env=shapes, static_shapes=True)
+
+
 def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor], mode: Any) -> torch.fx.GraphModule:
     """The graph of plain functional operators of `f(primals, tangents)`."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -80,12 +91,12 @@ def _trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor],
         return make_fx(named, decomposition_table=select_decomp_table())(primals, tangents)
 
 
-def _compile(
-    graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False
-) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def _compile(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Run:
     """Compile a graph. The result takes a list of inputs and empties it, so that each input is freed after its last
     use.
     """
+    from torch.compiler import config as compiler_config
+
     from fzero.core.torch_private import TracingContext, compile_fx_inner, inductor_config, joint_graph_passes, tracing
 
     graph.graph.set_codegen(torch.fx.CodeGen())  # flat tensors in and out
@@ -96,13 +107,37 @@ def _compile(
     # Inductor's own random generator is never used: random keys are inputs of the graph.
     with tracing(TracingContext(mode)), inductor_config.patch(fallback_random=True):
         if not isinstance(mode, FakeDevice):
-            trust_vector_flags()
-            run = compile_fx_inner(graph, examples, is_backward=backward)
+            # torch makes `patch` when it imports the module, which a type checker does not see.
+            with compiler_config.patch(cache_key_tag=_cache_tag()):  # pyright: ignore[reportAttributeAccessIssue]
+                run = compile_fx_inner(graph, examples, is_backward=backward)
         elif mode.lower is not None:
             run = mode.lower(graph, examples, backward)
         else:
             run = lambda args: graph(*args)  # noqa: E731
     return (lambda args: run(args)[:-1]) if ordered else run  # without the last token
+
+
+def _cache_tag() -> str:
+    """What a compiled graph depends on besides itself; Inductor's cache of graphs asks for more than its own list.
+
+    The vector instructions, as another machine may share the folder; the threads, which share out sums; fzero's own
+    source, as a graph names its operators only.
+    """
+    return f"{package_digest()} {vector_instructions()} {torch.get_num_threads()}"
+
+
+_TOLD: list[Callable[[], None]] = []  # who is to be told before this process compiles what no earlier one has
+
+
+@contextlib.contextmanager
+def before_compiling(tell: Callable[[], None]) -> Iterator[None]:
+    """A context in which `tell` is called once, before the first blocks are compiled that were not compiled on this
+    machine before."""
+    _TOLD.append(tell)
+    try:
+        yield
+    finally:
+        _TOLD[:] = [other for other in _TOLD if other is not tell]
 
 
 class Dropped(NamedTuple):
@@ -155,17 +190,25 @@ class VjpPair(NamedTuple):
 
     primal: Callable[[Sequence[Tensor]], list[Tensor]]  # inputs -> outputs
     forward: Callable[..., tuple[list[Tensor], Residuals]]  # (inputs, drop=0) -> (outputs, residuals)
-    backward: Callable[..., list[Tensor]]  # (residuals, cotangents, dropped inputs=()) -> gradients of inputs[skip:n]
+    # (residuals, cotangents, dropped inputs=()) -> gradients of inputs[skip:n]; None for integers
+    backward: Callable[..., list[Any]]
 
 
-def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int = 0) -> VjpPair:
+def tell_of_compiling() -> None:
+    """Tell those that wait in `before_compiling`."""
+    while _TOLD:
+        _TOLD.pop()()
+
+
+def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int = 0, what: Any = None) -> VjpPair:
     """Return the VjpPair of `f`, whose backward pass gives the gradients of inputs skip to n - 1.
 
     compiled: trace forward and backward pass together, split the graph, and compile both halves, once for each
     signature of the inputs. budget: the fraction of residuals that may be kept (see Remat); it also applies when
-    nothing is compiled.
+    nothing is compiled. what: a value that determines `f` and nothing of which is a side effect of `f`, so that a
+    compiled program may be taken from an earlier process (see kept_programs); None: it may not.
     """
-    return _traced_pair(f, n, compiled, budget, skip) if compiled or budget < 1.0 else _eager_pair(f, n, skip)
+    return _traced_pair(f, n, compiled, budget, skip, what) if compiled or budget < 1.0 else _eager_pair(f, n, skip)
 
 
 class _Substitute(torch.autograd.Function):
@@ -201,7 +244,10 @@ def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
         ):
             leaves, args = [], []
             for i, t in enumerate(inputs):
-                if skip <= i < n:
+                if skip <= i < n and not t.is_floating_point():
+                    leaves.append(None)
+                    args.append(t)
+                elif skip <= i < n:
                     leaves.append((t.new_zeros(()).expand(t.shape) if i < drop else t.detach()).requires_grad_())
                     args.append(_Substitute.apply(leaves[-1], t) if i < drop else leaves[-1])
                 else:
@@ -210,20 +256,24 @@ def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
         del args, t
         return [o.detach() for o in out], Residuals([out, leaves, given], needs)
 
-    def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Tensor]:
+    def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Any]:
         out, leaves, given = residuals
         residuals.clear()
         given.append(dropped)
         live = [i for i, o in enumerate(out) if o.requires_grad]
         if not live:
-            return [torch.zeros_like(leaf) for leaf in leaves]
+            return [leaf if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
         outs, cots = ([values[i] for i in live] for values in (out, cotangents))
-        return list(torch.autograd.grad(outs, leaves, cots, allow_unused=True, materialize_grads=True))
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        # As torch.autograd.grad, without its check of symbolic shapes, for which it imports sympy.
+        grads = run_autograd(tuple(outs), tuple(cots), False, False, tuple(wanted), True, accumulate_grad=False)
+        whole = iter([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, wanted)])
+        return [leaf if leaf is None else next(whole) for leaf in leaves]
 
     return VjpPair(primal, forward, backward)
 
 
-def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> VjpPair:
+def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, what: Any) -> VjpPair:
     programs: dict[Any, tuple[Callable, Callable, int]] = {}
 
     def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
@@ -232,7 +282,10 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> V
             # A plan records the operators of the step; those that run only because the block is traced must not be
             # recorded.
             with disable_current_modes() if fake_device_of(inputs[0]) is not None else contextlib.nullcontext():
-                programs[signature] = _split_programs(f, range(skip, n), inputs, compiled and have_compiler(), budget)
+                wanted = [i for i in range(skip, n) if inputs[i].is_floating_point()]
+                run_fw, run_bw, num_outs = _programs(f, wanted, inputs, compiled and have_compiler(), budget, what)
+                gaps = sorted({*range(skip, n)} - {*wanted})
+                programs[signature] = run_fw, _with_none(run_bw, [i - skip for i in gaps]), num_outs
         run_fw, run_bw, num_outs = programs[signature]
         out, needs = run_fw(list(inputs)), set()
         keep = _dropper(inputs[:drop], needs)
@@ -249,26 +302,65 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int) -> V
     return VjpPair(lambda inputs: forward(inputs)[0], forward, backward)
 
 
+def _programs(
+    f: Flat, wanted: list[int], inputs: Sequence[Tensor], compiled: bool, budget: float, what: Any
+) -> tuple[Run, Run, int]:
+    """`_split_programs`, or what it gave in an earlier process."""
+    asked = None
+    if compiled and fake_device_of(inputs[0]) is None:
+        if what is not None:
+            asked = kept_programs.question((what, wanted, budget), inputs)
+        found = kept_programs.find(asked)
+        if found is not None and found.programs is not None:
+            forward, backward = found.programs
+            observe.note_all(found.facts["forms"])
+            return forward, backward, found.facts["outputs"]
+        if found is None:
+            tell_of_compiling()
+    with observe.observe() as forms:
+        forward, backward, outputs = _split_programs(f, wanted, inputs, compiled, budget)
+    if asked is not None:
+        facts = {"outputs": outputs, "forms": {name: sorted(used) for name, used in forms.items()}}
+        kept_programs.keep(asked, (forward, backward), facts)
+    return forward, backward, outputs
+
+
+def _with_none(run: Run, gaps: list[int]) -> Callable[[list[Tensor]], Any]:
+    """`run` with None at these places of its result."""
+
+    def run_with_none(args: list[Tensor]) -> list[Tensor | None]:
+        out: list[Tensor | None] = list(run(args))
+        for i in gaps:
+            out.insert(i, None)
+        return out
+
+    return run_with_none if gaps else run
+
+
 def _split_programs(
-    f: Flat, wanted: range, inputs: Sequence[Tensor], compiled: bool, budget: float
-) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Callable[[list[Tensor]], Sequence[Tensor]], int]:
+    f: Flat, wanted: list[int], inputs: Sequence[Tensor], compiled: bool, budget: float
+) -> tuple[Run, Run, int]:
     """Trace `f` and its vjp, and split the graph into (forward, backward, number of outputs).
 
     forward returns outputs followed by residuals; backward takes residuals followed by cotangents.
     """
-    from fzero.core.torch_private import FakeTensorMode, functorch_config, min_cut_partition
+    from fzero.core.torch_private import functorch_config, min_cut_partition
 
     plan = fake_device_of(inputs[0])
-    mode = FakeTensorMode() if plan is None else FakeDevice(plan.target, lower=plan.lower, tracing=True)
+    mode = _fake_mode() if plan is None else FakeDevice(plan.target, lower=plan.lower, tracing=True)
     with mode:
         outs = f(*_fakes(inputs, mode))
         cotangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outs]
     primals = _fakes(inputs, mode)
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
-        before, after = primals[: wanted.start], primals[wanted.stop :]
-        some = primals[wanted.start : wanted.stop]
-        out, vjp, *_ = torch.func.vjp(lambda *some: tuple(f(*before, *some, *after)), *some)
+        def of_wanted(*some: Tensor) -> tuple[Tensor, ...]:
+            full = list(primals)
+            for i, tensor in zip(wanted, some):
+                full[i] = tensor
+            return tuple(f(*full))
+
+        out, vjp, *_ = torch.func.vjp(of_wanted, *(primals[i] for i in wanted))
         # A view marks in the graph where the backward pass begins.
         return [*out, *vjp(tuple(t.view_as(t) for t in tangents))]
 
@@ -279,7 +371,8 @@ def _split_programs(
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
         graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
     if compiled:
-        forward, backward = (_compile(g, mode, backward=i == 1) for i, g in enumerate(graphs))
+        with compiled_together():
+            forward, backward = (_compile(g, mode, backward=i == 1) for i, g in enumerate(graphs))
     else:
         forward, backward = (lambda args, g=g: g(*args) for g in graphs)
     return forward, backward, len(outs)
@@ -320,8 +413,6 @@ def jit(f: Callable[..., R]) -> Callable[..., R]:
 
 
 def _compile_whole(f: Callable[..., Any], flat: list[Any], at: list[int], treedef: Any) -> tuple[Callable, Any]:
-    from fzero.core.torch_private import FakeTensorMode
-
     out_def: list[Any] = []
 
     def run(tensors: list[Tensor], _: list[Tensor]) -> list[Tensor]:
@@ -332,6 +423,7 @@ def _compile_whole(f: Callable[..., Any], flat: list[Any], at: list[int], treede
         out_def[:] = [out_treedef]
         return out
 
-    mode = FakeTensorMode()
+    mode = _fake_mode()
     graph = _trace(run, _fakes([flat[i] for i in at], mode), [], mode)
-    return _compile(graph, mode), out_def[0]
+    with compiled_together():
+        return _compile(graph, mode), out_def[0]

@@ -1,43 +1,120 @@
-"""Compile the .cpp file beside a module when it is first used.
+"""Compile the .cpp file beside a module when it is first used on a machine.
 
-`library` uses Inductor: the file may include torch's headers and the result stays in Inductor's cache, but importing
-Inductor and probing the CPU takes seconds. `library_by_gcc` calls g++ alone, for plain C++: half a second, in every
-process again.
+g++ is called alone, with the flags that Inductor gives its own loops: no second is spent on importing Inductor, or
+torch. What it made is kept (kept.py) for later processes. Elsewhere than on Linux Inductor compiles the file, as it
+knows the compilers there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
+import json
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
-# EXACT rounds every operation separately, whatever flags Inductor sets for its own code. CONTRACTED lets the compiler
-# fuse a product and a sum, which are then rounded once.
+from fzero.core import kept
+from fzero.core.storage import naming
+
+# EXACT rounds every operation separately. CONTRACTED lets the compiler fuse a product and a sum, which are then rounded
+# once.
 EXACT = ("-ffp-contract=off", "-fno-unsafe-math-optimizations", "-fsigned-zeros")
 CONTRACTED = ("-ffp-contract=fast",)
-# Inductor's flags switch off automatic vectorisation, because it vectorises its own loops; ours are plain loops that
-# need it.
+# Inductor's: each flag, in this order, as some undo a part of others.
+_MATH = (
+    *("-fno-trapping-math", "-funsafe-math-optimizations", "-ffinite-math-only", "-fno-signed-zeros"),
+    *("-fno-finite-math-only", "-fno-unsafe-math-optimizations", "-fmath-errno", "-ffp-contract=off"),
+    *("-fexcess-precision=fast", "-fno-tree-loop-vectorize", "-march=native"),
+)
+# It switches off automatic vectorisation, because it vectorises its own loops; ours are plain loops that need it.
 _VECTORISED = (
     "-ftree-loop-vectorize",
     "-fno-math-errno",
     *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
 )
-_PLAIN = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-trapping-math")
+_ALL = ("-O3", "-DNDEBUG", *_MATH, "-shared", "-fPIC", "-std=c++20", "-fopenmp", *_VECTORISED)
 
 
 @functools.cache
-def library(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile the .cpp file beside a module (given by its `__file__`) through Inductor, or load it from Inductor's
-    cache.
+def library(module: str, rounding: tuple[str, ...], part: str = "") -> ctypes.CDLL:
+    """Compile the .cpp file beside a module (given by its `__file__`), or load what was kept of it.
+
+    part: a macro that the file is compiled with, for a file of several parts. Raises RuntimeError with the compiler's
+    message if that fails.
     """
+    if platform.system() == "Linux" and shutil.which("g++"):
+        return library_by_gcc(module, rounding, part)
     from fzero.core.torch_private import CppCodeCache
 
     trust_vector_flags()
-    return CppCodeCache.load(Path(module).with_suffix(".cpp").read_text(), extra_flags=(*_VECTORISED, *rounding))
+    flags = (*_VECTORISED, *rounding, *_macros(part))
+    return CppCodeCache.load(Path(module).with_suffix(".cpp").read_text(), extra_flags=flags)
+
+
+@functools.cache
+def library_by_gcc(module: str, rounding: tuple[str, ...], part: str = "") -> ctypes.CDLL:
+    """`library` by g++ alone."""
+    return ctypes.CDLL(compiled_by_gcc(module, rounding, part))
+
+
+def compiled_by_gcc(module: str, rounding: tuple[str, ...], part: str = "") -> str:
+    """The file of the library that g++ makes of the .cpp file beside a module, in the folder of kept ones; needs no
+    torch in the process. One process compiles a file at a time, and others wait for it.
+
+    Raises RuntimeError with g++'s message if that fails.
+    """
+    source = Path(module).with_suffix(".cpp")
+    text, flags = source.read_text(), (*_ALL, *rounding, *_macros(part))
+    torch = Path(str(metadata.distribution("torch").locate_file("torch")))
+    if "#include <ATen" in text:
+        flags = (*flags, f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include")
+        flags = (*flags, f"-L{torch}/lib", "-ltorch_cpu", "-lc10")
+    asked = json.dumps(kept.surroundings() | {"source": text, "flags": flags}, sort_keys=True)
+    with _one_at_a_time(asked):
+        if (answer := kept.find(asked)) is not None:
+            return answer["library"]
+        with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
+            made = Path(folder, "library.so")
+            run = subprocess.run(["g++", str(source), "-o", str(made), *flags], capture_output=True, text=True)
+            if run.returncode:
+                raise RuntimeError(f"g++ does not compile {source}: {run.stderr.strip()[-2000:]}")
+            return _keep_library(asked, made.read_bytes())
+
+
+def _macros(part: str) -> tuple[str, ...]:
+    return (f"-D{part}",) if part else ()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(asked: str) -> Iterator[None]:
+    """A context that only one process of this machine is in, of those with the same question."""
+    import fcntl
+
+    place = kept.folder() / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.lock"
+    with naming(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _keep_library(asked: str, content: bytes) -> str:
+    """Write a library to the folder of kept ones, as the answer of a question, and return its file."""
+    place = kept.folder() / f"{hashlib.sha256(content).hexdigest()[:32]}.so"
+    part = place.with_suffix(f".{os.getpid()}.part")
+    with naming(place):
+        part.write_bytes(content)
+        part.replace(place)
+    kept.keep(asked, {"library": str(place)}, [str(place)])
+    return str(place)
 
 
 @functools.cache
@@ -60,14 +137,9 @@ def trust_vector_flags() -> None:
 
 
 @functools.cache
-def library_by_gcc(module: str, rounding: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile the plain C++ file beside a module by g++ alone. Raises RuntimeError with g++'s message if that fails."""
-    source = Path(module).with_suffix(".cpp")
-    with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
-        made = str(Path(folder, "library.so"))
-        run = subprocess.run(
-            ["g++", *_PLAIN, *_VECTORISED, *rounding, str(source), "-o", made], capture_output=True, text=True
-        )
-        if run.returncode:
-            raise RuntimeError(f"g++ does not compile {source}: {run.stderr.strip()[-2000:]}")
-        return ctypes.CDLL(made)
+def vector_instructions() -> str:
+    """The flags of the vector instructions that Inductor compiles for; once they are known, threads may compile."""
+    from fzero.core.torch_private import pick_vec_isa
+
+    trust_vector_flags()
+    return pick_vec_isa().build_arch_flags()

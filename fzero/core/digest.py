@@ -12,6 +12,8 @@ map is one to one, so a change of one element always changes the digest; other c
 
 A sum of integers does not depend on the order. So each rank digests its own shards, a checkpoint reader digests slices,
 and a state has the same digest on every mesh, without sending the state.
+
+On a GPU a digest is summed there, and `start_digest` gives it as a tensor: `read_digests` reads many of them at once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.core import cpp, pytree
+from fzero.core import cpp, gpu, pytree
 
 _K1, _K2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, (1 << 64) - 1
 DTYPES = (
@@ -61,6 +63,14 @@ def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] |
     any strides; on a CPU it is not copied. Runs on one thread, without the GIL. Raises ValueError for a dtype that
     checkpoints do not store, and for a block that is not inside the whole leaf.
     """
+    return read_digests([start_digest(x, shape, start)])[0]
+
+
+Started = int | Tensor  # a digest, or the int64 of its bits on a GPU
+
+
+def start_digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] | None = None) -> Started:
+    """The same as `digest`, to be read by `read_digests`: the host does not wait for a GPU here."""
     if x.dtype not in DTYPES:
         raise ValueError(
             f"digest: {x.dtype} has none; there are {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
@@ -75,13 +85,23 @@ def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] |
             f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(whole)}"
         )
     steps = [math.prod(whole[dim + 1 :]) for dim in range(x.ndim)]
-    return digest_at(x, steps, sum(b * step for b, step in zip(begin, steps)))
+    return _start_at(x, steps, sum(b * step for b, step in zip(begin, steps)))
+
+
+def read_digests(started: Sequence[Started]) -> list[int]:
+    """The digests, in [0, 2^64); those that a GPU sums are read by one copy, with one wait."""
+    read = iter(gpu.read_scalars([value for value in started if isinstance(value, Tensor)]))
+    return [int(next(read) if isinstance(value, Tensor) else value) & _MASK for value in started]
 
 
 def digest_at(x: Tensor, steps: Sequence[int], first: int) -> int:
     """Return the digest of elements of a leaf; `x[i, j, ...]` has the index first + i steps[0] + j steps[1] + ... in
     the whole leaf.
     """
+    return read_digests([_start_at(x, steps, first)])[0]
+
+
+def _start_at(x: Tensor, steps: Sequence[int], first: int) -> Started:
     words = x.detach().view(_WORDS[x.dtype.itemsize])
     if not words.numel():
         return 0
@@ -97,7 +117,8 @@ def digest_at(x: Tensor, steps: Sequence[int], first: int) -> int:
 
 def digest_tree(tree: pytree.Tree) -> dict[str, int]:
     """Return {name: digest} of the leaves of a tree of whole tensors."""
-    return {name: digest(leaf) for name, leaf in pytree.named_leaves(tree).items()}
+    leaves = pytree.named_leaves(tree)
+    return dict(zip(leaves, read_digests([start_digest(leaf) for leaf in leaves.values()])))
 
 
 def combine(digests: dict[str, int]) -> int:
@@ -169,9 +190,9 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> int:
-    """Return the digest of signed words by tensor operations; element (i_0, i_1, ...) has the index first + sum_d i_d
-    steps[d].
+def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> Tensor:
+    """Return the digest of signed words by tensor operations, as a 0-dim int64 of its bits; element (i_0, i_1, ...) has
+    the index first + sum_d i_d steps[d].
     """
     chunk = _CHUNK.get(words.device.type, _CHUNK_ELSEWHERE)
     if words.numel() > chunk:
@@ -181,13 +202,11 @@ def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> int:
         length = max(1, chunk // inner)
         if length < words.shape[dim]:
             pieces = range(0, words.shape[dim], length)
-            parts = (
-                _digest_by_tensors(
-                    words.narrow(dim, i, min(length, words.shape[dim] - i)), steps, first + i * steps[dim]
-                )
-                for i in pieces
-            )
-            return sum(parts) & _MASK
+            total = torch.zeros((), dtype=torch.int64, device=words.device)
+            for i in pieces:
+                part = words.narrow(dim, i, min(length, words.shape[dim] - i))
+                total += _digest_by_tensors(part, steps, first + i * steps[dim])
+            return total
     index = torch.full((), _signed(_K1 * (first + 1)), dtype=torch.int64, device=words.device)
     for dim, step in enumerate(steps):
         places = torch.arange(words.shape[dim], device=words.device) * _signed(_K1 * step)
@@ -197,7 +216,7 @@ def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> int:
     # int64 shifts are arithmetic: mask the copies of the sign bit.
     z = (z ^ ((z >> 32) & 0xFFFFFFFF)) * _signed(_K2)
     z = z ^ ((z >> 29) & ((1 << 35) - 1))
-    return int(z.sum()) & _MASK
+    return z.sum()
 
 
 def _signed(value: int) -> int:

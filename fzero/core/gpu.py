@@ -3,7 +3,8 @@ torch.cuda.
 
 A process uses one GPU. Copies to and from it run on two streams of their own, one for each direction, beside its
 computation: `copy_in` and `copy_out` start one and return a `Copied`, whose `use` makes the current stream wait for it,
-and whose `finish` makes the host wait. On a CPU, and in a plan, a copy is made at once, and nothing waits.
+and whose `finish` makes the host wait. On a CPU, and in a plan, a copy is made at once, and nothing waits. Snapshots
+leave on a third stream, by a `Reading`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+import shutil
+import socket
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fzero.core.future import Future
+from fzero.core.gpu_faults import advice_on, gist_of, is_compiled_for
 
 HOST = torch.device("cpu")
 # PyTorch's settings of its GPU allocator; the second name is that of 2.9 and later, which reads both.
@@ -27,21 +36,39 @@ KINDS = ("auto", "cpu", "cuda")  # values of a config's `device`; AMD's GPUs are
 # ---- which device ----
 
 
+_COMPLAINTS: list[str] = []  # PyTorch says them once in a process
+
+
 def count_gpus() -> int:
-    """The number of GPUs that PyTorch finds on this machine; 0 on a CPU build.
+    """The number of GPUs that PyTorch can use on this machine; 0 on a CPU build. See `complaint`.
 
     >>> count_gpus() >= 0
     True
     """
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for warning in said:
+        if str(warning.message).startswith("CUDA"):
+            _COMPLAINTS.append(gist_of(str(warning.message)))
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return found
+
+
+def complaint() -> str:
+    """Why `count_gpus` found none, such as a driver that is too old; "" if CUDA complained of nothing."""
+    return _COMPLAINTS[-1] if _COMPLAINTS else ""
 
 
 def resolve_device(wanted: str) -> str:
-    """ "cpu" or "cuda": what `wanted` is; for "auto", the GPU where there is one.
+    """ "cpu" or "cuda": what `wanted` is; for "auto", the GPU where there is one. Raises ValueError for another word.
 
     >>> resolve_device("cpu")
     'cpu'
     """
+    if wanted not in KINDS:
+        raise ValueError(f"device is {wanted!r}; it must be one of {', '.join(KINDS)}")
     if wanted != "auto":
         return wanted
     return "cuda" if count_gpus() else "cpu"
@@ -61,11 +88,14 @@ def use_device(kind: str, processes: int = 1) -> torch.device:
     """Make the device of this process the current one, and return it.
 
     processes: those of this host; each takes a GPU of its own.
-    Raises ValueError if "cuda" is asked for and there is no GPU, or fewer GPUs than processes.
+    Raises ValueError if "cuda" is asked for and there is no GPU, fewer GPUs than processes, or one that cannot be used:
+    whatever CUDA says of it.
     """
     if kind == "cpu":
         return HOST
     found = count_gpus()
+    if not found and (why := complaint()):
+        raise ValueError(f"device is cuda and PyTorch can use no GPU here: {why}; {advice_on(why)}")
     if not found:
         raise ValueError("device is cuda and PyTorch finds no GPU here; use --device cpu, or a CUDA build of PyTorch")
     if max(processes, local_rank() + 1) > found:
@@ -84,8 +114,55 @@ def use_device(kind: str, processes: int = 1) -> torch.device:
 def select_device(device: torch.device) -> None:
     """Make a GPU the current one of this process, and begin to use it; nothing for a CPU."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.init()
+        with _first_use(device):
+            torch.cuda.set_device(device)
+            torch.cuda.init()
+
+
+def wake(device: torch.device) -> None:
+    """Begin to use a GPU if `device` is one, so that `in_use` says so before anything is on it."""
+    if device.type == "cuda":
+        with _first_use(device):
+            torch.cuda.init()
+
+
+@contextlib.contextmanager
+def _first_use(device: torch.device) -> Iterator[None]:
+    """A context that begins to use a GPU, and computes with it once; raises ValueError with one line for what CUDA says
+    against it."""
+    if in_use():
+        yield
+        return
+    try:
+        with warnings.catch_warnings():  # PyTorch's many lines about a GPU that its build does not serve
+            warnings.filterwarnings("ignore", r"(?s).*cuda capability")
+            yield
+        compiled = torch.cuda.get_arch_list() if torch.version.hip is None else []
+        found = properties(device) if compiled else None
+        if found is not None and not is_compiled_for((found.major, found.minor), compiled):
+            raise RuntimeError(
+                f"its compute capability is {found.major}.{found.minor}, and PyTorch {torch.__version__} was compiled "
+                f"for {', '.join(compiled)}"
+            )
+        compute_once(device)
+    except RuntimeError as error:
+        gist = gist_of(str(error))
+        name = f"GPU {device.index or 0} of host {socket.gethostname()}"
+        raise ValueError(f"{name} cannot be used: {gist}; {advice_on(gist)}") from None
+
+
+def compute_once(device: torch.device) -> None:
+    """Compute a number on a GPU and wait for it: some faults, such as missing machine code, show only then."""
+    torch.ones((), device=device).add_(1)
+    synchronize(device)
+
+
+def current_device() -> torch.device:
+    """The device of the calling thread: its current GPU, or the CPU if this process uses no GPU.
+
+    A new thread begins with GPU 0, whichever its process uses; `select_device` tells it.
+    """
+    return torch.device("cuda", torch.cuda.current_device()) if in_use() else HOST
 
 
 def in_use() -> bool:
@@ -116,11 +193,50 @@ def is_capturing(device: torch.device) -> bool:
 # ---- memory ----
 
 
+class DeviceMemory(NamedTuple):
+    """The memory of a GPU, in bytes."""
+
+    total: int
+    free: int  # held by no process
+    tensors: int  # of this process
+    reserved: int  # by this process's allocator, for its tensors and for later ones
+    peak: int  # the most that tensors of this process have held since `reset_peak`
+
+    @property
+    def others(self) -> int:
+        """What other processes hold, and the driver."""
+        return max(0, self.total - self.free - self.reserved)
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """The memory of a GPU now, as its driver and this process's allocator count it. It waits for nothing."""
+    free, total = torch.cuda.mem_get_info(device)
+    tensors, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return DeviceMemory(total, free, tensors, reserved, torch.cuda.max_memory_allocated(device))
+
+
 def free_bytes(device: torch.device) -> int:
     """The memory of a GPU that this process can still have: what no process holds, and what its allocator keeps
     unused."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    now = memory_of(device)
+    return now.free + now.reserved - now.tensors
+
+
+def processes_on(device: torch.device) -> list[str]:
+    """The other processes that hold memory of a GPU, such as "python (process 4242)"; [] where nvidia-smi is not
+    there, or cannot tell, as in most containers."""
+    program, uuid = shutil.which("nvidia-smi"), getattr(properties(device), "uuid", None)
+    if program is None or uuid is None:
+        return []
+    asked = [program, f"--id=GPU-{uuid}", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = [line.partition(",") for line in lines if line.partition(",")[0].strip().isdecimal()]
+    return [
+        f"{os.path.basename(name.strip())} (process {pid.strip()})" for pid, _, name in found if int(pid) != os.getpid()
+    ]
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -165,9 +281,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def mark_time() -> Any:
-    """A moment in the work of the current stream; seconds between two of them: `first.elapsed_time(second) / 1e3`."""
-    event = torch.cuda.Event(enable_timing=True)
+def mark_time(spare: list[Any] | None = None) -> Any:
+    """A moment in the work of the current stream; seconds between two of them: `first.elapsed_time(second) / 1e3`.
+
+    spare: moments that nobody reads any more; one of them is taken, as the driver takes its time to make one.
+    """
+    event = spare.pop() if spare else torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
@@ -202,6 +321,10 @@ class Copied(NamedTuple):
             self.tensor.record_stream(stream)  # its memory is another stream's
         return self.tensor
 
+    def made(self) -> bool:
+        """Whether the copy is made; nothing waits."""
+        return self.event is None or self.event.query()
+
     def finish(self) -> Tensor:
         """The tensor, once the host has waited for the copy: its source may be reused."""
         if self.event is not None:
@@ -216,30 +339,179 @@ def _copy_streams(device: torch.device) -> tuple[Any, Any]:
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
-def copy_in(x: Tensor, device: torch.device, *, after: Any = None) -> Copied:
+def _mark_copy(stream: Any) -> Any:
+    event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps: it has no core of its own
+    event.record(stream)
+    return event
+
+
+def copy_in(x: Tensor, device: torch.device, *, after: Any = None, out: Tensor | None = None) -> Copied:
     """Start to copy `x` from the host's memory to `device`.
 
     If `x` is pinned the host does not wait, and must not write into `x` before the copy is made. after: an event that
-    the copy waits for.
+    the copy waits for. out: memory there of the same shape and dtype, written behind what the current stream was given
+    so far; None: new memory.
     """
     if device.type != "cuda":
-        return Copied(x.to(device))
+        return Copied(x.to(device) if out is None else out.copy_(x))
     stream, _ = _copy_streams(device)
+    if out is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         if after is not None:
             stream.wait_event(after)
-        there = x.to(device, non_blocking=True)
-        return Copied(there, stream.record_event())
+        if out is None:
+            out = x.to(device, non_blocking=True)
+        else:
+            assert out.dtype == x.dtype, f"{x.dtype} is converted to {out.dtype} by a copy, which then waits"
+            out.copy_(x, non_blocking=True)
+            out.record_stream(stream)
+        return Copied(out, _mark_copy(stream))
 
 
-def copy_out(x: Tensor) -> Copied:
-    """Start to copy `x` to memory of the host, pinned for a GPU's, behind what the current stream was given so far."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=x.is_cuda)
+def copy_out(x: Tensor, *, out: Tensor | None = None) -> Copied:
+    """Start to copy `x` to memory of the host, behind what the current stream was given so far.
+
+    out: pinned memory of the same shape and dtype; None: new memory, pinned for a GPU's tensor.
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=x.is_cuda)
     if not x.is_cuda:
         return Copied(out.copy_(x))
+    assert out.dtype == x.dtype, f"{x.dtype} is converted to {out.dtype} by a copy, which then waits"
     _, stream = _copy_streams(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         out.copy_(x, non_blocking=True)
         x.record_stream(stream)
-        return Copied(out, stream.record_event())
+        return Copied(out, _mark_copy(stream))
+
+
+def start_fetch(tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """Start to copy tensors to the host's memory, with one wait for all; those that are there stay the same."""
+    started = [copy_out(x) if x.is_cuda else Copied(x.to(HOST)) for x in tensors]
+    last = next((copied for copied in reversed(started) if copied.event is not None), None)
+
+    def fetched() -> list[Tensor]:
+        if last is not None:
+            last.finish()  # they are on one stream, so the others are made too
+        return [copied.tensor for copied in started]
+
+    return Future(fetched)
+
+
+class Reading:
+    """Copies of what a GPU's tensors hold when this is made, into the host's memory, beside the computation.
+
+    Any thread whose current GPU is that one may call `copy`; `end` follows the last copy, whatever happens. The tensors
+    may be freed; who writes over them calls `await_readers` first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, readings = _snapshots(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        self.last: Any = None
+        self.ended = threading.Event()
+        readings.append(self)
+
+    def copy(self, x: Tensor, out: Tensor, write: Callable[[Tensor], Any]) -> Copied:
+        """Start to write `x` into `out`, pinned memory of the host: `write(memory)` puts it into memory like `out`.
+
+        On the GPU it takes memory like `out` once, however many copies are under way.
+        """
+        with torch.cuda.stream(self.stream):
+            # In the order of `out` on the GPU already: a copy of strided memory to the host would wait.
+            staged = torch.empty(out.shape, dtype=out.dtype, device=x.device)
+            write(staged)
+            out.copy_(staged, non_blocking=True)
+            x.record_stream(self.stream)
+            self.last = _mark_copy(self.stream)
+            return Copied(out, self.last)
+
+    def end(self) -> None:
+        """There is no further copy."""
+        self.ended.set()
+
+
+@functools.cache
+def _snapshots(device: torch.device) -> tuple[Any, list[Reading]]:
+    """The stream of a device's readings, and those that nothing has waited for yet."""
+    return torch.cuda.Stream(device), []
+
+
+def await_readers(device: torch.device) -> None:
+    """Make the current stream of a GPU wait for the copies of each Reading: it may then write over what they read.
+
+    The host waits for the thread that makes them, until it has started the last; it does not wait for the GPU.
+    """
+    if device.type != "cuda":
+        return
+    _, readings = _snapshots(device)
+    while readings:
+        reading = readings[0]
+        reading.ended.wait()
+        if reading.last is not None:
+            torch.cuda.current_stream(device).wait_event(reading.last)
+        readings.pop(0)
+
+
+def has_readers(device: torch.device) -> bool:
+    """Whether there is a Reading whose copies nothing has waited for yet."""
+    return device.type == "cuda" and bool(_snapshots(device)[1])
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def on_capture_stream(device: torch.device, given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """A context on the stream that `record_graph` records on, behind what the current stream was given so far; at the
+    end the current stream waits for it.
+
+    given: the tensors that are used in it. Those that it makes and leaves to the current stream go into the list that
+    it yields.
+    """
+    stream, current = _capture_stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    for x in given:
+        x.record_stream(stream)  # its memory is another stream's
+    made: list[Tensor] = []
+    with torch.cuda.stream(stream):
+        yield made
+    current.wait_stream(stream)
+    for x in made:
+        x.record_stream(current)
+
+
+def record_graph(work: Callable[[], Any], device: torch.device, beside: Any = None) -> tuple[Any, Any]:
+    """(the graph of what `work()` gives the GPU, what `work` returned, whose tensors have values after a replay).
+
+    Nothing is computed: `graph.replay()` does, in the current stream, on the memory that `work` used. What `work` made
+    is in memory of the graph, and so overwritten by the next replay. beside: another graph that may share that memory,
+    as no two run at one time. Raises RuntimeError where something in `work` cannot be recorded, such as a wait.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads pin memory and wait for copies meanwhile, as those of a checkpoint do; and so does this one where a
+    # kernel takes a table of addresses. A wait for what is recorded is an error all the same.
+    options = {"stream": _capture_stream(device), "capture_error_mode": "relaxed"}
+    with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), **options):
+        result = work()
+    return graph, result
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[Any]:
+    """The values of 0-dim tensors of one dtype, on whatever devices: those of a GPU by one copy, with one wait.
+
+    >>> read_scalars([torch.tensor(3), torch.tensor(4)])
+    [3, 4]
+    """
+    places: dict[torch.device, list[int]] = {}
+    for i, x in enumerate(scalars):
+        places.setdefault(x.device, []).append(i)
+    found = {}
+    for indices in places.values():
+        together = torch.stack([scalars[i] for i in indices])
+        found.update(zip(indices, copy_out(together).finish().tolist()))
+    return [found[i] for i in range(len(scalars))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -89,9 +89,11 @@ class Policy:
     master weights and the optimizer's moments; the optimizer keeps master weights if `state` differs from `param`.
     loss_scale: dynamic loss scaling, or None. matmul: how the linear layers of the blocks multiply: "" in `compute`;
     "float8_tensorwise" or "float8_rowwise" in float8, with one scale for each operand or for each row (see
-    kernels.float8).
+    kernels.float8). gather: how stage 3 gathers the weights of tensorwise products: "" as they rest, or "float8", as
+    the numbers that products make of them: half the bytes and the same bits, for two more passes over each (see
+    kernels.float8_gather).
 
-    Raises ValueError for another `matmul`.
+    Raises ValueError for another `matmul` or `gather`, and a `gather` without such products of bfloat16.
 
     >>> Policy("mine", param=torch.bfloat16).has_master
     True
@@ -107,11 +109,19 @@ class Policy:
     state: torch.dtype = torch.float32
     loss_scale: LossScale | None = None
     matmul: str = ""
+    gather: str = ""
 
     def __post_init__(self) -> None:
         if self.matmul not in MATMULS:
             raise ValueError(
                 f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}"
+            )
+        if self.gather not in ("", "float8"):
+            raise ValueError(f"policy {self.name}: gather is {self.gather!r}; it must be '' or 'float8'")
+        if self.gather and (self.matmul != "float8_tensorwise" or {self.param, self.compute} != {torch.bfloat16}):
+            raise ValueError(
+                f"policy {self.name}: gather is 'float8', which serves float8_tensorwise products of bfloat16; matmul "
+                f"is {self.matmul!r}, param {self.param} and compute {self.compute}: leave gather out"
             )
 
     @property
@@ -159,6 +169,13 @@ def bf16_float8() -> Policy:
     return Policy("bf16_float8", param=torch.bfloat16, compute=torch.bfloat16, matmul="float8_tensorwise")
 
 
+def bf16_float8_gather() -> Policy:
+    """Return bf16_float8 whose weights are gathered as float8 at stage 3: the same numbers with half the bytes, for two
+    more passes over each weight, which pays where links are slow; `fzero plan` says where.
+    """
+    return replace(bf16_float8(), name="bf16_float8_gather", gather="float8")
+
+
 def bf16_float8_rowwise() -> Policy:
     """Return bf16 with the linear layers of the blocks in float8, one scale for each row of the left operand and column
     of the right.
@@ -179,4 +196,6 @@ def fp16(loss_scale: LossScale = LossScale()) -> Policy:
     return Policy("fp16", param=torch.float16, compute=torch.float16, loss_scale=loss_scale)
 
 
-POLICIES = {make().name: make for make in (fp32, fp64, bf16, fp16, bf16_float8, bf16_float8_rowwise)}
+POLICIES = {
+    make().name: make for make in (fp32, fp64, bf16, fp16, bf16_float8, bf16_float8_gather, bf16_float8_rowwise)
+}

@@ -90,6 +90,19 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
     return torch.stack(words[:2], -1)
 
 
+def fold_in_all(key: Tensor, names: Sequence[str], n: int) -> Tensor:
+    """The keys (int64 [n, names, 2]) fold_in(fold_in(key, name), i) of all names and of i = 0 .. n - 1, in as many
+    operations as two of them."""
+
+    def column(words: Iterable[int]) -> Tensor:  # a copy from the host would wait for a GPU
+        return torch.stack([torch.full((), word, dtype=torch.int64, device=key.device) for word in words])
+
+    lo, hi = map(column, zip(*map(_hash_words, names)))
+    zero = torch.zeros_like(lo)
+    named = torch.stack(philox((lo, hi, zero, zero + _FOLD_NAME), key)[:2], -1)
+    return fold_in(named[None], torch.arange(n, dtype=torch.int64, device=key.device)[:, None])
+
+
 def split(key: Tensor, n: int) -> Tensor:
     """Return `n` new keys, int64 [n, 2]."""
     counter = torch.arange(n, dtype=torch.int64, device=key.device)

@@ -22,6 +22,7 @@ from fzero.core.compile import VjpPair, vjp_pair
 from fzero.core.pytree import Tree
 
 Block = Callable[[Tree, Any, Any], Any]
+Blocks = Block | tuple[Block, ...]  # of several, layer i of a stack has number i modulo their count
 NO_REMAT = Remat()
 
 
@@ -34,24 +35,32 @@ def depth(layers: Tree) -> int:
     return first
 
 
-def reference(block: Block, layers: Tree, x: Any, ctx: Any) -> Any:
+def in_turn(block: Blocks) -> tuple[Block, ...]:
+    """The functions of a stack's layers, which take turns."""
+    return block if isinstance(block, tuple) else (block,)
+
+
+def reference(block: Blocks, layers: Tree, x: Any, ctx: Any, first: int = 0) -> Any:
     """The definition of `stack`: a loop. `ctx` is a NamedTuple whose field `layer` is set to the layer's number (int64
-    scalar).
+    scalar), from `first` on.
     """
-    device = pytree.leaves(layers)[0].device
+    device, blocks = pytree.leaves(layers)[0].device, in_turn(block)
     for i in range(depth(layers)):
         params = pytree.map(lambda leaf, i=i: leaf[i], layers)
-        x = block(params, x, ctx._replace(layer=torch.full((), i, device=device)))
+        x = blocks[i % len(blocks)](params, x, ctx._replace(layer=torch.full((), first + i, device=device)))
     return x
 
 
-def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REMAT, compiled: bool = False) -> Any:
-    """Return x after all layers: `for i in range(L): x = block(layers[i], x, ctx)`, with ctx.layer = i.
+def stack(
+    block: Blocks, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REMAT, compiled: bool = False, first: int = 0
+) -> Any:
+    """Return x after all layers: `for i in range(L): x = block(layers[i], x, ctx)`, with ctx.layer = first + i.
 
-    block: a pure function (one layer's parameters, x, ctx) -> x of the same structure, shapes and dtypes. layers: a
-    tree of leaves [L, ...]. x: a tree of floating tensors. ctx: a NamedTuple with a field `layer`; its tensors are not
-    differentiated, its other leaves are hashable. remat: what is kept for the backward pass; it does not change a bit
-    of the result or the gradients. compiled: trace and compile the block, once for each set of shapes.
+    block: a pure function (one layer's parameters, x, ctx) -> x of the same structure, shapes and dtypes, or a tuple of
+    such functions that the layers take in turn. layers: a tree of leaves [L, ...]. x: a tree of floating tensors. ctx:
+    a NamedTuple with a field `layer`; its tensors are not differentiated, its other leaves are hashable. remat: what is
+    kept for the backward pass; it does not change a bit of the result or the gradients. compiled: trace and compile
+    each function, once for each set of shapes. first: the layers of other stacks before this one.
 
     Raises ValueError if the leaves of `layers` disagree in L, if `block` closes over a tensor that is differentiated,
     or if a tensor in `ctx` requires a gradient.
@@ -63,8 +72,9 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     tensor([6., 6.])
     """
     if not first_order():
-        return reference(block, layers, x, ctx)
-    expect_closed(block, "stack")
+        return reference(block, layers, x, ctx, first)
+    for one in in_turn(block):
+        expect_closed(one, "stack")
     layer_leaves, layer_def = pytree.flatten(layers)
     x_leaves, x_def = pytree.flatten(x)
     ctx_leaves, ctx_def = pytree.flatten(ctx._replace(layer=()))
@@ -72,8 +82,9 @@ def stack(block: Block, layers: Tree, x: Any, ctx: Any, *, remat: Remat = NO_REM
     ctx_tensors = [leaf for leaf in ctx_leaves if isinstance(leaf, Tensor)]
     if needs_grad(*ctx_tensors):
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
-    pair, _ = part_pair("block", block, (layer_def, x_def, ctx_def, static), compiled, remat.budget)
-    run = LayerLoop(pair, depth(layers), remat.every)
+    structure = layer_def, x_def, ctx_def, static
+    pairs = tuple(part_pair("block", one, structure, compiled, remat.budget)[0] for one in in_turn(block))
+    run = LayerLoop(pairs, depth(layers), remat.every, first=first)
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
     counts = len(layer_leaves), len(x_leaves)
     if needs_grad(*tensors):
@@ -98,6 +109,7 @@ def _detached(loss: Any) -> Any:
 CALLS: dict[str, Callable[..., Any]] = {
     "embed": lambda f, params, x, extra, layer: f(params, extra[1], extra[0]),
     "block": lambda f, params, x, ctx, layer: f(params, x, ctx._replace(layer=layer)),
+    "join": lambda f, params, x, extra, layer: f(params, x, extra[1], extra[0]),
     "head": lambda f, params, x, extra, layer: _detached(f(params, x, extra[1], extra[0])),
 }
 
@@ -114,10 +126,10 @@ def part_pair(
     """Return (the VjpPair of a model's function `f` over flat tensors, a list that will hold the tree structure of its
     result).
 
-    kind: "embed", "block" or "head", see CALLS. The inputs of the pair are: parameters, leaves of x, number of the
-    layer, tensors of `extra`. structure: the tree structures of the parameters (or a tuple of their names), of x and of
-    `extra`, and the static signature of `extra`. The first `skip` parameters get no gradient. The list is filled when
-    the pair first runs.
+    kind: "embed", "block", "join" or "head", see CALLS. The inputs of the pair are: parameters, leaves of x, number of
+    the layer, tensors of `extra`. structure: the tree structures of the parameters (or a tuple of their names), of x
+    and of `extra`, and the static signature of `extra`. The first `skip` parameters get no gradient. The list is
+    filled when the pair first runs.
     """
     params_def, x_def, extra_def, static = structure
     n, m = len(params_def) if isinstance(params_def, tuple) else params_def.num_leaves, x_def.num_leaves
@@ -133,7 +145,14 @@ def part_pair(
         out_def[:] = [treedef]
         return out
 
-    return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip), out_def
+    what = None
+    if kind == "block":  # whose result has the structure of x: nobody reads the list
+        trees = [
+            value if isinstance(value, tuple) else pytree.unflatten(range(value.num_leaves), value)
+            for value in structure[:3]
+        ]
+        what = (f, trees, static)
+    return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip, what=what), out_def
 
 
 Fetch = Callable[[int], Sequence[Tensor]]  # takes the number of a layer, returns its parameters
@@ -146,7 +165,7 @@ class LayerLoop:
     gradients (`put`).
     """
 
-    pair: VjpPair
+    pairs: tuple[VjpPair, ...]  # of its layers, in turn
     depth: int
     every: int  # 0: residuals are kept; k: the input of each k-th layer
     drop: bool = False  # do not keep parameters with the residuals; fetch them again in the backward pass
@@ -154,15 +173,20 @@ class LayerLoop:
     # is popped. A list, or any object with append and pop.
     kept: Any = field(default_factory=list)
     at: Callable[[int], None] = lambda i: None  # called with the number of each layer before its backward pass
+    first: int = 0  # the number of its first layer among those of all stacks
+
+    def pair(self, i: int) -> VjpPair:
+        """The function of layer i."""
+        return self.pairs[i % len(self.pairs)]
 
     def inputs(self, i: int, params: Sequence[Tensor], x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of the pair at layer i."""
-        return [*params, *x, torch.full((), i, device=params[0].device), *extra]
+        return [*params, *x, torch.full((), self.first + i, device=params[0].device), *extra]
 
     def primal(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """Return the leaves of x after the last layer; keep nothing."""
         for i in range(self.depth):
-            x = self.pair.primal(self.inputs(i, fetch(i), x, extra))
+            x = self.pair(i).primal(self.inputs(i, fetch(i), x, extra))
         return list(x)
 
     def forward(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
@@ -171,7 +195,7 @@ class LayerLoop:
             if self.every and i % self.every == 0:
                 self.kept.append(x)
             params = fetch(i)
-            x, residuals = self.pair.forward(self.inputs(i, params, x, extra), self.drop * len(params))
+            x, residuals = self.pair(i).forward(self.inputs(i, params, x, extra), self.drop * len(params))
             if not self.every:
                 self.kept.append(residuals)
             del params, residuals
@@ -204,14 +228,15 @@ class LayerLoop:
                 )  # the last layer of a segment is differentiated next, so it keeps its parameters
                 for j in range(i - i % self.every, i + 1):
                     params = fetch(j)
-                    x, kept = self.pair.forward(self.inputs(j, params, x, extra), self.drop * (j < i) * len(params))
+                    dropped = self.drop * (j < i) * len(params)
+                    x, kept = self.pair(j).forward(self.inputs(j, params, x, extra), dropped)
                     segment.append(kept)
                     del params
                 residuals = segment.pop()
                 del x, kept
             params = fetch(i) if again else ()
             self.at(i)
-            out = self.pair.backward(residuals, grads, params)
+            out = self.pair(i).backward(residuals, grads, params)
             del params, residuals
             grads = out[len(out) - m :]
             del out[len(out) - m :]
@@ -247,14 +272,22 @@ class _Stack(torch.autograd.Function):
             fetch, x, extra = _views(counts, tensors[m:])
             if not run.kept:  # a second backward pass through the same graph
                 run.forward(fetch, x, extra)
+            # Of integers, which have no gradient, nothing is looked at.
             stacked = [torch.empty_like(leaf) for leaf in tensors[m : m + counts[0]]]
 
-            def put(i: int, layer_grads: list[Tensor]) -> None:
+            def put(i: int, layer_grads: list[Tensor | None]) -> None:
                 for whole, grad in zip(stacked, layer_grads):
-                    whole[i].copy_(grad)
+                    if grad is not None:
+                        whole[i].copy_(grad)
 
             x_grads = run.backward(fetch, put, tensors[:m], extra)
             return *stacked, *x_grads
 
-        out = Backward.apply("stack", backward, *grads, *ctx.saved_tensors)
-        return None, None, *out, *(None for _ in ctx.saved_tensors[len(out) :])
+        saved = ctx.saved_tensors
+        out = Backward.apply("stack", backward, *grads, *saved)
+        return (
+            None,
+            None,
+            *(g if t.is_floating_point() else None for g, t in zip(out, saved)),
+            *(None for _ in saved[len(out) :]),
+        )

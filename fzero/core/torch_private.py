@@ -14,29 +14,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fzero.core.importing import without_collection
+
 if TYPE_CHECKING:  # for isinstance, after which a type checker knows the attributes
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 # Our name: its place in torch. A name after the colon is an attribute of the module before it.
 NAMES = {
+    "AsyncCompile": "torch._inductor.async_compile:AsyncCompile",
     "CacheBase": "torch._inductor.codecache:CacheBase",
     "CppCodeCache": "torch._inductor.codecache:CppCodeCache",
+    "CppPythonBindingsCodeCache": "torch._inductor.codecache:CppPythonBindingsCodeCache",
     "DebugContext": "torch._inductor.debug:DebugContext",
     "DeviceProperties": "torch._inductor.runtime.hints:DeviceProperties",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "GraphLowering": "torch._inductor.graph:GraphLowering",
+    "ShapeEnv": "torch.fx.experimental.symbolic_shapes:ShapeEnv",
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "TorchDispatchModeKey": "torch._C:_TorchDispatchModeKey",
     "TracingContext": "torch._guards:TracingContext",
     "V": "torch._inductor.virtualized:V",
+    "clear_interpreter_stack": "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
     "compile_fx": "torch._inductor.compile_fx",
     "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",
     "device_interface": "torch._dynamo.device_interface",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
+    "dynamo_guards": "torch._C._dynamo.guards",
     "dynamo_reset": "torch._dynamo:reset",
     "foreach_copy_": "torch:_foreach_copy_",
+    "extern_kernels": "torch._inductor.select_algorithm:extern_kernels",
     "functorch_config": "torch._functorch.config",
     "fused_adam_": "torch:_fused_adam_",
     "fused_adamw_": "torch:_fused_adamw_",
@@ -52,11 +60,14 @@ NAMES = {
     "joint_graph_passes": "torch._inductor.fx_passes.joint_graph:joint_graph_passes",
     "min_cut_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
     "peek_interpreter_stack": "torch._C._functorch:peek_interpreter_stack",
+    "pick_vec_isa": "torch._inductor.cpu_vec_isa:pick_vec_isa",
+    "run_autograd": "torch.autograd.graph:_engine_run_backward",
     "scaled_mm": "torch:_scaled_mm",
     "select_decomp_table": "torch._inductor.decomposition:select_decomp_table",
     "supported_vec_isa_list": "torch._inductor.cpu_vec_isa:supported_vec_isa_list",
     "torch_pytree": "torch.utils._pytree",
     "tracing": "torch._guards:tracing",
+    "triton_helpers": "torch._inductor.runtime.triton_helpers",
     "triton_utils": "torch.utils._triton",
     "view_to_reshape": "torch._inductor.fx_passes.post_grad:view_to_reshape",
 }
@@ -70,7 +81,8 @@ def resolve(name: str) -> Any:
         if module.startswith("torch._C"):  # an extension, whose submodules are attributes
             found = operator.attrgetter(module.removeprefix("torch."))(torch)
         else:
-            found = importlib.import_module(module)
+            with without_collection():
+                found = importlib.import_module(module)
         return getattr(found, attribute) if attribute else found
     except (ImportError, AttributeError) as error:
         path = NAMES[name].replace(":", ".")

@@ -9,7 +9,8 @@ two of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +18,24 @@ from torch import Tensor
 
 class TreeSum:
     """The sum of terms that come one by one: equal neighbours are added as soon as both exist, so at most log2 of the
-    terms are held."""
+    terms are held.
 
-    def __init__(self) -> None:
-        self.trees: list[tuple[int, Tensor, bool]] = []  # (height, sum, whether it may be overwritten)
+    plus: (a, b) -> a new term, for terms that are not tensors, or may not be overwritten; None: tensors are added, in
+    place where one is owned.
+    """
 
-    def add(self, term: Tensor, *, owned: bool = True) -> None:
+    def __init__(self, plus: Callable[[Any, Any], Any] | None = None) -> None:
+        self.plus = plus
+        self.trees: list[tuple[int, Any, bool]] = []  # (height, sum, whether it may be overwritten)
+
+    def add(self, term: Any, *, owned: bool = True) -> None:
         """Add the next term. owned: its memory may be overwritten."""
         self.trees.append((0, term, owned))
         del term
         while len(self.trees) > 1 and self.trees[-1][0] == self.trees[-2][0]:
             self._merge()
 
-    def sum(self) -> Tensor:
+    def sum(self) -> Any:
         """The sum of all terms; a single term is returned itself."""
         while len(self.trees) > 1:
             self._merge()
@@ -37,7 +43,10 @@ class TreeSum:
 
     def _merge(self) -> None:
         (_, b, owns_b), (height, a, owns_a) = self.trees.pop(), self.trees.pop()
-        total = a.add_(b) if owns_a else torch.add(a, b, out=b) if owns_b else a + b
+        if self.plus is not None:
+            total = self.plus(a, b)
+        else:
+            total = a.add_(b) if owns_a else torch.add(a, b, out=b) if owns_b else a + b
         self.trees.append((height + 1, total, True))
 
 

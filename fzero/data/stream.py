@@ -176,7 +176,7 @@ def _drawn(seed: int, epoch: int, windows: int, block: int) -> Tensor:
 def _assemble(tokens: Tokens, seq_len: int, windows: np.ndarray) -> Batch:
     if tokens.sums is not None:
         size = tokens.tokens.itemsize
-        tokens.sums.expect(windows * (seq_len * size), (windows * seq_len + seq_len + 1) * size)
+        tokens.sums.expect(windows * (seq_len * size), (seq_len + 1) * size)
     ids = torch.from_numpy(_windows(tokens, seq_len)[windows].astype(np.int64))
     positions = windows[:, None] * seq_len + np.arange(seq_len + 1)
     document = torch.from_numpy(np.searchsorted(tokens.docs, positions, side="right"))  # [B, T + 1], numbered from 1

@@ -1,5 +1,5 @@
-"""Compile every kernel for a GPU, without having one, and check the machine code: `python -m fzero.kernels.aot
-[PATTERN] [--arch sm_90]`.
+"""Compile kernels for a GPU, without having one, and check the machine code. `python -m fzero.cli.aot` does it for
+every kernel.
 
 The machine code shows what the interpreter cannot: registers spilled to memory, too much shared memory, unused tensor
 cores, narrow loads. Triton's wheel contains everything needed, including ptxas. Each file of this package lists its
@@ -8,21 +8,17 @@ kernels and their block configurations in `builds()`.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import multiprocessing
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fzero.kernels.op_function  # noqa: F401  (which settles how Triton fuses)
 from fzero.core.storage import naming
-from fzero.kernels.optional_triton import INSTALLED, MISSING, triton
+from fzero.kernels.optional_triton import triton
 
 FILES = (
     "attention_flash",
@@ -31,6 +27,7 @@ FILES = (
     "cross_entropy_triton",
     "dropout",
     "float8",
+    "float8_gather",
     "glu",
     "grad_norm",
     "moe",
@@ -69,15 +66,18 @@ class Arch(NamedTuple):
     matrix: str  # instructions of the matrix units
     access: str  # accesses to global memory
     wide: str  # those of 128 bits
+    gpu: str  # the name of one, by whose table block sizes are chosen (see kernels.chips)
 
 
 PTX_ACCESS = r"(?:ld|st)\.global[^\n]*|cp\.async\.c[ag][^\n]*|cp\.async\.bulk\.tensor[^\n]*"
 PTX_WIDE = r"\.v4\.b32|\.v2\.b64|, 0x10\b|, 16\b|bulk"
 # Shared memory: CUDA programming guide, table of compute capabilities; CDNA 3 ISA, local data share.
 ARCHS = {
-    "sm_90": Arch(("cuda", 90, 32), 232448, r"wgmma\.mma_async", PTX_ACCESS, PTX_WIDE),
-    "sm_80": Arch(("cuda", 80, 32), 166912, r"mma\.sync", PTX_ACCESS, PTX_WIDE),
-    "gfx942": Arch(("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4"),
+    "sm_90": Arch(("cuda", 90, 32), 232448, r"wgmma\.mma_async", PTX_ACCESS, PTX_WIDE, "NVIDIA H100"),
+    "sm_80": Arch(("cuda", 80, 32), 166912, r"mma\.sync", PTX_ACCESS, PTX_WIDE, "NVIDIA A100"),
+    "gfx942": Arch(
+        ("hip", "gfx942", 64), 65536, r"v_mfma", r"(?:global|buffer)_(?:load|store)[^\n]*", r"_dwordx4", "AMD"
+    ),
 }
 
 
@@ -90,7 +90,7 @@ class Result(NamedTuple):
     matrix: int  # instructions of the matrix units
     wide: int  # accesses to global memory of 128 bits
     accesses: int  # all
-    wrong: str  # "" for nothing
+    wrong: str = ""  # "" for nothing
     allowed: str = ""  # a fault that this version of Triton is known for
 
 
@@ -114,7 +114,22 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
     try:
         compiled = triton.compile(source, target=GPUTarget(*arch.target), options=options)
     except triton.compiler.errors.CompilationError as error:  # a type that this target lacks
-        return Result(0, 0, 0, 0, 0, 0, f"does not compile: {str(error).strip().splitlines()[-1]}")
+        return failed(str(error).strip().splitlines()[-1])
+    read = read_code(arch, compiled)
+    narrow = "narrow accesses" if build.wide and 2 * read.wide < read.accesses else ""
+    old = tuple(map(int, triton.__version__.split(".")[:2])) < build.wide_since
+    faults = [
+        f"{read.spilled} bytes spilled" if read.spilled > build.spills else "",
+        too_much_shared(arch, read.shared),
+        "no matrix units" if build.matrix and not read.matrix else "",
+        "" if old else narrow,
+    ]
+    allowed = f"{narrow}, as with any Triton before {'.'.join(map(str, build.wide_since))}" if old and narrow else ""
+    return read._replace(wrong=", ".join(filter(None, faults)), allowed=allowed)
+
+
+def read_code(arch: Arch, compiled: Any) -> Result:
+    """What the machine code of a kernel that Triton has compiled for `arch` shows, without a judgement."""
     backend, architecture, _ = arch.target
     if backend == "cuda":
         code = compiled.asm["ptx"]
@@ -127,17 +142,18 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
         spilled *= 4
     accesses = re.findall(arch.access, code)
     wide = sum(re.search(arch.wide, access) is not None for access in accesses)
-    shared, matrix = compiled.metadata.shared, len(re.findall(arch.matrix, code))
-    narrow = "narrow accesses" if build.wide and 2 * wide < len(accesses) else ""
-    old = tuple(map(int, triton.__version__.split(".")[:2])) < build.wide_since
-    faults = [
-        f"{spilled} bytes spilled" if spilled > build.spills else "",
-        f"{shared} bytes of shared memory, above {arch.shared}" if shared > arch.shared else "",
-        "no matrix units" if build.matrix and not matrix else "",
-        "" if old else narrow,
-    ]
-    allowed = f"{narrow}, as with any Triton before {'.'.join(map(str, build.wide_since))}" if old and narrow else ""
-    return Result(registers, spilled, shared, matrix, wide, len(accesses), ", ".join(filter(None, faults)), allowed)
+    matrix = len(re.findall(arch.matrix, code))
+    return Result(registers, spilled, compiled.metadata.shared, matrix, wide, len(accesses))
+
+
+def too_much_shared(arch: Arch, size: int) -> str:
+    """The fault of a block with `size` bytes of shared memory; "" if it may have them."""
+    return f"{size} bytes of shared memory, above {arch.shared}" if size > arch.shared else ""
+
+
+def failed(why: str) -> Result:
+    """The result of a kernel that does not compile: what the compiler said."""
+    return Result(0, 0, 0, 0, 0, 0, f"does not compile: {why}")
 
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int]:
@@ -164,45 +180,9 @@ def _assemble(ptx: str, capability: int) -> tuple[int, int]:
     return int(re.findall(r"Used (\d+) registers", log)[-1]), spilled
 
 
-def builds(pattern: str = "") -> Iterator[tuple[str, Build]]:
-    """(file, build) of every kernel and configuration whose label contains `pattern`."""
+def builds(arch: Arch, pattern: str = "") -> Iterator[tuple[str, Build]]:
+    """(file, build) of every kernel and configuration for a target, whose label contains `pattern`."""
     for file in FILES:
-        for build in importlib.import_module(f"fzero.kernels.{file}").builds():
+        for build in importlib.import_module(f"fzero.kernels.{file}").builds(arch.gpu):
             if pattern in build.label:
                 yield file, build
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each build. Return 1 if one has a fault; exit with 2 if none matches."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fzero.kernels.aot", description="Compile every kernel for a GPU and check the code."
-    )
-    parser.add_argument("pattern", nargs="?", default="", help="only builds whose label contains this")
-    parser.add_argument("--arch", choices=ARCHS, default="sm_90")
-    args = parser.parse_args(arguments)
-    if not INSTALLED:
-        parser.error(MISSING)
-    if triton.knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET is set, and nothing is compiled then; unset it")
-    chosen = list(builds(args.pattern))
-    if not chosen:
-        parser.error(f"no kernel's label contains {args.pattern!r}")
-    width = max(len(build.label) for _, build in chosen)
-    print(f"{'':{width}}  registers  spills  shared KiB  matrix  128-bit of accesses")
-    wrong = 0
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for (_, build), r in zip(chosen, pool.map(compile_build, [ARCHS[args.arch]] * len(chosen), *zip(*chosen))):
-            sizes = (
-                f"{r.registers:9}  {r.spilled:6}  {r.shared / 1024:10.1f} "
-                f" {r.matrix or '-':>6}  {r.wide:7} of {r.accesses}"
-            )
-            print(
-                f"{build.label:{width}}  {sizes}  {'WRONG: ' + r.wrong if r.wrong else r.allowed}".rstrip(), flush=True
-            )
-            wrong += bool(r.wrong)
-    print(f"{len(chosen)} builds for {args.arch}, {wrong} wrong")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

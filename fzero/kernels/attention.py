@@ -2,6 +2,9 @@
 
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t may see
 
+With a cap c the score y = scale q[t] . k[s] becomes c tanh(y / c) (Gemma Team 2024, "Gemma 2", arXiv:2408.00118,
+section 2.1).
+
 A query sees the keys at positions up to its own that are in its document and that the pattern allows. `reference`
 defines this.
 
@@ -18,11 +21,12 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.core.device import kind_of
-from fzero.kernels import attention_tiled
+from fzero.kernels import attention_library, attention_tiled
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_attention
 from fzero.kernels.attention_flash import flash_forward
 from fzero.kernels.attention_flash_backward import flash_backward
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
+from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.op_function import Fused, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -38,22 +42,23 @@ def reference(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     scale: float | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
-    the file; documents int [B, S].
+    the file; documents int [B, S]; cap: of the scores, 0 for none.
     """
     t, s = q.shape[1], k.shape[1]
     key = torch.arange(s, device=q.device)
-    scores = _scores(q, k, visible_mask(pattern, key[s - t :], key, documents), scale)
+    scores = _scores(q, k, visible_mask(pattern, key[s - t :], key, documents), scale, cap)
     out = torch.einsum("bgrts,bsgk->btgrk", torch.softmax(scores, -1).to(v.dtype), v)
     return rearrange(out, "b t g r k -> b t (g r) k")
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None, cap: float = 0.0) -> Tensor:
     """[B, G, R, T, S] in float32 or wider, -inf where `mask` [1 or B, T, S] is not."""
     q = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
     scores = torch.einsum("bgrtk,bsgk->bgrts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = cap_logits(scores.to(torch.promote_types(scores.dtype, torch.float32)), cap)
     return scores.masked_fill(~mask[:, None, None], float("-inf"))
 
 
@@ -180,7 +185,14 @@ def flash_attention_with_lse(
 
 
 def _flash_serves(
-    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, scale: float | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    scale: float | None = None,
+    cap: float = 0.0,
+    **options: Any,
 ) -> str:
     (b, t, h, dim), (_, s, groups, _) = q.shape, k.shape
     key_start = options.get("key_start", 0)
@@ -197,6 +209,8 @@ def _flash_serves(
         return f"documents are {[list(x.shape) for x in documents]}; they must be {[[b, s], [b, t]][: len(documents)]}"
     if scale is not None and scale <= 0.0:
         return f"scale is {scale}; it must be above 0"
+    if cap:
+        return "it does not cap scores"
     if min(query_start, key_start) < 0 or max(query_start + t, key_start + s, pattern.size) > MAX_POSITION:
         return (
             f"queries begin at {query_start} and keys at {key_start}; positions and a pattern's size must be in "
@@ -223,13 +237,18 @@ def _refuse_unequal_lengths(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> 
 
 
 def _fused_serves(
-    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, documents: Tensor | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    documents: Tensor | None = None,
+    cap: float = 0.0,
+    **options: Any,
 ) -> str:
-    return (
-        "it has neither patterns nor documents"
-        if pattern != FULL or documents is not None
-        else _refuse_unequal_lengths(q, k, v)
-    )
+    if pattern != FULL or documents is not None:
+        return "it has neither patterns nor documents"
+    return "it does not cap scores" if cap else _refuse_unequal_lengths(q, k, v)
 
 
 def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
@@ -262,11 +281,13 @@ attention = Op(
     "attention",
     reference,
     Form("triton", flash_attention, supports=_flash_serves, prefers=_flash_preferred),
+    *attention_library.forms(),
     Form("tiled", attention_tiled.tiled_attention, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
     Form("fused", fused_attention, supports=_fused_serves, prefers=_fused_preferred),
     Form("blocked", blocked_attention, supports=_refuse_unequal_lengths, prefers=_blocked_preferred),
     flops=_flops,
     bytes=_bytes,
+    order=attention_library.order,
 )
 attention_with_lse = Op(
     "attention_with_lse",

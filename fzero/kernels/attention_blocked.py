@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fzero.core.autodiff import Backward
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
+from fzero.kernels.cross_entropy_rows import cap_logits
 
 MIN_BLOCK, MAX_BLOCKS = 128, 8
 
@@ -27,13 +28,14 @@ def blocked_attention(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     scale: float | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """`reference` by at most 8 blocks of at least 128 queries each, for as many queries as keys."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = k.shape[2]
     q = rearrange(q, "b t (g r) k -> (b g) r t k", g=groups)
     k, v = (rearrange(x, "b s g k -> (b g) s k") for x in (k, v))
-    out, _ = _Blocked.apply(q, k, v, documents, pattern, scale)
+    out, _ = _Blocked.apply(q, k, v, documents, pattern, scale, cap)
     return rearrange(out, "(b g) r t k -> b t (g r) k", g=groups)
 
 
@@ -44,13 +46,19 @@ def _blocks(t: int, pattern: Pattern) -> list[tuple[int, int, int]]:
 
 
 def _scores(
-    q: Tensor, k: Tensor, block: tuple[int, int, int], pattern: Pattern, documents: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    block: tuple[int, int, int],
+    pattern: Pattern,
+    documents: Tensor | None,
+    scale: float,
+    cap: float,
 ) -> Tensor:
     """Masked scores [B G, R, queries, keys] of one block, in float32 or wider."""
     start, end, first = block
     s = torch.matmul(q[:, :, start:end].flatten(1, 2), k[:, first:end].transpose(1, 2))
     s = s.to(torch.promote_types(s.dtype, torch.float32)).view(q.shape[0], q.shape[1], end - start, end - first) * scale
-    position = torch.arange(first, end, device=q.device)
+    s, position = cap_logits(s, cap), torch.arange(first, end, device=q.device)
     mask = visible_mask(pattern, position[start - first :], position, documents)
     if documents is not None:
         mask = mask.repeat_interleave(q.shape[0] // documents.shape[0], 0)
@@ -60,10 +68,10 @@ def _scores(
 class _Blocked(torch.autograd.Function):
     # q [N, R, T, K], k and v [N, T, K] with N = B G; returns out like q and the log-sum-exp [N, R, T].
     @staticmethod
-    def forward(q, k, v, documents, pattern, scale):
+    def forward(q, k, v, documents, pattern, scale, cap):
         outs, lses = [], []
         for block in _blocks(q.shape[2], pattern):
-            s = _scores(q, k, block, pattern, documents, scale)
+            s = _scores(q, k, block, pattern, documents, scale, cap)
             m = s.amax(-1, keepdim=True)
             p = torch.exp(s - m)
             total = p.sum(-1, keepdim=True)
@@ -74,7 +82,7 @@ class _Blocked(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, documents, ctx.pattern, ctx.scale = inputs
+        q, k, v, documents, ctx.pattern, ctx.scale, ctx.cap = inputs
         ctx.has_documents = documents is not None
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(q, k, v, *output, *((documents,) if ctx.has_documents else ()))
@@ -82,22 +90,25 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         q, k, v, out, lse, *documents = ctx.saved_tensors
-        run = functools.partial(_blocked_backward, ctx.pattern, ctx.scale)
+        run = functools.partial(_blocked_backward, ctx.pattern, ctx.scale, ctx.cap)
         grads = Backward.apply("blocked attention", run, q, k, v, out, lse, grad, *documents)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
-def _blocked_backward(pattern, scale, q, k, v, out, lse, grad, documents=None):
+def _blocked_backward(pattern, scale, cap, q, k, v, out, lse, grad, documents=None):
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dqs = []
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     for block in _blocks(q.shape[2], pattern):
         start, end, first = block
-        s = _scores(q, k, block, pattern, documents, scale)
+        s = _scores(q, k, block, pattern, documents, scale, cap)
         p = torch.exp(s - lse[:, :, start:end, None])
         g = grad[:, :, start:end].flatten(1, 2)
         dp = torch.matmul(g, v[:, first:end].transpose(1, 2)).view(p.shape)
-        ds = (p * (dp - delta[:, :, start:end, None]) * scale).to(q.dtype).flatten(1, 2)
+        ds = p * (dp - delta[:, :, start:end, None]) * scale
+        if cap:  # the derivative of the cap, 0 where nothing is seen
+            ds = ds * torch.where(s == float("-inf"), 0.0, 1.0 - (s / cap).square())
+        ds = ds.to(q.dtype).flatten(1, 2)
         dv[:, first:end] += torch.matmul(p.to(g.dtype).flatten(1, 2).transpose(1, 2), g)
         dk[:, first:end] += torch.matmul(ds.transpose(1, 2), q[:, :, start:end].flatten(1, 2))
         dqs.append(torch.matmul(ds, k[:, first:end]).view(q.shape[0], q.shape[1], end - start, -1))

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_tiles import (
     LN_2,
@@ -43,18 +42,14 @@ from fzero.kernels.attention_tiles import (
     load_documents,
     mask_of_keys,
     needs_tile,
+    tables,
     tile,
 )
 from fzero.kernels.op_function import INTERPRETED, operator
 from fzero.kernels.optional_triton import tl, triton
 
 # By the head dim rounded up to a power of two (or float32): tiles of M queries and N keys.
-CONFIGS: dict[Any, list[tuning.Config]] = {
-    64: [{"M": 128, "N": 64, "num_warps": 4, "num_stages": 3}, {"M": 128, "N": 128, "num_warps": 8, "num_stages": 2}],
-    128: [{"M": 128, "N": 64, "num_warps": 8, "num_stages": 3}, {"M": 128, "N": 128, "num_warps": 8, "num_stages": 2}],
-    256: [{"M": 128, "N": 64, "num_warps": 8, "num_stages": 2}],
-    torch.float32: [{"M": 32, "N": 16, "num_warps": 8, "num_stages": 1}],
-}
+CONFIGS = tables("_flash_forward")
 
 
 @triton.jit
@@ -175,6 +170,6 @@ def flash_forward(
     return out, lse
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
-    yield from each_build("_flash_forward", "Q K V OUT LSE QDOCS KDOCS REACH", CONFIGS, {})
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
+    yield from each_build("_flash_forward", "Q K V OUT LSE QDOCS KDOCS REACH", {}, gpu)

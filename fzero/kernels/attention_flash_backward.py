@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_tiles import (
     FAR,
@@ -38,6 +37,7 @@ from fzero.kernels.attention_tiles import (
     mask_of_keys,
     may_see,
     needs_tile,
+    tables,
     tile,
     visible_pairs,
 )
@@ -45,18 +45,8 @@ from fzero.kernels.op_function import INTERPRETED, operator
 from fzero.kernels.optional_triton import tl, triton
 
 # As in the forward pass: tiles of M queries and N keys.
-QUERY_CONFIGS: dict[Any, list[tuning.Config]] = {
-    64: [{"M": 128, "N": 64, "num_warps": 8, "num_stages": 2}, {"M": 64, "N": 64, "num_warps": 4, "num_stages": 2}],
-    128: [{"M": 128, "N": 64, "num_warps": 8, "num_stages": 2}, {"M": 64, "N": 64, "num_warps": 4, "num_stages": 2}],
-    256: [{"M": 128, "N": 32, "num_warps": 8, "num_stages": 2}],
-    torch.float32: [{"M": 32, "N": 16, "num_warps": 8, "num_stages": 2}],
-}
-KEY_CONFIGS: dict[Any, list[tuning.Config]] = {
-    64: [{"M": 64, "N": 128, "num_warps": 8, "num_stages": 2}, {"M": 64, "N": 64, "num_warps": 4, "num_stages": 2}],
-    128: [{"M": 64, "N": 128, "num_warps": 8, "num_stages": 2}, {"M": 32, "N": 128, "num_warps": 8, "num_stages": 2}],
-    256: [{"M": 32, "N": 64, "num_warps": 8, "num_stages": 2}],
-    torch.float32: [{"M": 32, "N": 16, "num_warps": 8, "num_stages": 1}],
-}
+QUERY_CONFIGS = tables("_flash_dq")
+KEY_CONFIGS = tables("_flash_dkv")
 LOG2_E_ = tl.constexpr(LOG2_E)
 
 
@@ -349,12 +339,12 @@ def flash_backward(
     return dq, dk, dv
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
-    yield from each_build("_flash_dq", "Q K V OUT LSE G H DQ DELTA QDOCS KDOCS REACH", QUERY_CONFIGS, {"OF_LSE": True})
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
+    yield from each_build("_flash_dq", "Q K V OUT LSE G H DQ DELTA QDOCS KDOCS REACH", {"OF_LSE": True}, gpu)
     # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
     # in the loop. Before 3.7 Triton loads LSE and DELTA in the layout of the product's columns: 4 bytes at a time, a
     # small part of the bytes and most of the instructions.
     yield from each_build(
-        "_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", KEY_CONFIGS, {}, spills=64, wide_since=(3, 7)
+        "_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", {}, gpu, spills=64, wide_since=(3, 7)
     )

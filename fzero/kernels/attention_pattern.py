@@ -42,6 +42,10 @@ class Pattern:
             raise ValueError(f"attention pattern {text!r} is not of the form full, window:SIZE or fixed:SIZE:KEEP")
         return cls(form[1], int(form[2] or 0), int(form[3] or 0))
 
+    def __str__(self) -> str:
+        """The text that `parse` takes."""
+        return ":".join(str(part) for part in (self.kind, self.size, self.keep) if part)
+
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether the query at position `query` sees the key at position `key` (broadcast; causality included)."""
         causal, distance = key <= query, query - key

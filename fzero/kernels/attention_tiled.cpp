@@ -62,12 +62,22 @@ float power_of_2(float x) {
 }
 double power_of_2(double x) { return std::exp2(x); }
 
+// tanh, with a relative error of 2e-7: an odd polynomial near 0, else from the exponential.
+// Ref: Moshier, Cephes mathematical library, tanhf.c.
+float bend(float x) {
+  const float size = std::min(std::fabs(x), 10.0f), z = size * size;
+  float near = ((-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f) * z + 1.33314422036e-1f;
+  near = size + size * z * (near * z - 3.33332819422e-1f);
+  const float far = 1.0f - 2.0f / (power_of_2(2.88539008f * size) + 1.0f);
+  return std::copysign(size < 0.625f ? near : far, x);
+}
+double bend(double x) { return std::tanh(x); }
+
 bool loops = false;  // for tests: plain loops in place of torch's products
 
-// Whether torch's brgemm works for T on this CPU.
+// Whether torch's brgemm, products of tiles in a core's cache, works for T on this CPU.
 template <typename T>
-bool quick() {
-  if (loops) return false;
+bool works() {
   if constexpr (std::is_same_v<T, double>) {
     return false;
   } else {
@@ -85,6 +95,7 @@ bool quick() {
     return known;
   }
 }
+template <typename T> bool quick() { return !loops && works<T>(); }
 
 // C [m, n] (+)= A [m, k] B [k, n]; k even for bfloat16.
 template <typename T>
@@ -140,6 +151,7 @@ struct Shape {
   int64_t kind, size, keep;  // of the pattern
   int64_t threads;
   double scale;
+  double cap;  // of the scores, 0 for none
   int64_t padded_t() const { return (t + KEYS - 1) / KEYS * KEYS; }
 };
 
@@ -248,11 +260,33 @@ void differentiate(int64_t m, Wide<T> to_2, const Wide<T>* s, const Wide<T>* dp,
   }
 }
 
+// Cap the scores of m keys: s = cap tanh(scale s / cap). With dp the gradient goes through the cap: dp - delta is
+// multiplied by the slope there, before pairs that are not seen are hidden.
+template <typename W>
+void cap_scores(int64_t m, const Shape& z, W* s, W* dp = nullptr, const W* delta = nullptr) {
+  const W cap = W(z.cap), inner = W(z.scale / z.cap);
+  for (int64_t j = 0; j < m; j++, s += QUERIES) {
+    if (!dp) {
+#pragma omp simd
+      for (int64_t x = 0; x < QUERIES; x++) s[x] = cap * bend(s[x] * inner);
+    } else {
+#pragma omp simd
+      for (int64_t x = 0; x < QUERIES; x++) {
+        const W bent = bend(s[x] * inner);
+        s[x] = cap * bent;
+        dp[x] = delta[x] + (dp[x] - delta[x]) * (1 - bent * bent);
+      }
+      dp += QUERIES;
+    }
+  }
+}
+
 template <typename T>
 void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* out, Wide<T>* lse, const Shape& z) {
   using W = Wide<T>;
   const Sees sees(z);
-  const W to_2 = W(z.scale * 1.4426950408889634), low = W(-1e30);
+  const double rest = z.cap ? 1.0 : z.scale;  // the factor of the scores after the cap, which takes the scale in
+  const W to_2 = W(rest * 1.4426950408889634), low = W(-1e30);
   const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g;
 #pragma omp parallel num_threads(z.threads)
   {
@@ -276,6 +310,7 @@ void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* ou
             const Look look = sees.look(q0, q0 + width, s0, s0 + m, row);
             if (look == NONE) continue;
             product(m, width, z.k, &keys[s0 * z.k], z.k, query.data(), QUERIES, s.data(), QUERIES, false);
+            if (z.cap) cap_scores(m, z, s.data());
             if (look == SOME) sees.hide(q0, width, s0, m, row, low, s.data());
             pad<T>(m, width, low, s.data());
             last = top;
@@ -291,7 +326,7 @@ void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* ou
           }
           for (int64_t x = 0; x < width; x++) {
             for (int64_t c = 0; c < z.k; c++) narrow(acc[c * QUERIES + x] / sum[x], out[at + x * ldq + c]);
-            lse[(b * z.h + head) * z.t + q0 + x] = W(top[x] * z.scale + std::log(sum[x]));
+            lse[(b * z.h + head) * z.t + q0 + x] = W(top[x] * rest + std::log(sum[x]));
           }
         }
     }
@@ -304,7 +339,7 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
               const T* g, T* dq, T* dk, T* dv, const Shape& z) {
   using W = Wide<T>;
   const Sees sees(z);
-  const W log2_e = W(1.4426950408889634), to_2 = W(z.scale) * log2_e, low = W(-1e30);
+  const W log2_e = W(1.4426950408889634), to_2 = z.cap ? log2_e : W(z.scale) * log2_e, low = W(-1e30);
   const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g, all = z.padded_t() * z.k;
 #pragma omp parallel num_threads(z.threads)
   {
@@ -346,6 +381,7 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
             if (look == NONE) continue;
             product(m, width, z.k, &keys[s0 * z.k], z.k, &turned_q[q0 * z.k], QUERIES, s.data(), QUERIES, false);
             product(m, width, z.k, &values[s0 * z.k], z.k, &turned_g[q0 * z.k], QUERIES, dp.data(), QUERIES, false);
+            if (z.cap) cap_scores(m, z, s.data(), dp.data(), &delta[q0]);
             if (look == SOME) sees.hide(q0, width, s0, m, row, low, s.data());
             pad<T>(m, width, low, s.data()), pad<T>(m, width, W(0), dp.data());
             differentiate(m, to_2, s.data(), dp.data(), &lse_2[q0], &delta[q0], p.data(), ds.data(), laid_ds.data());
@@ -379,9 +415,15 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
   extern "C" void backward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, const T* out,         \
                                   const Wide<T>* lse, const T* g, T* dq, T* dk, T* dv, const Shape* z) {              \
     backward(q, k, v, documents, out, lse, g, dq, dk, dv, *z);                                                        \
-  }
+  }                                                                                                                   \
+  extern "C" int works_##NAME() { return works<T>(); }
 
 extern "C" void use_loops(int yes) { loops = yes; }
+// A library has one dtype, as each takes seconds to compile.
+#if defined(OF_bfloat16)
 OF_DTYPE(bfloat16, BFloat16)
+#elif defined(OF_float32)
 OF_DTYPE(float32, float)
+#elif defined(OF_float64)
 OF_DTYPE(float64, double)
+#endif

@@ -7,6 +7,7 @@ without a visible pair are skipped, and no tensor larger than q, k and v is kept
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.op_function import Fused, operator
-from fzero.kernels.small_products import has_small_products
 
 KINDS = ("full", "window", "local", "strided", "fixed")  # in the order of attention_tiled.cpp
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
@@ -27,41 +27,51 @@ class _Shape(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("b", "t", "h", "g", "k", "kind", "size", "keep", "threads")),
         ("scale", ctypes.c_double),
+        ("cap", ctypes.c_double),
     ]
 
 
-def _library() -> ctypes.CDLL:
-    return cpp.library(__file__, cpp.CONTRACTED)
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    return cpp.library(__file__, cpp.CONTRACTED, f"OF_{DTYPES[dtype]}")
 
 
-def _run(what: str, q: Tensor, k: Tensor, tensors: list[Tensor | None], pattern: list[int], scale: float) -> None:
+@functools.cache
+def has_small_products(dtype: torch.dtype) -> bool:
+    """Whether torch's products of small tiles, `brgemm` (AVX-512 or AMX), take this dtype here; False for others than
+    bfloat16 and float32.
+    """
+    return dtype in (torch.bfloat16, torch.float32) and bool(getattr(_library(dtype), f"works_{DTYPES[dtype]}")())
+
+
+def _run(what: str, q: Tensor, k: Tensor, tensors: list[Tensor | None], pattern: list[int], *factors: float) -> None:
     b, t, h, dim = q.shape
     if q.numel():
-        shape = _Shape(b, t, h, k.shape[2], dim, *pattern, torch.get_num_threads(), scale)
+        shape = _Shape(b, t, h, k.shape[2], dim, *pattern, torch.get_num_threads(), *factors)
         pointers = (ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in tensors)
-        getattr(_library(), f"{what}_{DTYPES[q.dtype]}")(*pointers, ctypes.byref(shape))
+        getattr(_library(q.dtype), f"{what}_{DTYPES[q.dtype]}")(*pointers, ctypes.byref(shape))
 
 
 def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float, cap: float
 ) -> tuple[Tensor, Tensor]:
     b, t, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @operator(
-    "tiled_forward(Tensor q, Tensor k, Tensor v, Tensor? documents, int[] pattern, float scale) -> (Tensor, Tensor)",
+    "tiled_forward(Tensor q, Tensor k, Tensor v, Tensor? documents, int[] pattern, float scale, float cap) -> "
+    "(Tensor, Tensor)",
     _outputs,
 )
 def tiled_forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float, cap: float
 ) -> tuple[Tensor, Tensor]:
     """(out like q, the log-sum-exp of each query's scores [B, H, T] in float32 or wider). pattern: (number of its kind,
-    size, keep).
+    size, keep); cap: of the scores, 0 for none.
     """
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, lse = _outputs(q, k, v, documents, pattern, scale)
-    _run("forward", q, k, [q, k, v, documents, out, lse], pattern, scale)
+    out, lse = _outputs(q, k, v, documents, pattern, scale, cap)
+    _run("forward", q, k, [q, k, v, documents, out, lse], pattern, scale, cap)
     return out, lse
 
 
@@ -71,7 +81,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Ten
 
 @operator(
     "tiled_backward(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, Tensor g, int[] "
-    "pattern, float scale)"
+    "pattern, float scale, float cap)"
     " -> (Tensor, Tensor, Tensor)",
     _gradients,
 )
@@ -85,11 +95,12 @@ def tiled_backward(
     g: Tensor,
     pattern: list[int],
     scale: float,
+    cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by q, k and v for the gradient g of out."""
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
     dq, dk, dv = _gradients(q, k, v)
-    _run("backward", q, k, [q, k, v, documents, out, lse, g, dq, dk, dv], pattern, scale)
+    _run("backward", q, k, [q, k, v, documents, out, lse, g, dq, dk, dv], pattern, scale, cap)
     return dq, dk, dv
 
 
@@ -101,6 +112,7 @@ def tiled_attention(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     scale: float | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """`attention.reference` by tiles of 64 queries and 128 keys; as many queries as keys.
 
@@ -112,11 +124,11 @@ def tiled_attention(
     rest = () if documents is None else (documents.to(torch.int64).contiguous(),)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return tiled_forward(q, k, v, documents, kind, scale)
+        return tiled_forward(q, k, v, documents, kind, scale, cap)
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *documents, out, lse = saved
-        return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale)
+        return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale, cap)
 
     return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(
         q, k, v, *rest

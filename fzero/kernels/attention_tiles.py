@@ -10,13 +10,13 @@ Names and shapes are those of attention_flash.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.kernels import tuning
+from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.optional_triton import tl, triton
 
@@ -209,13 +209,21 @@ def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, N: tl.constexpr):
     return may_see(first, last, key, key + N - 1, pattern[0], pattern[1], KIND)
 
 
-def config(kernel: str, configs: dict[Any, list[tuning.Config]], q: Tensor, kind: str) -> tuple[int, tuning.Config]:
+def tables(kernel: str) -> dict[Any, Sequence[tuning.Config]]:
+    """The configurations of a kernel, by the head dim rounded up to a power of two, or by float32: tiles of M queries
+    and N keys.
+    """
+    by_width: dict[Any, Sequence[tuning.Config]] = {w: chips.Table(f"{kernel} {w}") for w in (64, 128, 256)}
+    return by_width | {torch.float32: chips.Table(f"{kernel} float32")}
+
+
+def config(kernel: str, configs: dict[Any, Sequence[tuning.Config]], q: Tensor, kind: str) -> tuple[int, tuning.Config]:
     """Return (head dim rounded up to a power of two, configuration) of a kernel for queries `q`; of the sizes only K
     matters.
     """
     width = max(16, triton.next_power_of_2(q.shape[-1]))
-    default = configs[torch.float32 if q.dtype == torch.float32 else max(64, width)][0]
-    return width, tuning.config(kernel, (width, q.dtype, kind), default, q.device)
+    rows = tuning.rows(configs[torch.float32 if q.dtype == torch.float32 else max(64, width)], q.device)
+    return width, tuning.config(kernel, (width, q.dtype, kind), rows[0], q.device)
 
 
 def compact_rows(x: Tensor) -> Tensor:
@@ -242,8 +250,8 @@ def signature(pointers: str, dtype: str) -> dict[str, str]:
 def each_build(
     kernel: str,
     pointers: str,
-    configs: dict[Any, list[tuning.Config]],
     extra: dict[str, Any],
+    gpu: str,
     spills: int = 0,
     wide_since: tuple[int, int] = (0, 0),
 ) -> Iterator[Build]:
@@ -251,6 +259,7 @@ def each_build(
     heads; `wide_since`: see Build.
     """
     strides = tuple(x + y for x in "qkv" for y in "bth")
+    rows = {width: chips.Table(f"{kernel} {width}").on(gpu) for width in (64, 128, 256, "float32")}
 
     def build(
         dim: int, blocks: tuning.Config, dtype: str = "bf16", kind: str = "full", documents: bool = False
@@ -269,16 +278,16 @@ def each_build(
         return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, allowed, wide_since)
 
     for dim in (64, 128, 256):
-        for blocks in configs[dim]:
+        for blocks in rows[dim]:
             yield build(dim, blocks)
-    yield build(96, configs[128][0])
+    yield build(96, rows[128][0])
     for kind, documents in (("full", True), ("window", False), ("fixed", True)):
-        yield build(128, configs[128][0], kind=kind, documents=documents)
-    yield build(128, configs[torch.float32][0], dtype="fp32")
+        yield build(128, rows[128][0], kind=kind, documents=documents)
+    yield build(128, rows["float32"][0], dtype="fp32")
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     numbers = {"X": "*i32", "Y": "*i32", "OUT": "*i32", "nx": "i32", "ny": "i32", "shift": "i32"}
     constants = dict.fromkeys(("AFTER", "BLOCK", "CHUNK"), "constexpr")
     for after in (False, True):

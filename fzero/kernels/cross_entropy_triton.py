@@ -221,8 +221,8 @@ def scale_by_kernel_(x: Tensor, factor: Tensor) -> None:
     _scale[(min(1024, triton.cdiv(x.numel(), 4096)),)](x, factor, x.numel(), BLOCK=4096, num_warps=8)
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     pointers = {"LOGITS": "*bf16", "OUT": "*bf16", "TARGETS": "*i64", "STATISTICS": "*fp32"}
     numbers = dict.fromkeys(("stride", "out_stride", "columns", "first"), "i32")
     weights = dict.fromkeys(("z_loss", "smoothing", "uniform", "cap"), "fp32")

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng
-from fzero.kernels import tuning
+from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((2048, 4), (4096, 8))]
+CONFIGS = chips.Table("_dropout")
 
 
 def dropout(x: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> Tensor:
@@ -120,7 +120,7 @@ def dropout_add_kernel(
     x = _rows(x)
     r = x if residual is None else _rows(residual)
     rows, n = x.shape
-    config = tuning.config("_dropout", (rows, n, x.dtype), CONFIGS[0], x.device)
+    config = tuning.config("_dropout", (rows, n, x.dtype), tuning.rows(CONFIGS, x.device)[0], x.device)
     parts = triton.cdiv(n, config["BLOCK"])
     sizes = n, parts, x.stride(0), r.stride(0), row_stride, _threshold(rate) - 1, 1.0 / (1.0 - rate)
     _dropout[(rows * parts,)](x, r, out, key.contiguous(), first, *sizes, ADD=residual is not None, **config)
@@ -168,8 +168,8 @@ dropout_add = Op(
 )
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     kinds = dict.fromkeys(("KEY", "FIRST"), "*i64") | {
         "limit": "i64",
         "scale": "fp32",
@@ -180,7 +180,7 @@ def builds() -> Iterator[Build]:
     kinds |= dict.fromkeys((*aligned, "parts"), "i32")
     for dtype in ("bf16", "fp32"):
         signature = {name: kinds.get(name, f"*{dtype}") for name in _dropout.arg_names}
-        for config in CONFIGS:
+        for config in CONFIGS.on(gpu):
             for add in (False, True):
                 label = f"_dropout {dtype} {config['BLOCK']} {'forward' if add else 'backward'}"
                 yield Build(label, "_dropout", signature, {"ADD": add}, config, aligned=aligned)

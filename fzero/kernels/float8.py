@@ -24,7 +24,7 @@ from torch import Tensor
 from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import nearest
-from fzero.kernels import tuning
+from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
@@ -32,7 +32,7 @@ from fzero.kernels.registry import Form, Op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # the lower bound of max |A|
-CONFIGS = [{"BLOCK_R": r, "BLOCK_C": c, "num_warps": 4} for r, c in ((16, 256), (64, 64))]
+CONFIGS = {True: chips.Table("_quantise rows"), False: chips.Table("_quantise columns")}  # by the order of x
 
 
 class Recipe(NamedTuple):
@@ -185,8 +185,7 @@ def _quantise_by_triton(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[
         return triton.cdiv(rows, config["BLOCK_R"]), triton.cdiv(columns, config["BLOCK_C"])
 
     given = (x, amax, out, inverse, rows, columns, *x.stride(), int(recipe.rowwise))
-    shape, default = (rows, columns, in_rows, x.dtype), CONFIGS[0 if in_rows else 1]
-    tuning.launch(_quantise, grid, given, CONFIGS, shape=shape, default=default, **constants)
+    tuning.launch(_quantise, grid, given, CONFIGS[in_rows], shape=(rows, columns, in_rows, x.dtype), **constants)
     return out, inverse[:, None] if recipe.rowwise else inverse
 
 
@@ -228,8 +227,17 @@ def _linear_form(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return linear
 
 
+def least_capability(scaling: str) -> tuple[int, int]:
+    """The compute capability from which on a GPU has float8 products with such scales.
+
+    >>> least_capability("rowwise")
+    (9, 0)
+    """
+    return (9, 0) if recipe_of(scaling).rowwise else (8, 9)
+
+
 def _supports(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> str:
-    least = (9, 0) if recipe_of(scaling).rowwise else (8, 9)
+    least = least_capability(scaling)
     sizes = (x.shape[:-1].numel(), *w.shape)
     if x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16:
         return f"the dtypes are {x.dtype} and {w.dtype}; it takes two of bfloat16"
@@ -254,12 +262,12 @@ float8_linear = Op(
 )
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     pointers = {"X": "*bf16", "AMAX": "*bf16", "OUT": "*fp8e4nv", "INVERSE": "*fp32"}
     sizes = dict.fromkeys(("R", "C", "stride_r", "stride_c", "stride_amax"), "i32")
     constants = dict.fromkeys(("SMALLEST", "LIMIT", "POWERS_OF_2", "BLOCK_R", "BLOCK_C"), "constexpr")
-    for config in CONFIGS:
+    for config in CONFIGS[True].on(gpu):
         for name, one in (("rows", "stride_c"), ("transposed", "stride_r")):
             for out, limit, rowwise in (("*fp8e4nv", 448.0, True), ("*fp8e5", 57344.0, False)):
                 signature = pointers | {"OUT": out} | sizes | {one: "constexpr", "stride_amax": "constexpr"} | constants

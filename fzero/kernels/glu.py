@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.kernels import tuning
+from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8))]
+CONFIGS = chips.Table("_glu")
 GELU_SLOPE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 GELU_CUBE = tl.constexpr(0.044715)
 
@@ -136,10 +136,10 @@ swiglu = _op("swiglu", swiglu_reference, gelu=False)
 geglu = _op("geglu", geglu_reference, gelu=True)
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     for kernel, pointers in (("_glu_forward", "A B OUT"), ("_glu_backward", "A B G DA DB")):
-        for config in CONFIGS:
+        for config in CONFIGS.on(gpu):
             for gelu in (False, True):
                 signature = dict.fromkeys(pointers.split(), "*bf16") | {
                     "n": "i32",

@@ -100,8 +100,8 @@ grad_norm = Op(
 )
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     for dtype in (tl.float32, tl.bfloat16):
         signature = {
             "T": "*i64",

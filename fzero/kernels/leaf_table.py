@@ -38,15 +38,14 @@ def field_pointer(ROW, FIELD: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constex
 
 
 _TABLES: dict[tuple, Tensor] = {}
-_CAPTURED: list[
-    tuple[Tensor, Tensor]
-] = []  # a replay of the graph copies again, from the host's memory to the device's
+_CAPTURED: list[tuple[Tensor, ...]] = []  # tables of graphs; a replay copies again what the host's memory has
 
 
 def _cache_on_device(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
     """Return `make()` on the device, from a cache of the 64 newest keys; the host does not wait."""
     capturing = gpu.is_capturing(device)
-    if (device, key) in _TABLES and not capturing:
+    if (device, key) in _TABLES:
+        _CAPTURED.extend([(_TABLES[device, key],)] * capturing)  # a graph keeps it, whatever is newer
         return _TABLES[device, key]
     host = gpu.pinned(make(), device)
     there = host.to(device, non_blocking=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
-from fzero.kernels import tuning
+from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.glu import swiglu
 from fzero.kernels.moe_permute import permute, unpermute
@@ -35,12 +35,7 @@ from fzero.kernels.registry import AUTO, Form, Kernels, Op
 __all__ = ["capacity", "dropless", "group", "grouped_mm", "permute", "route", "unpermute"]
 
 
-def _blocks(m: int, n: int, k: int, warps: int, stages: int) -> tuning.Config:
-    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
-
-
-HALF_CONFIGS = [_blocks(128, 128, 64, 8, 3), _blocks(64, 128, 64, 4, 4), _blocks(128, 256, 64, 8, 3)]
-FLOAT_CONFIGS = [_blocks(64, 64, 32, 4, 3)]
+HALF_CONFIGS, FLOAT_CONFIGS = chips.Table("_grouped_mm half"), chips.Table("_grouped_mm float32")
 
 
 # ---- grouped_mm ------------------------------------------------------------------------------------------------------
@@ -181,7 +176,7 @@ def _grouped_mm_dw(
     tl.store(OUT + (e * D + d) * F + f, total.to(OUT.dtype.element_ty), mask=(d < D) & (f < F))
 
 
-def _configs(x: Tensor) -> list[tuning.Config]:
+def _configs(x: Tensor) -> chips.Table:
     return FLOAT_CONFIGS if x.dtype == torch.float32 else HALF_CONFIGS
 
 
@@ -311,12 +306,12 @@ def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, ke
     return (back * share).reshape(b, k, t, d).sum(1)
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     sizes = dict.fromkeys(("D", "F"), "i32")
     blocks = dict.fromkeys(("UPCAST", "BLOCK_M", "BLOCK_N", "BLOCK_K"), "constexpr")
     for kind, configs in (("bf16", HALF_CONFIGS), ("fp32", FLOAT_CONFIGS)):
-        for config in configs:
+        for config in configs.on(gpu):
             label = f"{kind} {config['BLOCK_M']}x{config['BLOCK_N']}"
             of_w = {"X": f"*{kind}", "W": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}", "E": "i32"} | sizes
             strides = dict.fromkeys(("stride_e", "stride_d", "stride_f"), "i32")

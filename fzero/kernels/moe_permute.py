@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import tuning
+from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.moe_routing import refuse_dtype, signature
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-ROW_CONFIGS = [{"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (512, 2), (2048, 8))]
+ROW_CONFIGS = chips.Table("_permute")
 
 
 def permute_reference(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -211,9 +211,9 @@ unpermute = Op(
 )
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
-    for config, top_k in (*((config, 2) for config in ROW_CONFIGS), (ROW_CONFIGS[0], 8)):
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
+    for config, top_k in (*((config, 2) for config in ROW_CONFIGS.on(gpu)), (ROW_CONFIGS.on(gpu)[0], 8)):
         label, constants = f"{top_k} {config['BLOCK']}", {"K": top_k}
         spread = signature("X:bf16 PLACE:i64 OUT:bf16", "D", "K BLOCK")
         collect = signature("Y:bf16 WEIGHTS:fp32 PLACE:i64 OUT:bf16", "D", "K WEIGHTED BLOCK")

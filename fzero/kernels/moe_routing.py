@@ -275,8 +275,8 @@ def signature(pointers: str, sizes: str, constants: str) -> dict[str, str]:
     return named | dict.fromkeys(sizes.split(), "i32") | dict.fromkeys(constants.split(), "constexpr")
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     for experts, top_k in ((8, 2), (64, 8), (1024, 8)):
         constants = {"WIDTH": experts, "CHOICES": top_k}
         for config in route_configs(experts):

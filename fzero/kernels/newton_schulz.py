@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import tuning
+from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
@@ -28,10 +28,7 @@ from fzero.kernels.registry import Form, Op
 
 # The steepest slope at 0 for which five steps keep singular values near 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-CONFIGS = [
-    {"BLOCK": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
-    {"BLOCK": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
-]
+CONFIGS = chips.Table("_symmetric")  # the first for many programs, the second for few
 
 
 def _iterate(
@@ -133,7 +130,8 @@ def symmetric_product(x: Tensor, add: Tensor | None, alpha: float, beta: float) 
 
         given = (x, out if add is None else add.contiguous(), out, m, k, alpha, beta)
         # Large tiles reuse more of what they load; small ones give every processor something to do.
-        default = CONFIGS[0] if batch * triton.cdiv(m, 128) * (triton.cdiv(m, 128) + 1) // 2 >= 128 else CONFIGS[1]
+        configs = tuning.rows(CONFIGS, x.device)
+        default = configs[0] if batch * triton.cdiv(m, 128) * (triton.cdiv(m, 128) + 1) // 2 >= 128 else configs[1]
         constants = {"ADDS": add is not None, "UPCAST": INTERPRETED}
         tuning.launch(_symmetric, grid, given, CONFIGS, shape=(batch, m, k, x.dtype), default=default, **constants)
     return out
@@ -202,11 +200,11 @@ newton_schulz = Op(
 )
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     kinds = {"X": "*bf16", "ADD": "*bf16", "OUT": "*bf16", "m": "i32", "k": "i32", "alpha": "fp32", "beta": "fp32"}
     signature = kinds | dict.fromkeys(("ADDS", "UPCAST", "BLOCK", "BLOCK_K"), "constexpr")
-    for config in CONFIGS:
+    for config in CONFIGS.on(gpu):
         for adds in (False, True):
             label = f"_symmetric{' add' * adds} {config['BLOCK']}x{config['BLOCK_K']}"
             yield Build(

@@ -295,7 +295,7 @@ def fused_norm(what: str, add: bool, layer: bool, eps: float) -> Fused:
     return Fused(what, forward, backward, results=1 + add, keep=keep)
 
 
-def builds() -> Iterator[Build]:
+def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`: the forms with a sum, which hold most registers, for the sizes at which the configuration
     changes.
     """

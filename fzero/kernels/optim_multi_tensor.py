@@ -326,8 +326,8 @@ lion = Op(
 )
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     flags = dict.fromkeys(("COUPLED", "SCALED", "SKIPS", "COPIES"), False)
     real = {"S": "*fp32", "b1": "fp32", "c1": "fp32", "b2": "fp32", "c2": "fp32", "eps": "fp32"}
     flat = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "COUNT": "*i64", "SKIP": "*i32", **real}

@@ -5,7 +5,8 @@ elements.
 
 Blocks are `block` consecutive elements of the last dim, the last of a row being shorter if that does not come out
 even; no block holds elements of two rows. L is the largest code: 127 (int8), 7 (int4, two codes a byte, the earlier in
-the low half), 448 (fp8_e4m3), 57344 (fp8_e5m2). Dividing by the scale is multiplying by the float32 next to 1 / scale.
+the low half), 448 (fp8_e4m3), 57344 (fp8_e5m2), 1 (nf4, whose codes are numbers of
+levels). Dividing by the scale is multiplying by the float32 next to 1 / scale.
 Rounding is to nearest, ties to even, or stochastic: up or down with probabilities that make the expectation x. The
 arithmetic is in float32.
 
@@ -38,6 +39,7 @@ from fzero.kernels.quantize_codes import (
     FLOAT8,
     KINDS,
     Quantized,
+    codes_a_byte,
     dequantize_reference,
     dequantize_sum_requantize_reference,
     empty_codes,
@@ -231,13 +233,14 @@ def _sum_triton(
 def _supports(dtype: torch.dtype, kind: str, block: int, *tensors: Tensor | None) -> str:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the dtype is {dtype}; it takes float32, bfloat16 or float16"
-    if kind not in KINDS or not 16 <= block <= 8192 or block & (block - 1):
-        return f"kind is {kind!r} and block {block}; it takes {', '.join(KINDS)}, and powers of two from 16 to 8192"
+    kinds = [name for name, found in KINDS.items() if not found.levels]
+    if kind not in kinds or not 16 <= block <= 8192 or block & (block - 1):
+        return f"kind is {kind!r} and block {block}; it takes {', '.join(kinds)}, and powers of two from 16 to 8192"
     return triton_runs(*(t for t in tensors if t is not None))
 
 
 def _elements(data: Tensor, kind: str) -> int:
-    return data.numel() * (2 if kind == "int4" else 1)
+    return data.numel() * codes_a_byte(kind)
 
 
 quantize = Op(
@@ -282,8 +285,8 @@ dequantize_sum_requantize = Op(
 )
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     codes = {"KEY": "*i64", "first": "i32", "DATA": "CODES", "SCALE": "*fp32"}
     kernels = {
         "_quantize": ({"X": "*bf16"} | codes, {"STOCHASTIC", "ALIGNED"}),

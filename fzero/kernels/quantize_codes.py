@@ -1,11 +1,15 @@
 """What quantised tensors are: their kinds, their codes, and the reference functions that define the operations of
 `quantize`.
+
+nf4 is not a number but the index of one of 16 levels, the quantiles of a normal distribution scaled to [-1, 1], with 0
+among them. Ref: Dettmers et al. 2023, "QLoRA", arXiv:2305.14314, section 3 and appendix E.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +20,8 @@ from fzero.core.pytree import nearest
 
 
 class Quantized(NamedTuple):
-    """A tensor [.., n] in codes: data int8 or float8 [.., n], or uint8 [.., ceil(n / 2)] for int4; scale float32 [..,
-    ceil(n / block)].
+    """A tensor [.., n] in codes: data int8 or float8 [.., n], or uint8 [.., ceil(n / 2)] for int4 and nf4; scale
+    float32 [.., ceil(n / block)].
     """
 
     data: Tensor
@@ -25,41 +29,53 @@ class Quantized(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of code: the largest, the dtype of the data, and for float8 the bits of the mantissa and the lowest normal
-    exponent.
+    """A kind of code: the largest, the dtype of the data, for float8 the bits of the mantissa and the lowest normal
+    exponent, and what codes stand for if they are numbers of levels.
     """
 
     largest: float
     dtype: torch.dtype
     mantissa: int = 0
     lowest: int = 0
+    levels: tuple[float, ...] = ()
 
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 KINDS = {
     "int8": Kind(127.0, torch.int8),
     "int4": Kind(7.0, torch.uint8),
+    "nf4": Kind(1.0, torch.uint8, levels=NF4),
     "fp8_e4m3": Kind(448.0, torch.float8_e4m3fn, 3, -6),
     "fp8_e5m2": Kind(57344.0, torch.float8_e5m2, 2, -14),
 }
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
+def codes_a_byte(kind: str) -> int:
+    """How many codes of this kind are in an element of the data."""
+    return 2 if KINDS[kind].dtype == torch.uint8 else 1
+
+
 def _width(n: int, kind: str) -> int:
     """Elements of a row of data."""
-    return (n + 1) // 2 if kind == "int4" else n
+    return -(-n // codes_a_byte(kind))
 
 
 def _check_kind(kind: str, block: int) -> None:
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}")
-    if block < 1 or (kind == "int4" and block % 2):
-        raise ValueError(f"block is {block}; it must be at least 1, and even for int4")
+    if block < 1 or block % codes_a_byte(kind):
+        raise ValueError(f"block is {block}; it must be at least 1, and even for int4 and nf4")
 
 
 def size_of(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) -> int:
     """The elements of a row of the quantised tensor; raises ValueError if data and scale do not fit together."""
     _check_kind(kind, block)
-    n = size if size is not None else data.shape[-1] * (2 if kind == "int4" else 1)
+    n = size if size is not None else data.shape[-1] * codes_a_byte(kind)
     if data.dtype != KINDS[kind].dtype or scale.dtype != torch.float32:
         raise ValueError(
             f"{kind}: data is {data.dtype} and scale {scale.dtype}; they must be {KINDS[kind].dtype} and torch.float32"
@@ -86,14 +102,33 @@ def _round(y: Tensor, word: Tensor | None) -> Tensor:
     return below + ((word >> 8).to(torch.float32) * 2.0**-24 < y - below)
 
 
+def _nearest_level(y: Tensor, levels: tuple[float, ...]) -> Tensor:
+    """The numbers of the levels next to y; halfway between two, the lower one."""
+    between = [(a + b) / 2 for a, b in itertools.pairwise(levels)]
+    return torch.bucketize(y.contiguous(), torch.tensor(between, dtype=torch.float32, device=y.device))
+
+
+def _level_of(codes: Tensor, levels: Sequence[float]) -> Tensor:
+    """The levels, float32, of codes. Chosen bit by bit: a table would be copied to the device at every call."""
+    values: list[Any] = list(levels)
+    while len(values) > 1:
+        odd = (codes & 1) != 0
+        values = [torch.where(odd, high, low) for low, high in zip(values[::2], values[1::2])]
+        codes = codes >> 1
+    return values[0]
+
+
 def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None = None, first: int = 0) -> Quantized:
     """x [.., n] (any floating dtype) in codes: the definition.
 
     key: rounding is stochastic, by `random.bits(key, x.shape, first=first)`: `first` is the index of x's first element
-    in the leaf whose contiguous part x is. Raises ValueError for a kind or a block that there is not.
+    in the leaf whose contiguous part x is. Raises ValueError for a kind or a block that there is not, and for a key
+    with nf4, which goes to the nearest level.
     """
     _check_kind(kind, block)
-    x, (largest, dtype, mantissa, lowest) = x.detach().to(torch.float32), KINDS[kind]
+    x, (largest, dtype, mantissa, lowest, levels) = x.detach().to(torch.float32), KINDS[kind]
+    if levels and key is not None:
+        raise ValueError(f"{kind} goes to the nearest level; give no key for stochastic rounding")
     blocks = _split(x, block)
     absmax = blocks.abs().amax(-1)
     # By a tensor: on CUDA x / number is x times the number's reciprocal.
@@ -108,8 +143,8 @@ def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None =
         exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=127 + lowest)
         unit = ((exponent - mantissa) << 23).view(torch.float32)
         y = torch.copysign(_round(y.abs() / unit, word) * unit, y)
-    codes = y if mantissa else _round(y, word)
-    if kind == "int4":
+    codes = y if mantissa else _nearest_level(y, levels) if levels else _round(y, word)
+    if codes_a_byte(kind) == 2:
         low, high = _split(codes.to(torch.int32), 2).unbind(-1)
         codes = (low & 15) | ((high & 15) << 4)
     return Quantized(codes.to(dtype), scale)
@@ -122,13 +157,16 @@ def dequantize_reference(
     dtype: torch.dtype = torch.float32,
     size: int | None = None,
 ) -> Tensor:
-    """The tensor [.., size] of `dtype` that q stands for: the definition. size: needed for int4 of odd size alone.
+    """The tensor [.., size] of `dtype` that q stands for: the definition. size: needed for int4 and nf4 of odd size
+    alone.
 
     Raises ValueError if the shapes and dtypes of q are not those of such a tensor.
     """
     data, scale = (t.detach() for t in q)
     n = size_of(data, scale, kind, block, size)
-    if kind == "int4":
+    if levels := KINDS[kind].levels:
+        data = _level_of(torch.stack((data & 15, data >> 4), -1).flatten(-2)[..., :n], levels)
+    elif codes_a_byte(kind) == 2:
         data = torch.stack((data << 4, data), -1).flatten(-2)[..., :n].view(torch.int8) >> 4
     return (_split(data.to(torch.float32), block) * scale[..., None]).flatten(-2)[..., :n].to(dtype)
 

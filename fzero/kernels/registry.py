@@ -11,13 +11,14 @@ that form, or raises with the reason why not.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fzero.core.autodiff import first_order
+from fzero.core.observe import note
+from fzero.core.observe import observe as observe
 from fzero.core.pytree import nearest
 
 # The files that hold operations; each registers its own when it is imported.
@@ -26,6 +27,7 @@ FILES = (
     "cross_entropy",
     "dropout",
     "float8",
+    "float8_gather",
     "glu",
     "grad_norm",
     "linear_cross_entropy",
@@ -39,7 +41,6 @@ FILES = (
     "rope",
 )
 OPS: dict[str, Op] = {}
-_OBSERVERS: list[dict[str, set[str]]] = []
 
 
 def always(*args: Any, **options: Any) -> str:
@@ -91,8 +92,10 @@ class Explanation:
 class Op:
     """A hot operation. Calling it computes `reference(*args, **options)` by the form that `impl` names.
 
-    flops, bytes: the same arguments -> the least cost of a call, forward: floating-point operations, and bytes to and
-    from memory. Both also serve tensors without data (fake or on the meta device).
+    order: the same arguments -> names of forms in the order in which "auto" asks them, in the places of those forms; by
+    default that in which they are given. flops, bytes: the same arguments -> the least cost of a call, forward:
+    floating-point operations, and bytes to and from memory. Both also serve tensors without data (fake or on the meta
+    device).
     """
 
     def __init__(
@@ -102,15 +105,15 @@ class Op:
         *forms: Form,
         flops: Callable[..., int],
         bytes: Callable[..., int],
+        order: Callable[..., Sequence[str]] = lambda *args, **options: (),
     ):
-        self.name, self.reference, self.flops, self.bytes = name, reference, flops, bytes
+        self.name, self.reference, self.flops, self.bytes, self.order = name, reference, flops, bytes, order
         self.forms = list(forms)
         OPS[name] = self
 
     def __call__(self, *args: Any, impl: str = "auto", **options: Any) -> Any:
         name, run = self.choose(impl, args, options)
-        for used in _OBSERVERS:
-            used.setdefault(self.name, set()).add(name)
+        note(self.name, name)
         return run(*args, **options)
 
     def choose(
@@ -126,13 +129,19 @@ class Op:
                 raise ValueError(f"{self.name}: impl={impl!r} does not serve this call: {why}; use auto or reference")
             return form.name, form.run
         if impl == "auto":
-            for form in self.forms:
+            for form in self.ordered(args, options):
                 why = form.reason_against(args, options) or form.prefers(*args, **options)
                 if not why:
                     return form.name, form.run
                 if reasons is not None:
                     reasons[form.name] = why
         return "reference", self.reference
+
+    def ordered(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> list[Form]:
+        """The forms in the order in which "auto" asks them for a call."""
+        names = self.order(*args, **options)
+        named = iter(sorted((form for form in self.forms if form.name in names), key=lambda f: names.index(f.name)))
+        return [next(named) if form.name in names else form for form in self.forms]
 
     def form(self, name: str) -> Form:
         """The form of this name; raises ValueError naming those there are."""
@@ -167,17 +176,6 @@ def explain(name: str, *args: Any, impl: str = "auto", **options: Any) -> Explan
     asked, reasons = op(name), {}
     chosen, _ = asked.choose(impl, args, options, reasons)
     return Explanation(name, chosen, reasons, asked.flops(*args, **options), asked.bytes(*args, **options))
-
-
-@contextlib.contextmanager
-def observe() -> Iterator[dict[str, set[str]]]:
-    """A context that records the names of the forms each operation takes, in the dict it yields."""
-    used: dict[str, set[str]] = {}
-    _OBSERVERS.append(used)
-    try:
-        yield used
-    finally:
-        _OBSERVERS[:] = [other for other in _OBSERVERS if other is not used]
 
 
 def describe(used: Mapping[str, set[str]]) -> str:

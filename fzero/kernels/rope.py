@@ -26,7 +26,7 @@ from torch import Tensor
 from fzero.core.autodiff import needs_grad
 from fzero.core.bounds import check_bounds
 from fzero.core.pytree import nearest
-from fzero.kernels import tuning
+from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
@@ -34,7 +34,7 @@ from fzero.kernels.registry import Form, Op
 
 LAYOUTS = ("half", "interleaved")
 # A warp for few heads at a time: the angles of a token are then found by few threads, not by each of many again.
-CONFIGS = [{"HEADS": 8, "num_warps": 1}, {"HEADS": 16, "num_warps": 2}, {"HEADS": 32, "num_warps": 4}]
+CONFIGS = chips.Table("_rope")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,16 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
+
+    @classmethod
+    def linear(cls, factor: float) -> RopeScaling:
+        """The scaling that divides all frequencies: every wavelength is above one position."""
+        return cls(factor, 1.0, 2.0, 1)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it divides all frequencies."""
+        return 2.0 * math.pi * self.low_freq_factor > self.original_max_len
 
     def __post_init__(self) -> None:
         check_bounds("factor", self.factor, (1, True, 1e6))
@@ -291,8 +301,8 @@ rope = _op("rope", rope_reference, _rope_triton)
 rope_qk = _op("rope_qk", rope_qk_reference, _rope_qk_triton)
 
 
-def builds() -> Iterator[Build]:
-    """The builds for `aot`."""
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
     pointers = {
         "Q": "*bf16",
         "K": "*bf16",
@@ -309,7 +319,7 @@ def builds() -> Iterator[Build]:
         ((12, 12, 64), False, True),
         ((8, 0, 96), False, False),
     ]
-    for ((heads, kv_heads, size), interleaved, inverse), config in itertools.product(cases, CONFIGS):
+    for ((heads, kv_heads, size), interleaved, inverse), config in itertools.product(cases, CONFIGS.on(gpu)):
         constants = {
             "Q_HEADS": heads,
             "K_HEADS": kv_heads,

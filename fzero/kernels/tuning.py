@@ -1,5 +1,5 @@
-"""The block sizes of kernels: a default chosen from shapes, or the fastest measured on this device, kept in the user's
-cache folder.
+"""The block sizes of kernels: those of the chip's file or a default chosen from shapes, or the fastest measured on this
+device, kept in the user's cache folder.
 
 A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}:
 JSON, and keyword arguments of a launch. Timing happens in `tune` alone, and launches call it only inside `searching()`:
@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ import torch
 from fzero.core import gpu
 from fzero.core.foreign import read_json
 from fzero.core.storage import naming
+from fzero.kernels import chips
 from fzero.kernels.optional_triton import triton
 
-Config = dict[str, int]
+Config = chips.Config
 _LOADED: dict[Path, dict[str, Config]] = {}
 _SEARCHING: list[bool] = []
 
@@ -35,9 +35,8 @@ def cache_file(device: torch.device) -> Path:
     """Where the configurations of a CUDA device are kept: $XDG_CACHE_HOME (or
     ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json.
     """
-    name = re.sub(r"[^A-Za-z0-9]+", "-", gpu.properties(device).name).strip("-")
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "fzero" / "kernels" / f"{name}-triton-{triton.__version__}.json"
+    name = chips.file_name(gpu.properties(device).name)
+    return chips.kernel_folder() / f"{name}-triton-{triton.__version__}.json"
 
 
 def _read(path: Path) -> dict[str, Config]:
@@ -51,6 +50,13 @@ def _read(path: Path) -> dict[str, Config]:
 
 def _key(kernel: str, shape: Sequence[Any]) -> str:
     return " ".join([kernel, *map(str, shape)])
+
+
+def rows(configs: Sequence[Config], device: torch.device) -> Sequence[Config]:
+    """The configurations of a kernel on a device: those of its chip, where `configs` is a table (see kernels.chips)."""
+    if device.type != "cuda" or not isinstance(configs, chips.Table):
+        return configs
+    return configs.on(gpu.properties(device).name)
 
 
 def config(kernel: str, shape: Sequence[Any], default: Config, device: torch.device) -> Config:
@@ -117,6 +123,7 @@ def launch(
     device.
     """
     device, name = arguments[0].device, kernel.__name__
+    configs = rows(configs, device)
     chosen = config(name, shape, default or configs[0], device)
     if _SEARCHING and device.type == "cuda" and _key(name, shape) not in _read(cache_file(device)):
         copies = [

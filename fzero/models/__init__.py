@@ -2,12 +2,15 @@
 
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Batch, Cache, Ctx, Loss, Model, check_tokens, init_params, logits, loss, num_params
+from fzero.models.deepseek import DeepSeekConfig, deepseek
+from fzero.models.from_module import from_module
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama
 from fzero.models.lora import LORA, LoRAConfig, lora, merge
 from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
-from fzero.models.presets import PRESETS, ModelConfig, build, preset
+from fzero.models.presets import PRESETS, ModelConfig, build, period, preset, shorten
+from fzero.models.quantized import QuantizedConfig, quantize_weights, quantized
 
 __all__ = [
     "LORA",
@@ -15,6 +18,7 @@ __all__ = [
     "Batch",
     "Cache",
     "Ctx",
+    "DeepSeekConfig",
     "GPT2Config",
     "LlamaConfig",
     "LoRAConfig",
@@ -23,9 +27,12 @@ __all__ = [
     "MoEConfig",
     "Model",
     "ModelConfig",
+    "QuantizedConfig",
     "RopeScaling",
     "build",
     "check_tokens",
+    "deepseek",
+    "from_module",
     "gpt2",
     "init_params",
     "llama",
@@ -36,5 +43,9 @@ __all__ = [
     "mixtral",
     "mlp",
     "num_params",
+    "period",
     "preset",
+    "quantize_weights",
+    "quantized",
+    "shorten",
 ]

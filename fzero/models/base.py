@@ -4,7 +4,8 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,12 +14,14 @@ from torch import Tensor
 from fzero.core import prng, pytree
 from fzero.core.arguments import expect_kind
 from fzero.core.autodiff import Remat
-from fzero.core.pytree import Tree
-from fzero.core.stack import stack
+from fzero.core.pytree import Tree, nearest
+from fzero.core.stack import Block, Blocks, depth, in_turn, stack
 from fzero.kernels.cross_entropy import check_targets, counted_tokens
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
+from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
+from fzero.sharding.slices import is_stacked
 from fzero.sharding.unshard import unshard_block, unshard_tree
 
 # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []. A token counts if its
@@ -27,9 +30,20 @@ Batch = dict[str, Tensor]
 
 
 class MakeLeaf(Protocol):
-    """`make(name, shape, std, mean=0.0)` makes a leaf: normal values, or the constant `mean` if std is 0."""
+    """`make(name, shape, std, mean=0.0)` makes a leaf: normal values, or the constant `mean` if std is 0.
 
-    def __call__(self, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Any: ...
+    dtype: of a leaf of integers, whose values are the normal ones rounded and clamped; None for a parameter, whose
+    dtype is not the model's choice.
+    """
+
+    def __call__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        std: float,
+        mean: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> Any: ...
 
 
 class Cache(NamedTuple):
@@ -60,12 +74,14 @@ class Ctx(NamedTuple):
     remat: Remat = Remat()
     layer: Tensor | tuple[()] = ()  # inside a block: the layer's number, int64 scalar
     key: Tensor | tuple[()] = ()  # the random key of dropout; () turns dropout off
+    keys: dict[str, Tensor] = {}  # noqa: RUF012  (of key: {name: [L, 2]} of the blocks' dropout, where made beforehand)
     first: Tensor | int = 0  # index of this batch's first sequence in the step's global batch
     documents: Tensor | tuple[()] = ()  # int [B, T]; () if each sequence is one document
     cache: Cache | tuple[()] = ()
     kernels: Kernels = AUTO  # the form of each hot operation
     matmul: str = ""  # how the linear layers of the blocks multiply, see core.precision.Policy
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
+    prepared: Any = ()  # what the model's `prepare` made of the batch: a tree of tensors and of hashable values
 
 
 class Loss(NamedTuple):
@@ -86,7 +102,15 @@ class Model(NamedTuple):
     or a tree of tensors.
 
     ZeRO-3, offload, recomputation and prefetch all work layer by layer, so the blocks' parameters are stacked: each
-    leaf is [L, ...].
+    leaf is [L, ...]. A model whose layers are not all alike has several stacks, one after the other: `block` is then
+    {stack: its function}, in that order, with names such as "blocks_dense" and "blocks_experts" in the parameter tree.
+    Layers are numbered through all of them. `join` may change the activations before a stack, with parameters of its
+    own under join_NAME/ for the stack blocks_NAME: the tokens' embedding before a decoder, for instance. Where the
+    layers of a stack have equal leaves and differ in what they compute, its function is a tuple of functions, which the
+    layers take in turn: windows of attention in all layers but each sixth, for instance.
+
+    What all layers need of a batch beside x, such as masks, `prepare` makes once, without parameters; the functions
+    find it in `ctx.prepared`. Leaves in `start` begin with values that are given and not drawn.
 
     >>> from fzero import models
     >>> model = models.mlp(models.MLPConfig())
@@ -97,13 +121,78 @@ class Model(NamedTuple):
     config: Any
     init: Callable[[MakeLeaf], Tree]  # makes the parameter tree
     embed: Callable[[Tree, Batch, Ctx], Any]  # tokens -> x
-    block: Callable[[Tree, Any, Ctx], Any]  # (one layer's slice of params["blocks"], x) -> x
+    block: Blocks | Mapping[str, Blocks]  # (one layer's slice of params["blocks"], x) -> x
     head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> this rank's sums
     logits: Callable[[Tree, Any, Ctx], Tensor]  # x -> [B, T, V], for sampling
     rules: Callable[
         [Mesh], Rules[str]
     ]  # rules from leaf names to Spec texts; raises ValueError if the mesh does not divide the model
-    shared: tuple[str, ...] = ()  # leaves under embed/ that the head uses too (tied embeddings)
+    shared: tuple[str, ...] = ()  # leaves under embed/ that the head, and each join, uses too (tied embeddings)
+    join: Mapping[str, Callable[[Tree, Any, Batch, Ctx], Any]] = {}
+    linear: str = ""  # a regex of leaves of the blocks that only `layers.linear` uses: they may be gathered as float8
+    prepare: Callable[[Batch, Ctx], Any] | None = None
+    start: Mapping[str, Start] = {}  # by leaf name
+    frozen: frozenset[str] = frozenset()  # leaves that are never trained
+
+
+class Start(NamedTuple):
+    """The values that a leaf begins with: a tensor, or the layers of a stacked leaf."""
+
+    layers: tuple[Tensor, ...]
+    stacked: bool
+
+    def box(self, start: Sequence[int], size: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+        """A copy of the elements [start, start + size) of the leaf."""
+        if not self.stacked:
+            return slices.narrow_box(self.layers[0].detach(), start, size).to(device, dtype, copy=True).contiguous()
+        parts = [layer.detach() for layer in self.layers[start[0] : start[0] + size[0]]]
+        return torch.stack([slices.narrow_box(x, start[1:], size[1:]).to(device, dtype) for x in parts])
+
+
+class Stack(NamedTuple):
+    """One of a model's stacks of layers."""
+
+    name: str  # of its part of the parameter tree
+    block: Blocks
+    join: Callable[[Tree, Any, Batch, Ctx], Any] | None  # called before its first layer
+
+    @property
+    def join_name(self) -> str:
+        """The part of the parameter tree of its `join`."""
+        return f"join{self.name.removeprefix('blocks')}"
+
+
+def stacks_of(model: Model) -> list[Stack]:
+    """The stacks of a model, in the order of a forward pass.
+
+    Raises ValueError for a name that is not "blocks" or "blocks_NAME", and a join before no stack.
+    """
+    blocks = model.block if isinstance(model.block, Mapping) else {"blocks": model.block}
+    for name in blocks:
+        if not is_stacked(f"{name}/"):
+            raise ValueError(f'a stack of the model is called {name!r}; call it "blocks", or "blocks_NAME"')
+    for name in model.join:
+        if name not in blocks:
+            raise ValueError(f"the model has a join before {name!r}, which is no stack of it{nearest(name, blocks)}")
+    return [Stack(name, block, model.join.get(name)) for name, block in blocks.items()]
+
+
+def map_blocks(model: Model, change: Callable[[Block], Block]) -> Blocks | dict[str, Blocks]:
+    """`change` of every function of a model's stacks, for a Model's `block`. Layers that have one function have one
+    again, so that it is compiled once.
+    """
+    changed: dict[Block, Block] = {}
+
+    def each(blocks: Blocks) -> Blocks:
+        for one in in_turn(blocks):
+            changed.setdefault(one, change(one))
+        return tuple(changed[one] for one in blocks) if isinstance(blocks, tuple) else changed[blocks]
+
+    return (
+        {name: each(one) for name, one in model.block.items()}
+        if isinstance(model.block, Mapping)
+        else each(model.block)
+    )
 
 
 def init_params(
@@ -126,33 +215,53 @@ def init_params(
     (torch.Size([256, 32]), torch.Size([2, 32, 64]))
     """
     specs = pytree.named_leaves(plan.params) if plan is not None else {}
-    mesh = plan.mesh if plan is not None else one_process()
+    mesh, of_params = plan.mesh if plan is not None else one_process(), dtype
 
-    def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
-        spec = specs.get(name, Spec())
-        if std == 0.0:
-            leaf = torch.full(slices.local_slice(shape, spec, mesh)[1], mean, dtype=dtype, device=device)
-        else:
-            leaf = draw.draw_normal(prng.fold_in(key, name), shape, spec, mesh, mean, std, dtype, device)
-        return then(name, leaf)
+    def make(
+        name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        start, size = slices.local_slice(shape, specs.get(name, Spec()), mesh)
+        if name in model.start:
+            return then(name, model.start[name].box(start, size, dtype or of_params, device))
+        box = tuple(shape), start, size
+        return then(name, draw.draw_leaf(prng.fold_in(key, name), box, mean, std, dtype or of_params, device))
 
     return model.init(make)
 
 
+def has_tokens(model: Model) -> bool:
+    """Whether a model's batches are of tokens, with the entries of Batch; the entries of others are their own."""
+    return hasattr(model.config, "max_len")
+
+
+def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
+    """Return the ctx of a batch: with its documents, its first row and what the model's `prepare` makes of it."""
+    if has_tokens(model):
+        ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
+    return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))
+
+
 def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
-    """Return the activations after the last block."""
-    ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
+    """Return the activations after the last block; ctx is from `prepare`."""
     x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
-    block = model.block if plan is None or ctx.mesh.size == 1 else unshard_block(model.block, plan)
-    return stack(block, params["blocks"], x, inner, remat=ctx.remat, compiled=ctx.compiled)
+    first = 0
+    for one in stacks_of(model):
+        if one.join is not None:
+            x = one.join(unshard_part(model, one.join_name, params, plan, ctx), x, batch, ctx)
+        block = one.block
+        if plan is not None and ctx.mesh.size > 1:
+            block = tuple(unshard_block(f, plan, one.name) for f in in_turn(block))
+        x = stack(block, params[one.name], x, inner, remat=ctx.remat, compiled=ctx.compiled, first=first)
+        first += depth(params[one.name])
+    return x
 
 
 def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
-    """Return the parameters that "embed" or "head" uses, gathered from the shards at rest."""
+    """Return the parameters that "embed", "head" or a join uses, gathered from the shards at rest."""
     if plan is None or ctx.mesh.size == 1:
         return params
-    shared = model.shared if part == "head" else ()
+    shared = model.shared if part != "embed" else ()
     used = {
         name: leaf
         for name, leaf in pytree.named_leaves(params).items()
@@ -179,6 +288,7 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     8
     """
     check_batch(model, batch, ctx)
+    ctx = prepare(model, batch, ctx)
     x = transform(model, params, batch, ctx, plan)
     return model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
 
@@ -192,6 +302,7 @@ def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor
     >>> model = models.mlp(models.MLPConfig(vocab_size=8))
     >>> logits(model, init_params(model, random.key(0)), {"tokens": torch.zeros(2, 4, dtype=torch.int64)}).shape
     torch.Size([2, 4, 8])"""
+    ctx = prepare(model, batch, ctx)
     return model.logits(params, transform(model, params, batch, ctx), ctx)
 
 
@@ -201,6 +312,8 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
     """
     write = 'write {"tokens": rows[:, :-1], "targets": rows[:, 1:]}'
     expect_kind("the batch of a Model", batch, Mapping, write)
+    if not has_tokens(model):
+        return
     for name in ("tokens", "targets"):
         if name not in batch:
             raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
@@ -246,26 +359,45 @@ def check_tokens(batch: Batch, vocab_size: int) -> None:
     check_targets(batch["targets"], vocab_size, batch.get("mask"))
 
 
-def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx) -> tuple[Tensor, Tensor]:
+def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return (cross entropy summed over the tokens that count, their number) for normalised activations x [B, T, D] and
-    w [V, D].
+    w [V, D]; cap: of the logits, 0 for none.
 
     Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); both results
     are the same on all ranks of tp.
     """
     targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
     options = {"axis": ctx.mesh["tp"], "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
+    options |= {"cap": cap} if cap else {}
     num_tokens = counted_tokens(targets, mask).sum()
     return linear_cross_entropy(x.reshape(-1, x.shape[-1]), w, targets, mask, **options), num_tokens
 
 
+CODES, SCALES = "codes", "scales"  # the leaves of a weight in codes, see models.quantized
+
+
+def leaf_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's leaves by name; a weight in codes counts as the weight."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(
+        name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
+    ) -> None:
+        whole, _, part = name.rpartition("/")
+        if dtype is None:
+            shapes[name] = tuple(shape)
+        elif part == CODES:
+            shapes[whole] = (*shape[:-1], shape[-1] * codes_a_byte(model.config.kind))
+
+    model.init(note)
+    return shapes
+
+
 def num_params(model: Model) -> int:
-    """Return the number of parameters, without making them.
+    """Return the number of parameters, without making them; those in codes count as parameters.
 
     >>> from fzero import models
     >>> num_params(models.gpt2(models.preset("gpt2-124m")))
     124439808
     """
-    count: list[int] = []
-    model.init(lambda name, shape, std, mean=0.0: count.append(torch.Size(shape).numel()))
-    return sum(count)
+    return sum(math.prod(shape) for shape in leaf_shapes(model).values())

@@ -13,6 +13,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.attention import Pattern
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.layers import (
+    Attention,
     Split,
     add,
     add_and_norm,
@@ -130,7 +131,7 @@ def gpt2(config: GPT2Config) -> Model:
 
     Ref: Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3.
     """
-    c, pattern = config, Pattern.parse(config.pattern)
+    c, how = config, Attention(config.n_heads, config.n_heads, Pattern.parse(config.pattern))
 
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         x = embed_tokens(params["embed"]["tokens"], batch, ctx)
@@ -144,7 +145,7 @@ def gpt2(config: GPT2Config) -> Model:
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         h = norm(p["ln_1"], x, c.norm_eps, ctx)
-        h = self_attention(p["attn"], h, ctx, heads=c.n_heads, kv_heads=c.n_heads, pattern=pattern)
+        h = self_attention(p["attn"], h, ctx, how)
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
         h = enter(h, ctx, "blocks/mlp")
         if c.mlp_tiles > 1:
@@ -176,5 +177,13 @@ def gpt2(config: GPT2Config) -> Model:
         return RULES
 
     return Model(
-        config, partial(_init, c), embed, block, head, logits, rules, shared=("embed/tokens",) if c.tied else ()
+        config,
+        partial(_init, c),
+        embed,
+        block,
+        head,
+        logits,
+        rules,
+        shared=("embed/tokens",) if c.tied else (),
+        linear=r"blocks/(attn|mlp)/w_\w+",
     )

@@ -29,6 +29,7 @@ from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_nor
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
 from fzero.models.base import Batch, Ctx
 from fzero.models.tiled_linear import tiled_mlp
+from fzero.models.weights import WeightInParts
 from fzero.sharding import Mesh
 from fzero.sharding.slices import narrow_part
 
@@ -97,7 +98,9 @@ def leave(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None) -> Tensor:
     """x [..., in] @ w [in, out] (+ b [out]), in x's dtype, or in float8 if ctx.matmul says so."""
     w = w.to(x.dtype)
-    if ctx is not None and ctx.matmul:
+    if isinstance(w, WeightInParts):
+        y = w.product(x, lambda x, part: linear(x, part, ctx=ctx))
+    elif ctx is not None and ctx.matmul:
         y = float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
     else:
         y = x @ w
@@ -144,6 +147,15 @@ def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     return kernels_dropout.dropout(x, rate, *mask_of(x, name, ctx)) if dropout_active(rate, ctx) else x
 
 
+SITES = ("attn", "mlp")  # names of dropout in the blocks of fzero's models
+
+
+def block_keys(key: Tensor, layers: int) -> dict[str, Tensor]:
+    """`keys` of a Ctx with this key, of a model of so many layers. A GPU launches some hundred small kernels for a key,
+    and no more for all of them together."""
+    return dict(zip(SITES, prng.fold_in_all(key, SITES, layers).unbind(1)))
+
+
 def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
     """Return (key, global index of x's first element, elements from one row to the next) of the dropout mask of x [B,
     T, D].
@@ -152,9 +164,11 @@ def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
     global batch, so it is the same however that batch is split.
     """
     assert isinstance(ctx.key, Tensor)  # a rate that is active has one
-    key = prng.fold_in(ctx.key, name)
-    if isinstance(ctx.layer, Tensor):
-        key = prng.fold_in(key, ctx.layer)
+    if isinstance(ctx.layer, Tensor) and name in ctx.keys:
+        key = ctx.keys[name].index_select(0, ctx.layer.reshape(1))[0]
+    else:
+        key = prng.fold_in(ctx.key, name)
+        key = prng.fold_in(key, ctx.layer) if isinstance(ctx.layer, Tensor) else key
     axis, part = sequence_axis(ctx), x[0].numel()
     first = (torch.as_tensor(ctx.first).to(x.device) * axis.size + axis.rank) * part
     return key, first, axis.size * part
@@ -168,48 +182,72 @@ def document_positions(documents: Tensor) -> Tensor:
     return position - torch.where(starts, position, 0).cummax(-1).values
 
 
-def self_attention(
-    p: Tree,
-    x: Tensor,
-    ctx: Ctx,
-    *,
-    heads: int,
-    kv_heads: int,
-    pattern: Pattern = FULL,
-    frequencies: tuple[int, float, RopeScaling | None] | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """Return self-attention of x [B, T, D], including the positions in ctx.cache: projections p/w_q, w_k, w_v, w_o and
-    biases b_*; with p/norm_q and norm_k each head's query and key is normalised before RoPE, with `eps`.
+class Attention(NamedTuple):
+    """How a layer attends, beside its weights."""
 
-    frequencies: (head_dim, theta, scaling) of RoPE, or None. With a cache the new keys and values are written into it,
-    in place. heads, kv_heads: of the whole model. Under tp w_q and w_o hold this rank's heads, w_k and w_v its
-    key/value heads; if there are fewer key/value heads than ranks, w_k and w_v (and their biases) are whole, and the
-    rank uses only the one head that its query heads need. Communicates over tp: see `enter` and `leave`, once each.
+    heads: int  # of the whole model, as the next
+    kv_heads: int
+    pattern: Pattern = FULL
+    frequencies: tuple[int, float, RopeScaling | None] | None = None  # (head_dim, theta, scaling) of RoPE
+    eps: float = 0.0  # of the norms of queries and keys
+    wide_norm: bool = False  # whether these run over all heads together
+    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    cap: float = 0.0  # of the scores
+
+
+def self_attention(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> Tensor:
+    """Return self-attention of x [B, T, D], including the positions in ctx.cache: projections p/w_q, w_k, w_v, w_o and
+    biases b_*; with p/norm_q and norm_k queries and keys are normalised before RoPE, each head or all together.
+
+    With a cache the new keys and values are written into it, in place. Under tp w_q and w_o hold this rank's heads, w_k
+    and w_v its key/value heads; if there are fewer key/value heads than ranks, w_k and w_v (and their biases) are
+    whole, and the rank uses only the one head that its query heads need. Communicates over tp: see `enter` and `leave`,
+    once each; with a norm of all heads together two psums forward and backward (see `norm_over_ranks`).
     """
-    tp = ctx.mesh["tp"]
-    if kv_heads < tp.size:
-        # Consecutive ranks share a head.
-        shared = [n for n in ("w_k", "w_v", "b_k", "b_v") if n in p]
-        p = {**p, **{n: narrow_part(p[n], tp.rank * kv_heads // tp.size, kv_heads, -1) for n in shared}}
+    tp, kv_heads = ctx.mesh["tp"], how.kv_heads
+
+    def own(whole: Tensor) -> Tensor:  # consecutive ranks share a head
+        return narrow_part(whole, tp.rank * kv_heads // tp.size, kv_heads, -1)
+
+    few = kv_heads < tp.size
+    if few:  # a norm of all heads needs all keys
+        p = {**p, **{n: own(p[n]) for n in ("w_v", "b_v", *(() if how.wide_norm else ("w_k", "b_k"))) if n in p}}
     x = enter(x, ctx, "blocks/attn")
     q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}"), ctx) for n in "qkv")
-    q = rearrange(q, "b t (h k) -> b t h k", h=heads // tp.size)
+    if how.wide_norm:
+        q = norm_over_ranks(p["norm_q"], q, how.eps, ctx)
+        k = own(norm(p["norm_k"], k, how.eps, ctx)) if few else norm_over_ranks(p["norm_k"], k, how.eps, ctx)
+    q = rearrange(q, "b t (h k) -> b t h k", h=how.heads // tp.size)
     k, v = (rearrange(t, "b t (g k) -> b t g k", g=max(1, kv_heads // tp.size)) for t in (k, v))
-    if "norm_q" in p:
-        q, k = norm(p["norm_q"], q, eps, ctx), norm(p["norm_k"], k, eps, ctx)
+    if "norm_q" in p and not how.wide_norm:
+        q, k = norm(p["norm_q"], q, how.eps, ctx), norm(p["norm_k"], k, how.eps, ctx)
     length = ctx.cache.length if ctx.cache else 0
-    if frequencies is not None:
+    if how.frequencies is not None:
         positions = torch.arange(length, length + x.shape[1], device=x.device)
-        angles = rope_frequencies(*frequencies, device=x.device)
+        angles = rope_frequencies(*how.frequencies, device=x.device)
         q, k = rope_qk(q, k, positions, angles, impl=ctx.kernels["rope_qk"])
     if ctx.cache:
         end = length + x.shape[1]
         ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
         k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
     documents = None if isinstance(ctx.documents, tuple) else ctx.documents
-    out = attention(q, k, v, pattern=pattern, documents=documents, impl=ctx.kernels["attention"])
+    more = {name: value for name, value in (("scale", how.scale), ("cap", how.cap)) if value}
+    out = attention(q, k, v, pattern=how.pattern, documents=documents, impl=ctx.kernels["attention"], **more)
     return leave_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
+
+
+def norm_over_ranks(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
+    """RMSNorm over the last dim of all ranks of tp together: x [B, T, N / tp], p/scale [N / tp] this rank's part.
+
+    Communicates over tp: a psum of [B, T, 1] forward and one backward.
+    """
+    tp = ctx.mesh["tp"]
+    if tp.size == 1:
+        return norm(p, x, eps, ctx)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = pvary(psum((wide * wide).sum(-1, keepdim=True), tp, leaf="blocks/attn/norm"), tp, leaf="blocks/attn/norm")
+    normed = wide * torch.rsqrt(squares / (tp.size * x.shape[-1]) + eps)
+    return normed.to(x.dtype) * p["scale"].to(x.dtype)
 
 
 def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
@@ -220,17 +258,21 @@ def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = N
     return y if b is None else y + b.to(y.dtype)  # added once, after the sum over ranks
 
 
-def swiglu(p: Tree, x: Tensor, ctx: Ctx, tiles: int = 1) -> Tensor:
-    """Return (silu(x w_gate) * (x w_up)) w_down (Shazeer 2020, "GLU variants improve transformer", equation 6).
+GATES = {"silu": glu.swiglu, "gelu": glu.geglu}  # by the activation of the gate
+
+
+def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int = 1) -> Tensor:
+    """Return (activation(x w_gate) * (x w_up)) w_down (Shazeer 2020, "GLU variants improve transformer", equation 6);
+    activation: "silu" or "gelu", in its tanh form.
 
     Communicates over tp: see `enter` and `leave`, once each.
     """
-    x = enter(x, ctx, "blocks/mlp")
+    x, gate = enter(x, ctx, "blocks/mlp"), GATES[activation]
     if tiles > 1:
         expect_plain(ctx, tiles)
-        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, impl=ctx.kernels["swiglu"])
+        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, gate=gate.name, impl=ctx.kernels[gate.name])
         return leave(h, ctx, "blocks/mlp")
-    h = glu.swiglu(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels["swiglu"])
+    h = gate(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels[gate.name])
     return leave_linear(h, p["w_down"], ctx, "blocks/mlp")
 
 

@@ -1,7 +1,10 @@
-"""Llama 2 and 3: RMSNorm, RoPE, grouped-query attention, SwiGLU. With two flags Qwen2 and Qwen3, dense.
+"""Llama 2 and 3: RMSNorm, RoPE, grouped-query attention, SwiGLU. With a few options the families that are variations of
+it: Qwen 2.5 and 3 (dense), Mistral, OLMo 2, Phi-3, SmolLM3, Gemma 2 and 3.
 
 Ref: Touvron et al. 2023, "Llama 2", section 2.2; Grattafiori et al. 2024, "The Llama 3 herd of models", section 3.2;
-Qwen team 2024, "Qwen2.5 technical report", section 2; Qwen team 2025, "Qwen3 technical report", section 2.
+Qwen team 2024, "Qwen2.5 technical report", section 2; Qwen team 2025, "Qwen3 technical report", section 2; Jiang et al.
+2023, "Mistral 7B", section 2; OLMo team 2025, "2 OLMo 2 furious", section 3.1; Gemma team 2024, "Gemma 2", section 2;
+Gemma team 2025, "Gemma 3 technical report", section 2.
 """
 
 from __future__ import annotations
@@ -9,15 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.kernels.attention import Pattern
+from fzero.core.stack import Block, Blocks
+from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.layer_kinds import LayerKind, parse_layers
 from fzero.models.layers import (
+    GATES,
+    Attention,
     Split,
     add,
     add_and_norm,
@@ -25,13 +34,15 @@ from fzero.models.layers import (
     embed_tokens,
     enter,
     expect_divisible,
+    gated_mlp,
     norm,
     self_attention,
-    swiglu,
     vocabulary_logits,
 )
 from fzero.models.sizes import check_sizes
 from fzero.sharding import Mesh, Rules
+
+NORMS = ("in", "out", "both")
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,8 @@ class LlamaConfig:
     """The sizes of a Llama; the defaults are those of Llama 2 7B. Dropout at rate `dropout` applies to embeddings and
     residual branches.
 
-    Raises ValueError if heads do not divide d_model or each other, if a head's size is odd, or for an unknown pattern.
+    Raises ValueError if heads do not divide d_model or each other, if a head's size is odd, or for an unknown pattern,
+    place of norms or activation.
 
     >>> LlamaConfig(d_model=64, n_heads=4, n_kv_heads=2).key_dim
     16
@@ -59,10 +71,18 @@ class LlamaConfig:
     tied: bool = False
     dropout: float = 0.0
     init_std: float = 0.02
-    pattern: str = "full"  # attention pattern, see Pattern.parse
+    pattern: str = "full"  # attention pattern, or those of a period of layers, see fzero.models.layer_kinds
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
     qkv_bias: bool = False  # whether queries, keys and values have biases, as in Qwen2
-    qk_norm: bool = False  # whether each head's query and key are normalised before RoPE, as in Qwen3
+    qk_norm: bool = False  # whether queries and keys are normalised before RoPE, each head by itself, as in Qwen3
+    wide_qk_norm: bool = False  # whether that norm runs over all heads together, as in OLMo 2
+    norms: str = "in"  # the norms of a block's halves: of what comes "in", of what comes "out", or "both", as in Gemma
+    norm_offset: bool = False  # whether norms multiply by 1 + their leaf, as in Gemma
+    activation: str = "silu"  # of the feed-forward part's gate: "silu", or "gelu" in its tanh form
+    embed_scaled: bool = False  # whether embeddings are multiplied by the root of d_model, as in Gemma
+    score_dim: int = 0  # attention's scores are divided by its root; 0: by that of a head's size
+    score_cap: float = 0.0  # attention's scores are capped at it by tanh, as in Gemma 2; 0: not
+    logit_cap: float = 0.0  # and the logits
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -72,12 +92,28 @@ class LlamaConfig:
             raise ValueError(f"n_heads is {self.n_heads}, not divisible by n_kv_heads={self.n_kv_heads}")
         if self.key_dim % 2:
             raise ValueError(f"the heads have {self.key_dim} dims; RoPE turns pairs, so it must be even")
-        Pattern.parse(self.pattern)
+        for name, value, allowed in (("norms", self.norms, NORMS), ("activation", self.activation, tuple(GATES))):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        if self.wide_qk_norm and not self.qk_norm:
+            raise ValueError("wide_qk_norm is true and qk_norm is not; set both, or neither")
+        parse_layers(self.pattern)
 
     @property
     def key_dim(self) -> int:
         """The size K of a head."""
         return self.head_dim or self.d_model // self.n_heads
+
+
+class EndSizes(Protocol):
+    """What the embedding and the head need of a config: also of one of another family."""
+
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def norm_eps(self) -> float: ...
 
 
 RULES = (
@@ -93,6 +129,8 @@ SHARED_KV_RULES = (
 BIAS_RULE = (r"/attn/b_[qkv]$", "[L/pp, H/tp]")
 SHARED_BIAS_RULE = (r"/attn/b_[kv]$", "[L/pp, G] +tp")
 HEAD_NORM_RULE = (r"/attn/norm_[qk]/scale$", "[L/pp, K] +tp")  # whole on all ranks; each uses it for its own heads
+WIDE_NORM_RULE = (r"/attn/norm_[qk]/scale$", "[L/pp, H/tp]")
+SHARED_NORM_RULE = (r"/attn/norm_k/scale$", "[L/pp, G] +tp")
 MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp, F/tp, D]"))
 
 
@@ -107,18 +145,23 @@ def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> T
         return make(f"blocks/{name}", (layers, *shape), std)
 
     def ones(name: str, *shape: int) -> Any:
-        return {"scale": make(f"{name}/scale", shape, 0.0, 1.0)}
+        return {"scale": make(f"{name}/scale", shape, 0.0, 0.0 if c.norm_offset else 1.0)}
+
+    def norms(half: int) -> Tree:
+        names = {"in": (f"norm_{half}",), "out": (f"norm_{half}_out",), "both": (f"norm_{half}", f"norm_{half}_out")}
+        return {name: ones(f"blocks/{name}", layers, d) for name in names[c.norms]}
 
     flagged: Tree = {}
     if c.qkv_bias:
         flagged |= {f"b_{n}": w(f"attn/b_{n}", size, std=0.0) for n, size in (("q", q), ("k", kv), ("v", kv))}
     if c.qk_norm:
-        flagged |= {f"norm_{n}": ones(f"blocks/attn/norm_{n}", layers, c.key_dim) for n in "qk"}
+        sizes = {"q": q, "k": kv} if c.wide_qk_norm else dict.fromkeys("qk", c.key_dim)
+        flagged |= {f"norm_{n}": ones(f"blocks/attn/norm_{n}", layers, size) for n, size in sizes.items()}
 
     tree = {
         "embed": {"tokens": make("embed/tokens", (c.vocab_size, d), c.init_std)},
         "blocks": {
-            "norm_1": ones("blocks/norm_1", layers, d),
+            **norms(1),
             "attn": {
                 "w_q": w("attn/w_q", d, q),
                 "w_k": w("attn/w_k", d, kv),
@@ -126,7 +169,7 @@ def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> T
                 "w_o": w("attn/w_o", q, d, std=out_std),
                 **flagged,
             },
-            "norm_2": ones("blocks/norm_2", layers, d),
+            **norms(2),
             **feed_forward(w, out_std),
         },
         "head": {"norm": ones("head/norm", d)},
@@ -136,29 +179,55 @@ def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> T
     return tree
 
 
-def embed(c: LlamaConfig, params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
+def embed(c: EndSizes, params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
     """Return the embeddings [B, T, D] of the tokens, with dropout."""
     return dropout(embed_tokens(params["embed"]["tokens"], batch, ctx), c.dropout, "embed", ctx)
 
 
-def attend(c: LlamaConfig, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """Return (x after the attention half of a block, the same normalised for the feed-forward half)."""
-    h = norm(p["norm_1"], x, c.norm_eps, ctx)
-    frequencies, pattern = (c.key_dim, c.rope_theta, c.rope_scaling), Pattern.parse(c.pattern)
-    h = self_attention(
-        p["attn"],
-        h,
-        ctx,
-        heads=c.n_heads,
-        kv_heads=c.n_kv_heads,
-        pattern=pattern,
-        frequencies=frequencies,
-        eps=c.norm_eps,
+def attention_of(c: LlamaConfig, kind: LayerKind) -> Attention:
+    """How a layer of this kind attends."""
+    theta, scaling = (c.rope_theta, c.rope_scaling) if kind.theta is None else (kind.theta, None)
+    return Attention(
+        c.n_heads,
+        c.n_kv_heads,
+        kind.pattern,
+        (c.key_dim, theta, scaling) if theta else None,
+        c.norm_eps,
+        c.wide_qk_norm,
+        c.score_dim**-0.5 if c.score_dim else 0.0,
+        c.score_cap,
     )
-    return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
 
 
-def head_inputs(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+def in_layers(c: LlamaConfig, make: Callable[[Attention], Block]) -> Blocks:
+    """The functions of the layers: one, or those of a period, where layers of one kind have one function."""
+    kinds = parse_layers(c.pattern)
+    blocks = {kind: make(attention_of(c, kind)) for kind in dict.fromkeys(kinds)}
+    return blocks[kinds[0]] if len(blocks) == 1 else tuple(blocks[kind] for kind in kinds)
+
+
+def norm_factors(c: LlamaConfig, p: Tree) -> Tree:
+    """The parameters `p` of a block or of the head with the factors of the norms as they are multiplied with."""
+
+    def factor(name: str, leaf: Tensor) -> Tensor:
+        return 1.0 + leaf.to(torch.promote_types(leaf.dtype, torch.float32)) if name.endswith("/scale") else leaf
+
+    return pytree.map_named(factor, p) if c.norm_offset else p
+
+
+def attend(c: LlamaConfig, how: Attention, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """Return (x after the attention half of a block, the input of the feed-forward half)."""
+    h = norm(p["norm_1"], x, c.norm_eps, ctx) if "norm_1" in p else x
+    h = self_attention(p["attn"], h, ctx, how)
+    if "norm_1_out" in p:
+        h = norm(p["norm_1_out"], h, c.norm_eps, ctx)
+    if "norm_2" in p:
+        return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
+    x = add(x, h, c.dropout, "attn", ctx)
+    return x, x
+
+
+def head_inputs(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """Return (normalised x [B, T, D] inside the head's tensor-parallel region, the head's w [V, D] or this rank's rows
     of it).
     """
@@ -166,7 +235,7 @@ def head_inputs(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tens
     return enter(norm(params["head"]["norm"], x, c.norm_eps, ctx), ctx, "head"), w
 
 
-def logits(c: LlamaConfig, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+def logits(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     """Return all logits [B, T, V] of the activations x [B, T, D] after the last block."""
     return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx)
 
@@ -184,8 +253,13 @@ def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -
         Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
     )
     few = c.n_kv_heads < mesh["tp"].size
-    shared = (*(SHARED_KV_RULES if few else ()), *((SHARED_BIAS_RULE,) if few and c.qkv_bias else ()))
-    flagged = (*((BIAS_RULE,) if c.qkv_bias else ()), *((HEAD_NORM_RULE,) if c.qk_norm else ()))
+    shared = (
+        *(SHARED_KV_RULES if few else ()),
+        *((SHARED_BIAS_RULE,) if few and c.qkv_bias else ()),
+        *((SHARED_NORM_RULE,) if few and c.wide_qk_norm else ()),
+    )
+    of_norm = WIDE_NORM_RULE if c.wide_qk_norm else HEAD_NORM_RULE
+    flagged = (*((BIAS_RULE,) if c.qkv_bias else ()), *((of_norm,) if c.qk_norm else ()))
     return (*feed_forward, *shared, *flagged, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))
 
 
@@ -194,7 +268,8 @@ def llama(config: LlamaConfig) -> Model:
 
         each block: x = x + attn(rms_norm(x)),  x = x + (silu(h w_gate) * (h w_up)) w_down with h = rms_norm(x)
 
-    Attention with RoPE and grouped query heads. Heads, feed-forward units and vocabulary are split over tp, layers over
+    Attention with RoPE and grouped query heads. The config's options change norms, activation, scores and logits, and
+    let layers differ in pattern and RoPE. Heads, feed-forward units and vocabulary are split over tp, layers over
     pp.
 
     >>> from fzero import models
@@ -216,17 +291,36 @@ def llama(config: LlamaConfig) -> Model:
             }
         }
 
-    def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        x, h = attend(c, p, x, ctx)
-        return add(x, swiglu(p["mlp"], h, ctx, c.mlp_tiles), c.dropout, "mlp", ctx)
+    def block_of(how: Attention) -> Block:
+        def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+            p = norm_factors(c, p)
+            x, h = attend(c, how, p, x, ctx)
+            h = gated_mlp(p["mlp"], h, ctx, c.activation, c.mlp_tiles)
+            if "norm_2_out" in p:
+                h = norm(p["norm_2_out"], h, c.norm_eps, ctx)
+            return add(x, h, c.dropout, "mlp", ctx)
+
+        return block
+
+    def embed_tokens_scaled(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
+        x = embed(c, params, batch, ctx)
+        # The factor is rounded to the dtype first, as in the published implementations.
+        return x * torch.full((), c.d_model**0.5, dtype=x.dtype, device=x.device) if c.embed_scaled else x
+
+    def last(params: Tree) -> Tree:
+        return {**params, "head": norm_factors(c, params["head"])}
+
+    def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
+        return Loss(*token_loss(*head_inputs(c, last(params), x, ctx), batch, ctx, cap=c.logit_cap))
 
     return Model(
         config=c,
         init=lambda make: init(c, make, mlp),
-        embed=lambda params, batch, ctx: embed(c, params, batch, ctx),
-        block=block,
-        head=lambda params, x, batch, ctx: Loss(*token_loss(*head_inputs(c, params, x, ctx), batch, ctx)),
-        logits=lambda params, x, ctx: logits(c, params, x, ctx),
+        embed=embed_tokens_scaled,
+        block=in_layers(c, block_of),
+        head=head,
+        logits=lambda params, x, ctx: cap_logits(logits(c, last(params), x, ctx), c.logit_cap),
         rules=lambda mesh: rules(c, mesh, MLP_RULES, Split("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
+        linear=r"blocks/(attn|mlp)/w_\w+",
     )

@@ -10,11 +10,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from fzero.core.pytree import Tree, nearest
-from fzero.models.base import Ctx, MakeLeaf, Model
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.core.stack import Block
+from fzero.models.base import CODES, MakeLeaf, Model, leaf_shapes, map_blocks
+from fzero.models.weights import LowRankSum, WeightInParts, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, match_rules
+from fzero.sharding.plan import shapes_of
+from fzero.sharding.slices import is_stacked
 
 LORA = r"_lora_[ab]$"  # the leaves that are trained
 FROZEN = r"^(?!.*_lora_[ab]$)"  # and those that are not, for zero_plan
@@ -43,7 +46,8 @@ class LoRAConfig:
 
 def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_") -> Model:
     """Return the model in which each block weight w [L, in, out] whose name the regex `targets` matches becomes w +
-    (alpha / rank) a b.
+    (alpha / rank) a b. A product x w becomes x w + (alpha / rank) (x a) b; a block that uses w in another way gets the
+    sum, made for it (see `LowRankSum`).
 
     The new leaves are `<name>_lora_a` [L, in, rank], normal with standard deviation 1/√in, and `<name>_lora_b` [L,
     rank, out], zero. So training begins at `model`, with the same values for the same key. To train only them, freeze
@@ -59,7 +63,7 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
     >>> models.num_params(model) - models.num_params(models.build(models.MLPConfig()))
     1536
     """
-    shapes = _shapes(model)
+    shapes = leaf_shapes(model)
     names = _targets(targets, shapes, rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha is {alpha!r}; it must be a positive number, such as 16")
@@ -78,22 +82,23 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
             return out
 
         tree = model.init(make)
-        return {**tree, "blocks": beside(tree["blocks"], "blocks")}
+        return {part: beside(node, part) if is_stacked(f"{part}/") else node for part, node in tree.items()}
 
-    def block(params: Tree, x: Any, ctx: Ctx) -> Any:
-        return model.block(_merge_tree(params, config), x, ctx)
+    def adapted(block: Block) -> Block:
+        return lambda params, x, ctx: block(_with_factors(params, config), x, ctx)
 
     def rules(mesh: Mesh) -> Rules[str]:
         base = model.rules(mesh)
-        texts = match_rules(base, list(shapes), what="the model's sharding rules")
+        texts = match_rules(base, pytree.names(shapes_of(model)), what="the model's sharding rules")
         of_factors = [
             (f"^{re.escape(name)}_lora_{factor}$", text)
             for name in names
-            for factor, text in zip("ab", _factor_specs(texts[name]))
+            for factor, text in zip("ab", _factor_specs(texts.get(name) or texts[f"{name}/{CODES}"]))
         ]
         return (*of_factors, *base)
 
-    return model._replace(config=config, init=init, block=block, rules=rules)
+    # A gathered weight is more than the operand of one product.
+    return model._replace(config=config, init=init, block=map_blocks(model, adapted), rules=rules, linear="")
 
 
 def merge(model: Model, params: Tree) -> Tree:
@@ -101,7 +106,7 @@ def merge(model: Model, params: Tree) -> Tree:
     `model`.
 
     model: the one that `lora` returned. params: whole (not sharded) leaves of any dtype; sums are in float32 or wider
-    and rounded once. Raises ValueError if `model` has no LoRA.
+    and rounded once, weights in codes become float32. Raises ValueError if `model` has no LoRA.
 
     >>> from fzero import models, random
     >>> model = lora(models.mlp(models.MLPConfig()), rank=2, targets="/w_")
@@ -113,46 +118,30 @@ def merge(model: Model, params: Tree) -> Tree:
             f"merge: the model has no LoRA (its config is a {type(model.config).__name__}); give it the one "
             "that lora returned"
         )
-    return {**params, "blocks": _merge_tree(params["blocks"], model.config)}
+    config = model.config
+    in_blocks = {part: _with_factors(node, config) for part, node in params.items() if is_stacked(f"{part}/")}
+    if kind := getattr(config, "kind", ""):
+        in_blocks = weights_of(in_blocks, kind, config.block)
+    return {**params, **pytree.map(lambda w: w.dense() if isinstance(w, WeightInParts) else w, in_blocks)}
 
 
-def _merge_tree(node: Tree, config: LoRAConfig) -> Tree:
+def _with_factors(node: Tree, config: LoRAConfig) -> Tree:
+    """The tree with a weight and its factors as one LowRankSum."""
     out = {}
     for key, value in node.items():
-        if isinstance(value, dict):
-            out[key] = _merge_tree(value, config)
-        elif f"{key}_lora_a" in node:
-            wide = torch.promote_types(value.dtype, torch.float32)
-            a, b = (node[f"{key}_lora_{factor}"].to(wide) for factor in "ab")
-            out[key] = (value + (config.alpha / config.rank) * (a @ b)).to(value.dtype)
+        if f"{key}_lora_a" in node:
+            out[key] = LowRankSum(value, node[f"{key}_lora_a"], node[f"{key}_lora_b"], config.alpha / config.rank)
+        elif isinstance(value, dict):
+            out[key] = _with_factors(value, config)
         elif re.search(LORA, key) is None:
             out[key] = value
     return out
 
 
-def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    model.init(lambda name, shape, std=0.0, mean=0.0: shapes.update({name: tuple(shape)}))
-    return shapes
-
-
 def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> list[str]:
     """The names of the leaves that get factors."""
-    blocks = [name for name in shapes if name.startswith("blocks/")]
-    try:
-        names = [name for name in blocks if re.search(targets, name)]
-    except re.error as error:
-        raise ValueError(f"lora: targets {targets!r} is not a regular expression: {error}") from None
-    if not names:
-        raise ValueError(
-            f"lora: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are "
-            f"{', '.join(blocks)}"
-        )
+    names = block_weights("lora", targets, shapes)
     for name in names:
-        if len(shapes[name]) != 3:
-            raise ValueError(
-                f"lora: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets {targets!r}"
-            )
         most = min(shapes[name][1:])
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= most:
             raise ValueError(

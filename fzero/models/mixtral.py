@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ from fzero.core.pytree import Tree
 from fzero.kernels import moe as experts
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Batch, Ctx, Loss, Model, token_loss
-from fzero.models.layers import Split, add, enter, leave, linear, sequence_axis
-from fzero.models.llama import LlamaConfig, attend, embed, head_inputs, init, logits, rules
+from fzero.models.layers import Attention, Split, add, enter, leave, linear, sequence_axis
+from fzero.models.llama import LlamaConfig, attend, embed, head_inputs, in_layers, init, logits, rules
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class MoEConfig(LlamaConfig):
             raise ValueError(f"top_k is {self.top_k}; it must be in [1, n_experts = {self.n_experts}]")
         if self.mlp_tiles != 1:
             raise ValueError(f"mlp_tiles is {self.mlp_tiles}; experts are not computed in tiles, so it must be 1")
+        for name, only in (("norms", "in"), ("norm_offset", False), ("activation", "silu"), ("embed_scaled", False)):
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; a model with experts has {only!r} only")
+        if self.logit_cap:
+            raise ValueError(f"logit_cap is {self.logit_cap}; a model with experts has none, so it must be 0")
 
 
 MOE_RULES = (
@@ -108,8 +114,8 @@ def mixtral(config: MoEConfig) -> Model:
         )
         return {"x": x, "load": zeros, "prob": zeros, "z": zeros[:, 0]}
 
-    def block(p: Tree, state: Tree, ctx: Ctx) -> Tree:
-        x, h = attend(c, p, state["x"], ctx)
+    def block(how: Attention, p: Tree, state: Tree, ctx: Ctx) -> Tree:
+        x, h = attend(c, how, p, state["x"], ctx)
         router = linear(h, p["moe"]["router"]).to(state["z"].dtype)
         ids, weights, probabilities = experts.route(router, c.top_k, impl=ctx.kernels["route"])
         chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(router.dtype)
@@ -139,9 +145,10 @@ def mixtral(config: MoEConfig) -> Model:
         config=c,
         init=lambda make: init(c, make, moe),
         embed=embed_with_statistics,
-        block=block,
+        block=in_layers(c, lambda how: functools.partial(block, how)),
         head=head,
         logits=lambda params, state, ctx: logits(c, params, state["x"], ctx),
         rules=lambda mesh: rules(c, mesh, MOE_RULES, Split("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
+        linear=r"blocks/attn/w_\w+",
     )

@@ -88,4 +88,4 @@ def mlp(config: MLPConfig) -> Model:
         )
         return RULES
 
-    return Model(config, init, embed, block, head, logits, rules)
+    return Model(config, init, embed, block, head, logits, rules, linear=r"blocks/w_\w+")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fzero.core.pytree import nearest
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
+from fzero.models.deepseek import DeepSeekConfig, deepseek
 from fzero.models.gpt2 import GPT2Config, gpt2
+from fzero.models.layer_kinds import parse_layers
 from fzero.models.llama import LlamaConfig, llama
 from fzero.models.lora import LoRAConfig, lora
 from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
+from fzero.models.quantized import QuantizedConfig, quantized
 
-ModelConfig = GPT2Config | LlamaConfig | MoEConfig | MLPConfig | LoRAConfig
+ModelConfig = GPT2Config | LlamaConfig | MoEConfig | DeepSeekConfig | MLPConfig | LoRAConfig | QuantizedConfig
 
 
 def _gpt2(d_model: int, n_layers: int, n_heads: int, **sizes: Any) -> GPT2Config:
@@ -70,6 +74,67 @@ def _qwen3(d_model: int, n_layers: int, n_heads: int, d_ff: int) -> LlamaConfig:
     return _qwen(d_model, n_layers, n_heads, d_ff, 151936, **more)
 
 
+def _gemma(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, **others: Any) -> LlamaConfig:
+    options = {"norms": "both", "norm_offset": True, "activation": "gelu", "embed_scaled": True, "tied": True}
+    return LlamaConfig(
+        d_model=d_model,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        d_ff=d_ff,
+        norm_eps=1e-6,
+        **{**options, **others},
+    )
+
+
+def _gemma2(*sizes: int, score_dim: int = 256, head_dim: int = 256) -> LlamaConfig:
+    # Gemma team 2024, "Gemma 2", arXiv:2408.00118, table 1; the rest as released.
+    caps: dict[str, Any] = {"score_cap": 50.0, "logit_cap": 30.0, "pattern": "window:4096,full"}
+    heads = {"head_dim": head_dim, "score_dim": score_dim}
+    return _gemma(*sizes, vocab_size=256000, max_len=8192, **heads, **caps)
+
+
+def _gemma3(
+    *sizes: int, window: int = 1024, factor: float = 8.0, vocab_size: int = 262208, **heads: int
+) -> LlamaConfig:
+    # Gemma team 2025, "Gemma 3 technical report", arXiv:2503.19786, section 2; the text model as released.
+    layers = {"pattern": f"5*window:{window}@10000,full", "rope_theta": 1e6, "qk_norm": True}
+    scaling = RopeScaling.linear(factor) if factor > 1.0 else None
+    max_len = 131072 if scaling else 32768
+    heads = {"head_dim": 256, "score_dim": 256, **heads}
+    return _gemma(*sizes, vocab_size=vocab_size, max_len=max_len, rope_scaling=scaling, **heads, **layers)
+
+
+def _mistral(pattern: str, max_len: int, **others: Any) -> LlamaConfig:
+    # Jiang et al. 2023, "Mistral 7B", arXiv:2310.06825, table 1.
+    return LlamaConfig(max_len=max_len, n_kv_heads=8, d_ff=14336, pattern=pattern, **others)
+
+
+def _olmo2(d_model: int, n_layers: int, n_heads: int, d_ff: int) -> LlamaConfig:
+    # OLMo team 2025, "2 OLMo 2 furious", arXiv:2501.00656, table 3; as released.
+    sizes = {"d_model": d_model, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": n_heads, "d_ff": d_ff}
+    options: dict[str, Any] = {"norms": "out", "qk_norm": True, "wide_qk_norm": True, "norm_eps": 1e-6}
+    return LlamaConfig(vocab_size=100352, rope_theta=500000.0, **sizes, **options)
+
+
+def _smollm3() -> LlamaConfig:
+    # Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner"; as released.
+    sizes = {"d_model": 2048, "n_layers": 36, "n_heads": 16, "n_kv_heads": 4, "d_ff": 11008, "max_len": 65536}
+    options: dict[str, Any] = {"pattern": "3*full,full@0", "rope_theta": 5e6, "norm_eps": 1e-6, "tied": True}
+    return LlamaConfig(vocab_size=128256, **sizes, **options)
+
+
+def _phi3_mini() -> LlamaConfig:
+    # Abdin et al. 2024, "Phi-3 technical report", arXiv:2404.14219, section 2; the 4K model as released.
+    return LlamaConfig(vocab_size=32064, d_model=3072, d_ff=8192, pattern="window:2047")
+
+
+def _deepseek_tiny() -> DeepSeekConfig:
+    heads: dict[str, Any] = {"q_rank": 96, "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
+    experts: dict[str, Any] = {"n_experts": 8, "top_k": 2, "n_groups": 4, "top_groups": 2, "d_expert": 128}
+    return DeepSeekConfig(256, 1024, 192, 4, 1, 4, **heads, d_ff=512, **experts, init_std=0.02)
+
+
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "gpt2-tiny": lambda: _gpt2(256, 4, 4, vocab_size=256, max_len=1024),
     "gpt2-124m": lambda: _gpt2(768, 12, 12),
@@ -98,8 +163,23 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "qwen2.5-72b": lambda: _qwen25(8192, 80, 64, 8, 29568, 152064),
     "qwen3-8b": lambda: _qwen3(4096, 36, 32, 12288),
     "qwen3-32b": lambda: _qwen3(5120, 64, 64, 25600),
+    "mistral-7b": lambda: _mistral("window:4096", 32768),
+    "mistral-7b-v0.3": lambda: _mistral("full", 32768, vocab_size=32768, rope_theta=1e6),
+    "olmo2-7b": lambda: _olmo2(4096, 32, 32, 11008),
+    "olmo2-13b": lambda: _olmo2(5120, 40, 40, 13824),
+    "phi3-mini": _phi3_mini,
+    "smollm3-3b": _smollm3,
+    "gemma2-2b": lambda: _gemma2(2304, 26, 8, 4, 9216),
+    "gemma2-9b": lambda: _gemma2(3584, 42, 16, 8, 14336),
+    "gemma2-27b": lambda: _gemma2(4608, 46, 32, 16, 36864, score_dim=144, head_dim=128),
+    "gemma3-1b": lambda: _gemma3(1152, 26, 4, 1, 6912, window=512, factor=1.0, vocab_size=262144),
+    "gemma3-4b": lambda: _gemma3(2560, 34, 8, 4, 10240),
+    "gemma3-12b": lambda: _gemma3(3840, 48, 16, 8, 15360),
+    "gemma3-27b": lambda: _gemma3(5376, 62, 32, 16, 21504, head_dim=128, score_dim=168),
     "mixtral-tiny": lambda: MoEConfig(256, 1024, 192, 4, 4, 2, 384, n_experts=4, top_k=2),
     "mixtral-8x7b": lambda: MoEConfig(32000, 32768, 4096, 32, 32, 8, 14336, rope_theta=1e6),
+    "deepseek-tiny": _deepseek_tiny,
+    "deepseek-v3": lambda: DeepSeekConfig(),
     "mlp-tiny": lambda: MLPConfig(),
 }
 
@@ -123,8 +203,10 @@ BUILDERS: dict[type, Callable[[Any], Model]] = {
     GPT2Config: gpt2,
     LlamaConfig: llama,
     MoEConfig: mixtral,
+    DeepSeekConfig: deepseek,
     MLPConfig: mlp,
     LoRAConfig: lambda c: lora(build(c.base), c.rank, c.alpha, c.targets),
+    QuantizedConfig: lambda c: quantized(build(c.base), c.kind, c.block, c.targets),
 }
 
 
@@ -137,9 +219,51 @@ def build(config: ModelConfig) -> Model:
     return BUILDERS[type(config)](config)
 
 
-FAMILIES: dict[str, type] = {"gpt2": GPT2Config, "llama": LlamaConfig, "mixtral": MoEConfig, "mlp": MLPConfig}
+def shorten(config: ModelConfig, n_layers: int) -> ModelConfig:
+    """Return the sizes of the same model with `n_layers` layers, all of them like those of its deepest stack.
+
+    >>> shorten(preset("deepseek-v3"), 2).n_dense
+    0
+    """
+    if isinstance(config, (LoRAConfig, QuantizedConfig)):
+        return replace(config, base=shorten(config.base, n_layers))
+    if isinstance(config, DeepSeekConfig):
+        return replace(config, n_layers=n_layers, n_dense=0)
+    return replace(config, n_layers=n_layers)
+
+
+def period(config: ModelConfig) -> int:
+    """The number of layers after which a model's layers repeat what they differ in.
+
+    >>> period(preset("gemma3-1b"))
+    6
+    """
+    return len(parse_layers(getattr(config, "pattern", "full")))
+
+
+def without_adapters(config: ModelConfig) -> ModelConfig:
+    """Return the config of a model below its LoRA and its weights in codes, if it has them.
+
+    >>> from fzero import models
+    >>> without_adapters(models.lora(models.build(models.MLPConfig()), 2, targets="/w_").config)
+    MLPConfig(vocab_size=256, d_model=32, n_layers=2, d_ff=64, max_len=32)
+    """
+    while isinstance(config, (LoRAConfig, QuantizedConfig)):
+        config = config.base
+    return config
+
+
+FAMILIES: dict[str, type] = {
+    "gpt2": GPT2Config,
+    "llama": LlamaConfig,
+    "mixtral": MoEConfig,
+    "deepseek": DeepSeekConfig,
+    "mlp": MLPConfig,
+}
 
 
 def family_of(model: ModelConfig) -> str:
-    """The name of the model family that a config belongs to: with LoRA "lora", which no table of a run can name."""
-    return "lora" if type(model) is LoRAConfig else next(name for name, kind in FAMILIES.items() if type(model) is kind)
+    """The name of the model family that a config belongs to; "lora" and "quantized" can be named by no table of a
+    run."""
+    names = {**FAMILIES, "lora": LoRAConfig, "quantized": QuantizedConfig}
+    return next(name for name, kind in names.items() if type(model) is kind)

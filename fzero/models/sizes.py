@@ -19,12 +19,26 @@ BOUNDS: dict[str, Bounds] = {
     "top_k": (1, True, 1e5),
     "mlp_tiles": (1, True, 1e5),
     "head_dim": (0, True, 1e5),  # 0: d_model / n_heads
-    **dict.fromkeys(("init_std", "balance_coef", "z_coef", "capacity_factor"), RATE),
+    "score_dim": (0, True, 1e6),  # 0: that of a head
+    **dict.fromkeys(("score_cap", "logit_cap"), (0.0, True, 1e6)),
+    **dict.fromkeys(("n_dense", "q_rank", "n_shared"), (0, True, 1e5)),
+    **dict.fromkeys(("kv_rank", "nope_dim", "rope_dim", "value_dim", "n_groups", "top_groups"), (1, True, 1e5)),
+    "d_expert": (1, True, 1e8),
+    **dict.fromkeys(("init_std", "balance_coef", "z_coef", "capacity_factor", "routed_scale"), RATE),
     "dropout": FRACTION,
     "norm_eps": POSITIVE,
     "rope_theta": (0.0, False, 1e30),  # float32 computes its powers
 }
+
+
 MOST_ELEMENTS = 1 << 60  # of a leaf: its bytes are counted in 64 bits
+
+
+def hidden_units(config: Any) -> int:
+    """The hidden units of the feed-forward part that a token uses in most layers of a model of these sizes."""
+    if hasattr(config, "d_expert"):
+        return (config.top_k + config.n_shared) * config.d_expert
+    return config.d_ff * getattr(config, "top_k", 1)
 
 
 def check_sizes(config: Any) -> None:

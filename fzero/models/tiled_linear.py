@@ -38,7 +38,7 @@ from torch import Tensor
 from fzero.core.autodiff import first_order, needs_grad
 from fzero.core.compile import vjp_pair
 from fzero.core.stack import Fetch, Put
-from fzero.kernels.glu import swiglu
+from fzero.kernels.glu import geglu, swiglu
 from fzero.kernels.op_function import Fused, operator
 
 
@@ -220,17 +220,22 @@ def tiled_linear(x: Tensor, w: Tensor, tiles: int, bias: Tensor | None = None, *
     return y if bias is None else y + bias.to(x.dtype)
 
 
-def tiled_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, tiles: int, *, impl: str = "auto") -> Tensor:
-    """swiglu(x w_gate, x w_up) w_down for x [..., D], w_gate and w_up [D, F], w_down [F, D], in x's dtype, in tiles of
+GATES = {"swiglu": swiglu, "geglu": geglu}
+
+
+def tiled_mlp(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, tiles: int, *, gate: str = "swiglu", impl: str = "auto"
+) -> Tensor:
+    """gate(x w_gate, x w_up) w_down for x [..., D], w_gate and w_up [D, F], w_down [F, D], in x's dtype, in tiles of
     the F units.
 
-    Only one tile of the hidden activations exists at a time, forward and backward; only x is kept between. impl: the
-    form of `swiglu`. Differentiable once; under vmap, jvp and higher orders of torch.func it is the plain formula.
-    Raises ValueError for shapes that do not fit and for tiles that would be empty.
+    Only one tile of the hidden activations exists at a time, forward and backward; only x is kept between. gate:
+    "swiglu" or "geglu"; impl: the form of it. Differentiable once; under vmap, jvp and higher orders of torch.func it
+    is the plain formula. Raises ValueError for shapes that do not fit and for tiles that would be empty.
     """
     d, f = x.shape[-1], w_gate.shape[-1]
     _expect(x, {"w_gate": (w_gate, (d, f)), "w_up": (w_up, (d, f)), "w_down": (w_down, (f, w_down.shape[-1]))})
-    return _apply("swiglu", x, [w_gate, w_up, w_down], tiles, impl)
+    return _apply(gate, x, [w_gate, w_up, w_down], tiles, impl)
 
 
 def tiled_gelu_mlp(
@@ -294,10 +299,9 @@ def _layer(kind: str, params: Sequence[Tensor], tiles: int, impl: str) -> _Layer
     size = params[0].shape[1]
     if kind == "columns":
         return _Layer(TiledLinear(size, tiles), (1, 0), tile_spans(size, tiles, "dim 1 of w"))
-    inner = 2 if kind == "swiglu" else 1
-    activation = (
-        functools.partial(swiglu, impl=impl) if kind == "swiglu" else functools.partial(F.gelu, approximate="tanh")
-    )
+    inner = 2 if kind in GATES else 1
+    gelu = functools.partial(F.gelu, approximate="tanh")
+    activation = functools.partial(GATES[kind], impl=impl) if kind in GATES else gelu
     biased = len(params) > inner + 1
     dims = (*[1] * inner, *[0] * (len(params) - inner))
     return _Layer(TiledMLP(activation, tiles, inner, biased), dims, tile_spans(size, tiles, "F, the units,"))

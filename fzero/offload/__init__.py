@@ -5,7 +5,8 @@ from fzero.offload.chunk_files import LeafFiles
 from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic
 from fzero.offload.nvme import Nvme
 from fzero.offload.scratch import ScratchFile, ScratchTensor
-from fzero.offload.store import DiskTensor, VersionedStore, open_store
+from fzero.offload.store import DiskTensor, VersionedStore
+from fzero.offload.store_folder import open_store
 
 __all__ = [
     "Buffer",

@@ -3,11 +3,12 @@ prefetched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fzero.core.future import Future
 from fzero.core.gpu import Copied, copy_in, copy_out
 from fzero.offload.scratch import ScratchFile
 
@@ -17,10 +18,11 @@ class DiskActivations:
 
     def __init__(self, scratch: ScratchFile) -> None:
         self.scratch, self.sizes = scratch, []
-        self.ahead: Callable[[], list[Tensor]] | None = None
+        self.ahead: Future[list[Tensor]] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
-        """Push a list of tensors; they may be changed as soon as this returns."""
+        """Push a list of tensors. They may be freed from then on; those of a GPU may not be written over before `pop`
+        has returned them, as no stream waits for their copies."""
         assert self.ahead is None, "all lists must be popped before the next append"
         for j, tensor in enumerate(tensors):
             self.scratch.write(("acts", len(self.sizes), j), tensor.detach())
@@ -28,14 +30,14 @@ class DiskActivations:
 
     def pop(self) -> list[Tensor]:
         """Remove and return the last list of tensors."""
-        finish = self.ahead or self._fetch()
+        found = self.ahead or self._fetch()
         self.ahead = self._fetch() if self.sizes else None
-        return finish()
+        return found.wait()
 
-    def _fetch(self) -> Callable[[], list[Tensor]]:
+    def _fetch(self) -> Future[list[Tensor]]:
         devices = self.sizes.pop()
-        readings = [self.scratch.read(("acts", len(self.sizes), j)) for j in range(len(devices))]
-        return lambda: [reading.wait().to(device) for reading, device in zip(readings, devices)]
+        arriving = [self.scratch.read(("acts", len(self.sizes), j)).copy_to(device) for j, device in enumerate(devices)]
+        return Future(lambda: [tensor.wait() for tensor in arriving])
 
     def __bool__(self) -> bool:
         return bool(self.sizes) or self.ahead is not None
@@ -47,20 +49,22 @@ class HostActivations:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.held: list[list[Copied]] = []
-        self.ahead: list[Copied] | None = None
+        self.ahead: Future[list[Tensor]] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
-        """Push a list of tensors; they may be changed as soon as this returns."""
+        """Push a list of tensors. They may be freed from then on, but not written over before `pop` has returned them:
+        no stream waits for their copies."""
         self.held.append([copy_out(tensor.detach()) for tensor in tensors])
 
     def pop(self) -> list[Tensor]:
         """Remove and return the last list of tensors."""
         found = self.ahead or self._fetch()
         self.ahead = self._fetch() if self.held else None
-        return [copied.use() for copied in found]
+        return found.wait()
 
-    def _fetch(self) -> list[Copied]:
-        return [copy_in(out.tensor, self.device, after=out.event) for out in self.held.pop()]
+    def _fetch(self) -> Future[list[Tensor]]:
+        arriving = [copy_in(out.tensor, self.device, after=out.event) for out in self.held.pop()]
+        return Future(lambda: [copied.use() for copied in arriving])
 
     def __bool__(self) -> bool:
         return bool(self.held) or self.ahead is not None

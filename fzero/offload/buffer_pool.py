@@ -7,6 +7,7 @@ import math
 import mmap
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -60,6 +61,7 @@ class BufferPool:
             weakref.finalize(self.memory, unpin).atexit = False
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
         self.returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self.leaving: deque[tuple[Tensor, gpu.Copied]] = deque()  # memory that copies to a GPU read, oldest first
         self.lock = threading.Lock()
         self.lent = self.peak = 0
 
@@ -73,9 +75,12 @@ class BufferPool:
         while True:
             # called first: a request that ends after this call has returned its memory before the next check
             working = busy()
+            self._release()
             offset = self._find_room(size)
             if offset is not None:
                 break
+            if self._release(wait=True):
+                continue
             if not working and self.returned.empty():
                 raise ValueError(
                     f"the offload buffers are {self.size:,} bytes, of which {self.lent:,} are in use, and {size:,} "
@@ -87,6 +92,31 @@ class BufferPool:
         raw = torch.from_numpy(block)
         weakref.finalize(block, self._return, offset, size).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
+
+    def keep(self, raw: Tensor, copied: gpu.Copied) -> None:
+        """Lend `raw`, memory of a buffer, until a copy that reads it is made, whoever drops it before."""
+        with self.lock:
+            self.leaving.append((raw, copied))
+
+    def _release(self, *, wait: bool = False) -> bool:
+        """Let go of what `keep` was given and is copied; returns whether there was any. wait: for the oldest copy."""
+        with self.lock:
+            oldest = self.leaving[0][1] if wait and self.leaving else None
+        if oldest is not None:
+            oldest.finish()
+        with self.lock:
+            made = []
+            while self.leaving and self.leaving[0][1].made():
+                made.append(self.leaving.popleft())
+        return bool(made)
+
+    def drain(self) -> None:
+        """Wait until nothing that `keep` was given is being copied."""
+        with self.lock:
+            newest = self.leaving[-1][1] if self.leaving else None
+        if newest is not None:
+            newest.finish()  # on one stream, so the others are made too
+        self._release()
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage lies in this memory."""

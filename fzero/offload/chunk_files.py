@@ -14,12 +14,14 @@ import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.core.future import Future
+from fzero.core.gpu import Copied, copy_in
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
@@ -63,19 +65,13 @@ class LeafFiles(NamedTuple):
 Rows = tuple[int, int]
 
 
-class Pending(Protocol):
-    """A transfer under way: a DiskRequest, or the one that a plan reports."""
-
-    def wait(self) -> None:
-        """Wait for it. Raises OSError if it failed."""
-
-
 class RowRead(NamedTuple):
     """A read of rows of a chunk into a buffer."""
 
     buffer: Buffer
-    pending: Pending
+    pending: DiskRequest | Future[None]  # the latter of a plan
     failed: Callable[[OSError], ValueError]  # the error to raise for a failed transfer
+    keep: Callable[[Tensor, Copied], None] | None = None  # of the buffer's pool, see BufferPool.keep; a plan has none
 
     def wait(self) -> Tensor:
         """Wait for the rows and return them; raises ValueError if they cannot be read."""
@@ -84,6 +80,28 @@ class RowRead(NamedTuple):
         except OSError as error:
             raise self.failed(error) from error
         return self.buffer.view
+
+    def copy_to(self, device: torch.device) -> Future[Tensor]:
+        """Have the rows copied to `device` as soon as they are read, without the thread that asks.
+
+        The current stream of who waits for the rows there waits for the copy.
+        """
+        if device.type != "cuda":
+            return Future(lambda: self.wait().to(device))
+        started: list[Copied] = []
+
+        def start() -> None:
+            assert self.keep is not None
+            started.append(copy_in(self.buffer.view, device))
+            self.keep(self.buffer.raw, started[0])
+
+        def arrive() -> Tensor:
+            self.wait()
+            return started[0].use()
+
+        assert isinstance(self.pending, DiskRequest)  # a plan's tensors are on no GPU
+        self.pending.then(start)
+        return Future(arrive)
 
 
 class Chunks:
@@ -207,6 +225,7 @@ class Chunks:
                 buffer,
                 self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority),
                 self.failed,
+                self.buffers.keep,
             )
         first, count = offset // kept.dtype.itemsize, math.prod(shape)
 
@@ -215,7 +234,8 @@ class Chunks:
             np.copyto(_numpy(buffer.view), found)
             return buffer.view.nbytes
 
-        return RowRead(buffer, self.disk.run(_raise_os_error(work), write=False, priority=priority), self.failed)
+        reading = self.disk.run(_raise_os_error(work), write=False, priority=priority)
+        return RowRead(buffer, reading, self.failed, self.buffers.keep)
 
     def write(
         self,

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.core import gpu
 from fzero.core.storage import PAGE
 
 # Priorities: the data that the computation needs next comes first.
@@ -52,10 +53,40 @@ class DiskRequest:
     """A transfer under way; `wait()` returns when it is done, or raises its error."""
 
     def __init__(self, disk: DiskIO | None, blocks: int) -> None:
-        self.disk, self.left, self.error = disk, blocks, None
+        self.disk, self.left = disk, blocks
+        self.error: Any = None  # the Exception of a transfer that failed
+        self.next: Callable[[], None] | None = None
+        self.lock = threading.Lock()
         self.done = threading.Event()
         if not blocks:
             self.done.set()
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Have the thread that ends the transfer call `work`, unless it failed; called at once if it has ended.
+
+        `wait` returns after that, and raises the error of `work`. Give one `work` at most.
+        """
+        with self.lock:
+            if self.left:
+                self.next = work
+                return
+        if self.error is None:
+            work()
+
+    def end_block(self, error: Exception | None) -> bool:
+        """Note the end of one block; returns whether it was the last one, whose thread has then called what follows."""
+        with self.lock:
+            self.error = self.error or error
+            self.left -= 1
+            if self.left:
+                return False
+            work, self.next = self.next, None
+        if work is not None and self.error is None:
+            try:
+                work()
+            except Exception as failure:
+                self.error = failure.with_traceback(None)
+        return True
 
     def wait(self) -> None:
         """Wait until the transfer is done; raises its error, usually an OSError."""
@@ -84,6 +115,7 @@ class DiskIO:
         self.in_flight = 0  # requests
         self.owner = threading.get_ident()
         self.read_bytes, self.written_bytes, self.waited_s, self.closed = 0, 0, 0.0, False
+        self.device = gpu.current_device()  # for the threads, which copy to it
         self.kinds = [False] * settings.readers + [True] * settings.writers
         self.threads = [
             threading.Thread(target=self._serve, args=(write,), daemon=True, name="fzero-disk") for write in self.kinds
@@ -151,6 +183,7 @@ class DiskIO:
             self.tokens[write].put(None)
 
     def _serve(self, write: bool) -> None:
+        gpu.select_device(self.device)
         queue, tokens = self.queues[write], self.tokens[write]
         while True:
             tokens.get()
@@ -165,10 +198,8 @@ class DiskIO:
             except Exception as failure:
                 error = failure.with_traceback(None)  # the traceback's frames would hold the buffer
             del work  # and with it the buffer
+            last = pending.end_block(error)
             with self.lock:
-                pending.error = pending.error or error
-                pending.left -= 1
-                last = pending.left == 0
                 self.in_flight -= last
                 if write:
                     self.written_bytes += moved

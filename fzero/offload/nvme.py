@@ -12,7 +12,8 @@ from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import LeafFiles
 from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic
 from fzero.offload.scratch import ScratchFile
-from fzero.offload.store import StoreRanks, VersionedStore, open_store
+from fzero.offload.store import VersionedStore
+from fzero.offload.store_folder import StoreRanks, open_store
 from fzero.sharding.mesh import Mesh
 
 SCRATCH = "scratch"
@@ -134,4 +135,6 @@ class Nvme:
             self._scratch.close()
         if self._disk is not None:
             self._disk.close()
+        if self._buffers is not None:
+            self._buffers.drain()  # their memory is unpinned when it is freed
         self.store = self._scratch = self._disk = self._buffers = None

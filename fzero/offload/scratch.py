@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.gpu import Copied, copy_out
 from fzero.core.storage import PAGE
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows
@@ -48,12 +49,15 @@ class ScratchFile:
         self.writing: dict[Any, DiskRequest] = {}
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
-        """Start to write a value; a tensor is copied, a Buffer may not change until it is written."""
+        """Start to write a value; a tensor is copied, a Buffer may not change until it is written.
+
+        A GPU's tensor leaves behind what the current stream was given so far, and the disk's thread waits for it.
+        """
         if isinstance(value, Buffer):
-            buffer = value
+            buffer, copied = value, Copied(value.view)
         else:
             buffer = self.buffers.take(tuple(value.shape), value.dtype, self.disk.busy)
-            buffer.view.copy_(value)
+            copied = copy_out(value, out=buffer.view)
         self._wait(key)
         size, at = len(buffer.raw), self.extents.get(key)
         if at is None or at.size < size:
@@ -64,7 +68,11 @@ class ScratchFile:
             at = Extent(self.end, size, (), buffer.view.dtype)
             self.end += size
         self.extents[key] = at._replace(shape=tuple(buffer.view.shape), dtype=buffer.view.dtype)
-        self.writing[key] = self.disk.write(self.fd, buffer.raw, at.offset, priority=LATER)
+
+        def arrive(block: memoryview) -> None:
+            copied.finish()
+
+        self.writing[key] = self.disk.write(self.fd, buffer.raw, at.offset, priority=LATER, note=arrive)
 
     def _wait(self, key: Any) -> None:
         if key in self.writing:
@@ -90,7 +98,8 @@ class ScratchFile:
             assert rows[0] * row % PAGE == 0, f"{key}: rows {rows} begin inside a page"
             shape, offset = (rows[1] - rows[0], *shape[1:]), offset + rows[0] * row
         buffer = self.buffers.take(shape, at.dtype, self.disk.busy)
-        return RowRead(buffer, self.disk.read(self.fd, buffer.raw, offset, priority=priority), self.failed)
+        reading = self.disk.read(self.fd, buffer.raw, offset, priority=priority)
+        return RowRead(buffer, reading, self.failed, self.buffers.keep)
 
     def close(self) -> None:
         """Wait for all writes and close the file, which frees its disk space."""
@@ -121,12 +130,16 @@ class ScratchTensor:
     def add(self, layer: int, value: Tensor) -> None:
         """Add a value to the sum of a layer, in the dtype of its first value."""
         if layer not in self.begun:
-            self.begun.add(layer)
-            self.scratch.write((*self.key, layer), value)
+            self.put(layer, value)
             return
         reading = self.scratch.read((*self.key, layer))
         reading.wait().add_(value.to(reading.buffer.view.device))
         self.scratch.write((*self.key, layer), reading.buffer)
+
+    def put(self, layer: int, value: Tensor) -> None:
+        """Make a value the sum of a layer."""
+        self.begun.add(layer)
+        self.scratch.write((*self.key, layer), value)
 
     def plus(self, other: ScratchTensor) -> ScratchTensor:
         """Add another sum to this one, in `dtype`, and return this one."""

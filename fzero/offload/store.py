@@ -13,40 +13,27 @@ arrays/      the leaves, see chunk_files.py
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fzero.core.foreign import parse_json_value
-from fzero.core.storage import Damaged, is_url, read_text, write_text
-from fzero.offload.buffer_pool import Buffer, BufferPool
+from fzero.core.gpu import Copied
+from fzero.core.storage import Damaged, read_text, write_text
+from fzero.offload.buffer_pool import Buffer
 from fzero.offload.chunk_files import Chunks, LeafFiles, RowRead, Rows
-from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest
+from fzero.offload.disk_io import LATER, NEXT, DiskRequest
 from fzero.offload.store_manifest import (
     STEP,
-    STORE,
     StepManifest,
-    check_same_store,
-    describe_store,
-    read_description,
-    read_step_manifest,
     step_manifest_text,
     sums_name,
 )
 
-OURS = {
-    "arrays",
-    "sums",
-    "scratch",
-    f"{STORE}.partial",
-    "lock.json",  # of the run that writes the store
-}  # left in a folder if a run ended before store.json was written
 WORD = 1 << 64
 
 
@@ -92,19 +79,27 @@ class VersionedStore:
             self._put(self.record._replace(dirty=True))
         self.sums = {}
 
-    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> DiskRequest:
+    def write(
+        self, name: str, layer: int, rows: Rows | None, buffer: Buffer, *, after: Copied | None = None
+    ) -> DiskRequest:
         """Start to write rows of a layer of a leaf into the next version.
 
-        The buffer may not change until that is done.
+        The buffer may not change until that is done. after: a copy into it, for which the disk's thread waits.
         """
         assert self.target is not None, "begin was not called"
-        note = None
+        sums: list[int] | None = None
         if self.verify:
             # The writing threads compute checksums just before each block is written, while it is in the cache.
             buffer.raw[buffer.view.nbytes :] = 0
             sums = self.sums.setdefault((name, layer), {}).setdefault(rows[0] if rows else 0, [])
             sums.clear()
-            note = lambda block: sums.append(sum_words(block))  # noqa: E731
+
+        def note(block: memoryview) -> None:
+            if after is not None:
+                after.finish()
+            if sums is not None:
+                sums.append(sum_words(block))
+
         self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
         self.writing.append(
             self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER, note=note)
@@ -290,124 +285,3 @@ def checksum(buffer: Buffer) -> int:
 def sum_words(block: memoryview) -> int:
     """The sum of the 64-bit words of whole pages, modulo 2^64."""
     return int(np.frombuffer(block, np.uint64).sum(dtype=np.uint64))
-
-
-class StoreRanks(NamedTuple):
-    """The processes that share a store."""
-
-    rank: int = 0
-    size: int = 1
-    barrier: Callable[[], None] = lambda: None  # returns when all ranks have called it
-
-
-def open_store(
-    folder: str | Path,
-    leaves: dict[str, LeafFiles],
-    *,
-    streams: tuple[BufferPool, DiskIO],
-    ranks: StoreRanks | None = None,
-    slots: int = 2,
-    verify: bool = True,
-    owner: dict[str, Any] | None = None,
-    resume: bool = False,
-) -> VersionedStore:
-    """Open the store of `leaves` in `folder`: a new one, to be written and committed, or with `resume` the existing
-    one.
-
-    A new store takes over the files of a store whose run is over; the folder of a run that is not over is refused.
-    streams: the memory and threads of the transfers. ranks: None for one process. slots, verify: see `Nvme`.
-    owner: JSON values that must be equal when the store is opened again.
-    Raises ValueError if the folder cannot be written or holds another store, or the disk is too small, and Damaged if
-    the store is damaged.
-    """
-    (buffers, disk), (rank, size, barrier) = streams, ranks or StoreRanks()
-    if slots < 1:
-        raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
-    leaves = {
-        name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()
-    }
-    wanted = describe_store(leaves, size, slots, owner or {})
-    record = None
-    if resume:
-        check_same_store(folder, json.loads(json.dumps(wanted)))
-        record = read_step_manifest(folder)
-        if record is None:
-            raise ValueError(f"{folder}: holds no complete step yet; start the run again")
-        if record.dirty:
-            raise Damaged(
-                f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its "
-                "run ended; resume from a checkpoint, and use nvme.slots=2 to survive a kill"
-            )
-    elif rank == 0:
-        _take_over(folder, wanted)
-    barrier()
-    try:
-        chunks = Chunks(folder, leaves, rank, size, buffers, disk, create=not resume)
-        barrier()
-        chunks.open({record.slot, *record.pinned} if record is not None else set())
-    except OSError as error:
-        raise ValueError(
-            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
-        ) from None
-    store = VersionedStore(chunks, slots, verify)
-    if record is not None:
-        store.record = record
-        store.check(record.slot)
-    return store
-
-
-def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
-    """Prepare `folder` for a new store."""
-    found = read_description(folder)
-    if found is not None:
-        record = read_step_manifest(folder)
-        if record is not None and not record.done:
-            raise ValueError(
-                f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or "
-                "give another folder (--nvme)"
-            )
-    if is_url(folder):
-        write_text(folder, STORE, json.dumps(wanted))
-        return
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        others = sorted({entry.name for entry in path.iterdir()} - OURS)
-        if found is None and others:
-            raise ValueError(f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
-        (path / STEP).unlink(missing_ok=True)
-        if found is None or _geometry(found) != _geometry(wanted):
-            shutil.rmtree(path / "arrays", ignore_errors=True)
-            shutil.rmtree(path / "sums", ignore_errors=True)
-        (path / "sums").mkdir(exist_ok=True)
-        write_text(folder, STORE, json.dumps(wanted))
-    except NotADirectoryError as error:
-        raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
-    except FileExistsError as error:
-        raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
-    except OSError as error:
-        raise ValueError(
-            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
-        ) from None
-
-
-def release_store(folder: str | Path) -> None:
-    """Mark the store in `folder` as not needed any more, so that another run may take over the folder."""
-    if is_url(folder) or not Path(folder, STEP).is_file():
-        return
-    try:
-        record = read_step_manifest(folder)
-    except ValueError:  # damaged: the run resumes from a checkpoint
-        Path(folder, STEP).unlink()
-        return
-    if record is not None:
-        write_text(folder, STEP, step_manifest_text(record._replace(pinned={}, done=True)))
-
-
-def _geometry(described: dict[str, Any]) -> Any:
-    return json.loads(json.dumps([described.get(key) for key in ("leaves", "ranks", "slots")]))
-
-
-def store_bytes(leaves: Iterable[LeafFiles], slots: int) -> int:
-    """The bytes on disk of one rank's leaves."""
-    return sum((slots if kept.slots > 1 else 1) * kept.layers * kept.file_bytes for kept in leaves)

@@ -7,8 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
+from fzero.core.future import Future
+from fzero.core.gpu import HOST, copy_in, start_fetch
 from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
 from fzero.offload.scratch import ScratchTensor
@@ -115,25 +118,47 @@ def params_of_leaves(names: list[str], params: list[str]) -> dict[str, str | Non
 
 
 class BlockRead(NamedTuple):
-    """A read of a row block: of a leaf on a disk, under way, or of a leaf in memory."""
+    """The rows of a row block where they rest: in a leaf in memory, or in the buffer of a read from a disk."""
 
     reading: RowRead | None
-    view: Tensor | None  # of a leaf in memory
+    home: Tensor  # with the leading dim of their layer
 
-    def wait(self, part: RowBlock) -> Tensor:
-        """Wait for the rows and return them, with the leading dim of their layer."""
+    def start(self, where: torch.device) -> Future[Tensor]:
+        """Start to bring the rows to `where`."""
         if self.reading is None:
-            assert self.view is not None  # a leaf in memory
-            return self.view
-        value = self.reading.wait()
-        return value if part.layer is None else value[None]
+            return Future(copy_in(self.home, where).use)
+        arriving, shape = self.reading.copy_to(where), self.home.shape
+        return Future(lambda: arriving.wait().view(shape))
 
 
 def read_block(leaf: Any, part: RowBlock, *, whole: bool = False) -> BlockRead:
     """Start to read a row block of a leaf. whole: all rows of its layer."""
     if isinstance(leaf, OFF):
-        return BlockRead(leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER), None)
+        reading = leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER)
+        view = reading.buffer.view
+        return BlockRead(reading, view if part.layer is None else view[None])
     return BlockRead(None, (part._replace(rows=None) if whole else part).of(leaf))
+
+
+class BegunUnit(NamedTuple):
+    """A unit on its way to where it is updated."""
+
+    found: dict[str, dict[str, BlockRead]]  # parameter -> column -> its rows at rest
+    arriving: Future[dict[str, dict[str, Tensor]]]  # the rows there
+
+
+def begin_unit(found: dict[str, dict[str, BlockRead]], where: torch.device) -> BegunUnit:
+    """Start to bring the rows of a unit to `where`: what is on a GPU goes to the host with one wait for all of it."""
+    flat = {(name, column): one for name, columns in found.items() for column, one in columns.items()}
+    leaving = [key for key, one in flat.items() if one.home.is_cuda and where == HOST]
+    fetch = start_fetch([flat[key].home for key in leaving])
+    coming = {key: one.start(where) for key, one in flat.items() if key not in leaving}
+
+    def arrive() -> dict[str, dict[str, Tensor]]:
+        values = {key: one.wait() for key, one in coming.items()} | dict(zip(leaving, fetch.wait()))
+        return {name: {column: values[name, column] for column in columns} for name, columns in found.items()}
+
+    return BegunUnit(found, Future(arrive))
 
 
 def begin_ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:

@@ -73,12 +73,13 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
     @torch.no_grad()
     def apply(grads: Tree, state: AccumulateState, params: Tree) -> tuple[Tree, AccumulateState]:
         total = pytree.map(lambda s, g: s.add_(g), state.sum, grads)
-        count = state.count + 1
-        if int(count) < every:
-            return params, AccumulateState(count, total, state.inner)
+        number = known_count(state.count) + 1
+        if number < every:
+            return params, AccumulateState(marked(state.count + 1, number), total, state.inner)
         mean = pytree.map(lambda s: s.div_(every), total)
         params, inner = apply_in_place(tx, mean, state.inner, params)
-        return params, AccumulateState(torch.zeros_like(count), pytree.map(lambda s: s.zero_(), total), inner)
+        zeros = pytree.map(lambda s: s.zero_(), total)
+        return params, AccumulateState(marked(torch.zeros_like(state.count), 0), zeros, inner)
 
     return GradientTransformation(
         init=init,
@@ -89,3 +90,19 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
         unit=tx.unit,
         on=None if tx.on is None else lambda shards: accumulate(bind(tx, shards), every, dtype=dtype),
     )
+
+
+MARK = "fzero_count"  # the attribute of a count that `apply` made
+
+
+def marked(count: torch.Tensor, value: int) -> torch.Tensor:
+    """The count, with its value beside it for the host: of this tensor as it is now, not of a copy."""
+    if not count.is_inference():  # of such a tensor PyTorch does not tell whether it was written over since
+        setattr(count, MARK, (id(count), count._version, value))
+    return count
+
+
+def known_count(count: torch.Tensor) -> int:
+    """The value of a count; only for one that `apply` has not marked, as after a restart, the host waits for a GPU."""
+    tensor, version, value = getattr(count, MARK, (0, 0, 0))
+    return value if tensor == id(count) and version == count._version else int(count)

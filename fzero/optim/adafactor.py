@@ -15,6 +15,7 @@ from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, rms
+from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
 
 
@@ -51,7 +52,7 @@ def adafactor(
     *,
     weight_decay: float = 0.0,
     mask: Mask = None,
-    stacked: str | None = r"^blocks/",
+    stacked: str | None = STACKED,
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Return Adafactor, as torch.optim.Adafactor: of the second moments it keeps a row and a column per matrix.

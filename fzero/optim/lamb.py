@@ -15,6 +15,7 @@ from fzero.optim.base import GradientTransformation, Schedule, check_number
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, layer_norm2
+from fzero.sharding.slices import STACKED
 
 
 class LambState(NamedTuple):
@@ -38,7 +39,7 @@ def lamb(
     *,
     weight_decay: float = 0.0,
     mask: Mask = None,
-    stacked: str | None = r"^blocks/",
+    stacked: str | None = STACKED,
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Return LAMB: Adam's direction, scaled per layer so that the update is lr times as long as the weights.

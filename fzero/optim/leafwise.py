@@ -46,7 +46,12 @@ Step = Callable[[Tensor, tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Any], t
 
 def moment(state_dtype: torch.dtype | None) -> Slot:
     """A slot of zeros in the param's shape, in `state_dtype` (None: the param's dtype)."""
-    return Slot(lambda name, p: torch.zeros_like(p, dtype=state_dtype), lambda name, spec: without_partial(spec))
+
+    def zeros(name: str, p: Tensor) -> Tensor:
+        # Of a tensor without data torch.zeros_like imports sympy, half a second before the first line of a plan.
+        return p.new_zeros(p.shape, dtype=state_dtype) if p.is_meta else torch.zeros_like(p, dtype=state_dtype)
+
+    return Slot(zeros, lambda name, spec: without_partial(spec))
 
 
 def without_partial(spec: Spec) -> Spec:

@@ -16,6 +16,7 @@ from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
+from fzero.sharding.slices import STACKED
 
 
 class MuonState(NamedTuple):
@@ -52,7 +53,7 @@ def muon(
     ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
     ns_eps: float = 1e-7,
     ns_dtype: torch.dtype = torch.float32,
-    stacked: str | None = r"^blocks/",
+    stacked: str | None = STACKED,
     state_dtype: torch.dtype | None = None,
     impl: str = "auto",
 ) -> GradientTransformation:

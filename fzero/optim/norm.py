@@ -35,7 +35,7 @@ class Squared:
     order."""
 
     squares: list[tuple[int, Tensor]]  # (layer, square)
-    shape: torch.Size
+    shape: torch.Size  # of the whole leaf, or of a shard: its number of dims counts
     dtype: torch.dtype
 
     def dim(self) -> int:

@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fzero import models
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
+from fzero.core.pytree import nearest
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
 from fzero.planner.rates import collective_s, ways_of
@@ -23,13 +24,17 @@ from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
 from fzero.run import build_optim
 from fzero.run.config import RunConfig
-from fzero.run.memory_check import numel, part_numels
+from fzero.run.memory_check import numel, part_layers, part_numels
 from fzero.sharding import Plan, fake_mesh, zero_plan
 from fzero.sharding.memory import Offload
+from fzero.sharding.slices import is_stacked
 
-REMATS = ("none", "full", "every:2", "every:4")
-OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,grads=host,opt=host", "acts=host")
-ROWS = (1, 2, 4, 8, 16, 32)  # micro-batch sizes to try
+CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
+    "zero": (0, 1, 2, 3),
+    "train.remat": ("none", "full", "every:2", "every:4"),
+    "offload": ("", "opt=host", "params=host,opt=host", "params=host,grads=host,opt=host", "acts=host"),
+    "train.micro_batch": (1, 2, 4, 8, 16, 32),
+}
 TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
 
 
@@ -90,18 +95,23 @@ class Sketch(NamedTuple):
 
 
 def candidates(
-    config: RunConfig, ranks: int, on_node: int, *, remats: Sequence[str] = REMATS, offloads: Sequence[str] = OFFLOADS
+    config: RunConfig, ranks: int, on_node: int, choices: Mapping[str, Sequence[Any]] | None = None
 ) -> Iterator[Candidate]:
     """All candidates for `ranks` ranks that the model and the batch allow; tp stays within a node.
 
-    A mesh with rp keeps ZeRO's shards within a group of dp ranks, a power of two times those of a node. Raises
-    ValueError if there is none."""
+    choices: values in place of those of CHOICES, by name. A mesh with rp keeps ZeRO's shards within a group of dp
+    ranks, a power of two times those of a node. Raises ValueError if there is none, and for a name that CHOICES has
+    not."""
+    for name in choices or {}:
+        if name not in CHOICES:
+            raise ValueError(f"choices gives {name!r}{nearest(name, CHOICES)}; a search tries {', '.join(CHOICES)}")
+    zeros, remats, offloads, micros = ({**CHOICES, **(choices or {})}[name] for name in CHOICES)
     found = 0
     for tp in sizes_of_tp(config, ranks, on_node):
         data = ranks // tp
-        for micro in (m for m in ROWS if config.train.batch % m == 0 and (config.train.batch // m) % data == 0):
+        for micro in (m for m in micros if config.train.batch % m == 0 and (config.train.batch // m) % data == 0):
             for dp in groups_of(data, max(1, on_node // tp)):
-                for zero in range(4) if data > 1 else (0,):
+                for zero in zeros if data > 1 else (0,):
                     if zero == 0 and dp != data:
                         continue  # without shards, dp and rp do the same
                     for remat in remats:
@@ -146,9 +156,11 @@ def groups_of(data: int, on_node: int) -> list[int]:
 
 
 def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
-    """Estimate a Layer of `config` on a device shared by tp ranks, from a trace of two layers and TRACED_ROWS rows."""
-    few, rows = min(2, config.model.n_layers), TRACED_ROWS
-    model = replace(config.model, n_layers=few)
+    """Estimate a Layer of `config` on a device shared by tp ranks, from a trace of TRACED_ROWS rows and two layers, or
+    a period of those that differ.
+    """
+    few, rows = min(max(2, models.period(config.model)), config.model.n_layers), TRACED_ROWS
+    model = models.shorten(config.model, few)
     one = Candidate(1, 1, tp, 0, "none", "", rows).of(
         replace(
             config, preset="", model=model, train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0)
@@ -161,7 +173,7 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
         i: max((m.parts["activations"] for m in traced.timeline if (m.phase, m.layer) == ("forward", i)), default=0)
         for i in range(few)
     }
-    per_layer = of_layer[few - 1] - of_layer[0] if few > 1 else max(kept)
+    per_layer = (of_layer[few - 1] - of_layer[0]) // (few - 1) if few > 1 else max(kept)
     policy = build_optim.make_policy(traced.config)
     share = tp if one.sequence else 1
     inputs = rows * config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
@@ -208,6 +220,12 @@ class Sketcher:
         trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
         return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
 
+    @staticmethod
+    def largest_layer(parts: Mapping[str, int]) -> int:
+        """The elements of the largest layer, of those of `part_numels`; of the largest part without layers."""
+        layers = [size for part, size in parts.items() if is_stacked(f"{part}/")]
+        return max(layers or parts.values())
+
     def memory(self, c: Candidate) -> tuple[dict[str, float], float]:
         """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
         plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
@@ -221,7 +239,7 @@ class Sketcher:
             kept = boundaries * layer.input_bytes + remat.every * layer.kept_bytes
         sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
         sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
-        gathered = (self.config.prefetch + 1) * parts.get("blocks", part) * policy.param.itemsize
+        gathered = (self.config.prefetch + 1) * self.largest_layer(parts) * policy.param.itemsize
         groups = {
             "params": held["params"] * policy.param.itemsize,
             "optimizer": held["opt"] * self.opt_bytes,
@@ -299,8 +317,10 @@ class Sketcher:
                 else 0.0
             )
 
-        block, whole = parts.get("blocks", 0), sum(parts.values()) + (layers - 1) * parts.get("blocks", 0)
-        ends = whole - layers * block
+        depths = part_layers(self.plan(c.dp, c.rp, c.tp, c.zero)[0])
+        whole = sum(depths[part] * size for part, size in parts.items())
+        ends = sum(size for part, size in parts.items() if not is_stacked(f"{part}/"))
+        block = (whole - ends) / layers
         if c.dp > 1:
             gather, scatter = seconds("dp", "all_gather", block, size), seconds("dp", "psum_scatter", block, sums)
             times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once

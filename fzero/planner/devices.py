@@ -91,6 +91,8 @@ class Device:
     host: dict[str, float] = field(default_factory=dict)
     nvme: dict[str, float] = field(default_factory=dict)  # bytes/s of a node's disk: "read", "write", "both"
     price_per_hour: float | None = None  # of one device; never listed, as prices change
+    # the ranks of a run that share a node, its cores, memory and disk; None: as many as the innermost links connect
+    ranks_on_node: int | None = None
     machine: dict[str, str] = field(default_factory=dict)  # of the measurement: processor, versions, command, time
     sources: dict[str, str] = field(default_factory=dict)  # the source of each field
 
@@ -103,6 +105,10 @@ class Device:
     def capacity_bytes(self) -> int:
         """The bytes available to tensors: memory without reserved bytes and fragmentation."""
         return int((self.memory_bytes - self.reserved_bytes) * (1 - self.margin))
+
+    def on_node(self, ranks: int) -> int:
+        """The number of ranks on a node of a run with `ranks` ranks."""
+        return min(ranks, self.ranks_on_node or self.links[0].ranks or ranks)
 
     def host_capacity_bytes(self, processes: int) -> int | None:
         """The bytes of host memory available to each of `processes` processes of a node; None if unknown."""
@@ -122,7 +128,8 @@ def device(name: str | Path, **changes: Any) -> Device:
     """Return a Device by name: a listed one, "here" (measured on this machine by `fzero bench`), or the path of a
     device file.
 
-    changes: fields to replace, such as price_per_hour. Raises ValueError for an unknown name or an invalid device file.
+    changes: fields to replace, such as price_per_hour or ranks_on_node. Raises ValueError for an unknown name or an
+    invalid device file.
     """
     path = device_path(name)
     if path is None:
@@ -156,6 +163,8 @@ def _check(device: Device) -> None:
     for name in ("processors", "memory_bytes", "bandwidth_bytes_s"):
         if not 0 < getattr(device, name) < math.inf:
             raise ValueError(f"{name} is {getattr(device, name)!r}; it must be above 0")
+    if device.ranks_on_node is not None and device.ranks_on_node < 1:
+        raise ValueError(f"ranks_on_node is {device.ranks_on_node}; it must be at least 1, or null")
     if not 0 <= device.margin < 1:
         raise ValueError(f"margin is {device.margin!r}; it must be at least 0 and below 1")
     if not 0 <= device.lost < 1:

@@ -8,16 +8,19 @@ state of fzero has."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fzero import models
+from fzero.comm.mesh_text import mesh_text
 from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
 from fzero.planner.format import quantity, size, table
+from fzero.sharding import fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.sharding.plan import ZERO, shapes_of
-from fzero.sharding.slices import STACKED
+from fzero.sharding.slices import is_stacked
 
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
 # adafactor: without its rows and columns.
@@ -57,7 +60,7 @@ def count(model: str | ModelConfig | int) -> tuple[int, int]:
     parts: dict[str, int] = {}
     total = 0
     for name, leaf in pytree.named_leaves(shapes_of(models.build(config))).items():
-        part, layers = name.split("/")[0], leaf.shape[0] if name.startswith(STACKED) else 1
+        part, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
         parts[part] = parts.get(part, 0) + leaf.numel() // layers
         total += leaf.numel()
     return total, max(parts.values())
@@ -65,7 +68,7 @@ def count(model: str | ModelConfig | int) -> tuple[int, int]:
 
 def estimate_model_states(
     model: str | ModelConfig | int,
-    gpus: int,
+    mesh: Mapping[str, int],
     *,
     zero: int = 3,
     offload: str = "",
@@ -73,18 +76,17 @@ def estimate_model_states(
     optimizer: str = "adamw",
     states: str = "full",
     accumulate: bool = False,
-    tp: int = 1,
 ) -> ModelStates:
-    """The model states of a rank: Psi parameters over N data ranks, each state whole or sharded as the stage requires.
+    """The model states of a rank: Psi parameters over N ranks of dp, each state whole or sharded as the stage requires.
 
     Stage 0: 16 Psi bytes in bf16 with AdamW; 1: 4 Psi + 12 Psi/N; 2: 2 Psi + 14 Psi/N; 3: 16 Psi/N.
-    model: a preset's name, sizes, or a number of parameters. gpus: all of them, tp times the data ranks.
+    model: a preset's name, sizes, or a number of parameters. mesh: sizes of its axes; tp divides Psi, rp nothing.
     offload: as in `--offload`; offloaded bytes are in host_bytes. accumulate: gradients are summed over micro-batches,
-    in fp32. Raises ValueError for an unknown stage, offload, precision or optimizer, and if tp does not divide gpus.
+    in fp32. Raises ValueError for an unknown stage, offload, precision, optimizer or axis.
 
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.
 
-    >>> round(estimate_model_states(7_500_000_000, 64, zero=2).device_bytes / 1e9, 1)
+    >>> round(estimate_model_states(7_500_000_000, {"dp": 64}, zero=2).device_bytes / 1e9, 1)
     16.6
     """
     for what, value, allowed in (
@@ -96,10 +98,9 @@ def estimate_model_states(
             raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, allowed))}")
     if states not in ("full", *STATE_BYTES):
         raise ValueError(f"states is {states!r}; it must be one of full, {', '.join(STATE_BYTES)}")
-    if gpus < 1 or tp < 1 or gpus % tp:
-        raise ValueError(f"gpus is {gpus} and tp is {tp}; both are at least 1, and tp divides gpus")
+    ranks, tp = data_and_tensor_ranks(mesh)
     psi, largest = (n / tp for n in count(model))
-    policy, ranks, tiers = POLICIES[precision](), gpus // tp, Offload.parse(offload)
+    policy, tiers = POLICIES[precision](), Offload.parse(offload)
     # The stage's row says of parameters, gradients and optimizer states (with the master weights) whether they are
     # sharded.
     params, grads, opt = (psi / (ranks if sharded else 1) for sharded in ZERO[zero])
@@ -118,16 +119,27 @@ def estimate_model_states(
     )
 
 
+def data_and_tensor_ranks(mesh: Mapping[str, int]) -> tuple[int, int]:
+    """The sizes of dp and tp; raises ValueError for a mesh with an axis that ZeRO's states are not split over."""
+    if not isinstance(mesh, Mapping):
+        raise ValueError(f'mesh is {mesh!r}; it must be a table of sizes, such as {{"dp": 8, "tp": 2}}')
+    sizes = {axis.name: axis.size for axis in fake_mesh(mesh).axes}
+    for axis in ("pp", "cp", "ep"):
+        if sizes[axis] > 1:
+            raise ValueError(f"mesh has {axis}={sizes[axis]}; model states are split over dp and tp only")
+    return sizes["dp"], sizes["tp"]
+
+
 OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,opt=host,grads=host")
 
 
-def states_table(model: str | ModelConfig | int, gpus: int, **options: Any) -> str:
+def states_table(model: str | ModelConfig | int, mesh: Mapping[str, int], **options: Any) -> str:
     """The table, as text, of the model states of every stage and offload; options as in `estimate_model_states`."""
     total, largest = count(model)
     rows = []
     for stage in ZERO:
         for offload in OFFLOADS:
-            s = estimate_model_states(model, gpus, zero=stage, offload=offload, **options)
+            s = estimate_model_states(model, mesh, zero=stage, offload=offload, **options)
             rows.append(
                 [
                     str(stage),
@@ -137,7 +149,8 @@ def states_table(model: str | ModelConfig | int, gpus: int, **options: Any) -> s
             )
     head = ["stage", "offload", "params", "grads", "master", "optimizer", "a GPU", "host, a rank"]
     top = (
-        f"model states of a rank: {quantity(total)} parameters, {quantity(largest)} in the largest part, on {gpus} GPUs"
+        f"model states of a rank: {quantity(total)} parameters, {quantity(largest)} in the largest part, on "
+        f"{mesh_text(mesh)}"
     )
     return "\n".join(
         [

@@ -1,9 +1,10 @@
 """The trace of a deep model from a step that runs only a few of its layers: one layer stands for all those like it.
 
 The step is built for the whole model: its state, gradient sums and update have all layers. The forward and backward
-passes run only the first layers, one in the middle (a group of K with remat "every:K"), and the last ones, enough that
-all prefetching at both ends occurs. The trace then repeats the middle layer as often as the model has such layers. This
-is verified: extending the trace by one layer (group) must equal a trace with one more; if not, every layer is run.
+passes run only the first layers, one in the middle (a group of K with remat "every:K", or where layers differ in a
+period of K), and the last ones, enough that all prefetching at both ends occurs. The trace then repeats the middle
+layer as often as the model has such layers. This is verified: extending the trace by one layer (group) must equal a
+trace with one more; if not, every layer is run.
 
 Of many micro-batches four are run: the third stands for all between the second (during which the gradient sums of the
 first get their memory) and the last. Sums in canonical order grow with the number of micro-batches, so there all of
@@ -11,11 +12,15 @@ them are run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from fzero import models
+from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import CPU, Target
+from fzero.models import ModelConfig
 from fzero.planner.step_trace import Segment, Trace, Transfer, make_trace, run_step
 from fzero.run import build as run_build
 from fzero.run.config import RunConfig
@@ -23,7 +28,8 @@ from fzero.run.machine import resolve_auto
 from fzero.run.measure.moments import START, Change, Life, Stay, Visit
 from fzero.sharding import fake_mesh
 from fzero.sharding.memory import Offload
-from fzero.train.streamed import PREFIX
+from fzero.sharding.plan import shapes_of
+from fzero.sharding.slices import is_stacked
 
 MANY = 40  # models with more layers are traced without the norms of layers
 PARTS = 4  # micro-batches to run, if there are more
@@ -47,7 +53,8 @@ def trace(
     parts = run_build.local_micro_batches(config, mesh)
     run_parts = parts if config.reduce == "canonical" else min(parts, PARTS)
     few = replace(config, train=replace(config.train, batch=config.train.batch * run_parts // parts))
-    depth, (before, group, run) = config.model.n_layers, shape(config)
+    stack, depth = deepest_stack(config.model)
+    before, group, run = shape(config, depth)
     if depth > MANY and config.train.measure_every:
         few = replace(few, train=replace(few.train, measure_every=0))
     notes = [] if run_parts == parts else [f"micro-batches 4 to {parts - 1} as the third"]
@@ -58,11 +65,11 @@ def trace(
     middles: list[list[Stay]] = []
     stays = step.stays
     if not whole:
-        found = deeper(stays, before, group, run, depth)
+        found = deeper(stays, stack, before, group, run, depth)
         say(f"tracing {run + group} of {depth} layers, to compare")
         # Only at the end of the step is it known which tensors of an updating backward pass belong to the state.
         more = run_step(few, sizes, rank, target, run + group, short=config.train.update != "backward")
-        if found is None or not same(deeper(stays, before, group, run, run + group), more.stays):
+        if found is None or not same(deeper(stays, stack, before, group, run, run + group), more.stays):
             say(f"tracing all {depth} layers, as no two are alike")
             step, notes = run_step(few, sizes, rank, target), [*notes, "no two layers are alike: all were run"]
             stays = step.stays
@@ -77,9 +84,16 @@ def trace(
     return make_trace(step, stays, tuple(sorted(segments, key=lambda s: (s.first, -s.last))), "; ".join(notes))
 
 
-def shape(config: RunConfig) -> tuple[int, int, int]:
+def deepest_stack(model: ModelConfig) -> tuple[str, int]:
+    """Return (the name, the layers) of the stack of a model that has the most layers, the first of equal ones."""
+    leaves = pytree.named_leaves(shapes_of(models.build(model)))
+    depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in leaves.items() if is_stacked(name)}
+    return max(depths.items(), key=lambda stack: stack[1])
+
+
+def shape(config: RunConfig, depth: int) -> tuple[int, int, int]:
     """Return (layers before the middle group, layers of a group, layers to run)."""
-    group = Remat.parse(config.train.remat).every or 1
+    group = math.lcm(Remat.parse(config.train.remat).every or 1, models.period(config.model))
     offload = Offload.parse(config.offload)
     ahead = (
         config.prefetch + 2 * (offload.params.memory != "device")
@@ -89,15 +103,15 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
     away = offload.acts.memory != "device"  # a group's backward pass prefetches the activations of the group before
     # The last layer's gradient sums get their memory while the layer before it computes.
     before, behind = (-(-max(edge, ahead) // group) * group for edge in (1 + group * away, 2))
-    return before, group, before + group + behind + config.model.n_layers % group
+    return before, group, before + group + behind + depth % group
 
 
 def deeper(
-    stays: Sequence[Stay], before: int, group: int, run: int, depth: int
+    stays: Sequence[Stay], stack: str, before: int, group: int, run: int, depth: int
 ) -> tuple[list[Stay], list[list[Stay]]] | None:
     """Extend stays of `run` layers to `depth` layers; return (all stays, the middle stays, each standing for several).
 
-    Returns None if a pass has no middle group. The layers before, ..., before + group - 1 are repeated.
+    Returns None if a pass has no middle group. The layers before, ..., before + group - 1 of `stack` are repeated.
     """
     copies, shift = (depth - run) // group, depth - run
     out: list[Stay] = []
@@ -105,14 +119,16 @@ def deeper(
     i = 0
     while i < len(stays):
         stay = stays[i]
-        if not _middle(stay, before, group):
-            out.append(
-                _shifted(stay, shift if stay.visit.layer is not None and stay.visit.layer >= before + group else 0)
-            )
+        if not _middle(stay, stack, before, group):
+            number = stay.visit.layer
+            after = stay.visit.part == stack and number is not None and number >= before + group
+            out.append(_shifted(stay, shift if after else 0))
             i += 1
             continue
         end = i
-        while end < len(stays) and _middle(stays[end], before, group) and stays[end].visit.span == stay.visit.span:
+        while (
+            end < len(stays) and _middle(stays[end], stack, before, group) and stays[end].visit.span == stay.visit.span
+        ):
             end += 1
         middle = list(stays[i:end])
         middles.append(middle)
@@ -125,9 +141,9 @@ def deeper(
     return (out, middles) if len(middles) == len(passes) else None
 
 
-def _middle(stay: Stay, before: int, group: int) -> bool:
+def _middle(stay: Stay, stack: str, before: int, group: int) -> bool:
     visit = stay.visit
-    return visit.part == PREFIX and visit.layer is not None and before <= visit.layer < before + group
+    return visit.part == stack and visit.layer is not None and before <= visit.layer < before + group
 
 
 def _shifted(stay: Stay, layers: int) -> Stay:

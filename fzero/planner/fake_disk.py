@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.device import HOST
+from fzero.core.future import Future
 from fzero.core.storage import PAGE
 from fzero.offload import Buffer, LeafFiles, Nvme
 from fzero.offload.buffer_pool import HUGE, round_to_pages
@@ -45,22 +46,12 @@ class PlannedBufferPool:
         weakref.finalize(raw.untyped_storage(), self.keys.discard, key).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
 
+    def drain(self) -> None:
+        """Nothing is ever being copied."""
+
     def holds(self, storage: Any) -> bool:
         """Whether a storage belongs to this pool."""
         return self.taking or storage._cdata in self.keys
-
-
-class PlannedPending:
-    """A reported transfer; `wait()` reports the wait, once."""
-
-    def __init__(self, disk: PlannedDisk, what: str, size: int) -> None:
-        self.disk, self.what, self.size = disk, what, size
-        self.number: int | None = disk.start(what, size)
-
-    def wait(self) -> None:
-        number, self.number = self.number, None
-        if number is not None:
-            self.disk.tell("wait", number, self.what, self.size)
 
 
 class PlannedDisk:
@@ -74,12 +65,13 @@ class PlannedDisk:
         """Nothing is ever under way."""
         return False
 
-    def start(self, what: str, size: int) -> int:
-        """Report a transfer and return its number."""
+    def start(self, what: str, size: int) -> Future[None]:
+        """Report a transfer; who waits for it reports the wait."""
         self.count += 1
         self.bytes[what] += size
-        self.tell("start", FIRST + self.count, what, size)
-        return FIRST + self.count
+        number = FIRST + self.count
+        self.tell("start", number, what, size)
+        return Future(lambda: self.tell("wait", number, what, size))
 
     def moved(self) -> DiskTraffic:
         return DiskTraffic(self.bytes["read"], self.bytes["write"])
@@ -90,7 +82,7 @@ class PlannedStore:
 
     def __init__(self, leaves: dict[str, LeafFiles], space: PlannedNvme) -> None:
         self.leaves, self.space, self.slots, self.folder = leaves, space, space.slots, "a planned disk"
-        self.writing: list[PlannedPending] = []
+        self.writing: list[Future[None]] = []
 
     def read(
         self, name: str, layer: int = 0, rows: Rows | None = None, *, priority: int = 0, slot: int | None = None
@@ -98,15 +90,15 @@ class PlannedStore:
         chunk = self.leaves[name].chunk
         shape = chunk if rows is None or not chunk else (rows[1] - rows[0], *chunk[1:])
         buffer = self.space.buffers.take(shape, self.leaves[name].dtype)
-        return RowRead(buffer, PlannedPending(self.space.disk, "read", len(buffer.raw)), _never)
+        return RowRead(buffer, self.space.disk.start("read", len(buffer.raw)), _never)
 
     def begin(self) -> None:
         """Begin the next version."""
 
-    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer) -> PlannedPending:
+    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer, *, after: Any = None) -> Future[None]:
         if self.space.verify:
             buffer.raw[buffer.view.nbytes :] = 0
-        self.writing.append(PlannedPending(self.space.disk, "write", len(buffer.raw)))
+        self.writing.append(self.space.disk.start("write", len(buffer.raw)))
         return self.writing[-1]
 
     def flush(self) -> None:
@@ -136,7 +128,7 @@ class PlannedScratch:
     def __init__(self, space: PlannedNvme) -> None:
         self.buffers, self.disk = space.buffers, space.disk
         self.extents: dict[Any, Extent] = Extents()
-        self.writing: dict[Any, PlannedPending] = {}
+        self.writing: dict[Any, Future[None]] = {}
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
         if isinstance(value, Buffer):
@@ -147,7 +139,7 @@ class PlannedScratch:
         if key in self.writing:
             self.writing.pop(key).wait()
         self.extents[key] = Extent(0, len(buffer.raw), tuple(buffer.view.shape), buffer.view.dtype)
-        self.writing[key] = PlannedPending(self.disk, "write", len(buffer.raw))
+        self.writing[key] = self.disk.start("write", len(buffer.raw))
 
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = 0) -> RowRead:
         if key in self.writing:
@@ -155,7 +147,7 @@ class PlannedScratch:
         at = self.extents[key]
         shape = at.shape if rows is None or not at.shape else (rows[1] - rows[0], *at.shape[1:])
         buffer = self.buffers.take(shape, at.dtype)
-        return RowRead(buffer, PlannedPending(self.disk, "read", len(buffer.raw)), _never)
+        return RowRead(buffer, self.disk.start("read", len(buffer.raw)), _never)
 
 
 class PlannedNvme(Nvme):

@@ -214,7 +214,11 @@ def lower(
     examples: fake inputs of a plan. backward: whether it is a backward pass.
     """
     device = next((x.device for x in examples if x.device == ELSEWHERE), HOST)
-    source, constants = generate_code(graph, examples, backward)
+    return load(*generate_code(graph, examples, backward), device)
+
+
+def load(source: str, constants: dict[str, Any], device: torch.device) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """Make the callable of `lower` from what `generate_code` made for tensors of `device`."""
     for text, instead in _RUNTIME:
         source = re.sub(text, instead, source)
     module: dict[str, Any] = {"async_compile": _Kernels(), "nothing": _nothing, **constants}

@@ -7,14 +7,14 @@ of a search (candidates.py). `BOUND` says how far it was from the traced plan; t
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.core import pytree
-from fzero.models import LlamaConfig, LoRAConfig, ModelConfig, MoEConfig
-from fzero.models.lora import LORA
+from fzero.models import DeepSeekConfig, LlamaConfig
+from fzero.models.base import CODES, leaf_shapes
+from fzero.models.presets import without_adapters
+from fzero.models.sizes import hidden_units
 from fzero.planner.candidates import Candidate, Layer, Sketcher
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
@@ -91,8 +91,6 @@ def first_estimate(
     config: RunConfig,
     sizes: dict[str, int],
     device: Device,
-    *,
-    ranks_on_node: int | None = None,
     rank: int = 0,
 ) -> FirstEstimate:
     """Estimate memory and step time of a config whose "auto" values are decided, on a mesh of these sizes.
@@ -103,7 +101,7 @@ def first_estimate(
     job = build.build(config, mesh, nvme=fake_nvme(config))
     here, elsewhere = state_bytes(job, build.like_of(job))
     ranks = mesh.size
-    node = ranks_on_node or min(ranks, device.links[0].ranks or ranks)
+    node = device.on_node(ranks)
     axes = {name: mesh[name].size for name in ("dp", "rp", "tp")}
     candidate = Candidate(
         **axes, zero=config.zero, remat=config.train.remat, offload=config.offload, micro_batch=config.train.micro_batch
@@ -133,12 +131,14 @@ def first_estimate(
 def kept_elements(config: RunConfig, tp: int) -> float:
     """The elements that a layer keeps of each token for its backward pass: inputs of its products, of attention, of
     its norms and of its activation function."""
-    c, split = without_lora(config.model), tp if config.sequence else 1
-    experts = c.top_k if isinstance(c, MoEConfig) else 1
+    c, split = without_adapters(config.model), tp if config.sequence else 1
+    experts = getattr(c, "top_k", 0)
     # A compiled GELU is computed again from its input; SwiGLU's kernel keeps its output too.
-    hidden = experts * c.d_ff / tp * (3 if isinstance(c, LlamaConfig) else 1 if config.train.compiled else 2)
+    gated = isinstance(c, (LlamaConfig, DeepSeekConfig))
+    hidden = hidden_units(c) / tp * (3 if gated else 1 if config.train.compiled else 2)
     # Two halves keep their input and its norm; with sequence parallelism also what is gathered, and its copy.
     stream = c.d_model * (4.0 if split == 1 else 2 / split + 5)
+    stream += 2.0 * c.d_model * (getattr(c, "norms", "in") == "both")  # and what the norms behind them read
     heads = getattr(c, "n_heads", 0)
     if not heads:
         return stream / 2 + hidden
@@ -146,14 +146,15 @@ def kept_elements(config: RunConfig, tp: int) -> float:
     queries = heads * size_of_head / tp
     keys = max(1.0, getattr(c, "n_kv_heads", heads) / tp) * size_of_head
     normed = queries + keys if getattr(c, "qk_norm", False) else 0.0
-    routed = 2 * experts * c.d_model if isinstance(c, MoEConfig) else 0  # what experts read and give
-    return stream + 2 * queries + 2 * keys + normed + hidden + routed
+    routed = 2 * experts * c.d_model  # what experts read and give
+    latent = 2 * (getattr(c, "q_rank", 0) + getattr(c, "kv_rank", 0))
+    return stream + 2 * queries + 2 * keys + normed + latent + hidden + routed
 
 
 def closed_layer(job: Job, device: Device) -> Layer:
     """The Layer of a job by closed forms, as candidates.layer_of traces it."""
     config, policy, tp = job.config, job.policy, job.mesh["tp"].size
-    c, seq, itemsize = without_lora(config.model), config.data.seq_len, policy.compute.itemsize
+    c, seq, itemsize = without_adapters(config.model), config.data.seq_len, policy.compute.itemsize
     split = tp if config.sequence else 1
     kept = seq * kept_elements(config, tp) * itemsize
     logits = seq * c.vocab_size / tp * itemsize
@@ -163,9 +164,13 @@ def closed_layer(job: Job, device: Device) -> Layer:
     products = (flop.model_causal - 6 * c.n_layers * pairs - head) / 6 / c.n_layers  # parameters of a layer in use
     part, dtype = device.efficiency, str(policy.compute).removeprefix("torch.")
     peak = device.flops.get(dtype) or max(device.flops.values(), default=float("inf"))
+    # The blocks' products in float8; the passes that round their operands are not in these forms.
+    float8 = device.flops.get("float8_e4m3fn", peak) / peak if policy.matmul and device.kind == "cuda" else 1.0
     rate = peak * part.get("gemm", 1.0)
     if not device.measured:
-        rate *= tiled_part(device.processors, (1, config.train.micro_batch * seq, c.d_ff // tp, c.d_model))
+        rate *= tiled_part(
+            device.processors, (1, config.train.micro_batch * seq, getattr(c, "d_expert", c.d_ff) // tp, c.d_model)
+        )
     gemm_s = seq / (rate * tp)  # of a FLOP a token
     bytes_s = 1.0 / (device.bandwidth_bytes_s * part.get("memory", 1.0)) if device.bandwidth_bytes_s else 0.0
     # A product of queries and keys takes 2 T D FLOPs a token, and half of that where it is causal.
@@ -177,13 +182,15 @@ def closed_layer(job: Job, device: Device) -> Layer:
     # The host issues a call of a compiled block, or its operators one by one; it rules small models.
     host_s = device.op_s.get("compiled", 0.0) if config.train.compiled else OPERATORS * device.op_s.get("eager", 0.0)
     host_s /= config.train.micro_batch
-    merged, merge_s = merged_weights(job, device, bytes_s)
+    coded, dense_bytes = codes_to_decode(job, itemsize)
+    # Codes are read, and the weight is written and read again, in each pass.
+    decode_s = coded * (1 + 2 * itemsize) * bytes_s / config.train.micro_batch
     return Layer(
-        kept_bytes=int(kept + merged * itemsize / config.train.micro_batch),
+        kept_bytes=int(kept),
         input_bytes=seq * c.d_model * itemsize // split,
-        spare_bytes=int(logits),
-        forward_s=merge_s + max(host_s, 2 * products * gemm_s + attend[0] + TOUCHED[0] * kept * bytes_s),
-        backward_s=2 * merge_s + max(2 * host_s, 4 * products * gemm_s + attend[1] + TOUCHED[1] * kept * bytes_s),
+        spare_bytes=int(logits) + dense_bytes // config.train.micro_batch,
+        forward_s=decode_s + max(host_s, 2 * products * gemm_s / float8 + attend[0] + TOUCHED[0] * kept * bytes_s),
+        backward_s=decode_s + max(2 * host_s, 4 * products * gemm_s / float8 + attend[1] + TOUCHED[1] * kept * bytes_s),
         tp_s=tp_seconds(job, device, seq * c.d_model * itemsize),
         ends_s=head * gemm_s + TOUCHED[1] * logits * bytes_s,
         host=0.0,
@@ -191,27 +198,14 @@ def closed_layer(job: Job, device: Device) -> Layer:
     )
 
 
-def without_lora(model: ModelConfig) -> ModelConfig:
-    """The sizes of a model below its LoRA, if it has one."""
-    return model.base if isinstance(model, LoRAConfig) else model
-
-
-def merged_weights(job: Job, device: Device, bytes_s: float) -> tuple[int, float]:
-    """(elements of a layer's weights to which LoRA adds a product, seconds for that, for each row of a micro-batch).
-
-    The sums are made in float32 and kept for the backward pass; the product of the factors has the rank as its depth.
-    """
-    c = job.config.model
-    if not isinstance(c, LoRAConfig):
-        return 0, 0.0
-    like, compute = job.plan.like["blocks"], pytree.named_leaves(job.plan.compute)
-    names = [f"blocks/{name}" for name in pytree.named_leaves(like) if not re.search(LORA, name)]
-    leaves = {name: pytree.named_leaves(job.plan.like)[name] for name in names if f"{name}_lora_a" in compute}
-    numels = [local_numel(x.shape, Spec(compute[name].dims), job.plan.sizes) for name, x in leaves.items()]
-    merged = sum(numels) // c.n_layers
-    rate = device.flops.get("float32", math.inf) * device.efficiency.get("gemm", 1.0) * c.rank / (c.rank + 128)
-    seconds = 2 * merged * c.rank / rate + 12 * merged * bytes_s
-    return merged, seconds / job.config.train.micro_batch
+def codes_to_decode(job: Job, itemsize: int) -> tuple[int, int]:
+    """(elements of a layer's weights in codes, bytes of the largest weight once it is dequantised), of a rank."""
+    like, compute = pytree.named_leaves(job.plan.like), pytree.named_leaves(job.plan.compute)
+    shapes = leaf_shapes(job.model)
+    coded = [name.removesuffix(f"/{CODES}") for name in like if name.endswith(f"/{CODES}")]
+    numels = [local_numel(shapes[n], Spec(compute[f"{n}/{CODES}"].dims), job.plan.sizes) for n in coded]
+    layers = without_adapters(job.config.model).n_layers
+    return sum(numels) // layers, max(numels, default=0) // layers * itemsize
 
 
 def tp_seconds(job: Job, device: Device, whole: int) -> float:

@@ -6,8 +6,10 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fzero.kernels.float8 import recipe_of
 from fzero.run.measure.flops import flop_of
 
 KINDS = (
@@ -52,6 +54,7 @@ NAMED: dict[str, str] = {
     ),
     **dict.fromkeys(("tiled_layer", "tiled_layer_backward"), "gemm"),
     **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
+    **dict.fromkeys(("library_forward", "library_backward"), "attention"),
     **dict.fromkeys(
         ("cross_entropy_rows", "cross_entropy_rows_", "nll_loss_forward", "nll_loss_backward"), "cross_entropy"
     ),
@@ -106,6 +109,7 @@ LOOKED_UP = (
     "slice_backward",
     "select_backward",
 )  # reads only as many rows as it writes
+FLOAT8 = ("float8_product", "float8_emulated")
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 
 
@@ -155,10 +159,35 @@ def describe_op(
     if kind == "gemm":
         dtype = given[name in ("addmm", "baddbmm")].dtype  # the factors' dtype: the addend may be wider
         full += layout(given) if name in ("mm", "bmm", "addmm", "baddbmm") else ""
+    if name in ("library_forward", "library_backward"):
+        full += f"/{args[-2]}"
     shape = (
         gemm_shape(name, given, made, args) if kind == "gemm" else tuple(largest.shape) if largest is not None else ()
     )
     return Op(phase, layer, full, kind, str(dtype).removeprefix("torch."), shape, flop, 0 if kind == "other" else size)
+
+
+def describe_passes(op: Op, args: Sequence[Any]) -> tuple[Op, ...]:
+    """The passes over memory of one operator, which follow each other: of most operators it alone.
+
+    A float8 product reads each operand for its scale, reads it again to round it, and multiplies the numbers; emulated
+    ones are multiplied in float32.
+    """
+    name = op.name.removeprefix("fzero.").partition("/")[0]
+    if name not in FLOAT8:
+        return (op,)
+    a, b, scaling, a_gradient, _ = args
+    recipe = recipe_of(scaling)
+    dtype = torch.float32 if name == "float8_emulated" else recipe.gradient if a_gradient else recipe.value
+    found, out_bytes = [], op.bytes - _bytes(a) - _bytes(b)
+    for x in (a, b):
+        scaled = op._replace(name="fzero.float8_scale", kind="reduce", shape=tuple(x.shape), flop=0, bytes=_bytes(x))
+        rounded = x.numel() * dtype.itemsize
+        found += [scaled, scaled._replace(name="fzero.float8_round", kind="pointwise", bytes=_bytes(x) + rounded)]
+    product = op._replace(
+        dtype=str(dtype).removeprefix("torch."), bytes=out_bytes + (a.numel() + b.numel()) * dtype.itemsize
+    )
+    return (*found, product)
 
 
 def layout(given: Sequence[Tensor]) -> str:

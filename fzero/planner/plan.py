@@ -17,7 +17,7 @@ from fzero.core.compile import have_compiler
 from fzero.models import LoRAConfig, ModelConfig
 from fzero.planner import devices, extrapolate, fake_inductor
 from fzero.planner.devices import Device
-from fzero.planner.format import page, size
+from fzero.planner.format import duration, page, size
 from fzero.planner.step_trace import Trace, Transfer
 from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
 from fzero.planner.trace_cache import cached_trace
@@ -28,6 +28,7 @@ from fzero.run.config_table import apply_table, from_table, to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.slices import local_numel
+from fzero.train.capture import SHARE, why_not
 
 PASSES = ("forward", "backward")
 COMMUNICATED = ("phase", "collective", "axis", "leaf", "dtype", "calls", "elements", "bytes")
@@ -38,7 +39,8 @@ class PlanReport(NamedTuple):
 
     Bytes and FLOPs are exact, as the step has them; times are predicted.
 
-    >>> report = fzero.plan("mlp-tiny", gpu="a100", settings={"precision.policy": "bf16"})
+    >>> settings = {"precision.policy": "bf16", "train.compiled": False}
+    >>> report = fzero.plan("mlp-tiny", gpu="a100", settings=settings)
     >>> report.fits, report.num_params, report.state_bytes["master"]  # float32: 4 bytes a parameter
     (True, 24640, 98560)
     """
@@ -86,14 +88,23 @@ class PlanReport(NamedTuple):
     mfu_causal: float | None
     hfu: float | None
 
-    tokens: float | None  # the budget
-    days: float | None
-    device_hours: float | None
-    cost: float | None
     price_per_hour: float | None  # of one device
-
     exact: str  # how the trace was extrapolated; "" if all layers were run
     notes: list[str]
+
+    tokens: float | None = None  # the budget, by `for_tokens`
+    days: float | None = None
+    device_hours: float | None = None
+    cost: float | None = None
+
+    def for_tokens(self, tokens: float) -> PlanReport:
+        """This report with a budget of tokens: its days, device hours and cost, as far as rates and price are known."""
+        if self.tokens_per_s is None:
+            return self._replace(tokens=tokens)
+        seconds = tokens / self.tokens_per_s
+        hours = seconds * self.ranks / 3600
+        cost = None if self.price_per_hour is None else hours * self.price_per_hour
+        return self._replace(tokens=tokens, days=seconds / SECONDS_A_DAY, device_hours=hours, cost=cost)
 
     def too_much(self) -> str:
         """Say how much memory is missing; "" if the run fits."""
@@ -118,9 +129,6 @@ def plan(
     *,
     gpu: str | Device = "h100",
     settings: Mapping[str, Any] | None = None,
-    tokens: float | None = None,
-    price: float | None = None,
-    ranks_on_node: int | None = None,
     rank: int = 0,
     say: Callable[[str], None] = lambda stage: None,
     cache: Path | None = None,
@@ -129,14 +137,15 @@ def plan(
 
     model: a preset's name, a model's sizes, a whole RunConfig, or the table of one (see `from_table` in
     run/config_table.py). mesh: sizes of its axes; None: the config's.
-    gpu: a device's name (a100, h100, ...; "here": this machine, as measured by `fzero bench`; a path), or a Device.
+    gpu: a device's name (a100, h100, ...; "here": this machine, as measured by `fzero bench`; a path), or a Device,
+    which may have a price and a number of ranks on a node: `devices.device("h100", price_per_hour=2, ranks_on_node=4)`.
     settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.
-    tokens, price: a budget of tokens, and the price of one device for an hour.
-    ranks_on_node: ranks on one machine; None: as many as the device's innermost links connect. rank: whose memory is
-    reported. say: called with the text of each stage of the work. cache: a folder of the traces of earlier plans.
+    rank: whose memory is reported. say: called with the text of each stage of the work. cache: a folder of the traces
+    of earlier plans.
     Raises ValueError for an unknown device and for any config that a run would refuse.
 
-    >>> report = plan("llama-tiny", {"dp": 4}, settings={"zero": 3, "train.batch": 16, "precision.policy": "bf16"})
+    >>> settings = {"zero": 3, "train.batch": 16, "precision.policy": "bf16", "train.compiled": False}
+    >>> report = plan("llama-tiny", {"dp": 4}, settings=settings)
     >>> report.fits, report.num_params
     (True, 3082496)
     """
@@ -150,7 +159,7 @@ def plan(
 
     trace = trace_anew() if cache is None else cached_trace(trace_anew, resolved, sizes, rank, target, cache)
     say("simulating the step")
-    return report_of(trace, device, tokens=tokens, price=price, ranks_on_node=ranks_on_node)
+    return report_of(trace, device)
 
 
 def config_for(
@@ -212,32 +221,23 @@ def sizes_of(config: RunConfig, mesh: Mapping[str, int] | None) -> dict[str, int
     return sizes
 
 
-def report_of(
-    trace: Trace,
-    device: Device,
-    *,
-    tokens: float | None = None,
-    price: float | None = None,
-    ranks_on_node: int | None = None,
-) -> PlanReport:
+def report_of(trace: Trace, device: Device) -> PlanReport:
     """Simulate a traced step on a device and return its PlanReport."""
     ranks = math.prod(trace.sizes.values())
-    node = ranks_on_node or min(ranks, device.links[0].ranks or ranks)
+    node = device.on_node(ranks)
     built = build.build(trace.config, fake_mesh(trace.sizes, trace.rank))
     state = {**trace.state, "grads": grad_bytes(built)}
     share = node if device.kind == "cpu" else 1  # the ranks of a machine share its memory
     capacity, peak = device.capacity_bytes // share, trace.peak.bytes
     host = device.host_capacity_bytes(node)
     over, host_over = peak > capacity, host is not None and trace.host_peak > host
-    timing = predict(trace, device, ranks_on_node=ranks_on_node) if has_rates(device) else None
+    timing = predict(trace, device) if has_rates(device) else None
     step_tokens = trace.tokens * built.mesh.data_size
     full, causal = (step_tokens * flop for flop in token_flop(built)[:2])
     flop, passes = total_flop(trace), total_flop(trace, PASSES)
     rate = step_tokens / timing.step_s if timing else None
     dtype = str(built.policy.compute).removeprefix("torch.")
     top = device.flops.get(dtype)
-    price = device.price_per_hour if price is None else price
-    hours = tokens / rate * ranks / 3600 if tokens and rate else None
     return PlanReport(
         config=trace.config,
         mesh={name: size for name, size in trace.sizes.items() if size > 1},
@@ -276,13 +276,9 @@ def report_of(
         mfu=mfu(full / step_tokens, rate, top * ranks) if rate is not None and top is not None else None,
         mfu_causal=mfu(causal / step_tokens, rate, top * ranks) if rate is not None and top is not None else None,
         hfu=hfu(passes, timing.step_s, top) if timing and top is not None else None,
-        tokens=tokens,
-        days=tokens / rate / SECONDS_A_DAY if tokens and rate else None,
-        device_hours=hours,
-        cost=hours * price if hours is not None and price is not None else None,
-        price_per_hour=price,
+        price_per_hour=device.price_per_hour,
         exact=trace.exact,
-        notes=notes_of(trace, device, timing),
+        notes=notes_of(trace, device, timing) + capture_notes(trace, device, timing, built),
     )
 
 
@@ -374,6 +370,12 @@ def device_facts(device: Device) -> dict[str, Any]:
     return {name: getattr(device, name) for name in names} | {"links": [level._asdict() for level in device.links]}
 
 
+def codes_of(model: LoRAConfig) -> str:
+    """What the note of LoRA says of weights in codes."""
+    kind = getattr(model, "kind", "")
+    return f", the blocks' in {kind} with a scale for each {model.block} elements" if kind else ""
+
+
 def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
     """The notes for the reader of the report."""
     notes = []
@@ -383,11 +385,28 @@ def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
         notes.append(trace.exact)
     if isinstance(trace.config.model, LoRAConfig):
         notes.append(
-            f"LoRA of rank {trace.config.model.rank}: other weights are frozen (no gradient, no state; 4N of the "
-            "model's FLOPs); models.lora trains it, fzero pretrain does not"
+            f"LoRA of rank {trace.config.model.rank}: other weights are frozen{codes_of(trace.config.model)} (no "
+            "gradient, no state; 4N of the model's FLOPs); models.lora trains it, fzero pretrain does not"
         )
     if trace.config.train.compiled and fake_inductor.note():
         notes.append(fake_inductor.note())
     if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:
         notes.append(f"the disk holds {trace.config.nvme.slots} versions of what rests there")
     return notes
+
+
+def capture_notes(trace: Trace, device: Device, timing: Timing | None, built: Job) -> list[str]:
+    """What train.capture=auto does on a GPU: what it saves, and the memory that it takes."""
+    if trace.config.train.capture == "off" or device.kind != "cuda":
+        return []
+    if refused := why_not(built.plan, built.tx, donate=True):
+        return [f"capture: steps are issued one by one: {refused}"]
+    kept = trace.peak.bytes - sum(trace.state.values())
+    memory = f"its graph keeps {size(kept)}, and a step that is measured or follows a checkpoint takes them once more"
+    if timing is None:
+        return [f"capture: {memory}"]
+    alone, would = predict(trace, device, captured=True).step_s, timing.issue_s >= SHARE * timing.step_s
+    return [
+        f"capture: the host issues a step in {duration(timing.issue_s)} of {duration(timing.step_s)}, as one graph it "
+        f"takes {duration(alone)}; auto {'captures it' if would else 'leaves it as it is'}; {memory}"
+    ]

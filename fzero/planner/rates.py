@@ -95,9 +95,10 @@ def like(bandwidth: Curve, curve: Curve, size: float) -> float:
 
 def products_of(rates: Rates, op: Op, fp32_matmul: str) -> Products:
     """The measured products of an operator's dtype; those of float32's way and of the layout ("aten.mm/tn") if
-    measured."""
+    measured. float8 that was not measured takes no longer than bfloat16."""
     layout = op.name.partition("/")[2]
     ways = (f"{op.dtype}/{fp32_matmul}", op.dtype) if op.dtype == "float32" else (op.dtype,)
+    ways += ("bfloat16",) * op.dtype.startswith("float8")
     for key in (name for way in ways for name in (f"{way}/{layout}", way)):
         if rates.gemm.get(key):
             return rates.gemm[key]
@@ -150,7 +151,9 @@ def _listed(device: Device, op: Op) -> Cost:
     if op.flop:
         peak = device.flops.get(op.dtype) or max(device.flops.values())
         if op.kind == "attention":
-            reached = part.get("attention_backward" if "backward" in op.name else "attention_forward", part["gemm"])
+            way = "attention_backward" if "backward" in op.name else "attention_forward"
+            library = op.name.partition("/")[2]  # of the forms by libraries; see kernels.attention_library
+            reached = part.get(f"{way}/{library}", part.get(way, part["gemm"]))
         else:
             reached = part["gemm"] * tiled_part(device.processors, op.shape)
         compute_s = op.flop / (peak * reached)

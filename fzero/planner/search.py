@@ -20,7 +20,7 @@ from fzero.core import tables
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
 from fzero.planner import extrapolate
-from fzero.planner.candidates import OFFLOADS, REMATS, Candidate, Sketch, Sketcher, candidates, layer_of
+from fzero.planner.candidates import Candidate, Sketch, Sketcher, candidates, layer_of
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
@@ -50,24 +50,22 @@ def search(
     *,
     gpu: str | Device = "h100",
     settings: Mapping[str, Any] | None = None,
-    tokens: float | None = None,
-    price: float | None = None,
-    ranks_on_node: int | None = None,
+    choices: Mapping[str, Sequence[Any]] | None = None,
     top: int = 10,
-    remats: Sequence[str] = REMATS,
-    offloads: Sequence[str] = OFFLOADS,
     say: Callable[[str], None] = lambda line: None,
     workers: int = 1,
 ) -> SearchResult:
     """Find the `top` fastest ways to train a model on `gpus` devices that fit, and say why alternatives are slower.
 
-    The global batch is the config's. remats, offloads: the values to try. say: called with lines of progress. workers:
-    number of tracing processes, which does not change the result; with more than 1, a calling script must guard its
-    main program with `if __name__ == "__main__"`. The other arguments are those of `plan`.
-    Raises ValueError if nothing fits, saying by how much, if no mesh can share the batch, and for settings that a
-    search decides itself (see fzero.planner.launch.DECIDED).
+    The global batch is the config's. choices: the values to try of zero, train.remat, offload and train.micro_batch, in
+    place of CHOICES in planner/candidates.py. say: called with lines of progress. workers: number of tracing processes,
+    which does not change the result; with more than 1, a calling script must guard its main program with
+    `if __name__ == "__main__"`. The other arguments are those of `plan`.
+    Raises ValueError if nothing fits, saying by how much, if no mesh can share the batch, for another name in choices,
+    and for settings that a search decides itself (see fzero.planner.launch.DECIDED).
 
-    >>> found = search("mlp-tiny", 1, settings={"train.batch": 8}, remats=("none",), offloads=("",), top=1)
+    >>> tried = {"train.remat": ["none"], "offload": [""], "train.micro_batch": [8]}
+    >>> found = search("mlp-tiny", 1, settings={"train.batch": 8, "train.compiled": False}, choices=tried, top=1)
     >>> found.best[0].candidate.zero
     0
     """
@@ -84,11 +82,9 @@ def search(
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}; it must be at least 1")
     config = resolve_for(given, device)
-    node = ranks_on_node or min(gpus, device.links[0].ranks or gpus)
+    node = device.on_node(gpus)
     room = Room(device.capacity_bytes // (node if device.kind == "cpu" else 1), device.host_capacity_bytes(node))
-    offloads = [offload for offload in offloads if "host" not in offload or device.host]
-    every = list(candidates(config, gpus, node, remats=remats, offloads=offloads))
-    options = {"tokens": tokens, "price": price, "ranks_on_node": ranks_on_node}
+    every = [c for c in candidates(config, gpus, node, choices) if "host" not in c.offload or device.host]
     with tracers(workers if models.num_params(models.build(config.model)) >= SMALL else 1) as pool:
         # Smallest tp first: it has the largest tensors and takes longest.
         layers = {tp: pool.submit(layer_of, config, device, tp) for tp in sorted({c.tp for c in every})}
@@ -97,7 +93,7 @@ def search(
         sketches = sorted(map(sketcher.sketch, every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes))
         fitting = [s for s in sketches if room.has(s)] or [s for s in sketches if room.has(s, 1.2)]
         say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
-        fits, over = trace_best(config, fitting, device, options, top, say, pool)
+        fits, over = trace_best(config, fitting, device, top, say, pool)
     if not fits:
         raise ValueError(nothing_fits(sketches, over, room, gpus, device))
     fits.sort(key=lambda found: step_seconds(found.report))
@@ -126,16 +122,15 @@ def tracers(workers: int) -> Executor:
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if workers > 1 else InProcess()
 
 
-def trace_candidate(config: RunConfig, c: Candidate, device: Device, options: Mapping[str, Any]) -> PlanReport:
+def trace_candidate(config: RunConfig, c: Candidate, device: Device) -> PlanReport:
     """Trace a candidate and return its PlanReport."""
-    return report_of(extrapolate.trace(c.of(config), c.mesh, target=device.target), device, **options)
+    return report_of(extrapolate.trace(c.of(config), c.mesh, target=device.target), device)
 
 
 def trace_best(
     config: RunConfig,
     sketches: Sequence[Sketch],
     device: Device,
-    options: Mapping[str, Any],
     top: int,
     say: Callable[[str], None],
     pool: Executor,
@@ -159,7 +154,7 @@ def trace_best(
             break
         now = rest[: min(ROUND, max(missing, more))]
         del rest[: len(now)]
-        reports = [pool.submit(trace_candidate, config, sketch.candidate, device, options) for sketch in now]
+        reports = [pool.submit(trace_candidate, config, sketch.candidate, device) for sketch in now]
         for sketch, report in zip(now, (future.result() for future in reports)):
             c = sketch.candidate
             off[kind(c)] = step_seconds(report) / sketch.step_s

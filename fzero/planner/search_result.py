@@ -65,6 +65,10 @@ class SearchResult(NamedTuple):
     traced: int
     seconds: float
 
+    def for_tokens(self, tokens: float) -> SearchResult:
+        """This result with a budget of tokens in the report of each of the best."""
+        return self._replace(best=tuple(f._replace(report=f.report.for_tokens(tokens)) for f in self.best))
+
     def to_json(self) -> str:
         """Format as one JSON object."""
         found = [

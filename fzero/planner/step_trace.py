@@ -27,7 +27,7 @@ from fzero.offload import DiskTensor
 from fzero.optim.average import AVERAGE
 from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedNvme
-from fzero.planner.operations import Op, describe_op
+from fzero.planner.operations import Op, describe_op, describe_passes
 from fzero.run import build as run_build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
@@ -195,7 +195,8 @@ class Tracer:
             return out
         op = describe_op(func, args, kwargs, out, here.phase, here.layer)
         if op is not None:
-            record.event(op)
+            for one in describe_passes(op, args):
+                record.event(one)
         return out
 
     def copied(self, record: MemoryTrace, func: Any, args: tuple, out: Tensor) -> bool:

@@ -51,19 +51,16 @@ class Timing(NamedTuple):
     moving: dict[str, float]  # busy time of a disk ("nvme") or of copies to and from the host ("host")
     flop: int  # hardware FLOPs of one rank
     binds: str  # the largest part of the step: "compute", "memory", "host", "communication on dp", "nvme"
+    issue_s: float  # of a GPU: the host's seconds to issue the operators, beside the device's
 
 
-def predict(trace: Trace, device: Device, *, ranks_on_node: int | None = None) -> Timing:
-    """The Timing of a traced step on a device.
-
-    ranks_on_node: processes that share a machine, its cores and disks (None: as many as the device's innermost links
-    connect)."""
-    world = math.prod(trace.sizes.values())
-    processes = ranks_on_node or min(world, device.links[0].ranks or world)
+def predict(trace: Trace, device: Device, captured: bool = False) -> Timing:
+    """The Timing of a traced step on a device. captured: the step is one graph, of which the host issues nothing."""
+    processes = device.on_node(math.prod(trace.sizes.values()))  # share a machine, its cores and disks
     threads = threads_of(device.cores, processes) if device.kind == "cpu" else 1
     fp32_matmul = trace.config.precision.fp32_matmul
     cost = op_costs(device, threads=threads, processes=processes, fp32_matmul=fp32_matmul)
-    play = Play(device, cost, ways_of(device, trace.sizes), processes)
+    play = Play(device, cost, ways_of(device, trace.sizes), processes, issued=not captured)
     rates = device.rates_of(threads, processes)
     op_s, step_s = (rates.op_s, rates.step_s) if rates is not None else (device.op_s, {})
     if trace.config.train.compiled:
@@ -80,8 +77,9 @@ def predict(trace: Trace, device: Device, *, ranks_on_node: int | None = None) -
 class Play:
     """The state of a simulation: clocks, transfers under way, and sums of seconds."""
 
-    def __init__(self, device: Device, cost: Any, ways: Mapping[str, Way], processes: int):
+    def __init__(self, device: Device, cost: Any, ways: Mapping[str, Way], processes: int, issued: bool = True):
         self.device, self.cost, self.ways, self.processes = device, cost, ways, processes
+        self.issued = issued  # whether the host issues the operators
         self.one_clock = device.kind == "cpu"
         self.clock: dict[str, float] = {"host": 0.0, "device": 0.0}
         self.call_s: float | None = None  # host seconds for a call of a compiled block; None: blocks are not compiled
@@ -98,6 +96,7 @@ class Play:
     def spend(self, phase: str, layer: int | None, host_s: float, device_s: float = 0.0, bound: str = "host") -> None:
         """Issue and compute some work."""
         clock, before = self.clock, self.clock["device"]
+        host_s *= self.issued
         if self.one_clock:
             late = host_s
             clock["device"] = clock["host"] = before + host_s + device_s
@@ -237,7 +236,8 @@ class Play:
         parts |= {f"communication on {axis}": seconds for axis, seconds in groups.get("exposed", {}).items()}
         flop = int(groups.get("flop", {}).get("", 0))
         binds = max(parts, key=parts.__getitem__, default="compute")
-        return Timing(self.clock["device"], **found, flop=flop, binds=binds)
+        issue_s = 0.0 if self.one_clock else self.clock["host"]
+        return Timing(self.clock["device"], **found, flop=flop, binds=binds, issue_s=issue_s)
 
 
 def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:
@@ -254,27 +254,3 @@ def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[li
             else:
                 taken.append(event.number)
     return list(started), taken
-
-
-# ---- derived numbers ---------------------------------------------------------------------------------------------
-
-
-def tokens_per_s(timing: Timing, tokens_per_step: int) -> float:
-    """The tokens of all ranks per second."""
-    return tokens_per_step / timing.step_s
-
-
-def days(timing: Timing, tokens_per_step: int, tokens: float) -> float:
-    """The days that `tokens` tokens take, counting steps only.
-
-    >>> days(Timing(2.0, {}, {}, {}, {}, {}, {}, {}, {}, 0, "compute"), 1_000_000, 86_400e6)
-    2.0
-    """
-    return tokens / tokens_per_s(timing, tokens_per_step) / SECONDS_A_DAY
-
-
-def price(
-    timing: Timing, tokens_per_step: int, tokens: float, devices: int, price_per_hour: float | None
-) -> float | None:
-    """The cost of those days on `devices` devices, in the currency of the hourly price; None if that is unknown."""
-    return None if price_per_hour is None else 24.0 * days(timing, tokens_per_step, tokens) * devices * price_per_hour

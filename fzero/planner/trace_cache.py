@@ -9,7 +9,6 @@ and replaced; the oldest ones are removed where all of them together exceed MOST
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -27,14 +26,15 @@ from fzero.comm.ledger import Row
 from fzero.core.compile import have_compiler
 from fzero.core.device import Target
 from fzero.core.foreign import in_form, read_json
+from fzero.core.kept import package_digest
 from fzero.core.storage import naming
+from fzero.kernels import chips
 from fzero.planner.operations import Op
 from fzero.planner.step_trace import Segment, Trace, Transfer
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.measure.live_bytes import Moment
 
-PACKAGE = Path(__file__).parent.parent
 FOLDER = "FZERO_PLAN_CACHE"  # the environment variable that names the folder; 0: none
 MOST_BYTES = 200_000_000  # of all entries
 READ_BY_LIBRARIES = ("FZERO_", "TORCH", "PYTORCH", "TRITON")  # environment variables on which a trace may depend
@@ -50,17 +50,6 @@ def cache_folder() -> Path | None:
         return None
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(named) if named else root / "fzero" / "plans"
-
-
-@functools.cache
-def package_digest() -> str:
-    """The digest of all files of this package, which an edit changes."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*")):
-        if path.suffix in (".py", ".cpp") and path.is_file():
-            digest.update(f"{path.relative_to(PACKAGE)}\n{path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> dict[str, Any]:
@@ -82,6 +71,7 @@ def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Tar
         "sizes": {name: size for name, size in sizes.items() if size > 1},
         "rank": rank,
         "target": target._asdict(),
+        "attention": [list(speed) for speed in chips.measured(target.name)],
     }
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fzero.comm.mesh_text import mesh_text
 from fzero.models import ModelConfig
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, percent, quantity, size, table
-from fzero.planner.plan import PlanReport, plan
+from fzero.planner.plan import PlanReport, device_for, plan
 from fzero.run.config import RunConfig
 
 COLUMNS = ("memory", "of it", "at rest", "sent a step", "step", "tokens/s", "MFU", "binds")
@@ -50,6 +51,10 @@ class Variants(NamedTuple):
         ]
         return fitting[slowness.index(min(slowness))] if fitting else None
 
+    def for_tokens(self, tokens: float) -> Variants:
+        """These plans with a budget of tokens in each report."""
+        return Variants(tuple(row._replace(report=row.report and row.report.for_tokens(tokens)) for row in self.rows))
+
     def to_json(self) -> str:
         """Format as one JSON object."""
         rows = []
@@ -87,7 +92,8 @@ def vary(
     """Plan a run for every combination of `choices`; the last name varies fastest.
 
     choices: the values to try by name: "mesh" (tables of axes), "gpu" (devices), or a dotted name of the config, such
-    as "train.remat". The other arguments are those of `plan`. A combination that a run would refuse has its error in
+    as "train.remat". A device given by name has the price and the ranks on a node of `gpu`. The other arguments are
+    those of `plan`. A combination that a run would refuse has its error in
     place of a plan. Raises ValueError if no combination can be planned.
 
     >>> small = {"preset": "llama-tiny", "train": {"compiled": False}, "precision": {"policy": "bf16"}}
@@ -96,7 +102,8 @@ def vary(
     """
     if "preset" in choices and not isinstance(model, str | Mapping):
         raise ValueError("preset varies for a preset's name or a table of a config; this model has its sizes already")
-    settings = dict(options.pop("settings", None) or {})
+    settings, usual = dict(options.pop("settings", None) or {}), device_for(gpu)
+    common = {name: x for name in ("price_per_hour", "ranks_on_node") if (x := getattr(usual, name)) is not None}
     rows: list[Variant] = []
     for combination in itertools.product(*choices.values()):
         values = dict(zip(choices, combination))
@@ -110,9 +117,9 @@ def vary(
             else {**model, "preset": values["preset"]}
         )
         try:
-            report = plan(
-                base, values.get("mesh", mesh), gpu=values.get("gpu", gpu), settings=settings | changes, **options
-            )
+            device = values.get("gpu", usual)
+            device = device if isinstance(device, Device) else replace(device_for(device), **common)
+            report = plan(base, values.get("mesh", mesh), gpu=device, settings=settings | changes, **options)
             rows.append(Variant(shown, report))
         except ValueError as error:
             rows.append(Variant(shown, None, str(error)))

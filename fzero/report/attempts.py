@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fzero.core.tables import flat
+from fzero.run.config_versions import current_keys
 from fzero.run.placement import FLAGS
 
 Attempt = Mapping[str, Any]
@@ -66,7 +67,7 @@ def belongs(record: Mapping[str, Any] | None, steps: Sequence[int], attempts: Se
 
 def planned_for(plan: Mapping[str, Any], attempt: Attempt) -> bool:
     """Whether a plan is of the placement of an attempt, as far as it tells."""
-    there, here = (dict(flat(found.get("config") or {})) for found in (plan, attempt))
+    there, here = dict(flat(current_keys(plan.get("config") or {}))), dict(flat(attempt.get("config") or {}))
     keys = [key for key in FLAGS if key in there and key in here and not key.startswith("nvme.")]
     if "mesh" in plan and "mesh" in attempt and sizes(plan["mesh"]) != sizes(attempt["mesh"]):
         return False

@@ -62,17 +62,24 @@ def time_bars(run: RunReport) -> Draw:
 
 
 def time_steps(run: RunReport) -> Draw:
-    """Seconds of each step by phase, on an axis that a few slow steps do not stretch."""
+    """Seconds of each step by phase, on an axis that a few slow steps do not stretch. On a GPU few steps have
+    phases."""
     s = run.series
-    phases = {name.removeprefix("phases."): values for name, values in s.items() if name.startswith("phases.")}
-    walls = [sum(v[i] or 0.0 for v in phases.values()) for i in range(len(s["step"]))]
+    split = [i for i, value in enumerate(s["phases.forward"]) if value is not None]
+    steps = [s["step"][i] for i in split]
+    phases = {
+        name.removeprefix("phases."): [values[i] for i in split]
+        for name, values in s.items()
+        if name.startswith("phases.")
+    }
+    walls = [sum(v[i] or 0.0 for v in phases.values()) for i in range(len(split))]
     ceiling = highest_shown(walls)
-    over = [(wall, step) for wall, step in zip(walls, s["step"]) if wall > ceiling]
+    over = [(wall, step) for wall, step in zip(walls, steps) if wall > ceiling]
     note = ""
     if over:
         longest, step = max(over)
         note = f"{len(over)} of {len(walls):,} steps are longer; the longest, step {step:,}, {shown(longest, 's')}"
-    return lambda: figures_bars.time_steps(s["step"], phases, ceiling, note)
+    return lambda: figures_bars.time_steps(steps, phases, ceiling, note)
 
 
 def highest_shown(values: Sequence[float]) -> float:

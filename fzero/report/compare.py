@@ -18,7 +18,6 @@ LAYOUT = (
         "zero",
         "reduce",
         "sequence",
-        "accumulate",
         "prefetch",
         "reshard",
         "guard.",

@@ -163,7 +163,7 @@ def final_table(report: Report, found: Sequence[Outcome]) -> Table:
         losses = ["-" if v is None else digits(v) for v in (one.val, one.val and perplexity(one.val), one.train)]
         if several and one.val is not None and one.val_tokens != one.tokens:
             losses[0] += f" (at {one.val_tokens:,})"
-        cells = [cell(value_of(run, name), unit) for name, unit in quantities.values()]
+        cells = [cell(value_of(run, counted(run, name)), unit) for name, unit in quantities.values()]
         rows.append([run.name if several else "measured", *losses, duration(one.seconds), *cells])
     if not several:
         planned = [cell(value_of(report.runs[0], name, predicted=True), unit) for name, unit in quantities.values()]
@@ -173,6 +173,12 @@ def final_table(report: Report, found: Sequence[Outcome]) -> Table:
     if at:
         caption = f"Losses after {at['tokens']:,} tokens, which all runs have seen; time and rates of whole runs"
     return table("final", caption, [*head, *quantities], rows)
+
+
+def counted(run: RunReport, name: str) -> str:
+    """The quantity that tells `name` best: a GPU's allocator counts what no operator shows."""
+    on_gpu = name == "peak_bytes" and value_of(run, "gpu_peak_bytes") is not None
+    return "gpu_peak_bytes" if on_gpu else name
 
 
 def cell(value: float | None, unit: str) -> str:

@@ -12,9 +12,10 @@ from fzero.core.foreign import expect_entries, read_json
 from fzero.report.attempts import belongs, counted, planned_for, subject
 from fzero.report.values import Quantity, RunReport
 from fzero.run import run_folder
+from fzero.run.config_versions import current_keys
 from fzero.run.resume import rollback
 
-ATTEMPTS, LEDGER, MEMORY, PLAN = "attempts.jsonl", "ledger.json", "memory.json", "plan.json"
+ATTEMPTS, LEDGER, MEMORY, PLAN = run_folder.ATTEMPTS, "ledger.json", "memory.json", "plan.json"
 SAMPLE = {"step": int, "prompt": str, "text": str}  # a line of samples.jsonl
 ROLLBACK = {"step": int, "to": int, "why": str}  # of a rollback in skips.json
 WARM_UP = 2  # first steps of an attempt left out of all times: they compile and allocate buffers
@@ -50,7 +51,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
             f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a "
             f"{run_folder.CONFIG}"
         )
-    config = read_json(folder / run_folder.CONFIG)
+    config = current_keys(read_json(folder / run_folder.CONFIG))
     environment = run_folder.read_environment(folder)
     if not environment.get("corpus") and not (folder / run_folder.METRICS).is_file():
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is nothing to report")
@@ -59,7 +60,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
         raise ValueError(f"{folder / run_folder.METRICS}: has no step yet; report the run when it has made some")
     series = columns(rows, folder / run_folder.METRICS)
     missing = [f"{name} is not there: {what}." for name, what in MISSING.items() if not (folder / name).is_file()]
-    attempts = list(run_folder.read_lines(folder / ATTEMPTS))
+    attempts = run_folder.read_attempts(folder)
     memory = check_form(read_json(folder / MEMORY), folder / MEMORY) if (folder / MEMORY).is_file() else None
     ledger = check_form(read_json(folder / LEDGER), folder / LEDGER) if (folder / LEDGER).is_file() else {}
     other = "is of an earlier attempt with another placement, so it is not compared with the last one's figures"
@@ -261,7 +262,7 @@ def list_quantities(
     out.add("num_params", "parameters", "1", "num_params", environment.get("num_params"), source)
     steps, source = last.get("tokens_per_step"), f"{ATTEMPTS}: tokens_per_step"
     out.add("tokens_per_step", "tokens of a step", "tokens", "tokens_per_step", steps, source)
-    add_memory(out, memory or {})
+    add_memory(out, memory or {}, series, kept)
     add_traffic(out, ledger)
     for way, column, words in (
         ("read", "disk_read_bytes", "read from the disk by a rank in a step"),
@@ -285,8 +286,11 @@ def list_quantities(
     return out.found
 
 
-def add_memory(out: Quantities, memory: Mapping[str, Any]) -> None:
-    """Add the bytes at rest by group, and the peak."""
+def add_memory(
+    out: Quantities, memory: Mapping[str, Any], series: Mapping[str, list[Any]], kept: Sequence[int]
+) -> None:
+    """Add the bytes at rest by group, and the peaks: of live tensors, and of a GPU's run also by its allocator and in
+    the host's memory."""
     state = memory.get("state", {})
     for group in dict.fromkeys([*out.plan.get("state_bytes", {}), *state]):
         key, source = f"state_bytes/{group}", f"{MEMORY}: state.{group}"
@@ -297,6 +301,16 @@ def add_memory(out: Quantities, memory: Mapping[str, Any]) -> None:
         # both.
         peak, source = memory.get("allocator_peak_bytes"), f"{MEMORY}: allocator_peak_bytes"
     out.add("peak_bytes", "peak of live tensors of a rank", "bytes", "peak_bytes_per_rank", peak, source)
+    column = series.get("gpu_peak_bytes")
+    known = [column[i] for i in kept if column[i] is not None] if column else []
+    if known:
+        source = f"{run_folder.METRICS}: the largest gpu_peak_bytes of {len(known)} rows"
+        title = "peak of a rank by the GPU's allocator"
+        out.add("gpu_peak_bytes", title, "bytes", "peak_bytes_per_rank", max(known), source)
+    host, planned = memory.get("host_peak_bytes"), out.plan.get("host_peak_bytes")
+    if host or planned:
+        title, source = "peak of a rank's tensors in the host's memory", f"{MEMORY}: host_peak_bytes"
+        out.add("host_peak_bytes", title, "bytes", "host_peak_bytes", host, source)
 
 
 def add_traffic(out: Quantities, ledger: Sequence[Mapping[str, Any]] | None) -> None:

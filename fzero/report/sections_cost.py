@@ -7,7 +7,7 @@ from typing import Any
 from fzero.report import bind
 from fzero.report.parts import PAIR, Picture, Section, pair, table
 from fzero.report.read import steady
-from fzero.report.values import Quantity, RunReport, ratio, shown, shown_ratio
+from fzero.report.values import Quantity, RunReport, digits, ratio, shown, shown_ratio
 
 
 def memory(run: RunReport) -> Section:
@@ -27,7 +27,12 @@ def memory(run: RunReport) -> Section:
     for name in dict.fromkeys(names):
         predicted, seen = (parts.get(name, 0) if there_is else None for parts, there_is in zip(parts_of, known))
         rows.append((name, *pair(Quantity(name, name, "bytes", predicted, seen, "", ""))))
-    rows += [("**all, at the peak**", *pair(q)) for q in run.quantities if q.name == "peak_bytes"]
+    whole = {
+        "peak_bytes": "**all, at the peak**",
+        "gpu_peak_bytes": "**all, by the GPU's allocator**",
+        "host_peak_bytes": "in the host's memory",
+    }
+    rows += [(whole[q.name], *pair(q)) for q in run.quantities if q.name in whole]
     rest = [(q.title.removeprefix("at rest: "), *pair(q)) for q in run.quantities if q.name.startswith("state/")]
     parts: list[Any] = []
     if measured.get("timeline") or plan.get("timeline"):
@@ -65,7 +70,21 @@ def memory(run: RunReport) -> Section:
             f"At most in use in the same step: {', '.join(beside)}."
             + (f" Not seen in the stack: {measured['not_seen']}." if measured.get("not_seen") else "")
         )
-    return Section("memory", "Memory", parts)
+    return Section("memory", "Memory", [*parts, *by_allocator(run)])
+
+
+def by_allocator(run: RunReport) -> list[str]:
+    """A sentence on what a GPU's allocator keeps beyond its tensors, after the last step that measured it."""
+    columns = ("step", "gpu_reserved_bytes", "gpu_peak_bytes", "gpu_reserved_ratio", "rss_peak_bytes")
+    rows = [row for row in zip(*(run.series.get(name, ()) for name in columns)) if None not in row]
+    if not rows:
+        return []
+    step, reserved, peak, times, host = rows[-1]
+    return [
+        f"After step {step:,} the GPU's allocator keeps {shown(reserved, 'bytes')}, {digits(times)} times the "
+        f"{shown(peak, 'bytes')} that tensors have held at most since the row before; more than 1.1 times is lost "
+        f"between blocks. The process has held at most {shown(host, 'bytes')} of the host's memory."
+    ]
 
 
 def place_of(moment: dict[str, Any]) -> str:

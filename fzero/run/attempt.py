@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fzero.run.build import Job
 from fzero.run.corpus import Say
@@ -20,6 +21,7 @@ class Options(NamedTuple):
     sample: str = "def "  # prompt of the text shown at the end; "" for none
     say: Say = print
     bar: bool = False  # a progress bar on stderr in place of lines
+    log: Callable[[int, dict[str, Any]], None] | None = None  # hears of each step on rank 0: its number and its row
 
 
 class Attempt(NamedTuple):

@@ -31,7 +31,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.sharding import Mesh, Plan, Spec, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.memory import Offload
-from fzero.sharding.slices import STACKED, local_numel
+from fzero.sharding.slices import is_stacked, local_numel
 from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution
 from fzero.train.init import init_state
@@ -100,9 +100,7 @@ def build(
         mesh,
         policy=make_policy(config),
         reduce=config.reduce,
-        accumulate=config.accumulate,
         sequence=config.sequence,
-        reshard=config.reshard,
         offload=config.offload,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
@@ -114,7 +112,16 @@ def build(
         nvme.need(buffer_bytes(plan, config))
     g = config.guard
     spike = Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
-    execution = Execution(t.remat, bool(t.compiled), t.kernels, config.prefetch, t.measure_every > 0, layers)
+    execution = Execution(
+        t.remat,
+        bool(t.compiled),
+        t.kernels,
+        config.prefetch,
+        config.reshard,
+        t.measure_every > 0,
+        t.capture,
+        _layers=layers,
+    )
     train_step = make_train_step(
         model,
         tx,
@@ -149,7 +156,7 @@ def buffer_bytes(plan: Plan, config: RunConfig) -> int:
     parts: dict[str, int] = {}
     sums: dict[str, int] = {}
     for name, leaf in plan.leaves.items():
-        part, layers = name.split("/")[0], leaf.shape[0] if name.startswith(STACKED) else 1
+        part, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
         for held, spec, dtype in ((parts, leaf.params, policy.param), (sums, leaf.grads, policy.accumulate)):
             if spec.memory == "nvme":
                 size = local_numel(leaf.shape, Spec(spec.dims), plan.sizes) // layers * dtype.itemsize
@@ -226,12 +233,7 @@ def save_store(
         return None
     job = job._replace(plan=replace(job.plan, policy=make_policy(before)))
     stage = before.zero if snapshot.stage is None else snapshot.stage
-    options = {
-        "reduce": before.reduce,
-        "accumulate": before.accumulate,
-        "sequence": before.sequence,
-        "policy": make_policy(before),
-    }
+    options = {"reduce": before.reduce, "sequence": before.sequence, "policy": make_policy(before)}
     there = zero_plan(stage, job.model, fake_mesh(snapshot.sizes), **options)
     old = state_specs(there, job.tx)
     return save_snapshot(home, snapshot, old, like_of(job), specs_of(job), job.mesh, to_table(before))
@@ -242,4 +244,4 @@ def save_store(
 
 def num_params(job: Job) -> int:
     """The number of parameters."""
-    return sum(leaf.numel() for leaf in pytree.leaves(job.plan.like))
+    return models.num_params(job.model)

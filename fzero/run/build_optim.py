@@ -11,8 +11,9 @@ from fzero.core.precision import POLICIES, Policy, fp16
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.optim import GradientTransformation, Schedule, decay_matrices
 from fzero.run.config import Optim, RunConfig
+from fzero.sharding.slices import STACKED
 
-BLOCK_MATRICES = r"^blocks/(.*/)?w_"  # updated by muon; AdamW updates the router and all leaves outside the blocks
+BLOCK_MATRICES = rf"{STACKED}(.*/)?w_"  # updated by muon; AdamW updates the router and all leaves outside the blocks
 
 
 def make_policy(config: RunConfig) -> Policy:

@@ -80,6 +80,7 @@ class Train:
     seed: int = 0
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: if there is a compiler
+    capture: str = "off"  # auto: on a GPU steps are replayed as one graph where the host issues them too slowly
     # with offloaded states also: backward (each layer when its gradient is reduced)
     update: str = "end"
     kernels: str = (
@@ -148,9 +149,8 @@ class RunConfig:
     train: Train = Train()
     mesh: dict[str, int] = field(default_factory=dict)  # sizes of its axes; empty: dp over all processes
     zero: int = 0  # ZeRO stage
-    reduce: str = "fast"  # canonical: one order of sums on every mesh
+    reduce: str = "fast"  # sums over ranks; once: whole over micro-batches first; canonical: alike on every mesh
     sequence: bool = False  # sequence parallelism over tp
-    accumulate: str = "shards"  # over micro-batches at stages 2 and 3: shards of gradients, or full ones
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again
     offload: str = (

@@ -19,7 +19,8 @@ from fzero.models import sizes
 from fzero.run.measure.loggers import check_loggers
 from fzero.sharding import AXES
 from fzero.sharding.memory import Offload
-from fzero.sharding.plan import ACCUMULATE, REDUCE
+from fzero.sharding.plan import REDUCE
+from fzero.train.execution import CAPTURE
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
@@ -83,12 +84,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision.policy": ("auto", *POLICIES),
     "precision.fp32_matmul": ("auto", "default", "onednn"),
     "train.compiled": ("auto", True, False),
+    "train.capture": CAPTURE,
     "train.compress": ("none", "zstd"),
     "train.on_save_error": ("continue", "stop"),
     "train.update": ("end", "backward"),
     "device": gpu.KINDS,
     "reduce": REDUCE,
-    "accumulate": ACCUMULATE,
     "guard.nonfinite": ("skip", "rollback", "stop"),
     "guard.spike": ("off", "skip", "rollback"),
 }

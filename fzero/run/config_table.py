@@ -17,6 +17,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_checks import (
     check_leaf,
 )
+from fzero.run.config_versions import current_keys
 from fzero.run.recipes import recipe
 
 DEFAULT_PRESET = "llama-tiny"
@@ -106,9 +107,4 @@ def to_json(config: RunConfig) -> str:
 
 def from_json(text: str, name: str = "config.json") -> RunConfig:
     """The RunConfig of a JSON text; raises ValueError naming the file if it is not JSON or not a config."""
-    table = parse_json(text, name)
-    train = table.get("train")
-    # Earlier versions have this model field in `train`.
-    if isinstance(train, dict) and (tiles := train.pop("mlp_tiles", 1)) != 1:
-        table.setdefault("model", {})["mlp_tiles"] = tiles
-    return from_table(table)
+    return from_table(current_keys(parse_json(text, name)))

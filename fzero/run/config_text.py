@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fzero.core.tables import Table, flat, put, to_toml
-from fzero.models import LoRAConfig
+from fzero.models import LoRAConfig, QuantizedConfig
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import refuse_unused
 from fzero.run.config_table import to_table
@@ -25,7 +25,7 @@ def commented(config: RunConfig) -> str:
     >>> [line for line in commented(from_table({"zero": 3})).splitlines() if line.startswith("zero")]
     ['zero = 3  # ZeRO stage (default 0)']
     """
-    assert not isinstance(config.model, LoRAConfig), "the file of a run has no LoRA"
+    assert not isinstance(config.model, (LoRAConfig, QuantizedConfig)), "the file of a run has no LoRA"
     said, notes = {}, {}
     kinds = kinds_of(config)
     usual = dict(flat(to_table(RunConfig(model=type(config.model)()))))

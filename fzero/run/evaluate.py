@@ -10,6 +10,7 @@ import torch
 
 from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
+from fzero.core.gpu import read_scalars
 from fzero.optim import AverageState
 from fzero.run.build import Job
 from fzero.run.corpus import on_device_ahead
@@ -34,11 +35,9 @@ def evaluate_all(
         sums = []
         for batch in on_device_ahead(batches(), job.device):
             loss = job.eval_step(params, batch)
-            sums.append((loss.extra.get("cross_entropy", loss.total), loss.num_tokens))
+            sums += [x.double() for x in (loss.extra.get("cross_entropy", loss.total), loss.num_tokens)]
         with mesh.ledger.phase("evaluate"):
-            rows = torch.tensor(
-                [[float(total), float(count)] for total, count in sums], dtype=torch.float64, device=device_of(mesh)
-            )
+            rows = torch.tensor(read_scalars(sums), dtype=torch.float64, device=device_of(mesh)).reshape(-1, 2)
             table = gather_rows(rows, mesh, leaf="sums", axes=BY_DATA_RANK)
         total, count = (sum(column) for column in table.transpose(0, 1).reshape(-1, 2).T.tolist())
         out[name] = total / max(count, 1)

@@ -37,7 +37,7 @@ def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
     value = recipe("", source.config)
     tokenizer = tokenizer_of(folder, source.hf_config)
     leaves = {name: checkpoint.Lazy(*leaf) for name, leaf in source.leaves.items()}
-    params = models.build(source.config).init(lambda name, shape, std, mean=0.0: leaves[name])
+    params = models.build(source.config).init(lambda name, shape, std, mean=0.0, dtype=None: leaves[name])
     with run_lock.owning(out) as there:
         run_folder.expect_free(out)
         try:

@@ -11,10 +11,9 @@ from torch import Tensor
 from fzero.core import prng, pytree
 from fzero.core.pytree import Tree
 from fzero.models import Cache, Ctx, Model
-from fzero.sharding import one_process, zero_plan
+from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
-from fzero.sharding.slices import STACKED
-from fzero.train.streamed import PREFIX, Parts, parts_of
+from fzero.train.streamed import Part, parts_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def generate(
     Parameters on a disk (DiskTensor) are read part by part, each while the one before it computes, for every token
     anew. Raises ValueError for an empty prompt, T + n above the model's max_len, and an id outside the
     vocabulary."""
-    parts = parts_of(model, zero_plan(0, model, one_process()))
+    plan = zero_plan(0, model, one_process())
     batch, length = tokens.shape
     vocab = vocab_size or model.config.vocab_size
     if length < 1:
@@ -76,7 +75,7 @@ def generate(
     caches = make_caches(model, params, batch, length + n, tokens.device)
     seen, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     for position in range(length, length + n):
-        logits = forward(model, parts, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
+        logits = forward(model, plan, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
         seen = position
         new = draw(logits, prng.fold_in(key, position), sampling)
         tokens = torch.cat((tokens, new[:, None]), 1)
@@ -98,25 +97,34 @@ def make_caches(model: Model, params: Tree, batch: int, length: int, device: tor
 
 
 def forward(
-    model: Model, parts: Parts, params: Tree, tokens: Tensor, caches: list[Cache | tuple[()]], length: int
+    model: Model, plan: Plan, params: Tree, tokens: Tensor, caches: list[Cache | tuple[()]], length: int
 ) -> Tensor:
     """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into
-    them."""
+    them.
+
+    plan: that of one process."""
     ctx = Ctx(dtype=pytree.leaves(params)[0].dtype)
     caches = [cache._replace(length=length) if cache else () for cache in caches]
-    embed, head = Group("embed", parts.embed), Group("head", parts.head)
-    layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
-    ahead = Prefetcher(ParamFetcher(params, parts.plan, tokens.device), 1)
-    ahead.expect([embed, *layers, head], "sample")
+    parts, batch = parts_of(model, plan), {"tokens": tokens}
+    ahead = Prefetcher(ParamFetcher(params, plan, tokens.device), 1)
+    ahead.expect([group for part in parts for group in part.groups], "sample")
 
-    def take(part: Group) -> Tree:
-        names = [name.removeprefix(STACKED) if part.layer is not None else name for name in part.leaves]
-        return pytree.nest(dict(zip(names, ahead.take(part))))
+    def take(part: Part, group: Group) -> Tree:
+        names = [name.removeprefix(f"{part.name}/") if part.depth else name for name in group.leaves]
+        return pytree.nest(dict(zip(names, ahead.take(group))))
 
-    x = model.embed(take(embed), {"tokens": tokens}, ctx._replace(cache=caches[0]))
-    for i, cache in enumerate(caches):
-        x = model.block(take(layers[i]), x, ctx._replace(cache=cache, layer=torch.full((), i, device=tokens.device)))
-    return model.logits(take(head), x, ctx)
+    x = None
+    for part in parts[:-1]:
+        for i, group in enumerate(part.groups):
+            at, f = ctx._replace(cache=caches[part.first + i]), part.functions[i % len(part.functions)]
+            if part.kind == "embed":
+                x = f(take(part, group), batch, at)
+            elif part.kind == "join":
+                x = f(take(part, group), x, batch, at)
+            else:
+                number = torch.full((), part.first + i, device=tokens.device)
+                x = f(take(part, group), x, at._replace(layer=number))
+    return model.logits(take(parts[-1], parts[-1].groups[0]), x, ctx)
 
 
 def draw(logits: Tensor, key: Tensor, how: Sampling) -> Tensor:

@@ -26,20 +26,23 @@ from fzero.run.evaluate import evaluate_all
 from fzero.run.generate import Sampling, generate
 from fzero.run.measure import attempts
 from fzero.run.measure.flops import token_flop
-from fzero.run.measure.log import Meter, metrics_row, metrics_writer
+from fzero.run.measure.log import Meter, metrics_writer
 from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.progress import format_duration, show_progress
 from fzero.run.measure.step_records import Chosen, chosen, recording
 from fzero.run.memory_check import snapshot_room
+from fzero.run.out_of_memory import explained
 from fzero.run.placement import resume_command
 from fzero.run.ranks.signals import stop_signals
 from fzero.run.ranks.watchdog import watch
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, offload_summary, to_memory
 from fzero.run.resume.saver import CheckpointSaver
+from fzero.run.rows import Rows, due_after
 from fzero.run.waiting import sleep_while_shared
 from fzero.sharding.digests import digest_text
 from fzero.sharding.redistribute import gather_on_first
+from fzero.train.capture import take_news
 from fzero.train.state import TrainState
 
 
@@ -53,6 +56,7 @@ def train(attempt: Attempt, state: TrainState) -> int:
     announce(attempt)
     begin = time.perf_counter()
     with ExitStack() as stack:
+        stack.enter_context(explained(attempt.job, attempt.folder, attempt.coordinator))
         stop = stack.enter_context(stop_signals())
         stack.enter_context(sleep_while_shared())
         stack.enter_context(watch(attempt.coordinator, attempt.job.config.train.hang_s, stop))
@@ -69,13 +73,19 @@ def train(attempt: Attempt, state: TrainState) -> int:
 def recorder(attempt: Attempt, first: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A context of a function that writes and shows the rows of the steps after `first`."""
     config, options = attempt.job.config, attempt.options
-    t, shown = config.train, {"bar": options.bar, "say": options.say, "compiles": bool(config.train.compiled)}
+    t, shown = config.train, {"bar": options.bar, "say": options.say}
     table = config_table.to_table(config)
     with (
         show_progress(first, attempt.last_step, every=t.log_every, **shown) as show,
         metrics_writer(attempt.folder, first, show, t.loggers, table) as record,
     ):
-        yield record
+
+        def record_and_tell(row: Mapping[str, Any]) -> None:
+            record(row)
+            if options.log is not None:
+                options.log(row["step"], dict(row))
+
+        yield record_and_tell
 
 
 def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[TrainState, int, rollback.Fault | None]:
@@ -89,8 +99,8 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
     config, t, mesh, until = job.config, job.config.train, job.mesh, attempt.last_step
     batch_at, validation = corpus.open_data(config, path, mesh)
     bytes_per_token, specs = corpus.bytes_per_token(path), specs_of(job)
-    first, cursor, skipped, checked = int(state.step), int(state.data_cursor), 0, int(state.step)
-    micro_batch, check_every = corpus.open_micro_batches(config, path), config.guard.check_every
+    first, cursor, checked = int(state.step), int(state.data_cursor), int(state.step)
+    micro_batch = corpus.open_micro_batches(config, path)
     skips, tried = coordinator.share(lambda: rollback.read_log(folder)[:2])
 
     def sample(step: int) -> int:
@@ -109,8 +119,9 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         room = snapshot_room(job, machine.available_bytes() // coordinator.local_size)
         saver = stack.enter_context(CheckpointSaver(job, folder, first, room, options.say))
         saver.reserve(state)
-        step, traffic = first, job.nvme.moved() if job.nvme else DiskTraffic()
+        step, fault, traffic = first, None, job.nvme.moved() if job.nvme else DiskTraffic()
         meter, recorded, make_step = stack.enter_context(measure_steps(attempt, first))
+        rows = stack.enter_context(Rows(attempt, meter, record, tried))
         while step < until and not (signal := any_rank(stop[0] if stop else 0, mesh)):
             coordinator.step = step
             batch = meter.fetch(batches)
@@ -118,35 +129,33 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
                 state, metrics = make_step(state, batch, step + 1)
             if step == first and used:
                 options.say(f"kernels: {describe(used)}")
-            row = metrics_row(job, metrics, step)
+            for line in take_news(job.train_step):
+                options.say(line)
             step += 1
-            row |= meter.rates(step) | meter.norms(state, metrics, step)
+            made, due = meter.made(state, metrics, step), due_after(config, step)
+            if fault := rows.settle():  # of the step before, where that was not read yet
+                break
             with mesh.ledger.phase("checkpoint"):
-                row |= disk_row(job, traffic) | saver.poll()
+                fields = disk_row(job, traffic) | saver.poll()
             traffic = job.nvme.moved() if job.nvme else traffic
-            if step == t.steps or (t.eval_every and step % t.eval_every == 0):
+            if due.evaluate:
                 with mesh.ledger.phase("evaluate"):
-                    row |= evaluate_all(job, state, validation, bytes_per_token)
-            if t.digest_every and step % t.digest_every == 0:
-                row["digest"] = digest_text(state.params, specs.params, mesh)
-            row |= meter.times(step, recorded.how(step))
-            if record is not None:
-                record(row)
-            skipped = skipped + 1 if row["skipped"] else 0
-            fault = rollback.roll_back_decision(config.guard, row, sample(step - 1), skipped)
-            if fault is not None:
-                saver.close(None, step)
-                return state, 0, fault
-            if sample(step - 1) in tried and not row["skipped"]:
-                rollback.record_recovery(folder, step, sample(step - 1), tried, coordinator, options.say)
-            due = bool(t.checkpoint_every) and step % t.checkpoint_every == 0
-            if check_every and (due or step % check_every == 0):
+                    fields |= evaluate_all(job, state, validation, bytes_per_token)
+            if due.digest:
+                fields["digest"] = digest_text(state.params, specs.params, mesh)
+            rows.add(made, sample(step - 1), fields, recorded.how(step))
+            if (any(due) or not rows.late) and (fault := rows.settle()):
+                break
+            if due.check:
                 checked = compare(state, step)
-            if due:
+            if due.save:
                 with mesh.ledger.phase("checkpoint"):
                     saver.save(state, step)
+        if fault := fault or rows.settle():
+            saver.close(None, step)
+            return state, 0, fault
         signal = any_rank(stop[0] if stop else 0, mesh)
-        if check_every and checked != step:
+        if config.guard.check_every and checked != step:
             compare(state, step)
         saver.close(state, step)
         if job.nvme is not None and job.nvme.store is not None:
@@ -169,7 +178,7 @@ def measure_steps(
     number = 0
     if coordinator.first:
         number = attempts.begin(folder, job, first, coordinator.size, flop, options.peak_flops, options.peak_measured)
-    meter = Meter(job, flop, options.peak_flops)
+    meter = Meter(job, flop, options.peak_flops, first)
     with (
         recording(job, folder, number, which if coordinator.first else Chosen()) as step,
         job.mesh.ledger.watched(meter.clock),

@@ -22,6 +22,7 @@ from fzero.core import gpu
 from fzero.core.compile import have_compiler
 from fzero.core.device import CPU, Target, target_on
 from fzero.core.foreign import in_form, read_json
+from fzero.kernels.float8 import least_capability
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base
 from fzero.offload.disk_config import config_file
@@ -32,6 +33,7 @@ from fzero.run.memory_check import gigabytes
 
 Kind = tuple[torch.dtype, str]  # of products: their dtype, and "default" or "onednn"
 _MEASURED: dict[Kind, float] = {}  # FLOP/s on one thread that this process has measured
+BESIDE_GPU = 2  # cores of a process that its GPU's host computations leave alone
 GEMM = 1024  # side of the square products that are timed
 MAX_ERROR = 1e-6  # of a float32 product, relative to its float64 value
 OPTIONAL = {
@@ -46,13 +48,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share_cores(processes: int) -> str:
+def share_cores(processes: int, device: torch.device = gpu.HOST) -> str:
     """Share the cores of this host among its processes, and return a line that says how many threads each uses.
 
-    torchrun sets OMP_NUM_THREADS to 1 if it is not set, so 1 means nothing; a larger number is kept.
+    torchrun sets OMP_NUM_THREADS to 1 if it is not set, so 1 means nothing; a larger number is kept, and so is one that
+    is set for a single process. device: of the processes; those of a GPU leave 2 cores each to the threads that launch
+    its work and move data.
     """
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, cores() // processes))
+    said = os.environ.get("OMP_NUM_THREADS")
+    if said is None or (said == "1" and "LOCAL_RANK" in os.environ):
+        torch.set_num_threads(max(1, cores() // processes - BESIDE_GPU * (device.type == "cuda")))
     return f"threads: {torch.get_num_threads()} a process; {processes} processes on the {cores()} cores of this host"
 
 
@@ -135,20 +140,20 @@ def peak_rate(dtype: torch.dtype, processes: int = 1, device: torch.device = gpu
 
 
 def gemm_rates(kinds: Sequence[Kind], seconds: float = 0.1) -> list[float]:
-    """Time the fastest square product of each kind for `seconds`, in turn and on one thread: FLOP/s.
+    """Time the fastest square product of each kind for `seconds`, in turn, on one thread and by its own clock: FLOP/s.
 
-    In turn and on one thread, so that a comparison does not depend on who else uses the machine: while another process
-    has one of two cores, a product on two threads can take a hundred times as long. The side is 1024, or less where one
-    product would take too long."""
+    So that a comparison does not depend on who else uses the machine: while another process has one of two cores, a
+    product on two threads can take a hundred times as long, and one that waits for a core ten times. The side is 1024,
+    or less where one product would take too long."""
     all_threads, before = torch.get_num_threads(), fp32_matmul()
     torch.set_num_threads(1)
 
     def time_of(kind: Kind, side: int) -> float:
         a = torch.ones(side, side, dtype=kind[0])
         set_fp32_matmul(kind[1])
-        start = time.perf_counter()
+        start = time.thread_time()
         _ = a @ a
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     sides = []
     for kind in kinds:
@@ -238,6 +243,7 @@ def resolve_auto(
 
     flops: FLOP/s of a CPU's products by dtype; None: fp32 is taken to be the faster.
     compiled: whether blocks can be compiled there; None: on a GPU alone.
+    Raises ValueError for float8 on a GPU that has no such products.
     """
     cuda = target.kind == "cuda"
     policy, mode, blocks = config.precision.policy, config.precision.fp32_matmul, config.train.compiled
@@ -247,7 +253,25 @@ def resolve_auto(
     if blocks == "auto":
         blocks = cuda if compiled is None else compiled
     precision = replace(config.precision, policy=policy, fp32_matmul="default" if mode == "auto" else mode)
-    return replace(config, device=target.kind, precision=precision, train=replace(config.train, compiled=blocks))
+    resolved = replace(config, device=target.kind, precision=precision, train=replace(config.train, compiled=blocks))
+    if cuda:
+        _expect_float8(resolved, target)
+    return resolved
+
+
+def _expect_float8(config: RunConfig, target: Target) -> None:
+    """Raise ValueError if a config's float8 products would be emulated on a GPU, slower than bf16, unasked."""
+    matmul = make_policy(config).matmul
+    if not matmul or Kernels.parse(config.train.kernels)["float8_linear"] != "auto":
+        return
+    least = least_capability(matmul.removeprefix("float8_"))
+    if target.capability < least:
+        has, needs = (".".join(map(str, version)) for version in (target.capability, least))
+        raise ValueError(
+            f"precision.policy is {config.precision.policy!r}, whose products need compute capability {needs}, and "
+            f"{target.name or 'the GPU'} has {has}; use bf16, or --set train.kernels=auto,float8_linear=emulated for "
+            "the same numbers, slower than bf16"
+        )
 
 
 def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -328,7 +352,7 @@ def forms(config: RunConfig) -> dict[str, set[str]]:
     computed."""
     from fzero.core.torch_private import FakeTensorMode
 
-    def leaf(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
+    def leaf(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: Any = None) -> torch.Tensor:
         return torch.empty(shape, dtype=make_policy(config).param, requires_grad=True)
 
     model = models.build(config.model)
@@ -338,6 +362,17 @@ def forms(config: RunConfig) -> dict[str, set[str]]:
         ctx = base.Ctx(dtype=policy.compute, matmul=policy.matmul, kernels=Kernels.parse(config.train.kernels))
         base.loss(model, model.init(leaf), {"tokens": tokens, "targets": tokens}, ctx)
     return used
+
+
+def usable_device() -> tuple[torch.device, str]:
+    """(the device that "auto" is here, the CPU where no GPU can be used; the GPUs in words, or why there is none)."""
+    try:
+        device = gpu.use_device(gpu.resolve_device("auto"))
+    except ValueError as error:
+        return gpu.HOST, str(error)
+    cards = [gpu.properties(torch.device("cuda", i)) for i in range(gpu.count_gpus())]
+    names = "; ".join(f"{card.name}, {gigabytes(card.total_memory)}" for card in cards)
+    return device, names or f"none{f' ({why})' if (why := gpu.complaint()) else ''}"
 
 
 def diagnose() -> str:
@@ -354,10 +389,9 @@ def diagnose() -> str:
     found.append(("memory", f"{gigabytes(available_bytes())} available"))
     found.append(("disk", f"{gigabytes(shutil.disk_usage(Path.cwd()).free)} free in this folder"))
     found.append(("compiler", compiler() or "none (g++ or clang++)"))
-    kind, cards = gpu.resolve_device("auto"), [torch.device("cuda", i) for i in range(gpu.count_gpus())]
-    device = gpu.use_device(kind)
-    names = [f"{gpu.properties(card).name}, {gigabytes(gpu.properties(card).total_memory)}" for card in cards]
-    found.append(("GPU", "; ".join(names) or "none"))
+    device, cards = usable_device()
+    kind = device.type
+    found.append(("GPU", cards))
     rates = [
         f"{name} {peak_rate(dtype, 1, device) / 1e9:,.0f} GFLOP/s"
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))

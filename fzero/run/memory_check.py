@@ -9,23 +9,28 @@ the head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from fzero import models
-from fzero.core import pytree
+from fzero.core import gpu, pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
-from fzero.models import LlamaConfig, MoEConfig
+from fzero.models import LlamaConfig
 from fzero.models.presets import family_of
+from fzero.models.sizes import hidden_units
 from fzero.offload.buffer_pool import round_to_pages
-from fzero.offload.store import store_bytes
+from fzero.offload.store_folder import store_bytes
+from fzero.optim.average import AVERAGE
 from fzero.run.build import Job, build, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan, Spec
-from fzero.sharding.slices import local_numel
+from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.spec import MEMORIES
 from fzero.train.state import meta_state
 from fzero.train.state_on_disk import leaves_on_disk
 
@@ -42,25 +47,30 @@ class Memory(NamedTuple):
     buffers: int  # for transfers to and from a disk
 
 
-def memory_needed(job: Job) -> Memory:
-    """The bytes that each rank of `job` needs, without making a tensor of it."""
+def bytes_of_state(job: Job) -> dict[str, tuple[str, int]]:
+    """{name of a leaf of the state: (the memory it rests in, its bytes on a rank)}, without making a tensor of it."""
+    held, like = pytree.named_leaves(specs_of(job)), pytree.named_leaves(meta_state(job.plan, job.tx))
+    return {name: (held[name].memory, tree_bytes(leaf)) for name, leaf in like.items()}
+
+
+def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> Memory:
+    """The bytes that each rank of `job` needs. leaves: its `bytes_of_state`, where that is known."""
     policy, plan, t, c = job.policy, job.plan, job.config.train, job.model.config
-    held = pytree.named_leaves(specs_of(job))
-    like = meta_state(plan, job.tx)
-    groups = pytree.named_leaves(like._replace(step=(), key=(), data_cursor=(), scaler=()))
-    state = tree_bytes([x for name, x in groups.items() if held[name].memory != "nvme"])
+    leaves = bytes_of_state(job) if leaves is None else leaves
+    few = ("step", "key", "data_cursor", "scaler")
+    state = sum(n for name, (place, n) in leaves.items() if place != "nvme" and name.split("/")[0] not in few)
     micro_batches = local_micro_batches(job.config, job.mesh)
     # A sum by a binary tree holds a term for each of its levels.
     terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
     part = max(part_numels(plan).values())
-    grads = (
-        terms * numel(plan, plan.grads, in_memory=True) * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
-    )
-    moved = plan.sizes["dp"] > 1 and any("dp" in spec.axes for spec in pytree.leaves(plan.params))
+    sums = terms * numel(plan, plan.grads, ("device", "host"))
+    grads = sums * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
+    at_rest = pytree.leaves(plan.params)
+    moved = plan.sizes["dp"] > 1 and any("dp" in spec.axes for spec in at_rest)
+    moved |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
     gathered = (job.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
     remat, tp = Remat.parse(t.remat), plan.sizes["tp"]
-    wide = c.d_ff * (c.top_k if isinstance(c, MoEConfig) else 1)
-    layer = int((10 * c.d_model + 4 * wide / tp) * remat.budget) + c.d_model
+    layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
     kept = c.n_layers * layer if not remat.every else c.d_model * c.n_layers // remat.every + remat.every * layer
     tokens = t.micro_batch * job.config.data.seq_len
     logits = 2 * 4 * min(tokens, 1024) * c.vocab_size // tp
@@ -79,22 +89,26 @@ def snapshot_room(job: Job, available: int) -> int:
     return max(64 << 20, (available - (sum(needed) - needed.state)) // 2)
 
 
-def numel(plan: Plan, specs: Tree, *, in_memory: bool = False) -> int:
-    """The elements of the parameters that one rank holds by `specs`; in_memory: without those on a disk."""
+def numel(plan: Plan, specs: Tree, memories: Collection[str] = MEMORIES) -> int:
+    """The elements of the parameters that one rank holds by `specs` in these memories."""
     pairs = zip(pytree.leaves(plan.like), pytree.leaves(specs))
-    return sum(
-        local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs if not in_memory or spec.memory != "nvme"
-    )
+    return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs if spec.memory in memories)
 
 
 def part_numels(plan: Plan) -> dict[str, int]:
-    """The elements of the embedding, of one layer and of the head, gathered over dp."""
+    """The elements of the embedding, of one layer of each stack and of the head, gathered over dp."""
     compute, parts = pytree.named_leaves(plan.compute), {}
     for name, leaf in pytree.named_leaves(plan.like).items():
         part = name.split("/")[0]
-        layers = leaf.shape[0] if part == "blocks" else 1
+        layers = leaf.shape[0] if is_stacked(name) else 1
         parts[part] = parts.get(part, 0) + local_numel(leaf.shape, Spec(compute[name].dims), plan.sizes) // layers
     return parts
+
+
+def part_layers(plan: Plan) -> dict[str, int]:
+    """The layers of each part of `part_numels`; 1 for a part that is no stack."""
+    leaves = pytree.named_leaves(plan.like)
+    return {name.split("/")[0]: leaf.shape[0] if is_stacked(name) else 1 for name, leaf in leaves.items()}
 
 
 def tree_bytes(tree: Tree) -> int:
@@ -216,18 +230,43 @@ def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
+def memory_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> Memory:
+    """The part of `memory_needed` that rests in the host's memory where the device is a GPU: leaves, sums of gradients
+    and activations that the plan keeps there, and the buffers of a disk."""
+    plan, t = job.plan, job.config.train
+    leaves = bytes_of_state(job) if leaves is None else leaves
+    state = sum(n for place, n in leaves.values() if place == "host")
+    c, acts = job.model.config, 0
+    if plan.acts == "host":
+        kept = c.d_model * (c.n_layers // Remat.parse(t.remat).every)
+        acts = t.micro_batch * job.config.data.seq_len * kept * job.policy.compute.itemsize
+    buffers = job.nvme.pool_bytes if job.nvme is not None else 0
+    return Memory(state, numel(plan, plan.grads, ("host",)) * job.policy.accumulate.itemsize, 0, acts, buffers)
+
+
 def host_bytes(job: Job) -> int:
-    """The bytes of `memory_needed` that rest in the host's memory where the device is a GPU: leaves and sums of
-    gradients that the plan keeps there, and the buffers of a disk."""
-    plan, held = job.plan, pytree.named_leaves(specs_of(job))
-    groups = pytree.named_leaves(meta_state(plan, job.tx))
-    state = tree_bytes([x for name, x in groups.items() if held[name].memory == "host"])
-    grads = sum(
-        local_numel(leaf.shape, spec, plan.sizes)
-        for leaf, spec in zip(pytree.leaves(plan.like), pytree.leaves(plan.grads))
-        if spec.memory == "host"
-    )
-    return state + grads * job.policy.accumulate.itemsize + (job.nvme.pool_bytes if job.nvme is not None else 0)
+    """The bytes of `memory_on_host`."""
+    return sum(memory_on_host(job))
+
+
+STATE = {"params/": "parameters", "master/": "master weights", AVERAGE: "average", "opt_state/": "optimizer state"}
+
+
+def needs_on_device(job: Job) -> dict[str, int]:
+    """{component: bytes that a rank needs of it on its device}; activations are a rough bound."""
+    leaves, out = bytes_of_state(job), dict.fromkeys(STATE.values(), 0)
+    need = memory_needed(job, leaves)
+    away = memory_on_host(job, leaves) if job.device != HOST else Memory(0, 0, 0, 0, 0)
+    here = ("device",) if job.device != HOST else ("device", "host")
+    for name, (place, size) in leaves.items():
+        group = next((words for prefix, words in STATE.items() if name.startswith(prefix)), "")
+        if group and place in here:
+            out[group] += size
+    out["gradients"] = need.grads - away.grads
+    out["gathered parameters"] = need.gathered
+    out["activations"] = need.activations - away.activations
+    out["buffers"] = need.buffers - away.buffers
+    return {name: size for name, size in out.items() if size > 0}
 
 
 def check_memory(job: Job, available: int, host: int | None = None) -> None:
@@ -247,7 +286,7 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
                 f"{gigabytes(host)} are available; offload less, or to a disk; --set train.memory_check=false tries "
                 "anyway"
             )
-        available += there
+        need = Memory(*(size - away for size, away in zip(need, memory_on_host(job))))
     if sum(need) <= available:
         return
     c, n = job.config, num_params(job)
@@ -266,6 +305,7 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
             if fitting
             else "a smaller model (--set model.n_layers=...) fits"
         )
+    held = others_hold(job.device)
     gathered = f", gathered parameters {gigabytes(need.gathered)}" if need.gathered else ""
     gathered += f", buffers {gigabytes(need.buffers)}" if need.buffers else ""
     parts = (
@@ -277,11 +317,27 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
     raise ValueError(
         f"{c.preset or 'the model'} ({n / 1e9:.3g}B parameters) needs {gigabytes(sum(need))} "
         f"{'a rank ' * (ranks > 1)}to train "
-        f"({parts}) and {gigabytes(available)} are available{' to each' * (ranks > 1)}; {hint}; --set "
+        f"({parts}) and {gigabytes(available)} are available{' to each' * (ranks > 1)}{held}; {hint}; --set "
         "train.memory_check=false tries anyway"
     )
 
 
+MENTIONED = 1 << 30  # bytes of a GPU held by others from which they are named: a driver takes some hundred MB
+
+
+def others_hold(device: torch.device) -> str:
+    """A clause on what other processes hold of a GPU, and which they are if it is known; "" if it is little."""
+    if device == HOST or not gpu.in_use() or (held := gpu.memory_of(device).others) < MENTIONED:
+        return ""
+    who = gpu.processes_on(device)
+    return f" ({gigabytes(held)} of {gpu.describe_device(device)} are held by {', '.join(who) or 'other processes'})"
+
+
 def gigabytes(size: float) -> str:
-    """A number of bytes in words."""
-    return f"{size / 1e9:,.1f} GB"
+    """A number of bytes in words.
+
+    >>> gigabytes(1.25e10), gigabytes(2e7), gigabytes(41_000)
+    ('12.5 GB', '20.0 MB', '41.0 kB')
+    """
+    factor, unit = (1e9, "GB") if size == 0 or size >= 1e8 else (1e6, "MB") if size >= 1e5 else (1e3, "kB")
+    return f"{size / factor:,.1f} {unit}"

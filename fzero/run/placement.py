@@ -19,7 +19,6 @@ FLAGS = {
     "zero": "--zero",
     "reduce": "--reduce",
     "sequence": "--sequence",
-    "accumulate": "--accumulate",
     "prefetch": "--prefetch",
     "reshard": "",
     "offload": "--offload",

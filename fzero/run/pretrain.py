@@ -29,6 +29,7 @@ from fzero.run.corpus import Say
 from fzero.run.duration import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
 from fzero.run.memory_check import check_memory
+from fzero.run.out_of_memory import explained
 from fzero.run.placement import keep_placement
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
@@ -93,7 +94,8 @@ def start(
         compare_corpus(path, coordinator)
         corpus.open_data(config, path, mesh)
         attempt = Attempt(job, folder, path, coordinator, options)
-        state = first_state(job, weights.params if weights else None)
+        with explained(job, folder, coordinator, "the first state"):
+            state = first_state(job, weights.params if weights else None)
         if coordinator.first:
             create_folder(attempt, init)
     except BaseException:
@@ -154,7 +156,8 @@ def resume(
     path = open_corpus(config, folder, environment, coordinator, options)
     coordinator.share(lambda: rollback.finish_rollback(folder))
     init = Path(environment["init"]) if environment["init"] else None
-    state = load_newest_state(job, folder, coordinator, options.say, init)
+    with explained(job, folder, coordinator, "the state to resume from"):
+        state = load_newest_state(job, folder, coordinator, options.say, init)
     moved = keep_placement(recorded, config, given)  # the config that the state follows from now on
     coordinator.share(lambda: run_folder.replace_config(folder, moved))
     attempt, step = Attempt(job, folder, path, coordinator, options), int(state.step)
@@ -235,16 +238,19 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
 
     Sets how the process makes float32 products, on how many threads, and its current GPU.
     """
-    config = replace(config, device=coordinator.share(lambda: gpu.resolve_device(config.device)))
+    asked, config = config.device, replace(config, device=coordinator.share(lambda: gpu.resolve_device(config.device)))
     device = gpu.use_device(config.device, coordinator.local_size)
-    lines = [f"device: {gpu.describe_device(device)}"]
+    why = (
+        f"; no GPU can be used: {gpu.complaint()}" if (asked, device) == ("auto", gpu.HOST) and gpu.complaint() else ""
+    )
+    lines = [f"device: {gpu.describe_device(device)}{why}"]
     if coordinator.size > 1 and not config.mesh:
         config = replace(config, mesh={"dp": coordinator.size})
         lines.append(f"mesh: dp={coordinator.size}, all {coordinator.size} processes (--mesh says otherwise)")
     # Longer than the watchdog, whose report of a late rank is better.
     mesh = coordinator.mesh(config.mesh, max(TIMEOUT_S, config.train.hang_s + 60.0), device)
-    if coordinator.size > 1:
-        lines.append(machine.share_cores(coordinator.local_size))
+    if coordinator.size > 1 or device != gpu.HOST:
+        lines.append(machine.share_cores(coordinator.local_size, device))
 
     def decide() -> tuple[str, list[str]]:
         decided, reasons = machine.resolve_here(config)

@@ -3,6 +3,7 @@
 config.json       the resolved config: every value, read back equal
 environment.json  versions, machine, command, corpus and tokenizer
 metrics.jsonl     one JSON object per line and step
+attempts.jsonl    a line for each start: see fzero/run/measure/attempts.py
 samples.jsonl     the text generated at the end: {"step", "prompt", "text"}
 checkpoints/      see fzero/checkpoint/; train.checkpoints names another folder
 tokenizer.json    unless the tokenizer is bytes
@@ -42,11 +43,13 @@ from fzero.core.storage import naming, write_text
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
 from fzero.run.config import RunConfig
+from fzero.run.config_versions import current_keys
 
-CONFIG, ENVIRONMENT, METRICS, SAMPLES, CHECKPOINTS, TOKENIZER, DATA, NVME = (
+CONFIG, ENVIRONMENT, METRICS, ATTEMPTS, SAMPLES, CHECKPOINTS, TOKENIZER, DATA, NVME = (
     "config.json",
     "environment.json",
     "metrics.jsonl",
+    "attempts.jsonl",
     "samples.jsonl",
     "checkpoints",
     "tokenizer.json",
@@ -164,6 +167,12 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
                 "the line"
             )
         yield row
+
+
+def read_attempts(folder: Path) -> list[dict[str, Any]]:
+    """The lines of attempts.jsonl, in their order."""
+    lines = list(read_lines(folder / ATTEMPTS))
+    return [{**line, "config": current_keys(line["config"])} if "config" in line else line for line in lines]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

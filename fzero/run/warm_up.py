@@ -1,38 +1,21 @@
-"""Compile in a process of its own, while a run reads its data, what every first step here needs: Inductor's precompiled
-headers and fzero's C++ forms.
+"""Compile in a process of its own, while a run reads its data, fzero's C++ forms that every first step here needs.
 
-`begin` starts that process if this machine has no such results yet; they stay in Inductor's cache, where the run finds
+`begin` starts that process if this machine has no such results yet; they are kept (core/kept.py), and the run finds
 them. `python -m fzero.run.warm_up` does it at once, for an image of a machine. What fails here is left to the run,
 which compiles it again and says why.
 """
 
 from __future__ import annotations
 
-import getpass
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
 import fzero
-
-# Modules with a C++ file that Inductor compiles, one that is compiled soon first.
-FORMS = ("small_products", "attention_tiled", "cross_entropy_rows", "optim_cpu")
-
-
-def cache_folder() -> Path:
-    """The folder of Inductor's cache, as torch has it, found without importing torch."""
-    if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return Path(given)
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container without an entry for its user
-        user = str(os.getuid())
-    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+from fzero.core.kept import PACKAGE, cache_folder, processor
 
 
 def mark() -> Path:
@@ -58,22 +41,29 @@ def begin() -> subprocess.Popen | None:
 def main() -> None:
     """Compile, then leave the mark."""
     from concurrent.futures import ThreadPoolExecutor
-    from importlib import import_module
 
-    import torch
+    from fzero.core.cpp import compiled_by_gcc
 
-    from fzero.core.compile import jit
-    from fzero.core.torch_private import compile_fx_inner  # noqa: F401  (threads may not import Inductor at once)
-
-    torch.set_num_threads(1)
-    quick, *modules = (import_module(f"fzero.kernels.{name}") for name in FORMS)
-    quick._library()  # alone, as Inductor looks for the CPU's instructions now, which threads may not do at once
-    with ThreadPoolExecutor(2) as pool:  # the compiler's processes, of which the first takes longest
-        made = [pool.submit(module._library) for module in modules]
-        jit(lambda x: torch.sin(x) + 1.0)(torch.ones(64))
-        for each in made:
-            each.result()
+    with ThreadPoolExecutor(2) as pool:  # g++ computes, in processes of its own
+        for made in [pool.submit(compiled_by_gcc, *form) for form in forms()]:
+            made.result()
     mark().touch()
+
+
+def forms() -> list[tuple[str, tuple[str, ...], str]]:
+    """(module file, rounding, part) of the C++ that a run compiles, the longest first.
+
+    Attention in the dtype that "auto" comes to, as a rule; a run in another one compiles its own.
+    """
+    from fzero.core.cpp import CONTRACTED, EXACT
+
+    dtype = "bfloat16" if {"amx_bf16", "avx512_bf16"} & set(processor().split()) else "float32"
+    return [
+        (str(PACKAGE / "kernels" / "attention_tiled.py"), CONTRACTED, f"OF_{dtype}"),
+        (str(PACKAGE / "kernels" / "optim_cpu.py"), EXACT, ""),
+        (str(PACKAGE / "kernels" / "cross_entropy_rows.py"), CONTRACTED, ""),
+        (str(PACKAGE / "core" / "prng.py"), EXACT, ""),
+    ]
 
 
 if __name__ == "__main__":

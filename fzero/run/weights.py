@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from fzero import checkpoint, models
 from fzero.checkpoint import offload_snapshot
 from fzero.checkpoint.directory import newest_sound
@@ -70,7 +72,7 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
 
 def plan_of(model: Model, value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> Plan:
     """The plan of a run, as on its rank 0."""
-    options = {"reduce": value.reduce, "accumulate": value.accumulate, "sequence": value.sequence}
+    options = {"reduce": value.reduce, "sequence": value.sequence}
     return zero_plan(value.zero, model, fake_mesh(snapshot.sizes), **options)
 
 
@@ -146,6 +148,11 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
 
     (params, step), warnings = read_newest(folder, value, read)
     return TrainedWeights(value, model, params, step, warnings)
+
+
+def put_on(device: torch.device, params: Tree) -> Tree:
+    """The parameters on `device`; those on a disk stay there."""
+    return pytree.map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, params)
 
 
 def meta_like_saved(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:

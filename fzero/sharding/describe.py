@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fzero.sharding.mesh import DATA
-from fzero.sharding.slices import STACKED, local_numel
+from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
@@ -123,15 +123,17 @@ def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
 def communication(plan: Plan, name: str) -> tuple[str, float, float]:
     """(the communication of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step).
 
-    Excludes the activations that tensor parallelism sends; a leaf that the head shares counts once.
+    Excludes the activations that tensor parallelism sends; a leaf that the head shares counts once. The parameters of a
+    layer are gathered a second time for its backward pass, as Execution(reshard=True) has them.
     """
     leaf, sizes = plan.leaves[name], plan.sizes
     n = local_numel(leaf.shape, leaf.compute, sizes)
     words, sent = [], [0.0, 0.0]
     share, width = n * (sizes["dp"] - 1) / sizes["dp"] * plan.policy.param.itemsize, reduce_dtype(plan).itemsize
     if sizes["dp"] > 1 and "dp" in leaf.params.axes:
-        words.append("all_gather dp for use")
-        sent[0] += share * (2 if plan.reshard and name.startswith(STACKED) else 1)
+        float8 = name in plan.float8
+        words.append("all_gather dp for use" + " as float8" * float8)
+        sent[0] += share * (2 if is_stacked(name) else 1) / (plan.policy.param.itemsize if float8 else 1)
     cut = 1
     for when, path in enumerate(moves(leaf.compute, leaf.grads, leaf.opt, sizes) if leaf.trained else ()):
         for op, axis in path:

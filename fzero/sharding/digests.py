@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.tables import device_of, sum_rows
-from fzero.core.digest import combine, digest
+from fzero.core.digest import Started, combine, read_digests, start_digest
 from fzero.core.pytree import Tree, named_leaves
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.slices import local_slice, whole_shape
@@ -21,15 +21,17 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
     its digest, by turns.
     Communicates: 8 bytes a leaf over each axis.
     """
-    named, mine = named_leaves(specs), []
+    named, started = named_leaves(specs), []
     for number, (name, leaf) in enumerate(named_leaves(tree).items()):
         copies, copy = 1, 0
         for axis in mesh.axes:
             if axis.name not in named[name].axes:
                 copies, copy = copies * axis.size, copy * axis.size + axis.rank
-        mine.append(shard_digest(leaf, named[name], mesh) if number % copies == copy else 0)
+        started.append(shard_digest(leaf, named[name], mesh) if number % copies == copy else 0)
     # int64 of the same bits, whose sums wrap.
-    row = torch.tensor([value - (value >> 63 << 64) for value in mine], dtype=torch.int64, device=device_of(mesh))
+    row = torch.tensor(
+        [value - (value >> 63 << 64) for value in read_digests(started)], dtype=torch.int64, device=device_of(mesh)
+    )
     with mesh.ledger.phase("digest"):
         sums = sum_rows(row, mesh, leaf="digests")
     return {name: value % (1 << 64) for name, value in zip(named_leaves(tree), sums.tolist())}
@@ -41,9 +43,9 @@ def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
     return f"{combine(digests(tree, specs, mesh)):016x}"
 
 
-def shard_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> int:
+def shard_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> Started:
     """The digest of this rank's shard at its position in the whole leaf: the digests of all shards add up to that of
-    the leaf."""
+    the leaf. It is read by `read_digests`."""
     x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
     whole = whole_shape(x.shape, spec, mesh)
-    return digest(x, whole, local_slice(whole, spec, mesh)[0])
+    return start_digest(x, whole, local_slice(whole, spec, mesh)[0])

@@ -1,4 +1,4 @@
-"""This rank's slice of a random leaf, drawn without the rest of it."""
+"""A part of a random leaf, drawn without the rest of it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng
-from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import local_slice
-from fzero.sharding.spec import Spec
 
 Index = TypeVar("Index", int, Tensor)
 RUN = 1 << 11  # contiguous elements from which a run is drawn by a call of its own
 CHUNK = 1 << 13  # elements that are drawn at a time if runs are shorter
 
 
-def draw_normal(
-    key: Tensor,
-    shape: tuple[int, ...],
-    spec: Spec,
-    mesh: Mesh,
-    mean: float,
-    std: float,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Tensor:
-    """This rank's slice of prng.normal(key, shape, mean, std): the same bits, in memory of the slice's size."""
-    return draw_normal_box(key, shape, *local_slice(shape, spec, mesh), mean, std, dtype, device)
+Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # the shape of a leaf, start and size of a part of it
+
+
+def draw_leaf(key: Tensor, box: Box, mean: float, std: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A part of a leaf: of prng.normal(key, shape, mean, std), or the constant `mean` if std is 0; the same bits
+    whatever the part. Integers are the normal float32 values rounded, and clamped to their dtype."""
+    shape, start, size = box
+    if dtype.is_floating_point:
+        if std == 0.0:
+            return torch.full(size, mean, dtype=dtype, device=device)
+        return draw_normal_box(key, shape, start, size, mean, std, dtype, device)
+    if std == 0.0:
+        return torch.full(size, int(mean), dtype=dtype, device=device)
+    limits = torch.iinfo(dtype)
+    normal = draw_normal_box(key, shape, start, size, mean, std, torch.float32, device)
+    return normal.round().clamp(limits.min, limits.max).to(dtype)
 
 
 def draw_normal_box(

@@ -10,7 +10,9 @@ import datetime
 import itertools
 import math
 import os
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +40,15 @@ AXES = {
 ORDER = BY_RANK  # of ranks, outermost first: axes that communicate most are nearest
 DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device of the run; small tables stay on the host
+# What to do where one cannot start, by the device of the run.
+STARTING = {
+    "cpu": ("gloo", "GLOO_SOCKET_IFNAME names the network interface, such as lo for one host and eth0 for several"),
+    "cuda": (
+        "NCCL",
+        "NCCL_DEBUG=INFO shows more, NCCL_SOCKET_IFNAME names the network interface, such as eth0, and --device cpu "
+        "trains without GPUs",
+    ),
+}
 _MESHES = itertools.count()  # every rank makes the same meshes in the same order
 
 
@@ -105,6 +116,13 @@ class Mesh:
         """Leave for the other ranks why this one ends: their errors will say it."""
         if self.agreement is not None:
             self.agreement.fail(why)
+
+    def abort(self) -> None:
+        """End the collectives on GPUs under way, whose results are then anything: before this process ends with them
+        unfinished."""
+        for axis in self.axes:
+            if axis.communicator is not None:
+                axis.communicator.abort()
 
     def close(self) -> None:
         """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh cannot be used afterwards."""
@@ -185,7 +203,8 @@ def make_mesh(
         start_processes(gpu.use_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout_s)
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     used = [name for name in ORDER if sizes[name] > 1]
-    device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
+    with _naming_transport(device, dist.get_rank()):
+        device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
     ledger, agreement = Ledger(), Agreement(store, dist.get_rank(), timeout_s)
     at, communicators = _coordinates(sizes, dist.get_rank()), {}
@@ -194,7 +213,6 @@ def make_mesh(
         communicators[name] = Communicator(
             name,
             dist.get_process_group_ranks(group),
-            at[name],
             transport="nccl" if device == "cuda" else "gloo",
             ledger=ledger,
             agreement=agreement,
@@ -209,11 +227,34 @@ def start_processes(device: torch.device, timeout_s: float, **where: Any) -> Non
     """Initialise torch.distributed for tensors of `device` and of its host.
 
     where: the store, rank and world_size, if they are not torchrun's.
+    Raises ValueError with this rank, its host and what gloo or NCCL said, if that cannot start.
     """
     kind, timeout = device.type, datetime.timedelta(seconds=timeout_s)
     # NCCL is told its GPU: otherwise it guesses one for a barrier.
     bound = {"device_id": device} if kind == "cuda" else {}
-    dist.init_process_group(BACKENDS[kind], timeout=timeout, **bound, **where)
+    with _naming_transport(kind, where.get("rank", int(os.environ.get("RANK", "0")))):
+        dist.init_process_group(BACKENDS[kind], timeout=timeout, **bound, **where)
+
+
+@contextlib.contextmanager
+def _naming_transport(kind: str, rank: int) -> Iterator[None]:
+    """A context in which an error of gloo or NCCL becomes one line with this rank, its host, and what to try."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # both, by PyTorch's functions
+        transport, fix = STARTING[kind]
+        where = f"rank {rank} on host {socket.gethostname()}"
+        raise ValueError(f"{where}: {transport} does not start: {_gist(str(error))}; {fix}") from None
+
+
+def _gist(text: str) -> str:
+    """What an error of PyTorch's transports says: NCCL's last error if it names one, else its kind, else the first
+    line."""
+    text = re.sub(r"^\[[^]]*\]:? *", "", text.strip())
+    kind = re.search(r"^nccl\w+: .*", text, re.MULTILINE)
+    last = re.search(r"Last error:\s*(\S.*)", text)
+    said = " ".join(found for found in (kind and kind[0], last and last[1]) if found)
+    return (said or text.partition("\n")[0]).rstrip(". ")
 
 
 def one_process() -> Mesh:
@@ -245,9 +286,7 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
         stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
         ranks = [rank + (k - at[name]) * stride for k in range(sizes[name])]
         communicator = (
-            Communicator(name, ranks, at[name], transport="fake", ledger=ledger, agreement=agreement)
-            if sizes[name] > 1
-            else None
+            Communicator(name, ranks, transport="fake", ledger=ledger, agreement=agreement) if sizes[name] > 1 else None
         )
         axes.append(Axis(name, sizes[name], at[name], communicator))
     return Mesh(tuple(axes), ledger=ledger, agreement=agreement)

@@ -33,8 +33,7 @@ ZERO = {
     2: (False, True, True),
     3: (True, True, True),
 }
-REDUCE = ("fast", "canonical")
-ACCUMULATE = ("shards", "full")
+REDUCE = ("fast", "once", "canonical")
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,10 @@ class Plan:
     policy: Policy
     like: Tree  # the parameters' shapes, as tensors on the meta device
     leaves: Mapping[str, LeafPlan]  # by name
-    reduce: str = "fast"  # or "canonical": one order of sums on every mesh
+    reduce: str = "fast"  # or "once" or "canonical", see `zero_plan`
     sequence: bool = False  # sequence parallelism over tp
-    reshard: bool = True  # gathered parameters are dropped after a layer's forward pass, and gathered again
     acts: str = "device"  # the memory of activations kept by a remat policy
+    float8: frozenset[str] = frozenset()  # leaves that are gathered as the float8 numbers which products make of them
 
     def __str__(self) -> str:
         return describe(self)
@@ -139,7 +138,9 @@ def shapes_of(model: Any) -> Tree:
     tree.
     """
     if hasattr(model, "init") and hasattr(model, "rules"):
-        return model.init(lambda name, shape, std=0.0, mean=0.0: torch.empty(shape, device="meta"))
+        return model.init(
+            lambda name, shape, std=0.0, mean=0.0, dtype=None: torch.empty(shape, dtype=dtype, device="meta")
+        )
     check_tree(model)
     return pytree.map(lambda x: torch.empty_like(x, device="meta"), model)
 
@@ -159,8 +160,9 @@ def check_tree(params: Tree) -> None:
                 "parameters"
             )
         raise TypeError(
-            f"the parameters are an nn.Module ({type(params).__name__}); give a tree of tensors, such as "
-            "dict(module.named_parameters()), and a loss that calls torch.func.functional_call(module, params, ...)"
+            f"the parameters are an nn.Module ({type(params).__name__}); give fzero.from_module(module, loss), or a "
+            "tree of tensors, such as dict(module.named_parameters()), and a loss that calls "
+            "torch.func.functional_call(module, params, ...)"
         )
     named = pytree.named_leaves(params)
     if not named:
@@ -186,10 +188,8 @@ def zero_plan(
     *,
     policy: Policy | str = "fp32",
     reduce: str = "fast",
-    accumulate: str = "shards",
     sequence: bool = False,
     frozen: str | None = None,
-    reshard: bool = True,
     offload: Offload | str = ALL_ON_DEVICE,
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
@@ -200,17 +200,16 @@ def zero_plan(
 
     stage: 0 shards nothing over dp, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
     model: a Model, or the parameter tree of a plain loss function.
-        Leaves of integers or bools rest as they are, whole on every rank: they have no gradient and no optimizer state.
+        Leaves of integers or bools keep their dtype under every policy: they have no gradient and no optimizer state.
     policy: the dtypes (see fzero.Policy), or their name, such as "bf16": of parameters at rest, of products, of
     gradients on their way and in sums, of master weights.
-    reduce: "canonical" gives bitwise the same sums for any power of two of data ranks, any stage and any accumulation:
-    the gradient of each micro-batch is summed over the ranks first, in the order of a binary tree; "fast" sums what is
-    cheapest first.
-    accumulate: over the micro-batches of stages 2 and 3, gradient "shards" (a reduce-scatter each), or "full" gradients
-    (one at the end).
+    reduce: how gradients are summed over the ranks. "fast": as is cheapest, at stages 2 and 3 each micro-batch into
+    shards. "once": whole gradients are summed over the micro-batches, and over the ranks once a step, which takes more
+    memory and fewer messages (as with no_sync of PyTorch's DDP). "canonical": each micro-batch over the ranks first, in
+    the order of a binary tree, which gives bitwise the same sums for any power of two of data ranks, any stage and any
+    number of micro-batches on a rank.
     sequence: activations outside the tensor-parallel products are split over tp along the sequence.
-    frozen: a regex of leaves that are not trained.
-    reshard: at stage 3, whether gathered parameters are dropped after a layer's forward pass, and gathered again.
+    frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs of the plan say it
     leaf by leaf.
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
@@ -231,7 +230,7 @@ def zero_plan(
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     policy = policy_of(policy)
-    check_choices(stage, mesh, reduce, accumulate, sequence)
+    check_choices(stage, mesh, reduce)
     like = shapes_of(model)
     named = pytree.named_leaves(like)
     sizes = {axis.name: axis.size for axis in mesh.axes}
@@ -241,39 +240,65 @@ def zero_plan(
         check_dims(name, named[name].shape, spec, sizes)
 
     fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
-    params, grads, opt = stage_specs(
-        compute,
-        {name: spec if name in fixed else shard_over_dp(name, tuple(named[name].shape), spec, sizes)
-         for name, spec in compute.items()},
-        stage, sizes, reduce == "canonical", accumulate == "shards",
-    )  # fmt: skip
+    shards = {name: shard_over_dp(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
+    params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
+    floats = {name: leaf for name, leaf in named.items() if name not in fixed}
     params, grads, opt = (
-        in_memory(specs, {n: x for n, x in named.items() if n not in fixed}, sizes, tier)
-        for specs, tier in ((params, offload.params), (grads, offload.grads), (opt, offload.opt))
-    )
-    out = fixed | frozen_names(frozen, [name for name in named if name not in fixed])
+        in_memory(specs, leaves, sizes, tier)
+        for specs, leaves, tier in (
+            (params, named, offload.params), (grads, floats, offload.grads), (opt, floats, offload.opt)
+        )
+    )  # fmt: skip
+    never = model.frozen if hasattr(model, "rules") else frozenset()
+    out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
     leaves = {}
     for name, leaf in named.items():
         places = compute[name], params[name], grads[name], opt[name]
         dtype = leaf.dtype if name in fixed else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
-    return Plan(stage, mesh, policy, like, leaves, reduce, sequence and sizes["tp"] > 1, reshard, offload.acts.memory)
+    float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
+    split = sequence and sizes["tp"] > 1
+    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8)
+
+
+def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
+    """The names of the leaves that are gathered over dp as float8 numbers (see Policy.gather): those that tensorwise
+    products alone use (`linear`, a regex, see models.base.Model).
+
+    Their scales are found from all layers before a pass, so they must rest on the device. Raises ValueError for a model
+    without such leaves, and for leaves elsewhere.
+    """
+    gathered = {name: leaf for name, leaf in leaves.items() if "dp" in leaf.params.axes}
+    if policy.gather != "float8" or not gathered:
+        return frozenset()
+    instead = f"policy {policy.name} gathers weights as float8, and"
+    if not linear:
+        raise ValueError(f"{instead} the model says of no leaf that linear products alone use it; use bf16_float8")
+    names = frozenset(name for name in gathered if re.fullmatch(linear, name) and gathered[name].dtype == policy.param)
+    for name in sorted(names):
+        if gathered[name].params.memory != "device":
+            raise ValueError(
+                f"{instead} {name} rests in memory {gathered[name].params.memory!r}; use bf16_float8, or leave the "
+                "parameters on the device"
+            )
+    return names
 
 
 def stage_specs(
-    compute: dict[str, Spec], shards: dict[str, Spec], stage: int, sizes: dict[str, int], canonical: bool, summed: bool
+    compute: dict[str, Spec], shards: dict[str, Spec], stage: int, sizes: dict[str, int], reduce: str
 ) -> tuple[dict[str, Spec], dict[str, Spec], dict[str, Spec]]:
     """The specs by leaf of parameters, gradients and optimizer states at rest under a stage.
 
-    compute, shards: the specs of each leaf as products use it, and sharded over dp as well. canonical: sums are
-    (see `zero_plan`). summed: micro-batches are summed into shards of gradients, where the stage has such.
+    compute, shards: the specs of each leaf as products use it, and sharded over dp as well. reduce: see
+    `zero_plan`.
     """
 
     def row(sharded: bool) -> dict[str, Spec]:
         return {name: shards[name] if sharded else Spec(s.dims, memory=s.memory) for name, s in compute.items()}
 
-    params, grads, opt = map(row, (ZERO[stage][0], canonical or (ZERO[stage][1] and summed), ZERO[stage][2]))
+    canonical = reduce == "canonical"
+    params, grads, opt = map(row, (ZERO[stage][0], canonical or (ZERO[stage][1] and reduce == "fast"), ZERO[stage][2]))
     if not canonical:
         for name, kept in grads.items():
             owed = {axis for axis in (*DATA, *compute[name].partial) if axis not in kept.axes and sizes[axis] > 1}
@@ -309,20 +334,13 @@ def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str,
     return {name: replace(spec, memory=tier.memory) if name in names else spec for name, spec in specs.items()}
 
 
-def check_choices(stage: int, mesh: Mesh, reduce: str, accumulate: str, sequence: bool) -> None:
+def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
     """Raise ValueError for a stage or choice that does not exist, and for axes that this version does not shard
     over."""
     if type(stage) is not int or stage not in ZERO:
         raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
     if reduce not in REDUCE:
-        raise ValueError(f"reduce is {reduce!r}; it must be {' or '.join(REDUCE)}")
-    if accumulate not in ACCUMULATE:
-        raise ValueError(f"accumulate is {accumulate!r}; it must be {' or '.join(ACCUMULATE)}")
-    if reduce == "canonical" and accumulate == "full":
-        raise ValueError(
-            'accumulate="full" sums over micro-batches first and reduce="canonical" over ranks first; leave '
-            "one of them out"
-        )
+        raise ValueError(f"reduce is {reduce!r}; it must be one of {', '.join(REDUCE)}")
     if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
         raise ValueError(
             f'reduce="canonical" needs dp x rp to be a power of two and it is {mesh.data_size}; use reduce="fast"'

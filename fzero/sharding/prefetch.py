@@ -13,11 +13,11 @@ from torch import Tensor
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather
 from fzero.core import pytree
-from fzero.core.device import HOST
+from fzero.core.future import Future, ready
 from fzero.core.gpu import copy_in
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
-from fzero.sharding.slices import STACKED
+from fzero.sharding.slices import is_stacked
 
 
 class Group(NamedTuple):
@@ -31,30 +31,50 @@ class Group(NamedTuple):
 
 def layer_of(leaf: Tensor, name: str, layer: int | None) -> Tensor:
     """A layer of a stacked leaf; a leaf that is not stacked is returned as it is."""
-    return leaf[layer] if layer is not None and name.startswith(STACKED) else leaf
+    return leaf[layer] if layer is not None and is_stacked(name) else leaf
 
 
-Wait = Callable[[], Tensor]
+class Coding(NamedTuple):
+    """How the leaves of Plan.float8 travel: `narrow(shard, most)` -> uint8 of its shape, `widen(numbers, most)` back.
+
+    most: the largest magnitude of the whole leaf, float32 scalar.
+    """
+
+    narrow: Callable[[Tensor, Tensor], Tensor]
+    widen: Callable[[Tensor, Tensor], Tensor]
 
 
 class ParamFetcher:
     """Fetches groups of `params` (local shards, at rest by plan.params) to `device`, whole but for tensor parallelism.
 
-    `read(group)` starts the reads from host memory or a disk. `start` starts the gathers, and returns the function that
-    waits for them and returns the leaves. A leaf that is on the device and not sharded by dp is a view of the leaf at
-    rest.
-    Communicates: an all_gather over dp for each large leaf, and one for all small leaves of a group.
+    `read(group)` starts the reads from host memory or a disk, `start` the gathers. A leaf that is on the device and not
+    sharded by dp is a view of the leaf at rest.
+    coding: how leaves of plan.float8 travel; None: as they are.
+    Communicates: an all_gather over dp for each large leaf, and one for all small leaves of a group; with a coding, one
+    before them for the largest magnitudes of all its leaves.
     """
 
-    def __init__(self, params: Tree, plan: Plan, device: torch.device):
+    def __init__(self, params: Tree, plan: Plan, device: torch.device, coding: Coding | None = None):
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
         self.axis, self.ledger, self.device = plan.mesh["dp"], plan.mesh.ledger, device
         self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in plan.leaves[name].params.axes}
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has
-        # `wait()`.
+        # `copy_to(device)`.
         self.away = {
             name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device
         }
+        self.coding = coding
+        self.most = self.largest([name for name in self.leaves if name in plan.float8]) if coding else {}
+
+    def largest(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The largest magnitude of each layer of stacked leaves [L, ...] on all ranks of dp, float32 [L], by name."""
+        if not names:
+            return {}
+        own = [torch.linalg.vector_norm(self.leaves[n], torch.inf, list(range(1, self.leaves[n].dim()))) for n in names]
+        with self.ledger.phase("forward"):
+            row = torch.cat([found.to(torch.float32) for found in own])[None]
+            every = start_all_gather(row, self.axis, leaf="largest of " + " ".join(names)).wait()
+        return dict(zip(names, every.amax(0).split([len(found) for found in own])))
 
     def needed(self, group: Group) -> bool:
         """Whether any leaf of the group must be fetched."""
@@ -64,31 +84,27 @@ class ParamFetcher:
         """Whether the group must be fetched again for the backward pass."""
         return any(name in self.away or (reshard and name in self.sharded) for name in group.leaves)
 
-    def read(self, group: Group) -> list[Wait]:
-        """Start to copy this rank's shards of the group to the device.
-
-        Returns for each leaf the function that waits for it.
-        """
+    def read(self, group: Group) -> list[Future[Tensor]]:
+        """Start to copy this rank's shards of the group to the device."""
         return [self._bring_leaf(name, group.layer) for name in group.leaves]
 
-    def _bring_leaf(self, name: str, layer: int | None) -> Wait:
+    def _bring_leaf(self, name: str, layer: int | None) -> Future[Tensor]:
         leaf = self.leaves[name]
         if isinstance(leaf, Tensor):
             value = layer_of(leaf, name, layer)
             # The update writes into it only after the device has computed with the copy.
-            return copy_in(value, self.device).use if name in self.away else lambda: value
-        reading = leaf.read(layer or 0) if layer is None or name.startswith(STACKED) else leaf.read()
-        # The buffer that was read into is given to another read as soon as its last tensor is freed.
-        return reading.wait if self.device == HOST else lambda: copy_in(reading.wait(), self.device).finish()
+            return Future(copy_in(value, self.device).use) if name in self.away else ready(value)
+        reading = leaf.read(layer or 0) if layer is None or is_stacked(name) else leaf.read()
+        return reading.copy_to(self.device)
 
-    def start(self, group: Group, phase: str, read: list[Wait] | None = None) -> Callable[[], list[Tensor]]:
-        """Start to gather the group, once the shards to be gathered are on the device.
-
-        Returns the function that waits for all leaves.
-        """
+    def start(self, group: Group, phase: str, read: list[Future[Tensor]] | None = None) -> Future[list[Tensor]]:
+        """Start to gather the group, once the shards to be gathered are on the device. `read` is emptied."""
         read = self.read(group) if read is None else read
         moving = [i for i, name in enumerate(group.leaves) if name in self.sharded]
-        shards = [read[i]() for i in moving]
+        shards = [read[i].wait() for i in moving]
+        most = {i: self.most[group.leaves[i]][group.layer] for i in moving if group.leaves[i] in self.most}
+        if self.coding is not None:
+            shards = [self.coding.narrow(x, most[i]) if i in most else x for i, x in zip(moving, shards)]
         out: dict[int, Tensor] = {}
         flying = []
         with self.ledger.phase(phase):
@@ -98,25 +114,24 @@ class ParamFetcher:
                 flying.append((bucket, start_all_gather(packed, self.axis, leaf=label)))
         shapes = [shard.shape for shard in shards]
         shards.clear()
-        waiting = [None if i in moving else wait for i, wait in enumerate(read)]
+        waiting = [(i, leaf) for i, leaf in enumerate(read) if i not in moving]
         read.clear()
 
         def finish() -> list[Tensor]:
             while flying:
                 bucket, pending = flying.pop()
                 whole_shapes = [(self.axis.size * shapes[i][0], *shapes[i][1:]) for i in bucket]
-                for i, whole in zip(bucket, unpack(pending.wait(), whole_shapes)):
-                    out[moving[i]] = whole
-            for i, wait in enumerate(waiting):
-                if wait is not None:
-                    out[i] = wait()
+                for i, whole in zip((moving[i] for i in bucket), unpack(pending.wait(), whole_shapes)):
+                    out[i] = self.coding.widen(whole, most[i]) if self.coding is not None and i in most else whole
+            for i, leaf in waiting:
+                out[i] = leaf.wait()
             waiting.clear()
             done = [out[i] for i in range(len(out))]
             out.clear()  # so that only the caller holds the fetched leaves
             self.ledger.holds("gathered", done)
             return done
 
-        return finish
+        return Future(finish)
 
 
 class Prefetcher:
@@ -131,8 +146,8 @@ class Prefetcher:
         self.fetcher, self.ahead = fetcher, ahead
         self.further = bool(fetcher.away and fetcher.sharded)
         self.waiting: deque[tuple[Group, str]] = deque()
-        self.reading: deque[tuple[Group, str, list[Wait]]] = deque()
-        self.flying: deque[tuple[Group, Callable[[], list[Tensor]]]] = deque()
+        self.reading: deque[tuple[Group, str, list[Future[Tensor]]]] = deque()
+        self.flying: deque[tuple[Group, Future[list[Tensor]]]] = deque()
 
     def expect(self, groups: Iterable[Group], phase: str) -> None:
         """Add groups to the end of the order."""
@@ -146,6 +161,6 @@ class Prefetcher:
             self.reading.append((after, phase, self.fetcher.read(after)))
         while self.reading and len(self.flying) < self.ahead + 1:
             self.flying.append((self.reading[0][0], self.fetcher.start(*self.reading.popleft())))
-        expected, finish = self.flying.popleft()
+        expected, leaves = self.flying.popleft()
         assert expected == group, f"{group} was asked for and {expected} comes next"
-        return finish()
+        return leaves.wait()

@@ -17,7 +17,7 @@ from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum,
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import STACKED, Dims, local_shape, sharded_dims, whole_shape
+from fzero.sharding.slices import Dims, is_stacked, local_shape, sharded_dims, whole_shape
 from fzero.sharding.spec import Spec
 
 if TYPE_CHECKING:  # a second to import
@@ -139,7 +139,7 @@ def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
         spec = named[name]
         if not any(mesh[axis].size > 1 for axis in spec.axes):
             return leaf
-        if f"/{STACKED}" not in f"/{name}" or spec.dims[0]:
+        if not is_stacked(name) or spec.dims[0]:
             whole = gather_whole(leaf, spec, mesh, leaf=name)
             return whole if first else leaf
         inner, layers = Spec(spec.dims[1:]), []

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from fzero.comm.bucket import bucket_groups, pack, unpack
-from fzero.comm.collectives import Pending, start_all_gather, start_psum, start_psum_scatter
+from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scatter
 from fzero.core import pytree
 from fzero.core.device import HOST
+from fzero.core.future import Future
+from fzero.core.gpu import Copied, copy_in, copy_out
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.describe import Moves, moves, reduce_dtype
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
-from fzero.sharding.slices import STACKED
+from fzero.sharding.slices import is_stacked
 
 
 class GradientReducer:
@@ -37,6 +39,8 @@ class GradientReducer:
     and `plus(another)`. early: is handed (leaf, layer, sum) of each layer as soon as that is final, so that nothing of
     layers is left for the end. rooms: the memory of sums that rest in the host's memory, for the next step too.
     narrow: with one micro-batch the sums keep its dtype at the end.
+    squares_of: (a leaf, or a layer of one) -> what the norm is made of; of a sum that leaves the GPU or is handed to
+    `early` it is taken before that, and is in `squared`, so that nobody reads the sum again.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
@@ -48,6 +52,7 @@ class GradientReducer:
         early: Callable[[str, int, Any], None] | None = None,
         rooms: dict[Any, Tensor] | None = None,
         narrow: bool = False,
+        squares_of: Callable[[Tensor], list[Any]] | None = None,
     ):
         self.mesh, self.accumulate, self.parts, self.away, self.early = (
             plan.mesh,
@@ -56,18 +61,22 @@ class GradientReducer:
             away,
             early,
         )
-        self.rooms, self.narrow = {} if rooms is None else rooms, narrow
+        self.rooms, self.narrow, self.squares_of = {} if rooms is None else rooms, narrow, squares_of
         self.last = False  # whether the micro-batch under way is the last one
         self.memory = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
         self.canonical = plan.reduce == "canonical"
         self.reduce = reduce_dtype(plan)
         self.moves = {name: moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes) for name, leaf in plan.leaves.items()}
-        self.depth = {name: leaf.shape[0] for name, leaf in plan.leaves.items() if name.startswith(STACKED)}
+        self.depth = {name: leaf.shape[0] for name, leaf in plan.leaves.items() if is_stacked(name)}
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.begun: set[tuple[str, str, int | None]] = set()  # the keys whose part of `final` holds a sum already
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
         self.owed: dict[tuple[str, str, int | None], Any] = {}
-        self.flying: list[Iterator[Pending]] = []
+        self.flying: list[Iterator[Any]] = []
+        # On a GPU, what is added to sums that rest elsewhere, with such a sum on its way to the GPU.
+        self.late: list[tuple[tuple[str, str, int | None], Tensor, Future[Tensor]]] = []
+        self.left: dict[tuple[str, str, int | None], Copied] = {}  # the last copy of each sum to the host's memory
+        self.squared: dict[tuple[str, str], dict[int, list[Any]]] = {}  # (stream, leaf) -> layer -> its `squares_of`
 
     def put(
         self,
@@ -105,10 +114,10 @@ class GradientReducer:
 
     def job(
         self, group: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool
-    ) -> Iterator[Pending]:
+    ) -> Iterator[Any]:
         """Reduce the gradients of one bucket and add them to their sums.
 
-        Yields whenever a collective has been started.
+        Yields whenever a collective has been started, or sums were started on their way to the GPU.
         """
         now, end = both
         values = yield from self.travel(names, grads, now)
@@ -122,6 +131,12 @@ class GradientReducer:
             values = yield from self.travel(names, values, end)
             for key, value in zip(keys, values):
                 self.place(key, value)
+        late, self.late = self.late, []
+        if late:
+            yield late
+        while late:
+            key, value, total = late.pop(0)
+            self.leave(key, total.wait().add_(value))
 
     def travel(self, names: Sequence[str], tensors: list[Tensor], path: Moves) -> Iterator[Any]:
         """The tensors after the collectives of `path`; the list `tensors` is emptied."""
@@ -163,30 +178,94 @@ class GradientReducer:
     def place(self, key: tuple[str, str, int | None], value: Tensor) -> None:
         """Write a value into the stacked sums, or add it to them."""
         stream, name, layer = key
-        if self.early is not None and self.last and layer is not None:
-            self.early(name, layer, self.ended(key, value))
+        if value.is_cuda and self.memory[name] != "device":
+            # The GPU adds, for which nobody waits; for the host to add, it would wait for the value.
+            bring = self.bring(key, value.device)
+            if bring is None:
+                self.leave(key, self.wide(value))
+            else:
+                self.late.append((key, value, bring))
+            return
+        if self.ends_early(layer):
+            self.hand_early(key, self.ended(key, value))
             return
         if self.memory[name] == "nvme":
-            assert self.away is not None  # given if a leaf rests on a disk
-            self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name))).add(
-                layer or 0, self.wide(value)
-            )
+            self.on_disk(key).add(layer or 0, self.wide(value))
             return
         whole = self.final.get((stream, name))
         if whole is None:
             value = self.wide(value)
-            shape = value.shape if layer is None else (self.depth[name], *value.shape)
             if layer is None and self.parts == 1 and value.is_contiguous() and self.memory[name] == "device":
                 whole = self.final[stream, name] = value
                 self.begun.add(key)
                 return
-            whole = self.final[stream, name] = self.room((stream, name), shape, value)
+            whole = self.final[stream, name] = self.room(key, value)
         slot = whole if layer is None else whole[layer]
         if key in self.begun:
-            slot.add_(value.to(slot.device))  # a sum in the host's memory is made there
+            slot.add_(value.to(slot.device))  # in a plan a sum in the host's memory is made there
         else:
             slot.copy_(value)
             self.begun.add(key)
+
+    def ends_early(self, layer: int | None) -> bool:
+        """Whether a value of this micro-batch ends its sum, which then goes to `early`."""
+        return self.early is not None and self.last and layer is not None
+
+    def hand_early(self, key: tuple[str, str, int | None], total: Tensor) -> None:
+        """Hand a layer's final sum to `early`."""
+        _, name, layer = key
+        assert self.early is not None and layer is not None  # `ends_early` asks
+        self.note_squares(key, total)
+        self.early(name, layer, total)
+
+    def on_disk(self, key: tuple[str, str, int | None]) -> Any:
+        """The sums of a leaf that rest on a disk."""
+        stream, name, _ = key
+        assert self.away is not None  # given if a leaf rests on a disk
+        return self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name)))
+
+    def bring(self, key: tuple[str, str, int | None], device: torch.device) -> Future[Tensor] | None:
+        """Start to copy the sum so far to a GPU; None if there is none."""
+        stream, name, layer = key
+        if key not in self.begun:
+            return None
+        whole = self.final[stream, name]
+        if self.memory[name] == "nvme":
+            return whole.read(layer or 0).copy_to(device)
+        return Future(copy_in(whole if layer is None else whole[layer], device, after=self.left[key].event).use)
+
+    def leave(self, key: tuple[str, str, int | None], total: Tensor) -> None:
+        """Start to copy a sum from the GPU to where it rests, or hand it to `early`."""
+        stream, name, layer = key
+        if self.ends_early(layer):
+            self.hand_early(key, total)
+            return
+        if self.last:
+            self.note_squares(key, total)
+        self.begun.add(key)
+        if self.memory[name] == "nvme":
+            self.on_disk(key).put(layer or 0, total)
+            return
+        whole = self.final.get((stream, name))
+        if whole is None:
+            whole = self.final[stream, name] = self.room(key, total)
+        self.left.pop(key, None)  # so that the last entry is the last copy
+        self.left[key] = copy_out(total.to(whole.dtype), out=whole if layer is None else whole[layer])
+
+    def note_squares(self, key: tuple[str, str, int | None], total: Tensor) -> None:
+        """Keep the squares of a final sum."""
+        stream, name, layer = key
+        if self.squares_of is not None:
+            self.squared.setdefault((stream, name), {})[layer or 0] = self.squares_of(total)
+
+    def squares(self) -> dict[str, list[tuple[int, Any]]]:
+        """{leaf: (layer, one of its `squares_of`), in order}, of the leaves whose final sums went that way."""
+        streams = [name for _, name in self.squared]
+        return {
+            name: [(layer, square) for layer in sorted(layers) for square in layers[layer]]
+            for (_, name), layers in self.squared.items()
+            if streams.count(name) == 1  # the sum of two streams is made at the end
+        }
 
     def ended(self, key: tuple[str, str, int | None], value: Tensor) -> Tensor:
         """The final sum of a layer; `value` is its last term."""
@@ -206,18 +285,25 @@ class GradientReducer:
         """
         return value if self.parts == 1 else value.to(self.accumulate)
 
-    def room(self, key: tuple[str, str], shape: Sequence[int], like: Tensor) -> Tensor:
-        """Uninitialised memory for a sum: the kept host buffer if the leaf's gradient rests in host memory."""
-        if self.memory[key[1]] != "host":
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
-        room = self.rooms.get(key)
-        if room is None or room.shape != torch.Size(shape) or room.dtype != like.dtype:
-            room = self.rooms[key] = torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+    def room(self, key: tuple[str, str, int | None], value: Tensor) -> Tensor:
+        """Uninitialised memory for a leaf's sum, of which `value` is a part: the kept host buffer if it rests in host
+        memory."""
+        stream, name, layer = key
+        shape = value.shape if layer is None else (self.depth[name], *value.shape)
+        if self.memory[name] != "host":
+            return torch.empty(shape, dtype=value.dtype, device=value.device)
+        room = self.rooms.get((stream, name))
+        if room is None or room.shape != torch.Size(shape) or room.dtype != value.dtype:
+            room = torch.empty(shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda)
+            self.rooms[stream, name] = room
         return room
 
     def sums(self, like: Tree) -> Tree:
         """The tree of all sums, in the structure of `like`. Call it once, after the last `put`."""
         self.finish()
+        if self.left:
+            *_, last = self.left.values()
+            last.finish()  # on one stream, so all are made: whoever has the sums may read them
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
         out: dict[str, Any] = {}
         wanted = set(pytree.names(like))

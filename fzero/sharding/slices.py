@@ -6,6 +6,7 @@ And the blocks of rows that a layer is cut into.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from fzero.core.storage import PAGE
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.spec import Spec
 
-STACKED = "blocks/"  # the names of leaves whose first dim counts the layers begin with this
+# Leaves whose first dim counts layers: those of a model's stack, or of one of its stacks, such as "blocks_dense/w_in".
+STACKED = r"^blocks(_\w+)?/"
 MOST_ELEMENTS = 1 << 22  # of a row block
 Dims = list[tuple[str, ...]]  # for each tensor dim the axes of size above 1 that shard it
 
@@ -119,9 +121,18 @@ def narrow_to(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
 # ---- the same by the sizes of a mesh's axes alone ----
 
 
+def is_stacked(name: str) -> bool:
+    """Whether a leaf's first dim counts layers, by its name.
+
+    >>> [is_stacked(name) for name in ("blocks/attn/w_q", "blocks_dense/w_in", "embed/tokens")]
+    [True, True, False]
+    """
+    return re.match(STACKED, name) is not None
+
+
 def shard_dim(name: str) -> int:
     """The dim of a leaf that dp shards: the first of a layer."""
-    return 1 if name.startswith(STACKED) else 0
+    return 1 if is_stacked(name) else 0
 
 
 def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> None:

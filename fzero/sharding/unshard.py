@@ -16,7 +16,6 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import DATA, Mesh
 from fzero.sharding.plan import Plan
-from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
 
 
@@ -25,13 +24,11 @@ def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "")
 
     Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
     tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently. A leaf of integers
-    has none, and is whole.
+    has none.
     Communicates: an all_gather over dp if that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
     """
-    if not x.is_floating_point():
-        return x
     owed = [axis for axis in DATA if axis not in rest.axes] + sorted(compute.partial)
-    for axis in owed:
+    for axis in owed if x.is_floating_point() else ():
         x = pvary(x, mesh[axis], leaf=leaf)
     for dim, axes in enumerate(rest.dims):
         if "dp" in axes and "dp" not in compute.axes:
@@ -47,11 +44,11 @@ def unshard_tree(params: Tree, plan: Plan) -> Tree:
     )
 
 
-def unshard_block(block: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """`block` as a function of a layer's parameters at rest."""
-    stacked = {name.removeprefix(STACKED): leaf for name, leaf in plan.leaves.items() if name.startswith(STACKED)}
-    specs = tuple((name, _layer(leaf.params), _layer(leaf.compute)) for name, leaf in stacked.items())
-    return _unshard_block(block, specs, plan.mesh)
+def unshard_block(block: Callable[..., Any], plan: Plan, stack: str = "blocks") -> Callable[..., Any]:
+    """`block` as a function of the parameters at rest of a layer of `stack`."""
+    leaves = {name: leaf for name, leaf in plan.leaves.items() if name.startswith(f"{stack}/")}
+    specs = tuple((name, _layer(leaf.params), _layer(leaf.compute)) for name, leaf in leaves.items())
+    return _unshard_block(block, specs, stack, plan.mesh)
 
 
 def _layer(spec: Spec) -> Spec:
@@ -59,12 +56,14 @@ def _layer(spec: Spec) -> Spec:
 
 
 @functools.lru_cache(maxsize=64)
-def _unshard_block(block: Callable[..., Any], specs: tuple, mesh: Mesh) -> Callable[..., Any]:
+def _unshard_block(block: Callable[..., Any], specs: tuple, stack: str, mesh: Mesh) -> Callable[..., Any]:
     at = {name: (rest, compute) for name, rest, compute in specs}
 
     def fetched_block(params: Tree, x: Any, ctx: Any) -> Any:
-        return block(
-            pytree.map_named(lambda name, leaf: unshard(leaf, *at[name], mesh, leaf=STACKED + name), params), x, ctx
-        )
+        def whole(short: str, leaf: Tensor) -> Tensor:
+            name = f"{stack}/{short}"
+            return unshard(leaf, *at[name], mesh, leaf=name)
+
+        return block(pytree.map_named(whole, params), x, ctx)
 
     return fetched_block

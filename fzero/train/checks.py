@@ -28,9 +28,9 @@ def expect_program(loss_fn: Any) -> None:
         return
     if isinstance(loss_fn, torch.nn.Module):
         raise TypeError(
-            f"the model is an nn.Module ({type(loss_fn).__name__}); give a function loss(params, batch) that calls "
-            "torch.func.functional_call(module, params, ...), and dict(module.named_parameters()) to zero_plan and "
-            "init_state"
+            f"the model is an nn.Module ({type(loss_fn).__name__}); give fzero.from_module(module, loss), or a "
+            "function loss(params, batch) that calls torch.func.functional_call(module, params, ...), and "
+            "dict(module.named_parameters()) to zero_plan and init_state"
         )
     if isinstance(loss_fn, type):
         raise TypeError(f"the model is the class {loss_fn.__name__}; {PROGRAM}")
@@ -54,8 +54,10 @@ def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execu
     expect_kind("skip", skip, Skip, "write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())")
 
 
-def expect_options(plan: Plan, remat: Remat, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
+def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
     """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
+    remat = execution.remat
+    assert isinstance(remat, Remat)  # Execution parses a text
     if offloaded and not donate:
         raise ValueError(
             f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it "

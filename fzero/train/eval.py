@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def make_eval_step(
     if isinstance(model, base.Model):
         loss = StreamedModel(model, parts_of(model, plan), plan, ctx, Remat(), execution.prefetch).forward
     else:
-        loss = make_loss(model, plan, execution)
+        loss = partial(make_loss(model, plan, execution), key=(), first=0)
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Any) -> base.Loss:
@@ -62,7 +63,7 @@ def make_eval_step(
         if unseen and check_values(model, batch, unseen[0]):
             unseen.clear()
         with plan.mesh.ledger.phase("evaluate"):
-            out = loss(params, batch, (), 0)
+            out = loss(params, batch)
             return sum_losses([out], plan.mesh) if reduce and plan.mesh.data_size > 1 else out
 
     return eval_step

@@ -8,6 +8,8 @@ from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import Remat
 from fzero.kernels.registry import AUTO, Kernels
 
+CAPTURE = ("auto", "off")
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -19,8 +21,12 @@ class Execution:
     kernels: the form of each hot operation, such as "reference" or "auto,attention=blocked" (see
         fzero.kernels.registry); or a Kernels.
     prefetch: the layers whose parameters are gathered, or read, ahead of use: prefetch + 1 layers are whole at a time.
+    reshard: at stage 3, whether the gathered parameters of a layer are dropped after its forward pass and gathered
+        again for its backward pass; False keeps all layers whole in between.
     norms: whether `metrics.squares` has the sums of squares of each leaf of the gradient, for norms by layer (see
         fzero.run.measure.norms).
+    capture: "auto" records a step as one CUDA graph where the GPU waits for the host to issue its operators (see
+        fzero.train.capture); "off" issues every step.
 
     Raises ValueError for a text that is none of these, and a prefetch below 0.
 
@@ -32,16 +38,22 @@ class Execution:
     compiled: bool = False
     kernels: Kernels | str = AUTO
     prefetch: int = 1
+    reshard: bool = True
     norms: bool = False
+    capture: str = "off"
     _layers: int = 0  # planner only: run the first layers and extrapolate; 0: all
 
     def __post_init__(self) -> None:
         write = 'write remat="full" or remat="none"' if isinstance(self.remat, bool) else 'write remat="full"'
         expect_kind("remat", self.remat, (Remat, str), f'{write}, "every:2" or "selective:0.5"')
         expect_kind("compiled", self.compiled, bool, "write compiled=True or compiled=False")
+        expect_kind("reshard", self.reshard, bool, "write reshard=True or reshard=False")
         expect_kind("kernels", self.kernels, (Kernels, str), 'write kernels="auto" or kernels="reference"')
         if isinstance(self.remat, str):
             object.__setattr__(self, "remat", Remat.parse(self.remat))
         if isinstance(self.kernels, str):
             object.__setattr__(self, "kernels", Kernels.parse(self.kernels))
         expect_count("prefetch", self.prefetch, least=0)
+        expect_kind("capture", self.capture, str, 'write capture="auto" or capture="off"')
+        if self.capture not in CAPTURE:
+            raise ValueError(f"capture is {self.capture!r}; it must be one of {', '.join(CAPTURE)}")

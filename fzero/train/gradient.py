@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.autodiff import Remat, needs_grad, transforms
 from fzero.core.pytree import Tree
+from fzero.core.tree_sum import TreeSum
 from fzero.models import base
+from fzero.models.layers import block_keys
 from fzero.offload import Nvme, ScratchTensor
+from fzero.optim.norm import Squared, widen
+from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
 from fzero.sharding.prefetch import Group, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
-from fzero.sharding.slices import shard_dim
+from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
 from fzero.train.state import TrainState
@@ -32,20 +37,20 @@ def make_backward(
     `first` of the batch.
 
     The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to `sink.put`, as
-    of a Reducer, part of the model by part. last, ready: see StreamedModel.backward.
+    of a Reducer, part of the model by part. key: of the step, see layer_keys. last, ready: see StreamedModel.backward.
     """
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, how)
-        parts = parts_of(loss_fn, plan)
-        parts = parts._replace(depth=how._layers or parts.depth)
+        parts = parts_of(loss_fn, plan, how._layers)
         assert isinstance(how.remat, Remat)  # Execution parses a text
-        streamed = StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, nvme)
+        streamed = StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, how.reshard, nvme)
 
         def layered(
             params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None
         ) -> base.Loss:
-            at = streamed.context(part, key, torch.full((), first, device=seed.device))
-            return streamed.backward(params, part, at, seed, sink, last=last, ready=ready)
+            return streamed.backward(
+                params, part, streamed.context(part, key, first), seed, sink, last=last, ready=ready
+            )
 
         return layered
 
@@ -55,11 +60,21 @@ def make_backward(
     def plain(
         params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None
     ) -> base.Loss:
-        grads, losses = functional(call, whole_params(params, plan, seed.device), plan, [part], [first], key, seed)
+        grads, losses = functional(call, whole_params(params, plan, seed.device), plan, [part], [first], (), seed)
         put_whole(sink, grads, last=last)
         return losses[0]
 
     return plain
+
+
+def layer_keys(key: Tensor | tuple[()], plan: Plan, how: Execution) -> dict[str, Any]:
+    """The fields `key` and `keys` of the Ctx of a layered model in a step with this `dropout_key`; {} for none.
+
+    A compiled block makes its keys itself, within other kernels."""
+    if isinstance(key, tuple):
+        return {}
+    depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in plan.leaves.items() if is_stacked(name)}
+    return {"key": key, "keys": {} if how.compiled else block_keys(key, sum(depths.values()))}
 
 
 def make_gradient(
@@ -68,14 +83,17 @@ def make_gradient(
     how: Execution,
     nvme: Nvme | None = None,
     lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
-) -> Callable[..., tuple[Tree, base.Loss]]:
-    """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses)`, over all parts of all
-    ranks.
+) -> Callable[..., tuple[Tree, base.Loss, dict[str, Squared]]]:
+    """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses, squares)`, over all
+    parts of all ranks.
 
-    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. lasting: see Reducer, rooms
-    and narrow."""
+    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. squares: of the leaves that
+    the norm need not read, see GradientReducer. lasting: see there, rooms and narrow."""
     loss, backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
-    mesh, policy = plan.mesh, plan.policy
+    mesh, policy, square = plan.mesh, plan.policy, shards_of(plan).square
+
+    def squares_of(leaf: Tensor) -> list[Tensor]:
+        return [square(piece) for _, piece in widen(iterate_blocks(leaf, False))]
 
     def pure(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, list[base.Loss]]:
         grads, losses = functional(loss, params, plan, parts, firsts, key, seed)
@@ -94,22 +112,26 @@ def make_gradient(
         seed: Tensor,
         early: EarlyUpdate | None = None,
         known: Callable[[base.Loss], None] | None = None,
-    ) -> tuple[Tree, base.Loss]:
+    ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
         firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
-            return grads, sum_losses(losses, mesh)
-        reducer = GradientReducer(plan, len(parts), away, early.take if early is not None else None, *lasting)
+            return grads, sum_losses(losses, mesh), {}
+        keys = layer_keys(key, plan, how)
+        take = early.take if early is not None else None
+        reducer = GradientReducer(plan, len(parts), away, take, *lasting, squares_of)
         losses = []
         for j, (part, first) in enumerate(zip(parts, firsts)):
             last = j == len(parts) - 1
             # After the last forward pass the sum of all losses is known.
             ready = None if known is None or not last else lambda loss: known(sum_losses([*losses, loss], mesh))
-            losses.append(backward(state.params, part, first, key, seed, reducer, last, ready))
+            losses.append(backward(state.params, part, first, keys, seed, reducer, last, ready))
         like = plan.trained(plan.like)
         if early is not None:
             like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}
-        return reducer.sums(like), sum_losses(losses, mesh)
+        sums, shapes = reducer.sums(like), {name: leaf.shape for name, leaf in pytree.named_leaves(plan.like).items()}
+        squares = {name: Squared(found, shapes[name], policy.accumulate) for name, found in reducer.squares().items()}
+        return sums, sum_losses(losses, mesh), squares
 
     return gradient
 
@@ -129,7 +151,7 @@ def whole_params(params: Tree, plan: Plan, device: torch.device) -> Tree:
         if name not in gather.sharded and name not in gather.away:
             return leaf
         layers = range(leaf.shape[0]) if shard_dim(name) else [None]
-        out = [gather.start(Group("all", (name,), i), "forward")()[0] for i in layers]
+        out = [gather.start(Group("all", (name,), i), "forward").wait()[0] for i in layers]
         return torch.stack(out) if shard_dim(name) else out[0]
 
     return pytree.map_named(whole, params)
@@ -145,28 +167,20 @@ def functional(
 
     Canonical sums follow the binary tree over the micro-batches that GradientReducer's do, in policy.accumulate.
     """
-    trained, canonical = plan.trained(params), plan.reduce == "canonical"
+    trained, plus = plan.trained(params), partial(pytree.map, torch.add)
 
     def objective(leaves: Tree, part: Any, first: Any) -> tuple[Tensor, base.Loss]:
         out = loss(plan.whole(leaves, params), part, key, first)
         return out.total * seed, out
 
     gradient = torch.func.grad(objective, has_aux=True)
-    sums: list[
-        tuple[int, Tree]
-    ] = []  # (terms, their sum): of a binary counter, largest first; fast sums have one entry
+    canonical, total = TreeSum(plus) if plan.reduce == "canonical" else None, None
     losses = []
     for part, first in zip(parts, firsts):
         grads, out = gradient(trained, part, first)
-        terms = 1
-        if canonical:
-            grads = pytree.map(lambda g: g.to(plan.policy.accumulate), grads)
-        while sums and (not canonical or sums[-1][0] == terms):
-            before, total = sums.pop()
-            terms, grads = terms + before, pytree.map(torch.add, total, grads)
-        sums.append((terms, grads))
         losses.append(out)
-    _, total = sums.pop()
-    while sums:
-        total = pytree.map(torch.add, sums.pop()[1], total)
-    return total, losses
+        if canonical is not None:
+            canonical.add(pytree.map(lambda g: g.to(plan.policy.accumulate), grads))
+        else:
+            total = grads if total is None else plus(total, grads)
+    return total if canonical is None else canonical.sum(), losses

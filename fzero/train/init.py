@@ -13,9 +13,9 @@ from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind, shards_of
-from fzero.sharding import Mesh, Plan, Spec
+from fzero.sharding import Plan
 from fzero.sharding.plan import shapes_of
-from fzero.sharding.slices import local_slice, narrow_box
+from fzero.sharding.slices import narrow_to
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs
 from fzero.train.state_on_disk import init_on_disk, on_disk
@@ -64,10 +64,10 @@ def init_state(
 
     def keep(name: str, leaf: Tensor) -> Tensor:
         if policy.has_master and name not in plan.frozen:
-            masters[name] = part_of(leaf, plan, name) if drawn else slice_of(leaf, plan.leaves[name].opt, plan.mesh)
-            masters[name] = copy_of(masters[name], policy.state)
-        rest = leaf if drawn else slice_of(leaf, plan.leaves[name].params, plan.mesh)
-        return rest if drawn and rest.dtype == policy.param else copy_of(rest, plan.leaves[name].dtype)
+            masters[name] = part_of(leaf, plan, name) if drawn else narrow_to(leaf, plan.leaves[name].opt, plan.mesh)
+            masters[name] = copy_of(masters[name], policy.state, device)
+        rest = leaf if drawn else narrow_to(leaf, plan.leaves[name].params, plan.mesh)
+        return rest if drawn and rest.dtype == policy.param else copy_of(rest, plan.leaves[name].dtype, device)
 
     if drawn:
         init_key = prng.fold_in(key, "init")
@@ -90,16 +90,11 @@ def init_state(
     return in_host_memory(state, state_specs(plan, tx)) if on_host else state
 
 
-def copy_of(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in this dtype, contiguous: messages and kernels take a leaf's memory in the order of its elements."""
-    return leaf.to(dtype, copy=True, memory_format=torch.contiguous_format)
+def copy_of(leaf: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A contiguous copy, as messages and kernels take a leaf's memory in the order of its elements."""
+    return leaf.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def part_of(leaf: Tensor, plan: Plan, name: str) -> Tensor:
     """The part that this rank updates of its trained leaf at rest."""
     return own(plan, {name: leaf})[name]
-
-
-def slice_of(leaf: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
-    """This rank's slice, a view, of a whole leaf; ignores `partial`."""
-    return narrow_box(leaf, *local_slice(leaf.shape, spec, mesh))

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fzero.comm.tables import BY_DATA_RANK, gather_rows
 from fzero.core import prng, pytree
-from fzero.core.arguments import expect_kind
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
 from fzero.models import base
+from fzero.models.loss_of import loss_of
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.unshard import unshard_tree
 from fzero.train.execution import Execution
@@ -62,38 +62,6 @@ def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> bas
     """The Loss of a plain function of whole parameters."""
     out = loss_fn(pytree.map(lambda x: x.to(policy.compute) if x.is_floating_point() else x, params), batch)
     return loss_of(out)
-
-
-def loss_of(out: Any) -> base.Loss:
-    """The Loss that a plain function returned; raises TypeError or ValueError, with what to write instead, for anything
-    else."""
-    pair = "return (losses.sum(), losses.numel())"
-    if isinstance(out, dict):
-        raise TypeError(
-            f"the loss function returned a dict of {', '.join(map(str, out)) or 'nothing'}; return (sum, number of "
-            "samples, {name: sum to report})"
-        )
-    if isinstance(out, list) or (isinstance(out, tuple) and len(out) not in (2, 3)):
-        raise TypeError(f"the loss function returned a {type(out).__name__} of {len(out)}; {pair}")
-    total, number, *extra = out if isinstance(out, tuple) else (out, 1.0)
-    if isinstance(total, (int, float)):
-        raise TypeError(
-            f"the loss function returned the number {total!r}, which has no gradient; return a tensor, not its .item()"
-        )
-    expect_kind("what the loss function returned", total, Tensor, pair)
-    if total.dim() or not total.is_floating_point():
-        raise ValueError(f"the loss function returned {total.dtype} of shape {list(total.shape)}; {pair}")
-    if not isinstance(out, tuple):
-        return base.Loss(total, torch.ones_like(total.detach()))
-    sums = {"the number of samples": number}
-    if extra:
-        expect_kind("the third result of the loss function", extra[0], dict, "return {name: sum to report}")
-        sums |= {f"{name!r} of the loss function's sums": value for name, value in extra[0].items()}
-    for what, value in sums.items():
-        expect_kind(what, value, (Tensor, int, float), "return a scalar, such as len(batch['x'])")
-        if isinstance(value, Tensor) and value.dim():
-            raise ValueError(f"{what} has shape {list(value.shape)}; return its sum, a scalar")
-    return base.Loss(total, torch.as_tensor(number), *({n: torch.as_tensor(x) for n, x in e.items()} for e in extra))
 
 
 def dropout_key(loss_fn: base.Model | LossFn, state: TrainState) -> Tensor | tuple:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fzero.comm.tables import device_of, gather_rows
 from fzero.core import pytree
-from fzero.core.digest import digest
+from fzero.core.digest import Started, read_digests, start_digest
 from fzero.core.precision import ScalerState
 from fzero.models import base
 from fzero.offload import Nvme
@@ -30,7 +30,7 @@ from fzero.sharding.mesh import ORDER
 from fzero.sharding.prefetch import Group
 from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
-from fzero.train.gradient import make_backward
+from fzero.train.gradient import layer_keys, make_backward
 from fzero.train.loss import LossFn, dropout_key
 from fzero.train.state import TrainState, expect_alive, state_specs
 
@@ -38,10 +38,10 @@ WORD = 1 << 64
 
 
 class Digests:
-    """Takes gradients in the place of a Reducer; `found` is {leaf: digest of its gradient}."""
+    """Takes gradients in the place of a Reducer; `found` is {leaf: digests that add up to that of its gradient}."""
 
     def __init__(self) -> None:
-        self.found: dict[str, int] = {}
+        self.found: dict[str, list[Started]] = {}
 
     def put(
         self, part: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()
@@ -49,8 +49,8 @@ class Digests:
         """Take (and empty) the gradients of a part; those of a leaf's layers, and of a leaf with two uses, add up."""
         for name, grad in zip(names, grads):
             layer = part.layer or 0
-            value = digest(grad[None], (layer + 1, *grad.shape), (layer, *[0] * grad.dim()))
-            self.found[name] = (self.found.get(name, 0) + value) % WORD
+            value = start_digest(grad[None], (layer + 1, *grad.shape), (layer, *[0] * grad.dim()))
+            self.found.setdefault(name, []).append(value)
         grads.clear()
 
 
@@ -85,15 +85,16 @@ def make_check(
     specs = state_specs(plan, tx)
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
-    def computed(state: TrainState, m: int, part: Any) -> dict[str, int]:
+    def computed(state: TrainState, m: int, part: Any) -> dict[str, list[Started]]:
         rows, sink = pytree.leaves(part)[0], Digests()
         # As in a step: float16 gradients need that room.
         seed = torch.ones((), device=state.step.device)
         if policy.loss_scale:
             assert isinstance(state.scaler, ScalerState)
             seed = state.scaler.scale / rows.numel()
-        loss = backward(state.params, part, m * rows.shape[0], dropout_key(model, state), seed, sink, True)
-        return {"the loss": digest(loss.total.detach()), **dict(sorted(sink.found.items()))}
+        key = layer_keys(dropout_key(model, state), plan, execution)
+        loss = backward(state.params, part, m * rows.shape[0], key, seed, sink, True)
+        return {"the loss": [start_digest(loss.total.detach())], **dict(sorted(sink.found.items()))}
 
     def check(state: TrainState, part: Callable[[int], Any]) -> list[str]:
         expect_alive(state)
@@ -101,11 +102,17 @@ def make_check(
             before = (mesh.data_rank - 1) % mesh.data_size
             own, again = (computed(state, m, part(m)) for m in (mesh.data_rank, before))
             leaves = pytree.named_leaves(state)
-            held = {name: digest(leaves[name]) for name in shared if isinstance(leaves[name], Tensor)}
-            first, second, third = (gather_words(list(row.values()), mesh) for row in (held, own, again))
+            held = {name: [start_digest(leaves[name])] for name in shared if isinstance(leaves[name], Tensor)}
+            first, second, third = (gather_words(row, mesh) for row in read_sums([held, own, again]))
         return [*unlike(list(held), shared, first, mesh), *disagreeing(list(own), second, third, mesh)]
 
     return check
+
+
+def read_sums(tables: Sequence[Mapping[str, Sequence[Started]]]) -> list[list[int]]:
+    """For each table the sums of its digests modulo 2^64, all of them read at once."""
+    read = iter(read_digests([part for table in tables for parts in table.values() for part in parts]))
+    return [[sum(next(read) for _ in parts) % WORD for parts in table.values()] for table in tables]
 
 
 def gather_words(words: list[int], mesh: Mesh) -> list[list[int]]:

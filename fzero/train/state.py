@@ -16,7 +16,7 @@ from fzero.core.torch_private import disable_current_modes
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind, shards_of
 from fzero.sharding import Plan, Spec
-from fzero.sharding.slices import local_slice
+from fzero.sharding.slices import local_shape
 from fzero.train.spike import LOSS, init_stats
 
 
@@ -79,7 +79,7 @@ def expect_shapes(plan: Plan, given: Tree, *, shards: bool = False) -> None:
     leaves = pytree.named_leaves(given)
     pytree.from_named(leaves, plan.like)
     for name, leaf in plan.leaves.items():
-        shape = local_slice(leaf.shape, leaf.params, plan.mesh)[1] if shards else leaf.shape
+        shape = local_shape(leaf.shape, leaf.params, plan.mesh) if shards else leaf.shape
         if tuple(leaves[name].shape) != shape:
             raise ValueError(
                 f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}"
@@ -93,7 +93,7 @@ def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
 
     def local(specs: Tree, dtype: torch.dtype) -> Tree:
         def make(leaf: Tensor, spec: Spec) -> Tensor:
-            shape = local_slice(tuple(leaf.shape), spec, plan.mesh)[1]
+            shape = local_shape(tuple(leaf.shape), spec, plan.mesh)
             return leaf.new_empty(shape, dtype=dtype if leaf.is_floating_point() else leaf.dtype)
 
         return pytree.map(make, plan.like, specs)

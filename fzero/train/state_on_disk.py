@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import all_gather
 from fzero.comm.tables import barrier
-from fzero.core import prng, pytree
+from fzero.core import gpu, prng, pytree
 from fzero.core.device import fake_device_of
 from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
@@ -22,7 +22,7 @@ from fzero.offload.update_units import RowBlock, params_of_leaves
 from fzero.optim import GradientTransformation
 from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.draw import draw_normal_box
+from fzero.sharding.draw import Box, draw_leaf
 from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory, meta_state, put_on, state_specs
@@ -61,12 +61,13 @@ def init_on_disk(
     policy, mesh = plan.policy, plan.mesh
     like, specs = meta_state(plan, tx), state_specs(plan, tx)
     leaves = leaves_on_disk(like, specs, plan)
+    gpu.wake(torch.device(device))
     store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
     named_specs, shapes = pytree.named_leaves(specs), pytree.named_leaves(like)
     out: dict[str, Any] = {}
     given = {} if isinstance(model, base.Model) else pytree.named_leaves(model)
-    init_key = prng.fold_in(key, "init")
+    element = first_values(model, given, prng.fold_in(key, "init"), policy.state)
 
     def put(name: str, i: int, rows: tuple[int, int], value: Tensor) -> None:
         if name in leaves:
@@ -79,7 +80,9 @@ def init_on_disk(
 
     owner = owner_of(like, plan)
 
-    def make(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> None:
+    def make(
+        name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
+    ) -> None:
         drawn = [n for n, of in owner.items() if of == name and n.startswith(("params/", "master/", AVERAGE))]
         windows: dict[Any, list[str]] = {}
         for n in drawn:
@@ -93,17 +96,9 @@ def init_on_disk(
                         at[0], extent[0] = start[0] + i, 1
                     if size[lead:]:
                         at[lead], extent[lead] = start[lead] + rows[0], rows[1] - rows[0]
-                    value = element(name, shape, tuple(at), tuple(extent), std, mean)
+                    value = element(name, (shape, tuple(at), tuple(extent)), std, mean, dtype)
                     for target in targets:
                         put(target, i, rows, value)
-
-    def element(name: str, shape: Any, start: Any, size: Any, std: float, mean: float) -> Tensor:
-        if name in given:
-            part = narrow_box(given[name], start, size)
-            return part.to(policy.state) if part.is_floating_point() else part
-        if std == 0.0:
-            return torch.full(size, mean, dtype=policy.state)
-        return draw_normal_box(prng.fold_in(init_key, name), shape, start, size, mean, std, policy.state, "cpu")
 
     if given:
         for name, leaf in given.items():
@@ -128,6 +123,23 @@ def init_on_disk(
     state = assemble_state(like, out, store)
     commit(nvme, state, plan.mesh)
     return in_host_memory(state, specs)
+
+
+def first_values(
+    model: base.Model | Tree, given: dict[str, Tensor], key: Tensor, state: torch.dtype
+) -> Callable[[str, Box, float, float, torch.dtype | None], Tensor]:
+    """`(name, box, std, mean, dtype) -> elements of a leaf in a box` before the first step: those given, or drawn."""
+    begun = model.start if isinstance(model, base.Model) else {}
+
+    def element(name: str, box: Box, std: float, mean: float, dtype: torch.dtype | None) -> Tensor:
+        if name in given:
+            part = narrow_box(given[name], *box[1:])
+            return part.to(state) if part.is_floating_point() else part
+        if name in begun:
+            return begun[name].box(*box[1:], dtype or state, "cpu")
+        return draw_leaf(prng.fold_in(key, name), box, mean, std, dtype or state, "cpu")
+
+    return element
 
 
 def open_in(nvme: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, *, resume: bool) -> VersionedStore:
@@ -158,8 +170,10 @@ def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
         return
     leaves = pytree.named_leaves(state)
     owner = params_of_leaves(list(leaves), pytree.names(state.params))
-    values = {name: to_text(leaf) for name, leaf in leaves.items() if owner[name] is None}
-    nvme.store.commit(int(state.step), values, partial(barrier, mesh))
+    names = [name for name in leaves if owner[name] is None]
+    small = dict(zip(names, gpu.start_fetch([leaves[name] for name in names]).wait()))
+    values = {name: to_text(leaf) for name, leaf in small.items()}
+    nvme.store.commit(int(small["step"]), values, partial(barrier, mesh))
 
 
 def reopen_state(
@@ -184,6 +198,7 @@ def reopen_state(
     >>> nvme.close()
     """
     like, specs = meta_state(plan, tx), state_specs(plan, tx)
+    gpu.wake(torch.device(device))
     store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=True)
     record = store.record
     assert record is not None  # it was opened to resume
@@ -233,6 +248,7 @@ def put_on_disk(
     leaf, or all of it for None."""
     named = pytree.named_leaves(specs)
     leaves = leaves_on_disk(like, specs, plan)
+    gpu.wake(device)
     store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
     held: dict[str, Tensor] = {}

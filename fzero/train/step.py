@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
+from fzero.core import gpu, pytree
 from fzero.core.arguments import STEP, explain_keywords
-from fzero.core.autodiff import Remat, transforms
+from fzero.core.autodiff import transforms
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
@@ -27,6 +27,7 @@ from fzero.optim.sharded_leaves import ShardedLeaves, bind, shards_of
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan
 from fzero.train.batch import expect_own_rows, positions, split_batch
+from fzero.train.capture import CapturedStep, why_not
 from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan, expect_state
 from fzero.train.execution import Execution
 from fzero.train.gradient import make_gradient
@@ -107,8 +108,7 @@ def make_train_step(
     tx = bind(tx, shards)
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
-    assert isinstance(execution.remat, Remat)  # Execution parses a text
-    expect_options(plan, execution.remat, donate, update, streamed is not None, isinstance(model, base.Model))
+    expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
     skips = skip.nonfinite or skip.spike is not None
     if streamed is not None and update == "backward":
         expect_early(streamed, plan, nvme.slots if nvme is not None else 1, skips)
@@ -128,24 +128,24 @@ def make_train_step(
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
             if unchecked:
                 check_ranks(checked, unchecked.pop(), batch, micro_batches)
-            early = EarlyUpdate(streamed, shards, state) if streamed is not None and update == "backward" else None
+            early = EarlyUpdate(streamed, state) if streamed is not None and update == "backward" else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
-            grads, total = gradient(state, parts, size, dropout_key(model, state), seed.value, early, known)
+            grads, total, squares = gradient(state, parts, size, dropout_key(model, state), seed.value, early, known)
             factor = seed.mean_factor(total)
-            norm, by_leaf = norms_of(shards, mesh, grads if early is None else early.squares(grads), execution.norms)
+            norm, by_leaf = norms_of(shards, mesh, grads, squares, factor if execution.norms else None)
             loss = total.total.to(factor.dtype) / tokens_of(total)
             verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
-            metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)
-            metrics = metrics._replace(squares=by_leaf, factor=factor) if execution.norms else metrics
+            metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf)
             moved = advance(plan, state, verdict, size * micro_batches)
             sums = Gradients(grads, factor, norm)
             del grads
+            gpu.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
                 new = (finish if early is None else early.finish)(sums, moved, metrics.skipped if skips else None)
                 commit(nvme, new, mesh)
             return hand_over(state, new) if donate else new, metrics
 
-    return train_step
+    return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, why_not(plan, tx, donate))
 
 
 def check_ranks(step: contextlib.ExitStack, mesh: Mesh, batch: Any, micro_batches: int) -> None:
@@ -192,12 +192,19 @@ def tokens_of(total: base.Loss) -> Tensor:
 
 
 def norms_of(
-    shards: ShardedLeaves, mesh: Mesh, sums: Tree, by_leaf: bool
-) -> tuple[Tensor, dict[str, Squared] | tuple[()]]:
-    """(the norm of all sums of gradients, with `by_leaf` also their squares leaf by leaf)."""
+    shards: ShardedLeaves, mesh: Mesh, sums: Tree, known: dict[str, Any], factor: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """(the norm of all sums of gradients; with a `factor` the fields `squares`, leaf by leaf, and `factor` of Metrics).
+
+    known: squares of leaves that were taken before their sums left the device.
+    """
+    sums = {**pytree.named_leaves(sums), **known} if known else sums
     with mesh.ledger.phase("metrics"):
-        squares = layer_squares(shards, sums) if by_leaf else ()
-        return shards.norm(sums if not by_leaf or summed_by_kernel(sums) else squares), squares
+        if factor is None:
+            return shards.norm(sums), {}
+        squares = layer_squares(shards, sums)
+        norm = shards.norm(sums if summed_by_kernel(sums) else squares)
+        return norm, {"squares": squares, "factor": factor}
 
 
 def advance(plan: Plan, state: TrainState, verdict: Verdict, samples: int) -> TrainState:

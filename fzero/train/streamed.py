@@ -1,14 +1,15 @@
 """The gradients of a step: micro-batch by micro-batch, part by part, from the parameters at rest to the optimizer's
 shards.
 
-A layered model is embedding, layers, head. Each part is fetched (with the next ones on their way), run and dropped; in
-the backward pass the same in reverse, and each part's gradients leave to be summed as soon as they are
-ready. This is torch.func.grad of `models.base.loss`, which defines it and serves under transforms; written out, to
-control memory and messages."""
+A layered model is its embedding, one stack of layers or several, and its head. Each part is fetched (with the next ones
+on their way), run and dropped; in the backward pass the same in reverse, and each part's gradients leave to be summed
+as soon as they are ready. This is torch.func.grad of `models.base.loss`, which defines it and serves under transforms;
+written out, to control memory and messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,100 +17,138 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
+from fzero.core.compile import VjpPair
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
-from fzero.core.stack import LayerLoop, part_pair, static_signature
+from fzero.core.stack import LayerLoop, in_turn, part_pair, static_signature
+from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
 from fzero.sharding import Plan
-from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
+from fzero.sharding.prefetch import Coding, Group, ParamFetcher, Prefetcher
 from fzero.sharding.reduce import GradientReducer
-from fzero.sharding.slices import STACKED
-
-PREFIX = STACKED.rstrip("/")
 
 
-class Parts(NamedTuple):
-    """The parts of a layered model by the names of their leaves, frozen ones first."""
+class Part(NamedTuple):
+    """A part of a layered model: a stack of layers, or a function that a pass calls once."""
 
-    embed: tuple[str, ...]
-    blocks: tuple[str, ...]
-    head: tuple[str, ...]
-    frozen: frozenset[str]
-    depth: int
-    plan: Plan
+    kind: str  # "embed", "join", "block" or "head"
+    name: str
+    functions: tuple[Callable[..., Any], ...]  # of a stack, those that its layers take in turn; else one
+    leaves: tuple[str, ...]  # full names, frozen ones first
+    depth: int = 0  # the layers of a stack; 0 for a function that is called once
+    first: int = 0  # the number of its first layer among those of all stacks
 
-    def trained(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The trained ones among `names`."""
-        return tuple(name for name in names if name not in self.frozen)
+    @property
+    def groups(self) -> list[Group]:
+        """What is fetched together: each layer, or all of its leaves."""
+        return [Group(self.name, self.leaves, i if self.depth else None) for i in range(self.depth or 1)]
 
 
-def parts_of(model: base.Model, plan: Plan) -> Parts:
-    """The parts of a model; raises ValueError for a leaf outside embed, blocks and head, or a shared leaf that is not
-    there."""
-    names = pytree.names(plan.like)
+def parts_of(model: base.Model, plan: Plan, layers: int = 0) -> tuple[Part, ...]:
+    """The parts of a model, in the order of a forward pass. layers: only the first ones of the deepest stack; 0: all.
+
+    Raises ValueError for a leaf outside of them, a stack without leaves, and a shared leaf that is not there."""
+    leaves = pytree.named_leaves(plan.like)
     for name in model.shared:
-        if name not in names:
+        if name not in leaves:
             raise ValueError(
-                f"the model says that its head uses {name!r}, which is no leaf of it{pytree.nearest(name, names)}"
+                f"the model says that its head uses {name!r}, which is no leaf of it{pytree.nearest(name, leaves)}"
             )
-    for name in names:
-        if name.split("/")[0] not in ("embed", PREFIX, "head"):
-            raise ValueError(
-                f"{name}: a layered model's leaves are under embed/, blocks/ and head/; move it, or train a "
-                "plain loss function"
-            )
+    names: dict[str, list[str]] = {}
+    for name in leaves:
+        names.setdefault(name.split("/")[0], []).append(name)
 
-    def ordered(chosen: Sequence[str]) -> tuple[str, ...]:
-        return tuple(sorted(chosen, key=lambda name: name not in plan.frozen))
+    def own(name: str, *shared: str) -> tuple[str, ...]:
+        return tuple(sorted([*names.pop(name, ()), *shared], key=lambda leaf: leaf not in plan.frozen))
 
-    embed, blocks, head = ([n for n in names if n.split("/")[0] == part] for part in ("embed", PREFIX, "head"))
-    depth = pytree.named_leaves(plan.like)[blocks[0]].shape[0]
-    return Parts(ordered(embed), ordered(blocks), ordered([*head, *model.shared]), plan.frozen, depth, plan)
+    parts, first = [Part("embed", "embed", (model.embed,), own("embed"))], 0
+    for stack in base.stacks_of(model):
+        if stack.join is not None:
+            parts.append(Part("join", stack.join_name, (stack.join,), own(stack.join_name, *model.shared)))
+        if stack.name not in names:
+            raise ValueError(f"the model has a stack {stack.name!r} and no leaf under {stack.name}/")
+        depth = leaves[names[stack.name][0]].shape[0]
+        parts.append(Part("block", stack.name, in_turn(stack.block), own(stack.name), depth, first))
+        first += depth
+    parts.append(Part("head", "head", (model.head,), own("head", *model.shared)))
+    if names:
+        places = ", ".join(f"{part.name}/" for part in parts[:-1])
+        raise ValueError(
+            f"{next(iter(names.values()))[0]}: this layered model's leaves are under {places} and head/; move it, or "
+            "train a plain loss function"
+        )
+    deepest = max(part.depth for part in parts)
+    return tuple(part._replace(depth=layers) if layers and part.depth == deepest else part for part in parts)
+
+
+class Passed(NamedTuple):
+    """A part before the head whose forward pass is done, with what its backward pass needs."""
+
+    part: Part
+    pairs: tuple[VjpPair, ...]
+    extra: list[Tensor]  # the pairs' inputs that are not differentiated
+    inputs: int  # the number of leaves of x that it took
+    run: LayerLoop | None = None  # of a stack
+    kept: Any = None  # of a function that is called once: its residuals
+
+    def order(self) -> list[Group]:
+        """The groups that its backward pass fetches, in their order."""
+        if self.run is None:
+            return self.part.groups if self.kept.needs else []
+        groups = self.part.groups
+        return [groups[i] for i in self.run.order()]
 
 
 class StreamedModel(NamedTuple):
     """The loss of a layered model, and its gradient, over parameters at rest. `ahead`: parts fetched before they are
-    needed."""
+    needed. `reshard`: see Execution."""
 
     model: base.Model
-    parts: Parts
+    parts: tuple[Part, ...]
     plan: Plan
     ctx: base.Ctx
     remat: Remat
     ahead: int
+    reshard: bool = True
     nvme: Nvme | None = None
 
-    def program(
-        self, kind: str, f: Any, names: tuple[str, ...], x_def: Any, extra: Any
-    ) -> tuple[Any, list[Any], list[Tensor]]:
-        """(pair, structure of its result, the tensors of `extra`) of a function of the model; blocks alone are
+    def pairs_of(
+        self, part: Part, x_def: Any, ctx: base.Ctx, batch: base.Batch
+    ) -> tuple[tuple[VjpPair, ...], list[Any], list[Tensor]]:
+        """(pairs, structure of the result, inputs that are not differentiated) of a part's functions; blocks alone are
         compiled."""
-        leaves, extra_def = pytree.flatten(extra)
-        block = kind == "block"
-        short = tuple(name.removeprefix(STACKED) for name in names) if block else names
+        block = part.kind == "block"
+        leaves, extra_def = pytree.flatten(ctx if block else (ctx, batch))
+        short = tuple(name.removeprefix(f"{part.name}/") for name in part.leaves) if block else part.leaves
         compiled, budget = (self.ctx.compiled, self.remat.budget) if block else (False, 1.0)
-        skip = sum(name in self.plan.frozen for name in names)
-        pair, out_def = part_pair(kind, f, (short, x_def, extra_def, static_signature(leaves)), compiled, budget, skip)
-        return pair, out_def, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        structure = (short, x_def, extra_def, static_signature(leaves))
+        frozen = len(part.leaves) - len(self.trained(part))
+        made = [part_pair(part.kind, f, structure, compiled, budget, frozen) for f in part.functions]
+        return tuple(pair for pair, _ in made), made[0][1], [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def forward(self, params: Tree, batch: base.Batch, key: Any, first: Any) -> base.Loss:
-        """The loss of a batch, without anything kept."""
+    def trained(self, part: Part) -> tuple[str, ...]:
+        """The leaves of a part that are trained."""
+        return tuple(name for name in part.leaves if name not in self.plan.frozen)
+
+    def forward(self, params: Tree, batch: base.Batch) -> base.Loss:
+        """The loss of a batch without dropout, and without anything kept."""
         device = pytree.leaves(batch)[0].device
-        parts, ctx, ahead = self.parts, self.context(batch, key, first), self.fetcher(params, device)
-        embed, head = Group("embed", parts.embed), Group("head", parts.head)
-        layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
-        ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.full((), 0, device=device)
+        ctx, ahead = self.context(batch, {}, 0), self.fetcher(params, device)
+        ahead.expect([group for part in self.parts for group in part.groups], "forward")
+        zero = torch.full((), 0, device=device)
+        x, x_def = [], pytree.flatten(())[1]
         with torch.no_grad():
-            pair, out_def, extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
-            x = pair.primal([*ahead.take(embed), zero, *extra])
-            x_def = out_def[0]
-            pair, _, extra = self.program("block", self.model.block, parts.blocks, x_def, ctx)
-            x = LayerLoop(pair, parts.depth, 0).primal(lambda i: ahead.take(layers[i]), x, extra)
-            pair, out_def, extra = self.program("head", self.model.head, parts.head, x_def, (ctx, batch))
-            return pytree.unflatten(pair.primal([*ahead.take(head), *x, zero, *extra]), out_def[0])
+            for part in self.parts:
+                pairs, out_def, extra = self.pairs_of(part, x_def, ctx, batch)
+                if part.depth:
+                    run = LayerLoop(pairs, part.depth, 0, first=part.first)
+                    x = run.primal(take_layer(ahead, part), x, extra)
+                else:
+                    x = pairs[0].primal([*ahead.take(part.groups[0]), *x, zero, *extra])
+                    x_def = out_def[0]
+        return pytree.unflatten(x, x_def)
 
     def backward(
         self,
@@ -127,63 +166,77 @@ class StreamedModel(NamedTuple):
         ready: is called with the loss between the forward and the backward pass.
         """
         device = pytree.leaves(batch)[0].device
-        parts, ahead = self.parts, self.fetcher(params, device)
-        embed, head = Group("embed", parts.embed), Group("head", parts.head)
-        layers = [Group(PREFIX, parts.blocks, i) for i in range(parts.depth)]
-        drops = {part.name: ahead.fetcher.dropped(part, self.plan.reshard) for part in (embed, layers[0])}
-        again = frozenset(parts.embed) & frozenset(parts.head)
-        ahead.expect([embed, *layers, head], "forward")
-        none, zero = pytree.flatten(())[1], torch.full((), 0, device=device)
-        with torch.no_grad(), self.plan.mesh.ledger.phase("forward"):
-            embed_pair, out_def, embed_extra = self.program("embed", self.model.embed, parts.embed, none, (ctx, batch))
-            x, embed_kept = embed_pair.forward(
-                [*ahead.take(embed), zero, *embed_extra], drops["embed"] * len(parts.embed)
-            )
-            x_def = out_def[0]
-            pair, _, extra = self.program("block", self.model.block, parts.blocks, x_def, ctx)
-            at = self.plan.mesh.ledger.at
-            run = LayerLoop(
-                pair, parts.depth, self.remat.every, drops[PREFIX], **self.pile(device), at=lambda i: at(PREFIX, i)
-            )
-            x = run.forward(lambda i: ahead.take(layers[i]), x, extra)
-            ahead.expect([layers[i] for i in run.order()] + [embed] * bool(embed_kept.needs), "backward")
-            head_pair, out_def, head_extra = self.program("head", self.model.head, parts.head, x_def, (ctx, batch))
-            m = len(x)
-            out, kept = head_pair.forward([*ahead.take(head), *x, zero, *head_extra])
+        ahead, ledger, zero = self.fetcher(params, device), self.plan.mesh.ledger, torch.full((), 0, device=device)
+        ahead.expect([group for part in self.parts for group in part.groups], "forward")
+        pile = self.pile(device)  # one for all stacks: what is kept last is needed first
+        passed: list[Passed] = []
+        x, x_def = [], pytree.flatten(())[1]
+        with torch.no_grad(), ledger.phase("forward"):
+            for part in self.parts[:-1]:
+                pairs, out_def, extra = self.pairs_of(part, x_def, ctx, batch)
+                one = Passed(part, pairs, extra, len(x))
+                drop = ahead.fetcher.dropped(part.groups[0], self.reshard)
+                if part.depth:
+                    at = partial(ledger.at, part.name)
+                    run = LayerLoop(pairs, part.depth, self.remat.every, drop, **pile, at=at, first=part.first)
+                    x = run.forward(take_layer(ahead, part), x, extra)
+                    passed.append(one._replace(run=run))
+                else:
+                    x, kept = pairs[0].forward([*ahead.take(part.groups[0]), *x, zero, *extra], drop * len(part.leaves))
+                    x_def = out_def[0]
+                    passed.append(one._replace(kept=kept))
+            ahead.expect([group for one in reversed(passed) for group in one.order()], "backward")
+            head, m = self.parts[-1], len(x)
+            (pair,), out_def, extra = self.pairs_of(head, x_def, ctx, batch)
+            out, kept = pair.forward([*ahead.take(head.groups[0]), *x, zero, *extra])
             loss = pytree.unflatten(out, out_def[0])
             del x
         if ready is not None:
             ready(loss)
-        with torch.no_grad(), self.plan.mesh.ledger.phase("backward"):
-            at("head", None)
-            grads = head_pair.backward(kept, [seed.to(loss.total.dtype), *out[1:]])
+        with torch.no_grad(), ledger.phase("backward"):
+            ledger.at(head.name, None)
+            grads = pair.backward(kept, [seed.to(loss.total.dtype), *out[1:]])
             x_grads = grads[len(grads) - m :]
             del grads[len(grads) - m :]
-            reducer.put(head, parts.trained(parts.head), grads, last=last, again=again)
-
-            def put(i: int, layer_grads: list[Tensor]) -> None:
-                reducer.put(layers[i], parts.trained(parts.blocks), layer_grads, last=last)
-
-            x_grads = run.backward(lambda i: ahead.take(layers[i]), put, x_grads, extra)
-            fetched = ahead.take(embed) if embed_kept.needs else ()
-            at("embed", None)
-            grads = embed_pair.backward(embed_kept, x_grads, fetched)
-            del fetched, x_grads
-            reducer.put(embed, parts.trained(parts.embed), grads, last=last)
+            reducer.put(head.groups[0], self.trained(head), grads, last=last, again=used_before(self.parts, head))
+            for one in reversed(passed):
+                x_grads = self.run_backward(one, x_grads, ahead, reducer, last)
         return loss
 
-    def context(self, batch: base.Batch, key: Any, first: Any) -> base.Ctx:
-        """The ctx of a batch; checks the batch.
+    def run_backward(
+        self, one: Passed, x_grads: list[Tensor], ahead: Prefetcher, reducer: GradientReducer, last: bool
+    ) -> list[Tensor]:
+        """The gradients of the leaves of x that a part took; those of its parameters go to `reducer`."""
+        part, groups, trained = one.part, one.part.groups, self.trained(one.part)
+        if one.run is not None:
 
-        `first` is for dropout alone: without a key it is 0, so that training and evaluation share a compiled block.
+            def put(i: int, layer_grads: list[Tensor]) -> None:
+                reducer.put(groups[i], trained, layer_grads, last=last)
+
+            return one.run.backward(take_layer(ahead, part), put, x_grads, one.extra)
+        fetched = ahead.take(groups[0]) if one.kept.needs else ()
+        self.plan.mesh.ledger.at(part.name, None)
+        grads = one.pairs[0].backward(one.kept, x_grads, fetched)
+        del fetched
+        x_grads.clear()
+        x_grads = grads[len(grads) - one.inputs :]
+        del grads[len(grads) - one.inputs :]
+        reducer.put(groups[0], trained, grads, last=last, again=used_before(self.parts, part))
+        return x_grads
+
+    def context(self, batch: base.Batch, key: dict[str, Any], first: int) -> base.Ctx:
+        """The ctx of a batch whose rows begin with row `first` of the step's; checks the batch.
+
+        key: the step's `layer_keys`. Without one `first` is 0, so that training and evaluation share a compiled block.
         """
         base.check_batch(self.model, batch, self.ctx)
-        first = first if pytree.leaves(key) else 0
-        return self.ctx._replace(documents=batch.get("documents", ()), key=key, first=first)
+        row = torch.full((), first, device=pytree.leaves(batch)[0].device) if key else 0
+        return base.prepare(self.model, batch, self.ctx._replace(first=row, **key))
 
     def fetcher(self, params: Tree, device: torch.device) -> Prefetcher:
         """The fetches of one pass over the model."""
-        return Prefetcher(ParamFetcher(params, self.plan, device), self.ahead)
+        coding = Coding(*(partial(op, impl=self.ctx.kernels[op.name]) for op in (narrow_weight, widen_weight)))
+        return Prefetcher(ParamFetcher(params, self.plan, device, coding), self.ahead)
 
     def pile(self, device: torch.device) -> dict[str, Any]:
         """{"kept": the storage of activations kept by the remat policy}, {} for the device."""
@@ -191,3 +244,15 @@ class StreamedModel(NamedTuple):
             assert self.nvme is not None  # given with a plan whose activations rest on a disk
             return {"kept": DiskActivations(self.nvme.scratch)}
         return {"kept": HostActivations(device)} if self.plan.acts == "host" and device != HOST else {}
+
+
+def take_layer(ahead: Prefetcher, part: Part) -> Callable[[int], Sequence[Tensor]]:
+    """The function from the number of a layer of a stack to its parameters."""
+    groups = part.groups
+    return lambda i: ahead.take(groups[i])
+
+
+def used_before(parts: Sequence[Part], part: Part) -> frozenset[str]:
+    """The leaves of a part that one before it uses too: their gradients come more than once in a micro-batch."""
+    before = parts[: parts.index(part)]
+    return frozenset(part.leaves) & frozenset(name for other in before for name in other.leaves)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import fzero
 from fzero import models
+from fzero.core import tables
 from fzero.planner.step_trace import trace_step
 from fzero.run import config_table
 
@@ -52,12 +53,12 @@ CASES = {
     "dp4 stage 0": Case("gpt2", 0, DP4),
     "dp4 stage 1": Case("llama", 1, DP4, "bf16"),
     "dp4 stage 2": Case("llama", 2, DP4, "fp16"),
-    "dp4 stage 2 full": Case("gpt2", 2, DP4, plan={"accumulate": "full"}),
+    "dp4 stage 2 full": Case("gpt2", 2, DP4, plan={"reduce": "once"}),
     "dp4 stage 3": Case("llama", 3, DP4),
     "dp2 stage 1 8bit": Case("llama", 1, DP2, settings={"optim.states": "8bit"}),
     "dp2 stage 3 muon": Case("llama", 3, DP2, optimizer="muon"),
     "dp2 stage 3 lamb": Case("mlp", 3, DP2, optimizer="lamb"),
-    "dp2 stage 3 whole": Case("gpt2", 3, DP2, "bf16", plan={"reshard": False}),
+    "dp2 stage 3 whole": Case("gpt2", 3, DP2, "bf16", settings={"reshard": False}),
     "dp2 stage 3 remat": Case("llama", 3, DP2, "bf16", settings={"train.remat": "full"}),
     "dp2 stage 0 canonical": Case("llama", 0, DP2, plan={"reduce": "canonical"}),
     "dp2 stage 3 canonical": Case("llama", 3, DP2, plan={"reduce": "canonical"}),
@@ -97,7 +98,7 @@ def plan_bytes(case: Case) -> dict[str, dict[str, int]]:
 def step_bytes(case: Case) -> dict[str, Any]:
     """Of one step, as the planner runs it on fake tensors: bytes at rest, and what a rank sends in each phase."""
     data = case.mesh.get("dp", 1) * case.mesh.get("rp", 1)
-    table = {
+    table: tables.Table = {
         "preset": "",
         "model": {"family": case.model, **asdict(MODELS[case.model])},
         "data": {"seq_len": 16},
@@ -108,8 +109,7 @@ def step_bytes(case: Case) -> dict[str, Any]:
         **case.plan,
     }
     for name, value in case.settings.items():
-        section, _, key = name.partition(".")
-        table[section] = {**table[section], key: value}
+        tables.put(table, name, value)
     trace = trace_step(config_table.from_table(table), case.mesh)
     sent: dict[str, list[int]] = {}
     for row in trace.ledger:

@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: torch.dtype | None = None) -> Source:
-    """Open the GPT-2, Llama, Qwen or Mixtral in `folder`; its weights are read later.
+    """Open the model in `folder`, of an architecture in docs/huggingface.md; its weights are read later.
 
     config: the config.json of transformers with its sizes; None takes the one in the folder. dtype: of the leaves; None
     keeps the stored one. Raises ValueError of one line for an unknown folder, for a missing config, and naming a tensor
@@ -71,4 +71,4 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: 
 
 def load(source: Source) -> Tree:
     """Load all parameters of a source into memory. Raises ValueError naming a damaged tensor."""
-    return build(source.config).init(lambda name, shape, std, mean=0.0: source.leaves[name].give())
+    return build(source.config).init(lambda name, shape, std, mean=0.0, dtype=None: source.leaves[name].give())

@@ -1,4 +1,5 @@
-"""GPT-2, Llama, Qwen and Mixtral weights to and from folders that Hugging Face `transformers` reads and writes.
+"""The weights of GPT-2, Mixtral, DeepSeek-V3, Llama and its variations to and from folders that Hugging Face
+`transformers` reads and writes.
 
 The names are data, in huggingface_names.py; import and export read the same rows. One tensor is held at a time beside
 the parameters.
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.huggingface_names import Family, Row, full_name, places, their_shape, write_config
+from fzero.checkpoint.convert.huggingface_config import write_config
+from fzero.checkpoint.convert.huggingface_families import Family, full_name
+from fzero.checkpoint.convert.huggingface_names import Row, places, their_shape
 from fzero.checkpoint.convert.huggingface_read import FLOATS, leaves_of, like, read_hf_config, tensors_of
 from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
 from fzero.core import pytree
@@ -30,7 +33,7 @@ from fzero.models import build
 
 
 def load_hf(folder: str | Path, *, dtype: torch.dtype | None = None) -> tuple[Any, Tree]:
-    """(config, params) of the GPT-2, Llama, Qwen or Mixtral model that `transformers` saved to `folder`.
+    """(config, params) of the model that `transformers` saved to `folder`, of an architecture in docs/huggingface.md.
 
     Reads config.json with model.safetensors or the files of model.safetensors.index.json. dtype: of the parameters;
     None keeps the stored one. The parameters own their memory; Mixtral's config has z_coef=0.
@@ -39,7 +42,7 @@ def load_hf(folder: str | Path, *, dtype: torch.dtype | None = None) -> tuple[An
     folder = Path(folder)
     config, family = read_hf_config(folder / "config.json")
     leaves = leaves_of(folder, config, family, tensors_of(folder), dtype=dtype)
-    return config, build(config).init(lambda name, shape, std, mean=0.0: leaves[name].give())
+    return config, build(config).init(lambda name, shape, std, mean=0.0, dtype=None: leaves[name].give())
 
 
 # ---- export ----
@@ -60,13 +63,16 @@ def save_hf(
     *,
     tokenizer: str | Path | None = None,
     eos: int | None = None,
+    architecture: str = "",
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
     """Write `folder` for `transformers` to load: config.json and model.safetensors; return its path.
 
     The weights are split into several files with an index if they exceed `max_shard_bytes`. params: their tree, or
     Leaves: then one tensor of theirs is in memory at a time, with the leaves read for it. tokenizer: a tokenizer.json
-    (or its folder) to copy. eos: the id of the end-of-document token. The folder appears only when it is complete.
+    (or its folder) to copy. eos: the id of the end-of-document token. architecture: the name in transformers where
+    several compute the model, such as "MistralForCausalLM" for a Llama; "" takes the first of docs/huggingface.md. The
+    folder appears only when it is complete.
     Raises ValueError if it exists, if `params` are not those of `config`, and for features that transformers does not
     compute: an attention pattern of another kind than the architecture has, and expert capacity.
     """
@@ -74,7 +80,7 @@ def save_hf(
     if folder.exists():
         raise ValueError(f"{folder}: already exists; name another folder or remove this one first")
     source = _tokenizer_file(tokenizer)
-    hf, family = write_config(config)
+    hf, family = write_config(config, architecture)
     leaves = params if isinstance(params, Leaves) else in_memory(params)
     shapes = like(config)
     _expect_params(leaves.like, shapes)
@@ -83,6 +89,7 @@ def save_hf(
     hf |= {
         "torch_dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         "bos_token_id": None,
+        "pad_token_id": None,  # some have one by default, outside of a small vocabulary
         "eos_token_id": eos,
     }
     partial = folder.with_name(f"{folder.name}.partial")
@@ -112,14 +119,15 @@ def _tensors(family: Family, rows: list[Row], leaves: Leaves) -> dict[str, Entry
     """The tensors of transformers, in the order of leaves and layers, each made from ours on request."""
     sources: dict[str, list[tuple[Row, tuple[int, ...]]]] = {}
     for row in rows:
-        for name, index in places(row, leaves.like[row.ours].shape):
+        for name, index in places(row, leaves.like):
             sources.setdefault(name, []).append((row, index))
     entries = {}
     for name, parts in sources.items():
-        row, index = parts[0]
-        leaf = leaves.like[row.ours]
+        row, _ = parts[0]
         entries[full_name(family, name)] = Entry(
-            leaf.dtype, tuple(their_shape(row, leaf.shape[len(index) :])), lambda parts=parts: _tensor(leaves, parts)
+            leaves.like[row.ours].dtype,
+            tuple(their_shape(row, leaves.like)),
+            lambda parts=parts: _tensor(leaves, parts),
         )
     return entries
 

@@ -17,15 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.huggingface_names import (
-    Family,
-    Row,
-    find_family,
-    full_name,
-    places,
-    read_config,
-    their_shape,
-)
+from fzero.checkpoint.convert.huggingface_config import find_family, read_config
+from fzero.checkpoint.convert.huggingface_families import Family, full_name
+from fzero.checkpoint.convert.huggingface_names import Row, columns, places, their_shape
 from fzero.checkpoint.convert.safetensors import Entry, memory_of, read_safetensors
 from fzero.core import pytree
 from fzero.core.foreign import read_json
@@ -41,7 +35,7 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 def like(config: Any) -> dict[str, Tensor]:
     """`{name: leaf}` of the parameters of a model of these sizes, as tensors on the meta device."""
-    tree = build(config).init(lambda name, shape, std, mean=0.0: torch.empty(shape, device="meta"))
+    tree = build(config).init(lambda name, shape, std, mean=0.0, dtype=None: torch.empty(shape, device="meta"))
     return pytree.named_leaves(tree)
 
 
@@ -113,7 +107,7 @@ def leaves_of(
     names = find_names(source, family, leaves, tensors, alone=alone)
     found = {name: tensors[there] for name, there in names.where.items()}
     for row in names.rows:
-        _check(source, row, leaves[row.ours].shape, found, names.where, dtype)
+        _check(source, row, leaves, found, names.where, dtype)
     if config.tied and HEAD in found:
         tokens = next(row.theirs for row in names.rows if row.ours == "embed/tokens")
         if found[HEAD][:2] != found[tokens][:2] or _digest(found[HEAD]) != _digest(found[tokens]):
@@ -121,7 +115,7 @@ def leaves_of(
                 f"{source}: the config says tie_word_embeddings, but {names.where[HEAD]} is not {names.where[tokens]}; "
                 "make it false"
             )
-    made = {row.ours: _leaf(row, tuple(leaves[row.ours].shape), found, dtype) for row in names.rows}
+    made = {row.ours: _leaf(row, leaves, found, dtype) for row in names.rows}
     return {name: made[name] for name in leaves}
 
 
@@ -157,7 +151,7 @@ def find_names(
     best: list[tuple[int, str, tuple[Row, ...], set[str]]] = []
     for stem in sorted(stems or {family.prefix}):
         for rows in layouts:
-            wanted = {name for row in rows for name, _ in places(row, leaves[row.ours].shape)}
+            wanted = {name for row in rows for name, _ in places(row, leaves)}
             best.append((sum(_put(stem, family, name) in plain for name in wanted), stem, rows, wanted))
     most = max(count for count, *_ in best)
     full = sorted({stem for count, stem, *_ in best if count == most})
@@ -197,11 +191,16 @@ def _put(stem: str, family: Family, name: str) -> str:
 
 
 def _check(
-    source: Path, row: Row, shape: torch.Size, found: dict[str, Entry], where: dict[str, str], dtype: torch.dtype | None
+    source: Path,
+    row: Row,
+    leaves: dict[str, Tensor],
+    found: dict[str, Entry],
+    where: dict[str, str],
+    dtype: torch.dtype | None,
 ) -> None:
     first = None
-    for name, index in places(row, shape):
-        theirs, wanted = found[name], their_shape(row, shape[len(index) :])
+    for name, _ in places(row, leaves):
+        theirs, wanted = found[name], their_shape(row, leaves)
         if list(theirs.shape) != wanted:
             raise ValueError(
                 f"{source}: tensor {where[name]} has shape {list(theirs.shape)}, config.json asks for {wanted}"
@@ -218,18 +217,21 @@ def _check(
             )
 
 
-def _leaf(row: Row, shape: tuple[int, ...], found: dict[str, Entry], dtype: torch.dtype | None) -> Entry:
-    spots = list(places(row, shape))
+def _leaf(row: Row, leaves: dict[str, Tensor], found: dict[str, Entry], dtype: torch.dtype | None) -> Entry:
+    shape, spots = tuple(leaves[row.ours].shape), list(places(row, leaves))
     theirs = found[spots[0][0]]
-    if spots[0][1] == () and not row.transposed and row.parts == 1 and dtype in (None, theirs.dtype):
+    if spots[0][1] == () and not row.transposed and len(row.beside) < 2 and dtype in (None, theirs.dtype):
         return Entry(theirs.dtype, shape, theirs.give)  # shares the memory
+
+    part, ends = row.beside.index(row.ours) if row.beside else 0, columns(row, leaves)
+    start, end = ends[part], ends[part + 1]
 
     def give() -> Tensor:
         leaf = torch.empty(shape, dtype=dtype or theirs.dtype)
         for name, index in spots:
             tensor = found[name].give()
             ours = tensor.transpose(-1, -2) if row.transposed else tensor
-            leaf[index].copy_(ours.chunk(row.parts, -1)[row.part])
+            leaf[index].copy_(ours[..., start:end])
             del tensor, ours
         return leaf
 

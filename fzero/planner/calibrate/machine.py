@@ -17,9 +17,10 @@ import fzero
 from fzero.core import gpu
 from fzero.core.compile import have_compiler
 from fzero.core.storage import naming
+from fzero.kernels import chips
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_config import load_settings
-from fzero.planner.calibrate import fused, memory, products, ranks, steps
+from fzero.planner.calibrate import attention, fused, memory, products, ranks, steps
 from fzero.planner.calibrate.curves import curve_of, join_curves, products_of
 from fzero.planner.calibrate.disk import DEPTH
 from fzero.planner.calibrate.disk_rates import KINDS, MB, engine, open_files
@@ -27,7 +28,7 @@ from fzero.planner.calibrate.timed import Figure, spread_of, warm_heap
 from fzero.planner.devices import Device, Level, Rates, from_json, to_json
 from fzero.run.machine import cores, processor
 
-PARTS = ("memory", "gemm", "steps", "fused", "links")
+PARTS = ("memory", "gemm", "steps", "fused", "links", "attention")
 SECONDS = {
     "memory": 4.0,
     "gemm": 12.0,
@@ -35,6 +36,7 @@ SECONDS = {
     "overhead": 3.0,
     "fused": 3.0,
     "links": 6.0,
+    "attention": 20.0,
 }  # time of the figures in one sweep
 QUICK = 0.2  # factor of these times with --quick
 RESERVED_BYTES = 1 << 30  # memory of a process besides tensors: Python, PyTorch's libraries, the system
@@ -75,7 +77,8 @@ def measure(
     """Measure this machine and return its Device. before: keep its figures of parts not measured now. disk: a folder
     whose disk to measure too.
 
-    Measures three sweeps: one thread, all threads, and one process for each core simultaneously. A GPU has one sweep.
+    Measures three sweeps: one thread, all threads, and one process for each core simultaneously. A GPU has one sweep,
+    and the forms of attention, whose speeds go to a file of their own (see kernels.chips).
     Raises ValueError for an unknown part, and if a process of the measurement fails.
     """
     for part in effort.parts:
@@ -114,6 +117,9 @@ def measure(
             messages[n] = ranks.slowest([each[1] for each in both])
     kept = [r for key, r in earlier.items() if key not in {(new.threads, new.processes) for new in found}]
     device = assemble_device(effort, [*found, *kept], messages, before)
+    if effort.device == "cuda" and "attention" in effort.parts:
+        say("attention")
+        chips.write_measured(device.name, attention.measure_attention(effort.seconds("attention")))
     if disk is not None:
         say(f"the disk of {disk}")
         device = replace(device, nvme=disk_rates(disk, effort.quick))

@@ -20,6 +20,8 @@ MOST_FLOP = {
     "float64": 3e8,
     "float16": 2e7,
 }  # of one product: larger ones take too long
+MOST_S = 0.1  # of one product on a CPU: a dtype without units there, as bfloat16 on many, is a hundred times slower
+SIDE = 128  # of the product whose speed says which ones take longer
 MAX_ERROR = 1e-6  # allowed error of float32 products by oneDNN, as in fzero.run.machine
 
 
@@ -67,7 +69,7 @@ def measure_products(
     shares = {way: 0.1 if way[0] in ("float16", "float64") else 1.0 for way in all_ways}
     for (dtype, way), share in shares.items():
         set_fp32_matmul(way) if device == "cpu" else None
-        most = MOST_FLOP[dtype] * threads * (1 if device == "cpu" else 1000)
+        most = _most_flop(dtype, threads, device)
         fits = [shape for shape in grid if 2.0 * shape[0] * shape[1] * shape[2] * shape[3] <= most]
         fits = fits[:: 8 if share < 1 else 1]
         layouts = LAYOUTS if (share == 1.0 and dtype == "bfloat16") or way == "onednn" else LAYOUTS[:1]
@@ -78,6 +80,15 @@ def measure_products(
             found.setdefault(key, {})[shape] = each
     set_fp32_matmul(before) if device == "cpu" else None
     return found
+
+
+def _most_flop(dtype: str, threads: int, device: str) -> float:
+    """The FLOPs of the largest product to measure."""
+    if device != "cpu":
+        return MOST_FLOP[dtype] * threads * 1000
+    a = torch.randn(SIDE, SIDE).to(DTYPES[dtype])
+    (took,) = time_cases([Case((dtype,), lambda: lambda: a @ a)], 0.0, threads=threads).values()
+    return min(MOST_FLOP[dtype] * threads, 2.0 * SIDE**3 / took.s * MOST_S)
 
 
 def _case(dtype: str, way: str, layout: str, shape: Shape, device: str) -> Case:
@@ -97,13 +108,3 @@ def _operand(size: tuple[int, int], batch: int, transposed: bool, dtype: str, de
     size = (size[1], size[0]) if transposed else size
     x = torch.randn(*((batch,) if batch > 1 else ()), *size, device=device).to(DTYPES[dtype])
     return x.mT if transposed else x
-
-
-def best_rates(found: dict[str, dict[Shape, Figure]]) -> dict[str, float]:
-    """The best FLOP/s by dtype."""
-    best: dict[str, float] = {}
-    for key, figures in found.items():
-        for (b, m, n, k), each in figures.items():
-            dtype = key.split("/")[0]
-            best[dtype] = max(best.get(dtype, 0.0), 2.0 * b * m * n * k / each.s)
-    return best

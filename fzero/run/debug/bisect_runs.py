@@ -102,8 +102,8 @@ class BisectResult(NamedTuple):
         )
         if self.elsewhere:
             return (
-                f"{where}: the meshes they ran on add in another order (reduce=canonical does not), or the "
-                "hardware made a mistake"
+                f"{where}: the meshes or devices they ran on add in another order (reduce=canonical does not on other "
+                "meshes), or the hardware made a mistake"
             )
         if len(self.strays) == 1:
             return f"{where}: {self.strays[0]} does not reproduce itself"
@@ -113,10 +113,13 @@ class BisectResult(NamedTuple):
         )
 
 
-def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line: None) -> BisectResult:
+def bisect(
+    a: Path, b: Path, *, device: str | None = None, nvme: str | None = None, say: Say = lambda line: None
+) -> BisectResult:
     """Find where the runs in the folders `a` and `b` part, without changing them.
 
-    nvme: a folder for temporary copies of offloaded leaves (None: the system's).
+    device: auto, cpu or cuda, to make both again on (None: that of each). nvme: a folder for temporary copies of
+    offloaded leaves (None: the system's).
     Raises ValueError if one is no run, they have no record of a common step, or files needed for a replay are missing.
     """
     folders = (a, b)
@@ -129,7 +132,7 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
     if bound is None:
         return BisectResult(differing, None, "", None, [], False, steps)
     configs = [recorded_config(folder, bound, held) for folder, held in zip(folders, kept)]
-    here = [replace(config, mesh={}) for config in configs]
+    here = [replace(config, mesh={}, device=device or config.device) for config in configs]
     begin = f"checkpoint {equal}" if equal else "the start of each"
     say(f"recorded: the first difference is at step {bound} ({what}); making both again from {begin}, in one process")
     strays: list[Path] = []
@@ -153,7 +156,7 @@ def bisect(a: Path, b: Path, *, nvme: str | None = None, say: Say = lambda line:
             numbers = [n for n in NUMBERS if differ(pair[0].row, pair[1].row, n)]
             parting = first_parting(step, ["batch"] * (not same_batch(*pair)) + numbers, *(one.state for one in pair))
             del pair
-    elsewhere = not all(same_bits(config, there) for config, there in zip(configs, here))
+    elsewhere = not all(same_bits(config, again.job.config) for config, again in zip(configs, opened))
     return BisectResult(differing, bound, what, parting, strays, elsewhere, steps)
 
 

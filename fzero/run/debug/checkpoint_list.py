@@ -18,6 +18,7 @@ from fzero.core.storage import is_url
 from fzero.core.tables import flat
 from fzero.offload.store_manifest import read_step_manifest
 from fzero.run import config_table, run_folder
+from fzero.run.config_versions import current_keys
 from fzero.sharding.memory import Offload
 
 
@@ -235,6 +236,7 @@ def differing_values(saved: Any) -> dict[str, Any]:
     """{`a.b`: value} where a manifest's config differs from its preset; all values if the config is no run's."""
     if not isinstance(saved, dict):
         return {} if saved is None else {"": saved}
+    saved = current_keys(saved)
     values = dict(flat(saved))
     preset, chosen = saved.get("preset"), {"train.steps", "optim.name"}  # which other defaults follow from
     if not isinstance(preset, str):

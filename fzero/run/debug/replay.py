@@ -1,8 +1,9 @@
 """Replay a recorded step of a run from the nearest checkpoint before it, without writing to the run's folder.
 
 A step is a function of a state and a position in the data, so a replay must give the numbers of its row, and every leaf
-of its checkpoint. If sums have the same order (the same mesh and stage, or `reduce = "canonical"`, and as many threads)
-the bits must be equal; a difference then comes from hardware, another version, or something outside the state."""
+of its checkpoint. If sums have the same order (the same kind of device, the same mesh and stage or `reduce =
+"canonical"`, and as many threads) the bits must be equal; a difference then comes from hardware, another version, or
+something outside the state."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ from torch import Tensor
 from fzero import checkpoint
 from fzero.comm.mesh_text import mesh_text
 from fzero.core import pytree
+from fzero.core.device import HOST
 from fzero.core.tables import Table
 from fzero.data.stream import Batch
 from fzero.run import corpus, machine, run_folder, weights
 from fzero.run.build import Job, build, first_state, restore, save_store, specs_of
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table
+from fzero.run.config_versions import current_keys
 from fzero.run.corpus import Say
 from fzero.run.measure.log import metrics_row
 from fzero.run.pretrain import expect_memory, place
@@ -327,7 +330,7 @@ def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Folder])
     config = run_folder.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
     table = checkpoint.read_manifest(kept[after])["config"] if after is not None else None
-    return from_table(table) if table else config
+    return from_table(current_keys(table)) if table else config
 
 
 def same_bits(recorded: RunConfig, here: RunConfig) -> bool:
@@ -336,6 +339,8 @@ def same_bits(recorded: RunConfig, here: RunConfig) -> bool:
     def sizes(config: RunConfig) -> dict[str, int]:
         return {axis: size for axis, size in config.mesh.items() if size > 1}
 
+    if recorded.device not in ("auto", here.device):  # auto: of a run before there was a choice
+        return False
     if sizes(recorded) == sizes(here) and (recorded.zero == here.zero or not sizes(here)):
         return True
     return here.reduce == "canonical" and sizes(recorded).get("tp") == sizes(here).get("tp")
@@ -387,6 +392,7 @@ def describe_difference(a: Tensor, b: Tensor, values: str) -> str:
         return f": {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}".replace("torch.", "")
     differ, largest, first = 0, 0.0, None
     for at, (x, y) in enumerate(zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE))):
+        x, y = (x, y) if x.device == y.device else (x.to(HOST), y.to(HOST))  # one of a state, one of a checkpoint
         one, two = x.view(torch.uint8), y.view(torch.uint8)
         if torch.equal(one, two):
             continue

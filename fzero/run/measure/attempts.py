@@ -23,15 +23,15 @@ from fzero.run.build import Job, local_micro_batches, num_params
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import TokenFlop
 
-ATTEMPTS, PLAN = "attempts.jsonl", "plan.json"
+PLAN = "plan.json"
 
 
 def begin(
-    folder: Path, program: Job, first: int, processes: int, flop: TokenFlop, peak_flops: float, measured: bool
+    folder: Path, job: Job, first: int, processes: int, flop: TokenFlop, peak_flops: float, measured: bool
 ) -> int:
     """Write the line of an attempt that continues after step `first`; returns its number, from 1 on."""
-    config, t = program.config, program.config.train
-    number = len(read(folder)) + 1
+    config, t = job.config, job.config.train
+    number = len(run_folder.read_attempts(folder)) + 1
     commit, dirty = commit_of(Path(__file__).parent)
     line = {
         "attempt": number,
@@ -42,17 +42,17 @@ def begin(
         "commit": commit,
         "dirty": dirty,
         "processes": processes,
-        "mesh": {axis.name: axis.size for axis in program.mesh.axes},
+        "mesh": {axis.name: axis.size for axis in job.mesh.axes},
         "zero": config.zero,
         "offload": config.offload,
         "update": t.update,
-        "micro_batches": local_micro_batches(config, program.mesh),
-        "device": gpu.describe_device(program.device),
+        "micro_batches": local_micro_batches(config, job.mesh),
+        "device": gpu.describe_device(job.device),
         "threads": torch.get_num_threads(),
         "compiled": bool(t.compiled),
         "precision": config.precision.policy,
         "fp32_matmul": doctor.fp32_matmul(),
-        "num_params": num_params(program),
+        "num_params": num_params(job),
         "tokens_per_step": t.batch * config.data.seq_len,
         "flop_per_token": flop.model,
         "flop_per_token_causal": flop.model_causal,
@@ -64,14 +64,9 @@ def begin(
         "machine": machine(),
         "config": to_table(config),  # a resumed run may have another mesh, stage and offload than config.json
     }
-    with naming(folder / ATTEMPTS), (folder / ATTEMPTS).open("a", encoding="utf-8") as file:
+    with naming(folder / run_folder.ATTEMPTS), (folder / run_folder.ATTEMPTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     return number
-
-
-def read(folder: Path) -> list[Table]:
-    """The lines of attempts.jsonl, in their order; a last one that a kill cut short is left out."""
-    return list(run_folder.read_lines(folder / ATTEMPTS))
 
 
 def commit_of(folder: Path) -> tuple[str, bool]:

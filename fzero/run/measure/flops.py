@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.kernels import attention_tiled
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.registry import FILES
-from fzero.models import LoRAConfig, MoEConfig
+from fzero.models.base import leaf_shapes
+from fzero.models.presets import without_adapters
 from fzero.run.build import Job
-from fzero.sharding.slices import STACKED
+from fzero.sharding.slices import is_stacked
 
 # Products of [queries, K] by [K, keys], or of the same size, that a kernel makes of each pair of positions.
 FORWARD_PRODUCTS = 2  # q k^T, p v
@@ -62,18 +62,22 @@ def token_flop(job: Job) -> TokenFlop:
     Ref: Chowdhery et al. 2022, "PaLM", appendix B, which counts full; causal as in Dao 2023, "FlashAttention-2",
     section 4.1; hardware: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
     """
-    c, t = job.model.config, job.config.train
-    c = c.base if isinstance(c, LoRAConfig) else c
+    c: Any = without_adapters(job.model.config)
+    t = job.config.train
     active = layers = mlps = 0.0
-    for name, leaf in pytree.named_leaves(job.plan.like).items():
+    trained = {name for name, leaf in job.plan.leaves.items() if leaf.trained}
+    for name, shape in leaf_shapes(job.model).items():
+        numel = math.prod(shape)
         looked_up = name == "embed/positions" or (name == "embed/tokens" and not getattr(c, "tied", False))
-        share = c.top_k / c.n_experts if isinstance(c, MoEConfig) and "/moe/w_" in name else 1.0
-        needed = 2 / 3 if name in job.plan.frozen else 1.0  # a frozen weight has no gradient of its own: 4 N
-        active += 0.0 if looked_up else needed * share * leaf.numel()
-        layers += share * leaf.numel() if name.startswith(STACKED) else 0.0
-        mlps += leaf.numel() if name.startswith(f"{STACKED}mlp/") else 0.0
+        share = c.top_k / c.n_experts if "/moe/w_" in name else 1.0
+        needed = 1.0 if name in trained else 2 / 3  # a frozen weight has no gradient of its own: 4 N
+        active += 0.0 if looked_up else needed * share * numel
+        layers += share * numel if is_stacked(name) else 0.0
+        mlps += numel if is_stacked(name) and "/mlp/" in name else 0.0
     heads = getattr(c, "n_heads", 0)
-    width = heads * getattr(c, "key_dim", c.d_model // heads) if heads else 0
+    # Of a head's key and value, if they differ: each is multiplied with once.
+    key = getattr(c, "key_dim", c.d_model // heads) if heads else 0
+    width = heads * (key + getattr(c, "value_dim", key)) / 2
     attention = float(c.n_layers * job.config.data.seq_len * width)  # L T D
     model, causal = 6.0 * active + 12.0 * attention, 6.0 * active + 6.0 * attention
     again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * (getattr(c, "mlp_tiles", 1) > 1)
@@ -111,13 +115,6 @@ def flop_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
-def count_flop(f: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """(f(*args), the FLOPs of its operators), by torch's counter with the formulas of our own operators."""
-    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
-        out = f(*args)
-    return out, counter.get_total_flops()
-
-
 @functools.cache
 def _registry() -> dict[Any, Callable[..., int]]:
     return {**flop_registry, **formulas()}
@@ -136,6 +133,8 @@ def formulas() -> dict[Any, Callable[..., int]]:
         ops.tiled_backward: _tiled(BACKWARD_PRODUCTS),
         ops.flash_forward: _flash_forward,
         ops.flash_backward: _flash_backward,
+        ops.library_forward: _library_forward,
+        ops.library_backward: _library_backward,
         ops.grouped_mm: _grouped,
         ops.grouped_mm_triton: _grouped,
         ops.grouped_mm_dw: _grouped_dw,
@@ -196,6 +195,14 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = N
 def _flash_backward(g: Tensor, h: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
     kind, size, keep, _, *starts = rest[4:]
     return _of_pairs(SPLIT_PRODUCTS, q, _seen(q, k, kind, size, keep, *starts))
+
+
+def _library_forward(q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return _of_pairs(FORWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
+
+
+def _library_backward(g: Tensor, q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return _of_pairs(BACKWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
 
 
 def _grouped(x: Tensor, w: Tensor, ends: Tensor, out_val: Any = None) -> int:

@@ -39,6 +39,11 @@ def device_of(x: Tensor) -> torch.device:
     return x.fake_device if isinstance(x, FakeTensor) else x.device
 
 
+def answer_device(x: Tensor) -> torch.device:
+    """What C++ is told when it asks for the device of a tensor: a subclass that is not fake knows it itself."""
+    return x.fake_device if isinstance(x, FakeTensor) else DEVICE(x)
+
+
 @functools.cache
 def name_of(func: Any) -> str:
     """An operator's name, such as aten.mm."""
@@ -106,7 +111,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is DEVICE:
-            return device_of(args[0])
+            return answer_device(args[0])
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.see(out)
@@ -213,7 +218,7 @@ class MemoryTrace(LiveBytes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is DEVICE:
-            return device_of(args[0])
+            return answer_device(args[0])
         kwargs = kwargs or {}
         self.op = name_of(func)
         if self.note is None:

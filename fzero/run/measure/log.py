@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from fzero.core.gpu import HOST, Copied, copy_out, memory_of, reset_peak
 from fzero.core.storage import naming
 from fzero.run import run_folder
 from fzero.run.build import Job
@@ -20,13 +24,24 @@ from fzero.run.measure import norms
 from fzero.run.measure.flops import TokenFlop
 from fzero.run.measure.loggers import Log, open_loggers
 from fzero.run.measure.rank_times import RankTimes
-from fzero.run.measure.timer import Clock
+from fzero.run.measure.timer import Clock, Stretch
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
 
-def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
-    """The row of a step's metrics, with None for numbers that are not finite. step: the number of steps before."""
+class Made(NamedTuple):
+    """A step that was made, or given to a GPU: what its row is made of."""
+
+    step: int  # the run's step number, from 1 on
+    names: tuple[str, ...]  # of its numbers
+    numbers: Copied  # float64 [names], on their way to the host; behind the step's end
+    moments: tuple[Any, Any]  # of the clock: the step's begin and its end
+    data_s: float  # waiting for the batch
+    measured: dict[str, Any]  # fields of the row that are known already
+
+
+def pack_numbers(metrics: Metrics) -> tuple[tuple[str, ...], Tensor]:
+    """(the names of a step's numbers, the numbers as float64 [names]), so that one copy brings them to the host."""
     shown = {
         "loss": metrics.loss,
         **metrics.extra,
@@ -35,10 +50,18 @@ def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
         "skipped": metrics.skipped,
         "num_tokens": metrics.num_tokens,
     }
-    # In one copy, as each one waits for a GPU. float64 holds all of them exactly.
-    read = dict(
-        zip(shown, torch.stack([value.to(metrics.loss.device, torch.float64) for value in shown.values()]).tolist())
-    )
+    # float64 holds all of them exactly.
+    return tuple(shown), torch.stack([value.to(metrics.loss.device, torch.float64) for value in shown.values()])
+
+
+def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
+    """The row of a step's metrics, with None for numbers that are not finite. step: the number of steps before."""
+    names, values = pack_numbers(metrics)
+    return numbers_row(job, dict(zip(names, values.tolist())), step)
+
+
+def numbers_row(job: Job, read: dict[str, float], step: int) -> dict[str, Any]:
+    """`metrics_row` of numbers that are in the host's memory, by name."""
     skipped, num_tokens, scale = bool(read.pop("skipped")), int(read.pop("num_tokens")), read.pop("loss_scale")
     values = {**read, "lr": float(job.schedule(step)), "loss_scale": scale}
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -49,46 +72,70 @@ def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
 
 
 class Meter:
-    """The times and rates in the rows of an attempt. Every rank has one. peak_flops: FLOP/s of all processes
-    together."""
+    """The times and rates in the rows of an attempt after step `first`. Every rank has one. peak_flops: FLOP/s of all
+    processes together.
 
-    def __init__(self, job: Job, flop: TokenFlop, peak_flops: float) -> None:
+    On a GPU `made` and `cut` start what `row` and `times` read, which wait; and only steps that are measured are split
+    over phases, as every mark is an event that the host gives to the device.
+    """
+
+    def __init__(self, job: Job, flop: TokenFlop, peak_flops: float, first: int = 0) -> None:
         self.job, self.flop, self.peak = job, flop, peak_flops
         nvme = job.nvme
         self.clock = Clock(job.device, waited=None if nvme is None else lambda: nvme.moved().waited_s)
         self.tokens = job.config.train.batch * job.config.data.seq_len
         self.every = job.config.train.measure_every
         self.spent = RankTimes()
-        self.began = self.waited = 0.0
+        self.began: Any = None
+        self.waited = 0.0
+        self.clock.phases = self.splits(first + 1)
+
+    def measures(self, step: int) -> bool:
+        """Whether step `step` is one of those that are measured: every `train.measure_every`."""
+        return self.every > 0 and step % self.every == 0
+
+    def splits(self, step: int) -> bool:
+        """Whether the time of step `step` is split over phases."""
+        return self.job.device == HOST or self.measures(step)
 
     def fetch(self, batches: Iterator[Any]) -> Any:
         """The next batch. A step begins with this call."""
-        self.began = time.perf_counter()
+        self.began, begin = self.clock.now(), time.perf_counter()
         with self.job.mesh.ledger.phase("data"):
             batch = next(batches)
-        self.waited = time.perf_counter() - self.began
+        self.waited = time.perf_counter() - begin
         return batch
 
-    def rates(self, step: int) -> dict[str, Any]:
-        """The speed of the step that ends now, the run's step number `step`."""
-        spent = time.perf_counter() - self.began
+    def made(self, state: TrainState, metrics: Metrics, step: int) -> Made:
+        """The end of the step that made `state`, the run's step number `step`; on a GPU it waits for a measured step
+        alone."""
+        (names, values), measured = pack_numbers(metrics), {}
+        end = self.clock.now()
+        numbers = copy_out(values)
+        if self.measures(step):
+            measured = self.norms(state, metrics) | memory_row(self.job.device)
+        return Made(step, names, numbers, (self.began, end), self.waited, measured)
+
+    def row(self, made: Made) -> dict[str, Any]:
+        """The numbers of a step that was made, its speed and what was measured; on a GPU it waits for the step."""
+        row = numbers_row(self.job, dict(zip(made.names, made.numbers.finish().tolist())), made.step - 1)
+        spent = self.clock.seconds(*made.moments)
         rate = self.tokens / spent
         share = rate / self.peak
-        return {
-            "tokens": step * self.tokens,
+        rates = {
+            "tokens": made.step * self.tokens,
             "step_s": spent,
-            "data_s": self.waited,
+            "data_s": made.data_s,
             "tokens_per_s": rate,
             "mfu": share * self.flop.model,
             "mfu_causal": share * self.flop.model_causal,
             "hfu": share * self.flop.hardware,
             "hfu_causal": share * self.flop.hardware_causal,
         }
+        return row | rates | made.measured
 
-    def norms(self, state: TrainState, metrics: Metrics, step: int) -> dict[str, Any]:
-        """The norms of gradients and parameters by layer, every `train.measure_every` steps; else {}."""
-        if not self.every or step % self.every:
-            return {}
+    def norms(self, state: TrainState, metrics: Metrics) -> dict[str, Any]:
+        """The norms of gradients and parameters by layer, of a step that is measured."""
         plan, mesh = self.job.plan, self.job.mesh
         # A step that measures has both.
         assert not isinstance(metrics.squares, tuple) and not isinstance(metrics.factor, tuple)
@@ -98,19 +145,51 @@ class Meter:
         params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
         return {"grad_norms": grads, "param_norms": params}
 
-    def times(self, step: int, how: str) -> dict[str, Any]:
-        """The seconds since the row before by phase, and every `train.measure_every` steps those of all ranks.
+    def cut(self, step: int) -> Stretch:
+        """The time since the row before, which ends here with that of step `step`, for `times`."""
+        stretch = self.clock.cut()
+        self.clock.phases = self.splits(step + 1)
+        return stretch
+
+    def times(self, stretch: Stretch, step: int, how: str) -> dict[str, Any]:
+        """The seconds of a stretch by phase, and every `train.measure_every` steps those of all ranks.
 
         how: the recorder of the step, or ""; the time of a recorded step is not counted for its rank.
         """
-        times = self.clock.take()
-        if not how:
-            self.spent.add(times)
-        row: dict[str, Any] = {"wall_s": times.wall, "phases": times.phases}
-        row["comm"] = {axis: comm._asdict() for axis, comm in sorted(times.comm.items())}
-        if self.every and step % self.every == 0:
+        times = self.clock.read(stretch)
+        row: dict[str, Any] = {"wall_s": times.wall}
+        if times.phases:
+            if not how:
+                self.spent.add(times)
+            comm = {axis: comm._asdict() for axis, comm in sorted(times.comm.items())}
+            row |= {"phases": times.phases, "comm": comm}
+        if self.measures(step):
             row["ranks"] = self.spent.gather(self.job.mesh)
         return row | ({"recorded": how} if how else {})
+
+
+def memory_row(device: torch.device) -> dict[str, Any]:
+    """The memory of a GPU and of this process since the last call: the most that tensors held, what the allocator
+    keeps and its part of that, and the most that the process has held in the host's memory; {} for a CPU.
+
+    Nothing is waited for: the allocator counts when an operator is given to the GPU.
+    """
+    if device == HOST:
+        return {}
+    now = memory_of(device)
+    reset_peak(device)
+    ratio = {"gpu_reserved_ratio": now.reserved / now.peak} if now.peak else {}
+    return {
+        "gpu_peak_bytes": now.peak,
+        "gpu_reserved_bytes": now.reserved,
+        **ratio,
+        "rss_peak_bytes": process_peak_bytes(),
+    }
+
+
+def process_peak_bytes() -> int:
+    """The most of the host's memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from fzero.core.pytree import Tree
 from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import WHOLE, squares
 from fzero.sharding import Mesh
-from fzero.sharding.slices import STACKED
+from fzero.sharding.slices import is_stacked
 
 Norms = dict[str, Any]  # {"embed": norm, "blocks": [norm of each layer], "head": norm}
 
@@ -68,5 +68,5 @@ def by_part(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, whole: Tree, f
             continue
         found = (factor * torch.stack([totals[name] for name in names]).sum(0).sqrt()).tolist()
         finite = [value if math.isfinite(value) else None for value in found]
-        out[part] = finite if part == STACKED.rstrip("/") else finite[0]
+        out[part] = finite if is_stacked(names[0]) else finite[0]
     return out

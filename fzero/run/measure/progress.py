@@ -6,8 +6,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from fzero.core.compile import before_compiling
 from fzero.run.corpus import Say
 
 RECENT = 20  # steps whose mean predicts the rest
@@ -16,20 +18,20 @@ COMPILING = "compiling (about 25 s on two cores, once a machine)"
 
 @contextlib.contextmanager
 def show_progress(
-    first: int, until: int, *, every: int, bar: bool, compiles: bool, say: Say
+    first: int, until: int, *, every: int, bar: bool, say: Say
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A context of a function that shows a step's row.
 
     first, until: the step before the first row, and the last one. every: steps from line to line; the bar is drawn
-    anew after each. compiles: the first step waits for the compiler, which is said; its time predicts nothing.
+    anew after each. If the first step waits for the compiler, that is said; its time predicts nothing.
     """
     recent: list[float] = []
     val = ""
     with ExitStack() as stack:
         shown = stack.enter_context(open_bar(first, until)) if bar else None
-        if compiles and shown is None:
-            say(COMPILING)
-        waiting = stack.enter_context(elapsing(shown, COMPILING if compiles else "first step"))
+        tell = partial(say, COMPILING) if shown is None else partial(shown.set_postfix_str, COMPILING)
+        waiting = stack.enter_context(elapsing(shown, "first step"))
+        stack.enter_context(before_compiling(tell))
 
         def show(row: Mapping[str, Any]) -> None:
             nonlocal val

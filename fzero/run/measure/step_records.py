@@ -7,8 +7,6 @@ steps.
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,12 +22,12 @@ from fzero.kernels.registry import describe, observe
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job
 from fzero.run.measure.live_bytes import record_step
+from fzero.run.measure.log import process_peak_bytes
 from fzero.run.measure.moments import COMPONENTS
 from fzero.run.measure.profiler import TRACE, Profile
 from fzero.train.state import TrainState
 
 LEDGER, MEMORY = "ledger.json", "memory.json"
-ERRORS = 2  # a log level of c10
 LEDGER_AT = 2  # of an attempt's steps, from 1 on: the first also makes sure that the ranks run one program
 MEMORY_AT = 8  # one-time allocations are over by then; a shorter attempt has no such record
 UNSEEN = "memory that no operator has as an argument or a result: scratch inside an operator, Python's own"
@@ -114,12 +112,14 @@ def write(folder: Path, name: str, value: Table) -> None:
 
 
 def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState, Any, Table]:
-    """(state, metrics, the table of memory.json) of one step: bytes alive by component, and on a GPU the peak that its
-    allocator counts."""
+    """(state, metrics, the table of memory.json) of one step: bytes alive by component; on a GPU those of its memory,
+    the peak that its allocator counts, and the peak of tensors in the host's memory beside it."""
     buffers = job.nvme.buffers if job.nvme is not None else None
-    device = state.step.device
+    device, on_gpu = state.step.device, state.step.device.type == "cuda"
     gpu.reset_peak(device)
-    after, metrics, record = record_step(job.train_step, state, batch, job.mesh.ledger, buffers=buffers)
+    after, metrics, record = record_step(
+        job.train_step, state, batch, job.mesh.ledger, buffers=buffers, device=device if on_gpu else None
+    )
     moments = record.moments()
     peak = max(moments, key=lambda moment: moment.bytes)
     compiled = bool(job.config.train.compiled)
@@ -128,21 +128,21 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
         "timeline": [moment._asdict() for moment in moments],
         "peak": peak._asdict(),
         "alive": record.alive(peak),
-        "state": bytes_at_rest(after),
+        "state": bytes_at_rest(after, device),
         "allocator_peak_bytes": gpu.peak_bytes(device),
-        "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024),
+        "host_peak_bytes": record.away_peak if on_gpu else None,
+        "rss_peak_bytes": process_peak_bytes(),
         "compiled": compiled,
         "not_seen": UNSEEN + COMPILED * compiled,
     }
     return after, metrics, table
 
 
-def bytes_at_rest(state: TrainState) -> dict[str, int]:
-    """{group of the state: bytes of its leaves in memory}: "params", "master", "opt", "ema" and "other"."""
+def bytes_at_rest(state: TrainState, device: torch.device) -> dict[str, int]:
+    """{group of the state: bytes of its leaves on `device`}: "params", "master", "opt", "ema" and "other"."""
     out: dict[str, int] = dict.fromkeys(("params", "master", "opt", "ema", "other"), 0)
     for name, leaf in pytree.named_leaves(state._asdict()).items():
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:
             group = {"params": "params", "master": "master", "opt_state": "opt"}.get(name.split("/")[0], "other")
             out["ema" if name.startswith(AVERAGE) else group] += leaf.nbytes
     return out

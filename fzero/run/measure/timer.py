@@ -7,13 +7,16 @@
         state, metrics = train_step(state, batch)
     times = clock.take()
 
-While a step runs, a mark is a line in a list; `take` interprets the marks after the step.
+While a step runs, a mark is a line in a list; `take` interprets the marks after the step. On a GPU the marks are events
+of the device: `cut` ends a stretch of them without a wait, and `read` interprets it later, when the device has come to
+its end.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +40,7 @@ class Times(NamedTuple):
     """The time between two calls of `Clock.take`, in seconds."""
 
     wall: float
-    phases: dict[str, float]  # every one of PHASES; they add up to `wall`
+    phases: dict[str, float]  # every one of PHASES; they add up to `wall`; {} if they were not marked
     comm: dict[str, Comm]  # by axis; exposed times add up to phases["comm_exposed"]
 
     @property
@@ -46,25 +49,35 @@ class Times(NamedTuple):
         return self.wall - sum(self.phases[name] for name in ("data", COMM, IO, *WHOLE))
 
 
+class Stretch(NamedTuple):
+    """The marks between two cuts of a clock: (what, its value, the moment or None, seconds waited for a disk)."""
+
+    marks: list[tuple[str, Any, Any, float]]
+    phases: bool  # whether they have moments
+
+
 class Clock:
     """A ledger.Watcher that measures time.
 
     A second belongs to the outermost phase, whatever is entered inside it; but waiting for a collective is
     "comm_exposed", and waiting for a disk and the commit of a store are "io", outside evaluations and checkpoints. On a
-    GPU the marks are events in the current stream, and `take` waits for the last one: exposed is how long that stream
+    GPU the marks are events in the current stream, and `read` waits for the last one: exposed is how long that stream
     waited. waited: the seconds that this thread has waited for a disk so far (None: it has none).
+
+    phases: whether the stretch under way is split over phases, from a cut on. Without, its marks cost nothing.
     """
 
     def __init__(self, device: torch.device | str = "cpu", waited: Callable[[], float] | None = None) -> None:
-        cuda = torch.device(device).type == "cuda"
-        self.now: Callable[[], Any] = gpu.mark_time if cuda else time.perf_counter
+        self.events: list[Any] | None = [] if torch.device(device).type == "cuda" else None  # to be used again
+        self.now: Callable[[], Any] = time.perf_counter if self.events is None else partial(gpu.mark_time, self.events)
         self.waited = waited or _none
+        self.phases = True
         self.log: list[tuple[str, Any, Any, float]] = []
-        self.open: list[str] = []  # phases that were entered before the last `take` and not left
+        self.open: list[str] = []  # phases that were entered before the last `read` and not left
         self.last = (self.now(), self.waited())
 
     def _note(self, what: str, value: Any) -> None:
-        self.log.append((what, value, self.now(), self.waited()))
+        self.log.append((what, value, self.now(), self.waited()) if self.phases else (what, value, None, 0.0))
 
     # ---- called by a ledger -------------------------------------------------------------------------------------
 
@@ -95,12 +108,41 @@ class Clock:
 
     def take(self) -> Times:
         """The times since the last call, or since the clock was made. No collective may be under way."""
-        self._note("take", None)
+        return self.read(self.cut())
+
+    def cut(self) -> Stretch:
+        """The marks since the last cut, or since the clock was made. It does not wait. No collective may be under
+        way."""
+        self.log.append(("cut", None, self.now(), self.waited()))
         log, self.log = self.log, []
-        end = log[-1][2]
+        return Stretch(log, self.phases)
+
+    def read(self, stretch: Stretch) -> Times:
+        """The times of a stretch; each is read once, in their order. On a GPU it waits for the end of the stretch."""
+        log, end = stretch.marks, stretch.marks[-1][2]
         if not isinstance(end, float):
             end.synchronize()
         (last, waited), self.last = self.last, log[-1][2:]
+        times = self._split(stretch, last, waited)
+        self._reuse(last, *(mark for _, _, mark, _ in log[:-1] if mark is not None))
+        return times
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """The seconds between two moments of `now`, once both have passed; on a GPU they are used again."""
+        spent = _between(begin, end)
+        self._reuse(begin, end)
+        return spent
+
+    def _reuse(self, *marks: Any) -> None:
+        if self.events is not None:
+            self.events += marks
+
+    def _split(self, stretch: Stretch, last: Any, waited: float) -> Times:
+        log, end = stretch.marks, stretch.marks[-1][2]
+        if not stretch.phases:
+            for what, value, *_ in log:
+                self._enter_or_leave(what, value)
+            return Times(_between(last, end), {}, {})
         phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         wall, axes = _between(last, end), {}
         started: dict[int, tuple[str, Any]] = {}  # number -> (axis, the mark after which it travels)
@@ -115,11 +157,8 @@ class Clock:
                 comm = axes.get(waiting, Comm())
                 axes[waiting] = comm._replace(exposed=comm.exposed + spent)
             last, waited = mark, disk
-            if what == "enter":
-                self.open.append(value)
-            elif what == "leave":
-                self.open.pop()
-            elif what == "start" and not (self.open and self.open[0] in WHOLE):
+            self._enter_or_leave(what, value)
+            if what == "start" and not (self.open and self.open[0] in WHOLE):
                 started[value[0]] = (value[1], mark)
             elif what == "wait" and value in started:
                 waiting, begun = started[value]
@@ -129,6 +168,12 @@ class Clock:
                 started[value] = (waiting, mark)  # a large sum has a second half
                 waiting = ""
         return Times(wall, phases, axes)
+
+    def _enter_or_leave(self, what: str, value: Any) -> None:
+        if what == "enter":
+            self.open.append(value)
+        elif what == "leave":
+            self.open.pop()
 
 
 def _name(phases: list[str], waiting: str) -> str:

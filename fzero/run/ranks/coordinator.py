@@ -65,6 +65,7 @@ class Coordinator:
         # Read by the watchdog from another thread.
         self.step, self.waiting = 0, ""
         self.at: Mesh | None = None
+        self.notices = True  # whether a wait for a rank that is gone fails: gloo's does, NCCL's does not
 
     @property
     def first(self) -> bool:
@@ -120,12 +121,18 @@ class Coordinator:
         """The mesh of these processes; raises ValueError if its sizes do not multiply to their number.
 
         timeout_s: how long a collective waits for another rank. device: of this process, for its own tensors.
+        On GPUs the watchdog (fzero.run.ranks.watchdog) ends a wait for a rank that is gone, so PyTorch's own handling
+        of NCCL's errors is switched off, unless TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise.
         """
         if self.size > 1 and self.store is not None:
             if sys.platform == "linux" and self.local_size >= self.size:
                 os.environ.setdefault(
                     "GLOO_SOCKET_IFNAME", "lo"
                 )  # one host needs no network, whatever its name resolves to
+            self.notices = device.type == "cpu"
+            if not self.notices:
+                # PyTorch would end this process by SIGABRT and many lines; the watchdog says one, and names the rank.
+                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             store = dist.PrefixStore("group", self.store)
             start_processes(device, timeout_s, store=store, rank=self.rank, world_size=self.size)
         if self.size == 1 and self.spares and math.prod(sizes.values()) == 1:

@@ -2,6 +2,8 @@
 
 Each rank publishes once a second the state of its main thread: collectives begun, the one it waits in, its step, the
 top of its stack. The main thread pays for that with three attributes a collective (comm/communicator.py).
+NCCL does not notice that a rank is gone, and its waits do not even return: so a rank whose main thread makes no
+progress on GPUs looks for the signs of its neighbour.
 A rank whose own main thread makes no progress reads the others', and after `hang_s` reports which of them hangs
 and what the rest wait for."""
 
@@ -22,9 +24,11 @@ from typing import NamedTuple
 
 from fzero.comm.agreement import Call
 from fzero.run.ranks.coordinator import AGAIN, LOST_S, STOP, Coordinator, end_as_orphan
+from fzero.sharding import Mesh
 
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 8.0  # without a sign of life after a SIGTERM, a rank counts as gone
+ABORT_S = 5.0  # for NCCL to end what is under way
 STALE_S = 3.0  # without one at a hang, a process counts as stopped
 DONE = b"done"  # in place of a sign of life: the rank's training is over
 
@@ -91,6 +95,7 @@ def _watch(
     mine = Coordinator(coordinator.rank, coordinator.size, coordinator.local_size, store)
     main, moved = threading.main_thread(), time.monotonic()
     number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
+    quiet, sign = 0, b""  # looks since the neighbour's last sign, and that sign: for transports that do not notice
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
     # Without a store there is little to look at.
     with contextlib.suppress(RuntimeError):
@@ -104,12 +109,20 @@ def _watch(
                 stop.append(int(store.get(STOP)))
             if select.select([wakeup], [], [], BEAT_S)[0] and _heed(coordinator, wakeup.recv(64)) and not term:
                 term, seen = now, read_beats(mine)
+            if not coordinator.notices and not term and coordinator.size > 1:
+                # Looks, not seconds: a job that was suspended as a whole finds all signs old.
+                found = read_beat(mine, (coordinator.rank - 1) % coordinator.size)
+                quiet = quiet + 1 if found and found == sign and now - moved >= 2 * BEAT_S else 0
+                sign = found
+                if quiet * BEAT_S >= SILENT_S:
+                    # A rank that has not given its first sign is not gone: it may still begin.
+                    term, seen = now, dict.fromkeys(range(coordinator.size), b"") | read_beats(mine)
             if mine.reason() and not reason:
                 reason = now
             if over.is_set():
                 return
             if reason and now - reason > LOST_S + 2 * BEAT_S:
-                os._exit(2)
+                end_process(coordinator)
             end_as_orphan()
             if term and now - term > SILENT_S:
                 found = read_beats(mine)
@@ -121,6 +134,7 @@ def _watch(
                 term, seen = now, found
                 if gone:
                     say_and_end(
+                        coordinator,
                         mine,
                         f"rank {coordinator.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} "
                         f"s; {AGAIN}",
@@ -139,24 +153,47 @@ def _watch(
                 if text:
                     for rank in stale:
                         kill_sibling(int(store.get(f"process/{rank}")))
-                    say_and_end(mine, text)
+                    say_and_end(coordinator, mine, text)
     while not over.wait(BEAT_S) and main.is_alive():  # without a store
         end_as_orphan()
 
 
+def read_beat(coordinator: Coordinator, rank: int) -> bytes:
+    """The last sign of life of a rank; b"" for none."""
+    store, key = coordinator.store, f"beat/{rank}"
+    assert store is not None
+    return store.get(key) if store.check([key]) else b""
+
+
 def read_beats(coordinator: Coordinator) -> dict[int, bytes]:
     """The last sign of life of each rank that has given one."""
-    store, keys = coordinator.store, {rank: f"beat/{rank}" for rank in range(coordinator.size)}
-    assert store is not None
-    return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+    found = {rank: read_beat(coordinator, rank) for rank in range(coordinator.size)}
+    return {rank: sign for rank, sign in found.items() if sign}
 
 
-def say_and_end(coordinator: Coordinator, text: str) -> None:
-    """End this process, with the text on stderr unless another rank has left a reason."""
-    mine = f"{text}\n{coordinator.rank}"  # other ranks may find the same text
-    if coordinator.claim(mine) == mine:
+def say_and_end(coordinator: Coordinator, mine: Coordinator, text: str) -> None:
+    """End this process, with the text on stderr unless another rank has left a reason.
+
+    mine: of this thread, whose store no other thread waits in.
+    """
+    claimed = f"{text}\n{coordinator.rank}"  # other ranks may find the same text
+    if mine.claim(claimed) == claimed:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
+    end_process(coordinator)
+
+
+def end_process(coordinator: Coordinator) -> None:
+    """End this process at once with exit code 2, and NCCL's collectives before it, so that the other ranks' end too."""
+    if coordinator.at is not None:
+        thread = threading.Thread(target=_abort, args=(coordinator.at,), daemon=True)
+        thread.start()
+        thread.join(ABORT_S)
     os._exit(2)
+
+
+def _abort(mesh: Mesh) -> None:
+    with contextlib.suppress(RuntimeError):  # the process ends anyway
+        mesh.abort()
 
 
 def kill_sibling(process: int) -> None:

@@ -13,7 +13,7 @@ from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.core import pytree
 from fzero.core.storage import Damaged, is_url
 from fzero.offload import DiskTensor, DiskTraffic
-from fzero.offload.store import release_store
+from fzero.offload.store_folder import release_store
 from fzero.offload.store_manifest import read_description
 from fzero.run import run_folder, weights
 from fzero.run.build import Job, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of

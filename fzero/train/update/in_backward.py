@@ -7,18 +7,15 @@ slot of the store that they were written to is then not committed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.gpu import await_readers
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import UpdateUnit
-from fzero.optim.norm import Squared, widen
-from fzero.optim.sharded_leaves import ShardedLeaves
 from fzero.sharding import Plan
-from fzero.sharding.slices import iterate_blocks, shard_dim
+from fzero.sharding.slices import shard_dim
 from fzero.train.update.in_memory import Gradients
 from fzero.train.update.offloaded import StreamedUpdate, Update
 
@@ -48,24 +45,28 @@ class EarlyUpdate:
     """One step's update: `begin` when the factor of the gradients is known, `take` for every layer's leaf, `finish`
     with the others."""
 
-    def __init__(self, how: StreamedUpdate, shards: ShardedLeaves, state: Tree) -> None:
-        self.how, self.shards, self.state = how, shards, state
+    def __init__(self, how: StreamedUpdate, state: Tree) -> None:
+        self.how, self.state = how, state
         self.stacked = {name for name in how.shards if shard_dim(name) == 1}
         self.update: Update | None = None
         self.layers: dict[int | None, list[UpdateUnit]] = {}
         self.waiting: dict[int, dict[str, Tensor]] = {}
-        self.squares_of: dict[str, dict[int, list[Tensor]]] = {name: {} for name in self.stacked}
 
     def begin(self, factor: Tensor) -> None:
         """Begin the update; `factor` scales the sums of gradients."""
+        await_readers(self.state.step.device)  # a checkpoint may still copy what the update writes over
         one = torch.ones_like(factor)
         self.update = Update(self.how, Gradients({}, factor, one), self.state)
+        # Layers are views of one leaf, and autograd counts the writes to a leaf, not to a layer: a written layer would
+        # make what was saved of the others invalid. `data` has a count of its own.
+        params = self.update.params
+        self.update.params = {n: leaf.data if isinstance(leaf, Tensor) else leaf for n, leaf in params.items()}
+        self.update.begin_store()
         for unit in self.how.units(self.update.width()):
             self.layers.setdefault(unit[0].layer, []).append(unit)
 
     def take(self, name: str, layer: int, value: Tensor) -> None:
         """Receive the reduced gradient of one leaf of one layer; update the layer once all its leaves have arrived."""
-        self.squares_of[name][layer] = [self.shards.square(piece) for _, piece in widen(iterate_blocks(value, False))]
         held = self.waiting.setdefault(layer, {})
         held[name] = value
         if len(held) == len(self.stacked):
@@ -73,14 +74,6 @@ class EarlyUpdate:
             self.update.layer = self.waiting.pop(layer)
             self.update.run(self.layers[layer])
             self.update.layer = {}
-
-    def squares(self, outside: Tree) -> dict[str, Any]:
-        """The squares of all sums for `shards.norm`; `outside`: the sums of leaves without layers."""
-        leaves: dict[str, Any] = dict(pytree.named_leaves(outside))
-        for name, layers in self.squares_of.items():
-            found = [(layer, square) for layer in sorted(layers) for square in layers[layer]]
-            leaves[name] = Squared(found, torch.Size(self.how.shards[name]), self.how.plan.policy.accumulate)
-        return leaves
 
     def finish(self, outside: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
         """`state` after the update of the leaves without layers; if the step is skipped, without any update."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fzero.comm.bucket import SMALL
 from fzero.comm.collectives import all_gather, start_all_gather
-from fzero.comm.communicator import Pending
 from fzero.core import pytree
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
+from fzero.core.future import Future
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_cpu import MANY
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates
@@ -72,7 +72,7 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
     Communicates: an all_gather over dp of each leaf that is updated in shards (of each layer of a large one).
     """
     names, axis = split_names(plan), plan.mesh["dp"]
-    pending: list[tuple[Pending, Tensor | None]] = []  # and where the gathered leaf is copied to, dp leading
+    pending: list[tuple[Future[Tensor], Tensor | None]] = []  # and where the gathered leaf is copied to, dp leading
 
     def gather(part: Tensor, name: str, where: Tensor) -> None:
         into = where if where.is_contiguous() else None  # a state made by hand may have any strides

@@ -7,6 +7,7 @@ in memory. Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, sect
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -15,15 +16,18 @@ from torch import Tensor
 
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
-from fzero.core.device import kind_of
+from fzero.core.device import HOST, kind_of
+from fzero.core.gpu import Copied, copy_in, copy_out, pinned, start_fetch
 from fzero.core.pytree import Tree
 from fzero.offload import Buffer, DiskTensor, Nvme
 from fzero.offload.update_units import (
     OFF,
+    BegunUnit,
     BlockRead,
     RowBlock,
     UpdateUnit,
     begin_ahead,
+    begin_unit,
     cut_units,
     params_of_leaves,
     read_block,
@@ -32,7 +36,7 @@ from fzero.optim import GradientTransformation, apply_in_place
 from fzero.optim.base import Pass, Piece, distinct
 from fzero.optim.combine import split_chain
 from fzero.sharding import Plan
-from fzero.sharding.slices import MOST_ELEMENTS, local_slice, narrow_part, shard_dim
+from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
 from fzero.train.update.in_memory import Gradients, on_host, split_names
 
 AHEAD = 2  # units read before their turn
@@ -59,7 +63,7 @@ class StreamedUpdate:
         self.split = split_names(plan)
         opt = pytree.named_leaves(plan.trained(plan.opt))
         self.shards = {
-            n: local_slice(tuple(x.shape), opt[n], plan.mesh)[1]
+            n: local_shape(tuple(x.shape), opt[n], plan.mesh)
             for n, x in pytree.named_leaves(plan.trained(plan.like)).items()
         }
         self.whole = {n for n in self.shards if self.parts.body.unit != "row" or n in self.split}
@@ -74,15 +78,14 @@ class StreamedUpdate:
     @torch.no_grad()
     def run(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
         """The state after the update; unchanged if the step is skipped."""
-        if skipped is not None and bool(skipped):
-            return state
-        return Update(self, grads, state).all()
+        update = Update(self, grads, state, skipped)
+        return state if skipped is not None and bool(update.small["skipped"]) else update.all()
 
 
 class Update:
     """An update in progress."""
 
-    def __init__(self, how: StreamedUpdate, grads: Gradients, state: Tree) -> None:
+    def __init__(self, how: StreamedUpdate, grads: Gradients, state: Tree, skipped: Tensor | None = None) -> None:
         self.how, self.state = how, state
         parts, plan = how.parts, how.plan
         self.grads = pytree.named_leaves(distinct(grads.sums))
@@ -97,18 +100,33 @@ class Update:
         kept = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None] + list(
             self.master.values()
         )
-        self.where = (
-            torch.device("cpu") if any(isinstance(x, OFF) or kind_of(x) == "cpu" for x in kept) else state.step.device
-        )
-        self.factor = parts.factor(grads.factor, grads.norm).to(self.where)
+        on_host = any(isinstance(x, OFF) or kind_of(x) == "cpu" for x in kept)
+        self.where = HOST if on_host else state.step.device
+        # What is not of a parameter; on a GPU it goes to the host beside the rows, and is waited for with them.
+        small = {column: leaf for column, leaf in self.columns.items() if self.owner[column] is None}
+        small |= {"factor": parts.factor(grads.factor, grads.norm), "skipped": skipped}
+        self._small = {name: x for name, x in small.items() if x is not None}
+        self._fetch_small = start_fetch([*self._small.values()]) if on_host else None
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
         self.layer: dict[str, Tensor] = {}  # the gradients of a layer that is updated by itself
+        # The last copies from and to the host's memory. Each way is one stream, so the others are made before them.
+        self.sent: Copied | None = None
+        self.left: Copied | None = None
         self.store = how.nvme.store
+
+    @functools.cached_property
+    def small(self) -> dict[str, Tensor]:
+        """What is not of a parameter, where the update is: leaves of the state, "factor" and "skipped"."""
+        return dict(zip(self._small, self._fetch_small.wait())) if self._fetch_small is not None else self._small
+
+    def begin_store(self) -> None:
+        """Begin the next version of what is on a disk."""
         if self.store is not None:
             self.store.begin()
 
     def all(self) -> Tree:
         """The state after the update of all leaves."""
+        self.begin_store()
         self.run(self.how.units(self.width()))
         return self.finish()
 
@@ -121,11 +139,11 @@ class Update:
 
     def run(self, units: list[UpdateUnit]) -> None:
         """Update some units."""
-        for unit, fetched in begin_ahead(units, self.begin, AHEAD):
-            self.update(unit, fetched)
+        for unit, begun in begin_ahead(units, self.begin, AHEAD):
+            self.update(unit, begun)
 
-    def begin(self, unit: UpdateUnit) -> dict[str, dict[str, BlockRead]]:
-        """Start the reads of a unit: {parameter: {column: read}}."""
+    def begin(self, unit: UpdateUnit) -> BegunUnit:
+        """Start to bring a unit to where it is updated."""
         out: dict[str, dict[str, BlockRead]] = {}
         for part in unit:
             name, master = part.name, bool(self.master)
@@ -140,16 +158,12 @@ class Update:
                 column: read_block(leaf, part) for column, leaf in self.columns.items() if self.owner[column] == name
             }
             out[name] = found
-        return out
+        return begin_unit(out, self.where)
 
-    def update(self, unit: UpdateUnit, fetched: dict[str, dict[str, BlockRead]]) -> None:
-        """Update a unit, and start to write it."""
+    def update(self, unit: UpdateUnit, begun: BegunUnit) -> None:
+        """Update a unit, and start to bring it back to where it rests."""
         parts, at = {part.name: part for part in unit}, {}
-        homes = {
-            name: {column: one.wait(parts[name]) for column, one in found.items()} for name, found in fetched.items()
-        }
-        values = {name: {column: x.to(self.where) for column, x in found.items()} for name, found in homes.items()}
-        grads, targets = {}, {}
+        values, grads, targets = begun.arriving.wait(), {}, {}
         for name, part in parts.items():
             grad = values[name].pop("grad")
             grads[name] = grad if self.how.on_host else grad.to(self.how.plan.policy.accumulate)
@@ -157,32 +171,28 @@ class Update:
             shape = self.how.shards[name]
             at[name] = Piece(shape, part.start(len(shape)))
         like, pruned = self.structure(frozenset(parts))
-        flat = {column: x for found in values.values() for column, x in found.items()}
-        flat |= {
-            column: self.columns[column].to(self.where)
-            for column in pytree.leaves(pruned)
-            if self.owner[column] is None
-        }
+        flat = {column: x for found in values.values() for column, x in found.items()} | self.small
         state = pytree.map(lambda column: flat[column], pruned)
-        emitted = {name: self.room(part) for name, part in parts.items() if self.master and name not in self.how.split}
-        copies = {name: view for name, (_, view) in emitted.items() if view.device == self.where}
+        rooms = {name: self.room(part) for name, part in parts.items() if self.master and name not in self.how.split}
+        copies = {name: beside for name, (_, view) in rooms.items() if (beside := self.beside(view)) is not None}
         new_targets, new_state = self.apply(
             pytree.from_named(grads, like), state, pytree.from_named(targets, like), at, copies
         )
         for column, new in zip(pytree.leaves(pruned), pytree.leaves(new_state)):
-            if self.owner[column] is None:
-                self.shared.setdefault(column, new.to(self.columns[column].device))
-            else:
+            if self.owner[column] is not None:
                 same(flat[column], new)
+            elif column not in self.shared:
+                self.shared[column] = to_device(new, self.columns[column].device)
         for name, new in pytree.named_leaves(new_targets).items():
             same(targets[name], new)
         for name, part in parts.items():
-            if name in emitted and name not in copies:
-                emitted[name][1].copy_(targets[name])
-            for column, home in homes[name].items():
-                if home.device != self.where and column != "grad":
-                    home.copy_(values[name][column])
-            self.put(part, fetched[name], targets[name], emitted.get(name, (None, None))[0])
+            emitted = None
+            if name in rooms:
+                buffer, view = rooms[name]
+                made = copies.get(name)
+                copied = None if made is view else self.send(targets[name] if made is None else made, view, buffer)
+                emitted = None if buffer is None else (buffer, copied)
+            self.put(part, begun.found[name], values[name], targets[name], emitted)
 
     def apply(
         self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece], copies: Mapping[str, Tensor]
@@ -191,8 +201,10 @@ class Update:
         body = self.how.parts.body
         if self.how.on_host:
             assert body.in_pass is not None  # `on_host` asks for it
-            return body.in_pass(grads, state, targets, Pass(factor=self.factor, at=at, copies=copies, host=True))
-        scaled = pytree.map(lambda g: g.mul_(self.factor), grads)
+            return body.in_pass(
+                grads, state, targets, Pass(factor=self.small["factor"], at=at, copies=copies, host=True)
+            )
+        scaled = pytree.map(lambda g: g.mul_(self.small["factor"]), grads)
         new = (
             body.in_pass(scaled, state, targets, Pass(at=at))
             if body.in_pass
@@ -214,6 +226,30 @@ class Update:
         buffer = self.how.nvme.buffers.take(shape, rest.dtype, self.how.nvme.disk.busy)
         return buffer, buffer.view if part.layer is None else buffer.view[None]
 
+    def beside(self, view: Tensor) -> Tensor | None:
+        """Where the update writes what goes to `view`: `view` itself, or memory from which a copy to it does not wait.
+
+        None in a plan, where the target is copied.
+        """
+        if view.device == self.where:
+            return view
+        if not view.is_cuda and self.where.type != "cuda":
+            return None
+        return torch.empty(view.shape, dtype=view.dtype, device=self.where, pin_memory=view.is_cuda)
+
+    def send(self, value: Tensor, home: Tensor, buffer: Buffer | None = None) -> Copied | None:
+        """Copy updated rows to where they rest, on a GPU without a wait; returns the copy into a disk's `buffer`."""
+        if home.is_cuda and not value.is_cuda:
+            self.sent = copy_in(value, home.device, out=home)
+        elif value.is_cuda and not home.is_cuda:
+            copied = copy_out(value, out=home)
+            if buffer is not None:
+                return copied  # for which the disk's thread waits
+            self.left = copied
+        else:
+            home.copy_(value)
+        return None
+
     def structure(self, names: frozenset[str]) -> tuple[Tree, Tree]:
         """(the parameter tree, the body's state) of some parameters, with names for leaves."""
         if names not in self.how.pruned:
@@ -233,33 +269,61 @@ class Update:
         axis = self.how.plan.mesh["dp"]
         return narrow_part(target, axis.rank, axis.size, shard_dim(name)).contiguous()
 
-    def put(self, part: RowBlock, fetched: dict[str, BlockRead], target: Tensor, emitted: Buffer | None) -> None:
-        """Write updated rows to the disk; those in memory were updated in place."""
+    def put(
+        self,
+        part: RowBlock,
+        found: dict[str, BlockRead],
+        values: dict[str, Tensor],
+        target: Tensor,
+        emitted: tuple[Buffer, Copied | None] | None,
+    ) -> None:
+        """Bring updated rows back to where they rest, and start to write those of a disk.
+
+        emitted: the buffer of the parameters, if they are copies of master weights on a disk.
+        """
         name, rest = part.name, self.params[part.name]
-        for column, one in fetched.items():
-            if column not in ("grad", "target") and one.reading is not None:
-                self.write(self.columns[column], part, one.reading.buffer)
-        if fetched["target"].reading is not None and (self.master or name not in self.how.split):
-            self.write(self.master[name] if self.master else rest, part, fetched["target"].reading.buffer)
+        whole = not self.master and name in self.how.split  # of the target a part was updated
+        for column, one in found.items():
+            if column == "grad" or (column == "target" and whole):
+                continue
+            buffer = None if one.reading is None else one.reading.buffer
+            away = one.home.device != self.where
+            copied = self.send(values[column], one.home, buffer) if away else None
+            if buffer is not None:
+                leaf = self.columns[column] if column != "target" else self.master[name] if self.master else rest
+                self.write(leaf, part, buffer, copied)
         if name in self.how.split:
             axis, dim = self.how.plan.mesh["dp"], shard_dim(name)
-            whole = all_gather(target.to(self.state.step.device, rest.dtype).contiguous(), axis, dim, leaf=name)
-            emitted, view = self.room(part)
-            view.copy_(whole)
+            mine = to_device(target, self.state.step.device, rest.dtype)
+            gathered = all_gather(mine.contiguous(), axis, dim, leaf=name)
+            buffer, view = self.room(part)
+            copied = self.send(gathered, view, buffer)
+            emitted = None if buffer is None else (buffer, copied)
         if emitted is not None:
-            self.write(rest, part, emitted)
+            self.write(rest, part, *emitted)
 
-    def write(self, leaf: DiskTensor, part: RowBlock, buffer: Buffer) -> None:
+    def write(self, leaf: DiskTensor, part: RowBlock, buffer: Buffer, after: Copied | None) -> None:
         assert self.store is not None  # the one of its leaves
-        self.store.write(leaf.name, part.layer or 0, part.rows, buffer)
+        self.store.write(leaf.name, part.layer or 0, part.rows, buffer, after=after)
 
     def finish(self) -> Tree:
-        """The state, once all units were updated."""
+        """The state, once all units were updated; what rests in the host's memory can be read there."""
         assert self.shared.keys() == {name for name, owner in self.owner.items() if owner is None}, (
             "an update without a unit"
         )
+        if self.sent is not None:
+            self.sent.use()
+        if self.left is not None:
+            self.left.finish()
         body = pytree.map_named(lambda column, leaf: self.shared.get(column, leaf), self.body)
         return self.state._replace(opt_state=self.how.parts.whole(self.state.opt_state, body))
+
+
+def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` on a device and in a dtype, without a wait of the host."""
+    if device.type != "cuda" or x.is_cuda:
+        return x.to(device, dtype or x.dtype)
+    return copy_in(pinned(x.to(dtype or x.dtype), device), device).use()
 
 
 def same(old: Tensor, new: Tensor) -> None:

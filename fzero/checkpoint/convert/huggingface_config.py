@@ -1,0 +1,231 @@
+"""A config.json of Hugging Face `transformers` to a config of ours and back, by the fields of huggingface_names.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fzero.checkpoint.convert.huggingface_families import FAMILIES, NOT_ZERO, PLAIN, REQUIRED, ROPE, Family
+from fzero.checkpoint.convert.huggingface_layers import read_layers, write_layers
+from fzero.core.bounds import check_bounds
+from fzero.core.foreign import expect_entries, nearest, short
+from fzero.models import DeepSeekConfig, GPT2Config, MoEConfig, RopeScaling
+from fzero.models.layer_kinds import parse_layers
+from fzero.models.sizes import BOUNDS
+
+
+def find_family(hf: dict[str, Any], where: Path, *, bare: bool = False) -> Family:
+    """The family of the model that a config.json describes; raises ValueError for an unsupported one.
+
+    bare: accept a model_type without architectures, as in a config that was saved without a model.
+    """
+    names = hf.get("architectures") or []
+    for family in FAMILIES:
+        if (names == [family.architecture] or (bare and not names)) and hf.get("model_type") == family.model_type:
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise ValueError(f"{where}: architectures is {names} of model_type {hf.get('model_type')!r}; fzero reads {known}")
+
+
+def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
+    """Convert the content of a config.json to our config; raises ValueError naming an entry that is missing or
+    unsupported."""
+    name = str(where)
+    for entry, choices in {**family.fixed, "quantization_config": (None,)}.items():
+        value = hf.get(entry, choices[0])
+        if value not in choices:
+            raise ValueError(
+                f"{where}: {entry} is {short(value)}; fzero supports {' or '.join(map(repr, choices))} only"
+            )
+    sizes: dict[str, Any] = dict(family.flags)
+    kinds = {field.name: field.type for field in dataclasses.fields(family.config)}
+    for field in family.fields:
+        value = hf.get(field.theirs, field.default)
+        if value is REQUIRED:
+            raise ValueError(f"{where}: {field.theirs} is missing")
+        allowed = {"int": int, "bool": bool}.get(str(kinds[field.ours]), float)
+        nullable = field.default is None or field.null is not REQUIRED
+        expect_entries({field.theirs: value}, {field.theirs: allowed | None if nullable else allowed}, name)
+        if field.theirs in NOT_ZERO and value == 0:
+            raise ValueError(f"{where}: {field.theirs} is {value}; it must be above 0")
+        value = field.null if value is None and field.null is not REQUIRED else value
+        if sizes.setdefault(field.ours, value) != value:
+            other = next(f.theirs for f in family.fields if f.ours == field.ours)
+            raise ValueError(
+                f"{where}: {field.theirs} is {value} and {other} is {sizes[field.ours]}; fzero has one {field.ours} "
+                "for both"
+            )
+    if family.config is GPT2Config:
+        sizes["d_ff"] = 4 * sizes["d_model"] if sizes["d_ff"] is None else sizes["d_ff"]
+    elif family.config is DeepSeekConfig:
+        sizes["balance_coef"] = 0.0  # transformers has no loss for it
+        sizes |= _read_rope(hf, family.theta, where)
+        if sizes.pop("rope_scaling") is not None:
+            raise ValueError(f"{where}: RoPE is scaled; fzero computes {family.architecture} without scaling")
+    else:
+        if sizes["n_kv_heads"] is None:
+            sizes["n_kv_heads"] = sizes["n_heads"]
+        if sizes["head_dim"] is None or sizes["head_dim"] * sizes["n_heads"] == sizes["d_model"]:
+            sizes["head_dim"] = 0
+        elif sizes["head_dim"] < 1:
+            raise ValueError(f"{where}: head_dim is {sizes['head_dim']}; it must be at least 1")
+        _expect_bounds(family, {"n_layers": sizes["n_layers"]}, where)  # a list of them is made next
+        local = family.layers == "gemma3"
+        sizes |= _read_rope(rope_of(hf, "full_attention", where) if local else hf, family.theta, where)
+        sizes["pattern"] = read_layers(hf, family, sizes["n_layers"], _local_theta(hf, where) if local else None, where)
+    if family.config is MoEConfig:
+        sizes["z_coef"] = 0.0
+    return _build(family, sizes, where)
+
+
+def _build(family: Family, sizes: dict[str, Any], where: Path) -> Any:
+    """The config of these sizes; raises ValueError with the names of config.json for one that is out of bounds."""
+    _expect_bounds(family, sizes, where)
+    try:
+        return family.config(**sizes)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _expect_bounds(family: Family, sizes: dict[str, Any], where: Path) -> None:
+    theirs = {field.ours: field.theirs for field in family.fields}
+    try:
+        for ours, value in sizes.items():
+            if ours in BOUNDS:
+                check_bounds(theirs.get(ours, ours), value, BOUNDS[ours])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def rope_of(hf: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
+    """The content of a config.json with RoPE's entries for layers of a kind alone, where rope_parameters, of
+    transformers 5, has a table for each.
+    """
+    tables = hf.get("rope_parameters")
+    if not isinstance(tables, dict) or not any(isinstance(table, dict) for table in tables.values()):
+        return hf
+    expect_entries(tables, {kind: dict}, f"{where}: rope_parameters")
+    theirs = {**hf, "rope_parameters": tables[kind]}
+    local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_scaling": None}
+    return theirs if kind == "full_attention" else {**theirs, **local}
+
+
+def _local_theta(hf: dict[str, Any], where: Path) -> float:
+    """The base of RoPE in layers with a window, in the spelling of transformers 5 or 4."""
+    table = rope_of(hf, "sliding_attention", where)
+    if table is hf:
+        table = {"rope_theta": hf.get("rope_local_base_freq", 1e4)}
+        expect_entries(table, {"rope_theta": float}, f"{where}: rope_local_base_freq")
+    found = _read_rope(table, 1e4, where)
+    if found["rope_scaling"] is not None:
+        raise ValueError(f"{where}: RoPE of layers with a window is scaled; fzero scales that of the others only")
+    return found["rope_theta"]
+
+
+def _read_rope(hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
+    """Read RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
+    expect_entries(hf, {"rope_scaling?": dict | None, "rope_parameters?": dict | None}, str(where))
+    rope: dict[str, Any] = {}
+    for table in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, {"rope_theta": hf.get("rope_theta")}):
+        expect_entries(table, {f"{name}?": float | None for name in ("rope_theta", *ROPE)}, str(where))
+        for name, value in table.items():
+            if value is not None and rope.setdefault(name, value) != value:
+                raise ValueError(
+                    f"{where}: {name} of RoPE is both {short(value)} and {short(rope[name])}; make them equal"
+                )
+    rope.setdefault("rope_theta", theta)
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{where}: rope_parameters differ between layers; fzero reads that of Gemma 3 only")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"{where}: rope_type is {kind!r}; fzero supports 'default', 'linear' and 'llama3' only")
+    turned = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if turned != 1.0:
+        raise ValueError(f"{where}: partial_rotary_factor is {turned}; fzero turns whole heads only")
+    expect_entries(rope, {"rope_theta": float}, str(where))
+    if kind == "default":
+        return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": None}
+    wanted = {**dict.fromkeys(ROPE[:3], float), ROPE[3]: int} if kind == "llama3" else {"factor": float}
+    expect_entries(rope, wanted, f"{where}: the {kind} rope scaling")
+    try:
+        scaling = (
+            RopeScaling(*(rope[name] for name in ROPE)) if kind == "llama3" else RopeScaling.linear(rope["factor"])
+        )
+    except ValueError as error:
+        text = str(error).replace("original_max_len", ROPE[3])
+        raise ValueError(f"{where}: the {kind} rope scaling: {text}") from None
+    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
+
+
+def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], Family]:
+    """(the content of config.json, the family) of one of our configs; ValueError for features that transformers
+    lacks. architecture: of the families that compute the model, the one of this name; "" takes the first."""
+    family, layers = _family_of(config, architecture)
+    hf = {"architectures": [family.architecture], "model_type": family.model_type}
+    for field in family.fields:
+        value = getattr(config, field.ours)
+        hf[field.theirs] = None if field.null is not REQUIRED and value == field.null else value
+    hf |= {name: allowed[0] for name, allowed in family.fixed.items()}
+    if family.config is GPT2Config:
+        return hf | {"attn_pdrop": 0.0}, family
+    if family.config is DeepSeekConfig:
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+        hf |= {"num_key_value_heads": config.n_heads}
+        hf |= {"rope_theta": config.rope_theta, "rope_scaling": None, "rope_parameters": rope}
+        return hf | {"num_nextn_predict_layers": 0}, family
+    if family.config is MoEConfig and config.capacity_factor:
+        raise ValueError(
+            f"capacity_factor is {config.capacity_factor}; Mixtral in transformers is dropless: export with 0"
+        )
+    return hf | {"head_dim": config.key_dim} | layers | _write_rope(config, family), family
+
+
+def _family_of(config: Any, architecture: str) -> tuple[Family, dict[str, Any]]:
+    """(the family that computes a model of this config, the entries for its layers)."""
+    kin = [family for family in FAMILIES if type(config) is family.config]
+    if not kin:
+        known = ", ".join(dict.fromkeys(family.config.__name__ for family in FAMILIES))
+        raise ValueError(f"a model of {type(config).__name__} has no architecture in transformers; these have: {known}")
+    named = [family for family in kin if architecture in ("", family.architecture)]
+    if not named:
+        names = [family.architecture for family in kin]
+        raise ValueError(
+            f"architecture is {architecture!r}{nearest(architecture, names)}; a {type(config).__name__} has "
+            f"{', '.join(names)}"
+        )
+    flagged = [f for f in named if all(getattr(config, name) == flag for name, flag in f.flags.items())]
+    if not flagged:
+        given = {name: getattr(config, name) for name in named[0].flags}
+        said = " and ".join(f"{name}={value}" for name, value in given.items() if value != PLAIN[name])
+        raise ValueError(
+            f"a {type(config).__name__} with {said or 'these options'} has no architecture in transformers"
+        )
+    for family in flagged:
+        if family.config in (GPT2Config, DeepSeekConfig):
+            layers = {} if config.pattern == "full" else None
+        else:
+            layers = write_layers(config, family)
+        if layers is not None:
+            return family, layers
+    raise ValueError(f"pattern is {config.pattern!r}, which {flagged[0].architecture} does not compute")
+
+
+def _write_rope(config: Any, family: Family) -> dict[str, Any]:
+    """The entries of config.json for RoPE, in the spellings of transformers 4 and most other readers, and of
+    transformers 5."""
+    scaling, rope = config.rope_scaling, {"rope_type": "default"}
+    if scaling is not None and scaling.is_linear:
+        rope = {"rope_type": "linear", "factor": scaling.factor}
+    elif scaling is not None:
+        values = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_len)
+        rope = {"rope_type": "llama3", **dict(zip(ROPE, values))}
+    theta = config.rope_theta
+    entries: dict[str, Any] = {"rope_theta": theta, "rope_scaling": rope if scaling is not None else None}
+    whole = {**rope, "rope_theta": theta}
+    if family.layers != "gemma3":
+        return entries | {"rope_parameters": whole}
+    local = next((kind.theta for kind in parse_layers(config.pattern) if kind.theta is not None), 1e4)
+    near = {"rope_type": "default", "rope_theta": local}
+    tables = {"full_attention": whole, "sliding_attention": near}
+    return entries | {"rope_local_base_freq": local, "rope_parameters": tables}

@@ -1,0 +1,82 @@
+"""`python -m fzero.cli.aot [PATTERN] [--arch sm_90] [--part kernels]`: compile every kernel that a run on a GPU
+would launch, without having one, and check the machine code: fzero's own, and those that Inductor generates for
+compiled blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+
+from fzero.kernels import aot
+from fzero.kernels.optional_triton import INSTALLED, MISSING, triton
+
+PARTS = ("all", "kernels", "inductor")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each build. Return 1 if one has a fault; exit with 2 if none matches."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fzero.cli.aot", description="Compile every kernel for a GPU and check the code."
+    )
+    parser.add_argument("pattern", nargs="?", default="", help="only builds whose label contains this")
+    parser.add_argument(
+        "--arch", choices=aot.ARCHS, help="default: sm_90, and sm_80 too for what Inductor generates of a Llama"
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, default="all", help="fzero's own kernels, or those that Inductor generates"
+    )
+    args = parser.parse_args(arguments)
+    if not INSTALLED:
+        parser.error(MISSING)
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set, and nothing is compiled then; unset it")
+    # Not above: the processes that compile import this file too, and most of them need no planner.
+    from fzero.planner import aot_inductor
+
+    own = args.arch or "sm_90"
+    planned = [args.arch] if args.arch else list(aot_inductor.DEVICES)
+    if args.part == "inductor" and planned[0] not in aot_inductor.DEVICES:
+        known = ", ".join(aot_inductor.DEVICES)
+        parser.error(f"--part inductor: what it generates for {args.arch} is not known here; choose {known}")
+    used = dict.fromkeys(([] if args.part == "inductor" else [own]) + ([] if args.part == "kernels" else planned))
+    lines: list[tuple[str, Future[aot.Result]]] = []
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        if args.part != "inductor":
+            for file, build in aot.builds(aot.ARCHS[own], args.pattern):
+                lines.append((build.label, pool.submit(aot.compile_build, aot.ARCHS[own], file, build)))
+        if args.part != "kernels":  # planned here while the pool compiles
+            for arch in planned:
+                for model in _models(arch, chosen=bool(args.arch)):
+                    for kernel in aot_inductor.generate_kernels(model, arch):
+                        if args.pattern in kernel.label:
+                            lines.append((kernel.label, pool.submit(aot_inductor.compile_generated, kernel)))
+        if not lines:
+            parser.error(f"no kernel's label contains {args.pattern!r}")
+        wrong = sum(_say(label, max(len(label) for label, _ in lines), done.result()) for label, done in lines)
+    print(f"{len(lines)} builds for {' and '.join(used)}, {wrong} wrong")
+    return int(wrong > 0)
+
+
+def _models(arch: str, *, chosen: bool) -> Sequence[str]:
+    """The models whose compiled blocks are looked at. Unless an architecture was chosen, the second one has that of a
+    Llama alone: what Inductor generates of the others differs from the first one's in block sizes."""
+    from fzero.planner import aot_inductor
+
+    known = list(aot_inductor.MODELS) if arch in aot_inductor.DEVICES else []
+    return known if chosen or arch == next(iter(aot_inductor.DEVICES)) else known[:1]
+
+
+def _say(label: str, width: int, r: aot.Result) -> bool:
+    """Print the line of a build; returns whether it has a fault."""
+    sizes = f"{r.registers:3} registers  {r.spilled:5} spilled  {r.shared / 1024:5.1f} KiB shared"
+    sizes += f"  {r.matrix or '-':>4} matrix  {r.wide:3} of {r.accesses:3} wide"
+    print(f"{label:{width}}  {sizes}  {'WRONG: ' + r.wrong if r.wrong else r.allowed}".rstrip(), flush=True)
+    return bool(r.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Somebody's program as a graph of plain operators, and that graph cut into functions.
+
+`trace` runs a function on fake tensors, so that it costs no memory, and `Watch` refuses on the way what a graph would
+lose or a pure function may not do: random numbers, writes into what is not the function's own, regions without
+gradients. Each error names the line of the program that did it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from fzero.core import pytree
+from fzero.core.torch_private import TorchDispatchMode, clear_interpreter_stack, disable_current_modes
+
+OURS = tuple(str(Path(file).parent) + "/" for file in (torch.__file__, Path(__file__).parent))
+
+
+class Impure(ValueError):
+    """What a program does that no pure function can: it names the line."""
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered, raises Impure for operators that draw random numbers or write into one of `kept`.
+
+    kept: what is not the program's own, by name. recorded: the operators become a graph, which has no regions without
+    gradients, so these are refused too where a gradient would be lost.
+    """
+
+    def __init__(self, kept: dict[str, Tensor], *, recorded: bool = False):
+        super().__init__()
+        self.recorded = recorded
+        self.kept: dict[int, str] = {}
+        for name, tensor in kept.items():
+            self.keep(name, tensor)
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """Refuse writes into this tensor too."""
+        self.kept.setdefault(tensor.untyped_storage()._cdata, name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        named = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
+        rate = named.get("dropout_p", 0.0 if any(arg.name == "dropout_p" for arg in func._schema.arguments) else 1.0)
+        if torch.Tag.nondeterministic_seeded in func.tags and rate:
+            raise Impure(
+                f"{line()}: draws random numbers ({func}), which depend on how a batch is cut over ranks; use the "
+                "module nn.Dropout, whose masks are made from fzero's keys, or set the rate to 0"
+            )
+        for arg in func._schema.arguments:
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                for leaf in pytree.leaves(named.get(arg.name)):
+                    self.expect_own(leaf, func)
+        leaves = pytree.leaves((args, kwargs)) if self.recorded and not torch.is_grad_enabled() else []
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise Impure(
+                f"{line()}: {func} has a parameter's value and records no gradient (torch.no_grad, or an "
+                "autograd.Function), which a traced graph would lose; use .detach(), or move it into a layer"
+            )
+        return func(*args, **kwargs)
+
+    def expect_own(self, leaf: Any, func: Any) -> None:
+        """Raise Impure if an operator writes into what is kept."""
+        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self.kept:
+            raise Impure(
+                f"{line()}: {func} writes into {self.kept[leaf.untyped_storage()._cdata]} in place; make a new tensor, "
+                "as in x = x + y"
+            )
+
+
+def line(error: BaseException | None = None) -> str:
+    """The place "file:line (its text)" in a program that is neither torch's nor ours: where it is now, or where it
+    raised an error; "" if there is none."""
+    frames = traceback.walk_stack(None) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(OURS) and not file.startswith("<"):
+            return f"{Path(file).name}:{number} ({linecache.getline(file, number).strip()})"
+    return ""
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Outside of all transforms and modes that are active around the caller, with gradients recorded."""
+    with clear_interpreter_stack(), disable_current_modes(), torch.enable_grad():
+        yield
+
+
+def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: Sequence[bool]) -> GraphModule:
+    """The graph of functional operators of `f` of tensors such as `like`, of which those `trained` have gradients.
+
+    Raises what `f` raises on tensors without values, such as an error that a branch needs one.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from fzero.core.torch_private import FakeTensorMode, ShapeEnv
+
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    with apart():
+        mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
+        with mode:
+            fakes = [
+                torch.empty(x.shape, dtype=x.dtype, device=x.device, requires_grad=grad)
+                for x, grad in zip(like, trained)
+            ]
+            graph = make_fx(f)(*fakes)
+            graph.graph.eliminate_dead_code()
+            with torch.no_grad():
+                return make_fx(torch.func.functionalize(graph, remove="mutations"))(*[x.detach() for x in fakes])
+
+
+def inputs_of(graph: GraphModule) -> list[Node]:
+    """The inputs of a graph, in their order."""
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def outputs_of(graph: GraphModule) -> list[Node]:
+    """The nodes of a graph's results, in their order."""
+    return list(next(node for node in graph.graph.nodes if node.op == "output").args[0])
+
+
+def dependents(graph: GraphModule, sources: Sequence[Node]) -> set[Node]:
+    """The nodes of a graph that any of `sources` goes into, themselves among them."""
+    found = set(sources)
+    for node in graph.graph.nodes:  # in the order of computation
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def value_numbers(graph: GraphModule) -> dict[Node, int]:
+    """A number for each node of a graph; those of equal number are one computation of one thing."""
+    numbers: dict[Node, int] = {}
+    known: dict[str, int] = {}
+    for node in graph.graph.nodes:
+        given = map_arg((node.args, node.kwargs), lambda n: f"value {numbers[n]}")
+        said = node.name if node.op == "placeholder" else f"{node.op} {node.target} {given!r}"
+        numbers[node] = known.setdefault(said, len(known))
+    return numbers
+
+
+def cut(graph: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[list[int], GraphModule]:
+    """(the numbers of those of `inputs` that are needed, the function of them that computes `outputs`, a tuple).
+
+    inputs: nodes at which the graph is cut, whose values are given. Placeholders must be among them where needed.
+    """
+    given, needed, todo = dict.fromkeys(inputs), set(), list(outputs)
+    while todo:
+        node = todo.pop()
+        if node not in needed:
+            needed.add(node)
+            todo.extend(() if node in given else node.all_input_nodes)
+    part, copies = Graph(), {}
+    numbers = [i for i, node in enumerate(inputs) if node in needed]
+    for i in numbers:
+        copies[inputs[i]] = part.placeholder(f"input_{i}")
+    for node in graph.graph.nodes:
+        if node in needed and node not in given:
+            assert node.op != "placeholder", f"{node} is needed and not given"
+            copies[node] = part.node_copy(node, lambda n: copies[n])
+    part.output(tuple(copies[node] for node in outputs))
+    return numbers, GraphModule(graph, part)

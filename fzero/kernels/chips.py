@@ -1,0 +1,145 @@
+"""What is known of a GPU for the choice among kernels: the files of chips/, and what `fzero bench` measured on this
+machine.
+
+A file has the names of the GPUs that it is of (`names`, a regular expression), the speeds of forms of attention with
+their source, and block sizes of kernels. What was measured here comes before what was published.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fzero.core.foreign import read_json
+from fzero.core.storage import naming
+
+LISTED = Path(__file__).parent / "chips"
+DEFAULT = "hopper"  # the file whose block sizes serve on GPUs that have none
+Config = dict[str, int]  # of a kernel: its block sizes and launch options
+
+
+class Speed(NamedTuple):
+    """How fast a form of attention is, in calls of one shape."""
+
+    form: str
+    dtype: str
+    dim: int  # of a head
+    queries: int
+    tflop_s: float
+
+
+def kernel_folder() -> Path:
+    """Where what was measured of kernels on this machine is kept: $XDG_CACHE_HOME (or ~/.cache)/fzero/kernels."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero" / "kernels"
+
+
+def file_name(gpu: str) -> str:
+    """A GPU's name as part of a file's name.
+
+    >>> file_name("NVIDIA H100 80GB HBM3")
+    'NVIDIA-H100-80GB-HBM3'
+    """
+    return re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-")
+
+
+@functools.cache
+def listed() -> dict[str, Mapping[str, Any]]:
+    """The files of chips/, by name."""
+    return {path.stem: read_json(path) for path in sorted(LISTED.glob("*.json"))}
+
+
+def chip_of(gpu: str) -> Mapping[str, Any]:
+    """The listed file of a GPU by its name, as the driver or a device file gives it; {} if there is none.
+
+    >>> chip_of("NVIDIA GH200 480GB")["name"]
+    'Hopper: H100, H200, GH200'
+    """
+    return next((chip for chip in listed().values() if re.search(chip["names"], gpu)), {})
+
+
+class Table(list[Config]):
+    """The configurations of a kernel, or of one kind of its calls, by the name in the files of chips/.
+
+    It holds those of the default file, of which the first serves and the others are for `tuning.searching`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(listed()[DEFAULT]["blocks"]["rows"][name])
+        self.name = name
+
+    def on(self, gpu: str) -> Sequence[Config]:
+        """The configurations for a GPU by its name.
+
+        >>> Table("_glu").on("NVIDIA A100-SXM4-80GB")[0]
+        {'BLOCK': 1024, 'num_warps': 4}
+        """
+        return chip_of(gpu).get("blocks", {"rows": {}})["rows"].get(self.name, self)
+
+
+def measured_file(gpu: str) -> Path:
+    """Where `fzero bench` writes how fast the forms of attention are on a GPU of this machine."""
+    return kernel_folder() / f"{file_name(gpu)}-attention.json"
+
+
+@functools.cache
+def measured(gpu: str) -> tuple[Speed, ...]:
+    """What `fzero bench` measured on this machine's GPU of this name; () if it did not."""
+    path = measured_file(gpu)
+    if not path.is_file():
+        return ()
+    table = read_json(path)
+    try:
+        return speeds_of(table["speeds"])
+    except (LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not what `fzero bench` writes (there is no {error}); remove it, or run "
+            "`fzero bench --only attention` again"
+        ) from error
+
+
+def speeds_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Speed, ...]:
+    """The Speeds of a file's rows; what else a row says, such as its source, is for readers."""
+    return tuple(Speed(*(row[field] for field in Speed._fields)) for row in rows)
+
+
+def write_measured(gpu: str, speeds: Sequence[Speed]) -> Path:
+    """Write what was measured on a GPU of this machine, from where `order_of_attention` reads it."""
+    path = measured_file(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with naming(path):
+        part.write_text(json.dumps({"speeds": [speed._asdict() for speed in speeds]}, indent=1) + "\n")
+        part.replace(path)
+    measured.cache_clear()
+    order_of_attention.cache_clear()
+    return path
+
+
+@functools.lru_cache(maxsize=256)
+def order_of_attention(gpu: str, dtype: str, dim: int, queries: int) -> tuple[str, ...]:
+    """The forms of attention in the order in which "auto" asks them on a GPU; () if no table has the GPU.
+
+    The fastest first, each by its speed at the nearest number of queries measured for this dtype and head dim; then
+    those that were not measured, in the order that the chip's file states.
+
+    >>> order_of_attention("NVIDIA H100 80GB HBM3", "bfloat16", 128, 8192)
+    ('fa3', 'cudnn', 'triton', 'flash')
+    """
+    table = chip_of(gpu).get("attention", {"order": [], "speeds": []})
+    speeds = measured(gpu) or speeds_of(table["speeds"])
+    nearest: dict[str, Speed] = {}
+    for speed in speeds:
+        if (speed.dtype, speed.dim) == (dtype, dim):
+            far, before = (
+                abs(math.log(s.queries / queries)) if s else math.inf for s in (speed, nearest.get(speed.form))
+            )
+            if far < before:
+                nearest[speed.form] = speed
+    fastest = sorted(nearest, key=lambda form: -nearest[form].tflop_s)
+    return (*fastest, *(form for form in table["order"] if form not in nearest))

@@ -1,0 +1,319 @@
+"""DeepSeek-V3: latent attention, and experts chosen by sigmoid scores after a few dense layers.
+
+Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fzero.core.pytree import Tree
+from fzero.kernels import glu
+from fzero.kernels import moe as experts
+from fzero.kernels.attention import Pattern, attention
+from fzero.kernels.cross_entropy import counted_tokens
+from fzero.kernels.rope import rope_frequencies, rope_qk
+from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.layers import (
+    Split,
+    add,
+    add_and_norm,
+    enter,
+    expect_divisible,
+    gated_mlp,
+    leave,
+    leave_linear,
+    linear,
+    norm,
+)
+from fzero.models.llama import MLP_RULES, embed, head_inputs, logits
+from fzero.models.mixtral import MOE_RULES, enter_routing, mean_over_positions
+from fzero.models.sizes import check_sizes
+from fzero.sharding import Mesh, Rules
+
+
+@dataclass(frozen=True)
+class DeepSeekConfig:
+    """The sizes of a DeepSeek-V3; the defaults are the published ones, of pretraining at 4,096 tokens.
+
+    Queries, keys and values are projected from latents of `q_rank` (0: queries from the activations) and `kv_rank`
+    elements. A head's query and key have `nope_dim` elements, and `rope_dim` more with its position, whose key all
+    heads share. The first `n_dense` layers have a SwiGLU of d_ff units; the others `n_shared` experts of `d_expert`
+    units for every token, and `n_experts` of which a token uses the `top_k` with the highest scores in its `top_groups`
+    of `n_groups` groups.
+
+    The balance loss of a sequence is E / top_k sum_e load_e score_e, summed over the layers with experts: load_e counts
+    e's tokens per position and score_e is e's mean share of the scores.
+
+    Raises ValueError for experts that cannot be chosen so, and sizes out of bounds.
+
+    >>> DeepSeekConfig().key_dim
+    192
+    """
+
+    vocab_size: int = 129280
+    max_len: int = 4096
+    d_model: int = 7168
+    n_layers: int = 61
+    n_dense: int = 3
+    n_heads: int = 128
+    q_rank: int = 1536
+    kv_rank: int = 512
+    nope_dim: int = 128
+    rope_dim: int = 64
+    value_dim: int = 128
+    d_ff: int = 18432
+    n_experts: int = 256
+    n_shared: int = 1
+    top_k: int = 8
+    n_groups: int = 8
+    top_groups: int = 4
+    d_expert: int = 2048
+    routed_scale: float = 2.5  # of the weights of a token's experts, which sum to it
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    tied: bool = False
+    dropout: float = 0.0
+    init_std: float = 0.006
+    balance_coef: float = 1e-4
+    pattern: str = "full"  # attention pattern, see Pattern.parse
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.n_dense >= self.n_layers:
+            raise ValueError(f"n_dense is {self.n_dense}; it must be below n_layers={self.n_layers}")
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim is {self.rope_dim}; RoPE turns pairs, so it must be even")
+        if self.value_dim > self.key_dim:
+            raise ValueError(f"value_dim is {self.value_dim}; it must be at most nope_dim + rope_dim = {self.key_dim}")
+        group = self.n_experts // self.n_groups
+        if self.n_experts % self.n_groups or group < 2:
+            raise ValueError(
+                f"n_experts is {self.n_experts} in n_groups={self.n_groups}; groups are equal and have two or more"
+            )
+        if not 1 <= self.top_groups <= self.n_groups:
+            raise ValueError(f"top_groups is {self.top_groups}; it must be in [1, n_groups = {self.n_groups}]")
+        if not 1 <= self.top_k <= self.top_groups * group:
+            raise ValueError(
+                f"top_k is {self.top_k}; it must be in [1, {self.top_groups * group}], the experts of "
+                f"{self.top_groups} groups"
+            )
+        Pattern.parse(self.pattern)
+
+    @property
+    def key_dim(self) -> int:
+        """The size K of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def n_kv_heads(self) -> int:
+        """The heads of keys and values: as many as of queries."""
+        return self.n_heads
+
+
+RULES = (
+    (r"^embed/tokens$", "[V/tp, D]"),
+    (r"/attn/w_(q|q_b|kv_b)$", "[L/pp, R, H/tp]"),
+    (r"/attn/w_o$", "[L/pp, H/tp, D]"),
+    (r"/attn/w_(q|kv)_a$", "[L/pp, D, R]"),
+    (r"/attn/norm_(q|kv)/scale$", "[L/pp, R]"),
+    (r"/moe/bias$", "[L/pp, E]"),
+    (r"^blocks_\w+/norm_", "[L/pp, D]"),
+    (r"^head/norm/", "[D]"),
+)
+SHARED_RULES = ((r"/shared/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/shared/w_down$", "[L/pp, F/tp, D]"))
+
+
+def _init(c: DeepSeekConfig, make: MakeLeaf) -> Tree:
+    def ones(name: str, *shape: int) -> Tree:
+        return {"scale": make(f"{name}/scale", shape, 0.0, 1.0)}
+
+    def stack(name: str, layers: int, feed_forward: Callable[..., Tree]) -> Tree:
+        def w(leaf: str, *shape: int, std: float = c.init_std) -> Any:
+            return make(f"{name}/{leaf}", (layers, *shape), std)
+
+        queries = c.n_heads * c.key_dim
+        if c.q_rank:
+            q = {"w_q_a": w("attn/w_q_a", c.d_model, c.q_rank), "norm_q": ones(f"{name}/attn/norm_q", layers, c.q_rank)}
+            q["w_q_b"] = w("attn/w_q_b", c.q_rank, queries)
+        else:
+            q = {"w_q": w("attn/w_q", c.d_model, queries)}
+        return {
+            "norm_1": ones(f"{name}/norm_1", layers, c.d_model),
+            "attn": {
+                **q,
+                "w_kv_a": w("attn/w_kv_a", c.d_model, c.kv_rank + c.rope_dim),
+                "norm_kv": ones(f"{name}/attn/norm_kv", layers, c.kv_rank),
+                "w_kv_b": w("attn/w_kv_b", c.kv_rank, c.n_heads * (c.nope_dim + c.value_dim)),
+                "w_o": w("attn/w_o", c.n_heads * c.value_dim, c.d_model),
+            },
+            "norm_2": ones(f"{name}/norm_2", layers, c.d_model),
+            **feed_forward(w),
+        }
+
+    def gated(w: Callable[..., Any], name: str, *shape: int) -> Tree:
+        *outer, d, f = shape
+        return {
+            "w_gate": w(f"{name}/w_gate", *outer, d, f),
+            "w_up": w(f"{name}/w_up", *outer, d, f),
+            "w_down": w(f"{name}/w_down", *outer, f, d),
+        }
+
+    def routed(w: Callable[..., Any]) -> Tree:
+        e, d, f = c.n_experts, c.d_model, c.d_expert
+        moe = {"router": w("moe/router", d, e), "bias": w("moe/bias", e, std=0.0), **gated(w, "moe", e, d, f)}
+        return {"moe": moe, **({"shared": gated(w, "shared", d, c.n_shared * f)} if c.n_shared else {})}
+
+    tree: Tree = {"embed": {"tokens": make("embed/tokens", (c.vocab_size, c.d_model), c.init_std)}}
+    if c.n_dense:
+        dense = lambda w: {"mlp": gated(w, "mlp", c.d_model, c.d_ff)}  # noqa: E731
+        tree["blocks_dense"] = stack("blocks_dense", c.n_dense, dense)
+    tree["blocks_experts"] = stack("blocks_experts", c.n_layers - c.n_dense, routed)
+    tree["head"] = {"norm": ones("head/norm", c.d_model)}
+    if not c.tied:
+        tree["head"]["w"] = make("head/w", (c.vocab_size, c.d_model), c.init_std)
+    return tree
+
+
+def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+    """Return self-attention of x [B, T, D] whose queries, keys and values are projected from latents.
+
+    Of ctx.cache the projected keys and values are kept, not the latents. Communicates over tp: see `enter` and `leave`,
+    once each. Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", equations 1 to 11.
+    """
+    tp = ctx.mesh["tp"]
+    low = norm(p["norm_q"], linear(x, p["w_q_a"], ctx=ctx), c.norm_eps, ctx) if c.q_rank else x
+    latent, turned = linear(x, p["w_kv_a"], ctx=ctx).split([c.kv_rank, c.rope_dim], -1)
+    latent = norm(p["norm_kv"], latent, c.norm_eps, ctx)
+    if tp.size > 1:  # one collective for the three
+        sizes = [low.shape[-1], c.kv_rank, c.rope_dim]
+        low, latent, turned = enter(torch.cat((low, latent, turned), -1), ctx, "blocks/attn").split(sizes, -1)
+    heads = c.n_heads // tp.size
+    q = rearrange(linear(low, p["w_q_b" if c.q_rank else "w_q"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
+    kv = rearrange(linear(latent, p["w_kv_b"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
+    length = ctx.cache.length if ctx.cache else 0
+    positions = torch.arange(length, length + q.shape[1], device=x.device)
+    angles = rope_frequencies(c.rope_dim, c.rope_theta, None, device=x.device)
+    q_turned, k_turned = rope_qk(
+        q[..., c.nope_dim :].contiguous(),
+        turned[:, :, None].contiguous(),
+        positions,
+        angles,
+        layout="interleaved",
+        impl=ctx.kernels["rope_qk"],
+    )
+    q = torch.cat((q[..., : c.nope_dim], q_turned), -1)
+    k = torch.cat((kv[..., : c.nope_dim], k_turned.expand(*kv.shape[:3], c.rope_dim)), -1)
+    # Forms of attention take values of the keys' size.
+    v = torch.nn.functional.pad(kv[..., c.nope_dim :], (0, c.key_dim - c.value_dim))
+    if ctx.cache:
+        end = length + q.shape[1]
+        ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
+        k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
+    documents = None if isinstance(ctx.documents, tuple) else ctx.documents
+    pattern = Pattern.parse(c.pattern)
+    out = attention(q, k, v, pattern=pattern, documents=documents, impl=ctx.kernels["attention"])
+    return leave_linear(rearrange(out[..., : c.value_dim], "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn")
+
+
+def choose_experts(c: DeepSeekConfig, p: Tree, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (ids int64 [..., k], weights [..., k] that sum to routed_scale, scores [..., E]) of activations h
+    [..., D].
+
+    A group's score is the sum of its two highest; the bias p/bias moves the choice and not the weights, and has no
+    gradient. In float32 or wider.
+    """
+    wide = torch.promote_types(h.dtype, torch.float32)
+    scores = torch.sigmoid(h.to(wide) @ p["router"].to(wide))
+    biased = (scores + p["bias"].to(wide)).detach().unflatten(-1, (c.n_groups, -1))
+    best = _largest(biased.sort(-1, descending=True).values[..., :2].sum(-1), c.top_groups)
+    kept = (best[..., None] == torch.arange(c.n_groups, device=h.device)).any(-2)
+    ids = _largest(torch.where(kept[..., None], biased, -torch.inf).flatten(-2), c.top_k)
+    weights = torch.gather(scores, -1, ids)
+    return ids, c.routed_scale * weights / (weights.sum(-1, keepdim=True) + 1e-20), scores
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """The indices of the `count` largest along the last dim; of equal ones the lower comes first."""
+    return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def deepseek(config: DeepSeekConfig) -> Model:
+    """Return the DeepSeek-V3 of these sizes, as a Model of two stacks: "blocks_dense" and "blocks_experts".
+
+    The activations are a tree: x, and the balance loss of each sequence. The loss reports cross_entropy and balance in
+    `extra`. The bias of the router is a leaf that no gradient moves: balancing by it, and predicting more than one
+    token, are not there. Heads, units and vocabulary are split over tp, experts over ep, layers over pp.
+
+    >>> sizes = {"d_model": 16, "n_layers": 2, "n_dense": 1, "n_heads": 2, "q_rank": 8, "kv_rank": 4, "d_ff": 32}
+    >>> more = {"n_experts": 4, "n_groups": 2, "top_groups": 1, "top_k": 2, "d_expert": 8}
+    >>> model = deepseek(DeepSeekConfig(vocab_size=32, **sizes, **more))
+    >>> model.init(lambda name, shape, std, mean=0.0: shape)["blocks_experts"]["moe"]["w_gate"]
+    (1, 4, 16, 8)
+
+    Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section 2.1.
+    """
+    c = config
+
+    def embed_with_balance(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
+        x = embed(c, params, batch, ctx)
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        return {"x": x, "balance": torch.zeros(x.shape[0], dtype=wide, device=x.device)}
+
+    def attend(p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+        h = latent_attention(c, p["attn"], norm(p["norm_1"], x, c.norm_eps, ctx), ctx)
+        return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
+
+    def dense(p: Tree, state: Tree, ctx: Ctx) -> Tree:
+        x, h = attend(p, state["x"], ctx)
+        return {**state, "x": add(x, gated_mlp(p["mlp"], h, ctx), c.dropout, "mlp", ctx)}
+
+    def routed(p: Tree, state: Tree, ctx: Ctx) -> Tree:
+        x, h = attend(p, state["x"], ctx)
+        ids, weights, scores = choose_experts(c, p["moe"], h)
+        chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(scores.dtype)
+        load, share = mean_over_positions(ctx, chosen, scores / scores.sum(-1, keepdim=True))
+        balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
+        h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
+        out = experts.dropless(p["moe"], h, ids, weights, ctx.kernels)
+        if c.n_shared:
+            gate, up = (linear(h, p["shared"][f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
+            out = out + linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["shared"]["w_down"], ctx=ctx)
+        x = add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx)
+        return {"x": x, "balance": state["balance"] + balance}
+
+    def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
+        total, num_tokens = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
+        weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(state["balance"].dtype)
+        balance = (state["balance"] * weight).sum()
+        return Loss(total + c.balance_coef * balance, num_tokens, {"cross_entropy": total, "balance": balance})
+
+    return Model(
+        config=c,
+        init=lambda make: _init(c, make),
+        embed=embed_with_balance,
+        block={**({"blocks_dense": dense} if c.n_dense else {}), "blocks_experts": routed},
+        head=head,
+        logits=lambda params, state, ctx: logits(c, params, state["x"], ctx),
+        rules=lambda mesh: _rules(c, mesh),
+        shared=("embed/tokens",) if c.tied else (),
+        linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
+    )
+
+
+def _rules(c: DeepSeekConfig, mesh: Mesh) -> Rules[str]:
+    expect_divisible(
+        mesh,
+        Split("blocks_experts/attn/w_kv_b", 2, c.n_heads, "n_heads", "heads"),
+        Split("blocks_dense/mlp/w_gate", 2, c.d_ff, "d_ff"),
+        Split("blocks_experts/moe/w_gate", 3, c.d_expert, "d_expert"),
+        Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
+    )
+    flagged = (*(MLP_RULES if c.n_dense else ()), *(SHARED_RULES if c.n_shared else ()))
+    return (*flagged, *MOE_RULES, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))

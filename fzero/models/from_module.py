@@ -1,0 +1,97 @@
+"""An nn.Module as a Model: its repeated layers become a stack, what comes before and after them embed and head."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from fzero.core.arguments import expect_kind
+from fzero.models.base import Batch, Model
+from fzero.models.module_functions import Layered, LossOf, whole_model
+from fzero.models.module_layers import CannotSplit, find_layers
+
+
+def from_module(
+    module: nn.Module,
+    loss: LossOf,
+    *,
+    layers: str | None = None,
+    batch: Batch | None = None,
+    tp: Mapping[str, str] | None = None,
+) -> Model:
+    """Return a Model that computes what an nn.Module does; `init_state` begins with the module's weights.
+
+    loss: `loss(call, batch)` uses `call` as it would the module, and returns (sum, number of samples), a mean, or a
+        Loss; see `fzero.make_train_step`.
+    layers: the name of the ModuleList or Sequential whose layers become the stack `blocks/`; None: the run of like
+        neighbours that has the most parameters. What comes before and after them is embed and head.
+    batch: an example, whose shapes tell which parameters come before the layers and which after; without one both parts
+        gather all of them. A batch is a dict of tensors, each with the samples in its first dim.
+    tp: what tensor parallelism splits: {regular expression over the linear layers of a layer: "columns" (their outputs)
+        or "rows" (their inputs)}. The module's code must not name the number of heads: it writes -1.
+
+    A module whose layers cannot be a stack, or whose code needs values of tensors, is trained whole, as one part, and a
+    warning says why; with `layers` that is an error. nn.Dropout draws by fzero's keys if the module is in train mode;
+    parameters that require no gradient are frozen; floating buffers and arguments of `call` have the dtype of the
+    computation. The module itself is not changed. Its weights are held for init_state: `model._replace(start={})`
+    lets them go.
+
+    Raises TypeError for what is no module, and ValueError for `layers` that are not alike, a rule of tp that finds
+    nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode,
+    other dropouts than nn.Dropout, and, with the line, for what a pure function cannot do: random numbers, buffers
+    written in place. Without `batch` these lines are found in the first step.
+
+    >>> layer = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    >>> module = torch.nn.Sequential(torch.nn.Linear(2, 4), layer(), layer(), torch.nn.Linear(4, 1))
+    >>> loss = lambda call, batch: ((call(batch["x"]) - batch["y"]).square().sum(), len(batch["x"]))
+    >>> model = from_module(module, loss, batch={"x": torch.zeros(3, 2), "y": torch.zeros(3, 1)})
+    >>> fzero.pytree.names(fzero.zero_plan(3, model, fzero.one_process()).like)[:3]
+    ['embed/0/weight', 'embed/0/bias', 'blocks/0/weight']
+    """
+    expect_kind("the module", module, nn.Module, "give an nn.Module, and loss(call, batch)")
+    if not callable(loss):
+        raise TypeError(f"loss is a {type(loss).__name__}; write a function loss(call, batch)")
+    expect_trainable(module)
+    try:
+        return Layered(module, loss, find_layers(module, layers), tp or {}).model(module, batch)
+    except CannotSplit as reason:
+        if layers is not None or tp:
+            raise ValueError(f"{type(module).__name__} cannot be split into layers: {reason}") from None
+        warnings.warn(
+            f"{type(module).__name__} is trained whole, and not layer by layer: {reason}", UserWarning, stacklevel=2
+        )
+        return whole_model(module, loss)
+
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def expect_trainable(module: nn.Module) -> None:
+    """Raise ValueError, naming the first module or tensor, for what cannot be trained as a pure function."""
+    for name, one in module.named_modules():
+        at = f"{name or 'the module'} ({type(one).__name__})"
+        if isinstance(one, NORMS) and one.training:
+            raise ValueError(
+                f"{at} keeps running statistics, which depend on how a batch is cut over ranks; use LayerNorm or "
+                f"GroupNorm, or call .eval() on it to train with the statistics it has"
+            )
+        if isinstance(one, DROPOUTS) and one.training and one.p > 0.0:
+            raise ValueError(f"{at} is no nn.Dropout, the one whose masks fzero makes from its keys; use that")
+        for key, value in vars(one).items():
+            if isinstance(value, Tensor):
+                raise ValueError(
+                    f"{at}: its attribute {key!r} is a tensor that is neither a parameter nor a buffer; write "
+                    f'self.register_buffer("{key}", ...)'
+                )
+    for name, leaf in module.named_parameters():
+        if isinstance(leaf, nn.UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet; call the module once on a batch, which makes its parameters")
+        if leaf.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values; give the module weights")
+        if not leaf.is_floating_point():
+            raise ValueError(f"{name} is {leaf.dtype}; a parameter is floating-point: make it a buffer")
+    if not any(leaf.requires_grad for leaf in module.parameters()):
+        raise ValueError("no parameter of the module requires a gradient, so there is nothing to train")

@@ -1,0 +1,178 @@
+"""What stands in for some modules of a copied nn.Module while it is called as a function: dropout drawn by fzero's
+keys, and linear layers split over tp.
+
+They need the Ctx of the call, which a module's own code does not hand on; it is a context variable.
+
+Under tp some tensors of a layer are this rank's part of something: sharded weights, and what is computed with them,
+until a linear layer of kind "rows" sums the parts. Where such a tensor meets one that is the same on all ranks, the
+gradient of the latter is a sum over the ranks (`pvary`): of x where a region begins, and of a bias or a norm's scale
+within it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fzero.comm.collectives import pvary
+from fzero.core import prng, pytree
+from fzero.core.pytree import nearest
+from fzero.kernels.dropout import dropout
+from fzero.models.base import Ctx
+from fzero.models.layers import leave
+
+
+class Parts:
+    """A set of tensors that are a rank's part, which does not keep them alive."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, weakref.ref[Tensor]] = {}
+
+    def __contains__(self, x: Any) -> bool:
+        found = self.held.get(id(x))
+        return found is not None and found() is x
+
+    def add(self, tree: Any) -> None:
+        """Add the tensors of a tree."""
+        self.held |= {id(leaf): weakref.ref(leaf) for leaf in pytree.leaves(tree) if isinstance(leaf, Tensor)}
+
+    def remove(self, x: Tensor) -> None:
+        """Take a tensor out, if it is in."""
+        self.held.pop(id(x), None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a copied module."""
+
+    ctx: Ctx
+    rows: int  # samples in the batch
+    times: Counter[str] = field(default_factory=Counter)  # that each dropout was called
+    parts: Parts = field(default_factory=Parts)
+
+
+CALL: ContextVar[Call] = ContextVar("CALL")
+
+
+@contextlib.contextmanager
+def calling(ctx: Ctx, rows: int) -> Iterator[Call]:
+    """The Ctx of the calls of copied modules within."""
+    call = Call(ctx, rows)
+    token = CALL.set(call)
+    try:
+        yield call
+    finally:
+        CALL.reset(token)
+
+
+class Regions(TorchFunctionMode):
+    """While it is entered, what is computed with a rank's part is one, and tensors that meet one are varied over tp."""
+
+    def __init__(self, call: Call):
+        super().__init__()
+        self.axis, self.parts = call.ctx.mesh["tp"], call.parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(leaf in self.parts for leaf in pytree.leaves((args, kwargs))):
+            return func(*args, **kwargs)
+
+        def varied(leaf: Any) -> Any:
+            whole = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf not in self.parts
+            return pvary(leaf, self.axis, leaf="blocks") if whole else leaf
+
+        args, kwargs = pytree.map(varied, (args, kwargs))
+        out = func(*args, **kwargs)
+        self.parts.add(out)
+        return out
+
+
+def key_dropouts(module: nn.Module) -> float:
+    """Have every nn.Dropout of a copied module that drops at all draw its mask from the call's key; returns the largest
+    rate, 0 for none.
+    """
+    largest = 0.0
+    for name, one in module.named_modules():
+        if type(one) is nn.Dropout and one.training and one.p > 0.0:
+            vars(one)["forward"] = partial(drop, name, one.p)
+            largest = max(largest, one.p)
+    return largest
+
+
+def drop(name: str, rate: float, x: Tensor) -> Tensor:
+    """The dropout called `name` of x, whose first dim counts the batch's samples, or the rows of each side by side.
+
+    The mask depends on the key, the layer, the name, how often it was called before in this call, and an element's
+    index in the step's global batch.
+    """
+    call = CALL.get()
+    ctx, number = call.ctx, call.times[name]
+    call.times[name] += 1
+    if x in call.parts:
+        raise ValueError(
+            f"dropout {name!r} is within what tp splits, where its masks would depend on tp; set its rate to 0, or "
+            "move it"
+        )
+    if not x.dim() or x.shape[0] % call.rows:
+        raise ValueError(
+            f"dropout {name!r} has an input of shape {list(x.shape)} for a batch of {call.rows} samples; its first dim "
+            "must count the samples, or the rows of each sample side by side"
+        )
+    if isinstance(ctx.key, tuple):
+        return x
+    key = prng.fold_in(ctx.key, f"module {name} {number}")
+    key = prng.fold_in(key, ctx.layer) if isinstance(ctx.layer, Tensor) else key
+    return dropout(x, rate, key, ctx.first * (x.numel() // call.rows))
+
+
+TP = {  # the specs of a stacked linear layer's weight and bias
+    "columns": {"weight": "[L, F/tp, D]", "bias": "[L, F/tp]"},
+    "rows": {"weight": "[L, D, F/tp]", "bias": "[L, D]"},
+}
+
+
+def split_linears(layer: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """Have linear layers of a copied layer compute their part of a tensor-parallel product; returns {leaf name within
+    the layer: text of its Spec}.
+
+    rules: {regular expression: "columns" (the outputs are split over tp) or "rows" (the inputs)}, by
+        their names.
+    Raises ValueError for a rule that finds no nn.Linear, or another word.
+    """
+    linears = {name: one for name, one in layer.named_modules() if type(one) is nn.Linear}
+    specs: dict[str, str] = {}
+    for pattern, way in rules.items():
+        if way not in TP:
+            raise ValueError(f"tp: {pattern!r} is {way!r}; it must be 'columns' or 'rows'")
+        found = [name for name in linears if re.search(pattern, name)]
+        if not found:
+            raise ValueError(
+                f"tp: {pattern!r} finds no nn.Linear in a layer{nearest(pattern, linears)}; there is "
+                f"{', '.join(linears) or 'none'}"
+            )
+        for name in found:
+            if way == "rows":
+                vars(linears[name])["forward"] = partial(rows, name, linears[name])
+            specs |= {f"{name}.{leaf}".lstrip("."): TP[way][leaf] for leaf, _ in linears[name].named_parameters()}
+    return specs
+
+
+def rows(name: str, linear: nn.Linear, x: Tensor) -> Tensor:
+    """The outputs of a linear layer, summed over the ranks' inputs."""
+    call = CALL.get()
+    if call.ctx.mesh["tp"].size == 1:
+        return F.linear(x, linear.weight, linear.bias)
+    y = leave(F.linear(x, linear.weight), call.ctx, f"blocks/{name}")
+    call.parts.remove(y)
+    return y if linear.bias is None else y + linear.bias

@@ -1,0 +1,183 @@
+"""Weights that are not one tensor: a product with one is computed from its parts, and a model's code need not know.
+
+A model says `x @ w`, or `layers.linear(x, w)`. If w is a `WeightInParts`, its `product` is called. Every other function
+and method of torch gets the dense tensor, made for that call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import nearest
+from fzero.kernels.quantize import Quantized, dequantize
+from fzero.models.base import CODES, SCALES
+from fzero.sharding.slices import is_stacked
+
+Multiply = Callable[[Tensor, Any], Tensor]  # (x [..., in], w [in, out]) -> [..., out]
+PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
+
+
+class WeightInParts:
+    """A weight [in, out] that takes the place of a tensor in a model's parameters."""
+
+    def dense(self) -> Tensor:
+        """The weight as a tensor."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
+        """x [..., in] times the weight; `multiply` makes the products with its dense parts."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in PRODUCTS and len(args) == 2 and isinstance(args[0], Tensor):
+            return args[1].product(args[0])
+        args, kwargs = pytree.map(lambda a: a.dense() if isinstance(a, WeightInParts) else a, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # shape, mT, narrow, ...
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankSum(WeightInParts):
+    """w + scale a b, with w [in, out], a [in, R] and b [R, out]: x a b is summed, and a b never made."""
+
+    w: Any  # a Tensor or a WeightInParts
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def dense(self) -> Tensor:
+        """Summed in float32 or wider, and rounded once to the dtype of w."""
+        w = self.w.dense() if isinstance(self.w, WeightInParts) else self.w
+        wide = torch.promote_types(w.dtype, torch.float32)
+        return (w + self.scale * (self.a.to(wide) @ self.b.to(wide))).to(w.dtype)
+
+    def product(self, x: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
+        """x w + scale (x a) b, in x's dtype."""
+        return torch.add(multiply(x, self.w), (x @ self.a.to(x.dtype)) @ self.b.to(x.dtype), alpha=self.scale)
+
+    def to(self, dtype: torch.dtype) -> LowRankSum:
+        """The weight in another dtype."""
+        return replace(self, w=self.w.to(dtype), a=self.a.to(dtype), b=self.b.to(dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight(WeightInParts):
+    """A frozen weight in codes (see kernels.quantize), which no gradient reaches. It is dequantised for each product,
+    again in the backward pass, and never kept."""
+
+    codes: Tensor  # [in, out] or [in, out / 2], of the kind's dtype
+    scales: Tensor  # int32 [in, ceil(out / block)]: the bits of float32
+    kind: str
+    block: int
+    dtype: torch.dtype = torch.float32
+
+    def dense(self) -> Tensor:
+        """The weight as a tensor of `dtype`."""
+        return _dense(self.codes, self.scales, self.kind, self.block, self.dtype)
+
+    def product(self, x: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
+        """x times the weight, in x's dtype; always a product of x's dtype."""
+        return _FrozenProduct.apply(x, self.codes, self.scales, self.kind, self.block)
+
+    def to(self, dtype: torch.dtype) -> QuantizedWeight:
+        """The weight, dequantised to another dtype."""
+        return replace(self, dtype=dtype)
+
+
+def _dense(codes: Tensor, scales: Tensor, kind: str, block: int, dtype: torch.dtype) -> Tensor:
+    return dequantize(Quantized(codes, scales.view(torch.float32)), kind, block, dtype)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """x w of a weight in codes; its derivatives are products with w again, dequantised anew."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int) -> Tensor:
+        return x @ _dense(codes, scales, kind, block, x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, codes, scales, *ctx.options = inputs
+        ctx.save_for_backward(codes, scales)
+        ctx.save_for_forward(codes, scales)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return _FrozenTransposed.apply(g, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:
+        return _FrozenProduct.apply(t, *ctx.saved_tensors, *ctx.options)
+
+
+class _FrozenTransposed(torch.autograd.Function):
+    """g w^T of a weight in codes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(g: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int) -> Tensor:
+        return g @ _dense(codes, scales, kind, block, g.dtype).mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _FrozenProduct.setup_context(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor | None, ...]:
+        return _FrozenProduct.apply(x, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:
+        return _FrozenTransposed.apply(t, *ctx.saved_tensors, *ctx.options)
+
+
+def weights_of(node: Any, kind: str, block: int) -> Any:
+    """A layer's parameters with a QuantizedWeight in the place of each pair of codes and scales."""
+    if isinstance(node, LowRankSum):
+        return replace(node, w=weights_of(node.w, kind, block))
+    if not isinstance(node, dict):
+        return node
+    if node.keys() == {CODES, SCALES}:
+        return QuantizedWeight(node[CODES], node[SCALES], kind, block)
+    return {key: weights_of(value, kind, block) for key, value in node.items()}
+
+
+def block_weights(what: str, targets: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """The names of the blocks' weights [L, in, out] that the regex `targets` matches.
+
+    what: begins the texts of errors. shapes: of all leaves. Raises ValueError for a text that is no regex, one that
+    matches nothing, and a leaf of another shape.
+    """
+    blocks = [name for name in shapes if is_stacked(name)]
+    try:
+        names = [name for name in blocks if re.search(targets, name)]
+    except re.error as error:
+        raise ValueError(f"{what}: targets {targets!r} is not a regular expression: {error}") from None
+    if not names:
+        raise ValueError(
+            f"{what}: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are "
+            f"{', '.join(blocks)}"
+        )
+    for name in names:
+        if len(shapes[name]) != 3:
+            raise ValueError(
+                f"{what}: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets {targets!r}"
+            )
+    return names

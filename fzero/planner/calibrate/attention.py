@@ -1,0 +1,63 @@
+"""Attention: how fast each form that serves is on this machine, forward and backward, by which "auto" chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.kernels.attention import attention
+from fzero.kernels.chips import Speed
+from fzero.planner.calibrate.timed import Case, time_cases
+from fzero.run.measure.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
+
+
+class Shape(NamedTuple):
+    """Of a call: q [B, T, H, K], and k and v of as many heads."""
+
+    batch: int
+    queries: int
+    heads: int
+    dim: int
+
+
+# As in published tables: 16K tokens, a width of 2048.
+SHAPES = [Shape(16384 // t, t, 2048 // dim, dim) for dim in (64, 128) for t in (512, 1024, 2048, 4096, 8192, 16384)]
+
+
+def measure_attention(
+    seconds: float,
+    *,
+    threads: int = 1,
+    device: str = "cuda",
+    shapes: Sequence[Shape] = SHAPES,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+) -> list[Speed]:
+    """The Speed of each form that serves, forward and backward together, of the FLOPs of causal pairs.
+
+    All forms' FLOPs are counted alike, so a Speed is a pure matter of seconds.
+    """
+    cases = []
+    for shape in shapes:
+        for dtype in dtypes:
+            q = torch.empty(shape.batch, shape.queries, shape.heads, shape.dim, dtype=dtype, device=device)
+            for form in attention.forms:
+                if not form.reason_against((q, q, q), {}):
+                    cases.append(Case((form.name, shape, dtype), _call(form.run, shape, dtype, device)))
+    found = []
+    for (name, shape, dtype), figure in time_cases(cases, seconds, threads=threads, device=device).items():
+        products = 2 * shape.batch * shape.heads * shape.dim * pairs("full", 0, 0, shape.queries, shape.queries)
+        rate = (FORWARD_PRODUCTS + BACKWARD_PRODUCTS) * products / figure.s
+        found.append(Speed(name, str(dtype).removeprefix("torch."), shape.dim, shape.queries, round(rate / 1e12, 4)))
+    return found
+
+
+def _call(run: Callable[..., Any], shape: Shape, dtype: torch.dtype, device: str) -> Callable[[], Callable[[], Any]]:
+    def make() -> Callable[[], Any]:
+        sizes = shape.batch, shape.queries, shape.heads, shape.dim
+        q, k, v, g = (torch.randn(sizes, dtype=dtype, device=device) for _ in range(4))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        return lambda: torch.autograd.grad(run(*leaves), leaves, g)
+
+    return make

@@ -1,0 +1,26 @@
+"""Tables of configs that earlier versions wrote, by the keys that this version has."""
+
+from __future__ import annotations
+
+from fzero.core.tables import Table
+
+
+def current_keys(table: Table) -> Table:
+    """The table of a config that fzero wrote (config.json, attempts.jsonl, a checkpoint's manifest), by today's keys.
+
+    What a user writes is not changed: there an earlier key is an error.
+
+    >>> current_keys({"zero": 2, "accumulate": "full"})
+    {'zero': 2, 'reduce': 'once'}
+    """
+    if not isinstance(table, dict):
+        return table  # whoever reads it says what is wrong
+    table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    # `accumulate` was shards or full; full went with no other `reduce` than fast.
+    if table.get("accumulate") in ("shards", "full") and table.pop("accumulate") == "full":
+        table["reduce"] = "once"
+    # `mlp_tiles` was a field of `train`.
+    train = table.get("train")
+    if isinstance(train, dict) and (tiles := train.pop("mlp_tiles", 1)) != 1:
+        table.setdefault("model", {})["mlp_tiles"] = tiles
+    return table

@@ -1,0 +1,42 @@
+"""A whole run from Python: what `fzero pretrain` does, with a function of your own that hears of each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fzero.run import loop, pretrain, run_lock
+from fzero.run.attempt import Options
+from fzero.run.config import RunConfig
+from fzero.run.ranks.coordinator import join
+
+
+def train_run(folder: str | Path, config: RunConfig | None = None, *, options: Options | None = None) -> int:
+    """Train a new run of `config` in `folder`, or (None) resume the run there; the signal that stopped it, or 0.
+
+    options: `Options(log=f)` has f(step, row) called on rank 0 after each step, with the row that metrics.jsonl gets;
+    what f raises ends the run. Every process of torchrun calls this, in its main thread.
+    Raises ValueError as `start` and `resume` of fzero/run/pretrain.py.
+
+    >>> import tempfile
+    >>> from fzero.run.config_table import from_table
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "text.txt").write_text("a line of text\\n" * 40)
+    >>> train = {"steps": 2, "batch": 1, "micro_batch": 1, "compiled": False, "loggers": []}
+    >>> table = {"preset": "mlp-tiny", "data": {"path": str(folder / "text.txt"), "seq_len": 4}, "train": train}
+    >>> options = Options(say=lambda line: None, sample="", peak_flops=1e12, log=lambda step, row: print(step))
+    >>> train_run(folder / "run", from_table(table), options=options)
+    1
+    2
+    0
+    """
+    options, coordinator = options or Options(), join()
+    if not coordinator.first:
+        options = options._replace(say=lambda line: None)
+    try:
+        if config is None:
+            ready = pretrain.resume(Path(folder), coordinator, options)
+        else:
+            ready = pretrain.start(config, Path(folder), coordinator, options)
+        return loop.train(*ready) if ready is not None else 0
+    finally:
+        run_lock.release_all()

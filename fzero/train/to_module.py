@@ -1,0 +1,106 @@
+"""Trained weights back into the nn.Module that a Model was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.core import pytree
+from fzero.core.arguments import expect_kind
+from fzero.models.module_layers import CannotSplit, find_layers
+from fzero.offload import DiskTensor
+from fzero.sharding import Plan, Spec
+from fzero.sharding.redistribute import gather_whole
+from fzero.sharding.slices import is_stacked
+from fzero.train.state import TrainState, expect_alive
+
+
+@torch.no_grad()
+def to_module(
+    state: TrainState, module: nn.Module, plan: Plan | None = None, *, layers: str | None = None
+) -> nn.Module:
+    """Write the parameters of a state into the module that its Model was made from (see from_module), and return it.
+
+    module: that one, or another of the same class and sizes. plan: the plan of the state, where ranks hold shards of
+    it; every rank then gets all weights. layers: as it was given to from_module.
+
+    Master weights are taken where the state has them, so that a module in float32 gets every bit; else the value is
+    converted to the dtype of the module's parameter. Buffers stay as they are.
+    Communicates: with a plan, an all_gather for each leaf, or layer of a leaf, that is sharded.
+    Raises ValueError naming the first parameter that the state has not, or has in another shape.
+
+    >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    >>> loss = lambda call, batch: (call(batch["x"]).square().sum(), len(batch["x"]))
+    >>> model, tx = fzero.from_module(module, loss), fzero.optim.sgd(0.1)
+    >>> plan = fzero.zero_plan(0, model, fzero.one_process())
+    >>> state = fzero.init_state(model, tx, plan, seed=0)
+    >>> state, metrics = fzero.make_train_step(model, tx, plan)(state, {"x": torch.ones(4, 2)})
+    >>> to_module(state, module)[1].weight.equal(state.params["blocks"]["weight"][1])
+    True
+    """
+    expect_kind("the state", state, TrainState, "write to_module(state, module)")
+    expect_kind("the module", module, nn.Module, "write to_module(state, module)")
+    expect_alive(state.step)
+    parameters = dict(module.named_parameters())
+    left = dict.fromkeys(parameters)
+    for name, value in whole_values(state, plan, names_of(state, module, layers)):
+        if name not in parameters:
+            raise ValueError(f"the state has {name!r} and the module has not{pytree.nearest(name, parameters)}")
+        shape, wanted = list(value.shape), list(parameters[name].shape)
+        if shape != wanted:
+            fix = "" if plan is not None else "; if it is a shard, write to_module(state, module, plan)"
+            raise ValueError(f"{name}: the state has shape {shape} and the module {wanted}{fix}")
+        parameters[name].copy_(value)
+        del left[name]
+    if left:
+        raise ValueError(
+            f"the module has {next(iter(left))!r} and the state has not; give the module of the state's model"
+        )
+    return module
+
+
+def names_of(state: TrainState, module: nn.Module, layers: str | None) -> tuple[str, ...]:
+    """The names of the module's layers, () if the state has no stack."""
+    depths = [leaf.shape[0] for name, leaf in pytree.named_leaves(state.params).items() if is_stacked(name)]
+    if not depths:
+        return ()
+    try:
+        names = find_layers(module, layers).names
+    except CannotSplit as reason:
+        raise ValueError(f"the state has layers and the module has none: {reason}") from None
+    if depths[0] != len(names):
+        raise ValueError(f"the state has {depths[0]} layers and the module {len(names)}; give the state's own module")
+    return names
+
+
+def whole_values(state: TrainState, plan: Plan | None, layers: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    """(name of a parameter of the module, its value) for all leaves of a state, layer by layer."""
+    masters = pytree.named_leaves(state.master)
+    for leaf, rest in pytree.named_leaves(state.params).items():
+        held = masters.get(leaf, rest)
+        spec = Spec()
+        if plan is not None:
+            spec = plan.leaves[leaf].opt if leaf in masters else plan.leaves[leaf].params
+        name = leaf.split("/", 1)[1].replace("/", ".")
+        if not is_stacked(leaf):
+            yield name, gathered(read(held), spec, plan, leaf)
+            continue
+        for i, layer in enumerate(layers):
+            yield f"{layer}.{name}", gathered(read(held, i), Spec(spec.dims[1:]), plan, leaf)
+
+
+def read(leaf: Any, layer: int | None = None) -> Tensor:
+    """A leaf of a state, or a layer of it, also from a disk."""
+    if isinstance(leaf, DiskTensor):
+        return leaf.tensor() if layer is None else leaf.tensor(layers=(layer, 1))[0]
+    return leaf if layer is None else leaf[layer]
+
+
+def gathered(value: Tensor, spec: Spec, plan: Plan | None, leaf: str) -> Tensor:
+    """The whole of a value, of which this rank has a shard by `spec`."""
+    if plan is None or not any(plan.mesh[axis].size > 1 for axis in spec.axes):
+        return value
+    return gather_whole(value, spec, plan.mesh, leaf=leaf)

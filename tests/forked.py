@@ -1,0 +1,108 @@
+"""`fzero` and scripts in processes that are forked from one which has torch and fzero loaded: a page of many commands
+imports them once.
+
+`programs()` is a folder for PATH with the programs `fzero` and `script` (FILE [ARGUMENTS]), which hand their arguments,
+environment, folder and open files to that process and end as the fork does. One runs at a time."""
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CLIENT = """#!{python} -SE
+import json, os, socket, sys
+said = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    socket.send_fds(server, [len(said).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(said)
+    code = server.recv(1)
+sys.exit(code[0] if code else 1)
+"""
+PRELOAD = [
+    "fzero.cli.main",
+    "fzero.core.compile",
+    "fzero.planner.plan",
+    "fzero.report.write",
+    "fzero.run.loop",
+    "fzero.run.ranks.coordinator",
+    "matplotlib.backends.backend_agg",
+    "torch._decomp.decompositions_for_jvp",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+]
+
+
+@functools.cache
+def programs():
+    """The folder with the programs; the process behind them ends with this one."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    address = f"{folder.name}/socket"
+    for program in (Path(folder.name, "fzero"), Path(folder.name, "script")):
+        program.write_text(CLIENT.format(python=sys.executable, address=address))
+        program.chmod(0o755)
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    # Else Inductor starts processes of its own before the fork.
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    assert server.stdout.readline() == b"ready\n"
+    atexit.register(server.kill)
+    return folder.name
+
+
+def serve(address):
+    """Fork for each command until the standard input is closed. Returns in the fork, whose arguments, environment,
+    folder and open files are those of the program."""
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        print("ready", flush=True)
+        while listening in select.select([listening, sys.stdin], [], [])[0]:
+            with listening.accept()[0] as program:
+                size, files, *_ = socket.recv_fds(program, 8, 3)
+                said = b""
+                while len(said) < int.from_bytes(size, "big"):
+                    said += program.recv(1 << 16)
+                child = os.fork()
+                if not child:
+                    become(*json.loads(said), files)
+                    return True
+                for file in files:
+                    os.close(file)
+                program.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255]))
+    return False
+
+
+def become(arguments, folder, environment, files):
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+
+
+if __name__ == "__main__" and serve(sys.argv[1]):
+    if Path(sys.argv[0]).name == "fzero":
+        from fzero.cli.main import main
+
+        main()
+    else:
+        del sys.argv[0]
+        runpy.run_path(sys.argv[0], run_name="__main__")

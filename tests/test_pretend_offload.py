@@ -1,0 +1,233 @@
+"""A step with a state that rests in host memory or on a disk, on the pretend GPU (pretend_gpu.py): the thread that
+launches waits only where the host computes with the values, the bits are the CPU's, and planted faults are found."""
+
+import functools
+import gc
+
+import pytest
+import torch
+from pretend_gpu import GpuTensor, Stream, pretend
+
+import fzero
+from fzero import models, optim
+from fzero.core import gpu, precision
+from fzero.offload import buffer_pool
+from fzero.offload.activation_stack import DiskActivations
+from fzero.sharding import reduce
+from fzero.train.init import init_state
+from fzero.train.spike import Skip
+
+MLP = models.MLPConfig(vocab_size=32, max_len=8, d_model=8, n_layers=2, d_ff=16)
+GPT2 = models.GPT2Config(vocab_size=32, max_len=8, d_model=8, n_layers=2, n_heads=1, d_ff=16)
+
+# Where the launching thread waits, and for what.
+REDUCE = (
+    "sharding/reduce.py"  # once, for the sums of gradients that rest in host memory: whoever has them may read them
+)
+UPDATE = "train/update/offloaded.py"  # once, for whether to skip the step and the clip factor; once for parameters that
+# the GPU updates and the host keeps: whoever has the state may read them
+UNITS = "offload/update_units.py"  # once a unit (2 layers and what is outside) that the host updates and the GPU holds
+COMMIT = "train/state_on_disk.py"  # once, for the small values in step.json
+SCALE = "train/step.py"  # once, for whether the loss scale is at its floor
+EARLY = "train/update/in_backward.py"  # once, for whether to abandon what was written
+EVERYWHERE = "params=nvme,grads=nvme,opt=nvme"
+BACKWARD = {"update": "backward", "clip": False}
+
+CASES = {
+    "params=host": ({}, {UPDATE: 2}),
+    "params=host bf16": ({"policy": "bf16"}, {UPDATE: 2}),
+    "grads=host": ({}, {REDUCE: 1, UPDATE: 1}),
+    "opt=host": ({}, {UPDATE: 1, UNITS: 3}),
+    "opt=host bf16": ({"policy": "bf16", "micro_batches": 1}, {UPDATE: 1, UNITS: 3}),
+    "params=host,grads=host,opt=host": ({}, {REDUCE: 1, UPDATE: 1}),
+    "params=host,grads=host,opt=host canonical": ({"reduce": "canonical"}, {REDUCE: 1, UPDATE: 1}),
+    "params=host,grads=host,opt=host fp16": (
+        {"policy": "fp16", "model": GPT2, "remat": "full", "micro_batches": 1},
+        {REDUCE: 1, UPDATE: 1, SCALE: 1},
+    ),
+    "opt=host backward bf16": ({"policy": "bf16", **BACKWARD}, {UPDATE: 1, UNITS: 3}),
+    "grads=host,opt=host backward": (BACKWARD, {REDUCE: 1, UPDATE: 1, UNITS: 3}),
+    "params=nvme": ({}, {UPDATE: 1, COMMIT: 1}),
+    "opt=nvme": ({"micro_batches": 1}, {UPDATE: 1, UNITS: 3, COMMIT: 1}),
+    f"{EVERYWHERE},acts=nvme bf16": ({"policy": "bf16", "remat": "full"}, {UPDATE: 1, COMMIT: 1}),
+    f"{EVERYWHERE} backward": (BACKWARD, {UPDATE: 1, EARLY: 1, UNITS: 2, COMMIT: 1}),
+    "acts=nvme": ({"remat": "full"}, {}),
+}
+
+
+def losses(device, seen=None, offload="", folder=None, steps=2, **options):
+    """The losses and norms of some steps; `seen` counts the waits of the last one alone."""
+    policy, remat, reduce, micro_batches, update, clip, config = (
+        options.get(name, usual)
+        for name, usual in {
+            "policy": "fp32",
+            "remat": "none",
+            "reduce": "fast",
+            "micro_batches": 2,
+            "update": "end",
+            "clip": True,
+            "model": MLP,
+        }.items()
+    )
+    model = models.build(config)
+    plan = fzero.zero_plan(
+        0, model, fzero.one_process(), policy=precision.POLICIES[policy](), reduce=reduce, offload=offload
+    )
+    adamw = optim.adamw(optim.warmup_cosine(3e-3, 10, 100), weight_decay=0.1, impl="reference")
+    tx = optim.chain(optim.clip_by_global_norm(1.0), adamw) if clip else adamw
+    nvme = fzero.Nvme(folder, buffer_bytes=2 << 20) if "nvme" in offload else None
+    state = init_state(model, tx, plan, seed=0, device=device, nvme=nvme)
+    step = fzero.make_train_step(
+        model,
+        tx,
+        plan,
+        micro_batches=micro_batches,
+        update=update,
+        nvme=nvme,
+        skip=Skip(nonfinite=update == "end" or "nvme" in offload),
+        execution=fzero.Execution(remat=remat, kernels="reference"),
+    )
+    tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
+    batch, out = {"tokens": tokens.to(device), "targets": tokens.roll(-1, 1).to(device)}, []
+    for i in range(steps):
+        if seen is not None and i == steps - 1:
+            waits, unpinned = seen.waits, seen.unpinned
+            seen.waits, seen.unpinned = type(waits)(), type(unpinned)()
+        state, metrics = step(state, batch)
+        out += [metrics.loss, metrics.grad_norm]
+    counts = None if seen is None else (dict(seen.waits), dict(seen.unpinned))
+    out = [float(x) for x in out]
+    if nvme is not None:
+        nvme.close()
+    return out, counts
+
+
+@functools.cache
+def on_cpu(**options):
+    """The losses in memory on the CPU, updated at the end of each step."""
+    return losses("cpu", **options)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_an_offloaded_step_waits_only_where_the_host_computes(name, tmp_path):
+    options, expected = CASES[name]
+    with pretend() as seen:
+        found, (waits, unpinned) = losses("cuda", seen, name.partition(" ")[0], tmp_path / "disk", **options)
+        gc.collect()
+    assert not seen.races and not seen.freed and not unpinned
+    files = {}
+    for (_, line), times in waits.items():
+        files[line.partition(":")[0]] = files.get(line.partition(":")[0], 0) + times
+    assert files == expected, waits
+    # The disk's threads wait for what they write.
+    assert {line.partition(":")[0] for _, line in seen.waits_beside} <= {"offload/scratch.py", "offload/store.py"}
+    assert found == on_cpu(**{**options, "update": "end"})
+
+
+@pytest.mark.slow
+def test_layers_in_memory_are_updated_during_the_backward_pass():
+    options = {"policy": "bf16", "clip": False}
+    assert losses("cpu", offload="opt=host", update="backward", **options)[0] == on_cpu(**options, update="end")
+
+
+def through_a_disk(folder):
+    """Lists of activations to a disk and back, in the order of a backward pass."""
+    nvme = fzero.Nvme(folder, buffer_bytes=2 << 20)
+    kept = DiskActivations(nvme.scratch)
+    for i in range(4):
+        x = torch.full((64,), float(i), device="cuda")
+        kept.append([x * 2])
+    found = [kept.pop()[0].sum() for _ in range(4)]
+    nvme.close()
+    return found
+
+
+def test_activations_go_to_a_disk_and_come_back_in_order(tmp_path):
+    with pretend() as seen:
+        found = through_a_disk(tmp_path)
+        assert list(seen.waits.values()) == [1] and seen.waits_beside  # when the buffers are given back, at the end
+        assert [float(x) for x in found] == [384.0, 256.0, 128.0, 0.0]
+        gc.collect()
+    assert not seen.races and not seen.freed and not seen.unpinned
+
+
+def nothing(self, *_, **__):
+    return getattr(self, "tensor", None)
+
+
+@pytest.mark.parametrize(
+    "owner, name, kind",
+    [
+        (buffer_pool.BufferPool, "keep", "races"),
+        (gpu.Copied, "finish", "races"),
+        pytest.param(Stream, "wait_stream", "races", marks=pytest.mark.slow),
+        pytest.param(Stream, "wait_event", "races", marks=pytest.mark.slow),
+        pytest.param(GpuTensor, "record_stream", "freed", marks=pytest.mark.slow),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_missing_order_on_the_way_to_a_disk_is_found(owner, name, kind, monkeypatch, tmp_path):
+    monkeypatch.setattr(owner, name, nothing)
+    with pretend() as seen:
+        through_a_disk(tmp_path)
+        gc.collect()
+    assert getattr(seen, kind)
+
+
+def test_the_buffers_of_a_new_state_are_pinned_and_its_threads_know_the_gpu(monkeypatch, tmp_path):
+    plan = fzero.zero_plan(0, {"w": torch.ones(2)}, fzero.one_process(), offload="params=nvme,opt=nvme")
+    begun, chosen = [], []
+    with pretend() as seen, monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: bool(begun))
+        patch.setattr(torch.cuda, "init", lambda: begun.append(1))
+        patch.setattr(torch.cuda, "current_device", lambda: 3)
+        patch.setattr(torch.cuda, "set_device", chosen.append)
+        nvme = fzero.Nvme(tmp_path, buffer_bytes=1 << 20)
+        init_state({"w": torch.ones(2)}, optim.sgd(0.1), plan, seed=0, device="cuda", nvme=nvme)
+        assert seen.pages
+        threads = len(nvme.disk.threads)
+        nvme.close()
+    assert chosen == [torch.device("cuda", 3)] * threads
+
+
+def test_buffers_that_are_copied_to_the_gpu_are_lent_until_then():
+    with pretend() as seen:
+        pool, device = buffer_pool.BufferPool(2 << 20), torch.device("cuda", 0)
+        for i in range(3):
+            buffer = pool.take((pool.size,), torch.uint8)
+            buffer.view.fill_(i)
+            pool.keep(buffer.raw, gpu.copy_in(buffer.view, device))
+            assert sum(seen.waits.values()) == i  # for the copy before
+            del buffer
+        pool.drain()
+        assert sum(seen.waits.values()) == 3 and not seen.races
+    assert pool.take((pool.size,), torch.uint8).view.numel() == pool.size
+
+
+def early(x, device, *, after=None, out=None):
+    return gpu.copy_in(x, device, out=out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "offload, owner, name, plant",
+    [
+        # The sum so far comes back to the GPU before it has left.
+        ("grads=host,opt=host", reduce, "copy_in", early),
+        # The host reads sums, or rows, that are still on their way.
+        ("grads=host,opt=host", gpu.Copied, "finish", nothing),
+        ("opt=host", gpu.Copied, "finish", nothing),
+        # Parameters are written while the backward pass reads them.
+        ("opt=host", Stream, "wait_stream", nothing),
+        # The next step reads parameters that are still on their way.
+        ("opt=host", gpu.Copied, "use", nothing),
+    ],
+)
+def test_a_missing_order_of_a_step_is_found(offload, owner, name, plant, monkeypatch):
+    monkeypatch.setattr(owner, name, plant)
+    options = {"policy": "bf16", "update": "backward", "clip": False} if name == "wait_stream" else {"policy": "bf16"}
+    with pretend() as seen:
+        losses("cuda", None, offload, **options)
+        gc.collect()
+    assert seen.races

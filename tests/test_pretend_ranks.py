@@ -1,0 +1,139 @@
+"""Steps of two ranks on pretend GPUs with NCCL between them (pretend_nccl.py): they wait for nothing, in an order that
+streams make, and have the bits of two ranks on the CPU. And a wait that is left out is found."""
+
+import gc
+import os
+
+import pretend_nccl
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from pretend_gpu import pretend
+
+import fzero
+from fzero import models, optim
+from fzero.core import precision
+from fzero.run import loop, pretrain, run_folder, run_lock
+from fzero.run.attempt import Options
+from fzero.run.config_table import from_table
+from fzero.run.ranks.coordinator import Coordinator
+from fzero.train.init import init_state
+
+SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
+
+
+def train(mesh, device, case, seen=None, steps=2):
+    """The losses and norms of some steps, and what `seen` counted in the last one."""
+    model = models.build(models.LlamaConfig(**SIZES))
+    plan = fzero.zero_plan(case["stage"], model, mesh, policy=precision.fp32(), **case.get("plan", {}))
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, impl="reference"))
+    state = init_state(model, tx, plan, seed=0, device=device)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=2, execution=fzero.Execution(kernels="reference"))
+    tokens = torch.randint(0, 64, (8, 8), generator=torch.Generator().manual_seed(1)).chunk(mesh.data_size)
+    tokens = tokens[mesh.data_rank].to(device)
+    batch, out = {"tokens": tokens, "targets": tokens.roll(-1, 1)}, []
+    for _ in range(steps):
+        if seen is not None:
+            seen.forget()
+        state, metrics = step(state, batch)
+        out += [metrics.loss, metrics.grad_norm]
+    waits = None if seen is None else dict(seen.waits)
+    return [float(x) for x in out], waits
+
+
+def both(mesh, case):
+    """Of this rank: the numbers on the CPU and on the pretend GPU, and what was found there."""
+    expected, _ = train(mesh, "cpu", case)
+    with pretend() as seen, pretend_nccl.nccl():
+        found, waits = train(pretend_nccl.on_gpus(mesh), "cuda", case, seen)
+        gc.collect()
+        return expected, found, waits, dict(seen.unpinned), dict(seen.races), dict(seen.freed)
+
+
+def unwaited(mesh, case):
+    """The races of a step whose collectives are not waited for, on this rank."""
+    with pytest.MonkeyPatch.context() as patch, pretend() as seen, pretend_nccl.nccl():
+        patch.setattr(pretend_nccl.Work, "wait", lambda work: None)
+        train(pretend_nccl.on_gpus(mesh), "cuda", case, steps=1)
+        return dict(seen.races)
+
+
+CASES = {
+    "dp2": ({"dp": 2}, {"stage": 0}),
+    "dp2 stage 3": ({"dp": 2}, {"stage": 3}),
+    "tp2": ({"tp": 2}, {"stage": 0, "plan": {"sequence": True}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_wait_for_nothing_and_have_the_bits_of_the_cpu(name):
+    sizes, case = CASES[name]
+    for expected, found, waits, unpinned, races, freed in ranks.run(2, both, case, mesh=sizes):
+        assert not waits and not unpinned and not races and not freed
+        assert found == expected and len(found) == 4
+
+
+@pytest.mark.slow
+def test_a_wait_that_is_left_out_is_found():
+    sizes, case = CASES["dp2 stage 3"]
+    for races in ranks.run(2, unwaited, case, mesh=sizes):
+        assert any("comm/communicator.py" in race for race in races), races
+
+
+# ---- whole runs ----
+
+NAMES = ("step", "loss", "grad_norm", "lr", "num_tokens", "skipped", "val_loss", "digest", "saved_step")
+
+
+def stages(mesh, home, device):
+    """A run of two ranks that stops, and is resumed: its lines, on rank 0."""
+    sizes = {"max_len": 16, "d_model": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
+    table = {"preset": "llama-tiny", "model": sizes, "data": {"path": str(home / "text.txt"), "seq_len": 16}}
+    train = {"steps": 2, "batch": 4, "micro_batch": 2, "eval_every": 1, "checkpoint_every": 1, "digest_every": 1}
+    table["train"] = train | {"measure_every": 1, "eval_batches": 1, "compiled": False, "kernels": "reference"}
+    table["precision"] = {"policy": "fp32", "fp32_matmul": "default"}
+    table |= {"optim": {"name": "adamw"}, "zero": 3, "mesh": {"dp": 2}, "device": device}
+    folder, lines, store = home / device, [], dist.PrefixStore(f"run/{device}", mesh.store)
+
+    def one_start(number):
+        # As if each rank had a host of its own.
+        ours = Coordinator(mesh.rank, 2, 1, dist.PrefixStore(str(number), store))
+
+        def mesh_of_run(sizes, timeout_s, device):
+            ours.at, ours.notices = mesh if device.type == "cpu" else pretend_nccl.on_gpus(mesh), device.type == "cpu"
+            return ours.at
+
+        ours.mesh = mesh_of_run
+        return ours
+
+    options = Options(stop_at=1, peak_flops=1e12, sample="", say=lines.append)
+    loop.train(*pretrain.start(from_table(table), folder, one_start(0), options))
+    run_lock.release_all()
+    loop.train(*pretrain.resume(folder, one_start(1), options._replace(stop_at=None)))
+    run_lock.release_all()
+    return lines
+
+
+def whole_run(mesh, home):
+    """A run on the CPU, and one on pretend GPUs: of this rank the lines of the latter, and what was found."""
+    os.environ["XDG_CACHE_HOME"] = str(home / "cache")
+    stages(mesh, home, "cpu")
+    with pretend() as seen, pretend_nccl.nccl():
+        found = stages(mesh, home, "cuda")
+        gc.collect()
+        return found, dict(seen.races), dict(seen.freed)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_trains_evaluates_saves_and_resumes_with_the_numbers_of_the_cpu(tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(600)))
+    both = ranks.run(2, whole_run, tmp_path, fresh=True)
+    for lines, races, freed in both:
+        assert not races and not freed
+        assert any("GPU 0, Pretend H200" in line for line in lines) and any("at step 1 of 2" in line for line in lines)
+    ours, theirs = ([*run_folder.read_metrics(tmp_path / device)] for device in ("cuda", "cpu"))
+    assert [[row.get(name) for name in NAMES] for row in ours] == [[row.get(name) for name in NAMES] for row in theirs]
+    assert len(ours) == 2 and all(row["digest"] and row["val_loss"] and "gpu_peak_bytes" in row for row in ours)
+    assert run_folder.read_config(tmp_path / "cuda").device == "cuda"
