@@ -312,7 +312,9 @@ def test_a_step_that_is_looked_into_or_behind_a_checkpoint_is_issued():
         for i, batch in enumerate(rows("cuda", 7)):
             if i == 4:
                 out = torch.empty(3, pin_memory=True)
-                copied = gpu.copy_beside(state.params["w"], out, functools.partial(put, state.params["w"]))
+                reading = gpu.Reading(state.params["w"].device)
+                copied = reading.copy(state.params["w"], out, functools.partial(put, state.params["w"]))
+                reading.end()
                 before = state.params["w"].to("cpu", copy=True)
             with mesh.ledger.watched(Look()) if i == 5 else contextlib.nullcontext():
                 state, _ = step(state, batch)

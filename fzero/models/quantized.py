@@ -155,6 +155,7 @@ def _targets(targets: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     for name in names:
         if shapes[name][-1] % 2:
             raise ValueError(
-                f"quantized: {name} of shape {shapes[name]} has rows of an odd size; leave it out of targets {targets!r}"
+                f"quantized: {name} of shape {shapes[name]} has rows of an odd size; "
+                f"leave it out of targets {targets!r}"
             )
     return names
