@@ -75,6 +75,9 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
     metavar="KIND",
     help="Plan QLoRA: the frozen weights of the blocks in nf4, int4 or int8.",
 )
+@click.option(
+    "--roofline", "by_part", is_flag=True, help="Show what bounds each part of the step, and how near its limit it is."
+)
 @click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
 @AS_JSON
 def plan(
@@ -93,6 +96,7 @@ def plan(
     lora_rank: int | None,
     lora_targets: str | None,
     quantize: str | None,
+    by_part: bool,
     no_cache: bool,
     as_json: bool,
     ranks_on_node: int | None,
@@ -121,12 +125,10 @@ def plan(
         )
     if slurm and not out:
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
-    if lora_rank is None and lora_targets is not None:
-        raise ValueError("--lora-targets needs --lora-rank, the rank of the factors")
-    if lora_rank is None and quantize is not None:
-        raise ValueError("--quantize needs --lora-rank: frozen weights are in codes, and LoRA's factors are trained")
-    if lora_rank is not None and (searches or vary):
-        raise ValueError(f"--lora-rank is for one plan; leave out {'--search' if searches else '--vary'}")
+    refuse_lora_flags(lora_rank, lora_targets, quantize, "--search" if searches else "--vary" if vary else "")
+    if by_part and (searches or vary or as_json):
+        other = "--search" if searches else "--vary" if vary else "--json, which has time.parts"
+        raise ValueError(f"--roofline is for one plan in words; leave out {other}")
     if searches:
         refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
         if world_size is None:
@@ -150,6 +152,20 @@ def plan(
         answer = plan_one(config, device, cache_of(no_cache), rank)
     answer = answer if tokens is None else answer.for_tokens(tokens)
     click.echo(answer.to_json() if as_json else str(answer))
+    if by_part:
+        from fzero.planner import roofline
+
+        click.echo("\n" + roofline.page(answer))
+
+
+def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | None, many: str) -> None:
+    """Raise ValueError for flags of LoRA without its rank, or beside `many`, a flag that makes many plans."""
+    if rank is None and targets is not None:
+        raise ValueError("--lora-targets needs --lora-rank, the rank of the factors")
+    if rank is None and quantize is not None:
+        raise ValueError("--quantize needs --lora-rank: frozen weights are in codes, and LoRA's factors are trained")
+    if rank is not None and many:
+        raise ValueError(f"--lora-rank is for one plan; leave out {many}")
 
 
 def with_lora(config: Any, rank: int, targets: str | None, kind: str | None) -> Any:

@@ -346,7 +346,7 @@ def moment_facts(moment: Any) -> dict[str, Any]:
 
 def time_facts(timing: Timing) -> dict[str, Any]:
     """The parts of a predicted step; phases, exposed and waiting add up to step_s."""
-    names = ("phases", "kinds", "bound", "exposed", "hidden", "waiting", "moving", "binds")
+    names = ("phases", "kinds", "parts", "bound", "exposed", "hidden", "waiting", "moving", "binds")
     return {name: getattr(timing, name) for name in names}
 
 

@@ -33,6 +33,13 @@ class Cost(NamedTuple):
     bound: str  # "compute" or "memory"
 
 
+def least_seconds(device: Device, op: Op) -> tuple[float, float]:
+    """(the seconds of an operator's FLOPs at the device's peak for its dtype, those of its bytes at its memory's
+    bandwidth): no device is faster than the longer of them, the roofline."""
+    peak = device.flops.get(op.dtype) or max(device.flops.values(), default=math.inf)
+    return op.flop / peak, op.bytes / device.bandwidth_bytes_s
+
+
 def threads_of(cores: int, processes: int) -> int:
     """The threads of each of `processes` processes that share a machine's cores (see doctor.share_cores)."""
     return max(1, cores // max(1, processes))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fzero.core.autodiff import Remat
 from fzero.planner.devices import Device
-from fzero.planner.rates import Way, collective_s, op_costs, threads_of, ways_of
+from fzero.planner.rates import Way, collective_s, least_seconds, op_costs, threads_of, ways_of
 from fzero.planner.step_trace import Op, Trace, Transfer
 
 STEADY = 3  # turns of a repeated segment to simulate; the others are assumed to equal the last of them
@@ -33,6 +33,7 @@ COMPILED = (
     "attention",
     "other",
 )  # kinds of operators in a compiled block, besides our own
+PARTS = ("seconds", "FLOPs at the peak", "bytes at the bandwidth")  # of Timing.parts
 SECONDS_A_DAY = 86400.0
 
 
@@ -43,6 +44,9 @@ class Timing(NamedTuple):
     phases: dict[str, float]  # of the device, by phase, without waits; "lost": what is not simulated (Device.lost)
     layers: dict[str, float]  # the same by "phase/layer"
     kinds: dict[str, float]  # of operators, by kind
+    # of the device, by "phase/kind" of operators: the seconds predicted, those of their FLOPs at its peak, and those of
+    # their bytes at its bandwidth
+    parts: dict[str, tuple[float, float, float]]
     # the phases' sum by bottleneck: "compute", "memory", "host", which issues the operators, or "lost"
     bound: dict[str, float]
     exposed: dict[str, float]  # waited for, by mesh axis
@@ -122,6 +126,8 @@ class Play:
         self.spend(op.phase, op.layer, host_s, cost.device_s, cost.bound)
         self.add("kinds", op.kind, cost.device_s + (host_s if self.one_clock else 0.0))
         self.add("flop", "", op.flop)
+        for group, seconds in zip(PARTS, (cost.device_s, *least_seconds(self.device, op))):
+            self.add(group, f"{op.phase}/{op.kind}", seconds)
 
     def inside(self, op: Op) -> float | None:
         """The host's seconds for an operator of a compiled block: the first has those of the call; None outside of
@@ -234,10 +240,12 @@ class Play:
         found = {name: groups.get(name, {}) for name in names}
         parts = {**groups.get("bound", {}), **groups.get("waiting", {})}
         parts |= {f"communication on {axis}": seconds for axis, seconds in groups.get("exposed", {}).items()}
+        columns = [groups.get(name, {}) for name in PARTS]
+        rows = {part: tuple(column[part] for column in columns) for part in columns[0]}
         flop = int(groups.get("flop", {}).get("", 0))
         binds = max(parts, key=parts.__getitem__, default="compute")
         issue_s = 0.0 if self.one_clock else self.clock["host"]
-        return Timing(self.clock["device"], **found, flop=flop, binds=binds, issue_s=issue_s)
+        return Timing(self.clock["device"], **found, parts=rows, flop=flop, binds=binds, issue_s=issue_s)
 
 
 def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:

@@ -1,0 +1,85 @@
+"""What bounds each part of a planned step: its FLOPs, its bytes, waits, or the host; beside the device's own limits.
+
+Ref: Williams et al. 2009, "Roofline"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fzero.planner.format import duration, percent, table
+from fzero.planner.plan import PlanReport
+
+LEAST = 0.005  # fraction of the step; smaller parts are one row
+
+
+class Part(NamedTuple):
+    """One kind of operator in one phase of a step, or a wait."""
+
+    name: str  # "backward gemm", "waiting for dp"
+    seconds: float  # predicted
+    peak: float  # fraction of the device's peak that its FLOPs reach in this time
+    bandwidth: float  # fraction of the memory's bandwidth that its bytes reach
+    bound: str  # "compute", "memory", or what is waited for
+
+
+def roofline(report: PlanReport) -> list[Part]:
+    """The parts of a step of a plan, longest first; their seconds add up to the step, of what a plan simulates.
+
+    Raises ValueError if the plan has no times.
+
+    >>> import fzero
+    >>> from fzero.planner.roofline import roofline
+    >>> parts = roofline(fzero.plan("llama-tiny", gpu="h100"))
+    >>> sum(part.seconds for part in parts) > 0, {part.bound for part in parts} >= {"memory"}
+    (True, True)
+    """
+    if report.step_s is None:
+        raise ValueError(
+            f"the rates of {report.device.name} are unknown, so there is no time to divide; run fzero bench"
+        )
+    time = report.time
+    found = []
+    for name, (seconds, flop_s, bytes_s) in time["parts"].items():
+        phase, _, kind = name.rpartition("/")
+        if seconds:
+            bound = "compute" if flop_s > bytes_s else "memory"
+            name = f"{phase or 'between'} {kind}"
+            found.append(Part(name, seconds, flop_s / seconds, bytes_s / seconds, bound))
+    waits = {f"waiting for {axis}": seconds for axis, seconds in time["exposed"].items()}
+    waits |= {f"waiting for {place}": seconds for place, seconds in time["waiting"].items()}
+    waits |= {"issuing operators": time["bound"].get("host", 0.0), "not simulated": time["phases"].get("lost", 0.0)}
+    bounds = {"issuing operators": "host", "not simulated": ""}
+    found += [Part(name, s, 0.0, 0.0, bounds.get(name, "transfers")) for name, s in waits.items() if s]
+    return sorted(found, key=lambda part: -part.seconds)
+
+
+def least_step(report: PlanReport) -> float:
+    """The seconds of a step at the device's limits: each part at the longer of its FLOPs at the peak and its bytes at
+    the bandwidth, no wait."""
+    times: Mapping[str, tuple[float, float, float]] = report.time["parts"]
+    return sum(max(flop_s, bytes_s) for _, flop_s, bytes_s in times.values())
+
+
+def page(report: PlanReport) -> str:
+    """The table of `roofline`, with parts below half a percent of the step in one row."""
+    parts, step = roofline(report), report.step_s or 0.0
+    large = [part for part in parts if part.seconds >= LEAST * step]
+    rest = sum(part.seconds for part in parts) - sum(part.seconds for part in large)
+    rows = [
+        (
+            part.name,
+            duration(part.seconds),
+            percent(part.seconds / step),
+            percent(part.peak) if part.peak else "",
+            percent(part.bandwidth) if part.bandwidth else "",
+            part.bound,
+        )
+        for part in large
+    ]
+    rows += [("all others", duration(rest), percent(rest / step), "", "", "")] if rest > 0 else []
+    least = least_step(report)
+    header = ("part", "time", "of the step", "of peak FLOPs", "of bandwidth", "bound by")
+    limit = f"at the limits of a {report.device.name} a step takes"
+    said = f"{limit} {duration(least)}, {percent(least / step)} of {duration(step)}"
+    return "\n".join(["roofline:", *("  " + line for line in table(header, rows, text=(0, -1))), said])
