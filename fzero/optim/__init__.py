@@ -8,6 +8,7 @@ from fzero.optim.base import GradientTransformation, Pass, Schedule, apply_in_pl
 from fzero.optim.clip import clip_by_global_norm, clip_by_value
 from fzero.optim.combine import by_label, chain
 from fzero.optim.deepspeed_schedules import warmup_cosine_lr, warmup_decay_lr, warmup_lr
+from fzero.optim.from_torch import TorchState, from_torch
 from fzero.optim.lamb import LambState, lamb
 from fzero.optim.lion import Lion8State, LionState, lion
 from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rules
@@ -45,6 +46,7 @@ __all__ = [
     "SGDState",
     "Schedule",
     "ShardedLeaves",
+    "TorchState",
     "accumulate",
     "adafactor",
     "adam",
@@ -61,6 +63,7 @@ __all__ = [
     "cosine",
     "decay_matrices",
     "exponential",
+    "from_torch",
     "global_norm",
     "inverse_sqrt",
     "join",
