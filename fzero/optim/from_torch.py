@@ -92,8 +92,9 @@ def from_torch(
         return TorchState(torch.zeros((), dtype=torch.int64, device=device), numbers, slots)
 
     def spec(specs: Tree) -> Tree:
+        state: Any = TorchState  # of Specs in the places of tensors
         slots = {name: pytree.map(without_partial, specs) for name in kept.slots}
-        return TorchState(Spec(), dict.fromkeys(kept.numbers, Spec()), slots)
+        return state(Spec(), dict.fromkeys(kept.numbers, Spec()), slots)
 
     @torch.no_grad()
     def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
