@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.planner.plan import PlanReport as PlanReport
     from fzero.planner.plan import plan as plan
     from fzero.planner.search import search as search
+    from fzero.run.deepspeed import config_from_deepspeed as config_from_deepspeed
     from fzero.sharding import Mesh as Mesh
     from fzero.sharding import Plan as Plan
     from fzero.sharding import Spec as Spec
@@ -79,6 +80,7 @@ _HOME = {
         ("psum", "pvary", "all_gather", "psum_scatter", "all_to_all", "ppermute", "RankError"), "comm.collectives"
     ),
     **dict.fromkeys(("LossScale", "bf16", "fp16", "fp32", "fp64"), "core.precision"),
+    "config_from_deepspeed": "run.deepspeed",
     "fake_mesh": "sharding",
     "redistribute": "sharding",
     "local_batch": "train.batch",

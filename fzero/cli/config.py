@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fzero.cli.flags import FOLDER, SHORTHANDS, config_flags, config_of, table_of
+from fzero.cli.flags import FOLDER, config_flags, config_of, table_of
 
 
 @click.command("config")
@@ -19,7 +19,7 @@ def config_command(
     """Show every value of a run's config with its meaning, as a file for --config."""
     from fzero.run import config_text, run_folder
 
-    table = table_of(config_file, settings, mesh, {name: flags[name] for name in SHORTHANDS})
+    table = table_of(config_file, settings, mesh, flags)
     config = config_of(table, config_file)
     if run is None:
         click.echo(config_text.commented(config), nl=False)

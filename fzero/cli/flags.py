@@ -52,6 +52,12 @@ FLAGS = (
         help="A file of values that differ from the preset, or a run's config.json.",
     ),
     click.option(
+        "--deepspeed",
+        type=FOLDER,
+        metavar="DS.JSON",
+        help="A config of DeepSpeed, for what it says of batch, optimizer, schedule, precision, stage and offload.",
+    ),
+    click.option(
         "--set",
         "settings",
         multiple=True,
@@ -112,13 +118,16 @@ def config_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 def table_of(
     config_file: Path | None, settings: tuple[str, ...], mesh: str | None, flags: dict[str, Any]
 ) -> dict[str, Any]:
-    """The config table of the flags: the file, changed by --set, changed by the other flags."""
+    """The config table of the flags: the files, changed by --set, changed by the other flags."""
     from fzero.cli import names
     from fzero.core import tables
     from fzero.run.config_versions import current_keys
 
     table = tables.read_table(config_file) if config_file else {}
     table = current_keys(table) if is_written(config_file) else table
+    sizes = parse_mesh(mesh) if mesh else table.get("mesh", {})
+    if flags.get("deepspeed") is not None:
+        table = beside_deepspeed(table, flags["deepspeed"], sizes, config_file)
     flag_of: dict[str, str] = {}
 
     def put(flag: str, key: str, value: Any) -> None:
@@ -132,12 +141,29 @@ def table_of(
     for name, key in SHORTHANDS.items():
         if flags[name] is not None:
             put(f"--{name.replace('_', '-')}", key, flags[name])
-    for axis, size in parse_mesh(mesh).items() if mesh else ():
+    for axis, size in sizes.items() if mesh else ():
         put("--mesh", f"mesh.{axis}", size)
     if str(table.get("preset", "")).endswith("config.json"):
         table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
     names.check_names(table)
     return table
+
+
+def beside_deepspeed(
+    table: dict[str, Any], path: Path, mesh: dict[str, int], config_file: Path | None
+) -> dict[str, Any]:
+    """The table of a file of --config and of one of --deepspeed, which may not set the same; says what is ignored."""
+    from fzero.core import tables
+    from fzero.core.foreign import environment_number
+    from fzero.run.deepspeed import ignored_line, merged, read_deepspeed
+
+    ranks = mesh.get("dp", 1) * mesh.get("rp", 1) if mesh else environment_number("WORLD_SIZE", 1, 1)
+    found = read_deepspeed(path, ranks)
+    for key in sorted(dict(tables.flat(table)).keys() & dict(tables.flat(found.table)).keys()):
+        raise ValueError(f"--config {config_file} and --deepspeed {path} both set {key}; leave one of them out")
+    if found.ignored and environment_number("RANK", 0) == 0:
+        click.echo(ignored_line(path, found), err=True)
+    return merged(found.table, table)
 
 
 def is_written(config_file: Path | None) -> bool:

@@ -270,6 +270,8 @@ def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], fl
     The config.json of a run has every value, so there nothing is asked for: a line says that they do not count.
     """
     keys = {**SHORTHANDS, "mesh": "mesh"}
+    if flags.pop("deepspeed") is not None:
+        raise ValueError("--search decides stage, micro-batch and offload, which --deepspeed sets; give --config")
     given = [name for name, value in flags.items() if value is not None and launch.decides(keys[name])]
     if given:
         flagged = ", ".join(f"--{name.replace('_', '-')}" for name in given)

@@ -7,6 +7,8 @@ from fzero.optim.average import AverageState, with_average
 from fzero.optim.base import GradientTransformation, Pass, Schedule, apply_in_place, apply_updates
 from fzero.optim.clip import clip_by_global_norm, clip_by_value
 from fzero.optim.combine import by_label, chain
+from fzero.optim.deepspeed_schedules import warmup_cosine_lr, warmup_decay_lr, warmup_lr
+from fzero.optim.from_torch import TorchState, from_torch
 from fzero.optim.lamb import LambState, lamb
 from fzero.optim.lion import Lion8State, LionState, lion
 from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rules
@@ -44,6 +46,7 @@ __all__ = [
     "SGDState",
     "Schedule",
     "ShardedLeaves",
+    "TorchState",
     "accumulate",
     "adafactor",
     "adam",
@@ -60,6 +63,7 @@ __all__ = [
     "cosine",
     "decay_matrices",
     "exponential",
+    "from_torch",
     "global_norm",
     "inverse_sqrt",
     "join",
@@ -75,6 +79,9 @@ __all__ = [
     "sharded",
     "warmup",
     "warmup_cosine",
+    "warmup_cosine_lr",
+    "warmup_decay_lr",
+    "warmup_lr",
     "with_average",
     "wsd",
 ]

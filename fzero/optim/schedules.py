@@ -18,21 +18,24 @@ from fzero.optim.base import Schedule
 Value = float | Tensor
 
 
-def _time(step: Tensor | int) -> Tensor:
+def time_of(step: Tensor | int) -> Tensor:
+    """The step as float64, 0-dim for an int."""
     return step.to(torch.float64) if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float64)
 
 
 def _fraction(step: Tensor | int, steps: int) -> Tensor:
-    return (_time(step) / steps).clamp(0.0, 1.0)
+    return (time_of(step) / steps).clamp(0.0, 1.0)
 
 
-def _check_steps(owner: str, low: int, **steps: int) -> None:
+def check_steps(owner: str, low: int, **steps: int) -> None:
+    """Raise ValueError naming owner, argument and value unless each is a whole number of at least `low`."""
     for name, value in steps.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ValueError(f"{owner}: {name} is {value!r}; it must be a whole number of steps >= {low}")
 
 
-def _check_values(owner: str, **values: Value) -> None:
+def check_values(owner: str, **values: Value) -> None:
+    """Raise ValueError naming owner, argument and value unless each number is finite; tensors pass."""
     for name, value in values.items():
         if not isinstance(value, Tensor) and not (isinstance(value, (int, float)) and math.isfinite(value)):
             raise ValueError(f"{owner}: {name} is {value!r}; it must be a finite number")
@@ -46,8 +49,8 @@ def constant(value: Value) -> Schedule:
     >>> constant(3e-4)(1000)
     tensor(0.0003, dtype=torch.float64)
     """
-    _check_values("constant", value=value)
-    return lambda step: torch.zeros_like(_time(step)) + value
+    check_values("constant", value=value)
+    return lambda step: torch.zeros_like(time_of(step)) + value
 
 
 def linear(start: Value, end: Value, steps: int) -> Schedule:
@@ -60,8 +63,8 @@ def linear(start: Value, end: Value, steps: int) -> Schedule:
     >>> linear(1.0, 0.0, steps=4)(torch.arange(6)).tolist()
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    _check_steps("linear", 1, steps=steps)
-    _check_values("linear", start=start, end=end)
+    check_steps("linear", 1, steps=steps)
+    check_values("linear", start=start, end=end)
     return lambda step: start + (end - start) * _fraction(step, steps)
 
 
@@ -75,8 +78,8 @@ def polynomial(start: Value, end: Value, steps: int, power: float) -> Schedule:
     >>> polynomial(1.0, 0.0, steps=4, power=2)(torch.arange(6)).tolist()
     [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
     """
-    _check_steps("polynomial", 1, steps=steps)
-    _check_values("polynomial", start=start, end=end, power=power)
+    check_steps("polynomial", 1, steps=steps)
+    check_values("polynomial", start=start, end=end, power=power)
     if not power > 0:
         raise ValueError(f"polynomial: power is {power!r}; it must be > 0")
     return lambda step: end + (start - end) * (1 - _fraction(step, steps)) ** power
@@ -94,8 +97,8 @@ def cosine(start: Value, steps: int, end: Value = 0.0) -> Schedule:
 
     Ref: Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983, equation 5, without restarts.
     """
-    _check_steps("cosine", 1, steps=steps)
-    _check_values("cosine", start=start, end=end)
+    check_steps("cosine", 1, steps=steps)
+    check_values("cosine", start=start, end=end)
     return lambda step: end + (start - end) * (1 + torch.cos(math.pi * _fraction(step, steps))) / 2
 
 
@@ -109,11 +112,11 @@ def exponential(start: Value, rate: float, steps: int) -> Schedule:
     >>> [round(exponential(1.0, rate=0.5, steps=10)(t).item(), 4) for t in (0, 10, 15, 20)]
     [1.0, 0.5, 0.3536, 0.25]
     """
-    _check_steps("exponential", 1, steps=steps)
-    _check_values("exponential", start=start, rate=rate)
+    check_steps("exponential", 1, steps=steps)
+    check_values("exponential", start=start, rate=rate)
     if not rate > 0:
         raise ValueError(f"exponential: rate is {rate!r}; it must be > 0")
-    return lambda step: start * torch.exp(_time(step) / steps * math.log(rate))
+    return lambda step: start * torch.exp(time_of(step) / steps * math.log(rate))
 
 
 def inverse_sqrt(start: Value, scale: int) -> Schedule:
@@ -128,9 +131,9 @@ def inverse_sqrt(start: Value, scale: int) -> Schedule:
     >>> inverse_sqrt(1.0, scale=100)(torch.tensor([0, 300, 1500])).tolist()
     [1.0, 0.5, 0.25]
     """
-    _check_steps("inverse_sqrt", 1, scale=scale)
-    _check_values("inverse_sqrt", start=start)
-    return lambda step: start * (scale / (_time(step).clamp(min=0.0) + scale)).sqrt()
+    check_steps("inverse_sqrt", 1, scale=scale)
+    check_values("inverse_sqrt", start=start)
+    return lambda step: start * (scale / (time_of(step).clamp(min=0.0) + scale)).sqrt()
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
@@ -148,12 +151,12 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
             "between each two schedules"
         )
     for i, boundary in enumerate(boundaries):
-        _check_steps("join", 0, **{f"boundaries[{i}]": boundary})
+        check_steps("join", 0, **{f"boundaries[{i}]": boundary})
     if list(boundaries) != sorted(boundaries):
         raise ValueError(f"join: boundaries are {list(boundaries)}; they must ascend")
 
     def schedule(step: Tensor | int) -> Tensor:
-        t = _time(step)
+        t = time_of(step)
         value = schedules[0](t)
         for after, boundary in zip(schedules[1:], boundaries):
             value = torch.where(t < boundary, value, after(t - boundary))
@@ -171,8 +174,8 @@ def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
     >>> warmup(linear(1.0, 0.0, steps=2), steps=4)(torch.arange(7)).tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.0]
     """
-    _check_steps("warmup", 0, steps=steps)
-    _check_values("warmup", start=start)
+    check_steps("warmup", 0, steps=steps)
+    check_values("warmup", start=start)
     if steps == 0:
         return schedule
 
@@ -193,8 +196,8 @@ def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) 
     >>> [round(schedule(t).item(), 4) for t in (0, 1, 2, 4, 5, 6, 8)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    _check_steps("warmup_cosine", 0, warmup_steps=warmup_steps)
-    _check_steps("warmup_cosine", 1, steps=steps)
+    check_steps("warmup_cosine", 0, warmup_steps=warmup_steps)
+    check_steps("warmup_cosine", 1, steps=steps)
     if warmup_steps >= steps:
         raise ValueError(
             f"warmup_cosine: warmup_steps={warmup_steps} leaves nothing of steps={steps}; it must be smaller"
@@ -216,8 +219,8 @@ def one_cycle(peak: Value, steps: int, rise: float = 0.3, start_div: float = 25.
 
     Ref: Smith and Topin 2018, "Super-convergence", arXiv:1708.07120.
     """
-    _check_steps("one_cycle", 1, steps=steps)
-    _check_values("one_cycle", peak=peak, rise=rise, start_div=start_div, end_div=end_div)
+    check_steps("one_cycle", 1, steps=steps)
+    check_values("one_cycle", peak=peak, rise=rise, start_div=start_div, end_div=end_div)
     if not 0 < rise < 1:
         raise ValueError(f"one_cycle: rise is {rise!r}; it must be a fraction of the steps in (0, 1)")
     if not (start_div > 0 and end_div > 0):
@@ -225,7 +228,7 @@ def one_cycle(peak: Value, steps: int, rise: float = 0.3, start_div: float = 25.
     low, top = peak / start_div, rise * steps
 
     def schedule(step: Tensor | int) -> Tensor:
-        t = _time(step)
+        t = time_of(step)
         up = low + (peak - low) * (1 - torch.cos(math.pi * (t / top).clamp(0.0, 1.0))) / 2
         x = ((t - top) / (steps - top)).clamp(0.0, 1.0)
         down = low / end_div + (peak - low / end_div) * (1 + torch.cos(math.pi * x)) / 2
@@ -258,9 +261,9 @@ def wsd(
 
     Ref: Hu et al. 2024, "MiniCPM", arXiv:2404.06395, section 4; Hägele et al. 2024, arXiv:2405.18392, for 1 - √x.
     """
-    _check_steps("wsd", 1, steps=steps)
-    _check_steps("wsd", 0, warmup_steps=warmup_steps, decay_steps=decay_steps)
-    _check_values("wsd", peak=peak, end=end)
+    check_steps("wsd", 1, steps=steps)
+    check_steps("wsd", 0, warmup_steps=warmup_steps, decay_steps=decay_steps)
+    check_values("wsd", peak=peak, end=end)
     if warmup_steps + decay_steps > steps:
         raise ValueError(
             f"wsd: warmup_steps={warmup_steps} and decay_steps={decay_steps} are longer than steps={steps}; "

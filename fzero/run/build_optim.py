@@ -30,6 +30,13 @@ def make_schedule(config: Optim, peak: float, steps: int) -> Schedule:
         return optim.one_cycle(peak, steps, s.rise)
     if s.name == "wsd":
         return optim.wsd(peak, steps, s.warmup_steps, s.decay_steps, end=end, decay=s.decay)
+    warm = {"rise": s.warmup}  # of DeepSpeed's schedules
+    if s.name == "warmup_lr":
+        return optim.warmup_lr(peak, max(1, s.warmup_steps), start=peak * s.start, **warm)
+    if s.name == "warmup_decay_lr":
+        return optim.warmup_decay_lr(peak, max(1, s.warmup_steps), steps, start=peak * s.start, **warm)
+    if s.name == "warmup_cosine_lr":
+        return optim.warmup_cosine_lr(peak, max(1, s.warmup_steps), steps, start=s.start, end=s.end, **warm)
     body = {
         "constant": lambda: optim.constant(peak),
         "linear": lambda: optim.linear(peak, end, after),
@@ -54,7 +61,10 @@ def make_optimizer(config: Optim, steps: int, *, kernels: Kernels = AUTO, seed: 
     kernels: the forms of its operations. seed: for stochastic rounding of its states.
     """
     lr, betas = make_schedule(config, config.lr, steps), (config.beta1, config.beta2)
-    decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": decay_matrices}
+    decay: dict[str, Any] = {
+        "weight_decay": config.weight_decay,
+        "mask": decay_matrices if config.decay == "matrices" else None,
+    }
     adam_impl: dict[str, Any] = {"impl": kernels["adamw"]}
     states = {**STATES[config.states], "seed": seed}
 

@@ -38,16 +38,19 @@ class Schedule:
     decay_steps: int = 0  # the last steps of the run, in which wsd decays
     decay: str = "linear"
     rise: float = 0.3  # fraction of the steps until the peak
+    warmup: str = "log"  # DeepSpeed's warmup: log, or linear
+    start: float = 0.0  # the fraction that DeepSpeed's warmup begins with
 
 
 @dataclass(frozen=True)
 class Optim:
-    """The optimizer. Which numbers count depends on the name: see OPTIMIZERS. Weight decay is of matrices only."""
+    """The optimizer. Which numbers count depends on the name: see OPTIMIZERS."""
 
     name: str = "adamw"
     lr: float = 3e-3  # the schedule's peak
     lr_rest: float = 0.0  # muon: AdamW's peak, for leaves other than matrices of blocks
     weight_decay: float = 0.1
+    decay: str = "matrices"  # the leaves that decay: matrices, or all
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8

@@ -16,6 +16,7 @@ from fzero.core.tables import Table, flat, format_list
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import sizes
+from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.measure.loggers import check_loggers
 from fzero.sharding import AXES
 from fzero.sharding.memory import Offload
@@ -34,15 +35,18 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "inverse_sqrt": ("warmup_steps",),
     "one_cycle": ("rise",),
     "wsd": ("warmup_steps", "end", "decay_steps", "decay"),
+    "warmup_lr": ("warmup_steps", "warmup", "start"),
+    "warmup_decay_lr": ("warmup_steps", "warmup", "start"),
+    "warmup_cosine_lr": ("warmup_steps", "warmup", "start", "end"),
 }
-ADAM = ("lr", "weight_decay", "beta1", "beta2", "eps")
+ADAM = ("lr", "weight_decay", "decay", "beta1", "beta2", "eps")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": (*ADAM, "states"),
     "adam": (*ADAM, "states"),
     "lamb": ADAM,
     "lion": (*ADAM[:-1], "states"),
-    "sgd": ("lr", "weight_decay", "momentum", "nesterov"),
-    "adafactor": ("lr", "weight_decay"),
+    "sgd": ("lr", "weight_decay", "decay", "momentum", "nesterov"),
+    "adafactor": ("lr", "weight_decay", "decay"),
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
 }
 
@@ -54,6 +58,7 @@ BOUNDS: dict[str, Bounds] = {
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
     **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
+    "optim.schedule.start": FRACTION,
     **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
     **{"train.snapshot_mb": COUNT, "train.digest_every": COUNT, "train.measure_every": COUNT},
@@ -78,9 +83,11 @@ BOUNDS: dict[str, Bounds] = {
 CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
+    "optim.decay": ("matrices", "all"),
     "optim.adjust": ("original", "match_rms_adamw"),
     "optim.schedule.name": tuple(SCHEDULES),
     "optim.schedule.decay": ("linear", "sqrt", "cosine"),
+    "optim.schedule.warmup": RISES,
     "precision.policy": ("auto", *POLICIES),
     "precision.fp32_matmul": ("auto", "default", "onednn"),
     "train.compiled": ("auto", True, False),
@@ -146,7 +153,7 @@ def validate(config: RunConfig) -> None:
     validate_guard(c)
     Kernels.parse(t.kernels)
     s = c.optim.schedule
-    if s.warmup_steps >= t.steps:
+    if s.warmup_steps >= t.steps and s.name != "warmup_lr":
         raise ValueError(f"optim.schedule.warmup_steps is {s.warmup_steps}; it must be below train.steps={t.steps}")
     if s.name == "wsd" and not 1 <= s.decay_steps <= t.steps - s.warmup_steps:
         left = t.steps - s.warmup_steps

@@ -1,0 +1,241 @@
+"""An optimizer class of torch, or anyone's, as a transformation: its own step runs on pieces of the leaves.
+
+What the class keeps for a parameter is found by running it on a small one: tensors of the parameter's shape become
+trees of the state, single numbers are one for all leaves. A class is taken if its step on two parts of a parameter
+gives the bits of its step on the whole; one that needs more is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.device import kind_of
+from fzero.core.pytree import Tree
+from fzero.optim.base import GradientTransformation, Schedule, distinct, lr_at
+from fzero.optim.leafwise import flat_pieces, rows_of, without_partial
+from fzero.optim.masks import Mask, check_mask, decay_predicate
+from fzero.sharding.spec import Spec
+
+NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
+
+
+class TorchState(NamedTuple):
+    """The state of `from_torch`.
+
+    >>> from_torch(torch.optim.SGD, 0.1, momentum=0.9).init({"w": torch.zeros(2)})
+    TorchState(count=tensor(0), numbers={}, slots={'momentum_buffer': {'w': tensor([0., 0.])}})
+    """
+
+    count: Tensor  # int64 0-dim: steps made
+    numbers: dict[str, Tensor]  # by the class's names: 0-dim, one for all leaves
+    slots: dict[str, Tree]  # by the class's names: like the params
+
+
+class Kept(NamedTuple):
+    """What a class keeps for a parameter, before its first step."""
+
+    numbers: dict[str, tuple[Tensor, type | None]]  # (value, the Python type if it is no tensor)
+    slots: dict[str, float | None]  # the number that it is filled with; None: a copy of the parameter
+
+
+def from_torch(
+    kind: Callable[..., torch.optim.Optimizer],
+    lr: float | Tensor | Schedule | None = None,
+    *,
+    mask: Mask = None,
+    **options: Any,
+) -> GradientTransformation:
+    """Return the transformation that an elementwise torch.optim.Optimizer class makes, with its own arithmetic.
+
+    u = the parameter after kind([parameter], lr=lr, **options).step(), minus the parameter before. `apply` gives the
+    very bits of the class, in place, piece by piece.
+
+    kind: SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Adamax, ASGD or Rprop of torch.optim, or a class
+    of your own whose step treats every element alike. lr: a number, a 0-dim tensor, or a schedule; None is the class's
+    default. mask: which leaves have the option weight_decay (a regex over names, a predicate (name, leaf), None for
+    all). options: of the class. The state is kept in the parameters' dtype.
+
+    On a GPU a schedule's number is awaited once a step. The class runs outside of torch.func: no vmap, no gradient
+    through the update.
+    Raises ValueError for a class that is not elementwise (LBFGS, Muon, Adafactor, SparseAdam) or whose first step
+    differs from the others (SGD with dampening), and TypeError for what is no such class; what it says of options.
+
+    >>> tx, params = from_torch(torch.optim.RMSprop, 0.1, alpha=0.75), {"w": torch.tensor([1.0, 1.0])}
+    >>> updates, state = tx.update({"w": torch.tensor([2.0, -8.0])}, tx.init(params), params)
+    >>> updates["w"]  # -0.1 g / √(0.25 g²)
+    tensor([-0.2000,  0.2000])
+    """
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        what = f"a {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
+        raise TypeError(f"from_torch: {what} is no class of torch.optim; write from_torch(torch.optim.AdamW, 1e-3)")
+    decays = decay_predicate(mask)
+    if lr is None:
+        lr = float(kind([torch.zeros(1)], **options).defaults["lr"])
+    make = functools.partial(kind, **options)
+    kept = probe(kind.__name__, functools.partial(make, lr=0.1 if callable(lr) else float(lr)))
+    if callable(lr) and kept_values(probe(kind.__name__, functools.partial(make, lr=0.2))) != kept_values(kept):
+        raise ValueError(f"from_torch: the state of {kind.__name__} begins with its learning rate; give lr as a number")
+
+    def init(params: Tree) -> Tree:
+        check_mask(f"from_torch({kind.__name__})", mask)(params)
+        leaves = pytree.leaves(params)
+        device = leaves[0].device if leaves else None
+        slots = {name: pytree.map(lambda p, v=value: slot_of(p, v), params) for name, value in kept.slots.items()}
+        numbers = {name: value.to(device, copy=True) for name, (value, _) in kept.numbers.items()}
+        return TorchState(torch.zeros((), dtype=torch.int64, device=device), numbers, slots)
+
+    def spec(specs: Tree) -> Tree:
+        state: Any = TorchState  # of Specs in the places of tensors
+        slots = {name: pytree.map(without_partial, specs) for name in kept.slots}
+        return state(Spec(), dict.fromkeys(kept.numbers, Spec()), slots)
+
+    @torch.no_grad()
+    def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        names = list(kept.slots)
+        pieces: dict[bool, list[Sequence[Tensor]]] = {True: [], False: []}
+        for row in rows_of(distinct(grads), [state.slots[name] for name in names], params):
+            cut = flat_pieces(row.name, (row.g.to(row.p.dtype), *row.slots, row.p))
+            pieces[decays(row.name, row.p)].extend(cut)
+        groups = [piece for some in pieces.values() for piece in some]
+        rate = float(lr_at(lr, state.count)) if callable(lr) else float(lr)
+        numbers = run(make, kept, rate, pieces, names, state.numbers) if groups else state.numbers
+        return params, TorchState(state.count + 1, numbers, state.slots)
+
+    @torch.no_grad()
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        new = pytree.map(lambda p: p.clone(memory_format=torch.contiguous_format), params)
+        slots = pytree.map(lambda s: s.clone(memory_format=torch.contiguous_format), state.slots)
+        new, state = apply(pytree.map(torch.clone, grads), state._replace(slots=slots), new)
+        return pytree.map(lambda after, before: after - before, new, params), state
+
+    return GradientTransformation(init, update, spec, apply=apply, unit="row")
+
+
+def slot_of(p: Tensor, value: float | None) -> Tensor:
+    """A slot before the first step: filled with a number, or (None) a copy of the parameter."""
+    return p.clone() if value is None else p.new_full(p.shape, value) if not p.is_meta else p.new_zeros(p.shape)
+
+
+def run(
+    make: Callable[..., torch.optim.Optimizer],
+    kept: Kept,
+    lr: float,
+    pieces: Mapping[bool, Sequence[Sequence[Tensor]]],
+    names: Sequence[str],
+    numbers: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """One step of the class on (g, *slots, p), which it overwrites; returns its numbers after it.
+
+    pieces: those that decay, and those that do not.
+    """
+    groups, held = [], {}
+    for decay, some in pieces.items():
+        leaves = []
+        for g, *slots, p in some:
+            leaf = p.detach()
+            leaf.grad = g
+            leaves.append(leaf)
+            held[leaf] = dict(zip(names, slots))
+        groups += [{"params": leaves, **({} if decay else {"weight_decay": 0.0})}] if leaves else []
+    device = next(iter(held)).device
+    optimizer = make(groups, lr=lr)
+    if kind_of(next(iter(held))) != "cpu" and "capturable" in optimizer.defaults:
+        for group in optimizer.param_groups:  # its counts are on the device, and not waited for
+            group["capturable"] = True
+    for leaf, slots in held.items():
+        own = {n: v.clone() if py is None else py(v.item()) for n, (v, py) in with_values(kept, numbers).items()}
+        optimizer.state[leaf] = {**own, **slots}
+    optimizer.step()
+    for leaf, slots in held.items():
+        for name, slot in slots.items():
+            after = optimizer.state[leaf][name]
+            if after is not slot:  # the class made a new tensor
+                slot.copy_(after)
+    after = optimizer.state[next(iter(held))]
+    return {n: torch.as_tensor(after[n], dtype=v.dtype, device=device) for n, (v, _) in kept.numbers.items()}
+
+
+def with_values(kept: Kept, numbers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, type | None]]:
+    """The numbers of a state with the types in which the class keeps them."""
+    return {name: (numbers[name], python) for name, (_, python) in kept.numbers.items()}
+
+
+def kept_values(kept: Kept) -> tuple[list[float], list[float | None]]:
+    """The values that a state begins with."""
+    return [float(value) for value, _ in kept.numbers.values()], list(kept.slots.values())
+
+
+class _First(dict[str, Any]):
+    """The state of a parameter, which remembers the first value of each entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.first.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+        super().__setitem__(key, value)
+
+
+def probe(name: str, make: Callable[..., torch.optim.Optimizer]) -> Kept:
+    """What a class keeps, found by steps on a small parameter.
+
+    Raises ValueError unless steps on two parts of it, from the state that was found, have the bits of those on the
+    whole.
+    """
+    draw = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(4, 6, generator=draw).double() for _ in range(4))
+    whole = start.clone()
+    optimizer = make([whole])
+    try:
+        own: defaultdict[Tensor, _First] = defaultdict(_First)
+        if whole in optimizer.state:  # made by the constructor
+            for key, value in optimizer.state[whole].items():
+                own[whole][key] = value
+        optimizer.state = own
+        for g in grads:
+            whole.grad = g.clone()
+            optimizer.step()
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"from_torch: {name} cannot step on gradients alone: {_line(error)}") from None
+    first = {key: value for key, value in own[whole].first.items() if own[whole][key] is not None}
+    kept = Kept({}, {})
+    for key, value in first.items():
+        if isinstance(value, Tensor) and value.shape == start.shape:
+            # What is no constant is made by the first step: zero before it, if the comparison below agrees.
+            constant = bool((value == value.flatten()[0]).all())
+            kept.slots[key] = float(value.flatten()[0]) if constant else None if torch.equal(value, start) else 0.0
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            kept.numbers[key] = (value, None)
+        elif type(value) in NUMBERS:
+            kept.numbers[key] = (torch.tensor(value, dtype=NUMBERS[type(value)]), type(value))
+        else:
+            raise ValueError(f"from_torch: {name} is not elementwise: it keeps {key!r}, a {_shape_of(value)}")
+    for dim in (0, 1):
+        parts = [part.clone() for part in start.split(2, dim)]
+        slots = [[slot_of(part, value) for value in kept.slots.values()] for part in parts]
+        numbers = {key: value for key, (value, _) in kept.numbers.items()}
+        for g in grads:
+            given = [(g, *s, p) for g, s, p in zip((x.clone() for x in g.split(2, dim)), slots, parts)]
+            numbers = run(lambda groups, lr: make(groups), kept, 0.0, {True: given}, list(kept.slots), numbers)
+        if not torch.equal(torch.cat(parts, dim), whole):
+            raise ValueError(
+                f"from_torch: {name} with these options is not elementwise, or its first step differs from the others; "
+                "write a GradientTransformation, or use one of fzero.optim"
+            )
+    return kept
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _shape_of(value: Any) -> str:
+    return f"tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,221 @@
+"""The keys of a DeepSpeed config, and what becomes of each: docs/migrate.md has this table.
+
+Ref: https://www.deepspeed.ai/docs/config-json, and deepspeed/runtime/config.py of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
+
+
+class Key(NamedTuple):
+    """A key of a DeepSpeed config. Of a refused key the values in `harmless` say what happens here anyway."""
+
+    name: str  # dotted; "a.*" is every key in the table a
+    what: str
+    why: str  # what it becomes, or why it changes nothing, or what to do in its place
+    harmless: tuple[Any, ...] = (None, False)
+
+
+def _taken(**why: str) -> list[Key]:
+    return [Key(name.replace("__", "."), TAKEN, text) for name, text in why.items()]
+
+
+def _ignored(why: str, *names: str) -> list[Key]:
+    return [Key(name, IGNORED, why) for name in names]
+
+
+def _refused(why: str, *names: str, harmless: tuple[Any, ...] = (None, False)) -> list[Key]:
+    return [Key(name, REFUSED, why, harmless) for name in names]
+
+
+# The arguments of optimizers and schedulers, by type.
+ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode")
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adam": ADAM,
+    "adamw": ADAM,
+    "lion": ("lr", "betas", "weight_decay"),
+    "sgd": ("lr", "momentum", "nesterov", "weight_decay", "dampening", "maximize"),
+}
+OTHER_OPTIMIZERS: dict[str, str] = {
+    "lamb": "DeepSpeed's keeps its ratio in [min_coeff, max_coeff], which optim.lamb does not",
+    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), "it sends one bit of a gradient; use AdamW"),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "its rates follow from the model's widths; use by_label"),
+    "muon": "DeepSpeed's goes by marks on parameters; use --set optim.name=muon, by names",
+    "adagrad": "a config has none; a loop of your own has optim.from_torch(torch.optim.Adagrad)",
+}
+WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
+SCHEDULERS: dict[str, tuple[str, ...]] = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", *WARMUP),
+    "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", *WARMUP),
+    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *WARMUP),
+}
+OTHER_SCHEDULERS: dict[str, str] = {
+    "OneCycle": "it cycles the momentum as well; use --set optim.schedule.name=one_cycle",
+    "LRRangeTest": "it raises the rate without end; use runs of a few rates",
+}
+
+ZERO, OFFLOAD = "zero_optimization", ("offload_optimizer", "offload_param")
+BUCKETS = """
+contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+allgather_bucket_size overlap_comm sub_group_size round_robin_gradients stage3_prefetch_bucket_size
+stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters
+stage3_max_reuse_distance stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
+stage3_allgather_sequential stage3_partition_stream_chunk_size mics_hierarchical_params_gather
+memory_efficient_linear cpu_offload_use_pin_memory
+"""
+TRANSFERS = """
+pin_memory buffer_count buffer_size fast_init max_in_cpu pipeline pipeline_read pipeline_write super_offload
+cpuadam_cores_perc
+"""
+NOT_ENABLED = """
+elasticity autotuning progressive_layer_drop eigenvalue curriculum_learning data_efficiency hybrid_engine
+"""
+KEYS: tuple[Key, ...] = (
+    *_taken(
+        train_batch_size="`train.batch`: micro-batch x accumulation x data ranks",
+        train_micro_batch_size_per_gpu="`train.micro_batch`",
+        gradient_accumulation_steps="`train.batch`",
+        gradient_clipping="`optim.clip`; without it 0, as there. DeepSpeed adds 1e-6 to the norm",
+        steps_per_print="`train.log_every`",
+        zero_optimization__stage="`zero`",
+        zero_optimization__offload_optimizer__device="`offload`: cpu is `opt=host`, nvme `opt=nvme`",
+        zero_optimization__offload_optimizer__nvme_path="`nvme.folder`",
+        zero_optimization__offload_optimizer__ratio="`offload`: `opt=host:RATIO`",
+        zero_optimization__offload_param__device="`offload`: cpu is `params=host`, nvme `params=nvme`; at stage 3",
+        zero_optimization__offload_param__nvme_path="`nvme.folder`",
+        zero_optimization__cpu_offload="`offload`: `opt=host`",
+        zero_optimization__cpu_offload_param="`offload`: `params=host`",
+        bf16__enabled="`precision.policy`: `bf16`; without bf16 and fp16 it is `fp32`",
+        bfloat16__enabled="the same",
+        fp16__enabled="`precision.policy`: `fp16`",
+        fp16__loss_scale="`precision.loss_scale`: 0 is dynamic, another number is that scale in every step",
+        fp16__initial_scale_power="`precision.loss_scale.init`: 2 to this power",
+        fp16__loss_scale_window="`precision.loss_scale.window`",
+        fp16__hysteresis="`precision.loss_scale.hysteresis`",
+        fp16__min_loss_scale="`precision.loss_scale.floor`",
+        optimizer__type="`optim.name`: AdamW, Adam (decoupled decay unless adam_w_mode is false), Lion, SGD",
+        scheduler__type="`optim.schedule.name`: WarmupLR, WarmupDecayLR, WarmupCosineLR; without one constant",
+    ),
+    Key("optimizer.params.*", TAKEN, "`optim.lr`, `beta1`, `beta2`, `eps`, `weight_decay` (of all leaves), ..."),
+    Key("scheduler.params.*", TAKEN, "`optim.lr`, `train.steps`, `optim.schedule.warmup_steps`, `warmup`, ..."),
+    *_ignored(
+        "sizes of buckets and what is overlapped are fzero's own; `--prefetch` says what is gathered ahead",
+        *(f"{ZERO}.{name}" for name in BUCKETS.split()),
+    ),
+    *_ignored(
+        "transfers are fzero's own; `--buffer-mb` is their memory",
+        *(f"{ZERO}.{group}.{name}" for group in OFFLOAD for name in TRANSFERS.split()),
+        "aio.*",
+    ),
+    *_ignored(
+        "checkpoints are fzero's own: any mesh resumes any other, and `fzero export` writes weights",
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+        f"{ZERO}.stage3_gather_fp16_weights_on_model_save",
+        f"{ZERO}.load_from_fp32_weights",
+        f"{ZERO}.elastic_checkpoint",
+        f"{ZERO}.pipeline_loading_checkpoint",
+        f"{ZERO}.save_muon_momentum_buffer_in_memory",
+        "checkpoint.*",
+        "nebula.*",
+        "datastates_ckpt.*",
+    ),
+    *_ignored(
+        "it is about PyTorch modules, of which a pure function has none",
+        f"{ZERO}.ignore_unused_parameters",
+        f"{ZERO}.override_module_apply",
+        f"{ZERO}.legacy_stage1",
+        f"{ZERO}.leaf_module.*",
+        f"{ZERO}.log_trace_cache_warnings",
+        f"{ZERO}.enable_sanity_checks",
+        "optimizer.legacy_fusion",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "fp16.auto_cast",
+        "fp16.fused_mode",
+        "bf16.immediate_grad_update",
+        "bf16.check_grad_overflow",
+        "compile.*",
+        "disable_allgather",
+        "graph_harvesting",
+        "vocabulary_size",
+        "dataloader_drop_last",
+        "use_data_before_expert_parallelism",
+    ),
+    *_ignored("a mean is divided once, in float32", "prescale_gradients", "gradient_predivide_factor"),
+    *_ignored("use `--remat` and `--offload acts=host`", "activation_checkpointing.*"),
+    *_ignored(
+        "`fzero report`, `--profile` and `train.loggers` show a run",
+        "flops_profiler.*",
+        "comms_logger.*",
+        "tensorboard.*",
+        "wandb.*",
+        "csv_monitor.*",
+        "comet.*",
+        "monitor_config.*",
+        "timers.*",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+    ),
+    *_refused(
+        "gradients are summed in float32",
+        "communication_data_type",
+        "seq_parallel_communication_data_type",
+        "data_types.grad_accum_dtype",
+        harmless=(None, "fp32"),
+    ),
+    *_refused("master weights are float32", "fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"),
+    *_refused("master weights and moments are float32; see optim.states", "bf16.bf16_optimizer_states"),
+    *_refused("hysteresis comes back when the scale rises", "fp16.consecutive_hysteresis"),
+    *_refused("use the policy bf16_float8_gather", f"{ZERO}.zero_quantized_weights"),
+    *_refused("use models.quantized", f"{ZERO}.zero_quantized_nontrainable_weights"),
+    *_refused("gradients are sent whole", f"{ZERO}.zero_quantized_gradients", f"{ZERO}.zeropp_loco_param.*"),
+    *_refused(
+        "use --mesh dp=N,rp=M, which shards over dp",
+        f"{ZERO}.zero_hpz_partition_size",
+        f"{ZERO}.mics_shard_size",
+        harmless=(None, 1, -1),
+    ),
+    *_refused("updates are not delayed", f"{ZERO}.zenflow.*"),
+    *_refused("use --mesh tp=N", "tensor_parallel.*", "autotp_size"),
+    *_refused("use bf16 or fp16", "amp.enabled", "torch_autocast.enabled"),
+    *_ignored("their table is not enabled", "amp.*", "torch_autocast.*"),
+    *_refused("give the batch that it would choose", "elasticity.enabled"),
+    *_refused("use `fzero plan --search`", "autotuning.enabled"),
+    *_refused(
+        "fzero has no such training",
+        "progressive_layer_drop.enabled",
+        "eigenvalue.enabled",
+        "curriculum_learning.enabled",
+        "data_efficiency.enabled",
+        "hybrid_engine.enabled",
+        "sparse_gradients",
+    ),
+    *_refused(
+        "fzero has no such training",
+        "sparse_attention.*",
+        "compression_training.*",
+        "quantize_training.*",
+        "pipeline.*",
+    ),
+    *_ignored(
+        "their table is not enabled",
+        *(f"{name}.*" for name in NOT_ENABLED.split()),
+    ),
+)
+
+
+def markdown() -> str:
+    """The table of docs/migrate.md.
+
+    >>> print(markdown().splitlines()[2])
+    | `train_batch_size` | taken | `train.batch`: micro-batch x accumulation x data ranks |
+    """
+    rows: dict[tuple[str, str], list[str]] = {}
+    for key in KEYS:
+        rows.setdefault((key.what, key.why), []).append(f"`{key.name}`")
+    lines = [f"| {', '.join(names)} | {what} | {why} |" for (what, why), names in rows.items()]
+    return "\n".join(["| key | | here |", "|---|---|---|", *lines]) + "\n"
