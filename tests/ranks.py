@@ -8,6 +8,7 @@ error on any rank the pool is thrown away and the next case starts another, as m
 import atexit
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -22,11 +23,20 @@ import pytest
 import torch.distributed as dist
 
 GRACE_S = 3.0  # for the other ranks to end after the first error
-# With what PyTorch imports when first asked for a transform, a trace, a compiled graph: seconds for each rank.
+# With all that a step and a checkpoint import, and what PyTorch imports when first asked for a transform, a trace, a
+# compiled graph: seconds for each rank of each pool.
 PRELOAD = [
     "ranks",
+    "fzero.checkpoint.restore_state",
+    "fzero.checkpoint.save_state",
     "fzero.core.compile",
+    "fzero.models",
+    "fzero.optim",
+    "fzero.run.build",
+    "fzero.run.measure.live_bytes",
     "fzero.sharding",
+    "fzero.train.step",
+    "fzero.train.update",
     "torch._dynamo",
     "torch._decomp.decompositions_for_jvp",
     "torch._inductor.compile_fx",
@@ -146,6 +156,7 @@ def _work(rank, n, port, pipe):
     from fzero.sharding import make_mesh
 
     torch.set_num_threads(1)
+    gc.freeze()  # else the first full collection writes to, and so copies, every page shared with the server
     warnings.simplefilter("error")
     for message in ("`torch.jit.script`", "`torch.jit.script_method`"):  # raised in the import of PyTorch's own modules
         warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
